@@ -1,0 +1,51 @@
+"""Every error this library raises on purpose, in one short tree.
+
+Each type also inherits the builtin that a Python user would catch. `triton_backend/errors.py` maps them to
+Triton's codes; nothing else translates errors.
+"""
+
+from __future__ import annotations
+
+
+class HotrowError(Exception):
+    """Root of all errors raised by hotrow."""
+
+    def __str__(self) -> str:
+        # KeyError, a base of some of ours, would show the repr of the message.
+        return str(self.args[0]) if self.args else type(self).__name__
+
+
+class ConfigurationError(HotrowError, ValueError):
+    """A setting is unknown, or its value is not allowed."""
+
+
+class InvalidRequestError(HotrowError, ValueError):
+    """One request is malformed: a wrong or missing input, type, shape or size. Others are not concerned."""
+
+
+class UnknownKeyError(InvalidRequestError):
+    """A request holds a key that no tier has, and the model's settings reject such requests."""
+
+
+class TableNotFoundError(HotrowError, KeyError):
+    """No table of that name belongs to the model."""
+
+
+class ModelFormatError(HotrowError, ValueError):
+    """A model file or version directory is not what its format promises; the message names the file."""
+
+
+class UnsupportedModelError(HotrowError, ValueError):
+    """The model is well-formed, but holds something that cannot be served; the message names it."""
+
+
+class StoreError(HotrowError, RuntimeError):
+    """A tier could not do what was asked of it."""
+
+
+class UnavailableError(HotrowError, RuntimeError):
+    """The answer cannot be given now, but may be later: a tier is down, or the queue is full."""
+
+
+class SessionClosedError(HotrowError, RuntimeError):
+    """The session, cache or store has been closed."""

@@ -1,0 +1,238 @@
+"""The native layout: what a version directory says about its model (`session.json`), as frozen objects.
+
+    <version>/
+      session.json         this module
+      dense.onnx           the dense network; its inputs are model inputs and looked-up vectors
+      keys.onnx            computes keys from the model's inputs; only where the graph derived them
+      tables/<folder>/     `key` (int64, absent where keys are row numbers), `emb_vector`, `index`
+      MANIFEST.json        sizes and checksums (manifest.py)
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from inference_session.errors import ModelFormatError, TableNotFoundError
+
+FORMAT = 1
+SESSION_FILE = "session.json"
+DENSE_FILE = "dense.onnx"
+KEYS_FILE = "keys.onnx"
+TABLES_FOLDER = "tables"
+PREDICTIONS = "OUTPUT0"
+
+Pooling = Literal["none", "sum", "mean", "max"]
+VectorType = Literal["float32", "float16", "int8"]
+KeyKind = Literal["row_number", "stored"]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input or output of the model, as a client sees it."""
+
+    name: str
+    dtype: str
+    """NumPy's name: `int64`, `float32`, `bool`, `object` for strings …"""
+    shape: tuple[int, ...]
+    """-1 for a dimension of any size. The first dimension counts samples where the model is `batched`."""
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """One embedding table."""
+
+    name: str
+    """The name in the original model, any characters."""
+    folder: str
+    """Folder below `tables/`; also the table's name in stores and topics."""
+    num_rows: int
+    embedding_dim: int
+    """Number of elements of one vector (the product of `row_shape`)."""
+    dtype: VectorType = "float32"
+    """How vectors are stored; a lookup always answers float32."""
+    keys: KeyKind = "stored"
+    """`row_number`: the key is the row, negative keys count from the end as in ONNX. `stored`: a `key` file says."""
+    row_shape: tuple[int, ...] | None = None
+    """Shape of one row in the original model where it is not `(embedding_dim,)`, else None."""
+    default_vector: float | tuple[float, ...] = 0.0
+    """Answer for an unknown key: one number for all elements, or one number each."""
+
+
+@dataclass(frozen=True)
+class LookupSpec:
+    """One read of a table on behalf of the dense network.
+
+    Unpooled, keys of shape S become vectors of shape S + row_shape. Pooled, the last axis of the keys is the bag:
+    keys of shape S + (L,) become S + (embedding_dim,). An empty bag is a zero vector.
+    Lookups of one `dense_input` stand side by side in it, in the order of the list: each contributes
+    (keys per sample x embedding_dim) columns of a matrix [samples, columns].
+    """
+
+    table: str
+    """Folder of the table."""
+    keys: str
+    """A model input, or an output of keys.onnx. int64 or int32."""
+    dense_input: str
+    """The input of dense.onnx that takes the vectors, float32."""
+    pooling: Pooling = "none"
+    weights: str | None = None
+    """Per-key factors of a pooled lookup: a model input or an output of keys.onnx, float32, shaped as the keys."""
+    joined: bool = False
+    """True where several lookups (or one with several keys per sample) fill one matrix [samples, columns]."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What a model is. Written by the importers, read on open; never changed."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    """The original model's outputs, in its order."""
+    tables: tuple[TableSpec, ...]
+    lookups: tuple[LookupSpec, ...]
+    labels: tuple[str, ...] = ()
+    """One name per column of the predictions."""
+    label_outputs: tuple[str, ...] = ()
+    """The outputs, [samples] or [samples, k], that side by side make up the predictions; empty: none qualify."""
+    batched: bool = True
+    """The first dimension of every input and output counts samples, and may take any size."""
+    joinable: bool = True
+    """No answer depends on the other samples of its batch, so that requests may be computed together."""
+    layout: str = "tensors"
+    """How a request carries its keys: `tensors` (by input), `hugectr` (DES/CATCOLUMN/ROWINDEX), `hps`."""
+    layout_options: Mapping[str, Any] = field(default_factory=dict)
+    """What the layout needs to know beyond the tensors, as the importer wrote it."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Defaults for the model's settings (docs/configuration.md); config.pbtxt overrides them."""
+    source: str = ""
+    """Where the model came from, for people."""
+
+    def table(self, name: str) -> TableSpec:
+        """The table of that original name or folder; TableNotFoundError otherwise."""
+        for table in self.tables:
+            if name in (table.name, table.folder):
+                return table
+        known = ", ".join(repr(table.name) for table in self.tables) or "none"
+        raise TableNotFoundError(f"the model has no table {name!r}; its tables: {known}")
+
+    def write(self, directory: Path) -> None:
+        """Write session.json into a version directory that is being staged."""
+        document = {"format": FORMAT, **asdict(self)}
+        text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
+        (directory / SESSION_FILE).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, directory: Path) -> ModelSpec:
+        """Read and check session.json; ModelFormatError names the file and the field at fault."""
+        path = directory / SESSION_FILE
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise ModelFormatError(f"{path}: no such file; a version directory holds one") from error
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise ModelFormatError(f"{path}: not readable as JSON: {error}") from error
+        try:
+            return _parse(document)
+        except (TypeError, ValueError, KeyError, OverflowError) as error:
+            raise ModelFormatError(f"{path}: {error}") from error
+
+
+def _parse(document: object) -> ModelSpec:
+    if not isinstance(document, dict):
+        raise ValueError(f"expected an object, found {type(document).__name__}")
+    if document.pop("format", None) != FORMAT:
+        raise ValueError(f"field 'format' must be {FORMAT}; this hotrow reads no other")
+    document["inputs"] = tuple(_record(TensorSpec, item, "inputs") for item in _list(document, "inputs"))
+    document["outputs"] = tuple(_record(TensorSpec, item, "outputs") for item in _list(document, "outputs"))
+    document["tables"] = tuple(_record(TableSpec, item, "tables") for item in _list(document, "tables"))
+    document["lookups"] = tuple(_record(LookupSpec, item, "lookups") for item in _list(document, "lookups"))
+    for name in ("labels", "label_outputs"):
+        document[name] = tuple(str(item) for item in _list(document, name))
+    spec = _record(ModelSpec, document, "")
+    _check(spec)
+    return spec
+
+
+Record = TypeVar("Record")
+
+
+def _record(kind: type[Record], value: object, where: str) -> Record:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: expected an object, found {value!r}")
+    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    unknown = sorted(set(value) - known)
+    if unknown:
+        raise ValueError(f"{where}: unknown field {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    frozen = {name: tuple(item) if isinstance(item, list) else item for name, item in value.items()}
+    return kind(**frozen)
+
+
+def _list(document: Mapping[str, Any], name: str) -> list[Any]:
+    value = document.get(name, [])
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"field {name!r}: expected a list, found {value!r}")
+    return list(value)
+
+
+def _check(spec: ModelSpec) -> None:
+    for tensor in (*spec.inputs, *spec.outputs):
+        if not isinstance(tensor.name, str) or not isinstance(tensor.dtype, str):
+            raise ValueError(f"tensor {tensor.name!r}: name and dtype must be strings")
+        if not all(isinstance(d, int) and d >= -1 for d in tensor.shape):
+            raise ValueError(f"tensor {tensor.name!r}: shape {tensor.shape} holds something but sizes and -1")
+    folders: set[str] = set()
+    for table in spec.tables:
+        _check_table(table)
+        if table.folder in folders:
+            raise ValueError(f"two tables have the folder {table.folder!r}")
+        folders.add(table.folder)
+    for lookup in spec.lookups:
+        if lookup.table not in folders:
+            raise ValueError(f"a lookup reads table {lookup.table!r}, which is not among the tables")
+        if lookup.pooling not in get_args(Pooling):
+            raise ValueError(f"lookup of {lookup.table!r}: pooling {lookup.pooling!r} is none of {get_args(Pooling)}")
+
+
+def _check_table(table: TableSpec) -> None:
+    where = f"table {table.name!r}"
+    if not isinstance(table.folder, str) or not is_folder_name(table.folder):
+        raise ValueError(f"{where}: folder {table.folder!r} may hold letters, digits, '_' and '-' only")
+    if not isinstance(table.num_rows, int) or table.num_rows < 0:
+        raise ValueError(f"{where}: num_rows must be a whole number, found {table.num_rows!r}")
+    if not isinstance(table.embedding_dim, int) or table.embedding_dim < 1:
+        raise ValueError(f"{where}: embedding_dim must be at least 1, found {table.embedding_dim!r}")
+    if table.dtype not in get_args(VectorType):
+        raise ValueError(f"{where}: dtype {table.dtype!r} is none of {get_args(VectorType)}")
+    if table.keys not in get_args(KeyKind):
+        raise ValueError(f"{where}: keys {table.keys!r} is none of {get_args(KeyKind)}")
+    if table.row_shape is not None and math.prod(table.row_shape) != table.embedding_dim:
+        raise ValueError(f"{where}: row_shape {table.row_shape} does not hold embedding_dim {table.embedding_dim}")
+    if isinstance(table.default_vector, tuple) and len(table.default_vector) != table.embedding_dim:
+        raise ValueError(f"{where}: default_vector has {len(table.default_vector)} elements, not {table.embedding_dim}")
+
+
+_FOLDER_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
+
+
+def is_folder_name(name: str) -> bool:
+    """Whether a table's folder may bear this name."""
+    return bool(name) and set(name) <= _FOLDER_CHARACTERS
+
+
+def folder_names(names: list[str]) -> list[str]:
+    """Folder names for tables: foreign characters become `_`, a clash gets `_2`, `_3` … (in the order given)."""
+    folders: list[str] = []
+    for name in names:
+        stem = "".join(c if c in _FOLDER_CHARACTERS else "_" for c in name) or "_"
+        stem = stem[:120]
+        folder, count = stem, 1
+        while folder in folders:
+            count += 1
+            folder = f"{stem}_{count}"
+        folders.append(folder)
+    return folders
