@@ -1,0 +1,130 @@
+"""MANIFEST.json: size and SHA-256 of every file of a version directory, so that damage is found before it is served.
+
+`tables/*/index` is left out: it can be rebuilt from `key` at any time and carries its own checksum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from inference_session.errors import ModelFormatError
+
+MANIFEST_FILE = "MANIFEST.json"
+FORMAT = 1
+_REBUILDABLE = "index"
+_CHUNK_BYTES = 4 << 20
+
+Progress = Callable[[int], None]
+"""Told the number of bytes done since the last call, from any thread."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """What the manifest says of one file."""
+
+    path: PurePosixPath
+    """Relative to the version directory."""
+    num_bytes: int
+    sha256: str
+
+
+def write_manifest(directory: Path, progress: Progress | None = None) -> None:
+    """Write MANIFEST.json for the files of a version directory that is being staged."""
+    files = [path for path in sorted(directory.rglob("*")) if path.is_file() and _is_listed(path, directory)]
+    with ThreadPoolExecutor() as threads:
+        checksums = list(threads.map(partial(_sha256, progress=progress), files))
+    entries = {
+        path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "sha256": checksum}
+        for path, checksum in zip(files, checksums, strict=True)
+    }
+    text = json.dumps({"format": FORMAT, "files": entries}, indent=1, ensure_ascii=False)
+    (directory / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_manifest(directory: Path) -> tuple[FileEntry, ...]:
+    """The entries of MANIFEST.json; ModelFormatError where it is missing or not a manifest."""
+    path = directory / MANIFEST_FILE
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelFormatError(f"{path}: no such file; the version is incomplete or not in hotrow's layout") from error
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ModelFormatError(f"{path}: not readable as JSON: {error}") from error
+    try:
+        if document["format"] != FORMAT:
+            raise ModelFormatError(f"{path}: format {document['format']!r}, this hotrow reads {FORMAT}")
+        return tuple(_entry(path, name, value) for name, value in document["files"].items())
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ModelFormatError(f"{path}: not a manifest ({error!r})") from error
+
+
+def verify(
+    directory: Path, *, checksums: bool, absent: frozenset[str] = frozenset(), progress: Progress | None = None
+) -> None:
+    """Check the files of a version directory against its manifest.
+
+    Args:
+        checksums: read every byte, rather than look at sizes alone.
+        absent: first path components that may be missing as a whole (`tables`, where a store holds the rows).
+
+    Raises:
+        ModelFormatError: names the first file that is missing, of the wrong size or damaged.
+    """
+    present = [entry for entry in read_manifest(directory) if _check_size(directory, entry, absent)]
+    if checksums:
+        with ThreadPoolExecutor() as threads:
+            for _ in threads.map(partial(_check_sum, directory, progress=progress), present):
+                pass
+
+
+def _check_size(directory: Path, entry: FileEntry, absent: frozenset[str]) -> bool:
+    """Whether the file is there to be read; raises where it should be and is not."""
+    path = directory / entry.path
+    try:
+        num_bytes = path.stat().st_size
+    except FileNotFoundError as error:
+        top = entry.path.parts[0]
+        if top in absent and not (directory / top).exists():
+            return False
+        raise ModelFormatError(f"{path}: no such file, though {MANIFEST_FILE} lists it") from error
+    if num_bytes != entry.num_bytes:
+        raise ModelFormatError(f"{path}: {num_bytes} bytes, {MANIFEST_FILE} says {entry.num_bytes}")
+    return True
+
+
+def _check_sum(directory: Path, entry: FileEntry, progress: Progress | None) -> None:
+    path = directory / entry.path
+    if _sha256(path, progress) != entry.sha256:
+        raise ModelFormatError(f"{path}: damaged, its checksum is not the one in {MANIFEST_FILE}")
+
+
+def _is_listed(path: Path, directory: Path) -> bool:
+    parts = path.relative_to(directory).parts
+    return parts != (MANIFEST_FILE,) and not (parts[0] == "tables" and parts[-1].startswith(_REBUILDABLE))
+
+
+def _entry(manifest: Path, name: str, value: dict[str, Any]) -> FileEntry:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        raise ModelFormatError(f"{manifest}: {name!r} is not a path inside the version directory")
+    return FileEntry(path, int(value["bytes"]), str(value["sha256"]))
+
+
+def _sha256(path: Path, progress: Progress | None) -> str:
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        while num_bytes := file.readinto(buffer):
+            digest.update(buffer[:num_bytes])
+            if progress:
+                progress(num_bytes)
+    return digest.hexdigest()
