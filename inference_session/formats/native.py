@@ -1,11 +1,11 @@
 """The native layout: what a version directory says about its model (`session.json`), as frozen objects.
 
-    <version>/
-      session.json         this module
-      dense.onnx           the dense network; its inputs are model inputs and looked-up vectors
-      keys.onnx            computes keys from the model's inputs; only where the graph derived them
-      tables/<folder>/     `key` (int64, absent where keys are row numbers), `emb_vector`, `index`
-      MANIFEST.json        sizes and checksums (manifest.py)
+<version>/
+  session.json         this module
+  dense.onnx           the dense network; its inputs are model inputs and looked-up vectors
+  keys.onnx            computes keys from the model's inputs; only where the graph derived them
+  tables/<folder>/     `key` (int64, absent where keys are row numbers), `emb_vector`, `index`
+  MANIFEST.json        sizes and checksums (manifest.py)
 """
 
 from __future__ import annotations
