@@ -62,6 +62,16 @@ class TableSpec:
     default_vector: float | tuple[float, ...] = 0.0
     """Answer for an unknown key: one number for all elements, or one number each."""
 
+    @property
+    def row_bytes(self) -> int:
+        """Size of one stored vector; an int8 row ends with its float32 scale and bias."""
+        return {"float32": 4, "float16": 2, "int8": 1}[self.dtype] * self.embedding_dim + 8 * (self.dtype == "int8")
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the vectors and, where they are stored, of the keys."""
+        return self.num_rows * (self.row_bytes + 8 * (self.keys == "stored"))
+
 
 @dataclass(frozen=True)
 class LookupSpec:

@@ -1,0 +1,50 @@
+"""The `hotrow` command: finds the module of the command that was asked for, and reports errors in one line."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import cast
+
+import click
+
+from hotrow import __version__
+from inference_session.errors import HotrowError
+
+_COMMANDS = {
+    "import": "import_model",
+    "serve": "serve",
+    "inspect": "inspect_version",
+}
+
+
+class _Commands(click.Group):
+    """Loads a command's module only when that command runs, so that `--help` answers at once."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        return cast("click.Command", import_module(f"hotrow.commands.{_COMMANDS[cmd_name]}").command)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="hotrow")
+def cli() -> None:
+    """Serve recommender models on Triton Inference Server, tables and dense network together.
+
+    \b
+      hotrow import onnx model.onnx --name ctr --repository model_repository
+      hotrow serve --repository model_repository
+    """
+
+
+def main() -> None:
+    """Entry point: an error that we raise on purpose is one line on stderr and exit code 1."""
+    try:
+        cli()
+    except HotrowError as error:
+        click.echo(f"hotrow: {error}", err=True)
+        sys.exit(1)

@@ -1,0 +1,232 @@
+"""Requests: checked one by one, joined into one batch, split again.
+
+A *layout* says how a request carries its samples. This module holds the plain one (`TensorLayout`: the model's own
+inputs, by name); a session asks nothing of a layout but `check` and `join`.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import HotrowError, InvalidRequestError
+from inference_session.formats.native import ModelSpec, TensorSpec
+from inference_session.outputs import Answer, Outputs
+
+
+class Request(NamedTuple):
+    """What a client sent: arrays by input name, and the outputs it wants (None: all of them)."""
+
+    inputs: Mapping[str, NDArray[Any]]
+    outputs: Sequence[str] | None = None
+
+
+class CheckedRequest(NamedTuple):
+    """A request known to be well-formed."""
+
+    inputs: Mapping[str, NDArray[Any]]
+    outputs: Sequence[str]
+    num_samples: int
+    shapes: Hashable
+    """Requests with equal shapes may be joined."""
+
+
+class Ragged(NamedTuple):
+    """Bags of different lengths: bag i is `values[begins[i]:ends[i]]`; `shape` is the shape of the bags."""
+
+    values: NDArray[Any]
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    shape: tuple[int, ...]
+
+
+Array: TypeAlias = "NDArray[Any] | Ragged"
+
+
+class RequestLayout(ABC):
+    """How requests of one model carry their samples."""
+
+    @abstractmethod
+    def check(self, request: Request) -> CheckedRequest:
+        """Raises InvalidRequestError that names the input, what was found and what is expected."""
+
+    @abstractmethod
+    def join(self, requests: Sequence[CheckedRequest]) -> dict[str, Array]:
+        """The arrays of several requests of equal `shapes` as those of one; a single one is not copied."""
+
+
+def answer_jointly(
+    requests: Sequence[Request],
+    layout: RequestLayout,
+    compute: Callable[[Sequence[CheckedRequest]], list[Answer]],
+    *,
+    may_join: bool,
+) -> list[Answer | HotrowError]:
+    """Answer each request, as many at once as their shapes allow.
+
+    An answer that cannot be given is an error in its place. A malformed request never reaches the others. If a batch fails, its requests are computed one by one, so that only
+    the one to blame gets the error.
+    """
+    answers: list[Answer | HotrowError] = []
+    groups: dict[Hashable, list[int]] = {}
+    checked: dict[int, CheckedRequest] = {}
+    for i, request in enumerate(requests):
+        try:
+            checked[i] = layout.check(request)
+        except InvalidRequestError as error:
+            answers.append(error)
+            continue
+        answers.append(_UNANSWERED)
+        groups.setdefault(checked[i].shapes if may_join else i, []).append(i)
+    for members in groups.values():
+        for i, answer in zip(members, _compute_jointly([checked[i] for i in members], compute), strict=True):
+            answers[i] = answer
+    return answers
+
+
+_UNANSWERED = HotrowError("the request has not been answered")
+
+
+def _compute_jointly(
+    requests: list[CheckedRequest], compute: Callable[[Sequence[CheckedRequest]], list[Answer]]
+) -> Sequence[Answer | HotrowError]:
+    try:
+        return compute(requests)
+    except HotrowError as error:
+        if len(requests) == 1:
+            return [error]
+        return [_compute_jointly([request], compute)[0] for request in requests]
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What the check of one input compares with, taken out of its TensorSpec once."""
+
+    name: str
+    dtype: np.dtype[Any]
+    rank: int
+    fixed: tuple[tuple[int, int], ...]
+    """(axis, size) of the dimensions that may have one size only."""
+    ragged: bool
+    """The last dimension may differ between the requests of one batch."""
+
+
+class TensorLayout(RequestLayout):
+    """A request carries the model's own inputs, each [samples, …] where the model is batched."""
+
+    def __init__(self, spec: ModelSpec, outputs: Outputs, *, network_inputs: frozenset[str], max_elements: int) -> None:
+        self._batched = spec.batched
+        self._max_elements = max_elements
+        ragged = _ragged_inputs(spec, network_inputs)
+        self._inputs = tuple(_expected(tensor, tensor.name in ragged) for tensor in spec.inputs)
+        self._outputs = outputs
+
+    def check(self, request: Request) -> CheckedRequest:
+        inputs = request.inputs
+        if len(inputs) != len(self._inputs):
+            self._explain_names(inputs)
+        num_samples = -1
+        shapes: list[Hashable] = []
+        checked = {}
+        for expected in self._inputs:
+            array = inputs.get(expected.name)
+            if array is None:
+                self._explain_names(inputs)
+                continue
+            if array.dtype != expected.dtype or array.ndim != expected.rank or array.size > self._max_elements:
+                self._explain_array(expected, array)
+            shape = array.shape
+            for axis, size in expected.fixed:
+                if shape[axis] != size:
+                    self._explain_shape(expected, array)
+            if self._batched:
+                if shape[0] != num_samples:
+                    if num_samples >= 0:
+                        self._explain_samples(expected, array, num_samples)
+                    num_samples = shape[0]
+                shapes.append(shape[1:-1] if expected.ragged else shape[1:])
+            checked[expected.name] = array if array.dtype != object else _decoded(expected.name, array)
+        outputs = self._outputs.resolve(request.outputs)
+        return CheckedRequest(checked, outputs, max(num_samples, 0), tuple(shapes))
+
+    def join(self, requests: Sequence[CheckedRequest]) -> dict[str, Array]:
+        if len(requests) == 1:
+            return dict(requests[0].inputs)
+        return {e.name: _joined([request.inputs[e.name] for request in requests]) for e in self._inputs}
+
+    def _explain_names(self, inputs: Mapping[str, NDArray[Any]]) -> None:
+        expected = [e.name for e in self._inputs]
+        missing = [name for name in expected if name not in inputs]
+        if missing:
+            raise InvalidRequestError(f"input {missing[0]!r} is missing; the model's inputs: {_listed(expected)}")
+        unknown = [name for name in inputs if name not in expected]
+        raise InvalidRequestError(f"the model has no input {unknown[0]!r}; its inputs: {_listed(expected)}")
+
+    def _explain_array(self, expected: _Expected, array: NDArray[Any]) -> None:
+        where = f"input {expected.name!r}"
+        if array.dtype != expected.dtype:
+            raise InvalidRequestError(f"{where} has type {array.dtype}, expected {expected.dtype}")
+        if array.ndim != expected.rank:
+            raise InvalidRequestError(f"{where} has shape {list(array.shape)}, expected {expected.rank} dimensions")
+        raise InvalidRequestError(
+            f"{where} has {array.size} elements, above the limit of {self._max_elements} (max_keys_per_request)"
+        )
+
+    def _explain_shape(self, expected: _Expected, array: NDArray[Any]) -> None:
+        fixed = dict(expected.fixed)
+        wanted = [fixed.get(axis, -1) for axis in range(expected.rank)]
+        raise InvalidRequestError(
+            f"input {expected.name!r} has shape {list(array.shape)}, expected {wanted} (-1: any size)"
+        )
+
+    def _explain_samples(self, expected: _Expected, array: NDArray[Any], num_samples: int) -> None:
+        first = self._inputs[0].name
+        raise InvalidRequestError(
+            f"input {expected.name!r} has {array.shape[0]} samples, but {first!r} has {num_samples}"
+        )
+
+
+def _expected(tensor: TensorSpec, ragged: bool) -> _Expected:
+    fixed = tuple((axis, size) for axis, size in enumerate(tensor.shape) if size >= 0)
+    return _Expected(tensor.name, np.dtype(tensor.dtype), len(tensor.shape), fixed, ragged)
+
+
+def _ragged_inputs(spec: ModelSpec, network_inputs: frozenset[str]) -> set[str]:
+    """Inputs whose last dimension is only ever a bag of keys, so that requests of different lengths can be joined."""
+    pooled = {lookup.keys for lookup in spec.lookups if lookup.pooling != "none" and lookup.weights is None}
+    others = {lookup.keys for lookup in spec.lookups if lookup.pooling == "none" or lookup.weights is not None}
+    bags = pooled - others - network_inputs
+    return {t.name for t in spec.inputs if t.name in bags and len(t.shape) > 1 and t.shape[-1] == -1}
+
+
+def _joined(arrays: list[NDArray[Any]]) -> Array:
+    if any(array.shape[1:] != arrays[0].shape[1:] for array in arrays):
+        return _ragged(arrays)
+    return np.concatenate(arrays)
+
+
+def _ragged(arrays: list[NDArray[Any]]) -> Ragged:
+    """Keys [samples, …, L] of requests with different L, as bags behind each other."""
+    lengths = np.concatenate([np.full(math.prod(a.shape[:-1]), a.shape[-1], np.int64) for a in arrays])
+    ends = np.cumsum(lengths)
+    shape = (sum(a.shape[0] for a in arrays), *arrays[0].shape[1:-1])
+    return Ragged(np.concatenate([a.reshape(-1) for a in arrays]), ends - lengths, ends, shape)
+
+
+def _decoded(name: str, array: NDArray[Any]) -> NDArray[Any]:
+    """Strings as ONNX Runtime wants them; Triton hands over bytes."""
+    try:
+        texts = [item.decode() if isinstance(item, bytes) else str(item) for item in array.reshape(-1)]
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"input {name!r} holds a string that is not UTF-8: {error}") from error
+    return np.array(texts, dtype=object).reshape(array.shape)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names)

@@ -1,0 +1,100 @@
+"""The settings of a session: one frozen object, from config.pbtxt parameters, session.json and defaults.
+
+docs/configuration.md has a heading for each; a test holds the two together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from inference_session.errors import ConfigurationError
+
+
+def _choice(*allowed: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if value not in allowed:
+            raise ValueError(f"allowed: {', '.join(allowed)}")
+        return str(value)
+
+    return parse
+
+
+def _count(at_least: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        try:
+            number = int(str(value))
+        except ValueError:
+            number = at_least - 1
+        if number < at_least:
+            raise ValueError(f"allowed: whole numbers from {at_least}")
+        return number
+
+    return parse
+
+
+def _device(value: Any) -> str:
+    if value in ("auto", "cpu"):
+        return str(value)
+    kind, _, number = str(value).partition(":")
+    if kind == "cuda" and number.isdecimal():
+        return str(value)
+    raise ValueError("allowed: auto, cpu, cuda:N (N the number of the GPU)")
+
+
+def _setting(default: Any, parse: Callable[[Any], Any]) -> Any:
+    return field(default=default, metadata={"parse": parse})
+
+
+@dataclass(frozen=True)
+class SessionConfig:
+    """How one version is opened and served."""
+
+    device: str = _setting("auto", _device)
+    """Where look-ups and the dense network run: `auto` (a GPU if there is one), `cpu`, `cuda:N`."""
+    verify: Literal["sizes", "full"] = _setting("sizes", _choice("sizes", "full"))
+    """What is checked when the version is opened: sizes and shapes, or every byte's checksum as well."""
+    unknown_keys: Literal["default_vector", "reject"] = _setting("default_vector", _choice("default_vector", "reject"))
+    """What becomes of a key that its table does not hold: answered with the table's default vector and counted,
+    or the request that holds it is rejected, alone."""
+    dense_threads: int = _setting(0, _count(0))
+    """Threads of the dense network for one batch. 0: half the processor's cores, at least one, at most eight."""
+    lookup_threads: int = _setting(0, _count(0))
+    """Threads of one look-up, taken only by large ones. 0: as `dense_threads`."""
+    max_keys_per_request: int = _setting(10_000_000, _count(1))
+    """A request with more elements than this in any of its inputs is rejected."""
+
+    @property
+    def num_dense_threads(self) -> int:
+        """`dense_threads` with 0 resolved for this machine."""
+        return self.dense_threads or max(1, min(8, _num_cores() // 2))
+
+    @property
+    def num_lookup_threads(self) -> int:
+        """`lookup_threads` with 0 resolved for this machine."""
+        return self.lookup_threads or self.num_dense_threads
+
+    @classmethod
+    def resolve(cls, *sources: Mapping[str, Any]) -> SessionConfig:
+        """Settings from several sources, the first one that has a setting wins; then the defaults.
+
+        Raises:
+            ConfigurationError: names the setting, the value and what is allowed.
+        """
+        parsers = {f.name: f.metadata["parse"] for f in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in ((name, value) for source in reversed(sources) for name, value in source.items()):
+            if name not in parsers:
+                raise ConfigurationError(f"unknown setting {name!r}; there are: {', '.join(sorted(parsers))}")
+            try:
+                values[name] = parsers[name](value)
+            except ValueError as error:
+                raise ConfigurationError(f"setting {name!r} cannot be {value!r}; {error}") from error
+        return cls(**values)
+
+
+def _num_cores() -> int:
+    """Cores this process may run on, which in a container are fewer than the machine has."""
+    return len(os.sched_getaffinity(0))

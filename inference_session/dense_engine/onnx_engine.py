@@ -1,0 +1,65 @@
+"""The dense engine on ONNX Runtime's CPU provider."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from inference_session.dense_engine.base import DenseEngine
+from inference_session.errors import InvalidRequestError, ModelFormatError, SessionClosedError
+
+# What ONNX Runtime raises when a file cannot become a network …
+_LOAD_ERRORS = (
+    ort_errors.InvalidProtobuf,
+    ort_errors.InvalidGraph,
+    ort_errors.InvalidArgument,
+    ort_errors.NoSuchFile,
+    ort_errors.NotImplemented,
+    ort_errors.Fail,
+    ort_errors.RuntimeException,
+)
+# … and when values do not suit it. A shape clash inside the graph is a RuntimeException.
+_VALUE_ERRORS = (ort_errors.InvalidArgument, ort_errors.Fail, ort_errors.RuntimeException)
+
+
+class OnnxEngine(DenseEngine):
+    """One ONNX file on the CPU, with a thread pool of its own that does not spin."""
+
+    def __init__(self, path: Path, *, num_threads: int) -> None:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = num_threads
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        # Spinning threads would take the cores that look-ups, Triton and its clients need.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        try:
+            self._session: Any = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        except _LOAD_ERRORS as error:
+            raise ModelFormatError(f"{path}: ONNX Runtime cannot load it: {_first_line(error)}") from error
+        self.input_names = frozenset(tensor.name for tensor in self._session.get_inputs())
+        self.output_names = frozenset(tensor.name for tensor in self._session.get_outputs())
+        self.provider: str = self._session.get_providers()[0]
+
+    def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> list[np.ndarray[Any, Any]]:
+        session = self._session
+        if session is None:
+            raise SessionClosedError("the dense engine has been closed")
+        try:
+            # Contiguous arrays are bound as they are: ONNX Runtime copies nothing on the CPU.
+            results: list[np.ndarray[Any, Any]] = session.run(outputs, inputs)
+        except _VALUE_ERRORS as error:
+            raise InvalidRequestError(f"the network cannot compute these values: {_first_line(error)}") from error
+        return results
+
+    def close(self) -> None:
+        self._session = None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

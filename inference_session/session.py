@@ -1,0 +1,226 @@
+"""InferenceSession: one loaded model version, from a version directory to predictions."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from inference_session.batch import Array, CheckedRequest, Request, TensorLayout, answer_jointly
+from inference_session.config import SessionConfig
+from inference_session.dense_engine import DenseEngine, OnnxEngine
+from inference_session.embedding_cache.kernels import cpu
+from inference_session.embedding_cache.kernels.layout import TABLE
+from inference_session.errors import (
+    ConfigurationError,
+    HotrowError,
+    InvalidRequestError,
+    SessionClosedError,
+    UnknownKeyError,
+    UnsupportedModelError,
+)
+from inference_session.formats import manifest
+from inference_session.formats.native import DENSE_FILE, KEYS_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, TensorSpec
+from inference_session.lookup_plan import LookedUp, LookupPlan
+from inference_session.outputs import Answer, Outputs
+from inference_session.parameter_server.table_file import TableFile
+from inference_session.stats import SessionStats
+
+
+class InferenceSession:
+    """Answers requests from one version of a model. Safe to use from several threads; knows nothing of Triton."""
+
+    @classmethod
+    def open(cls, directory: str | Path, **settings: Any) -> InferenceSession:
+        """Open a version directory: map its tables, load its network, and run it once.
+
+        Args:
+            directory: `<repository>/<model>/<version>`.
+            settings: fields of SessionConfig; they come before those in session.json.
+
+        Raises:
+            ModelFormatError: a file is missing, damaged or not what session.json says; names it.
+            ConfigurationError: a setting is unknown or its value not allowed.
+        """
+        begin = time.perf_counter()
+        directory = Path(directory)
+        spec = ModelSpec.read(directory)
+        config = SessionConfig.resolve(settings, spec.settings)
+        if config.device.startswith("cuda"):
+            raise ConfigurationError(f"setting 'device' cannot be {config.device!r}: this version runs on the CPU only")
+        manifest.verify(directory, checksums=config.verify == "full")
+        session = cls(spec, config, directory)
+        session._warm()
+        session._stats.load_s = time.perf_counter() - begin
+        return session
+
+    def __init__(self, spec: ModelSpec, config: SessionConfig, directory: Path) -> None:
+        """Use `open`, which reads and checks the version directory."""
+        self.spec = spec
+        self.config = config
+        self.directory = directory
+        self._closed = True  # until everything below is there
+        cpu.compile_kernels()
+        self._dense: DenseEngine = OnnxEngine(directory / DENSE_FILE, num_threads=config.num_dense_threads)
+        self._keys: OnnxEngine | None = None
+        if (directory / KEYS_FILE).exists():
+            self._keys = OnnxEngine(directory / KEYS_FILE, num_threads=1)
+        self._tables = {t.folder: TableFile.open(directory / TABLES_FOLDER / t.folder, t) for t in spec.tables}
+        self._plan = LookupPlan(spec, self._records(self._tables), num_threads=config.num_lookup_threads)
+        self._outputs = Outputs(spec)
+        network_inputs = self._dense.input_names | (self._keys.input_names if self._keys else frozenset())
+        self._layout = TensorLayout(
+            spec, self._outputs, network_inputs=network_inputs, max_elements=config.max_keys_per_request
+        )
+        self._stats = SessionStats(spec)
+        self._closed = False
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """One name per column of the predictions."""
+        return self.spec.labels
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Names of the tables, as in the original model."""
+        return tuple(table.name for table in self.spec.tables)
+
+    def predict(self, inputs: Mapping[str, ArrayLike]) -> NDArray[np.float32]:
+        """All tasks side by side: float32 [samples, number of labels].
+
+        Raises:
+            InvalidRequestError: an input is missing, unknown or malformed.
+            UnsupportedModelError: the model has no output of shape [samples] or [samples, k].
+        """
+        if not self.spec.label_outputs:
+            raise UnsupportedModelError("no output of this model is [samples] or [samples, k]: use run() instead")
+        return self._outputs.predictions(self.run(inputs, self.spec.label_outputs))
+
+    def run(self, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] | None = None) -> Answer:
+        """The outputs of those names, in that order; None: all of the model's own, and the predictions."""
+        arrays = {name: self._as_array(name, value) for name, value in inputs.items()}
+        answer = self.run_many([Request(arrays, outputs)])[0]
+        if isinstance(answer, HotrowError):
+            raise answer
+        return answer
+
+    def run_many(self, requests: Sequence[Request]) -> list[Answer | HotrowError]:
+        """Answer several requests with one look-up and one run of the dense network wherever their shapes allow.
+
+        An answer that cannot be given is an error in its place; the other requests are not concerned.
+        """
+        if self._closed:
+            raise SessionClosedError(f"the session of {str(self.directory)!r} has been closed")
+        may_join = self.spec.batched and self.spec.joinable
+        answers = answer_jointly(requests, self._layout, self._compute, may_join=may_join)
+        self._stats.count_requests(len(requests), sum(isinstance(answer, HotrowError) for answer in answers))
+        return answers
+
+    def _compute(self, requests: Sequence[CheckedRequest]) -> list[Answer]:
+        """The path of every request: keys, look-up, dense network, split."""
+        num_samples = [request.num_samples for request in requests]
+        wanted = [request.outputs for request in requests]
+        if self.spec.batched and sum(num_samples) == 0:
+            return [self._outputs.of_no_samples(outputs) for outputs in wanted]
+        arrays = self._layout.join(requests)
+        if self._keys:
+            arrays.update(self._run(self._keys, arrays, sorted(self._keys.output_names)))
+        looked_up = self._plan.run(arrays)
+        self._refuse_unknown(looked_up)
+        arrays.update(looked_up.vectors)
+        outputs = self._run(self._dense, arrays, self._outputs.of_network(wanted))
+        self._stats.count_batch(sum(num_samples), looked_up.num_keys, looked_up.num_unknown)
+        return self._outputs.split(outputs, wanted, num_samples)
+
+    @staticmethod
+    def _run(engine: DenseEngine, arrays: Mapping[str, Array], outputs: Sequence[str]) -> Answer:
+        inputs: dict[str, Any] = {name: arrays[name] for name in engine.input_names}
+        return dict(zip(outputs, engine.run(inputs, outputs), strict=True))
+
+    def _refuse_unknown(self, looked_up: LookedUp) -> None:
+        if self.config.unknown_keys == "reject" and looked_up.num_unknown.any():
+            lookup = self.spec.lookups[int(np.flatnonzero(looked_up.num_unknown)[0])]
+            table = self.spec.table(lookup.table)
+            raise UnknownKeyError(
+                f"{looked_up.num_unknown.sum()} keys are unknown, the first of them in table {table.name!r}, "
+                f"which has {table.num_rows} rows; setting unknown_keys=default_vector would answer all the same"
+            )
+
+    def lookup(self, table: str, keys: ArrayLike) -> NDArray[np.float32]:
+        """Vectors of one table: keys int64 [n] become float32 [n, embedding_dim]; unknown keys the default vector.
+
+        Raises:
+            TableNotFoundError: neither a table's name nor its folder.
+        """
+        folder = self.spec.table(table).folder
+        wanted = np.asarray(keys)
+        if wanted.ndim != 1 or (wanted.size and not np.can_cast(wanted.dtype, np.int64, "safe")):
+            raise InvalidRequestError(f"keys are {wanted.dtype} {list(wanted.shape)}, expected int64 [n]")
+        spec = replace(
+            self.spec,
+            tables=(self.spec.table(folder),),
+            lookups=(LookupSpec(folder, keys="keys", dense_input="vectors"),),
+        )
+        plan = LookupPlan(
+            spec, self._records({folder: self._tables[folder]}), num_threads=self.config.num_lookup_threads
+        )
+        return plan.run({"keys": wanted.astype(np.int64)}).vectors["vectors"].reshape(len(wanted), -1)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since `open`; docs/operations.md defines each key."""
+        return self._stats.snapshot()
+
+    def close(self) -> None:
+        """Answer no more; what is under way is finished. Files and network go with the session. May be called twice."""
+        self._closed = True
+
+    def __enter__(self) -> InferenceSession:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=1)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"<InferenceSession {str(self.directory)!r} [{len(self.spec.tables)} tables, {state}]>"
+
+    @staticmethod
+    def _records(tables: Mapping[str, TableFile]) -> NDArray[np.void]:
+        return np.array([table.record() for table in tables.values()], TABLE)
+
+    def _as_array(self, name: str, value: ArrayLike) -> NDArray[Any]:
+        """What a Python caller may pass: lists, and arrays whose type converts without loss."""
+        expected = next((np.dtype(tensor.dtype) for tensor in self.spec.inputs if tensor.name == name), None)
+        try:
+            array = np.asarray(value) if isinstance(value, np.ndarray) else np.asarray(value, expected)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidRequestError(f"input {name!r} cannot become an array of {expected}: {error}") from error
+        if expected is not None and np.can_cast(array.dtype, expected, "safe"):
+            return array.astype(expected, copy=False)
+        return array
+
+    def _warm(self) -> None:
+        """Run one made-up sample, so that the first request finds everything in place; it is not counted."""
+        inputs = {tensor.name: _zeros(tensor) for tensor in self.spec.inputs}
+        with contextlib.suppress(InvalidRequestError):  # zeros need not be a sensible request
+            self._compute([self._layout.check(Request(inputs))])
+        self._stats = SessionStats(self.spec)
+
+
+def _zeros(tensor: TensorSpec) -> NDArray[Any]:
+    shape = [max(size, 1) for size in tensor.shape]
+    return np.full(shape, "", object) if tensor.dtype == "object" else np.zeros(shape, tensor.dtype)

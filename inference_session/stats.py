@@ -1,0 +1,64 @@
+"""What a session counts. Counters are API: docs/operations.md defines each key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.formats.native import ModelSpec
+
+
+class SessionStats:
+    """Counters of one session, each updated once per batch. Thread-safe."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._lock = Lock()
+        self._folders = [lookup.table for lookup in spec.lookups]
+        self._names = {table.folder: table.name for table in spec.tables}
+        self._requests = 0
+        self._samples = 0
+        self._failed_requests = 0
+        self._batches = 0
+        self._num_keys = np.zeros(len(self._folders), np.int64)
+        self._num_unknown = np.zeros(len(self._folders), np.int64)
+        self.load_s = 0.0
+
+    def count_requests(self, num_requests: int, num_failed: int) -> None:
+        """Requests that have been answered, with predictions or with an error."""
+        with self._lock:
+            self._requests += num_requests
+            self._failed_requests += num_failed
+
+    def count_batch(self, num_samples: int, num_keys: NDArray[np.int64], num_unknown: NDArray[np.int64]) -> None:
+        """One computed batch; keys per look-up."""
+        with self._lock:
+            self._batches += 1
+            self._samples += num_samples
+            self._num_keys += num_keys
+            self._num_unknown += num_unknown
+
+    def snapshot(self) -> dict[str, Any]:
+        """All counters at one moment, as plain numbers."""
+        with self._lock:
+            return {
+                "requests": self._requests,
+                "failed_requests": self._failed_requests,
+                "samples": self._samples,
+                "batches": self._batches,
+                "load_s": self.load_s,
+                "tables": self._tables(self._num_keys.tolist(), self._num_unknown.tolist()),
+            }
+
+    def _tables(self, num_keys: Sequence[int], num_unknown: Sequence[int]) -> dict[str, dict[str, Any]]:
+        """Per table folder; several look-ups of one table add up. Must be called while holding the lock."""
+        tables = {
+            folder: {"name": name, "lookup_keys": 0, "default_vectors": 0} for folder, name in self._names.items()
+        }
+        for folder, keys, unknown in zip(self._folders, num_keys, num_unknown, strict=True):
+            tables[folder]["lookup_keys"] += keys  # type: ignore[operator]
+            tables[folder]["default_vectors"] += unknown  # type: ignore[operator]
+        return tables
