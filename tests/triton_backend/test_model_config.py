@@ -1,0 +1,147 @@
+"""config.pbtxt of imported models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from inference_session.errors import ConfigurationError, UnsupportedModelError
+from inference_session.formats.native import ModelSpec, TensorSpec
+from triton_backend.model_config import ModelConfig, TensorConfig, describe, write_model_config
+
+
+def spec_of(inputs: list[TensorSpec], outputs: list[TensorSpec], **fields: object) -> ModelSpec:
+    """A model without tables."""
+    return ModelSpec(tuple(inputs), tuple(outputs), tables=(), lookups=(), **fields)  # type: ignore[arg-type]
+
+
+IDS = TensorSpec("ids", "int64", (-1, 26))
+CLICK = TensorSpec("click", "float32", (-1, 1))
+LIKE = TensorSpec("like", "float32", (-1,))
+
+
+@pytest.fixture
+def version_dir(tmp_path: Path) -> Path:
+    """A version that is being staged."""
+    directory = tmp_path / "ctr" / ".tmp-1"
+    directory.mkdir(parents=True)
+    return directory
+
+
+def test_dims_leave_out_the_samples(version_dir: Path) -> None:
+    """A batched model is described per sample, with the predictions behind its own outputs."""
+    spec = spec_of([IDS], [CLICK], labels=("click",), label_outputs=("click",))
+
+    config = ModelConfig.read(write_model_config(version_dir, spec, "ctr", max_batch_size=64))
+
+    assert config == ModelConfig(
+        name="ctr",
+        backend="hotrow",
+        platform="",
+        max_batch_size=64,
+        inputs=(TensorConfig("ids", "TYPE_INT64", (26,)),),
+        outputs=(TensorConfig("click", "TYPE_FP32", (1,)), TensorConfig("OUTPUT0", "TYPE_FP32", (1,))),
+        default_model_filename="",
+    )
+
+
+def test_a_batched_model_is_batched_by_triton(version_dir: Path) -> None:
+    """Dynamic batching is on, for ragged inputs too, in one process."""
+    spec = spec_of([TensorSpec("bag", "int64", (-1, -1)), IDS], [CLICK])
+
+    text = write_model_config(version_dir, spec, "ctr").read_text(encoding="utf-8")
+
+    assert "dynamic_batching { }" in text
+    assert text.count("allow_ragged_batch: true") == 1
+    assert "count: 1" in text
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        spec_of([IDS], [LIKE], labels=("like",), label_outputs=("like",)),
+        spec_of([IDS], [CLICK], batched=False, labels=("click",), label_outputs=("click",)),
+    ],
+)
+def test_full_dims_where_triton_cannot_count_samples(spec: ModelSpec) -> None:
+    """A model with a 1-D tensor, or one that is not batched, gets max_batch_size 0 and whole shapes."""
+    config = describe(spec, "ctr")
+
+    assert config.max_batch_size == 0
+    assert config.inputs == (TensorConfig("ids", "TYPE_INT64", (-1, 26)),)
+    assert config.outputs[-1] == TensorConfig("OUTPUT0", "TYPE_FP32", (-1, 1))
+
+
+def test_a_models_own_output0_is_kept() -> None:
+    """A model that has an output called OUTPUT0 gets no second one."""
+    spec = spec_of([IDS], [TensorSpec("OUTPUT0", "float32", (-1, 2))], labels=("a", "b"), label_outputs=("OUTPUT0",))
+
+    assert [tensor.name for tensor in describe(spec, "ctr").outputs] == ["OUTPUT0"]
+
+
+def test_names_with_any_characters_are_escaped(version_dir: Path) -> None:
+    """Quotes, backslashes and line ends in names survive."""
+    name = 'a "b"\\c\né'
+    spec = spec_of([TensorSpec(name, "object", (-1, 1))], [CLICK])
+
+    config = ModelConfig.read(write_model_config(version_dir, spec, "ctr"))
+
+    assert config.inputs == (TensorConfig(name, "TYPE_STRING", (1,)),)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (TensorSpec("z", "complex64", (-1, 1)), "'z' has type complex64"),
+        (TensorSpec("z", "float32", ()), "'z' has shape \\[\\]; Triton serves no scalars"),
+        (TensorSpec("z", "float32", (-1, 0)), "'z' has shape \\[-1, 0\\]"),
+    ],
+)
+def test_what_triton_cannot_carry_is_refused(tensor: TensorSpec, message: str) -> None:
+    """A tensor of a type or rank that Triton lacks is an error that names it."""
+    with pytest.raises(UnsupportedModelError, match=message):
+        describe(spec_of([tensor], [CLICK]), "ctr")
+
+
+def test_a_users_config_is_kept_for_the_next_version(version_dir: Path) -> None:
+    """An existing file that describes the same tensors stays as it is."""
+    spec = spec_of([IDS], [CLICK])
+    path = write_model_config(version_dir, spec, "ctr")
+    edited = path.read_text(encoding="utf-8").replace("max_batch_size: 1024", "max_batch_size: 8 # ours")
+    path.write_text(edited, encoding="utf-8")
+
+    write_model_config(version_dir, spec, "ctr")
+
+    assert path.read_text(encoding="utf-8") == edited
+
+
+def test_a_config_of_other_tensors_is_an_error(version_dir: Path) -> None:
+    """A next version with other inputs is refused, naming what differs, and nothing is overwritten."""
+    path = write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr")
+    before = path.read_text(encoding="utf-8")
+    wider = TensorSpec("ids", "int64", (-1, 27))
+
+    with pytest.raises(ConfigurationError, match=r"input 'ids' TYPE_INT64 \[26\] there, 'ids' TYPE_INT64 \[27\] here"):
+        write_model_config(version_dir, spec_of([wider], [CLICK]), "ctr")
+
+    assert path.read_text(encoding="utf-8") == before
+
+
+def test_a_broken_config_is_an_error(version_dir: Path) -> None:
+    """A file that cannot be read as a configuration is named, with the line."""
+    path = version_dir.parent / "config.pbtxt"
+    path.write_text('name: "ctr"\ninput {', encoding="utf-8")
+
+    with pytest.raises(ConfigurationError, match=r"config\.pbtxt: not readable .* line 2"):
+        write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr")
+
+
+def test_standalone_versions_bring_one_line_of_code(version_dir: Path) -> None:
+    """For a Triton whose backend folder is not ours: its python backend and a model.py that imports."""
+    config = ModelConfig.read(write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr", standalone=True))
+
+    assert config.backend == "python"
+    assert "from triton_backend.model import TritonPythonModel" in (version_dir / "model.py").read_text(
+        encoding="utf-8"
+    )

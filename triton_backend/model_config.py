@@ -1,0 +1,219 @@
+"""config.pbtxt: what Triton has to know about a model, written for an imported one and read from any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from inference_session.errors import ConfigurationError, UnsupportedModelError
+from inference_session.formats.native import PREDICTIONS, ModelSpec, TensorSpec
+from triton_backend import text_format
+from triton_backend.text_format import quoted
+
+CONFIG_FILE = "config.pbtxt"
+STANDALONE_CODE = "from triton_backend.model import TritonPythonModel  # noqa: F401\n"
+
+_DATA_TYPES = {
+    "bool": "TYPE_BOOL",
+    "uint8": "TYPE_UINT8",
+    "uint16": "TYPE_UINT16",
+    "uint32": "TYPE_UINT32",
+    "uint64": "TYPE_UINT64",
+    "int8": "TYPE_INT8",
+    "int16": "TYPE_INT16",
+    "int32": "TYPE_INT32",
+    "int64": "TYPE_INT64",
+    "float16": "TYPE_FP16",
+    "float32": "TYPE_FP32",
+    "float64": "TYPE_FP64",
+    "object": "TYPE_STRING",
+}
+
+
+@dataclass(frozen=True)
+class TensorConfig:
+    """One `input` or `output` of a config.pbtxt."""
+
+    name: str
+    data_type: str
+    """As Triton writes it: `TYPE_INT64`, `TYPE_STRING` …"""
+    dims: tuple[int, ...]
+    """Without the dimension that counts samples where `max_batch_size` is above 0."""
+
+    def __str__(self) -> str:
+        return f"{self.name!r} {self.data_type} {list(self.dims)}"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The part of a config.pbtxt that hotrow looks at."""
+
+    name: str
+    backend: str
+    platform: str
+    max_batch_size: int
+    inputs: tuple[TensorConfig, ...]
+    outputs: tuple[TensorConfig, ...]
+    default_model_filename: str
+
+    @classmethod
+    def read(cls, path: Path) -> ModelConfig:
+        """Parse a config.pbtxt; ConfigurationError names the file and the place at fault."""
+        try:
+            return _parse(text_format.parse(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"{path}: not readable as a Triton model configuration: {error}") from error
+
+
+def _parse(message: text_format.Message) -> ModelConfig:
+    return ModelConfig(
+        name=_last(message, "name"),
+        backend=_last(message, "backend"),
+        platform=_last(message, "platform"),
+        max_batch_size=int(_last(message, "max_batch_size", "0")),
+        inputs=tuple(_tensor_config(tensor) for tensor in message.get("input", [])),
+        outputs=tuple(_tensor_config(tensor) for tensor in message.get("output", [])),
+        default_model_filename=_last(message, "default_model_filename"),
+    )
+
+
+def _tensor_config(message: object) -> TensorConfig:
+    if not isinstance(message, dict):
+        raise ValueError(f"an input or output is a message, found {message!r}")
+    dims = tuple(int(size) for size in message.get("dims", []))
+    return TensorConfig(_last(message, "name"), _last(message, "data_type"), dims)
+
+
+def _last(message: text_format.Message, field: str, default: str = "") -> str:
+    value = message.get(field, [default])[-1]
+    if not isinstance(value, str):
+        raise ValueError(f"field {field!r} has a message for a value")
+    return value
+
+
+def describe(spec: ModelSpec, name: str, *, max_batch_size: int = 1024, backend: str = "hotrow") -> ModelConfig:
+    """How a model is to be served: its own tensors, and the predictions.
+
+    A model that is not batched, or has a tensor with no dimension but samples, gets `max_batch_size` 0 and full dims:
+    Triton's `reshape` to rank 0, its other way to serve those, lets an empty request kill the server.
+
+    Raises:
+        UnsupportedModelError: a tensor's type or rank is none that Triton knows.
+    """
+    outputs = list(spec.outputs)
+    if spec.label_outputs and PREDICTIONS not in [tensor.name for tensor in outputs]:
+        outputs.append(TensorSpec(PREDICTIONS, "float32", (-1, len(spec.labels))))
+    by_samples = spec.batched and all(len(tensor.shape) > 1 for tensor in (*spec.inputs, *outputs))
+    return ModelConfig(
+        name=name,
+        backend=backend,
+        platform="",
+        max_batch_size=max_batch_size if by_samples else 0,
+        inputs=tuple(_described(tensor, by_samples) for tensor in spec.inputs),
+        outputs=tuple(_described(tensor, by_samples) for tensor in outputs),
+        default_model_filename="",
+    )
+
+
+def write_model_config(
+    version_dir: Path, spec: ModelSpec, name: str, *, max_batch_size: int = 1024, standalone: bool = False
+) -> Path:
+    """Write config.pbtxt beside a version directory, which may still be staged; returns its path.
+
+    One that is there already belongs to the user: it is kept if it describes the same inputs and outputs.
+
+    Args:
+        standalone: serve through Triton's own `python` backend, by a one-line model.py in the version directory.
+
+    Raises:
+        ConfigurationError: the existing file does not fit the model; the message names the first difference.
+        UnsupportedModelError: a tensor's type or rank is none that Triton knows.
+    """
+    path = version_dir.parent / CONFIG_FILE
+    backend = "python" if standalone else "hotrow"
+    config = describe(spec, name, max_batch_size=max_batch_size, backend=backend)
+    if path.exists():
+        _check_fits(path, config)
+    else:
+        staged = path.with_name(f".tmp-{CONFIG_FILE}")
+        staged.write_text(_text(config, spec), encoding="utf-8")
+        staged.replace(path)
+    if standalone:
+        (version_dir / "model.py").write_text(STANDALONE_CODE, encoding="utf-8")
+    return path
+
+
+def _check_fits(path: Path, wanted: ModelConfig) -> None:
+    present = ModelConfig.read(path)
+    differences = (
+        *_differences("input", present.inputs, wanted.inputs),
+        *_differences("output", present.outputs, wanted.outputs),
+    )
+    if present.backend != wanted.backend:
+        differences = (f"backend {present.backend!r} there, {wanted.backend!r} here", *differences)
+    if differences:
+        raise ConfigurationError(
+            f"{path} does not describe this model: {differences[0]}. All versions of a model share one "
+            f"{CONFIG_FILE}: import under another name, or remove the file to have it written anew"
+        )
+
+
+def _differences(kind: str, present: tuple[TensorConfig, ...], wanted: tuple[TensorConfig, ...]) -> list[str]:
+    there = {tensor.name: tensor for tensor in present}
+    here = {tensor.name: tensor for tensor in wanted}
+    return [
+        f"{kind} {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
+        for name in {**there, **here}
+        if there.get(name) != here.get(name)
+    ]
+
+
+def _described(tensor: TensorSpec, by_samples: bool) -> TensorConfig:
+    dims = tensor.shape[1:] if by_samples else tensor.shape
+    if tensor.dtype not in _DATA_TYPES:
+        raise UnsupportedModelError(
+            f"tensor {tensor.name!r} has type {tensor.dtype}; Triton serves: {', '.join(_DATA_TYPES)}"
+        )
+    if not dims or 0 in dims:
+        raise UnsupportedModelError(
+            f"tensor {tensor.name!r} has shape {list(tensor.shape)}; Triton serves no scalars and no empty dimensions"
+        )
+    return TensorConfig(tensor.name, _DATA_TYPES[tensor.dtype], dims)
+
+
+def _text(config: ModelConfig, spec: ModelSpec) -> str:
+    lines = [
+        f"name: {quoted(config.name)}",
+        f"backend: {quoted(config.backend)}",
+        f"max_batch_size: {config.max_batch_size}",
+    ]
+    for tensor in config.inputs:
+        lines += _tensor_text("input", tensor, ragged=config.max_batch_size > 0 and -1 in tensor.dims)
+    for tensor in config.outputs:
+        lines += _tensor_text("output", tensor, ragged=False)
+    # One process holds the one cache and serves all requests.
+    lines.append("instance_group [ { count: 1 kind: KIND_CPU } ]")
+    if config.max_batch_size and spec.joinable:
+        lines.append("dynamic_batching { }")
+    lines += _SETTINGS_HINT
+    return "\n".join(lines) + "\n"
+
+
+_SETTINGS_HINT = [
+    "# Settings of hotrow (docs/configuration.md), for example:",
+    '# parameters { key: "unknown_keys" value { string_value: "reject" } }',
+]
+
+
+def _tensor_text(kind: str, tensor: TensorConfig, *, ragged: bool) -> list[str]:
+    dims = ", ".join(str(size) for size in tensor.dims)
+    lines = [
+        f"{kind} {{",
+        f"  name: {quoted(tensor.name)}",
+        f"  data_type: {tensor.data_type}",
+        f"  dims: [ {dims} ]",
+    ]
+    if ragged:
+        # Without it Triton joins requests of equal shapes only.
+        lines.append("  allow_ragged_batch: true")
+    return [*lines, "}"]

@@ -1,0 +1,115 @@
+"""Protobuf's text format, as far as model configurations use it, without a schema.
+
+Triton's own schema comes with its client only, and hotrow looks at a handful of fields.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+Message = dict[str, list[Any]]
+"""Each field's values in order: a str for a string, number or word, a Message for a message."""
+
+_TOKEN = re.compile(
+    r"""(?P<space>\s+|\#[^\n]*)
+      | (?P<string>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*')
+      | (?P<word>[\w.+-]+)
+      | (?P<mark>[{}\[\]<>:,;])""",
+    re.VERBOSE,
+)
+_ESCAPE = re.compile(rb"\\([0-7]{1,3}|[xX][0-9a-fA-F]{1,2}|.)", re.DOTALL)
+_LETTERS = {b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r", b"t": b"\t", b"v": b"\v"}
+_CLOSING = {"{": "}", "<": ">"}
+_MAX_DEPTH = 50
+
+
+class _Token(NamedTuple):
+    kind: str
+    text: str
+    line: int
+
+
+def parse(text: str) -> Message:
+    """The fields of a message in text format; ValueError names the line that is not."""
+    tokens = [*_tokens(text), _Token("end", "the end of the file", text.count("\n") + 1)]
+    tokens.reverse()
+    return _message(tokens, "end", depth=0)
+
+
+def quoted(text: str) -> str:
+    """A string as the text format writes it."""
+    escaped = "".join(f"\\{ord(c):03o}" if ord(c) < 32 or c == "\x7f" else c for c in text.replace("\\", "\\\\"))
+    return '"' + escaped.replace('"', '\\"') + '"'
+
+
+def _tokens(text: str) -> Iterator[_Token]:
+    position, line = 0, 1
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if match is None:
+            raise ValueError(f"line {line}: unexpected {text[position]!r}")
+        if match.lastgroup != "space":
+            yield _Token(match.lastgroup or "", match.group(), line)
+        line += match.group().count("\n")
+        position = match.end()
+
+
+def _message(tokens: list[_Token], closing: str, depth: int) -> Message:
+    """Read fields up to the closing mark (`end`: of the file), which is taken as well."""
+    fields: Message = {}
+    while True:
+        token = tokens.pop()
+        if token.text == closing or (token.kind == closing == "end"):
+            return fields
+        if token.kind != "word":
+            raise ValueError(f"line {token.line}: expected the name of a field, found {token.text}")
+        if _skip(tokens, ":") is None and tokens[-1].text not in ("{", "<", "["):
+            raise ValueError(f"line {token.line}: field {token.text!r} has no value")
+        fields.setdefault(token.text, []).extend(_values(tokens, depth))
+        _ = _skip(tokens, ",") or _skip(tokens, ";")
+
+
+def _values(tokens: list[_Token], depth: int) -> list[Any]:
+    if _skip(tokens, "[") is None:
+        return [_value(tokens, depth)]
+    values: list[Any] = []
+    while _skip(tokens, "]") is None:
+        values.append(_value(tokens, depth))
+        if _skip(tokens, ",") is None and tokens[-1].text != "]":
+            raise ValueError(f"line {tokens[-1].line}: expected ',' or ']', found {tokens[-1].text}")
+    return values
+
+
+def _value(tokens: list[_Token], depth: int) -> Any:
+    token = tokens.pop()
+    if token.text in _CLOSING:
+        if depth == _MAX_DEPTH:
+            raise ValueError(f"line {token.line}: messages nested more than {_MAX_DEPTH} deep")
+        return _message(tokens, _CLOSING[token.text], depth + 1)
+    if token.kind == "word":
+        return token.text
+    if token.kind != "string":
+        raise ValueError(f"line {token.line}: expected a value, found {token.text}")
+    text = _unquoted(token.text)
+    while tokens[-1].kind == "string":  # adjacent strings are one
+        text += _unquoted(tokens.pop().text)
+    return text
+
+
+def _skip(tokens: list[_Token], mark: str) -> _Token | None:
+    return tokens.pop() if tokens[-1].kind == "mark" and tokens[-1].text == mark else None
+
+
+def _unquoted(literal: str) -> str:
+    return _ESCAPE.sub(_unescaped, literal[1:-1].encode()).decode(errors="replace")
+
+
+def _unescaped(match: re.Match[bytes]) -> bytes:
+    escape = match.group(1)
+    if escape[:1].isdigit():
+        return bytes([int(escape, 8) & 0xFF])
+    if escape[:1] in b"xX" and len(escape) > 1:
+        return bytes([int(escape[1:], 16)])
+    return _LETTERS.get(escape, escape)
