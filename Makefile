@@ -1,0 +1,55 @@
+# Every target sets up what it needs. `make help` lists them.
+PYTHON ?= python3
+VENV ?= .venv
+EXPORTERS_VENV ?= .venv-exporters
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PYTEST_ARGS ?=
+
+.PHONY: help demo test test-exporters check bench clean
+
+help:
+	@echo "make demo            set up, serve a real model on a real Triton, send real requests (KEEP=1 leaves it running)"
+	@echo "make test            set up and run the tests"
+	@echo "make test-exporters  the importer against PyTorch, JAX and Keras (downloads them)"
+	@echo "make check           formatting, lint, types"
+	@echo "make bench           benchmarks, each beside its ceiling or peer"
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
+	$(PIP) install --editable ".[server,client]"
+	@touch $@
+
+$(VENV)/.test: pyproject.toml $(VENV)/.demo
+	$(PIP) install --editable ".[server,client,test,check]"
+	@touch $@
+
+$(EXPORTERS_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(EXPORTERS_VENV)
+	$(EXPORTERS_VENV)/bin/python -m pip --disable-pip-version-check --quiet install "torch==2.13.0"
+	$(EXPORTERS_VENV)/bin/python -m pip --disable-pip-version-check --quiet install --editable ".[test,exporters]"
+	@touch $@
+
+demo: $(VENV)/.demo
+	$(BIN)/python -m hotrow.demo $(if $(KEEP),--keep)
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-exporters: $(EXPORTERS_VENV)/.ready
+	$(EXPORTERS_VENV)/bin/python -m pytest -m exporters $(PYTEST_ARGS)
+
+check: $(VENV)/.test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(VENV)/.test
+	$(BIN)/python benchmarks/lookup.py
+	$(BIN)/python benchmarks/opening.py
+	$(BIN)/python benchmarks/triton.py
+
+clean:
+	rm -rf $(VENV) $(EXPORTERS_VENV)

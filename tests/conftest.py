@@ -1,0 +1,35 @@
+"""Fixtures for all tests, and the switch that turns skips into failures where everything must run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+_skipped: list[str] = []
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Real models and data beside the checkout, which not everybody has."""
+    folder = ROOT.parent / "shared"
+    if not (folder / "models").is_dir():
+        pytest.skip("no folder with real models beside this checkout")
+    return folder
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        _skipped.append(report.nodeid)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if os.environ.get("HOTROW_NO_SKIPS") and _skipped:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if os.environ.get("HOTROW_NO_SKIPS") and _skipped:
+        terminalreporter.write_line(f"HOTROW_NO_SKIPS is set and {len(_skipped)} tests were skipped: a failure.")
