@@ -70,8 +70,8 @@ def answer_jointly(
 ) -> list[Answer | HotrowError]:
     """Answer each request, as many at once as their shapes allow.
 
-    An answer that cannot be given is an error in its place. A malformed request never reaches the others. If a batch fails, its requests are computed one by one, so that only
-    the one to blame gets the error.
+    An answer that cannot be given is an error in its place. A malformed request never reaches the others, and if a
+    batch fails, its requests are computed one by one, so that only the one to blame gets the error.
     """
     answers: list[Answer | HotrowError] = []
     groups: dict[Hashable, list[int]] = {}

@@ -1,0 +1,58 @@
+"""Settings: where they come from, what they may be, and that each is documented."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from inference_session.config import SessionConfig
+from inference_session.errors import ConfigurationError
+from tests.conftest import ROOT
+
+
+def test_the_first_source_wins() -> None:
+    """config.pbtxt comes before session.json, which comes before the defaults."""
+    config = SessionConfig.resolve({"dense_threads": "3"}, {"dense_threads": 2, "unknown_keys": "reject"})
+
+    assert (config.dense_threads, config.unknown_keys, config.verify) == (3, "reject", "sizes")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("device", "gpu"),
+        ("device", "cuda:"),
+        ("device", "cuda:-1"),
+        ("verify", "maybe"),
+        ("unknown_keys", ""),
+        ("dense_threads", "-1"),
+        ("dense_threads", "two"),
+        ("dense_threads", 1.5),
+        ("max_keys_per_request", 0),
+    ],
+)
+def test_a_bad_value_is_explained(name: str, value: object) -> None:
+    """The error names the setting, the value and what is allowed."""
+    with pytest.raises(ConfigurationError, match=f"'{name}' cannot be .*; allowed: "):
+        SessionConfig.resolve({name: value})
+
+
+def test_an_unknown_setting_lists_the_known_ones() -> None:
+    """A typing error is not ignored."""
+    with pytest.raises(ConfigurationError, match="unknown setting 'devise'; there are: .*device"):
+        SessionConfig.resolve({"devise": "cpu"})
+
+
+def test_threads_are_resolved_for_the_machine() -> None:
+    """Zero means that hotrow chooses, at least one thread."""
+    assert SessionConfig().num_dense_threads >= 1
+    assert SessionConfig(dense_threads=5).num_lookup_threads == 5
+
+
+def test_every_setting_is_documented() -> None:
+    """docs/configuration.md has a heading for each field, and none for a field that is gone."""
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    headings = {line.strip("# `") for line in text.splitlines() if line.startswith("### `")}
+
+    assert headings == {f.name for f in fields(SessionConfig)}
