@@ -1,0 +1,332 @@
+"""InferenceSession against plain NumPy, and against everything a caller can get wrong."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_session import InferenceSession, Request
+from inference_session.errors import (
+    ConfigurationError,
+    HotrowError,
+    InvalidRequestError,
+    ModelFormatError,
+    SessionClosedError,
+    TableNotFoundError,
+    UnknownKeyError,
+)
+from tests import small_model
+
+
+@pytest.fixture(scope="module")
+def version(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, small_model.Arrays]:
+    """The small model's version directory and its tables."""
+    directory = tmp_path_factory.mktemp("repository") / "small" / "1"
+    return directory, small_model.write(directory)
+
+
+@pytest.fixture(scope="module")
+def tables(version: tuple[Path, small_model.Arrays]) -> small_model.Arrays:
+    return version[1]
+
+
+@pytest.fixture(scope="module")
+def session(version: tuple[Path, small_model.Arrays]) -> Iterator[InferenceSession]:
+    with InferenceSession.open(version[0]) as opened:
+        yield opened
+
+
+def assert_answers(answer: Any, expected: small_model.Arrays) -> None:
+    """Every output agrees with the oracle, in shape as well."""
+    for name, array in answer.items():
+        assert array.shape == expected[name].shape, name
+        np.testing.assert_allclose(array, expected[name], atol=1e-5, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 7, 64])
+def test_all_outputs_agree_with_numpy(session: InferenceSession, tables: small_model.Arrays, num_samples: int) -> None:
+    """run() without names gives every output and the predictions."""
+    inputs = small_model.random_inputs(num_samples, np.random.default_rng(num_samples))
+
+    answer = session.run(inputs)
+
+    assert list(answer) == ["click", "stay", "wide", "user_vector", "OUTPUT0"]
+    assert_answers(answer, small_model.expected(tables, inputs))
+
+
+def test_predictions_stand_side_by_side(session: InferenceSession, tables: small_model.Arrays) -> None:
+    """predict() gives (batch, label_dim) float32, its columns named by label_names."""
+    inputs = small_model.random_inputs(5, np.random.default_rng(0))
+
+    predictions = session.predict(inputs)
+
+    assert predictions.dtype == np.float32
+    assert session.label_names == ("click", "stay")
+    np.testing.assert_allclose(predictions, small_model.expected(tables, inputs)["OUTPUT0"], atol=1e-5)
+
+
+def test_lists_are_taken_as_well(session: InferenceSession) -> None:
+    """A Python caller may pass what NumPy converts without loss."""
+    lists = {"user": [[1]], "codes": [[0, 1]], "items": [[1, 2]], "dense": [[0.0, 1.0, 2.0]]}
+    arrays = {
+        "user": np.array([[1]], np.int32),
+        "codes": np.array([[0, 1]], np.uint8),
+        "items": np.array([[1, 2]], np.int16),
+        "dense": np.array([[0, 1, 2]], np.float16),
+    }
+
+    np.testing.assert_array_equal(session.predict(lists), session.predict(arrays))
+
+
+def test_outputs_come_in_the_order_asked(session: InferenceSession) -> None:
+    """Only what is asked for is computed and returned."""
+    inputs = small_model.random_inputs(2, np.random.default_rng(0))
+
+    assert list(session.run(inputs, ["stay", "click"])) == ["stay", "click"]
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=8),
+    lengths=st.lists(st.integers(0, 6), min_size=8, max_size=8),
+)
+def test_joined_requests_are_answered_as_if_alone(
+    session: InferenceSession, tables: small_model.Arrays, sizes: list[int], lengths: list[int]
+) -> None:
+    """Requests of any sizes, empty ones and bags of different lengths included, are joined without a trace."""
+    rng = np.random.default_rng(len(sizes))
+    requests = [small_model.random_inputs(n, rng, num_items=k) for n, k in zip(sizes, lengths, strict=False)]
+
+    answers = session.run_many([Request(inputs) for inputs in requests])
+
+    for inputs, answer in zip(requests, answers, strict=True):
+        assert_answers(answer, small_model.expected(tables, inputs))
+
+
+def test_requests_are_joined_into_one_batch(version: tuple[Path, small_model.Arrays]) -> None:
+    """Different sizes and different bag lengths still cost one look-up and one run of the network."""
+    rng = np.random.default_rng(0)
+    with InferenceSession.open(version[0]) as session:
+        session.run_many([Request(small_model.random_inputs(n, rng, num_items=n)) for n in (1, 3, 2)])
+
+        stats = session.stats()
+
+    assert (stats["requests"], stats["batches"], stats["samples"]) == (3, 1, 6)
+
+
+def _without(name: str) -> Any:
+    return lambda inputs: {k: v for k, v in inputs.items() if k != name}
+
+
+def _with(name: str, value: Any) -> Any:
+    return lambda inputs: {**inputs, name: value}
+
+
+MALFORMED = {
+    "missing": (_without("user"), "input 'user' is missing; .*'user', 'codes', 'items', 'dense'"),
+    "unknown": (_with("usr", np.zeros((2, 1), np.int64)), "no input 'usr'"),
+    "type": (_with("user", np.zeros((2, 1), np.float32)), "input 'user' has type float32, expected int64"),
+    "unsigned": (_with("user", np.zeros((2, 1), np.uint64)), "'user' has type uint64, expected int64"),
+    "rank": (_with("user", np.zeros(2, np.int64)), "'user' has shape \\[2\\], expected 2 dimensions"),
+    "scalar": (_with("user", np.int64(3)), "'user' has shape \\[\\], expected 2 dimensions"),
+    "width": (_with("codes", np.zeros((2, 3), np.int64)), "'codes' has shape \\[2, 3\\], expected \\[-1, 2\\]"),
+    "samples": (_with("dense", np.zeros((3, 3), np.float32)), "'dense' has 3 samples, but 'user' has 2"),
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_a_malformed_request_harms_no_other(session: InferenceSession, tables: small_model.Arrays, kind: str) -> None:
+    """It gets an error that names the input, what was found and what is expected; its neighbours get their answers."""
+    spoil, message = MALFORMED[kind]
+    good = small_model.random_inputs(2, np.random.default_rng(1))
+    bad = spoil(small_model.random_inputs(2, np.random.default_rng(2)))
+
+    answers = session.run_many([Request(good), Request(bad), Request(good)])
+
+    assert isinstance(answers[1], InvalidRequestError)
+    with pytest.raises(InvalidRequestError, match=message):
+        raise answers[1]
+    assert_answers(answers[0], small_model.expected(tables, good))
+    assert_answers(answers[2], small_model.expected(tables, good))
+
+
+def test_an_unknown_output_is_refused(session: InferenceSession) -> None:
+    """The error lists the outputs there are."""
+    inputs = small_model.random_inputs(1, np.random.default_rng(0))
+
+    with pytest.raises(InvalidRequestError, match=r"no output 'clack'; its outputs: 'click', .*'OUTPUT0'"):
+        session.run(inputs, ["clack"])
+
+
+def test_nan_stays_in_its_row(session: InferenceSession) -> None:
+    """A sample with NaN spoils its own answer only."""
+    inputs = small_model.random_inputs(3, np.random.default_rng(0))
+    clean = session.predict(inputs)
+    inputs["dense"][1, 0] = np.nan
+
+    spoiled = session.predict(inputs)
+
+    assert np.isnan(spoiled[1, 1])
+    np.testing.assert_array_equal(spoiled[[0, 2]], clean[[0, 2]])
+
+
+def test_unknown_keys_get_the_default_vector_and_are_counted(version: tuple[Path, small_model.Arrays]) -> None:
+    """Row numbers outside the table, and keys that are not stored."""
+    inputs = small_model.random_inputs(2, np.random.default_rng(0), num_items=1)
+    inputs["user"][:] = [[50], [-51]]
+    inputs["items"][:] = [[3], [77]]
+    with InferenceSession.open(version[0]) as session:
+        answer = session.run(inputs, ["wide", "user_vector"])
+        stats = session.stats()["tables"]
+
+    assert not answer["wide"][:, :4].any()
+    assert not answer["user_vector"].any()
+    assert stats["user_weight"] == {"name": "user.weight", "lookup_keys": 4, "default_vectors": 4}
+    assert stats["hashed"] == {"name": "hashed", "lookup_keys": 2, "default_vectors": 1}
+    assert stats["code"]["default_vectors"] == 0
+
+
+def test_unknown_keys_are_rejected_alone_where_asked(version: tuple[Path, small_model.Arrays]) -> None:
+    """With unknown_keys=reject, only the request that holds one gets an error."""
+    good = small_model.random_inputs(2, np.random.default_rng(0))
+    good["items"][:] = 3
+    bad = {**good, "user": np.array([[1], [50]])}
+    with InferenceSession.open(version[0], unknown_keys="reject") as session:
+        answers = session.run_many([Request(good), Request(bad)])
+
+    assert isinstance(answers[0], dict)
+    assert isinstance(answers[1], UnknownKeyError)
+    assert "'user.weight', which has 50 rows" in str(answers[1])
+
+
+def test_no_samples_give_no_rows(session: InferenceSession) -> None:
+    """A request of 0 samples is answered by 0 rows of the right shape and type."""
+    answer = session.run(small_model.random_inputs(0, np.random.default_rng(0)))
+
+    assert {name: array.shape for name, array in answer.items()} == {
+        "click": (0, 1),
+        "stay": (0,),
+        "wide": (0, 10),
+        "user_vector": (0, 1, 4),
+        "OUTPUT0": (0, 2),
+    }
+
+
+def test_vectors_of_one_table(session: InferenceSession, tables: small_model.Arrays) -> None:
+    """lookup() takes a table's name or folder; float16 rows come as float32."""
+    np.testing.assert_array_equal(session.lookup("user.weight", [1, -1, 99])[:2], tables["user_weight"][[1, -1]])
+    np.testing.assert_array_equal(session.lookup("code", np.array([5])), tables["code"][[5]].astype(np.float32))
+    keys = tables["hashed/key"]
+    np.testing.assert_array_equal(session.lookup("hashed", keys), tables["hashed"])
+    np.testing.assert_array_equal(session.lookup("hashed", [77]), [[0.5, -0.5]])
+    assert session.lookup("hashed", []).shape == (0, 2)
+    assert session.tables == ("user.weight", "code", "hashed")
+
+
+def test_lookup_refuses_what_is_no_key(session: InferenceSession) -> None:
+    """Wrong tables, shapes and types are named."""
+    with pytest.raises(TableNotFoundError, match="no table 'nope'"):
+        session.lookup("nope", [1])
+    with pytest.raises(InvalidRequestError, match=r"float64 \[1\], expected int64 \[n\]"):
+        session.lookup("code", [1.5])
+    with pytest.raises(InvalidRequestError, match=r"\[1, 1\], expected int64 \[n\]"):
+        session.lookup("code", [[1]])
+
+
+def test_many_threads_get_their_own_answers(session: InferenceSession, tables: small_model.Arrays) -> None:
+    """Requests from several threads at once do not mix."""
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        try:
+            for _ in range(50):
+                inputs = small_model.random_inputs(int(rng.integers(1, 20)), rng)
+                assert_answers(session.run(inputs), small_model.expected(tables, inputs))
+        except BaseException as error:  # noqa: BLE001  # reported by the main thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert not failures
+
+
+def test_a_closed_session_says_so(version: tuple[Path, small_model.Arrays]) -> None:
+    """close() may be called twice; requests after it get a clear error, and repr tells."""
+    session = InferenceSession.open(version[0])
+    assert "[3 tables, open]" in repr(session)
+    session.close()
+    session.close()
+
+    assert "[3 tables, closed]" in repr(session)
+    with pytest.raises(SessionClosedError, match="has been closed"):
+        session.run(small_model.random_inputs(1, np.random.default_rng(0)))
+
+
+def test_a_forgotten_close_is_a_warning(version: tuple[Path, small_model.Arrays]) -> None:
+    """As for files, Python reports it."""
+    session = InferenceSession.open(version[0])
+
+    with pytest.warns(ResourceWarning, match="was not closed"):
+        session.__del__()
+    session.close()
+
+
+@pytest.mark.parametrize("name", ["session.json", "MANIFEST.json", "dense.onnx", "keys.onnx", "tables/hashed/key"])
+def test_a_missing_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    """A half-copied version does not open."""
+    small_model.write(tmp_path / "1")
+    (tmp_path / "1" / name).unlink()
+
+    with pytest.raises(ModelFormatError, match=Path(name).name):
+        InferenceSession.open(tmp_path / "1")
+
+
+@pytest.mark.parametrize("name", ["dense.onnx", "keys.onnx", "tables/hashed/key", "tables/code/emb_vector"])
+def test_a_truncated_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    """Sizes are checked on every open."""
+    small_model.write(tmp_path / "1")
+    path = tmp_path / "1" / name
+    path.write_bytes(path.read_bytes()[:-1])
+
+    with pytest.raises(ModelFormatError, match=path.name):
+        InferenceSession.open(tmp_path / "1")
+
+
+def test_a_changed_byte_is_refused_where_checksums_are_asked(tmp_path: Path) -> None:
+    """verify="full" reads everything."""
+    small_model.write(tmp_path / "1")
+    path = tmp_path / "1" / "tables" / "code" / "emb_vector"
+    data = bytearray(path.read_bytes())
+    data[17] ^= 4
+    path.write_bytes(data)
+
+    InferenceSession.open(tmp_path / "1").close()
+    with pytest.raises(ModelFormatError, match="emb_vector: damaged"):
+        InferenceSession.open(tmp_path / "1", verify="full")
+
+
+def test_a_gpu_that_is_not_there_is_refused(version: tuple[Path, small_model.Arrays]) -> None:
+    """`cuda:N` fails rather than fall to the CPU in silence; so does a typing error."""
+    with pytest.raises(ConfigurationError, match="cuda:0"):
+        InferenceSession.open(version[0], device="cuda:0")
+    with pytest.raises(ConfigurationError, match="devise"):
+        InferenceSession.open(version[0], devise="cpu")
+
+
+def test_every_error_is_of_our_tree() -> None:
+    """Callers can catch HotrowError, or the builtin they expect."""
+    assert issubclass(InvalidRequestError, HotrowError)
+    assert issubclass(InvalidRequestError, ValueError)
+    assert issubclass(TableNotFoundError, KeyError)
+    assert str(TableNotFoundError("no table")) == "no table"
