@@ -1,0 +1,90 @@
+"""Version directories appear whole or not at all: written as `.tmp-<version>`, renamed when complete."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from inference_session.errors import ConfigurationError, UnavailableError
+
+
+@contextmanager
+def stage_version(repository: Path, model: str, version: int | None = None) -> Iterator[Path]:
+    """Yield an empty folder to write a version into; it becomes `<repository>/<model>/<version>` on success.
+
+    Without `version` it is the one after the highest, 1 in an empty folder. After an error nothing is left. What a
+    writer that was killed left behind is taken over; one that is still at work is not disturbed.
+
+    Raises:
+        ConfigurationError: the version exists already, or the names cannot be folders.
+        UnavailableError: another process is writing this version.
+    """
+    folder = repository / model
+    if not model or Path(model).name != model or model.startswith("."):
+        raise ConfigurationError(f"{model!r} cannot be the name of a model: it names its folder in the repository")
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    version = next_version(folder) if version is None else version
+    if version < 1:
+        raise ConfigurationError(f"{folder}: version {version} cannot be; versions count from 1")
+    target, staging = folder / str(version), folder / f".tmp-{version}"
+    _refuse_existing(target)
+    with _locked_folder(staging):
+        try:
+            yield staging
+            _refuse_existing(target)
+            staging.rename(target)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            if is_new:
+                with suppress(OSError):
+                    folder.rmdir()
+            raise
+
+
+def next_version(folder: Path) -> int:
+    """The version after the highest one in a model's folder."""
+    versions = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]
+    return max(versions, default=0) + 1
+
+
+def _refuse_existing(target: Path) -> None:
+    if target.exists():
+        raise ConfigurationError(f"{target}: exists already; choose another version")
+
+
+@contextmanager
+def _locked_folder(folder: Path) -> Iterator[None]:
+    """Hold an empty folder that no other process writes into. The lock ends with the process, however it ends."""
+    folder.mkdir(exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if not _lock(handle) or not _is_same(folder, handle):
+            raise UnavailableError(f"{folder}: another process is writing this version now")
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_same(folder: Path, handle: int) -> bool:
+    """Whether the name still means what was opened: its holder may have renamed it before we got the lock."""
+    with suppress(FileNotFoundError):
+        return folder.stat().st_ino == os.fstat(handle).st_ino
+    return False
