@@ -1,0 +1,90 @@
+"""`hotrow serve`: a real tritonserver in the foreground."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import click
+
+from inference_session.errors import ConfigurationError
+from triton_backend.server import ServerOptions, TritonServer
+
+_PORT = click.IntRange(0, 65535)
+
+
+@click.command(context_settings={"ignore_unknown_options": False})
+@click.option(
+    "--repository", type=click.Path(path_type=Path), required=True, help="The model repository, a folder per model."
+)
+@click.option("--model", "models", multiple=True, metavar="NAME", help="Serve this model only; may be repeated.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
+@click.option("--http-port", type=_PORT, default=8000, show_default=True, help="0: any free port, here and below.")
+@click.option("--grpc-port", type=_PORT, default=8001, show_default=True)
+@click.option("--metrics-port", type=_PORT, default=8002, show_default=True)
+@click.option(
+    "--restrict-apis",
+    "key_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Allow loading, configuration, statistics, logging and shared memory only to clients that send the key in "
+    "this file as header `hotrow-key` (gRPC: `triton-grpc-protocol-hotrow-key`).",
+)
+@click.option("--verbose", is_flag=True, help="Show the server's informational log lines as well.")
+@click.argument("flags", nargs=-1, metavar="[-- TRITONSERVER FLAGS]")
+def command(
+    repository: Path,
+    models: tuple[str, ...],
+    host: str,
+    http_port: int,
+    grpc_port: int,
+    metrics_port: int,
+    key_file: Path | None,
+    verbose: bool,
+    flags: tuple[str, ...],
+) -> None:
+    """Serve the models of a repository by a tritonserver in the foreground.
+
+    The server is the one on PATH or in /opt/tritonserver, else the one of the nvidia-pytriton package. Prints a line
+    per endpoint and per model when all are ready; ends on SIGTERM or Ctrl-C. Flags behind `--` go to tritonserver.
+    """
+    options = ServerOptions(
+        repository=repository,
+        models=models,
+        host=host,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        metrics_port=metrics_port,
+        restricted_key=_read_key(key_file) if key_file else None,
+        verbose=verbose,
+        extra_flags=flags,
+    )
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
+    try:
+        with TritonServer.start(options) as server:
+            _announce(server)
+            server.wait()
+    except KeyboardInterrupt:
+        sys.exit(0)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """Stop, once: a second signal does not disturb the stop, which ends by itself."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def _announce(server: TritonServer) -> None:
+    for name, url in server.endpoints.items():
+        click.echo(f"{name:<8} {url}")
+    for model in server.models:
+        click.echo(f"model    {model.name} (versions {', '.join(map(str, model.versions))})")
+
+
+def _read_key(path: Path) -> str:
+    key = path.read_text(encoding="utf-8").strip()
+    if not key or not key.isascii() or not key.isprintable() or any(c in key for c in " =:,"):
+        raise ConfigurationError(f"{path}: a key is one word of ASCII characters other than space, '=', ':' and ','")
+    return key

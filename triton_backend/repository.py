@@ -1,0 +1,89 @@
+"""What a model repository holds, checked before a server sees it: Triton hangs on some mistakes, for ever."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from inference_session.errors import ConfigurationError
+from inference_session.formats.native import SESSION_FILE, ModelSpec
+from triton_backend.model_config import CONFIG_FILE, ModelConfig
+
+_VERSION = re.compile(r"[1-9][0-9]*")
+
+
+@dataclass(frozen=True)
+class ServableModel:
+    """A model folder that Triton can be asked to load."""
+
+    name: str
+    versions: tuple[int, ...]
+    """Ascending; Triton serves the highest unless its config says otherwise."""
+
+
+def find_models(repository: Path, wanted: Sequence[str] = (), *, backends: Sequence[str] = ()) -> list[ServableModel]:
+    """The models of a repository, or those wanted, in order of name.
+
+    Args:
+        backends: names of the backends that the server has; a model of another one is an error. Empty: not checked.
+
+    Raises:
+        ConfigurationError: no such folder or model, or a model that Triton could not load or would hang on.
+    """
+    if not repository.is_dir():
+        raise ConfigurationError(f"{repository}: no such folder; a model repository holds a folder for each model")
+    present = sorted(path.name for path in repository.iterdir() if path.is_dir() and not path.name.startswith("."))
+    for name in wanted:
+        if name not in present:
+            raise ConfigurationError(f"{repository} has no model {name!r}; it has: {_listed(present)}")
+    names = sorted(set(wanted)) or present
+    if not names:
+        raise ConfigurationError(f"{repository} holds no model; `hotrow import` puts one there")
+    return [_check_model(repository / name, backends) for name in names]
+
+
+def _check_model(folder: Path, backends: Sequence[str]) -> ServableModel:
+    config_file = folder / CONFIG_FILE
+    if not config_file.is_file():
+        raise ConfigurationError(f"model {folder.name!r}: {config_file} does not exist")
+    config = ModelConfig.read(config_file)
+    if config.name not in ("", folder.name):
+        raise ConfigurationError(f"{config_file}: name is {config.name!r}, but the folder is {folder.name!r}")
+    if backends and config.backend and config.backend not in backends:
+        raise ConfigurationError(
+            f"model {folder.name!r}: this server has no backend {config.backend!r}; it has: {_listed(backends)}"
+        )
+    versions = _versions(folder)
+    for version in versions:
+        _check_version(folder / str(version), config)
+    return ServableModel(folder.name, tuple(versions))
+
+
+def _versions(folder: Path) -> list[int]:
+    names = [path.name for path in folder.iterdir() if path.is_dir()]
+    for name in names:
+        # Triton reads the leading digits: it would take `5.tmp` for version 5, and wait for its files.
+        if name[0].isdigit() and not _VERSION.fullmatch(name):
+            raise ConfigurationError(
+                f"model {folder.name!r}: {folder / name} is no version number, but Triton would take it for one; "
+                f"rename it (`.tmp-{name}`) or remove it"
+            )
+    versions = sorted(int(name) for name in names if _VERSION.fullmatch(name))
+    if not versions:
+        raise ConfigurationError(f"model {folder.name!r}: {folder} holds no version, a folder named by a whole number")
+    return versions
+
+
+def _check_version(version_dir: Path, config: ModelConfig) -> None:
+    if config.backend == "python":
+        code = version_dir / (config.default_model_filename or "model.py")
+        if not code.is_file():
+            raise ConfigurationError(f'{code} does not exist; Triton would wait for it for ever (backend "python")')
+    if config.backend == "hotrow" or (version_dir / SESSION_FILE).exists():
+        ModelSpec.read(version_dir)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names) or "none"

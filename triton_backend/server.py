@@ -1,0 +1,269 @@
+"""A tritonserver as a child process: started with safe flags, watched, and stopped with nothing left behind.
+
+What the server does not do by itself, and is done here:
+* it finds a taken port only after it has loaded its models; the ports are tried first;
+* a client's idle HTTP connection keeps it from unloading on SIGTERM, so models are unloaded before it is told to end;
+* killed, it leaves its stub processes and their shared memory: it runs in a process group of its own, and names its
+  shared memory by a prefix of its own, so that both can be found;
+* after a crash it can linger with its ports open: its last words are watched for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import tempfile
+import time
+import urllib.request
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from urllib.parse import quote
+
+from inference_session.errors import HotrowError
+from triton_backend.installation import Installation, find_installation
+from triton_backend.ports import resolve_ports
+from triton_backend.repository import ServableModel, find_models
+from triton_backend.server_log import ServerLog
+
+UNLOAD_TIMEOUT_S = 12.0
+"""How long a stop waits for requests under way and for models to close."""
+EXIT_TIMEOUT_S = 5
+"""How long the server then waits for clients to hang up, before it is killed."""
+RESTRICTED_APIS = "model-repository,model-config,shared-memory,statistics,trace,logging"
+RESTRICTED_HEADER = "hotrow-key"
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where the Python backend keeps its tensors
+_POLL_S = 0.05
+
+
+class ServerError(HotrowError, RuntimeError):
+    """The server did not start, or ended by itself; the message says why."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What to serve, and where."""
+
+    repository: Path
+    models: tuple[str, ...] = ()
+    """Empty: all of the repository."""
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    """0 for any of the ports: a free one is chosen."""
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    restricted_key: str | None = None
+    """A secret that clients send as header `hotrow-key` to use the management APIs. None: these are open."""
+    verbose: bool = False
+    """Show the server's informational log lines too."""
+    extra_flags: tuple[str, ...] = ()
+    """Given to tritonserver as they are, after ours."""
+
+
+class TritonServer:
+    """A running server; a context manager that stops it."""
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        models: list[ServableModel],
+        process: subprocess.Popen[bytes],
+        log: ServerLog,
+        cleanup: contextlib.ExitStack,
+    ) -> None:
+        self.options = options
+        """As asked, the ports resolved."""
+        self.models = models
+        self._process = process
+        self._log = log
+        self._cleanup = cleanup
+
+    @classmethod
+    def start(cls, options: ServerOptions, installation: Installation | None = None) -> TritonServer:
+        """Start a server and return it when it is ready, however long its models take to load.
+
+        Args:
+            installation: the server to run; None: the one that `find_installation` finds.
+
+        Raises:
+            ConfigurationError: the repository, a model or a port cannot be used.
+            ServerNotFoundError: there is no server for this Python.
+            ServerError: the server ended before it was ready; the message says why.
+        """
+        installation = installation or find_installation()
+        with contextlib.ExitStack() as cleanup:
+            folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="hotrow-serve-")))
+            backends = installation.prepare(folder)
+            repository = options.repository.absolute()
+            models = find_models(repository, options.models, backends=[path.name for path in backends.iterdir()])
+            options = _with_ports(replace(options, repository=repository))
+            memory_prefix = f"hotrow_{os.getpid()}_{secrets.token_hex(4)}_"
+            cleanup.callback(_remove_shared_memory, memory_prefix)
+            process = subprocess.Popen(
+                [
+                    str(installation.executable),
+                    f"--backend-directory={backends}",
+                    f"--backend-config=python,shm-region-prefix-name={memory_prefix}",
+                    *_flags(options, models),
+                ],
+                env=installation.environment(folder),
+                cwd=folder,  # stubs import from their working directory first: it must not be the user's
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            cleanup.callback(_kill_group, process)
+            log = ServerLog(process.stdout, verbose=options.verbose)  # type: ignore[arg-type]  # a PIPE was asked for
+            server = cls(options, models, process, log, cleanup)
+            server._await_ready()
+            server._cleanup = cleanup.pop_all()
+            return server
+
+    @property
+    def pid(self) -> int:
+        """The server's process, which leads the process group of its stubs."""
+        return self._process.pid
+
+    @property
+    def endpoints(self) -> dict[str, str]:
+        """Where it is served: `HTTP`, `gRPC`, `metrics`."""
+        host = f"[{self.options.host}]" if ":" in self.options.host else self.options.host
+        return {
+            "HTTP": f"http://{host}:{self.options.http_port}",
+            "gRPC": f"{host}:{self.options.grpc_port}",
+            "metrics": f"http://{host}:{self.options.metrics_port}/metrics",
+        }
+
+    def wait(self) -> None:
+        """Return never, unless the server ends by itself: then ServerError says how."""
+        while not self._has_ended():
+            time.sleep(0.2)
+        raise ServerError(self._explain_end())
+
+    def stop(self) -> None:
+        """Let requests under way end, unload the models, end the server and remove all it left. Idempotent.
+
+        Takes as long as that needs, 20 seconds at most.
+        """
+        with self._cleanup:
+            if self._has_ended():
+                return
+            with contextlib.suppress(OSError):  # its HTTP endpoint may be switched off: then it unloads on SIGTERM
+                self._unload_models()
+            self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(EXIT_TIMEOUT_S + 2)
+
+    def __enter__(self) -> TritonServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _await_ready(self) -> None:
+        while not self._is_ready():
+            if self._has_ended():
+                raise ServerError(self._explain_end())
+            time.sleep(_POLL_S)
+
+    def _is_ready(self) -> bool:
+        """Endpoints open once every model has been loaded."""
+        try:
+            self._request("GET", "v2/health/ready")
+        except OSError:
+            return False
+        return True
+
+    def _has_ended(self) -> bool:
+        return self._process.poll() is not None or self._log.crashed.is_set()
+
+    def _explain_end(self) -> str:
+        code = self._process.poll()
+        how = "crashed" if code is None or code < 0 else f"ended with exit status {code}"
+        return f"tritonserver {how}: {self._log.reason()}"
+
+    def _unload_models(self) -> None:
+        """Unload all models, and wait until their requests are answered and they are closed."""
+        deadline = time.monotonic() + UNLOAD_TIMEOUT_S
+        for name in self._loaded_models():
+            path = f"v2/repository/models/{quote(name, safe='')}/unload"
+            self._request("POST", path, timeout=deadline - time.monotonic())
+        while time.monotonic() < deadline and self._loaded_models():
+            time.sleep(_POLL_S)
+
+    def _loaded_models(self) -> set[str]:
+        """The models of which a version is loaded, being loaded or being unloaded."""
+        index = json.loads(self._request("POST", "v2/repository/index"))
+        return {entry["name"] for entry in index if entry.get("state", "UNAVAILABLE") != "UNAVAILABLE"}
+
+    def _request(self, method: str, path: str, *, timeout: float = 2.0) -> bytes:
+        everywhere = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104  an address to listen on, none to ask
+        host = everywhere.get(self.options.host, self.options.host)
+        request = urllib.request.Request(f"http://{host}:{self.options.http_port}/{path}", method=method)
+        if method == "POST":
+            request.data = b""
+        if self.options.restricted_key is not None:
+            request.add_header(RESTRICTED_HEADER, self.options.restricted_key)
+        with _direct.open(request, timeout=max(timeout, 0.1)) as response:
+            return bytes(response.read())
+
+
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Goes to our own server, whatever proxy the environment names."""
+
+
+def _with_ports(options: ServerOptions) -> ServerOptions:
+    ports = {
+        "--http-port": options.http_port,
+        "--grpc-port": options.grpc_port,
+        "--metrics-port": options.metrics_port,
+    }
+    http, grpc, metrics = resolve_ports(options.host, ports).values()
+    return replace(options, http_port=http, grpc_port=grpc, metrics_port=metrics)
+
+
+def _flags(options: ServerOptions, models: list[ServableModel]) -> list[str]:
+    flags = [
+        f"--model-repository={options.repository}",
+        "--model-control-mode=explicit",
+        *(f"--load-model={model.name}" for model in models),
+        # Strict readiness turns false while a version is loaded, and for ever after a failed one.
+        "--strict-readiness=false",
+        "--disable-auto-complete-config",
+        f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
+        *(f"--{name}-address={options.host}" for name in ("http", "grpc", "metrics")),
+        f"--http-port={options.http_port}",
+        f"--grpc-port={options.grpc_port}",
+        f"--metrics-port={options.metrics_port}",
+    ]
+    if not options.verbose:
+        flags.append("--log-info=false")
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        flags += ["--allow-gpu-metrics=false", "--pinned-memory-pool-byte-size=0"]
+    if options.restricted_key is not None:
+        rule = f"{RESTRICTED_APIS}:{RESTRICTED_HEADER}={options.restricted_key}"
+        flags += [f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"]
+    return [*flags, *options.extra_flags]
+
+
+def _remove_shared_memory(prefix: str) -> None:
+    for leftover in _SHARED_MEMORY.glob(f"{prefix}*"):
+        leftover.unlink(missing_ok=True)
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of the server and its stubs, and wait until they are gone."""
+    deadline = time.monotonic() + 5
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.poll()
+            time.sleep(0.01)
+    process.wait()

@@ -1,0 +1,67 @@
+"""What a tritonserver prints: shown to people, and read for the reason why it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import sys
+import threading
+from collections import deque
+from typing import IO
+
+_SIGNAL = re.compile(r"Signal \((\d+)\) received")
+_CRASH_SIGNALS = {str(int(s)) for s in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)}
+_LOAD_FAILURE = re.compile(r"\"failed to load '(.+?)' version (\d+): (.*)\"$")
+# Said on every machine without a GPU, and no error there.
+_NO_GPU_NOISE = ("CudaDriverHelper has not been initialized", "Failed to initialize NVML", "DCGM unable to start")
+
+
+class ServerLog:
+    """The server's output, shown on our stderr as it comes; a thread reads it to its end."""
+
+    def __init__(self, stream: IO[bytes], *, verbose: bool) -> None:
+        self.crashed = threading.Event()
+        """Set when the server says that a deadly signal reached it; it may linger afterwards."""
+        self._verbose = verbose
+        self._last_lines: deque[str] = deque(maxlen=20)
+        self._load_failures: list[str] = []
+        self._errors: list[str] = []
+        self._thread = threading.Thread(target=self._read, args=(stream,), name="hotrow-server-log", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Wait for the last lines of a server that has ended; not for ever, as its stubs may live on."""
+        self._thread.join(timeout=2)
+
+    def reason(self) -> str:
+        """Why the server ended, in its own words."""
+        self.finish()
+        failures = self._load_failures or self._errors
+        return "\n".join(dict.fromkeys(failures)) or "its last lines:\n" + "\n".join(self._last_lines)
+
+    def _read(self, stream: IO[bytes]) -> None:
+        with stream:
+            for raw in stream:
+                line = raw.decode(errors="replace").rstrip("\n")
+                self._last_lines.append(line)
+                self._note(line)
+                if self._verbose or not any(noise in line for noise in _NO_GPU_NOISE):
+                    # Where nobody reads our stderr any more, the server's pipe still has to be emptied.
+                    with contextlib.suppress(OSError, ValueError):
+                        print(line, file=sys.stderr, flush=True)
+
+    def _note(self, line: str) -> None:
+        if match := _LOAD_FAILURE.search(line):
+            name, version, reason = match.groups()
+            self._load_failures.append(f"model {name!r} version {version} failed to load: {_plain(reason)}")
+        elif line.startswith("error:"):
+            self._errors.append(line.removeprefix("error: "))
+        elif (signalled := _SIGNAL.match(line)) and signalled.group(1) in _CRASH_SIGNALS:
+            self.crashed.set()
+
+
+def _plain(reason: str) -> str:
+    """A reason as the log escapes it, without the place in our code that the Python backend adds."""
+    text = reason.replace('\\"', '"').partition("\\n\\nAt:")[0].replace("\\n", "\n").strip()
+    return text.removeprefix("Internal: ").removeprefix("TritonModelException: ")
