@@ -46,7 +46,35 @@ class Ragged(NamedTuple):
     shape: tuple[int, ...]
 
 
-Array: TypeAlias = "NDArray[Any] | Ragged"
+Part: TypeAlias = "NDArray[Any] | Ragged"
+
+
+class JoinedBatch:
+    """The arrays of several requests, as those of one.
+
+    What the networks read is joined when they ask for it. Keys of look-ups stay in parts, one per request, because
+    the look-up gathers the keys of all tables at once.
+    """
+
+    def __init__(self, parts: dict[str, list[Part]], num_samples: int) -> None:
+        self.num_samples = num_samples
+        self._parts = parts
+
+    def parts(self, name: str) -> list[Part]:
+        """What the requests sent under that name."""
+        return self._parts[name]
+
+    def array(self, name: str) -> NDArray[Any]:
+        """The same as one array; that of a single request is not copied."""
+        parts = self._parts[name]
+        if len(parts) > 1:
+            parts[:] = [np.concatenate(parts)]  # type: ignore[arg-type]  # only bags of keys are ragged
+        return parts[0]  # type: ignore[return-value]
+
+    def add(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Arrays computed for the whole batch."""
+        for name, array in arrays.items():
+            self._parts[name] = [array]
 
 
 class RequestLayout(ABC):
@@ -57,8 +85,8 @@ class RequestLayout(ABC):
         """Raises InvalidRequestError that names the input, what was found and what is expected."""
 
     @abstractmethod
-    def join(self, requests: Sequence[CheckedRequest]) -> dict[str, Array]:
-        """The arrays of several requests of equal `shapes` as those of one; a single one is not copied."""
+    def join(self, requests: Sequence[CheckedRequest]) -> JoinedBatch:
+        """Several requests of equal `shapes` as one batch."""
 
 
 def answer_jointly(
@@ -155,10 +183,14 @@ class TensorLayout(RequestLayout):
         outputs = self._outputs.resolve(request.outputs)
         return CheckedRequest(checked, outputs, max(num_samples, 0), tuple(shapes))
 
-    def join(self, requests: Sequence[CheckedRequest]) -> dict[str, Array]:
-        if len(requests) == 1:
-            return dict(requests[0].inputs)
-        return {e.name: _joined([request.inputs[e.name] for request in requests]) for e in self._inputs}
+    def join(self, requests: Sequence[CheckedRequest]) -> JoinedBatch:
+        parts: dict[str, list[Part]] = {
+            expected.name: [request.inputs[expected.name] for request in requests] for expected in self._inputs
+        }
+        for expected in self._inputs:
+            if expected.ragged and len(requests) > 1:
+                parts[expected.name] = _even_out(parts[expected.name])
+        return JoinedBatch(parts, sum(request.num_samples for request in requests))
 
     def _explain_names(self, inputs: Mapping[str, NDArray[Any]]) -> None:
         expected = [e.name for e in self._inputs]
@@ -205,18 +237,14 @@ def _ragged_inputs(spec: ModelSpec, network_inputs: frozenset[str]) -> set[str]:
     return {t.name for t in spec.inputs if t.name in bags and len(t.shape) > 1 and t.shape[-1] == -1}
 
 
-def _joined(arrays: list[NDArray[Any]]) -> Array:
-    if any(array.shape[1:] != arrays[0].shape[1:] for array in arrays):
-        return _ragged(arrays)
-    return np.concatenate(arrays)
-
-
-def _ragged(arrays: list[NDArray[Any]]) -> Ragged:
-    """Keys [samples, …, L] of requests with different L, as bags behind each other."""
+def _even_out(arrays: list[Any]) -> list[Part]:
+    """Keys [samples, …, L] of requests with different L, as bags behind each other; equal ones as they are."""
+    if all(array.shape[1:] == arrays[0].shape[1:] for array in arrays):
+        return arrays
     lengths = np.concatenate([np.full(math.prod(a.shape[:-1]), a.shape[-1], np.int64) for a in arrays])
     ends = np.cumsum(lengths)
-    shape = (sum(a.shape[0] for a in arrays), *arrays[0].shape[1:-1])
-    return Ragged(np.concatenate([a.reshape(-1) for a in arrays]), ends - lengths, ends, shape)
+    shape = (sum(len(a) for a in arrays), *arrays[0].shape[1:-1])
+    return [Ragged(np.concatenate(arrays, axis=None), ends - lengths, ends, shape)]
 
 
 def _decoded(name: str, array: NDArray[Any]) -> NDArray[Any]:

@@ -7,14 +7,14 @@ records; a batch then costs a copy of that array, the addresses of its keys, and
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.batch import Array, Ragged
+from inference_session.batch import JoinedBatch, Part, Ragged
 from inference_session.embedding_cache.kernels import cpu
 from inference_session.embedding_cache.kernels.layout import SEGMENT, PoolingCode
 from inference_session.errors import InvalidRequestError
@@ -22,6 +22,7 @@ from inference_session.formats.native import LookupSpec, ModelSpec, TableSpec
 
 _MAX_GEOMETRIES = 64
 _FLOAT_BYTES = 4
+_KEY_BYTES = 8
 _NO_COUNTS = np.empty(0, np.int64)
 _NO_POSITIONS = np.empty(0, np.int64)
 
@@ -48,11 +49,12 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Geometry:
-    """All that follows from the key arrays' shapes but for their first dimension."""
+    """All that follows from the shapes of the keys but for their first dimension."""
 
     segments: NDArray[np.void]
-    """Addresses are 0, `num_rows` is that of one step along the first dimension of the keys, and
-    `output_address` the offset within the block."""
+    """`num_rows` is that of one step along the first dimension, `output_address` the offset within the block."""
+    num_keys: NDArray[np.int64]
+    """Per look-up, keys of one step along the first dimension; 0 where bags are ragged."""
     shapes: tuple[tuple[int, ...], ...]
     """Per block, the shape of its array without the first dimension."""
 
@@ -72,129 +74,133 @@ class LookupPlan:
         self._block_of = np.empty(len(spec.lookups), np.intp)
         for number, block in enumerate(self._blocks):
             self._block_of[list(block.members)] = number
+        self._weighted = [(i, lookup.keys, lookup.weights) for i, lookup in enumerate(spec.lookups) if lookup.weights]
         self._geometries: dict[tuple[tuple[int, ...], ...], _Geometry] = {}
 
-    def run(self, arrays: Mapping[str, Array]) -> LookedUp:
-        """Look up all keys of a batch in one call of the kernel.
-
-        `arrays` holds what the look-ups name: keys int64 or int32, weights float32.
-        """
+    def run(self, batch: JoinedBatch) -> LookedUp:
+        """Look up all keys of a batch in one call of the kernel."""
         if not self._lookups:
             return LookedUp({}, _NO_COUNTS, _NO_COUNTS)
-        keys = [_bags(arrays[lookup.keys], lookup) for lookup in self._lookups]
-        geometry = self._geometry(tuple([(bags.values.itemsize, *bags.shape[1:]) for bags in keys]))
-        segments = geometry.segments.copy()
-        leading = [bags.shape[0] for bags in keys]
+        keys = [batch.parts(lookup.keys) for lookup in self._lookups]
+        tails, leading = self._split_shapes(keys)
+        geometry = self._geometry(tails)
         vectors = [
             np.empty((leading[block.members[0]], *shape), np.float32)
             for block, shape in zip(self._blocks, geometry.shapes, strict=True)
         ]
-        segments["keys_address"] = [_address(bags.values) for bags in keys]
+        segments = geometry.segments.copy()
         segments["num_rows"] *= leading
         segments["output_address"] += np.array([_address(v) for v in vectors], np.int64)[self._block_of]
-        num_keys = segments["num_rows"] * segments["keys_per_row"]
-        # Held until the kernel is done: it reads them by address.
-        extras = self._fill_extras(segments, keys, num_keys, arrays)
+        num_keys = geometry.num_keys * leading
+        # Whatever the kernel reads by address is held here until it is done.
+        held = [self._fill_keys(segments, keys, num_keys), self._fill_weights(segments, batch)]
         num_unknown = np.zeros(len(segments), np.int64)
         cpu.lookup(self._tables, segments, num_unknown, _NO_POSITIONS, self._num_threads)
-        del extras
-        outputs = {block.dense_input: v for block, v in zip(self._blocks, vectors, strict=True)}
-        for name in _scalar_inputs(self._blocks, self._lookups, arrays):
-            outputs[name] = outputs[name][0]
-        return LookedUp(outputs, num_keys, num_unknown)
+        del held
+        return LookedUp(self._inputs(vectors, keys), num_keys, num_unknown)
 
-    def _fill_extras(
-        self, segments: NDArray[np.void], keys: list[_Bags], num_keys: NDArray[np.int64], arrays: Mapping[str, Array]
+    def _split_shapes(self, keys: list[list[Part]]) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
+        """The shapes of all keys, their first dimension apart."""
+        tails, leading = [], []
+        for parts, lookup in zip(keys, self._lookups, strict=True):
+            shape = parts[0].shape
+            if isinstance(parts[0], Ragged):
+                shape = (*shape, 0)  # no one length is true of the bags
+            elif len(shape) < 2 and _is_bare(parts[0], lookup):
+                shape = (1, *shape)
+            tails.append(shape[1:])
+            leading.append(shape[0] if len(parts) == 1 else sum(part.shape[0] for part in parts))
+        return tuple(tails), leading
+
+    def _fill_keys(
+        self, segments: NDArray[np.void], keys: list[list[Part]], num_keys: NDArray[np.int64]
     ) -> list[NDArray[Any]]:
-        """Offsets of ragged bags and weights, for the few look-ups that have them; returns what must stay alive."""
-        extras: list[NDArray[Any]] = []
-        for i, lookup in enumerate(self._lookups):
-            begins, ends = keys[i].begins, keys[i].ends
-            if begins is not None and ends is not None:
-                segments["begins_address"][i] = _address(begins)
-                segments["ends_address"][i] = _address(ends)
-                num_keys[i] = int((ends - begins).sum())
-            if lookup.weights is not None:
-                weights = np.ascontiguousarray(arrays[lookup.weights], np.float32)
-                if weights.size != keys[i].values.size:
-                    raise InvalidRequestError(
-                        f"{lookup.weights!r} has {weights.size} weights for {keys[i].values.size} keys"
-                    )
-                segments["weights_address"][i] = _address(weights)
-                extras.append(weights)
-        return extras
+        """Lay the keys of all look-ups behind each other and enter where; returns what must stay alive."""
+        ragged = [i for i, parts in enumerate(keys) if isinstance(parts[0], Ragged)]
+        even = [part for parts in keys for part in parts if not isinstance(part, Ragged)]
+        held = [_laid_out(even)]
+        segments["keys_address"] = _address(held[0]) + _KEY_BYTES * (np.cumsum(num_keys) - num_keys)
+        for i in ragged:
+            bags = _joined_bags([part for part in keys[i] if isinstance(part, Ragged)])
+            segments["keys_address"][i] = _address(bags.values)
+            segments["begins_address"][i] = _address(bags.begins)
+            segments["ends_address"][i] = _address(bags.ends)
+            num_keys[i] = int((bags.ends - bags.begins).sum())
+            held += [bags.values, bags.begins, bags.ends]
+        return held
 
-    def _geometry(self, shapes: tuple[tuple[int, ...], ...]) -> _Geometry:
-        geometry = self._geometries.get(shapes)
+    def _fill_weights(self, segments: NDArray[np.void], batch: JoinedBatch) -> list[NDArray[Any]]:
+        """Enter the weights of the look-ups that have any; returns what must stay alive."""
+        held = []
+        for i, keys_name, weights_name in self._weighted:
+            keys, weights = batch.array(keys_name), batch.array(weights_name)
+            if weights.shape != keys.shape:
+                raise InvalidRequestError(
+                    f"{weights_name!r} has shape {list(weights.shape)}, "
+                    f"but the keys that it weighs have {list(keys.shape)}"
+                )
+            held.append(np.ascontiguousarray(weights, np.float32))
+            segments["weights_address"][i] = _address(held[-1])
+        return held
+
+    def _inputs(self, vectors: list[NDArray[np.float32]], keys: list[list[Part]]) -> dict[str, NDArray[np.float32]]:
+        """The blocks by name; keys without a first dimension were given one, which goes again."""
+        inputs = {}
+        for block, array in zip(self._blocks, vectors, strict=True):
+            first = block.members[0]
+            bare = not block.joined and _is_bare(keys[first][0], self._lookups[first])
+            inputs[block.dense_input] = array[0] if bare else array
+        return inputs
+
+    def _geometry(self, tails: tuple[tuple[int, ...], ...]) -> _Geometry:
+        geometry = self._geometries.get(tails)
         if geometry is None:
-            geometry = self._describe(shapes)
+            geometry = self._describe(tails)
             if len(self._geometries) >= _MAX_GEOMETRIES:
                 self._geometries.clear()
-            self._geometries[shapes] = geometry
+            self._geometries[tails] = geometry
         return geometry
 
-    def _describe(self, shapes: tuple[tuple[int, ...], ...]) -> _Geometry:
-        segments = np.zeros(len(shapes), SEGMENT)
-        block_shapes = []
-        for block in self._blocks:
-            if block.joined:
-                block_shapes.append((self._describe_joined(block, segments, shapes),))
-            else:
-                block_shapes.append(self._describe_alone(block.members[0], segments, shapes))
-        return _Geometry(segments, tuple(block_shapes))
+    def _describe(self, tails: tuple[tuple[int, ...], ...]) -> _Geometry:
+        segments = np.zeros(len(tails), SEGMENT)
+        segments["table"] = self._table_positions
+        segments["pooling"] = [PoolingCode[lookup.pooling.upper()] for lookup in self._lookups]
+        segments["key_bytes"] = segments["key_stride"] = _KEY_BYTES
+        shapes = [
+            self._describe_joined(block, segments, tails)
+            if block.joined
+            else self._describe_alone(block.members[0], segments, tails)
+            for block in self._blocks
+        ]
+        segments["row_stride"] = segments["keys_per_row"] * _KEY_BYTES
+        num_keys = np.array([math.prod(tail) for tail in tails], np.int64)
+        return _Geometry(segments, num_keys, tuple(shapes))
 
-    def _describe_joined(self, block: _Block, segments: NDArray[np.void], shapes: tuple[tuple[int, ...], ...]) -> int:
+    def _describe_joined(
+        self, block: _Block, segments: NDArray[np.void], tails: tuple[tuple[int, ...], ...]
+    ) -> tuple[int, ...]:
         """Members side by side in one matrix; returns its number of columns."""
         column = 0
         for i in block.members:
-            _, *tail = shapes[i]
-            segment, dim = segments[i : i + 1], self._table_specs[i].embedding_dim
-            self._describe_keys(segment, i, shapes[i], num_rows=1, keys_per_row=math.prod(tail))
-            segment["output_address"] = column * _FLOAT_BYTES
-            column += dim if self._lookups[i].pooling != "none" else dim * math.prod(tail)
+            keys_per_sample = math.prod(tails[i])
+            segments["num_rows"][i] = 1
+            segments["keys_per_row"][i] = keys_per_sample
+            segments["output_address"][i] = column * _FLOAT_BYTES
+            pooled = self._lookups[i].pooling != "none"
+            column += self._table_specs[i].embedding_dim * (1 if pooled else keys_per_sample)
         segments["output_stride"][list(block.members)] = column * _FLOAT_BYTES
-        return column
+        return (column,)
 
     def _describe_alone(
-        self, i: int, segments: NDArray[np.void], shapes: tuple[tuple[int, ...], ...]
+        self, i: int, segments: NDArray[np.void], tails: tuple[tuple[int, ...], ...]
     ) -> tuple[int, ...]:
         """One look-up with an array of its own; returns that array's shape without the first dimension."""
-        table, pooled = self._table_specs[i], self._lookups[i].pooling != "none"
-        _, *tail = shapes[i]
-        rows, keys_per_row = (tail[:-1], tail[-1]) if pooled else (tail, 1)
-        segment = segments[i : i + 1]
-        self._describe_keys(segment, i, shapes[i], num_rows=math.prod(rows), keys_per_row=keys_per_row)
-        segment["output_stride"] = table.embedding_dim * _FLOAT_BYTES
+        table, tail = self._table_specs[i], tails[i]
+        rows, keys_per_row = (tail[:-1], tail[-1]) if self._lookups[i].pooling != "none" else (tail, 1)
+        segments["num_rows"][i] = math.prod(rows)
+        segments["keys_per_row"][i] = keys_per_row
+        segments["output_stride"][i] = table.embedding_dim * _FLOAT_BYTES
         return (*rows, *_row_shape(table))
-
-    def _describe_keys(
-        self, segment: NDArray[np.void], i: int, shape: tuple[int, ...], *, num_rows: int, keys_per_row: int
-    ) -> None:
-        key_bytes = shape[0]
-        segment["table"] = self._table_positions[i]
-        segment["pooling"] = PoolingCode[self._lookups[i].pooling.upper()]
-        segment["key_bytes"] = segment["key_stride"] = key_bytes
-        segment["row_stride"] = keys_per_row * key_bytes
-        segment["num_rows"] = num_rows
-        segment["keys_per_row"] = keys_per_row
-
-
-class _Bags(NamedTuple):
-    """Keys of one look-up, contiguous, at least one row (and one bag, where pooled) deep."""
-
-    values: NDArray[Any]
-    shape: tuple[int, ...]
-    begins: NDArray[np.int64] | None = None
-    ends: NDArray[np.int64] | None = None
-
-
-def _bags(keys: Array, lookup: LookupSpec) -> _Bags:
-    if isinstance(keys, Ragged):
-        # The last dimension, the length of the bags, is given by their ends.
-        return _Bags(keys.values, (*keys.shape, 0), keys.begins, keys.ends)
-    values = np.ascontiguousarray(keys)
-    shape = keys.shape
-    return _Bags(values, shape if len(shape) > (lookup.pooling != "none") else (1, *shape))
 
 
 def _blocks(lookups: Sequence[LookupSpec]) -> tuple[_Block, ...]:
@@ -204,15 +210,27 @@ def _blocks(lookups: Sequence[LookupSpec]) -> tuple[_Block, ...]:
     return tuple(_Block(name, tuple(m), lookups[m[0]].joined) for name, m in members.items())
 
 
-def _scalar_inputs(blocks: Sequence[_Block], lookups: Sequence[LookupSpec], arrays: Mapping[str, Array]) -> list[str]:
-    """Inputs whose keys have no dimension but that of their bag: `_bags` gave them one that must go again."""
-    names = []
-    for block in blocks:
-        lookup = lookups[block.members[0]]
-        keys = arrays[lookup.keys]
-        if not block.joined and len(keys.shape) <= (lookup.pooling != "none") and not isinstance(keys, Ragged):
-            names.append(block.dense_input)
-    return names
+def _is_bare(keys: Part, lookup: LookupSpec) -> bool:
+    """Whether the keys have no dimension but, where they are pooled, that of their one bag."""
+    return len(keys.shape) <= (lookup.pooling != "none") and not isinstance(keys, Ragged)
+
+
+def _laid_out(keys: list[NDArray[Any]]) -> NDArray[np.int64]:
+    """All keys behind each other as int64, in one pass; a single array is not copied."""
+    if len(keys) == 1:
+        return np.ascontiguousarray(keys[0], np.int64)
+    return np.concatenate(keys, axis=None, dtype=np.int64) if keys else _NO_COUNTS
+
+
+def _joined_bags(parts: list[Ragged]) -> Ragged:
+    """Ragged bags of several requests behind each other."""
+    if len(parts) == 1:
+        bags = parts[0]
+        return bags._replace(values=np.ascontiguousarray(bags.values, np.int64))
+    shifts = np.cumsum([0, *(part.values.size for part in parts[:-1])])
+    begins = np.concatenate([part.begins + shift for part, shift in zip(parts, shifts, strict=True)])
+    ends = np.concatenate([part.ends + shift for part, shift in zip(parts, shifts, strict=True)])
+    return Ragged(_laid_out([part.values for part in parts]), begins, ends, parts[0].shape)
 
 
 def _row_shape(table: TableSpec) -> tuple[int, ...]:

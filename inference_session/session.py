@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from inference_session.batch import Array, CheckedRequest, Request, TensorLayout, answer_jointly
+from inference_session.batch import CheckedRequest, JoinedBatch, Request, TensorLayout, answer_jointly
 from inference_session.config import SessionConfig
 from inference_session.dense_engine import DenseEngine, OnnxEngine
 from inference_session.embedding_cache.kernels import cpu
@@ -130,19 +130,19 @@ class InferenceSession:
         wanted = [request.outputs for request in requests]
         if self.spec.batched and sum(num_samples) == 0:
             return [self._outputs.of_no_samples(outputs) for outputs in wanted]
-        arrays = self._layout.join(requests)
+        batch = self._layout.join(requests)
         if self._keys:
-            arrays.update(self._run(self._keys, arrays, sorted(self._keys.output_names)))
-        looked_up = self._plan.run(arrays)
+            batch.add(self._run(self._keys, batch, sorted(self._keys.output_names)))
+        looked_up = self._plan.run(batch)
         self._refuse_unknown(looked_up)
-        arrays.update(looked_up.vectors)
-        outputs = self._run(self._dense, arrays, self._outputs.of_network(wanted))
-        self._stats.count_batch(sum(num_samples), looked_up.num_keys, looked_up.num_unknown)
+        batch.add(looked_up.vectors)
+        outputs = self._run(self._dense, batch, self._outputs.of_network(wanted))
+        self._stats.count_batch(batch.num_samples, looked_up.num_keys, looked_up.num_unknown)
         return self._outputs.split(outputs, wanted, num_samples)
 
     @staticmethod
-    def _run(engine: DenseEngine, arrays: Mapping[str, Array], outputs: Sequence[str]) -> Answer:
-        inputs: dict[str, Any] = {name: arrays[name] for name in engine.input_names}
+    def _run(engine: DenseEngine, batch: JoinedBatch, outputs: Sequence[str]) -> Answer:
+        inputs = {name: batch.array(name) for name in engine.input_names}
         return dict(zip(outputs, engine.run(inputs, outputs), strict=True))
 
     def _refuse_unknown(self, looked_up: LookedUp) -> None:
@@ -172,7 +172,8 @@ class InferenceSession:
         plan = LookupPlan(
             spec, self._records({folder: self._tables[folder]}), num_threads=self.config.num_lookup_threads
         )
-        return plan.run({"keys": wanted.astype(np.int64)}).vectors["vectors"].reshape(len(wanted), -1)
+        batch = JoinedBatch({"keys": [wanted.astype(np.int64)]}, len(wanted))
+        return plan.run(batch).vectors["vectors"].reshape(len(wanted), -1)
 
     def stats(self) -> dict[str, Any]:
         """Counters since `open`; docs/operations.md defines each key."""

@@ -47,7 +47,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 def test_a_table_is_found_by_name_and_by_folder() -> None:
     """Both names work; an unknown one lists those that exist."""
     assert SPEC.table("emb.user/weight:0") is SPEC.table("emb_user_weight_0")
-    with pytest.raises(TableNotFoundError, match="no table 'x'; its tables: 'emb.user/weight:0', 'item'"):
+    with pytest.raises(TableNotFoundError, match=r"no table 'x'; its tables: 'emb\.user/weight:0', 'item'"):
         SPEC.table("x")
 
 
