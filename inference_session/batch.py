@@ -27,16 +27,6 @@ class Request(NamedTuple):
     outputs: Sequence[str] | None = None
 
 
-class CheckedRequest(NamedTuple):
-    """A request known to be well-formed."""
-
-    inputs: Mapping[str, NDArray[Any]]
-    outputs: Sequence[str]
-    num_samples: int
-    shapes: Hashable
-    """Requests with equal shapes may be joined."""
-
-
 class Ragged(NamedTuple):
     """Bags of different lengths: bag i is `values[begins[i]:ends[i]]`; `shape` is the shape of the bags."""
 
@@ -49,6 +39,16 @@ class Ragged(NamedTuple):
 Part: TypeAlias = "NDArray[Any] | Ragged"
 
 
+class CheckedRequest(NamedTuple):
+    """A request known to be well-formed."""
+
+    inputs: Mapping[str, Part]
+    outputs: Sequence[str]
+    num_samples: int
+    shapes: Hashable
+    """Requests with equal shapes may be joined."""
+
+
 class JoinedBatch:
     """The arrays of several requests, as those of one.
 
@@ -59,6 +59,13 @@ class JoinedBatch:
     def __init__(self, parts: dict[str, list[Part]], num_samples: int) -> None:
         self.num_samples = num_samples
         self._parts = parts
+
+    @classmethod
+    def of(cls, requests: Sequence[CheckedRequest]) -> JoinedBatch:
+        """The inputs of these requests as they are."""
+        names = requests[0].inputs
+        parts = {name: [request.inputs[name] for request in requests] for name in names}
+        return cls(parts, sum(request.num_samples for request in requests))
 
     def parts(self, name: str) -> list[Part]:
         """What the requests sent under that name."""
@@ -76,6 +83,10 @@ class JoinedBatch:
         for name, array in arrays.items():
             self._parts[name] = [array]
 
+    def replace(self, name: str, parts: list[Part]) -> None:
+        """Another form of what the requests sent under that name."""
+        self._parts[name] = parts
+
 
 class RequestLayout(ABC):
     """How requests of one model carry their samples."""
@@ -84,9 +95,9 @@ class RequestLayout(ABC):
     def check(self, request: Request) -> CheckedRequest:
         """Raises InvalidRequestError that names the input, what was found and what is expected."""
 
-    @abstractmethod
     def join(self, requests: Sequence[CheckedRequest]) -> JoinedBatch:
         """Several requests of equal `shapes` as one batch."""
+        return JoinedBatch.of(requests)
 
 
 def answer_jointly(
@@ -184,13 +195,11 @@ class TensorLayout(RequestLayout):
         return CheckedRequest(checked, outputs, max(num_samples, 0), tuple(shapes))
 
     def join(self, requests: Sequence[CheckedRequest]) -> JoinedBatch:
-        parts: dict[str, list[Part]] = {
-            expected.name: [request.inputs[expected.name] for request in requests] for expected in self._inputs
-        }
+        batch = JoinedBatch.of(requests)
         for expected in self._inputs:
             if expected.ragged and len(requests) > 1:
-                parts[expected.name] = _even_out(parts[expected.name])
-        return JoinedBatch(parts, sum(request.num_samples for request in requests))
+                batch.replace(expected.name, _even_out(batch.parts(expected.name)))
+        return batch
 
     def _explain_names(self, inputs: Mapping[str, NDArray[Any]]) -> None:
         expected = [e.name for e in self._inputs]
@@ -237,10 +246,10 @@ def _ragged_inputs(spec: ModelSpec, network_inputs: frozenset[str]) -> set[str]:
     return {t.name for t in spec.inputs if t.name in bags and len(t.shape) > 1 and t.shape[-1] == -1}
 
 
-def _even_out(arrays: list[Any]) -> list[Part]:
+def _even_out(arrays: Sequence[Any]) -> list[Part]:
     """Keys [samples, …, L] of requests with different L, as bags behind each other; equal ones as they are."""
     if all(array.shape[1:] == arrays[0].shape[1:] for array in arrays):
-        return arrays
+        return list(arrays)
     lengths = np.concatenate([np.full(math.prod(a.shape[:-1]), a.shape[-1], np.int64) for a in arrays])
     ends = np.cumsum(lengths)
     shape = (sum(len(a) for a in arrays), *arrays[0].shape[1:-1])

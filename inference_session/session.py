@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from inference_session.batch import CheckedRequest, JoinedBatch, Request, TensorLayout, answer_jointly
+from inference_session.batch import CheckedRequest, JoinedBatch, Request, RequestLayout, TensorLayout, answer_jointly
 from inference_session.config import SessionConfig
-from inference_session.dense_engine import DenseEngine, OnnxEngine
+from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine
 from inference_session.embedding_cache.kernels import cpu
 from inference_session.embedding_cache.kernels.layout import TABLE
 from inference_session.errors import (
@@ -28,6 +28,7 @@ from inference_session.errors import (
     UnsupportedModelError,
 )
 from inference_session.formats import manifest
+from inference_session.formats.hugectr.request_layout import HpsLayout, HugectrLayout
 from inference_session.formats.native import DENSE_FILE, KEYS_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, TensorSpec
 from inference_session.lookup_plan import LookedUp, LookupPlan
 from inference_session.outputs import Answer, Outputs
@@ -69,17 +70,17 @@ class InferenceSession:
         self.directory = directory
         self._closed = True  # until everything below is there
         cpu.compile_kernels()
-        self._dense: DenseEngine = OnnxEngine(directory / DENSE_FILE, num_threads=config.num_dense_threads)
-        self._keys: OnnxEngine | None = None
-        if (directory / KEYS_FILE).exists():
-            self._keys = OnnxEngine(directory / KEYS_FILE, num_threads=1)
+        self._dense: DenseEngine
+        if spec.layout == "hps":
+            self._dense = VectorEngine([lookup.dense_input for lookup in spec.lookups])
+        else:
+            self._dense = OnnxEngine(directory / DENSE_FILE, num_threads=config.num_dense_threads)
+        has_key_graph = (directory / KEYS_FILE).exists()
+        self._keys = OnnxEngine(directory / KEYS_FILE, num_threads=1) if has_key_graph else None
         self._tables = {t.folder: TableFile.open(directory / TABLES_FOLDER / t.folder, t) for t in spec.tables}
         self._plan = LookupPlan(spec, self._records(self._tables), num_threads=config.num_lookup_threads)
         self._outputs = Outputs(spec)
-        network_inputs = self._dense.input_names | (self._keys.input_names if self._keys else frozenset())
-        self._layout = TensorLayout(
-            spec, self._outputs, network_inputs=network_inputs, max_elements=config.max_keys_per_request
-        )
+        self._layout = self._create_layout()
         self._stats = SessionStats(spec)
         self._closed = False
 
@@ -198,6 +199,19 @@ class InferenceSession:
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         return f"<InferenceSession {str(self.directory)!r} [{len(self.spec.tables)} tables, {state}]>"
+
+    def _create_layout(self) -> RequestLayout:
+        if self.spec.layout == "hugectr":
+            return HugectrLayout(self.spec, self._outputs)
+        if self.spec.layout == "hps":
+            return HpsLayout(self.spec, self._outputs)
+        network_inputs = self._dense.input_names | (self._keys.input_names if self._keys else frozenset())
+        return TensorLayout(
+            self.spec,
+            self._outputs,
+            network_inputs=network_inputs,
+            max_elements=self.config.max_keys_per_request,
+        )
 
     @staticmethod
     def _records(tables: Mapping[str, TableFile]) -> NDArray[np.void]:

@@ -2,5 +2,6 @@
 
 from inference_session.dense_engine.base import DenseEngine
 from inference_session.dense_engine.onnx_engine import OnnxEngine
+from inference_session.dense_engine.vector_engine import VectorEngine
 
-__all__ = ["DenseEngine", "OnnxEngine"]
+__all__ = ["DenseEngine", "OnnxEngine", "VectorEngine"]

@@ -113,7 +113,7 @@ class ModelSpec:
     """The first dimension of every input and output counts samples, and may take any size."""
     joinable: bool = True
     """No answer depends on the other samples of its batch, so that requests may be computed together."""
-    layout: str = "tensors"
+    layout: Literal["tensors", "hugectr", "hps"] = "tensors"
     """How a request carries its keys: `tensors` (by input), `hugectr` (DES/CATCOLUMN/ROWINDEX), `hps`."""
     layout_options: Mapping[str, Any] = field(default_factory=dict)
     """What the layout needs to know beyond the tensors, as the importer wrote it."""

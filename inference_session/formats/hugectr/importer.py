@@ -185,6 +185,7 @@ def _tables_alone(settings: PsJson, model: PsModel, staging: Path) -> ModelSpec:
         lookups=tuple(
             LookupSpec(table.folder, f"{HPS_KEYS}/{i}", f"{PREDICTIONS}/{i}") for i, table in enumerate(tables)
         ),
+        batched=False,
         layout="hps",
         layout_options={"num_tables": len(tables), "max_samples": model.max_batch_size},
         settings=session_settings(settings, model),
