@@ -33,15 +33,21 @@ class PoolingCode(IntEnum):
 
 TABLE = np.dtype(
     [
-        ("index_address", np.int64),  # hash index over the keys; 0: keys are row numbers (negative: from the end)
-        ("num_buckets", np.int64),  # of the index, a power of two
-        ("keys_address", np.int64),  # int64[num_rows], the key of each row; 0: keys are row numbers
+        ("index_address", np.int64),  # hash index (hash_index.py), at a cache line; 0: keys are row numbers
+        ("num_buckets", np.int64),  # of the index, at least 1
+        (
+            "keys_address",
+            np.int64,
+        ),  # int64[num_rows], the key of each row; 0: they are row numbers, negative ones from the end
         ("vectors_address", np.int64),
         ("row_bytes", np.int64),  # distance between two rows
         ("num_rows", np.int64),
         ("embedding_dim", np.int64),
         ("vector_code", np.int64),  # VectorCode
-        ("default_address", np.int64),  # float32[embedding_dim], the answer for an unknown key
+        (
+            "default_address",
+            np.int64,
+        ),  # float32[embedding_dim], the answer for an unknown key; 0: leave the output as it is
         ("next_table", np.int64),  # record to try where the key is not here; -1: none
     ]
 )

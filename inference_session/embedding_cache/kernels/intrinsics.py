@@ -1,0 +1,144 @@
+"""What Numba's Python lacks and the CPU kernels need: raw memory at an address, prefetching, byte matching in one
+instruction, streaming stores. Each function is a few LLVM instructions, for use inside compiled code only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic as numba_intrinsic
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_VECTOR16 = ir.VectorType(ir.IntType(8), 16)
+
+
+def kernel(function: Function) -> Function:
+    """Compile without the GIL and with IEEE arithmetic; the machine code is kept on disk where a folder allows it.
+
+    Kernels do not allocate, so they are spared Numba's reference counting, which would cost more than the work itself.
+    """
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}
+    try:
+        return cast("Function", numba.njit(cache=True, **options)(function))
+    except RuntimeError:
+        # Numba found no folder it may write its cache to (a read-only image without a home): compile per process.
+        return cast("Function", numba.njit(**options)(function))
+
+
+def _intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+    return cast("Callable[..., Any]", numba_intrinsic(function))
+
+
+def _pointer(builder: Any, address: Any, pointee: Any) -> Any:
+    return builder.inttoptr(address, pointee.as_pointer())
+
+
+def _element(context: Any, builder: Any, kind: Any, address: Any, index: Any) -> Any:
+    # An indexed pointer, not a sum of integers, is what lets LLVM vectorise loops over the elements.
+    return builder.gep(_pointer(builder, address, context.get_data_type(kind.dtype)), [index])
+
+
+@_intrinsic
+def load(_context: Any, _address: Any, kind: Any, _index: Any) -> Any:
+    """load(address, np.uint32, i) → element i of the array at the address, which need not be aligned."""
+
+    def build(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        address, _, index = arguments
+        return builder.load(_element(context, builder, kind, address, index), align=1)
+
+    return kind.dtype(types.int64, kind, types.int64), build
+
+
+@_intrinsic
+def store(_context: Any, _address: Any, kind: Any, _index: Any, _value: Any) -> Any:
+    """store(address, np.uint32, i, value): set element i of the array at the address, which need not be aligned."""
+
+    def build(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        address, _, index, value = arguments
+        builder.store(value, _element(context, builder, kind, address, index), align=1)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, kind, types.int64, kind.dtype), build
+
+
+@_intrinsic
+def prefetch(_context: Any, _address: Any) -> Any:
+    """prefetch(address): ask for the cache line of the address, soon to be read. Any address is harmless."""
+
+    def build(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        declared = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
+            builder.module, declared, "llvm.prefetch.p0"
+        )
+        for_reading, keep_in_all_levels, data = word(0), word(3), word(1)
+        target = _pointer(builder, arguments[0], ir.IntType(8))
+        builder.call(function, [target, for_reading, keep_in_all_levels, data])
+        return context.get_dummy_value()
+
+    return types.none(types.int64), build
+
+
+@_intrinsic
+def match_bytes(_context: Any, _address: Any, _value: Any) -> Any:
+    """match_bytes(address, value) → int64 with bit i set where byte i of the 16 at the address equals the value."""
+
+    def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        address, value = arguments
+        found = builder.load(_pointer(builder, address, _VECTOR16), align=16)
+        single = builder.insert_element(ir.Constant(_VECTOR16, ir.Undefined), value, ir.IntType(32)(0))
+        lanes = ir.Constant(ir.VectorType(ir.IntType(32), 16), [0] * 16)
+        wanted = builder.shuffle_vector(single, ir.Constant(_VECTOR16, ir.Undefined), lanes)
+        equal = builder.icmp_unsigned("==", found, wanted)
+        return builder.zext(builder.bitcast(equal, ir.IntType(16)), ir.IntType(64))
+
+    return types.int64(types.int64, types.uint8), build
+
+
+@_intrinsic
+def lowest_bit(_context: Any, _mask: Any) -> Any:
+    """lowest_bit(mask) → position of the lowest bit set; the mask must not be 0."""
+
+    def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.cttz(arguments[0], ir.IntType(1)(1))
+
+    return types.int64(types.int64), build
+
+
+@_intrinsic
+def half_to_float(_context: Any, _bits: Any) -> Any:
+    """half_to_float(bits of a float16 as uint16) → float32, exact."""
+
+    def build(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), build
+
+
+@_intrinsic
+def stream16(_context: Any, _target: Any, _source: Any) -> Any:
+    """stream16(target, source): copy 16 bytes past the caches; the target is a multiple of 16."""
+
+    def build(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        target, source = (_pointer(builder, address, _VECTOR16) for address in arguments)
+        copy = builder.store(builder.load(source, align=1), target, align=16)
+        copy.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64), build
+
+
+@_intrinsic
+def fence(_context: Any) -> Any:
+    """fence(): what was streamed is visible to whoever this thread tells that it is done."""
+
+    def build(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.none(), build

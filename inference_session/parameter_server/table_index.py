@@ -1,0 +1,262 @@
+"""The index file of a table: the hash index of kernels/hash_index.py behind a header of one cache line.
+
+    <table>/index    HEADER, then num_buckets x 64 bytes
+
+The header says which `key` file the index was built from: by size and a few sampled keys, which are compared whenever
+a table is opened, and by a checksum of all keys, which `verify` compares. An index that is absent or belongs to other
+keys is built anew. It is written under another name and renamed when complete, so that the old index or none is there
+until the new one is whole. The same keys give the same file, byte for byte.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.embedding_cache.kernels.hash_index import BUCKET_BYTES, MAX_ROWS, insert_rows
+from inference_session.errors import ModelFormatError
+
+INDEX_FILE = "index"
+PARTIAL_FILE = "index.partial"
+ROWS_PER_STEP = 1 << 20
+"""Rows between two calls of `progress`."""
+
+Progress = Callable[[int], None]
+"""Called with the number of rows done since the last call."""
+
+HEADER = np.dtype(
+    [
+        ("magic", "S8"),
+        ("version", "<u4"),
+        ("header_checksum", "<u4"),  # of the header with this field 0
+        ("num_rows", "<i8"),
+        ("num_buckets", "<i8"),
+        ("num_duplicates", "<i8"),
+        ("key_sample", "<u4"),
+        ("key_checksum", "<u4"),
+        ("bucket_checksum", "<u4"),
+        ("reserved", "V12"),
+    ]
+)
+_MAGIC = b"hotrowIX"
+_VERSION = 1
+_NUM_SAMPLES = 16
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class IndexReport:
+    """What building an index found."""
+
+    num_rows: int
+    num_duplicates: int
+    """Rows that no look-up reaches, because a later one has the same key."""
+    seconds: float
+
+
+class TableIndex:
+    """A table's index in memory, mapped from its file or built there."""
+
+    def __init__(self, content: NDArray[np.uint8]) -> None:
+        """`content`: the whole file, at a cache line."""
+        self._content = content
+        self._header = content[: HEADER.itemsize].view(HEADER)[0]
+
+    @property
+    def address(self) -> int:
+        """Address of the first bucket."""
+        return int(self._content.ctypes.data) + HEADER.itemsize
+
+    @property
+    def num_buckets(self) -> int:
+        """Number of buckets."""
+        return int(self._header["num_buckets"])
+
+    @property
+    def num_duplicates(self) -> int:
+        """Rows whose key a later row has too."""
+        return int(self._header["num_duplicates"])
+
+    def check(self, keys: NDArray[np.int64], path: Path) -> None:
+        """Raise ModelFormatError unless this is an index of these keys, as far as can be told in constant time."""
+        header = self._header
+        expected = {"magic": _MAGIC, "version": _VERSION, "header_checksum": _header_checksum(header)}
+        expected |= {"num_rows": len(keys), "key_sample": _sample(keys)}
+        for name, value in expected.items():
+            if header[name] != value:
+                raise ModelFormatError(f"{path}: {name} is {header[name]!r}, expected {value!r} for the `key` file")
+        size = HEADER.itemsize + self.num_buckets * BUCKET_BYTES
+        if self.num_buckets < 1 or len(self._content) != size:
+            raise ModelFormatError(f"{path}: has {len(self._content)} bytes, expected {size}")
+
+    def verify(self, keys: NDArray[np.int64], path: Path) -> None:
+        """Raise ModelFormatError unless every byte is what was built from exactly these keys. Reads all of both."""
+        self.check(keys, path)
+        for name, data in (
+            ("key_checksum", keys.data),
+            ("bucket_checksum", self._content[HEADER.itemsize :].data),
+        ):
+            if zlib.crc32(data) != self._header[name]:
+                raise ModelFormatError(f"{path}: {name} does not match; the index or the `key` file is damaged")
+
+
+def open_index(folder: Path, keys: NDArray[np.int64]) -> TableIndex:
+    """Map the index file of a table; ModelFormatError where it is absent or belongs to other keys."""
+    path = folder / INDEX_FILE
+    try:
+        index = TableIndex(_map_file(path))
+    except OSError as error:
+        raise ModelFormatError(f"{path}: cannot be read: {error}") from error
+    index.check(keys, path)
+    return index
+
+
+def build_index(folder: Path, keys: NDArray[np.int64], progress: Progress | None = None) -> IndexReport:
+    """Build and write the index file of a table. Of rows with equal keys the last wins.
+
+    The file's space is reserved beforehand: on a full disk this is an OSError, and the old index stays.
+    """
+    started = time.perf_counter()
+    with _locked(folder):
+        index = _write_index(folder, keys, progress)
+    return IndexReport(len(keys), index.num_duplicates, time.perf_counter() - started)
+
+
+def ensure_index(folder: Path, keys: NDArray[np.int64], progress: Progress | None = None) -> TableIndex:
+    """The table's index: from its file where that is good, else built now, in memory if the folder takes no file."""
+    try:
+        return open_index(folder, keys)
+    except ModelFormatError as error:
+        _log.info("building an index: %s", error)
+    try:
+        with _locked(folder):
+            return _open_or_write(folder, keys, progress)
+    except OSError as error:
+        _log.warning(
+            "%s: cannot write the index, so every process builds its own in memory (%d bytes): %s",
+            folder / INDEX_FILE,
+            _file_size(_bucket_count(len(keys))),
+            error,
+        )
+    return TableIndex(_fill(_allocate, keys, progress))
+
+
+def _open_or_write(folder: Path, keys: NDArray[np.int64], progress: Progress | None) -> TableIndex:
+    """Must be called while holding the folder's lock: another process may have been building the index meanwhile."""
+    try:
+        return open_index(folder, keys)
+    except ModelFormatError:
+        return _write_index(folder, keys, progress)
+
+
+def _write_index(folder: Path, keys: NDArray[np.int64], progress: Progress | None) -> TableIndex:
+    """Must be called while holding the folder's lock, for the name of the unfinished file is always the same."""
+    partial = folder / PARTIAL_FILE
+    try:
+        _fill(lambda size: _create_file(partial, size), keys, progress)
+        _sync(partial)
+        partial.replace(folder / INDEX_FILE)
+        _sync(folder)
+    finally:
+        partial.unlink(missing_ok=True)
+    return open_index(folder, keys)
+
+
+def _fill(
+    allocate: Callable[[int], NDArray[np.uint8]], keys: NDArray[np.int64], progress: Progress | None
+) -> NDArray[np.uint8]:
+    """Build the index of the keys in memory that `allocate` gives, zeroed; the content of the file."""
+    if len(keys) > MAX_ROWS:
+        raise ModelFormatError(f"{len(keys)} rows; a table with a `key` file may have {MAX_ROWS} at most")
+    num_buckets = _bucket_count(len(keys))
+    content = allocate(_file_size(num_buckets))
+    num_duplicates = _insert_all(content, keys, progress)
+    header = content[: HEADER.itemsize].view(HEADER)[0]
+    header["magic"], header["version"] = _MAGIC, _VERSION
+    header["num_rows"], header["num_buckets"], header["num_duplicates"] = len(keys), num_buckets, num_duplicates
+    header["key_sample"], header["key_checksum"] = _sample(keys), zlib.crc32(keys.data)
+    header["bucket_checksum"] = zlib.crc32(content[HEADER.itemsize :].data)
+    header["header_checksum"] = _header_checksum(header)
+    return content
+
+
+def _insert_all(content: NDArray[np.uint8], keys: NDArray[np.int64], progress: Progress | None) -> int:
+    buckets = content[HEADER.itemsize :]
+    num_buckets = len(buckets) // BUCKET_BYTES
+    num_duplicates = 0
+    for begin in range(0, len(keys), ROWS_PER_STEP):
+        end = min(begin + ROWS_PER_STEP, len(keys))
+        num_duplicates += insert_rows(buckets.ctypes.data, num_buckets, keys.ctypes.data, begin, end)
+        if progress is not None:
+            progress(end - begin)
+    return num_duplicates
+
+
+def _bucket_count(num_rows: int) -> int:
+    """8.5 rows a bucket of 12: 7.5 bytes a row, so that `key` and `index` together stay within 16."""
+    return num_rows * 2 // 17 + 1
+
+
+def _file_size(num_buckets: int) -> int:
+    return HEADER.itemsize + num_buckets * BUCKET_BYTES
+
+
+def _sample(keys: NDArray[np.int64]) -> int:
+    """Checksum of a few keys spread over all."""
+    positions = np.linspace(0, max(len(keys) - 1, 0), num=min(_NUM_SAMPLES, len(keys)), dtype=np.int64)
+    return zlib.crc32(keys[positions].data)
+
+
+def _header_checksum(header: np.void) -> int:
+    copy = header.copy()
+    copy["header_checksum"] = 0
+    return zlib.crc32(copy.tobytes())
+
+
+def _map_file(path: Path) -> NDArray[np.uint8]:
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size < HEADER.itemsize:
+            raise OSError("the file is shorter than its header")
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+
+
+def _create_file(path: Path, size: int) -> NDArray[np.uint8]:
+    with path.open("w+b") as file:
+        # Without room set aside, a full disk would kill the process when it writes to the mapping.
+        os.posix_fallocate(file.fileno(), 0, size)
+        return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
+
+
+def _allocate(size: int) -> NDArray[np.uint8]:
+    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Let one process at a time build in a folder; the lock ends with the process, however that ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
