@@ -6,7 +6,6 @@ import contextlib
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,7 +28,7 @@ from inference_session.errors import (
 )
 from inference_session.formats import manifest
 from inference_session.formats.hugectr.request_layout import HpsLayout, HugectrLayout
-from inference_session.formats.native import DENSE_FILE, KEYS_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, TensorSpec
+from inference_session.formats.native import DENSE_FILE, KEYS_FILE, TABLES_FOLDER, ModelSpec, TensorSpec
 from inference_session.lookup_plan import LookedUp, LookupPlan
 from inference_session.outputs import Answer, Outputs
 from inference_session.parameter_server.table_file import TableFile
@@ -161,20 +160,14 @@ class InferenceSession:
         Raises:
             TableNotFoundError: neither a table's name nor its folder.
         """
-        folder = self.spec.table(table).folder
+        spec = self.spec.table(table)
         wanted = np.asarray(keys)
         if wanted.ndim != 1 or (wanted.size and not np.can_cast(wanted.dtype, np.int64, "safe")):
             raise InvalidRequestError(f"keys are {wanted.dtype} {list(wanted.shape)}, expected int64 [n]")
-        spec = replace(
-            self.spec,
-            tables=(self.spec.table(folder),),
-            lookups=(LookupSpec(folder, keys="keys", dense_input="vectors"),),
-        )
-        plan = LookupPlan(
-            spec, self._records({folder: self._tables[folder]}), num_threads=self.config.num_lookup_threads
-        )
-        batch = JoinedBatch({"keys": [wanted.astype(np.int64)]}, len(wanted))
-        return plan.run(batch).vectors["vectors"].reshape(len(wanted), -1)
+        vectors = np.empty((len(wanted), spec.embedding_dim), np.float32)
+        vectors[:] = spec.default_vector
+        self._tables[spec.folder].fetch(wanted.astype(np.int64), vectors)
+        return vectors
 
     def stats(self) -> dict[str, Any]:
         """Counters since `open`; docs/operations.md defines each key."""
