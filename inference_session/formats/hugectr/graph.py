@@ -84,7 +84,7 @@ class Layer:
 
     def fail(self, message: str, *field: str) -> NoReturn:
         """The graph is not what its format promises."""
-        fail_in(self.file, ("layers", self.position, *field), f"{self}: {message}")
+        self.file.fail(("layers", self.position, *field), f"{self}: {message}")
 
     def refuse(self, message: str) -> NoReturn:
         """The graph is well-formed, but cannot be served."""
@@ -93,9 +93,11 @@ class Layer:
 
     def _find(self, field: tuple[str, ...]) -> Any:
         value: Any = self.parameters
-        for name in field:
+        for depth, name in enumerate(field):
+            if value is None:
+                return None
             if not isinstance(value, dict):
-                self.fail(f"an object is required, found {shown(value)}", *field[:-1])
+                self.fail(f"an object is required, found {shown(value)}", *field[:depth])
             value = value.get(name)
         return value
 
@@ -128,11 +130,6 @@ class Graph:
 def read_graph(path: Path) -> Graph:
     """Read and check a graph JSON; ModelFormatError names file, line, layer and field."""
     return _Reader(read_json(path, ModelFormatError)).read()
-
-
-def fail_in(file: JsonFile, field: FieldPath, message: str) -> NoReturn:
-    """Raise ModelFormatError for a field of the file."""
-    file.fail(field, message)
 
 
 def shown(value: Any) -> str:
