@@ -1,0 +1,16 @@
+"""ONNX models in: embedding tables are carved out, the rest becomes the dense network.
+
+wire, weights      the file, without loading what is bulky
+canonical          one form for what exporters write in many
+tables             which initializers are only read by rows
+hoisting           row reads out of Loop, Scan and If
+lookups, pooling, joining    row reads become look-ups
+carve              the dense network and the network that computes keys
+probe, replay      the original is asked, and held against the result
+importer           all of it, into a version directory that appears whole or not at all
+"""
+
+from inference_session.formats.onnx_model.importer import import_onnx
+from inference_session.formats.onnx_model.report import DenseInitializer, ImportReport
+
+__all__ = ["DenseInitializer", "ImportReport", "import_onnx"]

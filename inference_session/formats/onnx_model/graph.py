@@ -1,0 +1,225 @@
+"""Plain questions to ONNX graphs, and the small changes that the importer makes to them.
+
+All functions expect names that are unique across the graph and its bodies (canonical.py sees to that).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, helper, numpy_helper
+
+_SMALL_BYTES = 4096
+
+
+class Names:
+    """Gives out names that nothing in the model bears."""
+
+    def __init__(self, taken: Iterable[str]) -> None:
+        self._taken = set(taken)
+
+    def fresh(self, stem: str) -> str:
+        """`stem`, or `stem_2`, `stem_3` … where that is taken."""
+        name, count = stem, 1
+        while name in self._taken:
+            count += 1
+            name = f"{stem}_{count}"
+        self._taken.add(name)
+        return name
+
+
+def bodies(node: NodeProto) -> list[GraphProto]:
+    """The graphs inside a node: the bodies of Loop and Scan, the branches of If."""
+    found: list[GraphProto] = []
+    for attribute in node.attribute:
+        if attribute.type == AttributeProto.GRAPH:
+            found.append(attribute.g)
+        elif attribute.type == AttributeProto.GRAPHS:
+            found.extend(attribute.graphs)
+    return found
+
+
+def all_graphs(graph: GraphProto) -> Iterator[GraphProto]:
+    """The graph and every body below it."""
+    yield graph
+    for node in graph.node:
+        for body in bodies(node):
+            yield from all_graphs(body)
+
+
+def all_nodes(graph: GraphProto) -> Iterator[NodeProto]:
+    """Every node of the graph and of the bodies below it."""
+    for scope in all_graphs(graph):
+        yield from scope.node
+
+
+def defined(graph: GraphProto) -> set[str]:
+    """The values that this graph itself, without its bodies, brings into being."""
+    names = {value.name for value in graph.input}
+    names.update(tensor.name for tensor in graph.initializer)
+    names.update(tensor.values.name for tensor in graph.sparse_initializer)
+    for node in graph.node:
+        names.update(node.output)
+    return names - {""}
+
+
+def reads(node: NodeProto) -> set[str]:
+    """The values that a node needs: its inputs, and what its bodies capture."""
+    names = set(node.input) - {""}
+    for body in bodies(node):
+        names |= captures(body)
+    return names
+
+
+def captures(body: GraphProto) -> set[str]:
+    """The values of outer graphs that a body needs."""
+    names = {value.name for value in body.output}
+    for node in body.node:
+        names |= reads(node)
+    return names - defined(body)
+
+
+def use_counts(graph: GraphProto) -> Counter[str]:
+    """How often each value is read, in the graph and its bodies; being a graph's output counts."""
+    counts: Counter[str] = Counter()
+    for scope in all_graphs(graph):
+        counts.update(value.name for value in scope.output)
+        for node in scope.node:
+            counts.update(node.input)
+    return counts
+
+
+def producers(graph: GraphProto) -> dict[str, NodeProto]:
+    """The node that makes each value, of this graph alone."""
+    return {name: node for node in graph.node for name in node.output if name}
+
+
+def needed_nodes(nodes: Iterable[NodeProto], targets: Iterable[str]) -> list[NodeProto]:
+    """The nodes that the targets depend on, in the order given (which must be one of execution)."""
+    wanted = set(targets)
+    kept: list[NodeProto] = []
+    for node in reversed(list(nodes)):
+        if wanted.intersection(node.output):
+            kept.append(node)
+            wanted |= reads(node)
+    return kept[::-1]
+
+
+def set_nodes(graph: GraphProto, nodes: Iterable[NodeProto]) -> None:
+    """Replace the nodes of a graph."""
+    kept = [_copied(node) for node in nodes]
+    del graph.node[:]
+    graph.node.extend(kept)
+
+
+def insert_before(graph: GraphProto, node: NodeProto, new: list[NodeProto]) -> None:
+    """Put nodes in front of one, which is found by identity."""
+    at = position(graph, node)
+    for offset, item in enumerate(new):
+        graph.node.insert(at + offset, item)
+
+
+def position(graph: GraphProto, node: NodeProto) -> int:
+    """Where a node stands in its graph; nodes are told apart by their outputs."""
+    return next(i for i, other in enumerate(graph.node) if other.output == node.output)
+
+
+def rename(graph: GraphProto, names: Callable[[str], str]) -> None:
+    """Pass every name of the graph and its bodies through a function."""
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        value.name = names(value.name)
+    for tensor in graph.initializer:
+        tensor.name = names(tensor.name)
+    for node in graph.node:
+        node.input[:] = [names(name) if name else "" for name in node.input]
+        node.output[:] = [names(name) if name else "" for name in node.output]
+        for body in bodies(node):
+            rename(body, names)
+
+
+def rename_inner(body: GraphProto, names: Names) -> None:
+    """Give all that a body, and those within it, define a fresh name."""
+    fresh = {name: names.fresh(name) for name in sorted(defined(body))}
+    rename(body, lambda name: fresh.get(name, name))
+    for node in body.node:
+        for inner in bodies(node):
+            rename_inner(inner, names)
+
+
+def replace_node(graph: GraphProto, node: NodeProto, new: list[NodeProto]) -> None:
+    """Put nodes in the place of one."""
+    at = position(graph, node)
+    del graph.node[at]
+    for offset, item in enumerate(new):
+        graph.node.insert(at + offset, item)
+
+
+def replace_reads(graph: GraphProto, old: str, new: str) -> None:
+    """Let every reader of one value, the bodies' too, read another. Graph outputs are left alone."""
+    for node in all_nodes(graph):
+        if old in node.input:
+            node.input[:] = [new if name == old else name for name in node.input]
+
+
+def attribute(node: NodeProto, name: str, default: int) -> int:
+    """An integer attribute."""
+    return next((int(a.i) for a in node.attribute if a.name == name), default)
+
+
+def constants(graph: GraphProto) -> dict[str, TensorProto]:
+    """The initializers of a graph, by name."""
+    return {tensor.name: tensor for tensor in graph.initializer}
+
+
+def integers(tensor: TensorProto | None) -> list[int] | None:
+    """The elements of a small integer tensor; None for anything else."""
+    if tensor is None or tensor.data_type not in (TensorProto.INT64, TensorProto.INT32):
+        return None
+    return [int(i) for i in numpy_helper.to_array(tensor).ravel()]
+
+
+def axes_of(graph: GraphProto, node: NodeProto) -> list[int] | None:
+    """The axes of a reduction, Squeeze or Unsqueeze, an attribute or a constant input by opset; None if not given."""
+    axes = next((list(a.ints) for a in node.attribute if a.name == "axes"), None)
+    if axes is None and len(node.input) > 1:
+        return integers(constants(graph).get(node.input[1]))
+    return axes
+
+
+def sink_constants(graph: GraphProto, names: Names) -> None:
+    """Give bodies copies of the small constants they capture: shape inference does not look outside a body."""
+    small = {t.name: t for t in graph.initializer if len(t.SerializeToString()) <= _SMALL_BYTES}
+    for body in [body for node in graph.node for body in bodies(node)]:
+        for scope in all_graphs(body):
+            _copy_constants(scope, small, names)
+
+
+def _copy_constants(scope: GraphProto, small: dict[str, TensorProto], names: Names) -> None:
+    for name in sorted({name for node in scope.node for name in node.input} & set(small)):
+        tensor = scope.initializer.add()
+        tensor.CopyFrom(small[name])
+        tensor.name = names.fresh(name)
+        for node in scope.node:
+            node.input[:] = [tensor.name if i == name else i for i in node.input]
+
+
+def add_constant(graph: GraphProto, names: Names, stem: str, values: ArrayLike) -> str:
+    """Add an int64 initializer; returns its name."""
+    name = names.fresh(stem)
+    graph.initializer.append(numpy_helper.from_array(np.asarray(values, np.int64), name))
+    return name
+
+
+def make_node(op_type: str, inputs: list[str], output: str, **attributes: Any) -> NodeProto:
+    """A node of the standard domain with one output."""
+    return helper.make_node(op_type, inputs, [output], name=f"hotrow_{output}", **attributes)
+
+
+def _copied(node: NodeProto) -> NodeProto:
+    copy = NodeProto()
+    copy.CopyFrom(node)
+    return copy

@@ -1,0 +1,227 @@
+"""`import_onnx`: an ONNX model in, a version directory in the native layout out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+from onnx import ModelProto, TensorProto, ValueInfoProto, save_model
+
+from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError
+from inference_session.formats.manifest import write_manifest
+from inference_session.formats.native import (
+    DENSE_FILE,
+    KEYS_FILE,
+    TABLES_FOLDER,
+    ModelSpec,
+)
+from inference_session.formats.onnx_model.canonical import to_canonical
+from inference_session.formats.onnx_model.carve import Carved, carve
+from inference_session.formats.onnx_model.evaluation import open_network
+from inference_session.formats.onnx_model.probe import Findings, Prober, close
+from inference_session.formats.onnx_model.replay import Replay
+from inference_session.formats.onnx_model.report import DenseInitializer, ImportReport
+from inference_session.formats.onnx_model.spec import model_spec, table_folders
+from inference_session.formats.onnx_model.staging import staged
+from inference_session.formats.onnx_model.types import ValueType, value_type
+from inference_session.formats.onnx_model.weights import Weight, weight_of
+from inference_session.formats.onnx_model.wire import read_skeleton
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int], None]
+"""Told the number of bytes done since the last call."""
+
+_ORIGINAL_FILE = ".original.onnx"
+_MAX_INLINE_BYTES = 1_900_000_000
+_TOLERANCE = 1e-5
+
+
+def import_onnx(
+    model: Path,
+    repository: Path,
+    name: str,
+    *,
+    version: int | None = None,
+    min_rows: int = 1000,
+    progress: Progress | None = None,
+) -> ImportReport:
+    """Import an ONNX model as `<repository>/<name>/<version>`; config.pbtxt is not written here.
+
+    The version appears whole or not at all. Tables are streamed, never held.
+
+    Args:
+        model: the .onnx file; its external data must lie in the same folder.
+        repository: the model repository; made if there is none.
+        name: the model's folder in it.
+        version: one above the highest there is if None.
+        min_rows: initializers with fewer rows stay in the dense network.
+        progress: told the bytes of tables written, then read again for their checksums.
+
+    Raises:
+        ModelFormatError: a file is damaged, missing, or no ONNX model; the message names it.
+        UnsupportedModelError: the model is sound but cannot be served.
+        ConfigurationError: the version exists, or an argument is not allowed.
+    """
+    if min_rows < 1:
+        raise ConfigurationError(f"min_rows must be at least 1, found {min_rows}")
+    source = _Source.read(Path(model))
+    with staged(Path(repository), name, version) as (staging, version_dir):
+        report = _Import(source, staging, version_dir, min_rows, progress).run()
+        report.spec.write(staging)
+        write_manifest(staging, progress)
+    return report
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A model file as it is read, and what its inputs and outputs are declared to be."""
+
+    path: Path
+    inputs: dict[str, ValueType]
+    outputs: dict[str, ValueType]
+
+    @classmethod
+    def read(cls, path: Path) -> _Source:
+        model, _ = read_skeleton(path)
+        initialized = {tensor.name for tensor in model.graph.initializer}
+        inputs = [value for value in model.graph.input if value.name not in initialized]
+        for value in (*inputs, *model.graph.output):
+            _check_tensor(path, value)
+        for value in inputs:
+            if value_type(value).dims is None:
+                raise UnsupportedModelError(f"{path}: input {value.name!r} declares no shape")
+        return cls(path, _types(inputs), _types(model.graph.output))
+
+
+def _types(values: Iterable[ValueInfoProto]) -> dict[str, ValueType]:
+    return {value.name: value_type(value) for value in values}
+
+
+def _check_tensor(path: Path, value: ValueInfoProto) -> None:
+    if value.type.WhichOneof("value") != "tensor_type":
+        kind = (value.type.WhichOneof("value") or "untyped").removesuffix("_type")
+        raise UnsupportedModelError(f"{path}: {value.name!r} is {kind}; inputs and outputs must be tensors")
+
+
+@dataclass(frozen=True)
+class _Import:
+    """One import into a staging folder."""
+
+    source: _Source
+    staging: Path
+    version_dir: Path
+    min_rows: int
+    progress: Progress | None
+
+    def run(self) -> ImportReport:
+        """Fill the staging folder."""
+        model, weights, names = to_canonical(self.source.path, *read_skeleton(self.source.path))
+        carved = carve(model, weights, names, self.min_rows, merge=True)
+        folders = table_folders(carved)
+        self._write_tables(carved, folders)
+        findings, original = self._probe(carved, folders)
+        if not self._is_faithful(carved, findings, original):
+            # Pooling and joining rely on inferred shapes, which rest on what exporters declare.
+            carved = carve(model, weights, names, self.min_rows, merge=False)
+            if not self._is_faithful(carved, findings, original):
+                raise UnsupportedModelError(f"{self.source.path}: taken apart, the model answers differently")
+        for leftover in self.staging.glob(f"{_ORIGINAL_FILE}*"):
+            leftover.unlink()
+        return self._report(carved, findings)
+
+    def _report(self, carved: Carved, findings: Findings) -> ImportReport:
+        spec, notes = self._spec(carved, findings)
+        dense = tuple(DenseInitializer(name, reason) for name, reason in sorted(carved.stays_dense.items()))
+        return ImportReport(self.version_dir, spec, dense, (*findings.notes, *notes))
+
+    def _spec(self, carved: Carved, findings: Findings) -> tuple[ModelSpec, tuple[str, ...]]:
+        return model_spec(self.source.path.name, self.source.inputs, self.source.outputs, carved, findings)
+
+    def _write_tables(self, carved: Carved, folders: dict[str, str]) -> None:
+        for table in carved.tables:
+            self._write_table(table, self._table_file(folders[table.name]))
+
+    def _table_file(self, folder: str) -> Path:
+        return self.staging / TABLES_FOLDER / folder / "emb_vector"
+
+    def _write_table(self, table: Weight, path: Path) -> None:
+        path.parent.mkdir(parents=True)
+        with path.open("wb") as file:
+            for chunk in table.chunks():
+                file.write(chunk)
+                if self.progress:
+                    self.progress(len(chunk))
+
+    def _write_networks(self, carved: Carved) -> None:
+        (self.staging / KEYS_FILE).unlink(missing_ok=True)
+        _write_network(self.staging / DENSE_FILE, carved.dense, carved.dense_weights)
+        if carved.keys:
+            _write_network(self.staging / KEYS_FILE, carved.keys, carved.keys_weights)
+
+    def _probe(self, carved: Carved, folders: dict[str, str]) -> tuple[Findings, Prober]:
+        """Run the original, its tables read from where they were written: mapped, not loaded."""
+        model, blobs = read_skeleton(self.source.path)
+        for i, tensor in enumerate(model.graph.initializer):
+            weight = weight_of(self.source.path, tensor, blobs.get(i))
+            if tensor.name in folders:
+                _refer_to(tensor, f"{TABLES_FOLDER}/{folders[tensor.name]}/emb_vector", weight.num_bytes)
+            else:
+                tensor.CopyFrom(weight.tensor())
+        path = self.staging / _ORIGINAL_FILE
+        _save(model, path)
+        try:
+            network = open_network(path)
+        except Exception as error:
+            # ONNX Runtime raises its own types, which share no base but this.
+            raise ModelFormatError(f"{self.source.path}: ONNX Runtime does not take this model: {error}") from error
+        prober = Prober(network, self.source.inputs, self._rows(carved))
+        return prober.find(), prober
+
+    def _rows(self, carved: Carved) -> dict[str, int]:
+        num_rows = {table.name: table.dims[0] for table in carved.tables}
+        rows: dict[str, int] = {}
+        for lookup in carved.lookups:
+            rows[lookup.keys] = min(num_rows[lookup.table], rows.get(lookup.keys, num_rows[lookup.table]))
+        return rows
+
+    def _is_faithful(self, carved: Carved, findings: Findings, original: Prober) -> bool:
+        """Write the networks, and hold the version against the original."""
+        self._write_networks(carved)
+        if not findings.feeds:
+            return True
+        try:
+            replay = Replay(self.staging, self._spec(carved, findings)[0])
+            return all(_same(replay.run(arrays), original.run(arrays)) for arrays in findings.feeds)
+        except Exception as error:  # noqa: BLE001  ONNX Runtime's errors share no other base; all mean "no"
+            logger.debug("the imported model does not run: %s", error)
+            return False
+
+
+def _same(found: list[NDArray[Any]], expected: list[NDArray[Any]] | None) -> bool:
+    return expected is not None and all(close(f, e, _TOLERANCE) for f, e in zip(found, expected, strict=True))
+
+
+def _refer_to(tensor: TensorProto, location: str, num_bytes: int) -> None:
+    """Let an initializer take its values from a file, from its first byte on."""
+    tensor.CopyFrom(TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims))
+    tensor.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", location), ("offset", "0"), ("length", str(num_bytes))):
+        tensor.external_data.add(key=key, value=value)
+
+
+def _write_network(path: Path, network: ModelProto, weights: list[Weight]) -> None:
+    network.graph.initializer.extend(weight.tensor() for weight in weights)
+    _save(network, path)
+
+
+def _save(model: ModelProto, path: Path) -> None:
+    """Write a model file, with its weights beside it where they would not fit into one."""
+    if sum(len(tensor.raw_data) for tensor in model.graph.initializer) < _MAX_INLINE_BYTES:
+        save_model(model, path)
+    else:
+        save_model(model, path, save_as_external_data=True, location=f"{path.name}.data", convert_attribute=False)

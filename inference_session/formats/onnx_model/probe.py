@@ -1,0 +1,182 @@
+"""Asks the original model, with made-up inputs, what its declaration does not say.
+
+Does the first dimension count samples? Do samples of a batch influence one another? How many columns does an output
+have? ONNX Runtime answers; where no made-up input suits the model, the declared shapes have to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+from inference_session.formats.onnx_model.types import ValueType
+
+Arrays = dict[str, NDArray[Any]]
+
+_INNER_SIZE = 3
+_BOUNDS = (1_000_000, 1000, 100, 10, 2, 1)
+_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to make up inputs that a model accepts."""
+
+    inputs: Mapping[str, ValueType]
+    rows: Mapping[str, int]
+    """For inputs that are keys as they stand, the rows of the smallest table they read."""
+    bound: int
+    """Other integers are below this."""
+    ascending: bool
+    """Whether one-dimensional integers ascend, from 0, as offsets do."""
+
+    def arrays(self, seed: int, sizes: Mapping[str, int], inner: int = _INNER_SIZE) -> Arrays:
+        """One set of inputs; `sizes` and `inner` are the first and the other dimensions that the model leaves open."""
+        random = np.random.default_rng(seed)
+        return {
+            name: self._array(random, name, kind, _shape(kind, sizes[name], inner))
+            for name, kind in self.inputs.items()
+        }
+
+    def _array(self, random: np.random.Generator, name: str, kind: ValueType, shape: tuple[int, ...]) -> NDArray[Any]:
+        if kind.elem_type == TensorProto.STRING:
+            return random.integers(0, 10, shape).astype(str).astype(object)
+        dtype = helper.tensor_dtype_to_np_dtype(kind.elem_type)
+        if dtype.kind == "b":
+            return random.integers(0, 2, shape).astype(bool)
+        if dtype.kind not in "iu":
+            return random.random(shape).astype(dtype)
+        bound = min(self.rows.get(name, self.bound), int(np.iinfo(dtype).max))
+        values = random.integers(0, bound, shape)
+        if self.ascending and len(shape) == 1 and name not in self.rows:
+            values = np.sort(values)
+            values[:1] = 0
+        return values.astype(dtype)
+
+
+def _shape(kind: ValueType, size: int, inner: int) -> tuple[int, ...]:
+    first_or_inner = [size] + [inner] * len(kind.dims or ())
+    return tuple(dim if isinstance(dim, int) else first_or_inner[i] for i, dim in enumerate(kind.dims or ()))
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the original model turned out to do."""
+
+    batched: bool
+    joinable: bool
+    shapes: tuple[tuple[int, ...], ...] | None
+    """Of the outputs, -1 where a size varies; None where the model could not be run."""
+    notes: tuple[str, ...] = ()
+    feeds: tuple[Arrays, ...] = ()
+    """Inputs that the model accepts."""
+
+
+@dataclass(frozen=True)
+class Prober:
+    """Runs a model on made-up inputs."""
+
+    network: Any
+    """An ONNX Runtime session."""
+    inputs: Mapping[str, ValueType]
+    rows: Mapping[str, int]
+
+    def run(self, arrays: Arrays) -> list[NDArray[Any]] | None:
+        """All outputs, or None where the model does not take these inputs."""
+        try:
+            results: list[NDArray[Any]] = self.network.run(None, arrays)
+        except Exception:  # noqa: BLE001  ONNX Runtime raises whatever its operators do; any means "not these"
+            return None
+        return results
+
+    def find(self) -> Findings:
+        """Ask all questions."""
+        recipe = self._recipe()
+        may_be_batched = bool(self.inputs) and all(
+            kind.dims and not isinstance(kind.dims[0], int) for kind in self.inputs.values()
+        )
+        if recipe is None:
+            note = (
+                "the original could not be run on made-up inputs: what its shapes say is trusted, nothing is verified"
+            )
+            return Findings(may_be_batched, may_be_batched, None, (note,))
+        batched = may_be_batched and not self._takes_unequal(recipe) and self._follows_samples(recipe)
+        feeds = tuple(self._feeds(recipe))
+        joinable = batched and self._is_joinable(recipe)
+        return Findings(batched, joinable, self._shapes(feeds), self._notes(batched, joinable), feeds)
+
+    def _recipe(self) -> Recipe | None:
+        for bound, ascending in product(_BOUNDS, (False, True)):
+            recipe = Recipe(self.inputs, self.rows, bound, ascending)
+            if all(self.run(recipe.arrays(seed, self._sizes(n))) is not None for seed, n in ((0, 3), (1, 2))):
+                return recipe
+        return None
+
+    def _sizes(self, size: int) -> dict[str, int]:
+        return dict.fromkeys(self.inputs, size)
+
+    def _takes_unequal(self, recipe: Recipe) -> bool:
+        """Whether inputs may differ in their first dimension, which then is no number of samples."""
+        symbols = [str(kind.dims[0]) if kind.dims and kind.dims[0] else name for name, kind in self.inputs.items()]
+        distinct = list(dict.fromkeys(symbols))
+        if len(distinct) < 2:
+            return False
+        sizes = {name: 2 + distinct.index(symbol) for name, symbol in zip(self.inputs, symbols, strict=True)}
+        return self.run(recipe.arrays(2, sizes)) is not None
+
+    def _follows_samples(self, recipe: Recipe) -> bool:
+        for size in (2, 5):
+            outputs = self.run(recipe.arrays(size, self._sizes(size)))
+            if outputs is None or any(output.shape[:1] != (size,) for output in outputs):
+                return False
+        return True
+
+    def _feeds(self, recipe: Recipe) -> Iterator[Arrays]:
+        for seed, (size, inner) in enumerate(((3, 3), (2, 2), (5, 3), (1, 4))):
+            arrays = recipe.arrays(seed, self._sizes(size), inner)
+            if self.run(arrays) is not None:
+                yield arrays
+
+    def _is_joinable(self, recipe: Recipe) -> bool:
+        for seed in range(2):
+            first = recipe.arrays(2 * seed, self._sizes(2))
+            second = recipe.arrays(2 * seed + 1, self._sizes(3))
+            both = {name: np.concatenate([first[name], second[name]]) for name in first}
+            parts, whole = [self.run(first), self.run(second)], self.run(both)
+            if whole is None or parts[0] is None or parts[1] is None:
+                return False
+            for a, b, together in zip(*parts, whole, strict=True):  # type: ignore[arg-type]
+                if a.shape[1:] != b.shape[1:] or not close(together, np.concatenate([a, b]), _TOLERANCE):
+                    return False
+        return True
+
+    def _shapes(self, feeds: tuple[Arrays, ...]) -> tuple[tuple[int, ...], ...]:
+        runs = [[output.shape for output in self.run(arrays) or ()] for arrays in feeds]
+        return tuple(tuple(_common(sizes) for sizes in zip(*shapes, strict=True)) for shapes in zip(*runs, strict=True))
+
+    @staticmethod
+    def _notes(batched: bool, joinable: bool) -> tuple[str, ...]:
+        if not batched:
+            return ("not every input and output counts samples in its first dimension; requests are served one by one",)
+        if not joinable:
+            return ("an answer depends on the other samples of its batch; requests are served one by one",)
+        return ()
+
+
+def _common(sizes: tuple[int, ...]) -> int:
+    return sizes[0] if len(set(sizes)) == 1 else -1
+
+
+def close(found: NDArray[Any], expected: NDArray[Any], tolerance: float) -> bool:
+    """Whether two outputs are the same: numbers within a tolerance, absolute and relative, all else exactly."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    if found.dtype.kind != "f":
+        return bool(np.array_equal(found, expected))
+    return bool(np.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True))
