@@ -26,11 +26,11 @@ def stage_version(repository: Path, model: str, version: int | None = None) -> I
     folder = repository / model
     if not model or Path(model).name != model or model.startswith("."):
         raise ConfigurationError(f"{model!r} cannot be the name of a model: it names its folder in the repository")
+    if version is not None and version < 1:
+        raise ConfigurationError(f"{folder}: version {version} cannot be; versions count from 1")
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     version = next_version(folder) if version is None else version
-    if version < 1:
-        raise ConfigurationError(f"{folder}: version {version} cannot be; versions count from 1")
     target, staging = folder / str(version), folder / f".tmp-{version}"
     _refuse_existing(target)
     with _locked_folder(staging):

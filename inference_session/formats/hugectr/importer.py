@@ -6,9 +6,11 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError
@@ -29,6 +31,7 @@ from inference_session.formats.native import (
     folder_names,
 )
 from inference_session.formats.staging import stage_version
+from inference_session.parameter_server.table_index import build_index
 
 Progress = Callable[[int], None]
 """Told the number of bytes done since the last call, from any thread."""
@@ -79,7 +82,7 @@ def import_hugectr(
     Args:
         model: its name in ps.json; None: all.
         version: None: the one after the highest there is.
-        progress: told the bytes read for checksums.
+        progress: told the bytes of keys indexed, then those of all files read for their checksums.
 
     Raises:
         ConfigurationError: ps.json is wrong, or the version exists.
@@ -108,9 +111,9 @@ def _import_model(
 ) -> ImportReport:
     with stage_version(repository, model.name, version) as staging:
         if model.graph_file:
-            spec, num_parameters = _write_network(settings, model, staging)
+            spec, num_parameters = _write_network(settings, model, staging, progress)
         else:
-            spec, num_parameters = _tables_alone(settings, model, staging), 0
+            spec, num_parameters = _tables_alone(settings, model, staging, progress), 0
         spec.write(staging)
         write_manifest(staging, progress)
         # The name is the folder's until the very end: `.tmp-<version>`.
@@ -118,7 +121,7 @@ def _import_model(
     return ImportReport(model.name, directory, spec.tables, num_parameters, settings.ignored, settings.unknown)
 
 
-def _write_network(settings: PsJson, model: PsModel, staging: Path) -> tuple[ModelSpec, int]:
+def _write_network(settings: PsJson, model: PsModel, staging: Path, progress: Progress | None) -> tuple[ModelSpec, int]:
     graph = read_graph(Path(model.graph_file))
     if len(graph.embeddings) != len(model.sparse_files):
         raise ConfigurationError(
@@ -131,7 +134,7 @@ def _write_network(settings: PsJson, model: PsModel, staging: Path) -> tuple[Mod
         _SourceTable(embedding.name, _local(model, name), embedding.embedding_dim, model.default_value(i))
         for i, (embedding, name) in enumerate(zip(graph.embeddings, model.sparse_files, strict=True))
     ]
-    tables = _link_tables(sources, settings.key_type, staging)
+    tables = _link_tables(sources, settings.key_type, staging, progress)
     (staging / DENSE_FILE).write_bytes(network.model.SerializeToString())
     return _network_spec(settings, model, graph, network, tables), network.num_parameters
 
@@ -168,7 +171,7 @@ def _network_spec(
     )
 
 
-def _tables_alone(settings: PsJson, model: PsModel, staging: Path) -> ModelSpec:
+def _tables_alone(settings: PsJson, model: PsModel, staging: Path, progress: Progress | None) -> ModelSpec:
     """A model of HPS: its answer is the vectors themselves."""
     names = model.table_names or tuple(f"sparse_embedding{i}" for i in range(len(model.sparse_files)))
     folders = [_local(model, name) for name in model.sparse_files]
@@ -177,7 +180,7 @@ def _tables_alone(settings: PsJson, model: PsModel, staging: Path) -> ModelSpec:
         _SourceTable(name, folder, dim, model.default_value(i))
         for i, (name, folder, dim) in enumerate(zip(names, folders, dims, strict=True))
     ]
-    tables = _link_tables(sources, settings.key_type, staging)
+    tables = _link_tables(sources, settings.key_type, staging, progress)
     return ModelSpec(
         inputs=(TensorSpec(HPS_KEYS, "int64", (-1,)), TensorSpec(HPS_COUNTS, "int32", (-1,))),
         outputs=(TensorSpec(PREDICTIONS, "float32", (-1,)),),
@@ -187,7 +190,6 @@ def _tables_alone(settings: PsJson, model: PsModel, staging: Path) -> ModelSpec:
         ),
         batched=False,
         layout="hps",
-        layout_options={"num_tables": len(tables), "max_samples": model.max_batch_size},
         settings=session_settings(settings, model),
         source=f"HPS {settings.generation} {settings.path.name}",
     )
@@ -209,23 +211,32 @@ def _local(model: PsModel, name: str) -> Path:
     return Path(name)
 
 
-def _link_tables(sources: list[_SourceTable], key_type: KeyType, staging: Path) -> tuple[TableSpec, ...]:
-    folders = folder_names([source.name for source in sources])
-    return tuple(
-        _link_table(source, folder, key_type, staging) for source, folder in zip(sources, folders, strict=True)
-    )
+def _link_tables(
+    sources: list[_SourceTable], key_type: KeyType, staging: Path, progress: Progress | None
+) -> tuple[TableSpec, ...]:
+    tables = []
+    for source, folder in zip(sources, folder_names([source.name for source in sources]), strict=True):
+        target = staging / TABLES_FOLDER / folder
+        num_rows = _num_rows(source)
+        _link_table(source.folder, key_type, target)
+        build_index(target, _mapped(target / "key"), progress and partial(_count_keys, progress))
+        tables.append(
+            TableSpec(source.name, folder, num_rows, source.embedding_dim, default_vector=source.default_value)
+        )
+    return tuple(tables)
 
 
-def _link_table(source: _SourceTable, folder: str, key_type: KeyType, staging: Path) -> TableSpec:
-    num_rows = _num_rows(source)
-    target = staging / TABLES_FOLDER / folder
+def _count_keys(progress: Progress, num_keys: int) -> None:
+    progress(num_keys * _KEY_BYTES)
+
+
+def _link_table(source: Path, key_type: KeyType, target: Path) -> None:
     target.mkdir(parents=True)
-    if key_type == "int64" or _all_uint32(source.folder / "key"):
-        _link(source.folder / "key", target / "key")
+    if key_type == "int64" or _all_uint32(source / "key"):
+        _link(source / "key", target / "key")
     else:
-        _write_uint32(source.folder / "key", target / "key")
-    _link(source.folder / "emb_vector", target / "emb_vector")
-    return TableSpec(source.name, folder, num_rows, source.embedding_dim, default_vector=source.default_value)
+        _write_uint32(source / "key", target / "key")
+    _link(source / "emb_vector", target / "emb_vector")
 
 
 def _num_rows(source: _SourceTable) -> int:
@@ -273,7 +284,7 @@ def _write_uint32(source: Path, target: Path) -> None:
             file.write((keys[begin : begin + _KEYS_PER_CHUNK] & 0xFFFFFFFF).tobytes())
 
 
-def _mapped(path: Path) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _mapped(path: Path) -> NDArray[np.int64]:
     if not _size(path):
         return np.empty(0, np.int64)
     return np.memmap(path, "<i8", "r")

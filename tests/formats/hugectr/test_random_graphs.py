@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from tests.formats.hugectr.graphs import GraphMaker, assert_agrees
 
 NUM_GRAPHS = 200
+
+Item = TypeVar("Item")
 
 
 class RandomGraph:
@@ -57,7 +60,7 @@ class RandomGraph:
         if np.abs(self.maker.tensors[name]).max(initial=0) > 4:
             self.maker.add("Sigmoid", name)
 
-    def _pick(self, items: list):  # type: ignore[no-untyped-def,type-arg]
+    def _pick(self, items: Sequence[Item]) -> Item:
         return items[int(self._random.integers(len(items)))]
 
     def _some(self, names: list[str], most: int) -> list[str]:
@@ -66,11 +69,11 @@ class RandomGraph:
 
     def of_rank(self, rank: int) -> str:
         """A tensor of that many dimensions."""
-        return str(self._pick([name for name, x in self.maker.tensors.items() if x.ndim == rank]))
+        return self._pick([name for name, x in self.maker.tensors.items() if x.ndim == rank])
 
     def any(self) -> str:
         """Any tensor."""
-        return str(self._pick(list(self.maker.tensors)))
+        return self._pick(list(self.maker.tensors))
 
     def like(self, name: str) -> list[str]:
         """Tensors of the same shape, itself among them."""
