@@ -23,7 +23,6 @@ from inference_session.formats.onnx_model.graph import (
     integers,
     make_node,
     needed_nodes,
-    position,
     producers,
     reads,
     rename_inner,
@@ -283,8 +282,9 @@ class Hoister:
     def _scan_also(self, scan: NodeProto, body: GraphProto, vectors: str, gather: NodeProto) -> None:
         """Hand vectors to a Scan, one iteration's at a time."""
         scan.input.append(vectors)
-        body.input.append(ValueInfoProto(name=gather.output[0]))
-        del body.node[position(body, gather)]
+        step = self.names.fresh(f"{vectors}_step")
+        body.input.append(ValueInfoProto(name=step))
+        replace_node(body, gather, [make_node("Identity", [step], gather.output[0])])
         for item in scan.attribute:
             if item.name == "num_scan_inputs":
                 item.i += 1

@@ -178,7 +178,8 @@ class _Import:
             network = open_network(path)
         except Exception as error:
             # ONNX Runtime raises its own types, which share no base but this.
-            raise ModelFormatError(f"{self.source.path}: ONNX Runtime does not take this model: {error}") from error
+            reason = str(error).replace(str(path), "it")
+            raise ModelFormatError(f"{self.source.path}: ONNX Runtime does not take this model: {reason}") from error
         prober = Prober(network, self.source.inputs, self._rows(carved))
         return prober.find(), prober
 

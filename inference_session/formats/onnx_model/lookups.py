@@ -22,6 +22,7 @@ from inference_session.formats.onnx_model.graph import (
     replace_node,
     replace_reads,
     set_nodes,
+    use_counts,
 )
 from inference_session.formats.onnx_model.tables import StaysDenseError, is_row_read
 from inference_session.formats.onnx_model.taint import values_of_vectors
@@ -152,8 +153,9 @@ def _take(surgery: Surgery, table: Weight, gather: NodeProto) -> Lookup:
         target = surgery.constant(f"{vectors}_shape", [*shape, *lookup.row_shape])
         nodes = [make_node("Reshape", [vectors, target], shaped)]
     if is_half:
-        nodes.append(make_node("Cast", [shaped], output, to=TensorProto.FLOAT16))
         _skip_widening(surgery.graph, output, shaped)
+        if use_counts(surgery.graph)[output]:
+            nodes.append(make_node("Cast", [shaped], output, to=TensorProto.FLOAT16))
     replace_node(surgery.graph, gather, nodes)
     return lookup
 
