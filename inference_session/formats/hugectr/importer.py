@@ -94,16 +94,10 @@ def import_hugectr(
     return [_import_model(settings, item, repository, version, progress) for item in models]
 
 
-def session_settings(ps_json: PsJson, model: PsModel) -> dict[str, str]:
-    """ps.json in the words of hotrow's own settings, for those that a session of this release has."""
-    wanted = {
-        "hit_rate_threshold": model.hit_rate_threshold,
-        "cache_fraction": model.cache_fraction if model.use_cache else 0.0,
-        "cache_missed_keys": str(ps_json.volatile.cache_missed_keys).lower(),
-        "refresh_interval_s": model.refresh_interval_s,
-    }
+def _session_settings(settings: PsJson, model: PsModel) -> dict[str, str]:
+    """What of ps.json this release's sessions have a setting for."""
     known = {item.name for item in fields(SessionConfig)}
-    return {name: str(value) for name, value in wanted.items() if name in known}
+    return {name: value for name, value in settings.session_settings(model).items() if name in known}
 
 
 def _import_model(
@@ -166,7 +160,7 @@ def _network_spec(
         joinable=network.joinable,
         layout="hugectr",
         layout_options={**asdict(form), "dense_input": graph.dense_name},
-        settings=session_settings(settings, model),
+        settings=_session_settings(settings, model),
         source=f"HugeCTR {settings.generation} {Path(model.graph_file).name}",
     )
 
@@ -190,7 +184,7 @@ def _tables_alone(settings: PsJson, model: PsModel, staging: Path, progress: Pro
         ),
         batched=False,
         layout="hps",
-        settings=session_settings(settings, model),
+        settings=_session_settings(settings, model),
         source=f"HPS {settings.generation} {settings.path.name}",
     )
 

@@ -7,6 +7,7 @@ or a model without `network_file`, is taken as 24.06; any other as 3.4. `PsJson.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,111 +39,122 @@ _EVICTION_POLICIES = {
 }
 _CACHE_KINDS = {"dynamic": "dynamic", "static": "static", "uvm": "uvm", "stochastic": "stochastic"}
 
+TAKEN_OVER = frozenset({"cache_fraction", "cache_missed_keys", "hit_rate_threshold", "refresh_interval_s"})
+"""Settings of a session that `PsJson.session_settings` fills from ps.json."""
+
 
 def _setting(
-    names: str, read: values.Reader[Any], default: Any, *, default_24_06: Any = None, ignored: bool = False
+    names: str, read: values.Reader[Any], default: Any, *, default_24_06: Any = None, acts_on: str = "import"
 ) -> Any:
     """A field of ps.json: its names (the first is the usual one), its reader, its default.
 
     A `+` before a name: only 24.06 knows it. `default_24_06`: that generation's default where it is another one.
-    `ignored`: the field is accepted, but has nothing to act on here.
+    `acts_on`: "import" if the importer reads it, the name of a session's setting that takes it over, or "nothing".
     """
     metadata = {
         "names": [name.removeprefix("+") for name in names.split()],
         "newer_names": {name[1:] for name in names.split() if name.startswith("+")},
         "read": read,
         "defaults": {"3.4": default, "24.06": default if default_24_06 is None else default_24_06},
-        "ignored": ignored,
+        "acts_on": acts_on,
     }
     return field(default=default, metadata=metadata)
+
+
+_volatile = partial(_setting, acts_on="volatile_store")
+_persistent = partial(_setting, acts_on="persistent_store")
+_update = partial(_setting, acts_on="update_stream")
 
 
 @dataclass(frozen=True)
 class VolatileStore:
     """`volatile_db`: the tier that may forget."""
 
-    kind: str = _setting("type", values.choice(_VOLATILE_KINDS), "hash_map", default_24_06="disabled")
+    kind: str = _volatile("type", values.choice(_VOLATILE_KINDS), "hash_map", default_24_06="disabled")
     """`disabled`, `hash_map` (any of the in-memory kinds) or `redis`."""
-    address: str = _setting("address", values.text, "127.0.0.1:7000")
+    address: str = _volatile("address", values.text, "127.0.0.1:7000")
     """`host:port`, several with commas."""
-    user_name: str = _setting("user_name", values.text, "default")
-    password: str = _setting("password", values.text, "")
-    num_partitions: int = _setting("num_partitions", values.whole(1), 16)
-    max_fetch_keys: int = _setting("max_get_batch_size +max_batch_size", values.whole(1), 10_000, default_24_06=65_536)
+    user_name: str = _volatile("user_name", values.text, "default")
+    password: str = _volatile("password", values.text, "")
+    num_partitions: int = _volatile("num_partitions", values.whole(1), 16)
+    max_fetch_keys: int = _volatile("max_get_batch_size +max_batch_size", values.whole(1), 10_000, default_24_06=65_536)
     """Keys per read request to the store."""
-    max_insert_keys: int = _setting("max_set_batch_size +max_batch_size", values.whole(1), 10_000, default_24_06=65_536)
+    max_insert_keys: int = _volatile(
+        "max_set_batch_size +max_batch_size", values.whole(1), 10_000, default_24_06=65_536
+    )
     """Keys per write request to the store."""
-    num_connections: int = _setting("+num_node_connections", values.whole(1), 5)
-    tls: bool = _setting("+enable_tls", values.flag, False)
-    tls_ca_file: str = _setting("+tls_ca_certificate", values.text, "cacertbundle.crt")
-    tls_certificate_file: str = _setting("+tls_client_certificate", values.text, "client_cert.pem")
-    tls_key_file: str = _setting("+tls_client_key", values.text, "client_key.pem")
-    tls_server_name: str = _setting("+tls_server_name_identification", values.text, "redis.localhost")
-    refresh_time_after_fetch: bool = _setting("refresh_time_after_fetch", values.flag, False)
-    overflow_margin: int | None = _setting("overflow_margin", values.whole(0, 2**64 - 1), None)
+    num_connections: int = _volatile("+num_node_connections", values.whole(1), 5)
+    tls: bool = _volatile("+enable_tls", values.flag, False)
+    tls_ca_file: str = _volatile("+tls_ca_certificate", values.text, "cacertbundle.crt")
+    tls_certificate_file: str = _volatile("+tls_client_certificate", values.text, "client_cert.pem")
+    tls_key_file: str = _volatile("+tls_client_key", values.text, "client_key.pem")
+    tls_server_name: str = _volatile("+tls_server_name_identification", values.text, "redis.localhost")
+    refresh_time_after_fetch: bool = _volatile("refresh_time_after_fetch", values.flag, False)
+    overflow_margin: int | None = _volatile("overflow_margin", values.whole(0, 2**64 - 1), None)
     """Rows per partition and table before rows are evicted; None: no limit."""
-    eviction_policy: str = _setting(
+    eviction_policy: str = _volatile(
         "overflow_policy", values.choice(_EVICTION_POLICIES), "oldest", default_24_06="random"
     )
-    overflow_resolution_target: float = _setting("overflow_resolution_target", values.number(0, 1), 0.8)
+    overflow_resolution_target: float = _volatile("overflow_resolution_target", values.number(0, 1), 0.8)
     """Fraction of `overflow_margin` that is left after an eviction."""
-    cache_missed_keys: bool = _setting("cache_missed_embeddings", values.flag, False)
-    update_filters: tuple[str, ...] = _setting(
+    cache_missed_keys: bool = _setting("cache_missed_embeddings", values.flag, False, acts_on="cache_missed_keys")
+    update_filters: tuple[str, ...] = _volatile(
         "update_filters", values.list_of(values.text), (".+",), default_24_06=("^hps_.+$",)
     )
-    algorithm: str = _setting("algorithm", values.text, "phm", ignored=True)
-    allocation_rate: int = _setting("+allocation_rate", values.whole(0), 256 << 20, ignored=True)
-    shared_memory_bytes: int = _setting("+shared_memory_size", values.whole(0), 16 << 30, ignored=True)
+    algorithm: str = _setting("algorithm", values.text, "phm", acts_on="nothing")
+    allocation_rate: int = _setting("+allocation_rate", values.whole(0), 256 << 20, acts_on="nothing")
+    shared_memory_bytes: int = _setting("+shared_memory_size", values.whole(0), 16 << 30, acts_on="nothing")
     shared_memory_name: str = _setting(
-        "+shared_memory_name",
-        values.text,
-        "hctr_mp_hash_map_database",
-        ignored=True,
+        "+shared_memory_name", values.text, "hctr_mp_hash_map_database", acts_on="nothing"
     )
-    shared_memory_auto_remove: bool = _setting("+shared_memory_auto_remove", values.flag, True, ignored=True)
-    initial_cache_rate: float = _setting("initial_cache_rate", values.number(0, 1), 1.0, ignored=True)
-    initialize_after_startup: bool = _setting("+initialize_after_startup", values.flag, True, ignored=True)
+    shared_memory_auto_remove: bool = _setting("+shared_memory_auto_remove", values.flag, True, acts_on="nothing")
+    initial_cache_rate: float = _setting("initial_cache_rate", values.number(0, 1), 1.0, acts_on="nothing")
+    initialize_after_startup: bool = _setting("+initialize_after_startup", values.flag, True, acts_on="nothing")
 
 
 @dataclass(frozen=True)
 class PersistentStore:
     """`persistent_db`: the tier that keeps everything."""
 
-    kind: str = _setting("type", values.choice(_PERSISTENT_KINDS), "disabled")
+    kind: str = _persistent("type", values.choice(_PERSISTENT_KINDS), "disabled")
     """`disabled` or `rocksdb`."""
-    path: str = _setting("path", values.text, "")
+    path: str = _persistent("path", values.text, "")
     """Folder of the database; empty: none given."""
-    num_threads: int = _setting("num_threads", values.whole(1), 16)
-    read_only: bool = _setting("read_only", values.flag, False)
-    max_fetch_keys: int = _setting("max_get_batch_size +max_batch_size", values.whole(1), 10_000, default_24_06=65_536)
-    max_insert_keys: int = _setting("max_set_batch_size +max_batch_size", values.whole(1), 10_000, default_24_06=65_536)
-    update_filters: tuple[str, ...] = _setting(
+    num_threads: int = _persistent("num_threads", values.whole(1), 16)
+    read_only: bool = _persistent("read_only", values.flag, False)
+    max_fetch_keys: int = _persistent(
+        "max_get_batch_size +max_batch_size", values.whole(1), 10_000, default_24_06=65_536
+    )
+    max_insert_keys: int = _persistent(
+        "max_set_batch_size +max_batch_size", values.whole(1), 10_000, default_24_06=65_536
+    )
+    update_filters: tuple[str, ...] = _persistent(
         "update_filters", values.list_of(values.text), (".+",), default_24_06=("^hps_.+$",)
     )
-    initialize_after_startup: bool = _setting("+initialize_after_startup", values.flag, True, ignored=True)
+    initialize_after_startup: bool = _setting("+initialize_after_startup", values.flag, True, acts_on="nothing")
 
 
 @dataclass(frozen=True)
 class UpdateSource:
     """`update_source`: where changed rows are announced while serving."""
 
-    kind: str = _setting("type", values.choice(_UPDATE_KINDS), "disabled")
+    kind: str = _update("type", values.choice(_UPDATE_KINDS), "disabled")
     """`disabled` or `kafka`."""
-    brokers: str = _setting("brokers", values.text, "127.0.0.1:9092")
+    brokers: str = _update("brokers", values.text, "127.0.0.1:9092")
     """`host:port`, several with semicolons."""
-    metadata_refresh_ms: int = _setting("+metadata_refresh_interval_ms", values.whole(0), 30_000)
-    poll_timeout_ms: int = _setting("poll_timeout_ms", values.whole(0), 500)
+    metadata_refresh_ms: int = _update("+metadata_refresh_interval_ms", values.whole(0), 30_000)
+    poll_timeout_ms: int = _update("poll_timeout_ms", values.whole(0), 500)
     receive_buffer: int = _setting(
         "max_receive_buffer_size +receive_buffer_size",
         values.whole(1),
         2000,
         default_24_06=262_144,
-        ignored=True,
+        acts_on="nothing",
     )
     """Messages in 3.4, bytes in 24.06."""
-    max_insert_keys: int = _setting("max_batch_size", values.whole(1), 1000, default_24_06=8192)
-    failure_backoff_ms: int = _setting("failure_backoff_ms", values.whole(0), 50)
-    max_commit_interval: int = _setting("+max_commit_interval", values.whole(0), 32)
+    max_insert_keys: int = _update("max_batch_size", values.whole(1), 1000, default_24_06=8192)
+    failure_backoff_ms: int = _update("failure_backoff_ms", values.whole(0), 50)
+    max_commit_interval: int = _update("+max_commit_interval", values.whole(0), 32)
 
 
 @dataclass(frozen=True)
@@ -158,47 +170,55 @@ class PsModel:
     statistics_file: str = _setting("non_trainable_params_file", values.text, "")
     """Running means and variances of the BatchNorm layers; empty where there are none."""
     max_batch_size: int = _setting("max_batch_size", values.whole(1, 2**31 - 1), 64)
-    use_cache: bool = _setting("gpucache use_gpu_embedding_cache", values.flag, True)
-    cache_fraction: float = _setting("gpucacheper cache_size_percentage", values.number(0, 1), 0.55, default_24_06=0.2)
-    """Rows of a table that the cache has room for, as a fraction of all."""
-    hit_rate_threshold: float = _setting("hit_rate_threshold", values.number(0), 0.55, default_24_06=0.9)
-    refresh_fraction: float = _setting(
-        "cache_refresh_percentage_per_iteration", values.number(0, 1), 0.1, default_24_06=0.0
+    use_cache: bool = _setting("gpucache use_gpu_embedding_cache", values.flag, True, acts_on="cache_fraction")
+    cache_fraction: float = _setting(
+        "gpucacheper cache_size_percentage", values.number(0, 1), 0.55, default_24_06=0.2, acts_on="cache_fraction"
     )
-    device_ids: tuple[int, ...] = _setting("deployed_device_list deployed_devices", values.list_of(values.whole(0)), ())
+    """Rows of a table that the cache has room for, as a fraction of all."""
+    hit_rate_threshold: float = _setting(
+        "hit_rate_threshold", values.number(0), 0.55, default_24_06=0.9, acts_on="hit_rate_threshold"
+    )
+    refresh_fraction: float = _setting(
+        "cache_refresh_percentage_per_iteration", values.number(0, 1), 0.1, default_24_06=0.0, acts_on="nothing"
+    )
+    device_ids: tuple[int, ...] = _setting(
+        "deployed_device_list deployed_devices", values.list_of(values.whole(0)), (), acts_on="nothing"
+    )
     default_values: tuple[float, ...] = _setting(
         "default_value_for_each_table", values.list_of(values.number(float("-inf"))), ()
     )
     """Every element of the vector of an unknown key, per table; 0.0 for tables beyond the list."""
     embedding_dims: tuple[int, ...] = _setting("+embedding_vecsize_per_table", values.list_of(values.whole(1)), ())
     table_names: tuple[str, ...] = _setting("+embedding_table_names", values.list_of(values.text), ())
-    refresh_delay_s: float = _setting("+refresh_delay", values.number(0), 0.0)
-    refresh_interval_s: float = _setting("+refresh_interval", values.number(0), 0.0)
-    cache_kind: str = _setting("+embedding_cache_type", values.choice(_CACHE_KINDS), "dynamic")
-    static_table: bool = _setting("+use_static_table", values.flag, False)
-    num_worker_buffers: int = _setting("num_of_worker_buffer_in_pool", values.whole(0), 1, ignored=True)
-    num_refresher_buffers: int = _setting("num_of_refresher_buffer_in_pool", values.whole(0), 1, ignored=True)
+    refresh_delay_s: float = _setting("+refresh_delay", values.number(0), 0.0, acts_on="nothing")
+    refresh_interval_s: float = _setting("+refresh_interval", values.number(0), 0.0, acts_on="refresh_interval_s")
+    cache_kind: str = _setting("+embedding_cache_type", values.choice(_CACHE_KINDS), "dynamic", acts_on="nothing")
+    static_table: bool = _setting("+use_static_table", values.flag, False, acts_on="nothing")
+    num_worker_buffers: int = _setting("num_of_worker_buffer_in_pool", values.whole(0), 1, acts_on="nothing")
+    num_refresher_buffers: int = _setting("num_of_refresher_buffer_in_pool", values.whole(0), 1, acts_on="nothing")
     max_keys_per_table: tuple[int, ...] = _setting(
         "+maxnum_catfeature_query_per_table_per_sample",
         values.list_of(values.whole(0)),
         (),
-        ignored=True,
+        acts_on="nothing",
     )
     max_dense_features: int = _setting(
         "+maxnum_des_feature_per_sample",
         values.whole(0),
         26,
-        ignored=True,
+        acts_on="nothing",
     )
-    label_dim: int = _setting("label_dim", values.whole(1), 1, ignored=True)
-    num_slots: int = _setting("slot_num", values.whole(0), 10, ignored=True)
-    enable_pagelock: bool = _setting("+enable_pagelock", values.flag, False, ignored=True)
-    fp8_quant: bool = _setting("+fp8_quant", values.flag, False, ignored=True)
-    use_context_stream: bool = _setting("+use_context_stream", values.flag, True, ignored=True)
-    use_hctr_cache_implementation: bool = _setting("+use_hctr_cache_implementation", values.flag, True, ignored=True)
-    thread_pool_size: int = _setting("+thread_pool_size", values.whole(0), 16, ignored=True)
-    init_ec: bool = _setting("+init_ec", values.flag, True, ignored=True)
-    fuse_tables: bool = _setting("+fuse_embedding_table", values.flag, True, ignored=True)
+    label_dim: int = _setting("label_dim", values.whole(1), 1, acts_on="nothing")
+    num_slots: int = _setting("slot_num", values.whole(0), 10, acts_on="nothing")
+    enable_pagelock: bool = _setting("+enable_pagelock", values.flag, False, acts_on="nothing")
+    fp8_quant: bool = _setting("+fp8_quant", values.flag, False, acts_on="nothing")
+    use_context_stream: bool = _setting("+use_context_stream", values.flag, True, acts_on="nothing")
+    use_hctr_cache_implementation: bool = _setting(
+        "+use_hctr_cache_implementation", values.flag, True, acts_on="nothing"
+    )
+    thread_pool_size: int = _setting("+thread_pool_size", values.whole(0), 16, acts_on="nothing")
+    init_ec: bool = _setting("+init_ec", values.flag, True, acts_on="nothing")
+    fuse_tables: bool = _setting("+fuse_embedding_table", values.flag, True, acts_on="nothing")
 
     def default_value(self, table: int) -> float:
         """The default of one table, 0.0 beyond the list."""
@@ -229,3 +249,12 @@ class PsJson:
                 return model
         known = ", ".join(repr(model.name) for model in self.models)
         raise ConfigurationError(f"{self.path}: holds no model {name!r}; its models: {known}")
+
+    def session_settings(self, model: PsModel) -> dict[str, str]:
+        """ps.json in the words of hotrow's own settings, those of `TAKEN_OVER`."""
+        return {
+            "cache_fraction": str(model.cache_fraction if model.use_cache else 0.0),
+            "cache_missed_keys": str(self.volatile.cache_missed_keys).lower(),
+            "hit_rate_threshold": str(model.hit_rate_threshold),
+            "refresh_interval_s": str(model.refresh_interval_s),
+        }

@@ -8,10 +8,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError
 from inference_session.formats.hugectr import values
 from inference_session.formats.hugectr.json_file import FieldPath, JsonFile, field_name, read_json
 from inference_session.formats.hugectr.ps_fields import (
+    TAKEN_OVER,
     Generation,
     PersistentStore,
     PsJson,
@@ -49,6 +51,8 @@ class _Parser:
         self._ignored: list[str] = []
         self._unknown: list[str] = []
         self._generation = self._recognise()
+        # What this release has no setting for has no effect, and must not be passed over in silence.
+        self._acting = {"import"} | TAKEN_OVER & {item.name for item in fields(SessionConfig)}
 
     def parse(self) -> PsJson:
         document = self._file.document
@@ -143,7 +147,7 @@ class _Parser:
             found[item.name] = item.metadata["defaults"][self._generation]
             for name in given[:1]:
                 found[item.name] = self._value((*at, name), item.metadata["read"], raw[name])
-            if item.metadata["ignored"]:
+            if item.metadata["acts_on"] not in self._acting:
                 self._ignored += [field_name((*at, name)) for name in given]
             if item.name.endswith("_file") or item.name.endswith("_files"):
                 found[item.name] = self._located(found[item.name])

@@ -23,8 +23,7 @@ from inference_session.errors import (
     UnsupportedModelError,
 )
 from inference_session.formats.hugectr import importer as importer_module
-from inference_session.formats.hugectr.importer import import_hugectr, session_settings
-from inference_session.formats.hugectr.ps_json import read_ps_json
+from inference_session.formats.hugectr.importer import import_hugectr
 from inference_session.formats.manifest import read_manifest
 from inference_session.formats.native import ModelSpec, TensorSpec
 from tests.formats.hugectr.evaluator import Evaluator
@@ -313,16 +312,9 @@ def test_what_has_no_meaning_here_is_in_the_report(source: Source, tmp_path: Pat
     source.model.update({"num_of_worker_buffer_in_pool": "4", "colour": "blue"})
     (report,) = import_hugectr(source.ps_json(), tmp_path / "repository")
 
-    assert report.ignored == ("'models[0].num_of_worker_buffer_in_pool'",)
+    assert "'models[0].num_of_worker_buffer_in_pool'" in report.ignored
+    assert "'models[0].max_batch_size'" not in report.ignored
     assert report.unknown == ("'models[0].colour'",)
-
-
-def test_settings_that_a_session_has_are_taken_over(source: Source) -> None:
-    """In our words; those that this release does not have are left out."""
-    parsed = read_ps_json(source.ps_json())
-
-    known = set(session_settings(parsed, parsed.models[0]))
-    assert known <= {"hit_rate_threshold", "cache_fraction", "cache_missed_keys", "refresh_interval_s"}
 
 
 def test_progress_is_told(source: Source, tmp_path: Path) -> None:

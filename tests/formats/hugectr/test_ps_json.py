@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -11,8 +12,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError
-from inference_session.formats.hugectr.ps_fields import PersistentStore, PsJson, PsModel, UpdateSource, VolatileStore
+from inference_session.formats.hugectr.ps_fields import (
+    TAKEN_OVER,
+    PersistentStore,
+    PsJson,
+    PsModel,
+    UpdateSource,
+    VolatileStore,
+)
 from inference_session.formats.hugectr.ps_json import read_ps_json
 
 Document = dict[str, Any]
@@ -185,15 +194,30 @@ def test_a_block_without_filters_subscribes_as_documented(tmp_path: Path) -> Non
     assert read(changed(WDL, "persistent_db", value={"update_filters": []}), tmp_path).persistent.update_filters == ()
 
 
-def test_what_has_no_meaning_here_is_listed(tmp_path: Path) -> None:
-    """Worker buffers and the like are accepted; the caller says so once."""
-    parsed = read(changed(WDL, "db_type", value="local"), tmp_path)
+def test_what_has_no_effect_here_is_listed(tmp_path: Path) -> None:
+    """Worker buffers and the like, and whatever this release has no setting for; the caller says so once."""
+    document = changed(changed(WDL, "db_type", value="local"), "volatile_db", value={"type": "redis"})
+    ignored = read(document, tmp_path).ignored
 
-    assert parsed.ignored == (
-        "'db_type'",
-        "'models[0].num_of_worker_buffer_in_pool'",
-        "'models[0].num_of_refresher_buffer_in_pool'",
-    )
+    assert {"'db_type'", "'volatile_db.type'", "'models[0].num_of_worker_buffer_in_pool'"} <= set(ignored)
+    assert not {"'models[0].model'", "'models[0].sparse_files'", "'models[0].max_batch_size'"} & set(ignored)
+    has_cache = "hit_rate_threshold" in {item.name for item in dataclasses.fields(SessionConfig)}
+    assert has_cache == ("'models[0].hit_rate_threshold'" not in ignored)
+
+
+def test_settings_of_ours_are_filled_from_the_file(tmp_path: Path) -> None:
+    """A cache that is switched off has no room."""
+    parsed = read(changed(WDL, "volatile_db", value={"cache_missed_embeddings": "true"}), tmp_path)
+    off = read(changed(WDL, "models", 0, "gpucache", value=False), tmp_path)
+
+    assert parsed.session_settings(parsed.models[0]) == {
+        "cache_fraction": "0.5",
+        "cache_missed_keys": "true",
+        "hit_rate_threshold": "0.9",
+        "refresh_interval_s": "0.0",
+    }
+    assert off.session_settings(off.models[0])["cache_fraction"] == "0.0"
+    assert set(parsed.session_settings(parsed.models[0])) == TAKEN_OVER
 
 
 def test_unknown_fields_are_listed_and_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
