@@ -43,20 +43,19 @@ class Installation:
     """To be put on LD_LIBRARY_PATH."""
 
     def prepare(self, folder: Path) -> Path:
-        """Lay out a backend directory below `folder`: the server's backends and ours, all by links; returns it."""
+        """Lay out a backend directory below `folder`: the server's backends and ours; returns it."""
         directory = folder / "backends"
-        python = directory / "python"
-        python.mkdir(parents=True)
+        directory.mkdir()
+        ours = our_backends()
         for backend in self.backends.iterdir():
-            if backend.name != "python" and backend.is_dir():
+            if backend.is_dir() and backend.name not in ("python", *(path.name for path in ours)):
                 (directory / backend.name).symlink_to(backend)
-        for file in (self.backends / "python").iterdir():
-            if file.name not in (STUB, "__pycache__"):
-                (python / file.name).symlink_to(file)
-        (python / STUB).symlink_to(self.stub)
-        for backend in our_backends():
-            (directory / backend.name).unlink(missing_ok=True)
-            (directory / backend.name).symlink_to(backend)
+        # Copies, because Triton refuses the files of a Python-based backend that are links out of its folder.
+        python = directory / "python"
+        shutil.copytree(self.backends / "python", python, ignore=shutil.ignore_patterns(STUB, "__pycache__"))
+        shutil.copy2(self.stub, python / STUB)
+        for backend in ours:
+            shutil.copytree(backend, directory / backend.name, ignore=shutil.ignore_patterns("__pycache__"))
         for package in _OUR_PACKAGES:
             (python / package).symlink_to(_OUR_BACKENDS.parent.parent / package)
         return directory

@@ -123,6 +123,7 @@ def write_model_config(
     One that is there already belongs to the user: it is kept if it describes the same inputs and outputs.
 
     Args:
+        max_batch_size: most samples in one request, and in one batch.
         standalone: serve through Triton's own `python` backend, by a one-line model.py in the version directory.
 
     Raises:
@@ -136,7 +137,7 @@ def write_model_config(
         _check_fits(path, config)
     else:
         staged = path.with_name(f".tmp-{CONFIG_FILE}")
-        staged.write_text(_text(config, spec), encoding="utf-8")
+        staged.write_text(_text(config, spec, max_samples=max_batch_size), encoding="utf-8")
         staged.replace(path)
     if standalone:
         (version_dir / "model.py").write_text(STANDALONE_CODE, encoding="utf-8")
@@ -181,7 +182,7 @@ def _described(tensor: TensorSpec, by_samples: bool) -> TensorConfig:
     return TensorConfig(tensor.name, _DATA_TYPES[tensor.dtype], dims)
 
 
-def _text(config: ModelConfig, spec: ModelSpec) -> str:
+def _text(config: ModelConfig, spec: ModelSpec, *, max_samples: int) -> str:
     lines = [
         f"name: {quoted(config.name)}",
         f"backend: {quoted(config.backend)}",
@@ -195,6 +196,8 @@ def _text(config: ModelConfig, spec: ModelSpec) -> str:
     lines.append("instance_group [ { count: 1 kind: KIND_CPU } ]")
     if config.max_batch_size and spec.joinable:
         lines.append("dynamic_batching { }")
+    if spec.batched and not config.max_batch_size:
+        lines.append(_parameter("max_samples_per_request", str(max_samples)))
     lines += _SETTINGS_HINT
     return "\n".join(lines) + "\n"
 
@@ -203,6 +206,10 @@ _SETTINGS_HINT = [
     "# Settings of hotrow (docs/configuration.md), for example:",
     '# parameters { key: "unknown_keys" value { string_value: "reject" } }',
 ]
+
+
+def _parameter(name: str, value: str) -> str:
+    return f"parameters {{ key: {quoted(name)} value {{ string_value: {quoted(value)} }} }}"
 
 
 def _tensor_text(kind: str, tensor: TensorConfig, *, ragged: bool) -> list[str]:

@@ -172,6 +172,7 @@ class TritonServer:
             if self._has_ended():
                 raise ServerError(self._explain_end())
             time.sleep(_POLL_S)
+        self._log.server_is_ready()
 
     def _is_ready(self) -> bool:
         """Endpoints open once every model has been loaded."""

@@ -13,8 +13,14 @@ from typing import IO
 _SIGNAL = re.compile(r"Signal \((\d+)\) received")
 _CRASH_SIGNALS = {str(int(s)) for s in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)}
 _LOAD_FAILURE = re.compile(r"\"failed to load '(.+?)' version (\d+): (.*)\"$")
-# Said on every machine without a GPU, and no error there.
-_NO_GPU_NOISE = ("CudaDriverHelper has not been initialized", "Failed to initialize NVML", "DCGM unable to start")
+_NOISE = (
+    # Said on every machine without a GPU, and no error there.
+    "CudaDriverHelper has not been initialized",
+    "Failed to initialize NVML",
+    "DCGM unable to start",
+    # The end that we asked for.
+    "Signal (15) received",
+)
 
 
 class ServerLog:
@@ -25,10 +31,15 @@ class ServerLog:
         """Set when the server says that a deadly signal reached it; it may linger afterwards."""
         self._verbose = verbose
         self._last_lines: deque[str] = deque(maxlen=20)
+        self._starting = True
         self._load_failures: list[str] = []
         self._errors: list[str] = []
         self._thread = threading.Thread(target=self._read, args=(stream,), name="hotrow-server-log", daemon=True)
         self._thread.start()
+
+    def server_is_ready(self) -> None:
+        """From now on failed loads are shown; while starting they are the reason that the start ends with."""
+        self._starting = False
 
     def finish(self) -> None:
         """Wait for the last lines of a server that has ended; not for ever, as its stubs may live on."""
@@ -46,10 +57,15 @@ class ServerLog:
                 line = raw.decode(errors="replace").rstrip("\n")
                 self._last_lines.append(line)
                 self._note(line)
-                if self._verbose or not any(noise in line for noise in _NO_GPU_NOISE):
+                if self._verbose or not self._is_noise(line):
                     # Where nobody reads our stderr any more, the server's pipe still has to be emptied.
                     with contextlib.suppress(OSError, ValueError):
                         print(line, file=sys.stderr, flush=True)
+
+    def _is_noise(self, line: str) -> bool:
+        if self._starting and (_LOAD_FAILURE.search(line) or "Failed to create instance" in line or self._errors):
+            return True
+        return any(noise in line for noise in _NOISE)
 
     def _note(self, line: str) -> None:
         if match := _LOAD_FAILURE.search(line):

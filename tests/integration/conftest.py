@@ -1,0 +1,119 @@
+"""A real tritonserver, started by `hotrow serve` as a user would."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tritonclient.grpc as grpc_client
+import tritonclient.http as http_client
+
+from inference_session.errors import HotrowError
+from tests.integration.models import write_bags, write_ctr, write_flat, write_types
+from triton_backend.installation import find_installation
+
+
+@dataclass
+class Served:
+    """A running `hotrow serve`."""
+
+    process: subprocess.Popen[str]
+    repository: Path
+    http: str
+    """host:port, as tritonclient wants it."""
+    grpc: str
+    metrics: str
+    errors: list[str]
+    """Lines of stderr so far."""
+
+    def grpc_client(self) -> Any:
+        """A tritonclient for gRPC; whoever asks closes it."""
+        return grpc_client.InferenceServerClient(self.grpc)
+
+    def http_client(self) -> Any:
+        """A tritonclient for HTTP; whoever asks closes it."""
+        return http_client.InferenceServerClient(self.http, network_timeout=60)
+
+    def family(self) -> list[psutil.Process]:
+        """The launcher, the server and its stubs."""
+        launcher = psutil.Process(self.process.pid)
+        return [launcher, *launcher.children(recursive=True)]
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Signal the launcher and return its exit status."""
+        self.process.send_signal(number)
+        return self.process.wait(timeout=60)
+
+
+Serve = Callable[..., Served]
+
+
+def start(repository: Path, *flags: str) -> Served:
+    """Run `hotrow serve` on free ports and return when it has announced its models."""
+    ports = [argument for name in ("http", "grpc", "metrics") for argument in (f"--{name}-port", "0")]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "hotrow", "serve", "--repository", str(repository), *ports, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    errors: list[str] = []
+    threading.Thread(target=errors.extend, args=(process.stderr,), daemon=True).start()
+    endpoints: dict[str, str] = {}
+    for line in process.stdout:
+        name, _, value = line.strip().partition(" ")
+        if name == "model":
+            break
+        endpoints[name] = value.strip()
+    else:
+        process.wait()
+        raise AssertionError(f"hotrow serve ended with {process.returncode}: {''.join(errors)}")
+    http = endpoints["HTTP"].removeprefix("http://")
+    return Served(process, repository, http, endpoints["gRPC"], endpoints["metrics"], errors)
+
+
+@pytest.fixture(scope="session")
+def tritonserver() -> None:
+    """Skip where there is no tritonserver for this Python."""
+    try:
+        find_installation()
+    except HotrowError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def serve(tritonserver: None) -> Iterator[Serve]:
+    """Starts servers of the test's own, and stops those that still run."""
+    started: list[Served] = []
+
+    def serve(repository: Path, *flags: str) -> Served:
+        started.append(start(repository, *flags))
+        return started[-1]
+
+    yield serve
+    for served in started:
+        if served.process.poll() is None:
+            served.stop()
+
+
+@pytest.fixture(scope="session")
+def served(tritonserver: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One server for all tests that do no more than ask it: models `ctr`, `flat`, `bags`, `types`."""
+    repository = tmp_path_factory.mktemp("repository")
+    write_ctr(repository / "ctr" / "1")
+    write_flat(repository / "flat" / "1")
+    write_bags(repository / "bags" / "1")
+    write_types(repository / "types" / "1")
+    served = start(repository)
+    yield served
+    assert served.stop() == 0

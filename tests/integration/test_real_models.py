@@ -1,0 +1,92 @@
+"""Two real models, imported and served: the expected answers, and the published AUC, over both protocols."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpc_client
+import tritonclient.http as http_client
+from numpy.typing import NDArray
+
+from inference_session.formats.onnx_model import import_onnx
+from tests.integration.conftest import Served, start
+from triton_backend.model_config import write_model_config
+
+pytestmark = pytest.mark.triton
+
+MODELS = ("kuairand_mmoe_torch", "kuairand_dlrm_jax")
+_DATA_TYPES = {"int64": "INT64", "int32": "INT32", "float32": "FP32"}
+
+
+@pytest.fixture(scope="module")
+def served_models(shared: Path, tritonserver: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Both models behind one server."""
+    repository = tmp_path_factory.mktemp("real")
+    for name in MODELS:
+        report = import_onnx(shared / "models" / name / "model.onnx", repository, name, min_rows=100)
+        write_model_config(report.version_dir, report.spec, name)
+    served = start(repository)
+    yield served
+    assert served.stop() == 0
+
+
+def ask(client: Any, protocol: Any, model: str, inputs: dict[str, NDArray[Any]], output: str) -> NDArray[np.float32]:
+    """One request over either protocol."""
+    tensors = []
+    for name, array in inputs.items():
+        tensor = protocol.InferInput(name, array.shape, _DATA_TYPES[str(array.dtype)])
+        tensor.set_data_from_numpy(array)
+        tensors.append(tensor)
+    answer: NDArray[np.float32] = client.infer(model, tensors).as_numpy(output)
+    return answer
+
+
+def area_under_curve(labels: NDArray[np.float32], scores: NDArray[np.float32]) -> float:
+    """By ranks, ties sharing theirs (Mann and Whitney)."""
+    _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+    positive = labels > 0.5
+    num_positive, num_negative = positive.sum(), (~positive).sum()
+    return float((ranks[positive].sum() - num_positive * (num_positive + 1) / 2) / (num_positive * num_negative))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("protocol", [grpc_client, http_client], ids=["grpc", "http"])
+def test_answers_are_those_of_the_original(served_models: Served, shared: Path, model: str, protocol: Any) -> None:
+    """Every output of 512 real requests agrees with plain ONNX Runtime on the whole model, within 1e-6."""
+    inputs = dict(np.load(shared / "models" / model / "requests.npz"))
+    expected = np.load(shared / "models" / model / "expected.npz")
+    client = served_models.grpc_client() if protocol is grpc_client else served_models.http_client()
+
+    for name in expected.files:
+        answer = ask(client, protocol, model, inputs, name)
+        np.testing.assert_allclose(answer, expected[name], rtol=0, atol=1e-6)
+    together = ask(client, protocol, model, inputs, "OUTPUT0")
+    client.close()
+
+    np.testing.assert_allclose(together, np.concatenate([expected[n] for n in expected.files], axis=1), atol=1e-6)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_auc_is_the_published_one(served_models: Served, shared: Path, model: str) -> None:
+    """The 20,000 evaluation rows, through Triton, give each task's AUC of the model's README."""
+    folder = shared / "models" / model
+    inputs, labels = dict(np.load(folder / "eval_inputs.npz")), np.load(folder / "labels.npz")
+    line = next(line for line in (folder / "README.md").read_text().splitlines() if "AUC on eval_inputs" in line)
+    published = {task: float(auc) for task, auc in re.findall(r"(\w+) (0\.\d{4})", line.partition("(")[0])}
+    client = served_models.grpc_client()
+
+    parts = [
+        ask(client, grpc_client, model, {k: v[i : i + 1000] for k, v in inputs.items()}, "OUTPUT0")
+        for i in range(0, 20_000, 1000)
+    ]
+    client.close()
+
+    scores = np.concatenate(parts)
+    found = {task: round(area_under_curve(labels[task][:, 0], scores[:, i]), 4) for i, task in enumerate(labels.files)}
+    assert found == published

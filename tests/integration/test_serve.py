@@ -1,0 +1,304 @@
+"""`hotrow serve`: start, stop and every way in which either can fail."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+from tritonclient.utils import InferenceServerException
+
+from tests.integration.conftest import Serve, Served
+
+pytestmark = pytest.mark.triton
+
+ECHO = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("y", r.inputs()[0].as_numpy())]) for r in requests]
+"""
+CONFIG = """
+backend: "python"
+max_batch_size: 8
+input [ { name: "x" data_type: TYPE_FP32 dims: [ 2 ] } ]
+output [ { name: "y" data_type: TYPE_FP32 dims: [ 2 ] } ]
+"""
+
+
+def add_model(repository: Path, name: str, *, code: str | None = ECHO, config: str = CONFIG) -> Path:
+    """A model of Triton's own python backend; returns its folder."""
+    version = repository / name / "1"
+    version.mkdir(parents=True)
+    if code is not None:
+        (version / "model.py").write_text(code, encoding="utf-8")
+    (repository / name / "config.pbtxt").write_text(config, encoding="utf-8")
+    return version.parent
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with the models `echo` and `other`."""
+    add_model(tmp_path / "repository", "echo")
+    add_model(tmp_path / "repository", "other")
+    return tmp_path / "repository"
+
+
+def run_serve(repository: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """`hotrow serve` that is expected to end by itself."""
+    command = [sys.executable, "-m", "hotrow", "serve", "--repository", str(repository), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def free_ports() -> list[str]:
+    """Flags for free ports."""
+    return [flag for name in ("http", "grpc", "metrics") for flag in (f"--{name}-port", "0")]
+
+
+def echo(client: Any, module: Any, model: str = "echo") -> None:
+    """Send one request and check its answer."""
+    x = np.array([[1, 2], [3, 4]], np.float32)
+    tensor = module.InferInput("x", list(x.shape), "FP32")
+    tensor.set_data_from_numpy(x)
+    np.testing.assert_array_equal(client.infer(model, [tensor]).as_numpy("y"), x)
+
+
+def assert_nothing_left(family: list[psutil.Process], memory_before: set[Path]) -> None:
+    """No process of the family runs, and no shared memory of theirs is left."""
+    running = [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    assert running == []
+    assert shared_memory() <= memory_before
+
+
+def shared_memory() -> set[Path]:
+    """The shared memory of all servers that `hotrow serve` started."""
+    return set(Path("/dev/shm").glob("hotrow_*"))  # noqa: S108
+
+
+def test_serves_every_model_on_every_endpoint(serve: Serve, repository: Path) -> None:
+    """All models of the repository answer over HTTP and gRPC, and the metrics are there."""
+    served = serve(repository)
+
+    with served.http_client() as client:
+        echo(client, tritonclient.http)
+        echo(client, tritonclient.http, "other")
+    with served.grpc_client() as client:
+        echo(client, tritonclient.grpc)
+    assert b"nv_inference_count" in urllib.request.urlopen(served.metrics).read()
+
+
+def test_serves_the_models_asked_for(serve: Serve, repository: Path) -> None:
+    """With --model, the others of the repository stay unloaded."""
+    served = serve(repository, "--model", "other")
+
+    with served.grpc_client() as client:
+        assert client.is_model_ready("other")
+        assert not client.is_model_ready("echo")
+
+
+def test_listens_on_this_machine_only(serve: Serve, repository: Path) -> None:
+    """Without --host nobody from outside can connect."""
+    served = serve(repository)
+
+    listening = {
+        connection.laddr.ip
+        for process in served.family()
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert listening == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_with_clients_connected_leaves_nothing(serve: Serve, repository: Path, number: signal.Signals) -> None:
+    """A signal ends server and stubs within 30 seconds, and their shared memory, though clients hold connections."""
+    before = shared_memory()
+    served = serve(repository)
+    family = served.family()
+    host, port = served.http.split(":")
+    with socket.create_connection((host, int(port))) as idle, served.grpc_client() as client:
+        idle.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert idle.recv(100)
+        echo(client, tritonclient.grpc)
+        assert shared_memory() > before
+
+        began = time.monotonic()
+        status = served.stop(number)
+
+    assert status == 0
+    assert time.monotonic() - began < 30
+    assert len(family) >= 4
+    assert_nothing_left(family, before)
+
+
+def test_requests_under_way_are_answered_before_the_stop(serve: Serve, tmp_path: Path) -> None:
+    """A request that is being computed when the signal comes still gets its answer."""
+    slow = ECHO.replace(
+        "    def execute",
+        "    def initialize(self, args):\n        import time; self.sleep = time.sleep\n    def execute",
+    ).replace("return [", "self.sleep(2); return [")
+    add_model(tmp_path, "slow", code=slow)
+    served = serve(tmp_path)
+    x = np.ones((1, 2), np.float32)
+    tensor = tritonclient.http.InferInput("x", [1, 2], "FP32")
+    tensor.set_data_from_numpy(x)
+    with served.http_client() as client:
+        answer = client.async_infer("slow", [tensor])
+        with served.http_client() as observer:
+            wait_until_pending(observer, "slow")
+            status = served.stop()
+
+        np.testing.assert_array_equal(answer.get_result().as_numpy("y"), x)
+    assert status == 0
+
+
+def wait_until_pending(client: Any, model: str) -> None:
+    """Return when the server works on a request of the model."""
+    metrics = ""
+    while f'nv_inference_pending_request_count{{model="{model}",version="1"}} 1' not in metrics:
+        if client.get_inference_statistics(model)["model_stats"][0]["inference_count"]:
+            return
+        metrics = ""
+        break
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
+def test_a_server_that_dies_is_noticed(serve: Serve, repository: Path, number: signal.Signals) -> None:
+    """When the server dies by a signal, the launcher says so, ends with an error, and clears up after it."""
+    before = shared_memory()
+    served = serve(repository)
+    family = served.family()
+    server = next(process for process in family if process.name() == "tritonserver")
+
+    server.send_signal(number)
+    status = served.process.wait(timeout=30)
+
+    assert status == 1
+    assert_nothing_left(family, before)
+
+
+@pytest.mark.parametrize("name", ["http", "grpc", "metrics"])
+def test_a_taken_port_is_named(repository: Path, name: str, tritonserver: None) -> None:
+    """A port in use ends the command at once, with its number and the flag that changes it."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        result = run_serve(repository, *free_ports(), f"--{name}-port", str(port))
+
+    assert result.returncode == 1
+    assert f"port {port} of 127.0.0.1 cannot be used" in result.stderr
+    assert f"--{name}-port" in result.stderr
+
+
+def test_a_model_that_does_not_load_is_named(tmp_path: Path, tritonserver: None) -> None:
+    """When a model fails to load, the command ends with the reason."""
+    before = shared_memory()
+    add_model(tmp_path, "good")
+    add_model(tmp_path, "bad", code='raise ValueError("no such \\"luck\\"")')
+
+    result = run_serve(tmp_path, *free_ports())
+
+    assert result.returncode == 1
+    assert "model 'bad' version 1 failed to load: ValueError: no such \"luck\"" in result.stderr
+    assert shared_memory() <= before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "absent"}, "has no model 'absent'; it has: 'echo', 'other'"),
+        ({"remove": "echo/1/model.py"}, "Triton would wait for it for ever"),
+        ({"remove": "echo/config.pbtxt"}, "config.pbtxt does not exist"),
+        ({"rename": ("echo/1", "echo/1.tmp")}, "is no version number, but Triton would take it for one"),
+        ({"rename": ("echo/1", "echo/one")}, "holds no version"),
+        ({"config": 'backend: "onnxruntime"'}, "this server has no backend 'onnxruntime'; it has: 'hotrow'"),
+        ({"config": 'name: "x" backend: "python"'}, "name is 'x', but the folder is 'echo'"),
+        ({"config": "backend: {"}, "not readable as a Triton model configuration: line 1"),
+        ({"config": 'backend: "hotrow"'}, "session.json: no such file"),
+    ],
+)
+def test_what_would_hang_or_fail_is_refused(
+    repository: Path, change: dict[str, Any], message: str, tritonserver: None
+) -> None:
+    """A repository that Triton cannot serve is an error before any server is started."""
+    if "remove" in change:
+        (repository / change["remove"]).unlink()
+    if "rename" in change:
+        (repository / change["rename"][0]).rename(repository / change["rename"][1])
+    if "config" in change:
+        (repository / "echo" / "config.pbtxt").write_text(change["config"], encoding="utf-8")
+    wanted = ["--model", change["model"]] if "model" in change else []
+
+    result = run_serve(repository, *free_ports(), *wanted)
+
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_unknown_repository_is_refused(tmp_path: Path, tritonserver: None) -> None:
+    """A folder that does not exist is an error that names it."""
+    result = run_serve(tmp_path / "absent")
+
+    assert result.returncode == 1
+    assert "absent: no such folder" in result.stderr
+
+
+def test_management_can_be_restricted(serve: Serve, repository: Path, tmp_path: Path) -> None:
+    """With --restrict-apis only who sends the key may load models; everybody may infer."""
+    key = tmp_path / "key"
+    key.write_text("s3cret\n", encoding="utf-8")
+    served = serve(repository, "--restrict-apis", str(key))
+
+    with served.grpc_client() as client:
+        echo(client, tritonclient.grpc)
+        with pytest.raises(InferenceServerException, match="restricted"):
+            client.load_model("echo")
+        client.load_model("echo", headers={"triton-grpc-protocol-hotrow-key": "s3cret"})
+    with served.http_client() as client:
+        with pytest.raises(InferenceServerException, match="restricted"):
+            client.unload_model("echo")
+        client.unload_model("echo", headers={"hotrow-key": "s3cret"})
+    assert served.stop() == 0
+
+
+def test_flags_behind_two_dashes_go_to_the_server(serve: Serve, repository: Path) -> None:
+    """Flags of tritonserver that hotrow has none for can be given."""
+    served = serve(repository, "--", "--id=the-server", "--allow-metrics=false")
+
+    described = json.loads(urllib.request.urlopen(f"http://{served.http}/v2").read())
+    assert described["name"] == "the-server"
+
+
+def test_code_in_the_users_folder_is_not_imported(
+    serve: Serve, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model.py or numpy.py where the command is run does not get in the way of a model's own code."""
+    for name in ("model.py", "numpy.py"):
+        (tmp_path / name).write_text("raise RuntimeError('not this one')", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    served = serve(Path("repository"))
+
+    with served.grpc_client() as client:
+        echo(client, tritonclient.grpc)
+
+
+def test_a_link_to_a_repository_is_followed(serve: Serve, repository: Path, tmp_path: Path) -> None:
+    """A repository may be given as a symbolic link, with a name of any characters."""
+    link = tmp_path / "a name with 'quotes' and spaces"
+    link.symlink_to(repository)
+    served: Served = serve(link)
+
+    with served.grpc_client() as client:
+        assert client.is_model_ready("echo")

@@ -1,0 +1,66 @@
+"""Triton's requests into arrays, answers into Triton's responses; faults are answers too."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import triton_python_backend_utils as pb_utils
+
+from inference_session import InferenceSession
+from inference_session.batch import Request
+from inference_session.errors import HotrowError, InvalidRequestError, UnavailableError
+from inference_session.outputs import Answer
+from triton_backend.errors import triton_error
+from triton_backend.tensors import read_array, write_tensor
+
+TritonRequest: TypeAlias = Any
+"""`pb_utils.InferenceRequest`, which exists inside the server's stub only."""
+TritonResponse: TypeAlias = Any
+"""`pb_utils.InferenceResponse`."""
+
+
+class Answering:
+    """Answers lists of requests by one session; never raises.
+
+    Args:
+        max_samples: a request with more rows than this is refused. 0: Triton itself sees to it.
+    """
+
+    def __init__(self, session: InferenceSession, *, max_samples: int = 0) -> None:
+        self._session = session
+        self._max_samples = max_samples
+
+    def answer(self, requests: Sequence[TritonRequest]) -> list[TritonResponse]:
+        """One response for each request, in order. Their arrays are views of shared memory: keep the requests."""
+        try:
+            read = [self._read(request) for request in requests]
+            return [_response(answer) for answer in self._session.run_many(read)]
+        except Exception as error:  # noqa: BLE001  whatever it was, no request may go without an answer
+            if len(requests) > 1:
+                return [self.answer([request])[0] for request in requests]
+            return [_failure(error)]
+
+    def _read(self, request: TritonRequest) -> Request:
+        inputs = {tensor.name(): read_array(tensor) for tensor in request.inputs()}
+        if self._max_samples:
+            for name, array in inputs.items():
+                if array.ndim and len(array) > self._max_samples:
+                    raise InvalidRequestError(
+                        f"input {name!r} has {len(array)} samples, above the limit of {self._max_samples} "
+                        "(max_samples_per_request)"
+                    )
+        return Request(inputs, request.requested_output_names())
+
+
+def _response(answer: Answer | HotrowError) -> TritonResponse:
+    if isinstance(answer, HotrowError):
+        return _failure(answer)
+    return pb_utils.InferenceResponse([write_tensor(name, array) for name, array in answer.items()])
+
+
+def _failure(error: Exception) -> TritonResponse:
+    if not isinstance(error, (InvalidRequestError, UnavailableError)):
+        pb_utils.Logger.log_error("".join(traceback.format_exception(error)))
+    return pb_utils.InferenceResponse(error=triton_error(error))

@@ -1,0 +1,29 @@
+"""Our errors as Triton's: the only place that gives them codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from inference_session.errors import HotrowError, InvalidRequestError, SessionClosedError, UnavailableError
+
+_CODES: tuple[tuple[type[HotrowError], str], ...] = (
+    (InvalidRequestError, "INVALID_ARG"),
+    (UnavailableError, "UNAVAILABLE"),
+    (SessionClosedError, "UNAVAILABLE"),
+    (HotrowError, "INTERNAL"),
+)
+"""By name: `pb_utils.TritonError` is not there yet while the stub imports us."""
+
+
+def triton_error(error: Exception) -> Any:
+    """A `pb_utils.TritonError`: the message for the client, with the code of the error's type.
+
+    Of an error that we did not raise on purpose the client learns the type alone: the rest is for the server's log.
+    """
+    for kind, code in _CODES:
+        if isinstance(error, kind):
+            return pb_utils.TritonError(str(error), getattr(pb_utils.TritonError, code))
+    message = f"the server failed ({type(error).__name__}); its log says more"
+    return pb_utils.TritonError(message, pb_utils.TritonError.INTERNAL)
