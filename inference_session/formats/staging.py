@@ -1,4 +1,4 @@
-"""Version directories appear whole or not at all: written as `.tmp-<version>`, renamed when complete."""
+"""Version directories appear whole or not at all: written as `.tmp-<version>`, flushed, renamed when complete."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from inference_session.errors import ConfigurationError, UnavailableError
 
 
 @contextmanager
-def stage_version(repository: Path, model: str, version: int | None = None) -> Iterator[Path]:
-    """Yield an empty folder to write a version into; it becomes `<repository>/<model>/<version>` on success.
+def stage_version(repository: Path, model: str, version: int | None = None) -> Iterator[tuple[Path, Path]]:
+    """Yield an empty folder to write a version into, and what it becomes: `<repository>/<model>/<version>`.
 
     Without `version` it is the one after the highest, 1 in an empty folder. After an error nothing is left. What a
     writer that was killed left behind is taken over; one that is still at work is not disturbed.
@@ -28,21 +28,23 @@ def stage_version(repository: Path, model: str, version: int | None = None) -> I
         raise ConfigurationError(f"{model!r} cannot be the name of a model: it names its folder in the repository")
     if version is not None and version < 1:
         raise ConfigurationError(f"{folder}: version {version} cannot be; versions count from 1")
-    is_new = not folder.exists()
+    made = [path for path in (folder, repository) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     version = next_version(folder) if version is None else version
     target, staging = folder / str(version), folder / f".tmp-{version}"
     _refuse_existing(target)
     with _locked_folder(staging):
         try:
-            yield staging
+            yield staging, target
+            _flush(staging)
             _refuse_existing(target)
             staging.rename(target)
+            _flush_one(folder)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
-            if is_new:
-                with suppress(OSError):
-                    folder.rmdir()
+            for path in made:
+                with suppress(OSError):  # others have put something there
+                    path.rmdir()
             raise
 
 
@@ -88,3 +90,17 @@ def _is_same(folder: Path, handle: int) -> bool:
     with suppress(FileNotFoundError):
         return folder.stat().st_ino == os.fstat(handle).st_ino
     return False
+
+
+def _flush(directory: Path) -> None:
+    """Bring everything to the disk: a rename must not outlive the files in a crash of the machine."""
+    for path in (*directory.rglob("*"), directory):
+        _flush_one(path)
+
+
+def _flush_one(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -14,9 +14,10 @@ from inference_session.formats.staging import next_version, stage_version
 
 def test_a_version_appears_when_it_is_complete(tmp_path: Path) -> None:
     """Until then it has a name that no server looks at."""
-    with stage_version(tmp_path / "repository", "ctr") as staging:
+    with stage_version(tmp_path / "repository", "ctr") as (staging, target):
         (staging / "file").write_text("x", encoding="utf-8")
         assert [path.name for path in (tmp_path / "repository/ctr").iterdir()] == [".tmp-1"]
+        assert target == tmp_path / "repository/ctr/1"
 
     assert [path.name for path in (tmp_path / "repository/ctr").iterdir()] == ["1"]
     assert (tmp_path / "repository/ctr/1/file").read_text(encoding="utf-8") == "x"
@@ -34,11 +35,11 @@ def test_the_next_version_follows_the_highest(tmp_path: Path) -> None:
 
 
 def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Not even the model's folder, if it was made for this version."""
-    with pytest.raises(OSError, match="disk"), stage_version(tmp_path, "ctr") as staging:
+    """Not even the folders that were made for this version."""
+    with pytest.raises(OSError, match="disk"), stage_version(tmp_path / "new/repository", "ctr") as (staging, _):
         _write_half(staging)
 
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "new/repository").exists()
 
 
 def _write_half(staging: Path) -> None:
@@ -89,7 +90,7 @@ def test_what_a_killed_writer_left_is_taken_over(tmp_path: Path) -> None:
     (left / "tables/key").write_bytes(b"half")
     (left / "link").symlink_to(tmp_path)
 
-    with stage_version(tmp_path, "ctr") as staging:
+    with stage_version(tmp_path, "ctr") as (staging, _):
         assert list(staging.iterdir()) == []
     assert tmp_path.is_dir()
 

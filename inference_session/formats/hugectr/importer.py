@@ -46,15 +46,25 @@ class ImportReport:
     """What became of one model."""
 
     model: str
-    directory: Path
-    """The new version directory."""
-    tables: tuple[TableSpec, ...]
+    version_dir: Path
+    spec: ModelSpec
     num_dense_parameters: int
     """0 for a model of tables alone."""
     ignored: tuple[str, ...]
-    """Fields of ps.json that have nothing to act on here."""
+    """Fields of ps.json that have no effect in this release."""
     unknown: tuple[str, ...]
     """Fields of ps.json that nobody knows."""
+
+    def __str__(self) -> str:
+        lines = [f"Imported {self.spec.source} as {self.version_dir}", f"Tables: {len(self.spec.tables)}"]
+        lines += [f"  {table.name!r}: {table.num_rows} rows x {table.embedding_dim}" for table in self.spec.tables]
+        if self.spec.labels:
+            lines.append(f"Predictions: {', '.join(self.spec.labels)} ({self.num_dense_parameters} dense parameters)")
+        if self.ignored:
+            lines.append(f"Note: fields of ps.json without effect here: {', '.join(self.ignored)}")
+        if self.unknown:
+            lines.append(f"Note: unknown fields of ps.json: {', '.join(self.unknown)}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -94,25 +104,28 @@ def import_hugectr(
     return [_import_model(settings, item, repository, version, progress) for item in models]
 
 
-def _session_settings(settings: PsJson, model: PsModel) -> dict[str, str]:
-    """What of ps.json this release's sessions have a setting for."""
-    known = {item.name for item in fields(SessionConfig)}
-    return {name: value for name, value in settings.session_settings(model).items() if name in known}
+def write_version(
+    settings: PsJson, model: PsModel, directory: Path, progress: Progress | None = None
+) -> tuple[ModelSpec, int]:
+    """Write one model into an empty folder, complete with its manifest; what it is, and its dense parameters.
+
+    `model` may differ from what ps.json says, as where config.pbtxt names other files. Errors as `import_hugectr`.
+    """
+    if model.graph_file:
+        spec, num_parameters = _write_network(settings, model, directory, progress)
+    else:
+        spec, num_parameters = _tables_alone(settings, model, directory, progress), 0
+    spec.write(directory)
+    write_manifest(directory, progress)
+    return spec, num_parameters
 
 
 def _import_model(
     settings: PsJson, model: PsModel, repository: Path, version: int | None, progress: Progress | None
 ) -> ImportReport:
-    with stage_version(repository, model.name, version) as staging:
-        if model.graph_file:
-            spec, num_parameters = _write_network(settings, model, staging, progress)
-        else:
-            spec, num_parameters = _tables_alone(settings, model, staging, progress), 0
-        spec.write(staging)
-        write_manifest(staging, progress)
-        # The name is the folder's until the very end: `.tmp-<version>`.
-        directory = staging.parent / staging.name.removeprefix(".tmp-")
-    return ImportReport(model.name, directory, spec.tables, num_parameters, settings.ignored, settings.unknown)
+    with stage_version(repository, model.name, version) as (staging, version_dir):
+        spec, num_parameters = write_version(settings, model, staging, progress)
+    return ImportReport(model.name, version_dir, spec, num_parameters, settings.ignored, settings.unknown)
 
 
 def _write_network(settings: PsJson, model: PsModel, staging: Path, progress: Progress | None) -> tuple[ModelSpec, int]:
@@ -187,6 +200,12 @@ def _tables_alone(settings: PsJson, model: PsModel, staging: Path, progress: Pro
         settings=_session_settings(settings, model),
         source=f"HPS {settings.generation} {settings.path.name}",
     )
+
+
+def _session_settings(settings: PsJson, model: PsModel) -> dict[str, str]:
+    """What of ps.json this release's sessions have a setting for."""
+    known = {item.name for item in fields(SessionConfig)}
+    return {name: value for name, value in settings.session_settings(model).items() if name in known}
 
 
 def _embedding_dim(settings: PsJson, model: PsModel, folder: Path) -> int:

@@ -55,10 +55,10 @@ def test_a_real_model_answers_as_hugectr_did(
     """Every request, by plain NumPy and by a session: variable bags, empty slots, unknown keys, sum and mean."""
     models = shared / "models"
     (report,) = import_hugectr(models / folder / ps_json, tmp_path)
-    evaluator = Evaluator(report.directory)
+    evaluator = Evaluator(report.version_dir)
     requests = requests_of(models / folder / "requests.npz")
 
-    with np.load(models / expected / "expected.npz") as answers, InferenceSession.open(report.directory) as session:
+    with np.load(models / expected / "expected.npz") as answers, InferenceSession.open(report.version_dir) as session:
         assert set(answers) == set(requests)
         for name, inputs in requests.items():
             np.testing.assert_allclose(evaluator.predict(inputs), answers[name], rtol=0, atol=1e-5)
@@ -69,9 +69,9 @@ def test_real_tables_alone_answer_as_hps_did(shared: Path, tmp_path: Path) -> No
     """The vectors themselves, table by table; keys that no table has get the default value."""
     folder = shared / "models/hugectr_wdl"
     (report,) = import_hugectr(folder / "hps_ps.json", tmp_path)
-    evaluator = Evaluator(report.directory)
+    evaluator = Evaluator(report.version_dir)
 
-    with np.load(folder / "hps_expected.npz") as answers, InferenceSession.open(report.directory) as session:
+    with np.load(folder / "hps_expected.npz") as answers, InferenceSession.open(report.version_dir) as session:
         for name, inputs in requests_of(folder / "hps_requests.npz").items():
             np.testing.assert_array_equal(evaluator.vectors(inputs), answers[name])
             np.testing.assert_array_equal(session.run(inputs)["OUTPUT0"].reshape(-1), answers[name])
@@ -99,7 +99,7 @@ def test_malformed_requests_get_what_they_must(shared: Path, tmp_path: Path) -> 
     cases = json.loads((folder / "malformed.json").read_text(encoding="utf-8"))["cases"]
     with ExitStack() as stack:
         sessions = {
-            report.model: stack.enter_context(InferenceSession.open(report.directory))
+            report.model: stack.enter_context(InferenceSession.open(report.version_dir))
             for name in ("ps.json", "hps_ps.json")
             for report in import_hugectr(folder / name, tmp_path)
         }
@@ -188,10 +188,11 @@ def source(tmp_path: Path) -> Source:
 def test_an_imported_version_says_what_it_is(source: Source, tmp_path: Path) -> None:
     """Inputs as HugeCTR's clients send them, tables by the names of their layers, the defaults of ps.json."""
     (report,) = import_hugectr(source.ps_json(), tmp_path / "repository")
-    spec = ModelSpec.read(report.directory)
+    spec = ModelSpec.read(report.version_dir)
 
-    assert report.directory == tmp_path / "repository/small/1"
+    assert report.version_dir == tmp_path / "repository/small/1"
     assert (report.model, report.num_dense_parameters) == ("small", 17)
+    assert "'deep': 9 rows x 4\nPredictions: label (17 dense parameters)" in str(report)
     assert [tensor.name for tensor in spec.inputs] == ["DES", "CATCOLUMN", "ROWINDEX"]
     assert spec.outputs == (TensorSpec("label", "float32", (-1, 1)),)
     assert [(t.name, t.num_rows, t.embedding_dim, t.keys, t.default_vector) for t in spec.tables] == [
@@ -210,7 +211,7 @@ def test_an_imported_version_says_what_it_is(source: Source, tmp_path: Path) -> 
         "max_samples": 16,
         "dense_input": "dense",
     }
-    assert {str(entry.path) for entry in read_manifest(report.directory)} >= {"session.json", "tables/wide/key"}
+    assert {str(entry.path) for entry in read_manifest(report.version_dir)} >= {"session.json", "tables/wide/key"}
 
 
 def test_tables_are_linked_not_converted(source: Source, tmp_path: Path) -> None:
@@ -219,7 +220,7 @@ def test_tables_are_linked_not_converted(source: Source, tmp_path: Path) -> None
 
     for table, name in enumerate(("wide", "deep")):
         for file in ("key", "emb_vector"):
-            assert (report.directory / "tables" / name / file).samefile(source.table_folder(table) / file)
+            assert (report.version_dir / "tables" / name / file).samefile(source.table_folder(table) / file)
 
 
 def test_tables_are_copied_where_links_are_not_possible(
@@ -233,7 +234,7 @@ def test_tables_are_copied_where_links_are_not_possible(
     monkeypatch.setattr(importer_module.os, "link", refuse)
     (report,) = import_hugectr(source.ps_json(), tmp_path / "repository")
 
-    copy = report.directory / "tables/deep/emb_vector"
+    copy = report.version_dir / "tables/deep/emb_vector"
     assert not copy.samefile(source.table_folder(1) / "emb_vector")
     assert copy.read_bytes() == (source.table_folder(1) / "emb_vector").read_bytes()
 
@@ -245,9 +246,9 @@ def test_tables_of_any_size_are_served(num_rows: int, fraction: float, tmp_path:
     source = Source(tmp_path / "source", (num_rows, num_rows))
     source.model["gpucacheper"] = fraction
     (report,) = import_hugectr(source.ps_json(), tmp_path / "repository")
-    expected = Evaluator(report.directory).predict(source.request())
+    expected = Evaluator(report.version_dir).predict(source.request())
 
-    with InferenceSession.open(report.directory) as session:
+    with InferenceSession.open(report.version_dir) as session:
         np.testing.assert_allclose(session.predict(source.request()), expected, atol=1e-6)
 
 
@@ -259,13 +260,13 @@ def test_keys_of_a_uint32_model_are_found_by_their_low_bits(is_wide: bool, sourc
         source.keys[1][0] = -1
         source.write_table(1)
     (report,) = import_hugectr(source.ps_json(), tmp_path / "repository")
-    found = np.fromfile(report.directory / "tables/deep/key", np.int64)
+    found = np.fromfile(report.version_dir / "tables/deep/key", np.int64)
 
     assert found.tolist() == [key % 2**32 for key in source.keys[1].tolist()]
-    assert (report.directory / "tables/deep/key").samefile(source.table_folder(1) / "key") == (not is_wide)
-    assert (report.directory / "tables/wide/key").samefile(source.table_folder(0) / "key")
-    expected = Evaluator(report.directory).predict(source.request("uint32"))
-    with InferenceSession.open(report.directory) as session:
+    assert (report.version_dir / "tables/deep/key").samefile(source.table_folder(1) / "key") == (not is_wide)
+    assert (report.version_dir / "tables/wide/key").samefile(source.table_folder(0) / "key")
+    expected = Evaluator(report.version_dir).predict(source.request("uint32"))
+    with InferenceSession.open(report.version_dir) as session:
         np.testing.assert_allclose(session.predict(source.request("uint32")), expected, atol=1e-6)
         with pytest.raises(InvalidRequestError, match="'CATCOLUMN': data type int64, expected uint32"):
             session.predict(source.request("int64"))
@@ -276,12 +277,12 @@ def test_tables_alone_take_their_widths_from_their_files(source: Source, tmp_pat
     del source.model["network_file"], source.model["dense_file"]
     (report,) = import_hugectr(source.ps_json(), tmp_path / "repository")
 
-    assert [(table.name, table.embedding_dim) for table in report.tables] == [
+    assert [(table.name, table.embedding_dim) for table in report.spec.tables] == [
         ("sparse_embedding0", 1),
         ("sparse_embedding1", 4),
     ]
     assert report.num_dense_parameters == 0
-    assert not (report.directory / "dense.onnx").exists()
+    assert not (report.version_dir / "dense.onnx").exists()
 
 
 def test_the_width_of_an_empty_table_must_be_given(tmp_path: Path) -> None:
@@ -300,7 +301,7 @@ def test_one_model_of_several_is_imported_by_name(source: Source, tmp_path: Path
 
     assert [report.model for report in import_hugectr(source.ps_json(), repository)] == ["small", "other"]
     (report,) = import_hugectr(source.ps_json(), repository, model="other")
-    assert report.directory == repository / "other/2"
+    assert report.version_dir == repository / "other/2"
     with pytest.raises(ConfigurationError, match=r"other/2: exists already"):
         import_hugectr(source.ps_json(), repository, model="other", version=2)
     with pytest.raises(ConfigurationError, match="holds no model 'none'"):
@@ -314,6 +315,7 @@ def test_what_has_no_meaning_here_is_in_the_report(source: Source, tmp_path: Pat
 
     assert "'models[0].num_of_worker_buffer_in_pool'" in report.ignored
     assert "'models[0].max_batch_size'" not in report.ignored
+    assert "Note: unknown fields of ps.json: 'models[0].colour'" in str(report)
     assert report.unknown == ("'models[0].colour'",)
 
 
@@ -380,4 +382,4 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(
     with pytest.raises(error, match=expected):
         import_hugectr(source.ps_json(), tmp_path / "repository")
 
-    assert list((tmp_path / "repository").iterdir()) == []
+    assert not (tmp_path / "repository").exists()
