@@ -19,8 +19,8 @@ from inference_session.formats.hugectr.json_file import JsonFile, read_json
 
 FloatArray = npt.NDArray[np.float32]
 
-MAX_DENSE_BYTES = 1 << 31
-"""An ONNX file cannot hold more."""
+MAX_DENSE_BYTES = 0x70000000
+"""An ONNX file holds at most 2 GiB, of which some is for other constants."""
 
 
 class DenseWeights:

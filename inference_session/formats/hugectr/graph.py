@@ -69,9 +69,9 @@ class Layer:
         """A whole number from `low`; without a default it is required."""
         return cast(int, self._read(values.whole(low, MAX_ELEMENTS), field, default))
 
-    def number(self, *field: str, default: float | None = None) -> float:
-        """A finite number; without a default it is required."""
-        return cast(float, self._read(values.number(float("-inf")), field, default))
+    def number(self, *field: str, low: float = -values.FLOAT32_MAX, default: float | None = None) -> float:
+        """A float32 from `low`; without a default it is required."""
+        return cast(float, self._read(values.number(low, values.FLOAT32_MAX), field, default))
 
     def wholes(self, *field: str) -> tuple[int, ...]:
         """A list of whole numbers from 0."""
@@ -160,12 +160,13 @@ class _Reader:
             if layer.type not in EMBEDDING_LAYERS:
                 break
             num_embeddings += 1
+        slots = self._slots(data)
         graph = Graph(
             file=self._file,
-            dense_name=self._name(data, "dense", "top"),
+            dense_name=self._name(("layers", 0, "dense"), data.parameters.get("dense")),
             dense_dim=data.whole("dense", "dense_dim", low=0),
             labels=self._labels(data),
-            embeddings=self._embeddings(self._layers[1 : 1 + num_embeddings], self._slots(data)),
+            embeddings=tuple(self._embedding(layer, slots) for layer in self._layers[1 : 1 + num_embeddings]),
             layers=self._layers[1 + num_embeddings :],
         )
         _check_names(graph)
@@ -176,30 +177,35 @@ class _Reader:
         if not isinstance(raw, dict):
             self._file.fail(at, f"an object is required, found {shown(raw)}")
         kind = raw.get("type")
-        if not isinstance(kind, str):
-            self._file.fail((*at, "type"), f"layer {position}: a string is required, found {shown(kind)}")
-        tops = self._names((*at, "top"), raw.get("top", []))
-        return Layer(self._file, position, raw, kind, self._names((*at, "bottom"), raw.get("bottom", [])), tops)
+        return Layer(
+            file=self._file,
+            position=position,
+            parameters=raw,
+            type=self._names((*at, "type"), kind if isinstance(kind, str) else None)[0],
+            bottoms=self._names((*at, "bottom"), raw.get("bottom", [])),
+            tops=self._names((*at, "top"), raw.get("top", [])),
+        )
 
     def _names(self, at: FieldPath, raw: Any) -> tuple[str, ...]:
-        names = [raw] if isinstance(raw, str) else raw
-        if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        try:
+            names = values.list_of(values.text)([raw] if isinstance(raw, str) else raw)
+        except ValueError:
+            names = ("",)
+        if not all(names):
             self._file.fail(at, f"layer {at[1]}: a name or a list of names is required, found {shown(raw)}")
-        return tuple(names)
+        return names
 
-    def _name(self, layer: Layer, *field: str) -> str:
-        value = layer.parameters.get(field[0])
-        name = value.get(field[1]) if isinstance(value, dict) else None
-        if not isinstance(name, str) or not name:
-            layer.fail(f"a name is required, found {shown(name)}", *field)
-        return name
+    def _name(self, at: FieldPath, owner: Any) -> str:
+        """The single name in field `top` of an object."""
+        name = owner.get("top") if isinstance(owner, dict) else None
+        return self._names((*at, "top"), name if isinstance(name, str) else None)[0]
 
     def _labels(self, data: Layer) -> tuple[Label, ...]:
         """One label, or several: then `top` and `label_dim` are lists (HugeCTR 3.9 and later)."""
         raw = data.parameters.get("label")
         tops = raw.get("top") if isinstance(raw, dict) else None
         if not isinstance(tops, list):
-            return (Label(self._name(data, "label", "top"), data.whole("label", "label_dim")),)
+            return (Label(self._name(("layers", 0, "label"), raw), data.whole("label", "label_dim")),)
         dims = data.wholes("label", "label_dim")
         names = self._names(("layers", 0, "label", "top"), tops)
         if len(dims) != len(names) or 0 in dims or not names:
@@ -216,7 +222,7 @@ class _Reader:
             at: FieldPath = ("layers", 0, "sparse", position)
             if not isinstance(item, dict):
                 self._file.fail(at, f"an object is required, found {shown(item)}")
-            (name,) = self._names((*at, "top"), item.get("top") if isinstance(item.get("top"), str) else None)
+            name = self._name(at, item)
             if name in slots:
                 self._file.fail((*at, "top"), f"the name {name!r} is there twice")
             slots[name] = self._slot_num(at, item)
@@ -231,9 +237,6 @@ class _Reader:
         if isinstance(per_slot, list) and len(per_slot) not in (1, slot_num):
             self._file.fail((*at, "nnz_per_slot"), f"{len(per_slot)} values for {slot_num} slots")
         return slot_num
-
-    def _embeddings(self, layers: tuple[Layer, ...], slots: Mapping[str, int]) -> tuple[Embedding, ...]:
-        return tuple(self._embedding(layer, slots) for layer in layers)
 
     def _embedding(self, layer: Layer, slots: Mapping[str, int]) -> Embedding:
         if len(layer.bottoms) != 1 or layer.bottoms[0] not in slots:

@@ -185,7 +185,7 @@ class PsModel:
         "deployed_device_list deployed_devices", values.list_of(values.whole(0)), (), acts_on="nothing"
     )
     default_values: tuple[float, ...] = _setting(
-        "default_value_for_each_table", values.list_of(values.number(float("-inf"))), ()
+        "default_value_for_each_table", values.list_of(values.number(-values.FLOAT32_MAX, values.FLOAT32_MAX)), ()
     )
     """Every element of the vector of an unknown key, per table; 0.0 for tables beyond the list."""
     embedding_dims: tuple[int, ...] = _setting("+embedding_vecsize_per_table", values.list_of(values.whole(1)), ())

@@ -13,10 +13,15 @@ Value = TypeVar("Value")
 Reader = Callable[[Any], Value]
 
 
+FLOAT32_MAX = 3.4028234663852886e38
+
+
 def text(value: Any) -> str:
-    """A string."""
+    """A string that can be a name or a path: JSON can spell some that no file system and no ONNX file takes."""
     if not isinstance(value, str):
         raise ValueError("allowed: a string")
+    if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
+        raise ValueError("allowed: a string without NUL and lone surrogates")
     return value
 
 

@@ -223,6 +223,8 @@ WRONG: list[tuple[str, list[str], dict[str, Any], str]] = [
     ("Interaction", ["dense", "emb2"], {}, "differ in their vectors"),
     ("MatrixMultiply", ["emb", "emb2"], {}, "cannot be multiplied"),
     ("ReduceSum", ["dense"], {"axis": 2}, "axis 2 of [samples, 6]"),
+    ("ELU", ["dense"], {"elu_param": {"alpha": 1e39}}, "found 1e+39; allowed: numbers from"),
+    ("PReLU_Dice", ["dense"], {"prelu_dice_param": {"alpha": 1, "eps": -1}}, "found -1; allowed: numbers from 0"),
     ("BatchNorm", ["dense"], {"bn_param": {"eps": 1e-5}}, "running mean and variance are missing"),
 ]
 

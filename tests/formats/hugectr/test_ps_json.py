@@ -250,6 +250,7 @@ WRONG: list[tuple[Document, str]] = [
     (changed(WDL, "models", 0, "sparse_files", value=[]), "one folder per embedding table is required"),
     (changed(WDL, "models", 0, "sparse_files", value="x"), "sparse_files': value 'x'; allowed: a list"),
     (changed(WDL, "models", 0, "sparse_files", value=[1]), r"sparse_files': value \[1\]; allowed: a string"),
+    (changed(WDL, "models", 0, "network_file", value="a\0b"), "allowed: a string without NUL"),
     (changed(WDL, "models", 0, "dense_file", value=""), "dense_file': required beside network_file"),
     (changed(WDL, "models", 0, "max_batch_size", value=0), "max_batch_size': value 0; allowed: whole numbers from 1"),
     (changed(WDL, "models", 0, "max_batch_size", value="1.5"), "value '1.5'; allowed: whole numbers"),

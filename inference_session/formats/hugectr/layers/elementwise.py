@@ -68,7 +68,7 @@ def prelu_dice(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Seque
     alpha = layer.number("prelu_dice_param", "alpha")
     # graph_to_json writes `eps`; hand-written graphs among HugeCTR's own say `epsilon`.
     eps_name = "epsilon" if layer.has("prelu_dice_param", "epsilon") else "eps"
-    eps = layer.number("prelu_dice_param", eps_name)
+    eps = layer.number("prelu_dice_param", eps_name, low=0)
     build.joinable = False
     centred = build.node("Sub", x.name, _mean_of_rows(build, x.name))
     variance = _mean_of_rows(build, build.node("Mul", centred, centred))

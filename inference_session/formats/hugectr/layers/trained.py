@@ -78,6 +78,6 @@ def batch_norm(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Seque
     beta = build.constant(build.weights.take(layer, "beta", width))
     statistics = build.statistics.take(layer, width)
     mean, variance = build.constant(statistics.mean), build.constant(statistics.variance)
-    eps = layer.number("bn_param", "eps", default=1e-5)
+    eps = layer.number("bn_param", "eps", low=0, default=1e-5)
     name = build.node("BatchNormalization", x.name, gamma, beta, mean, variance, epsilon=eps)
     return [Tensor(name, x.dims, x.rows)]
