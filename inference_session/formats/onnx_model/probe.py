@@ -20,6 +20,7 @@ from inference_session.formats.onnx_model.types import ValueType
 Arrays = dict[str, NDArray[Any]]
 
 _INNER_SIZE = 3
+_CLUSTER = 64
 _BOUNDS = (1_000_000, 1000, 100, 10, 2, 1)
 _TOLERANCE = 1e-5
 
@@ -53,11 +54,17 @@ class Recipe:
         if dtype.kind not in "iu":
             return random.random(shape).astype(dtype)
         bound = min(self.rows.get(name, self.bound), int(np.iinfo(dtype).max))
-        values = random.integers(0, bound, shape)
+        values = _clustered(random, bound, shape)
         if self.ascending and len(shape) == 1 and name not in self.rows:
             values = np.sort(values)
             values[:1] = 0
         return values.astype(dtype)
+
+
+def _clustered(random: np.random.Generator, bound: int, shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """Integers below a bound, from its beginning, middle and end: few pages of a mapped table are then touched."""
+    begins = random.choice([0, bound // 2, max(bound - _CLUSTER, 0)], shape)
+    return np.minimum(begins + random.integers(0, _CLUSTER, shape), bound - 1)
 
 
 def _shape(kind: ValueType, size: int, inner: int) -> tuple[int, ...]:
