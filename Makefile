@@ -33,7 +33,7 @@ $(EXPORTERS_VENV)/.ready: pyproject.toml
 	@touch $@
 
 demo: $(VENV)/.demo
-	$(BIN)/python -m hotrow.demo $(if $(KEEP),--keep)
+	$(BIN)/python -m demo $(if $(KEEP),--keep)
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -172,6 +172,11 @@ def join(requests: Iterable[Inputs]) -> Inputs:
     return {name: np.concatenate([request[name] for request in requests]) for name in requests[0]}
 
 
+def take(inputs: Inputs, rows: slice) -> Inputs:
+    """Some samples of a request."""
+    return {name: column[rows] for name, column in inputs.items()}
+
+
 def fetch() -> Path:
     """The folder with the data set's files, downloaded by pip if they are not in the user's cache yet.
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from demo.metrics import auc_by_task
-from demo.movielens import GENDERS, GENRES, NUM_MOVIES, NUM_USERS, OCCUPATIONS, TASKS, Inputs, MovieLens, fetch
+from demo.movielens import GENDERS, GENRES, NUM_MOVIES, NUM_USERS, OCCUPATIONS, TASKS, Inputs, MovieLens, fetch, take
 
 NAME = "movielens"
 EMBEDDING_DIM = 16
@@ -199,10 +199,6 @@ def _tensors(inputs: Inputs) -> dict[str, Tensor]:
     return {name: torch.from_numpy(column) for name, column in inputs.items()}
 
 
-def _rows(inputs: Inputs, rows: slice) -> Inputs:
-    return {name: column[rows] for name, column in inputs.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the example model and import it as the next version.")
     parser.add_argument("--repository", type=Path, default=Path(__file__).parent.parent / "model_repository")
@@ -212,11 +208,11 @@ def main() -> None:
     inputs, labels = data.samples()
     # Settings are chosen with --validate; what `held_out` measures has no part in it.
     num_train, end = (70_000, data.num_train) if options.validate else (data.num_train, len(labels))
-    model = train(_rows(inputs, slice(num_train)), labels[:num_train])
+    model = train(take(inputs, slice(num_train)), labels[:num_train])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.onnx"
-        export(model, _rows(inputs, slice(2)), path)
-        held_out = auc_by_task(labels[num_train:end], predict(path, _rows(inputs, slice(num_train, end))))
+        export(model, take(inputs, slice(2)), path)
+        held_out = auc_by_task(labels[num_train:end], predict(path, take(inputs, slice(num_train, end))))
         print("held-out AUC:", ", ".join(f"{task} {value:.4f}" for task, value in zip(TASKS, held_out, strict=True)))
         if not options.validate:
             _publish(path, options.repository, held_out)
