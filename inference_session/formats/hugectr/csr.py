@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -25,6 +26,10 @@ KEYS = "CATCOLUMN"
 OFFSETS = "ROWINDEX"
 HPS_KEYS = "KEYS"
 HPS_COUNTS = "NUMKEYS"
+
+_FLOAT32 = np.dtype(np.float32)
+_INT32 = np.dtype(np.int32)
+_KEY_TYPES: dict[str, np.dtype[Any]] = {"int64": np.dtype(np.int64), "uint32": np.dtype(np.uint32)}
 
 Inputs = Mapping[str, npt.NDArray[Any]]
 
@@ -74,16 +79,16 @@ def decode_request(inputs: Inputs, form: RequestFormat) -> DecodedRequest:
     The number of samples follows from ROWINDEX (the rule of HugeCTR 3.4.1), so that bags may be of any size.
     """
     _check_names(inputs, (DENSE, KEYS, OFFSETS))
-    dense = _flat(inputs, DENSE, "float32")
-    keys = _flat(inputs, KEYS, form.key_type)
-    offsets = _flat(inputs, OFFSETS, "int32").astype(np.int64)
+    dense = _flat(inputs, DENSE, _FLOAT32)
+    keys = _flat(inputs, KEYS, _KEY_TYPES[form.key_type])
+    offsets = _flat(inputs, OFFSETS, _INT32).astype(np.int64)
     num_samples = _num_samples(offsets.size, form)
     if dense.size != num_samples * form.dense_dim:
         raise InvalidRequestError(
             f"input {DENSE!r}: {dense.size} values, expected {num_samples * form.dense_dim} "
             f"({num_samples} samples, by {OFFSETS!r}, of {form.dense_dim} dense features)"
         )
-    bags = _bags(_blocks(offsets, num_samples, form), keys.size, form.slots)
+    bags = _bags(offsets, _geometry(form.slots, num_samples), keys.size)
     return DecodedRequest(
         num_samples, dense.reshape(num_samples, form.dense_dim), keys.astype(np.int64, copy=False), bags
     )
@@ -92,8 +97,8 @@ def decode_request(inputs: Inputs, form: RequestFormat) -> DecodedRequest:
 def decode_keys(inputs: Inputs, num_tables: int) -> DecodedKeys:
     """Decode KEYS and NUMKEYS; InvalidRequestError names the input, what was found and what is expected."""
     _check_names(inputs, (HPS_KEYS, HPS_COUNTS))
-    keys = _flat(inputs, HPS_KEYS, "int64")
-    counts = _flat(inputs, HPS_COUNTS, "int32").astype(np.int64)
+    keys = _flat(inputs, HPS_KEYS, _KEY_TYPES["int64"])
+    counts = _flat(inputs, HPS_COUNTS, _INT32).astype(np.int64)
     if counts.size != num_tables:
         raise InvalidRequestError(f"input {HPS_COUNTS!r}: {counts.size} counts, expected {num_tables}, one per table")
     if counts.min(initial=0) < 0:
@@ -117,7 +122,7 @@ def _check_names(inputs: Inputs, names: Sequence[str]) -> None:
             raise InvalidRequestError(f"input {name!r} is unknown; a request holds {', '.join(map(repr, names))}")
 
 
-def _flat(inputs: Inputs, name: str, dtype: str) -> npt.NDArray[Any]:
+def _flat(inputs: Inputs, name: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """The input as [n]."""
     array = inputs[name]
     if array.dtype != dtype:
@@ -142,39 +147,70 @@ def _num_samples(num_offsets: int, form: RequestFormat) -> int:
     return num_samples
 
 
-def _blocks(offsets: npt.NDArray[np.int64], num_samples: int, form: RequestFormat) -> list[npt.NDArray[np.int64]]:
-    """The offsets of each table: from 0, never falling."""
-    blocks = []
-    begin = 0
-    for table, slots in enumerate(form.slots):
-        block = offsets[begin : begin + num_samples * slots + 1]
-        if block[0] != 0:
-            raise InvalidRequestError(f"input {OFFSETS!r}: the offsets of table {table} begin with {block[0]}, not 0")
-        falls = block[1:] < block[:-1]
-        if falls.any():
-            at = int(falls.argmax()) + 1
-            raise InvalidRequestError(
-                f"input {OFFSETS!r}: offset {at} of table {table} is {block[at]}, less than {block[at - 1]} before it"
-            )
-        blocks.append(block)
-        begin += block.size
-    return blocks
+class _Geometry(NamedTuple):
+    """Where things stand in ROWINDEX: follows from the tables' slots and the number of samples alone."""
+
+    firsts: npt.NDArray[np.int64]
+    """[tables] the first offset of each block."""
+    samples: npt.NDArray[np.int64]
+    """[tables, samples + 1] the offset with which each sample begins, then the block's last."""
+    begins: npt.NDArray[np.int64]
+    """[bags] the offset with which each bag begins, by table, sample and slot; the next one is its end."""
+    sample_of_bag: npt.NDArray[np.int64]
+    """[bags] into a flat [tables, samples]."""
+    spans: tuple[tuple[int, int], ...]
+    """The bags of each table."""
 
 
-def _bags(blocks: Sequence[npt.NDArray[np.int64]], num_keys: int, slots: Sequence[int]) -> tuple[Bags, ...]:
-    """Positions in CATCOLUMN: offset in the table, less the table's keys of earlier samples, plus all keys before."""
-    total = sum(int(block[-1]) for block in blocks)
+@lru_cache(maxsize=32)
+def _geometry(slots: tuple[int, ...], num_samples: int) -> _Geometry:
+    widths = np.array(slots, np.int64)
+    num_bags = widths * num_samples
+    ends = np.cumsum(num_bags)
+    firsts = np.cumsum(num_bags + 1) - num_bags - 1
+    samples = firsts[:, None] + widths[:, None] * np.arange(num_samples + 1)
+    begins = np.arange(ends[-1]) + np.repeat(np.arange(len(slots)), num_bags)
+    sample_of_bag = np.repeat(np.arange(len(slots) * num_samples), np.repeat(widths, num_samples))
+    spans = tuple((int(end - count), int(end)) for end, count in zip(ends, num_bags, strict=True))
+    return _Geometry(firsts, samples, begins, sample_of_bag, spans)
+
+
+def _bags(offsets: npt.NDArray[np.int64], geometry: _Geometry, num_keys: int) -> tuple[Bags, ...]:
+    """Positions in CATCOLUMN, once the offsets are known to begin with 0, never to fall, and to cover all keys."""
+    begins, ends = offsets[geometry.begins], offsets[geometry.begins + 1]
+    _check_blocks(offsets[geometry.firsts], begins, ends, geometry.spans)
+    starts = offsets[geometry.samples]
+    total = int(starts[:, -1].sum())
     if total != num_keys:
         raise InvalidRequestError(
             f"input {KEYS!r}: {num_keys} keys, expected {total}, the sum of each table's last offset in {OFFSETS!r}"
         )
-    if len(blocks) == 1:
-        return (Bags(blocks[0][:-1], blocks[0][1:]),)
-    starts = [block[:-1:width] for block, width in zip(blocks, slots, strict=True)]
-    before = np.sum(starts, axis=0)
-    bags = []
-    for block, start, width in zip(blocks, starts, slots, strict=True):
-        shift = np.repeat(before - start, width)
-        bags.append(Bags(block[:-1] + shift, block[1:] + shift))
-        before = before + (block[width::width] - start)
-    return tuple(bags)
+    if len(geometry.spans) == 1:
+        return (Bags(begins, ends),)
+    # A sample's keys of one table follow all keys of earlier samples, and its own of earlier tables:
+    #     position = offset - (table's keys of earlier samples) + (all keys of earlier samples) + (earlier tables')
+    num_own = starts[:, 1:] - starts[:, :-1]
+    shift = num_own.cumsum(axis=0) - starts[:, 1:] + starts[:, :-1].sum(axis=0)
+    shifts = shift.reshape(-1)[geometry.sample_of_bag]
+    begins += shifts
+    ends += shifts
+    return tuple(Bags(begins[first:last], ends[first:last]) for first, last in geometry.spans)
+
+
+def _check_blocks(
+    heads: npt.NDArray[np.int64],
+    begins: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    spans: Sequence[tuple[int, int]],
+) -> None:
+    if heads.any():
+        table = int((heads != 0).argmax())
+        raise InvalidRequestError(f"input {OFFSETS!r}: the offsets of table {table} begin with {heads[table]}, not 0")
+    falls = ends < begins
+    if falls.any():
+        bag = int(falls.argmax())
+        table = next(i for i, (_, last) in enumerate(spans) if bag < last)
+        raise InvalidRequestError(
+            f"input {OFFSETS!r}: offset {bag - spans[table][0] + 1} of table {table} is {ends[bag]}, "
+            f"less than {begins[bag]} before it"
+        )

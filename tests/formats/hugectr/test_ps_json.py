@@ -349,6 +349,15 @@ def test_every_field_of_the_reference_is_known(tmp_path: Path) -> None:
     assert read(changed(WDL, "fuse_embedding_table", value=True), tmp_path).unknown == ()
 
 
+def test_every_field_is_in_the_migration_guide() -> None:
+    """Whoever looks up a field finds what becomes of it, and no field that is gone."""
+    guide = (Path(__file__).parents[3] / "docs/migration.md").read_text(encoding="utf-8")
+    blocks = (VolatileStore, PersistentStore, UpdateSource, PsModel)
+    names = {name for kind in blocks for item in dataclasses.fields(kind) for name in item.metadata["names"]}
+
+    assert {name for name in names if f"`{name}`" not in guide} == set()
+
+
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 2**70) | st.floats(allow_nan=False) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
