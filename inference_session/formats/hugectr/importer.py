@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +41,7 @@ Progress = Callable[[int], None]
 _KEY_BYTES = 8
 _FLOAT_BYTES = 4
 _KEYS_PER_CHUNK = 1 << 20
+_COPY_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -69,12 +72,26 @@ class ImportReport:
 
 @dataclass(frozen=True)
 class _SourceTable:
-    """One sparse folder of HugeCTR, and what it will be called."""
+    """One table of HugeCTR, and what it will be called."""
 
     name: str
-    folder: Path
+    folders: tuple[Path, ...]
+    """Its sparse folder; before it those of earlier versions whose rows are kept, the oldest first."""
     embedding_dim: int
     default_value: float
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One model to be written."""
+
+    settings: PsJson
+    model: PsModel
+    directory: Path
+    """The empty folder that becomes the version directory."""
+    keep_rows_of: Sequence[Path] = ()
+    may_link: bool = True
+    progress: Progress | None = None
 
 
 def import_hugectr(
@@ -83,6 +100,7 @@ def import_hugectr(
     *,
     model: str | None = None,
     version: int | None = None,
+    keep_rows_of: Sequence[Path] = (),
     progress: Progress | None = None,
 ) -> list[ImportReport]:
     """Import one model of ps.json, or all of them, into a model repository.
@@ -92,6 +110,7 @@ def import_hugectr(
     Args:
         model: its name in ps.json; None: all.
         version: None: the one after the highest there is.
+        keep_rows_of: see `write_version`.
         progress: told the bytes of keys indexed, then those of all files read for their checksums.
 
     Raises:
@@ -101,34 +120,48 @@ def import_hugectr(
     """
     settings = read_ps_json(ps_json)
     models = settings.models if model is None else (settings.model(model),)
-    return [_import_model(settings, item, repository, version, progress) for item in models]
+    reports = []
+    for item in models:
+        with stage_version(repository, item.name, version) as (staging, version_dir):
+            spec, num_parameters = write_version(settings, item, staging, keep_rows_of=keep_rows_of, progress=progress)
+        reports.append(ImportReport(item.name, version_dir, spec, num_parameters, settings.ignored, settings.unknown))
+    return reports
 
 
 def write_version(
-    settings: PsJson, model: PsModel, directory: Path, progress: Progress | None = None
+    settings: PsJson,
+    model: PsModel,
+    directory: Path,
+    *,
+    keep_rows_of: Sequence[Path] = (),
+    may_link: bool = True,
+    progress: Progress | None = None,
 ) -> tuple[ModelSpec, int]:
     """Write one model into an empty folder, complete with its manifest; what it is, and its dense parameters.
 
-    `model` may differ from what ps.json says, as where config.pbtxt names other files. Errors as `import_hugectr`.
+    Args:
+        model: may differ from what ps.json says, as where config.pbtxt names other files.
+        keep_rows_of: table folders of an earlier version, one per table in the order of the tables; of several
+            versions the oldest first. Rows that the model itself has no more are kept, as HugeCTR's own update does.
+        may_link: False: tables are copied, so that whoever writes to the originals does not change the version.
+
+    Raises:
+        as `import_hugectr`.
     """
-    if model.graph_file:
-        spec, num_parameters = _write_network(settings, model, directory, progress)
-    else:
-        spec, num_parameters = _tables_alone(settings, model, directory, progress), 0
+    if len(keep_rows_of) % len(model.sparse_files):
+        raise ConfigurationError(
+            f"model {model.name!r} has {len(model.sparse_files)} tables, but {len(keep_rows_of)} folders whose rows "
+            "are to be kept; one per table is required"
+        )
+    job = _Job(settings, model, directory, keep_rows_of, may_link, progress)
+    spec, num_parameters = _write_network(job) if model.graph_file else (_tables_alone(job), 0)
     spec.write(directory)
     write_manifest(directory, progress)
     return spec, num_parameters
 
 
-def _import_model(
-    settings: PsJson, model: PsModel, repository: Path, version: int | None, progress: Progress | None
-) -> ImportReport:
-    with stage_version(repository, model.name, version) as (staging, version_dir):
-        spec, num_parameters = write_version(settings, model, staging, progress)
-    return ImportReport(model.name, version_dir, spec, num_parameters, settings.ignored, settings.unknown)
-
-
-def _write_network(settings: PsJson, model: PsModel, staging: Path, progress: Progress | None) -> tuple[ModelSpec, int]:
+def _write_network(job: _Job) -> tuple[ModelSpec, int]:
+    settings, model = job.settings, job.model
     graph = read_graph(Path(model.graph_file))
     if len(graph.embeddings) != len(model.sparse_files):
         raise ConfigurationError(
@@ -137,12 +170,12 @@ def _write_network(settings: PsJson, model: PsModel, staging: Path, progress: Pr
         )
     statistics = Path(model.statistics_file) if model.statistics_file else None
     network = build_dense_network(graph, Path(model.dense_file), statistics)
-    sources = [
-        _SourceTable(embedding.name, _local(model, name), embedding.embedding_dim, model.default_value(i))
-        for i, (embedding, name) in enumerate(zip(graph.embeddings, model.sparse_files, strict=True))
-    ]
-    tables = _link_tables(sources, settings.key_type, staging, progress)
-    (staging / DENSE_FILE).write_bytes(network.model.SerializeToString())
+    tables = _write_tables(
+        job,
+        [embedding.name for embedding in graph.embeddings],
+        [embedding.embedding_dim for embedding in graph.embeddings],
+    )
+    (job.directory / DENSE_FILE).write_bytes(network.model.SerializeToString())
     return _network_spec(settings, model, graph, network, tables), network.num_parameters
 
 
@@ -178,16 +211,13 @@ def _network_spec(
     )
 
 
-def _tables_alone(settings: PsJson, model: PsModel, staging: Path, progress: Progress | None) -> ModelSpec:
+def _tables_alone(job: _Job) -> ModelSpec:
     """A model of HPS: its answer is the vectors themselves."""
+    settings, model = job.settings, job.model
     names = model.table_names or tuple(f"sparse_embedding{i}" for i in range(len(model.sparse_files)))
     folders = [_local(model, name) for name in model.sparse_files]
     dims = model.embedding_dims or tuple(_embedding_dim(settings, model, folder) for folder in folders)
-    sources = [
-        _SourceTable(name, folder, dim, model.default_value(i))
-        for i, (name, folder, dim) in enumerate(zip(names, folders, dims, strict=True))
-    ]
-    tables = _link_tables(sources, settings.key_type, staging, progress)
+    tables = _write_tables(job, names, dims)
     return ModelSpec(
         inputs=(TensorSpec(HPS_KEYS, "int64", (-1,)), TensorSpec(HPS_COUNTS, "int32", (-1,))),
         outputs=(TensorSpec(PREDICTIONS, "float32", (-1,)),),
@@ -224,45 +254,47 @@ def _local(model: PsModel, name: str) -> Path:
     return Path(name)
 
 
-def _link_tables(
-    sources: list[_SourceTable], key_type: KeyType, staging: Path, progress: Progress | None
-) -> tuple[TableSpec, ...]:
-    tables = []
-    for source, folder in zip(sources, folder_names([source.name for source in sources]), strict=True):
-        target = staging / TABLES_FOLDER / folder
-        num_rows = _num_rows(source)
-        _link_table(source.folder, key_type, target)
-        build_index(target, _mapped(target / "key"), progress and partial(_count_keys, progress))
-        tables.append(
-            TableSpec(source.name, folder, num_rows, source.embedding_dim, default_vector=source.default_value)
-        )
-    return tuple(tables)
+def _write_tables(job: _Job, names: Sequence[str], dims: Sequence[int]) -> tuple[TableSpec, ...]:
+    model, num_tables = job.model, len(names)
+    sources = [
+        _SourceTable(name, (*job.keep_rows_of[i::num_tables], _local(model, folder)), dim, model.default_value(i))
+        for i, (name, folder, dim) in enumerate(zip(names, model.sparse_files, dims, strict=True))
+    ]
+    return tuple(
+        _write_table(job, source, folder) for source, folder in zip(sources, folder_names(list(names)), strict=True)
+    )
+
+
+def _write_table(job: _Job, source: _SourceTable, name: str) -> TableSpec:
+    num_rows = sum(_num_rows(folder, source.embedding_dim) for folder in source.folders)
+    target = job.directory / TABLES_FOLDER / name
+    target.mkdir(parents=True)
+    keys = [folder / "key" for folder in source.folders]
+    if job.settings.key_type == "int64" or all(map(_all_uint32, keys)):
+        _take(keys, target / "key", may_link=job.may_link)
+    else:
+        _write_uint32(keys, target / "key")
+    _take([folder / "emb_vector" for folder in source.folders], target / "emb_vector", may_link=job.may_link)
+    # Of rows with one key the index finds the last, which is the newest.
+    build_index(target, _mapped(target / "key"), job.progress and partial(_count_keys, job.progress))
+    return TableSpec(source.name, name, num_rows, source.embedding_dim, default_vector=source.default_value)
 
 
 def _count_keys(progress: Progress, num_keys: int) -> None:
     progress(num_keys * _KEY_BYTES)
 
 
-def _link_table(source: Path, key_type: KeyType, target: Path) -> None:
-    target.mkdir(parents=True)
-    if key_type == "int64" or _all_uint32(source / "key"):
-        _link(source / "key", target / "key")
-    else:
-        _write_uint32(source / "key", target / "key")
-    _link(source / "emb_vector", target / "emb_vector")
-
-
-def _num_rows(source: _SourceTable) -> int:
+def _num_rows(folder: Path, embedding_dim: int) -> int:
     """Rows of a sparse folder, by the sizes of both its files."""
-    key_bytes, vector_bytes = _size(source.folder / "key"), _size(source.folder / "emb_vector")
+    key_bytes, vector_bytes = _size(folder / "key"), _size(folder / "emb_vector")
     num_rows, rest = divmod(key_bytes, _KEY_BYTES)
     if rest:
-        raise ModelFormatError(f"{source.folder / 'key'}: {key_bytes} bytes are no whole number of int64 keys")
-    expected = num_rows * source.embedding_dim * _FLOAT_BYTES
+        raise ModelFormatError(f"{folder / 'key'}: {key_bytes} bytes are no whole number of int64 keys")
+    expected = num_rows * embedding_dim * _FLOAT_BYTES
     if vector_bytes != expected:
         raise ModelFormatError(
-            f"{source.folder / 'emb_vector'}: {vector_bytes} bytes, expected {expected} "
-            f"({num_rows} keys, embedding_dim {source.embedding_dim}, float32)"
+            f"{folder / 'emb_vector'}: {vector_bytes} bytes, expected {expected} "
+            f"({num_rows} keys, embedding_dim {embedding_dim}, float32)"
         )
     return num_rows
 
@@ -274,12 +306,25 @@ def _size(path: Path) -> int:
         raise ModelFormatError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _link(source: Path, target: Path) -> None:
-    """Share the file; where links are not possible (another file system, say), copy it."""
-    try:
-        os.link(source.resolve(), target)
-    except OSError:
-        shutil.copyfile(source, target)
+def _take(sources: Sequence[Path], target: Path, *, may_link: bool) -> None:
+    """Share a single file; where links are not wanted or not possible (another file system, say), copy."""
+    if may_link and len(sources) == 1:
+        with suppress(OSError):
+            os.link(sources[0].resolve(), target)
+            return
+    with target.open("wb", buffering=0) as file:
+        for source in sources:
+            _append(source, file)
+
+
+def _append(source: Path, file: IO[bytes]) -> None:
+    with source.open("rb", buffering=0) as original:
+        try:
+            # File systems that can share the blocks of two files do so, at no cost.
+            while os.copy_file_range(original.fileno(), file.fileno(), _COPY_BYTES):
+                pass
+        except OSError:
+            shutil.copyfileobj(original, file, _COPY_BYTES)
 
 
 def _all_uint32(path: Path) -> bool:
@@ -289,12 +334,12 @@ def _all_uint32(path: Path) -> bool:
     return all(((chunk >= 0) & (chunk < 1 << 32)).all() for chunk in chunks)
 
 
-def _write_uint32(source: Path, target: Path) -> None:
+def _write_uint32(sources: Sequence[Path], target: Path) -> None:
     """HugeCTR casts the keys of a uint32 model when it loads them, so that -1 is found as 4294967295."""
-    keys = _mapped(source)
     with target.open("wb") as file:
-        for begin in range(0, keys.size, _KEYS_PER_CHUNK):
-            file.write((keys[begin : begin + _KEYS_PER_CHUNK] & 0xFFFFFFFF).tobytes())
+        for keys in map(_mapped, sources):
+            for begin in range(0, keys.size, _KEYS_PER_CHUNK):
+                file.write((keys[begin : begin + _KEYS_PER_CHUNK] & 0xFFFFFFFF).tobytes())
 
 
 def _mapped(path: Path) -> NDArray[np.int64]:
