@@ -40,7 +40,7 @@ def write_manifest(directory: Path, progress: Progress | None = None) -> None:
     """Write MANIFEST.json for the files of a version directory that is being staged."""
     files = [path for path in sorted(directory.rglob("*")) if path.is_file() and _is_listed(path, directory)]
     with ThreadPoolExecutor() as threads:
-        checksums = list(threads.map(partial(_sha256, progress=progress), files))
+        checksums = list(threads.map(partial(sha256_of, progress=progress), files))
     entries = {
         path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "sha256": checksum}
         for path, checksum in zip(files, checksums, strict=True)
@@ -102,7 +102,7 @@ def _check_size(directory: Path, entry: FileEntry, absent: frozenset[str]) -> bo
 
 def _check_sum(directory: Path, entry: FileEntry, progress: Progress | None) -> None:
     path = directory / entry.path
-    if _sha256(path, progress) != entry.sha256:
+    if sha256_of(path, progress) != entry.sha256:
         raise ModelFormatError(f"{path}: damaged, its checksum is not the one in {MANIFEST_FILE}")
 
 
@@ -118,7 +118,8 @@ def _entry(manifest: Path, name: str, value: dict[str, Any]) -> FileEntry:
     return FileEntry(path, int(value["bytes"]), str(value["sha256"]))
 
 
-def _sha256(path: Path, progress: Progress | None) -> str:
+def sha256_of(path: Path, progress: Progress | None = None) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:

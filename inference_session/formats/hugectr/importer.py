@@ -19,7 +19,7 @@ from inference_session.errors import ConfigurationError, ModelFormatError, Unsup
 from inference_session.formats.hugectr.csr import DENSE, HPS_COUNTS, HPS_KEYS, KEYS, OFFSETS, RequestFormat
 from inference_session.formats.hugectr.graph import Graph, read_graph
 from inference_session.formats.hugectr.onnx_graph import DenseNetwork, build_dense_network
-from inference_session.formats.hugectr.ps_fields import KeyType, PsJson, PsModel
+from inference_session.formats.hugectr.ps_fields import PsJson, PsModel
 from inference_session.formats.hugectr.ps_json import read_ps_json
 from inference_session.formats.manifest import write_manifest
 from inference_session.formats.native import (

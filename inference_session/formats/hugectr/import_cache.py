@@ -1,0 +1,161 @@
+"""HugeCTR's files as a version directory, made when they are first opened and kept for the next time.
+
+<cache>/<model>-<hash of the model's folder>/
+  lock                          held by whoever imports; shared by whoever opens
+  <hash of the sources>/        what was made of them
+    <model>/<version>/          a version directory
+
+The hash of the sources covers every byte of every file, what ps.json says of the model, and hotrow's own importer: what
+any of them changes is imported anew. Tables are copied, not linked: whoever trains may write over the originals.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from inference_session.errors import ConfigurationError, ModelFormatError, UnavailableError
+from inference_session.formats.hugectr.importer import Progress, write_version
+from inference_session.formats.hugectr.ps_fields import PsJson, PsModel
+from inference_session.formats.manifest import sha256_of
+from inference_session.formats.staging import stage_version
+
+NUM_KEPT = 3
+"""Imports of one model that are kept: the one in use, the one before it for a way back, and one more."""
+_HASH_LENGTH = 32
+
+
+def default_cache_folder() -> Path:
+    """`HOTROW_CACHE_DIR`, else `hotrow/imports` in the user's cache folder."""
+    if chosen := os.environ.get("HOTROW_CACHE_DIR"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotrow" / "imports"
+
+
+@contextmanager
+def cached_import(
+    settings: PsJson,
+    model: PsModel,
+    owner: Path,
+    *,
+    version: int = 1,
+    keep_rows_of: Sequence[Path] = (),
+    folder: Path | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Path]:
+    """Yield the version directory of a model, which is imported first unless it has been before.
+
+    Nobody removes it while the context lasts. A session that opened it may outlast the context: it has mapped its files.
+
+    Args:
+        model: one of the settings' models, its files as they are to be read.
+        owner: the model's own folder; imports of one owner are kept apart from those of others, and bounded.
+        keep_rows_of: see `write_version`.
+        folder: the cache; None: `default_cache_folder()`.
+
+    Raises:
+        as `import_hugectr`; ConfigurationError also where the cache cannot be written, UnavailableError where a source
+        was written to meanwhile.
+    """
+    folder = folder or default_cache_folder()
+    imports = folder / f"{model.name}-{_hash(str(owner.resolve()))[:12]}"
+    sources = _files(model, keep_rows_of)
+    before = _states(sources)
+    entry = imports / _hash(
+        repr((_statement(settings, model), version, _importer_hash(), *_checksums(sources, progress)))
+    )
+    version_dir = entry / model.name / str(version)
+    with _lock_file(imports) as lock:
+        while True:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not version_dir.is_dir():
+                with stage_version(entry, model.name, version) as (staging, _):
+                    write_version(
+                        settings, model, staging, keep_rows_of=keep_rows_of, may_link=False, progress=progress
+                    )
+                    _refuse_changes(before, _states(sources))
+            os.utime(entry)
+            _remove_old(imports)
+            # Others may open while we do. The lock is let go for a moment on the way: look again.
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if version_dir.is_dir():
+                break
+        yield version_dir
+
+
+def _files(model: PsModel, keep_rows_of: Sequence[Path]) -> list[Path]:
+    """All that the import will read."""
+    single = [Path(name) for name in (model.graph_file, model.dense_file, model.statistics_file) if name]
+    folders = [*map(Path, model.sparse_files), *keep_rows_of]
+    return single + [folder / name for folder in folders for name in ("key", "emb_vector")]
+
+
+def _statement(settings: PsJson, model: PsModel) -> tuple[object, ...]:
+    """What ps.json says that the files do not, wherever they lie."""
+    elsewhere = replace(model, sparse_files=(), graph_file="", dense_file="", statistics_file="")
+    return bool(model.graph_file), elsewhere, settings.key_type, settings.generation, settings.session_settings(model)
+
+
+def _checksums(sources: Sequence[Path], progress: Progress | None) -> list[str]:
+    with ThreadPoolExecutor() as threads:
+        try:
+            return list(threads.map(lambda path: sha256_of(path, progress), sources))
+        except OSError as error:
+            raise ModelFormatError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+
+def _states(sources: Sequence[Path]) -> list[tuple[Path, int, int, int]]:
+    try:
+        stats = [(path, path.stat()) for path in sources]
+    except OSError as error:
+        raise ModelFormatError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    return [(path, stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+
+
+def _refuse_changes(before: Sequence[tuple[Path, int, int, int]], after: Sequence[tuple[Path, int, int, int]]) -> None:
+    for old, new in zip(before, after, strict=True):
+        if old != new:
+            raise UnavailableError(f"{new[0]}: written to while it was imported; load the model again")
+
+
+@cache
+def _importer_hash() -> str:
+    """Stands for the code that reads HugeCTR's files, so that a newer hotrow imports anew."""
+    code = sorted(Path(__file__).parent.rglob("*.py"))
+    return _hash("".join(path.read_text(encoding="utf-8") for path in code))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:_HASH_LENGTH]
+
+
+@contextmanager
+def _lock_file(imports: Path) -> Iterator[int]:
+    """A file to lock, one per model folder; never removed, so that all lock the same one."""
+    try:
+        imports.mkdir(parents=True, exist_ok=True)
+        handle = os.open(imports / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{imports}: the cache of imported models cannot be written ({error.strerror}); "
+            "set HOTROW_CACHE_DIR to a folder that can"
+        ) from error
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def _remove_old(imports: Path) -> None:
+    """Remove all but the imports used last. Must be called while holding the lock alone: nobody is opening one."""
+    entries = sorted((path for path in imports.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime_ns)
+    for path in entries[:-NUM_KEPT]:
+        shutil.rmtree(path)
