@@ -56,8 +56,10 @@ class JoinedBatch:
     the look-up gathers the keys of all tables at once.
     """
 
-    def __init__(self, parts: dict[str, list[Part]], num_samples: int) -> None:
+    def __init__(self, parts: dict[str, list[Part]], num_samples: int, shapes: Hashable = ()) -> None:
         self.num_samples = num_samples
+        self.shapes = shapes
+        """What the requests have in common (CheckedRequest.shapes)."""
         self._parts = parts
 
     @classmethod
@@ -65,7 +67,7 @@ class JoinedBatch:
         """The inputs of these requests as they are."""
         names = requests[0].inputs
         parts = {name: [request.inputs[name] for request in requests] for name in names}
-        return cls(parts, sum(request.num_samples for request in requests))
+        return cls(parts, sum([request.num_samples for request in requests]), requests[0].shapes)
 
     def parts(self, name: str) -> list[Part]:
         """What the requests sent under that name."""

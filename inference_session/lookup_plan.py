@@ -7,7 +7,7 @@ records; a batch then costs a copy of that array, the addresses of its keys, and
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -75,15 +75,19 @@ class LookupPlan:
         for number, block in enumerate(self._blocks):
             self._block_of[list(block.members)] = number
         self._weighted = [(i, lookup.keys, lookup.weights) for i, lookup in enumerate(spec.lookups) if lookup.weights]
-        self._geometries: dict[tuple[tuple[int, ...], ...], _Geometry] = {}
+        self._irregular = [i for i, lookup in enumerate(spec.lookups) if not _is_regular(lookup, spec)]
+        self._geometries: dict[Hashable, _Geometry] = {}
 
     def run(self, batch: JoinedBatch) -> LookedUp:
         """Look up all keys of a batch in one call of the kernel."""
         if not self._lookups:
             return LookedUp({}, _NO_COUNTS, _NO_COUNTS)
         keys = [batch.parts(lookup.keys) for lookup in self._lookups]
-        tails, leading = self._split_shapes(keys)
-        geometry = self._geometry(tails)
+        shapes = [_shape(keys[i], self._lookups[i]) for i in self._irregular]
+        geometry = self._geometry(keys, batch.shapes, tuple([shape[1:] for shape in shapes]))
+        leading = [batch.num_samples] * len(keys)
+        for i, shape in zip(self._irregular, shapes, strict=True):
+            leading[i] = shape[0]
         vectors = [
             np.empty((leading[block.members[0]], *shape), np.float32)
             for block, shape in zip(self._blocks, geometry.shapes, strict=True)
@@ -98,19 +102,6 @@ class LookupPlan:
         cpu.lookup(self._tables, segments, num_unknown, _NO_POSITIONS, self._num_threads)
         del held
         return LookedUp(self._inputs(vectors, keys), num_keys, num_unknown)
-
-    def _split_shapes(self, keys: list[list[Part]]) -> tuple[tuple[tuple[int, ...], ...], list[int]]:
-        """The shapes of all keys, their first dimension apart."""
-        tails, leading = [], []
-        for parts, lookup in zip(keys, self._lookups, strict=True):
-            shape = parts[0].shape
-            if isinstance(parts[0], Ragged):
-                shape = (*shape, 0)  # no one length is true of the bags
-            elif len(shape) < 2 and _is_bare(parts[0], lookup):
-                shape = (1, *shape)
-            tails.append(shape[1:])
-            leading.append(shape[0] if len(parts) == 1 else sum(part.shape[0] for part in parts))
-        return tuple(tails), leading
 
     def _fill_keys(
         self, segments: NDArray[np.void], keys: list[list[Part]], num_keys: NDArray[np.int64]
@@ -152,13 +143,15 @@ class LookupPlan:
             inputs[block.dense_input] = array[0] if bare else array
         return inputs
 
-    def _geometry(self, tails: tuple[tuple[int, ...], ...]) -> _Geometry:
-        geometry = self._geometries.get(tails)
+    def _geometry(self, keys: list[list[Part]], shapes: Hashable, irregular_tails: Hashable) -> _Geometry:
+        """The geometry of these keys, which the shapes of the requests and of the irregular keys determine."""
+        geometry = self._geometries.get((shapes, irregular_tails))
         if geometry is None:
-            geometry = self._describe(tails)
+            tails = [_shape(parts, lookup)[1:] for parts, lookup in zip(keys, self._lookups, strict=True)]
+            geometry = self._describe(tuple(tails))
             if len(self._geometries) >= _MAX_GEOMETRIES:
                 self._geometries.clear()
-            self._geometries[tails] = geometry
+            self._geometries[shapes, irregular_tails] = geometry
         return geometry
 
     def _describe(self, tails: tuple[tuple[int, ...], ...]) -> _Geometry:
@@ -213,6 +206,27 @@ def _blocks(lookups: Sequence[LookupSpec]) -> tuple[_Block, ...]:
 def _is_bare(keys: Part, lookup: LookupSpec) -> bool:
     """Whether the keys have no dimension but, where they are pooled, that of their one bag."""
     return len(keys.shape) <= (lookup.pooling != "none") and not isinstance(keys, Ragged)
+
+
+def _is_regular(lookup: LookupSpec, spec: ModelSpec) -> bool:
+    """Whether the keys are [samples, …] with all but the first size told by the shapes of the requests."""
+    if spec.layout != "tensors" or not spec.batched:
+        return False
+    shapes = [tensor.shape for tensor in spec.inputs if tensor.name == lookup.keys]
+    return bool(shapes) and (lookup.pooling == "none" or (len(shapes[0]) > 1 and shapes[0][-1] >= 0))
+
+
+def _shape(parts: list[Part], lookup: LookupSpec) -> tuple[int, ...]:
+    """The shape of all keys of a look-up, at least one row (and one bag, where pooled) deep."""
+    first = parts[0]
+    shape = first.shape
+    if isinstance(first, Ragged):
+        shape = (*shape, 0)  # no one length is true of the bags
+    elif _is_bare(first, lookup):
+        shape = (1, *shape)
+    if len(parts) == 1:
+        return shape
+    return (sum(part.shape[0] for part in parts), *shape[1:])
 
 
 def _laid_out(keys: list[NDArray[Any]]) -> NDArray[np.int64]:
