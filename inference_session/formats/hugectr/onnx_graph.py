@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 
 from inference_session.formats.hugectr.dense_weights import BatchStatistics, DenseWeights
 from inference_session.formats.hugectr.graph import LOSS_LAYERS, Graph, Label, Layer
-from inference_session.formats.hugectr.layers import Builder, Tensor, emitter
+from inference_session.formats.hugectr.layers import Builder, Tensor, check_size, emitter
 
 _OPSET = 17
 _IR_VERSION = 8
@@ -94,7 +94,7 @@ def _emit_layers(build: Builder, graph: Graph, tensors: dict[str, Tensor]) -> li
         tops = emit(build, layer, [_tensor(layer, tensors, name) for name in layer.bottoms])
         if len(tops) != len(layer.tops):
             layer.fail(f"makes {len(tops)} tensors, found {len(layer.tops)} names", "top")
-        tensors.update(zip(layer.tops, tops, strict=True))
+        tensors.update((name, check_size(layer, top)) for name, top in zip(layer.tops, tops, strict=True))
     return losses or [_last_tensor(graph, tensors)]
 
 

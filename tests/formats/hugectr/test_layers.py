@@ -218,6 +218,7 @@ WRONG: list[tuple[str, list[str], dict[str, Any], str]] = [
     ("Concat", ["emb", "emb2"], {"axis": 3}, "axis 3"),
     ("Scale", ["dense"], {"scale_param": {"axis": 2, "factor": 2}}, "allowed: 0, 1"),
     ("Scale", ["dense"], {"scale_param": {"axis": 1, "factor": 16_000_000}}, "elements per sample"),
+    ("Reshape", ["emb"], {"selected": [0] * 3_000_000}, "makes 18000000 elements per sample"),
     ("WeightMultiply", ["dense"], {"weight_dims": [5, 2]}, "width 6"),
     ("FusedReshapeConcat", ["emb", "emb2"], {}, "two slots or more"),
     ("Interaction", ["dense", "emb2"], {}, "differ in their vectors"),
@@ -247,6 +248,16 @@ def test_a_layer_that_contradicts_itself_is_an_error_that_names_it(
     assert expected in str(error.value)
     assert f"{kind} (top 'bad')" in str(error.value)
     assert str(error.value).startswith(f"{graph_file}:1: ")
+
+
+def test_an_interaction_of_too_many_slots_is_an_error(tmp_path: Path) -> None:
+    """Its pairs are counted before any list of them is made."""
+    graph = GraphMaker(1, dense_dim=1, embeddings=[("many", 5000, 1)], num_samples=1)
+    graph.layers.append({"type": "Interaction", "bottom": ["dense", "many"], "top": "bad"})
+    graph_file, dense_file, _ = graph.write(tmp_path)
+
+    with pytest.raises(ModelFormatError, match="makes 25010001 elements per sample"):
+        build_dense_network(read_graph(graph_file), dense_file)
 
 
 REFUSED: list[tuple[str, list[str], dict[str, Any], str]] = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from inference_session.formats.hugectr.graph import Layer
 from inference_session.formats.hugectr.layers import crossing, elementwise, reshaping, trained
-from inference_session.formats.hugectr.layers.base import Builder, Emitter, Tensor
+from inference_session.formats.hugectr.layers.base import Builder, Emitter, Tensor, check_size
 
-__all__ = ["Builder", "Emitter", "Tensor", "emitter", "supported_layers"]
+__all__ = ["Builder", "Emitter", "Tensor", "check_size", "emitter", "supported_layers"]
 
 _EMITTERS: dict[str, Emitter] = {
     "Add": elementwise.chain("Add"),

@@ -44,8 +44,7 @@ def matrix_multiply(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> 
     require_rank(layer, b, 3)
     if a.rows != b.rows or a.dims[1] != b.dims[0]:
         layer.fail(f"{a} and {b} cannot be multiplied", "bottom")
-    result = check_size(layer, Tensor("", (a.dims[0], b.dims[1]), a.rows))
-    return [Tensor(build.node("MatMul", a.name, b.name), result.dims, result.rows)]
+    return [Tensor(build.node("MatMul", a.name, b.name), (a.dims[0], b.dims[1]), a.rows)]
 
 
 def fm_order2(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -77,13 +76,11 @@ def interaction(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequ
     if slots.dims[1] != width or slots.rows != dense.rows:
         layer.fail(f"{dense} and {slots} differ in their vectors", "bottom")
     count = slots.dims[0] + 1
-    num_pairs = count * (count - 1) // 2
-    check_size(layer, Tensor("", (count, count), dense.rows))
-    result = check_size(layer, Tensor("", (width + num_pairs + 1,), dense.rows))
     vectors = build.node("Concat", build.reshape(dense.name, 1, width), slots.name, axis=1)
-    products = build.node("MatMul", vectors, build.node("Transpose", vectors, perm=[0, 2, 1]))
+    turned = build.node("Transpose", vectors, perm=[0, 2, 1])
+    products = check_size(layer, Tensor(build.node("MatMul", vectors, turned), (count, count), dense.rows))
     later, earlier = np.tril_indices(count, -1)
     pairs = build.constant((earlier * count + later).astype(np.int64))
-    picked = build.node("Gather", build.reshape(products, count * count), pairs, axis=1)
-    name = build.node("Concat", dense.name, picked, axis=1)
-    return [Tensor(build.node("Pad", name, build.indices(0, 0, 0, 1)), result.dims, result.rows)]
+    picked = build.node("Gather", build.reshape(products.name, count * count), pairs, axis=1)
+    padded = build.node("Pad", build.node("Concat", dense.name, picked, axis=1), build.indices(0, 0, 0, 1))
+    return [Tensor(padded, (width + len(later) + 1,), dense.rows)]

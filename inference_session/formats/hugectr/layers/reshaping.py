@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from inference_session.formats.hugectr.graph import Layer
-from inference_session.formats.hugectr.layers.base import Builder, Tensor, check_size, only, require_rank
+from inference_session.formats.hugectr.layers.base import Builder, Tensor, only, require_rank
 
 
 def reshape(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -31,9 +31,9 @@ def _select(build: Builder, layer: Layer, x: Tensor) -> Tensor:
     selected = layer.wholes("selected") or tuple(range(slots))
     if max(selected) >= slots:
         layer.fail(f"slot {max(selected)} is beyond the {slots} slots of {x}", "selected")
-    result = check_size(layer, Tensor("", (len(selected) * width,), x.rows))
     picked = build.node("Gather", x.name, build.indices(*selected), axis=1)
-    return Tensor(build.reshape(picked, *result.dims), result.dims, x.rows)
+    dims = (len(selected) * width,)
+    return Tensor(build.reshape(picked, *dims), dims, x.rows)
 
 
 def slices(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -71,9 +71,8 @@ def concat(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[
             layer.fail(f"{first} and {tensor} do not fit together along dimension {axis}", "bottom")
     dims = list(first.dims)
     dims[axis - 1] = sum(tensor.dims[axis - 1] for tensor in bottoms)
-    result = check_size(layer, Tensor("", tuple(dims), first.rows))
     name = build.node("Concat", *(tensor.name for tensor in bottoms), axis=axis)
-    return [Tensor(name, result.dims, result.rows)]
+    return [Tensor(name, tuple(dims), first.rows)]
 
 
 def scale(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -85,12 +84,10 @@ def scale(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[T
     if axis > 1:
         layer.fail(f"found {axis}; allowed: 0, 1", "scale_param", "axis")
     if axis == 0:
-        result = check_size(layer, Tensor("", (width * factor,), x.rows))
         repeated = build.node("Tile", build.reshape(x.name, width, 1), build.indices(1, 1, factor))
-    else:
-        result = check_size(layer, Tensor("", (width,), x.rows * factor))
-        repeated = build.node("Tile", build.reshape(x.name, 1, width), build.indices(1, factor, 1))
-    return [Tensor(build.reshape(repeated, *result.dims), result.dims, result.rows)]
+        return [Tensor(build.reshape(repeated, width * factor), (width * factor,), x.rows)]
+    repeated = build.node("Tile", build.reshape(x.name, 1, width), build.indices(1, factor, 1))
+    return [Tensor(build.reshape(repeated, width), (width,), x.rows * factor)]
 
 
 def fused_reshape_concat(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -122,6 +119,5 @@ def _join_slots(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Tens
         if (tensor.rows, tensor.dims[0]) != (first.rows, first.dims[0]):
             layer.fail(f"takes tensors of one number of slots, found {first} and {tensor}", "bottom")
     dims = (first.dims[0], sum(tensor.dims[1] for tensor in bottoms))
-    result = check_size(layer, Tensor("", dims, first.rows))
     name = build.node("Concat", *(tensor.name for tensor in bottoms), axis=2)
-    return Tensor(name, result.dims, result.rows)
+    return Tensor(name, dims, first.rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from inference_session.formats.hugectr.graph import Layer
-from inference_session.formats.hugectr.layers.base import Builder, Tensor, check_size, only, require_rank
+from inference_session.formats.hugectr.layers.base import Builder, Tensor, only, require_rank
 
 
 def inner_product(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -31,14 +31,13 @@ def fused_inner_product(build: Builder, layer: Layer, bottoms: Sequence[Tensor])
 
 def _fully_connected(build: Builder, layer: Layer, x: Tensor) -> Tensor:
     num_inputs, num_outputs = x.dims[-1], layer.whole("fc_param", "num_output")
-    result = check_size(layer, Tensor("", (*x.dims[:-1], num_outputs), x.rows))
     weight = build.constant(build.weights.take(layer, "weight", num_inputs, num_outputs))
     bias = build.constant(build.weights.take(layer, "bias", num_outputs))
     if len(x.dims) == 1:
         name = build.node("Gemm", x.name, weight, bias)
     else:
         name = build.node("Add", build.node("MatMul", x.name, weight), bias)
-    return Tensor(name, result.dims, x.rows)
+    return Tensor(name, (*x.dims[:-1], num_outputs), x.rows)
 
 
 def multi_cross(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -63,10 +62,9 @@ def weight_multiply(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> 
     if len(dims) != 2 or dims[0] != x.dims[0] or dims[1] < 1:
         layer.fail(f"found {list(dims)}; two numbers, the first the tensor's width {x.dims[0]}", "weight_dims")
     slots, width = dims
-    result = check_size(layer, Tensor("", (slots * width,), x.rows))
     weight = build.constant(build.weights.take(layer, "weight", slots, width))
     product = build.node("Mul", build.reshape(x.name, slots, 1), weight)
-    return [Tensor(build.reshape(product, slots * width), result.dims, x.rows)]
+    return [Tensor(build.reshape(product, slots * width), (slots * width,), x.rows)]
 
 
 def batch_norm(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
