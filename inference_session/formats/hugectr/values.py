@@ -44,7 +44,7 @@ def number(low: float, high: float = math.inf) -> Reader[float]:
             found = math.nan
         if not low <= found <= high or math.isinf(found):
             limit = f"from {low:g} to {high:g}" if high < math.inf else f"from {low:g}"
-            raise ValueError("allowed: numbers" if low == -math.inf else f"allowed: numbers {limit}")
+            raise ValueError(f"allowed: numbers {limit}")
         return found
 
     return read

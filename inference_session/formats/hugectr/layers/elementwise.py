@@ -75,11 +75,7 @@ def prelu_dice(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Seque
     deviation = build.node("Sqrt", build.node("Add", variance, build.scalar(eps)))
     gate = build.node("Sigmoid", build.node("Div", centred, deviation))
     # p + (1 - p) * alpha, as alpha + p * (1 - alpha)
-    slope = build.node(
-        "Add",
-        build.node("Mul", gate, build.scalar(1.0 - alpha)),
-        build.scalar(alpha),
-    )
+    slope = build.node("Add", build.node("Mul", gate, build.scalar(1.0 - alpha)), build.scalar(alpha))
     return [Tensor(build.node("Mul", x.name, slope), x.dims, x.rows)]
 
 
