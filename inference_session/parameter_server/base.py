@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from types import TracebackType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_session.errors import InvalidRequestError, StoreError
+
 Store = TypeVar("Store", bound="EmbeddingStore")
+
+
+class FetchRequest(NamedTuple):
+    """What `EmbeddingStore.fetch` takes, for one of several tables."""
+
+    table: str
+    keys: NDArray[np.int64]
+    """[n]"""
+    out: NDArray[np.float32]
+    """[n, embedding_dim], with any stride between rows."""
 
 
 class EmbeddingStore(ABC):
     """Named tables of vectors by int64 key. All methods may be called from any thread.
 
     A table that the store does not hold is a TableNotFoundError, a store that cannot do what it is asked a StoreError,
-    one that has been closed a SessionClosedError.
+    one that cannot be reached or does not answer in time an UnavailableError, one that has been closed a
+    SessionClosedError. After an error, `out` may hold some of the rows, and an insert may have been done in part.
     """
 
     @property
@@ -35,7 +49,7 @@ class EmbeddingStore(ABC):
 
     @abstractmethod
     def num_rows(self, table: str) -> int:
-        """Number of rows the table holds."""
+        """Number of rows the table holds. Not for the path of a request: a store may have to count them."""
 
     @abstractmethod
     def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
@@ -44,6 +58,10 @@ class EmbeddingStore(ABC):
         Rows of keys that are not found stay as they are.
         """
 
+    def fetch_many(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]]:
+        """`fetch` for several tables, all in one go where the store can."""
+        return [self.fetch(*request) for request in requests]
+
     @abstractmethod
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """Add rows, replacing those whose keys are held; of equal keys in one call the last wins."""
@@ -51,6 +69,27 @@ class EmbeddingStore(ABC):
     @abstractmethod
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         """Drop the rows of these keys; keys that are not held are no error."""
+
+    def clear(self, table: str) -> None:
+        """Drop all rows of a table, and its note."""
+        raise StoreError(f"{self!r} cannot clear table {table!r}: it takes no writes")
+
+    def touch(self, table: str, keys: NDArray[np.int64]) -> None:  # noqa: B027
+        """Count these keys as used now, where the store evicts by time; elsewhere nothing."""
+
+    def check(self) -> None:  # noqa: B027
+        """Raise what a fetch would raise, if the store is down."""
+
+    def refresh(self) -> None:  # noqa: B027
+        """See what other processes have written since, where that does not happen by itself."""
+
+    def note(self, table: str) -> str | None:
+        """The text kept beside a table, None if there is none: how far a push has come."""
+        raise StoreError(f"{self!r} keeps no notes on table {table!r}: it takes no writes")
+
+    def set_note(self, table: str, text: str) -> None:
+        """Keep a text beside a table; what was inserted before it is there whenever the note is."""
+        raise StoreError(f"{self!r} keeps no notes on table {table!r}: it takes no writes ({text!r} was to be kept)")
 
     @abstractmethod
     def close(self) -> None:
@@ -63,3 +102,24 @@ class EmbeddingStore(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def check_fetch(keys: NDArray[np.int64], out: NDArray[np.float32], embedding_dim: int) -> None:
+    """Raise InvalidRequestError unless these are arguments of `fetch`."""
+    shape = (len(keys), embedding_dim)
+    adjacent = out.size == 0 or out.strides[-1] == out.itemsize
+    if keys.dtype != np.int64 or keys.ndim != 1 or out.shape != shape or out.dtype != np.float32 or not adjacent:
+        raise InvalidRequestError(
+            f"fetch takes keys int64 [n] and out float32 {list(shape)} with adjacent elements,"
+            f" found {keys.dtype} {list(keys.shape)} and {out.dtype} {list(out.shape)}"
+        )
+
+
+def check_insert(keys: NDArray[np.int64], vectors: NDArray[np.float32], embedding_dim: int) -> None:
+    """Raise InvalidRequestError unless these are arguments of `insert`."""
+    shape = (len(keys), embedding_dim)
+    if keys.dtype != np.int64 or keys.ndim != 1 or vectors.shape != shape or vectors.dtype != np.float32:
+        raise InvalidRequestError(
+            f"insert takes keys int64 [n] and vectors float32 {list(shape)},"
+            f" found {keys.dtype} {list(keys.shape)} and {vectors.dtype} {list(vectors.shape)}"
+        )

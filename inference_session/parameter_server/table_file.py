@@ -298,7 +298,12 @@ def _map_file(path: Path) -> NDArray[np.uint8]:
 
 def _fetch(record: np.void, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
     shape = (len(keys), int(record["embedding_dim"]))
-    if keys.dtype != np.int64 or out.shape != shape or out.dtype != np.float32 or out.strides[1] != out.itemsize:
+    if (
+        keys.dtype != np.int64
+        or out.shape != shape
+        or out.dtype != np.float32
+        or (out.size and out.strides[1] != out.itemsize)
+    ):
         raise InvalidRequestError(
             f"fetch takes keys int64 [n] and out float32 {list(shape)} with adjacent elements,"
             f" found {keys.dtype} {list(keys.shape)} and {out.dtype} {list(out.shape)}"

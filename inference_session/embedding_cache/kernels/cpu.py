@@ -38,7 +38,7 @@ from inference_session.embedding_cache.kernels.intrinsics import (
 )
 from inference_session.embedding_cache.kernels.layout import SEGMENT, TABLE, PoolingCode, VectorCode
 
-BLOCK_KEYS = 32
+BLOCK_KEYS = 16
 NUM_STAGES = 3
 CHUNK = 256
 """Elements that pooling handles at a time."""
@@ -58,6 +58,7 @@ _KEY = np.dtype(
         ("key", np.int64),
         ("hash", np.uint64),
         ("table", np.int64),  # record in which the row was found
+        ("candidate", np.int64),  # row whose tag matches, to be compared first; -1: none
         ("row", np.int64),  # -1: not found so far
         ("position", np.int64),  # of the key in its segment
         ("output", np.int64),  # address to write to
@@ -174,6 +175,7 @@ def _run_stages(
 ) -> Any:
     for b in range(NUM_STAGES):
         blocks[b].count = 0
+        blocks[b].segment = 0
     missing_counts[:] = 0
     num_missing = 0
     step = 0
@@ -181,18 +183,13 @@ def _run_stages(
     while idle < NUM_STAGES:
         newest, middle, oldest = blocks[step % 3], blocks[(step + 2) % 3], blocks[(step + 1) % 3]
         _take_keys(tables, segments, cursor[0], newest)
-        if newest.count > 0:
-            _prefetch_index(tables[segments[newest.segment].table], newest)
-        if middle.count > 0:
-            _prefetch_rows(tables[segments[middle.segment].table], middle)
         if oldest.count > 0:
-            segment = segments[oldest.segment]
-            missing = _find_rows(tables, segment.table, oldest)
+            missing = _find_rows(tables, segments[oldest.segment].table, oldest)
             if missing > 0:
                 _note_missing(oldest, missing_positions, num_missing)
                 missing_counts[oldest.segment] += missing
                 num_missing += missing
-            _write_vectors(tables, segment, oldest, scratch)
+        _advance(tables, segments, newest, middle, oldest, scratch)
         idle = idle + 1 if newest.count == 0 else 0
         step += 1
     fence()
@@ -277,31 +274,43 @@ def _load_key(address: int, key_bytes: int) -> Any:
 
 
 @kernel
-def _prefetch_index(table: Any, block: Any) -> None:
-    """Stage 1, for the keys of the block that are not found so far."""
-    if table.index_address == 0:
+def _advance(tables: Any, segments: Any, newest: Any, middle: Any, oldest: Any, scratch: Any) -> None:
+    """Stages 1 to 3 of three blocks, key by key in turn: memory takes few requests at once and drops prefetches that
+    come in bursts.
+    """
+    if len(segments) == 0:
         return
-    for i in range(block.count):
-        if block.keys[i].row < 0:
-            prefetch(table.index_address + BUCKET_BYTES * home_bucket(block.keys[i].hash, table.num_buckets))
+    first, second, third = segments[newest.segment], segments[middle.segment], segments[oldest.segment]
+    streamed = third.num_rows * third.output_stride >= STREAM_BYTES
+    for i in range(max(newest.count, middle.count, oldest.count)):
+        if i < newest.count:
+            _prefetch_bucket(tables[first.table], newest.keys[i])
+        if i < middle.count:
+            _prefetch_row(tables[second.table], middle.keys[i])
+        if i < oldest.count:
+            _write_vector(tables, third, oldest.keys[i], streamed, scratch)
 
 
 @kernel
-def _prefetch_rows(table: Any, block: Any) -> None:
-    """Stage 2, for the keys of the block that are not found so far."""
-    for i in range(block.count):
-        item = block.keys[i]
-        if item.row >= 0:
-            continue
-        if table.index_address == 0:
-            row = _row_of_number(item.key, table.num_rows)
-        else:
-            row = candidate_row(table.index_address, table.num_buckets, table.num_rows, item.hash)
-            prefetch(table.keys_address + 8 * row)
-        if row >= 0:
-            vector = table.vectors_address + row * table.row_bytes
-            for address in range(vector, vector + min(table.row_bytes, MAX_PREFETCH_BYTES), 64):
-                prefetch(address)
+def _prefetch_bucket(table: Any, item: Any) -> None:
+    """Stage 1."""
+    if table.index_address != 0:
+        prefetch(table.index_address + BUCKET_BYTES * home_bucket(item.hash, table.num_buckets))
+
+
+@kernel
+def _prefetch_row(table: Any, item: Any) -> None:
+    """Stage 2."""
+    if table.index_address == 0:
+        row = _row_of_number(item.key, table.num_rows)
+    else:
+        row = candidate_row(table.index_address, table.num_buckets, table.num_rows, item.hash)
+        prefetch(table.keys_address + 8 * row)
+    item.candidate = row
+    if row >= 0:
+        vector = table.vectors_address + row * table.row_bytes
+        for address in range(vector, vector + min(table.row_bytes, MAX_PREFETCH_BYTES), 64):
+            prefetch(address)
 
 
 @kernel
@@ -319,10 +328,19 @@ def _find_rows(tables: Any, first_table: int, block: Any) -> Any:
         t = tables[t].next_table
         if missing == 0 or t < 0:
             break
-        _prefetch_index(tables[t], block)
-        _prefetch_rows(tables[t], block)
+        _prefetch_missing(tables[t], block)
         missing = _find_rows_in(tables[t], t, block)
     return missing
+
+
+@kernel
+def _prefetch_missing(table: Any, block: Any) -> None:
+    for i in range(block.count):
+        if block.keys[i].row < 0:
+            _prefetch_bucket(table, block.keys[i])
+    for i in range(block.count):
+        if block.keys[i].row < 0:
+            _prefetch_row(table, block.keys[i])
 
 
 @kernel
@@ -332,9 +350,8 @@ def _find_rows_in(table: Any, t: int, block: Any) -> Any:
         item = block.keys[i]
         if item.row >= 0:
             continue
-        if table.index_address == 0:
-            row = _row_of_number(item.key, table.num_rows)
-        else:
+        row = item.candidate
+        if table.index_address != 0 and (row < 0 or load(table.keys_address, np.int64, row) != item.key):
             row = find_row(
                 table.index_address, table.num_buckets, table.keys_address, table.num_rows, item.key, item.hash
             )
@@ -354,20 +371,17 @@ def _note_missing(block: Any, positions: Any, num_noted: int) -> None:
 
 
 @kernel
-def _write_vectors(tables: Any, segment: Any, block: Any, scratch: Any) -> None:
-    """Stage 3: every vector of the block to its output."""
+def _write_vector(tables: Any, segment: Any, item: Any, streamed: Any, scratch: Any) -> None:
+    """Stage 3."""
     own = tables[segment.table]
-    streamed = segment.num_rows * segment.output_stride >= STREAM_BYTES
-    for i in range(block.count):
-        item = block.keys[i]
-        source, code = own.default_address, _FLOAT32
-        if item.row >= 0:
-            table = tables[item.table]
-            source, code = table.vectors_address + item.row * table.row_bytes, table.vector_code
-        if segment.pooling != _NONE:
-            _pool_vector(segment.pooling, item, source, code, own.embedding_dim, scratch)
-        elif source != 0:
-            _copy_vector(item.output, source, code, own.embedding_dim, streamed)
+    source, code = own.default_address, _FLOAT32
+    if item.row >= 0:
+        table = tables[item.table]
+        source, code = table.vectors_address + item.row * table.row_bytes, table.vector_code
+    if segment.pooling != _NONE:
+        _pool_vector(segment.pooling, item, source, code, own.embedding_dim, scratch)
+    elif source != 0:
+        _copy_vector(item.output, source, code, own.embedding_dim, streamed)
 
 
 @kernel

@@ -22,7 +22,7 @@ def kernel(function: Function) -> Function:
 
     Kernels do not allocate, so they are spared Numba's reference counting, which would cost more than the work itself.
     """
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False}
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False, "forceinline": True}
     try:
         return cast("Function", numba.njit(cache=True, **options)(function))
     except RuntimeError:

@@ -1,0 +1,105 @@
+"""A store in plain dictionaries: the specification of every other, and a tier for tests. Not made for size or speed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import SessionClosedError, TableNotFoundError
+from inference_session.parameter_server.base import EmbeddingStore, check_fetch, check_insert
+
+
+class MemoryStore(EmbeddingStore):
+    """Tables that live as long as the object."""
+
+    def __init__(self, embedding_dims: Mapping[str, int]) -> None:
+        self._embedding_dims = dict(embedding_dims)
+        self._rows: dict[str, dict[int, NDArray[np.float32]]] = {table: {} for table in embedding_dims}
+        self._notes: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """Names of the tables, with or without rows."""
+        return tuple(self._embedding_dims)
+
+    @property
+    def supports_writes(self) -> bool:
+        """Always."""
+        return True
+
+    def embedding_dim(self, table: str) -> int:
+        """Number of elements of the table's vectors."""
+        if table not in self._embedding_dims:
+            raise TableNotFoundError(f"{self!r} has no table {table!r}; its tables: {', '.join(self._rows) or 'none'}")
+        return self._embedding_dims[table]
+
+    def num_rows(self, table: str) -> int:
+        """Number of rows."""
+        return len(self._open(table))
+
+    def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """See EmbeddingStore."""
+        rows = self._open(table)
+        check_fetch(keys, out, self.embedding_dim(table))
+        found = np.zeros(len(keys), np.bool_)
+        with self._lock:
+            for i, key in enumerate(keys.tolist()):
+                if key in rows:
+                    out[i], found[i] = rows[key], True
+        return found
+
+    def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        """See EmbeddingStore."""
+        rows = self._open(table)
+        check_insert(keys, vectors, self.embedding_dim(table))
+        with self._lock:
+            rows.update(zip(keys.tolist(), vectors.copy(), strict=True))
+
+    def erase(self, table: str, keys: NDArray[np.int64]) -> None:
+        """See EmbeddingStore."""
+        rows = self._open(table)
+        with self._lock:
+            for key in keys.tolist():
+                rows.pop(key, None)
+
+    def clear(self, table: str) -> None:
+        """See EmbeddingStore."""
+        rows = self._open(table)
+        with self._lock:
+            rows.clear()
+            self._notes.pop(table, None)
+
+    def check(self) -> None:
+        """See EmbeddingStore."""
+        self._refuse_if_closed()
+
+    def note(self, table: str) -> str | None:
+        """See EmbeddingStore."""
+        self._open(table)
+        return self._notes.get(table)
+
+    def set_note(self, table: str, text: str) -> None:
+        """See EmbeddingStore."""
+        self._open(table)
+        self._notes[table] = text
+
+    def close(self) -> None:
+        """Refuse further calls."""
+        self._closed = True
+
+    def __repr__(self) -> str:
+        return f"<MemoryStore [{len(self._rows)} tables]>"
+
+    def _open(self, table: str) -> dict[int, NDArray[np.float32]]:
+        self._refuse_if_closed()
+        self.embedding_dim(table)
+        return self._rows[table]
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise SessionClosedError(f"{self!r} has been closed")

@@ -1,0 +1,308 @@
+"""One connection to a Redis server that speaks just what rows need: commands out in bulk, rows in without objects.
+
+Everything else (topology, counting, scanning) goes through the `redis` package; see redis_store.py.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import StoreError, UnavailableError
+from inference_session.parameter_server.redis_layout import command
+from inference_session.parameter_server.redis_replies import CURSOR, Status, read_rows
+from inference_session.parameter_server.store_url import StoreUrl
+
+_BUFFER_BYTES = 256 << 10
+_MAX_LINE_BYTES = 64 << 10
+_PASSING = ("LOADING", "READONLY", "OOM", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "BUSY", "MISCONF", "NOREPLICAS")
+"""Errors of a server that is well and will do what is asked at another time."""
+
+Address = tuple[str, int]
+
+
+class DisconnectedError(UnavailableError):
+    """There is no connection, or none any more: worth another try, for the server may just have restarted."""
+
+
+class RedirectedError(UnavailableError):
+    """A node of a Cluster says that another one has the slot."""
+
+
+class Deadline:
+    """A moment until which a call may wait."""
+
+    def __init__(self, timeout_ms: int) -> None:
+        self.timeout_ms = timeout_ms
+        self._end = time.monotonic() + timeout_ms / 1000
+
+    def remaining_s(self) -> float:
+        """Seconds left; TimeoutError if there are none."""
+        remaining = self._end - time.monotonic()
+        if remaining <= 0:
+            raise TimeoutError
+        return remaining
+
+
+class Login(NamedTuple):
+    """How to get in: what all connections to a store's servers have in common."""
+
+    url: StoreUrl
+    tls: ssl.SSLContext | None
+
+    @classmethod
+    def of(cls, url: StoreUrl) -> Login:
+        """Read the certificates that the URL names; StoreError if they cannot be."""
+        if not url.uses_tls:
+            return cls(url, None)
+        options = url.options
+        try:
+            context = ssl.create_default_context(cafile=options.get("tls_ca_certificate"))
+            if "tls_client_certificate" in options:
+                context.load_cert_chain(options["tls_client_certificate"], options.get("tls_client_key"))
+        except OSError as error:  # ssl.SSLError is one
+            raise StoreError(f"store {str(url)!r}: a certificate or key cannot be read: {error}") from error
+        return cls(url, context)
+
+
+class RedisConnection:
+    """A socket that is logged in. For one thread at a time; any error leaves it unusable, to be closed."""
+
+    def __init__(self, login: Login, address: Address, deadline: Deadline) -> None:
+        """Connect and log in; UnavailableError names a server that cannot be reached."""
+        self._url = login.url
+        self._buffer = np.empty(_BUFFER_BYTES, np.uint8)
+        self._filled = 0
+        self._name = self._url.path or f"{address[0]}:{address[1]}"
+        self._socket = self._connect(login, address, deadline)
+        try:
+            self._log_in(deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, data: bytes, deadline: Deadline) -> None:
+        """Send commands; their replies must be read before anything else is sent."""
+        try:
+            self._socket.settimeout(deadline.remaining_s())
+            self._socket.sendall(data)
+        except TimeoutError as error:
+            raise self._late(deadline) from error
+        except OSError as error:
+            raise DisconnectedError(f"Redis at {self._name} closed the connection: {error}") from error
+
+    def read_rows(self, replies: NDArray[np.void], tables: Sequence[str], deadline: Deadline) -> None:
+        """Read the rows that `replies` (REPLY records) expect to where they say; `tables` names the table of each."""
+        cursor = np.zeros(1, CURSOR)
+        cursor["key"] = -1
+        while True:
+            used = read_rows(replies, cursor, self._buffer.ctypes.data, self._filled)
+            self._drop(used)
+            status = Status(int(cursor["status"][0]))
+            if status is Status.DONE:
+                return
+            if status is not Status.MORE:
+                raise self._unexpected(status, replies, cursor, tables, deadline)
+            self._receive(deadline, int(replies["row_bytes"].max()))
+
+    def read_lines(self, count: int, deadline: Deadline) -> list[bytes]:
+        """Read so many replies of one line, numbers or `OK`; an error among them is raised."""
+        lines: list[bytes] = []
+        while len(lines) < count:
+            line = self._line(deadline)
+            if line[:1] not in (b":", b"+"):
+                raise self._failure(line)
+            lines.append(line[1:])
+        return lines
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def _connect(self, login: Login, address: Address, deadline: Deadline) -> socket.socket:
+        try:
+            if self._url.path:
+                connected = socket.socket(socket.AF_UNIX)
+                connected.settimeout(deadline.remaining_s())
+                connected.connect(self._url.path)
+                return connected
+            connected = socket.create_connection(address, deadline.remaining_s())
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if login.tls is None:
+                return connected
+            name = self._url.options.get("tls_server_name", address[0])
+            return login.tls.wrap_socket(connected, server_hostname=name)
+        except TimeoutError as error:
+            raise UnavailableError(f"Redis at {self._name} cannot be reached: no answer in time") from error
+        except OSError as error:
+            raise DisconnectedError(f"Redis at {self._name} cannot be reached: {error.strerror or error}") from error
+
+    def _log_in(self, deadline: Deadline) -> None:
+        commands = []
+        if self._url.password is not None:
+            user = [] if self._url.user is None else [self._url.user.encode()]
+            commands.append(command(b"AUTH", *user, self._url.password.encode()))
+        if self._url.db:
+            commands.append(command(b"SELECT", b"%d" % self._url.db))
+        if commands:
+            self.send(b"".join(commands), deadline)
+            self.read_lines(len(commands), deadline)
+
+    def _receive(self, deadline: Deadline, needed_bytes: int = 0) -> None:
+        """Wait for more, with room for a piece of so many bytes and its head."""
+        if len(self._buffer) < needed_bytes + _MAX_LINE_BYTES or self._filled == len(self._buffer):
+            self._buffer = np.concatenate(
+                [self._buffer, np.empty_like(self._buffer, shape=needed_bytes + _BUFFER_BYTES)]
+            )
+        try:
+            self._socket.settimeout(deadline.remaining_s())
+            received = self._socket.recv_into(memoryview(self._buffer)[self._filled :])
+        except TimeoutError as error:
+            raise self._late(deadline) from error
+        except OSError as error:
+            raise DisconnectedError(f"Redis at {self._name} closed the connection: {error}") from error
+        if received == 0:
+            raise DisconnectedError(f"Redis at {self._name} closed the connection")
+        self._filled += received
+
+    def _drop(self, used: int) -> None:
+        """Forget the first bytes of the buffer."""
+        if used:
+            rest = self._filled - used
+            self._buffer[:rest] = self._buffer[used : self._filled]
+            self._filled = rest
+
+    def _line(self, deadline: Deadline) -> bytes:
+        while True:
+            text = self._buffer[: min(self._filled, _MAX_LINE_BYTES)].tobytes()
+            line, end, _ = text.partition(b"\r\n")
+            if end:
+                self._drop(len(line) + 2)
+                return line
+            if len(text) == _MAX_LINE_BYTES:
+                return text
+            self._receive(deadline)
+
+    def _unexpected(
+        self,
+        status: Status,
+        replies: NDArray[np.void],
+        cursor: NDArray[np.void],
+        tables: Sequence[str],
+        deadline: Deadline,
+    ) -> Exception:
+        number = int(cursor["reply"][0])
+        if status is Status.OTHER_WIDTH:
+            found, expected = int(cursor["found_bytes"][0]), int(replies["row_bytes"][number])
+            return StoreError(
+                f"table {tables[number]!r} in the Redis at {self._name} has a row of {found} bytes, expected {expected}"
+                f" ({expected // 4} float32): another model's rows lie under this name, or were pushed with another width"
+            )
+        return self._failure(self._line(deadline), tables[number])
+
+    def _failure(self, line: bytes, table: str | None = None) -> Exception:
+        """The error that stands for a reply which is one, or which is nothing that Redis says."""
+        about = "" if table is None else f" about table {table!r}"
+        text = line[1:200].decode(errors="replace")
+        if line[:1] != b"-":
+            return UnavailableError(f"what answers at {self._name}{about} does not speak as Redis does: {line[:60]!r}")
+        code = text.partition(" ")[0]
+        if code in ("MOVED", "ASK"):
+            return RedirectedError(f"Redis at {self._name}: {text}")
+        kind = UnavailableError if code in _PASSING else StoreError
+        return kind(f"Redis at {self._name} answers{about}: {_without_arguments(text)}")
+
+    def _late(self, deadline: Deadline) -> Exception:
+        return UnavailableError(f"Redis at {self._name} did not answer within {deadline.timeout_ms} ms")
+
+
+def _without_arguments(text: str) -> str:
+    """An error's text without the arguments that Redis may repeat in it: they might be a password."""
+    return text.partition(", with args beginning with")[0]
+
+
+class ConnectionPool:
+    """Connections to several servers that wait for their next use. Thread-safe."""
+
+    def __init__(self, login: Login, max_idle: int) -> None:
+        """`max_idle`: connections to one server that are kept while nobody uses them."""
+        self._login = login
+        self._max_idle = max_idle
+        self._idle: dict[Address, list[RedisConnection]] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @contextmanager
+    def borrow(self, deadline: Deadline) -> Iterator[BorrowedConnections]:
+        """Connections for the length of a call. After an error they are closed: replies may be left in them."""
+        borrowed = BorrowedConnections(self, deadline)
+        try:
+            yield borrowed
+        except BaseException:
+            borrowed.close()
+            raise
+        borrowed.give_back()
+
+    def take(self, address: Address, deadline: Deadline) -> RedisConnection:
+        """A connection for the caller alone."""
+        with self._lock:
+            idle = self._idle.get(address)
+            connection = idle.pop() if idle else None
+        return connection or RedisConnection(self._login, address, deadline)
+
+    def give_back(self, address: Address, connection: RedisConnection) -> None:
+        """Keep a connection whose replies have all been read, for the next caller."""
+        with self._lock:
+            idle = self._idle.setdefault(address, [])
+            keep = len(idle) < self._max_idle and not self._closed
+            if keep:
+                idle.append(connection)
+        if not keep:
+            connection.close()
+
+    def close_idle(self) -> None:
+        """Close what waits: after a failure the others are likely to be as dead."""
+        with self._lock:
+            idle, self._idle = self._idle, {}
+        for connection in (c for connections in idle.values() for c in connections):
+            connection.close()
+
+    def close(self) -> None:
+        """Close what waits, and what comes back from now on."""
+        self._closed = True
+        self.close_idle()
+
+
+class BorrowedConnections:
+    """The connections of one call, several to a server where it wants them."""
+
+    def __init__(self, pool: ConnectionPool, deadline: Deadline) -> None:
+        """Made by `ConnectionPool.borrow`."""
+        self._pool = pool
+        self._deadline = deadline
+        self._taken: dict[tuple[Address, int], RedisConnection] = {}
+
+    def take(self, address: Address, number: int) -> RedisConnection:
+        """The call's connection of that number to a server."""
+        connection = self._taken.get((address, number))
+        if connection is None:
+            connection = self._taken[address, number] = self._pool.take(address, self._deadline)
+        return connection
+
+    def give_back(self) -> None:
+        """To the pool, all replies read."""
+        for (address, _), connection in self._taken.items():
+            self._pool.give_back(address, connection)
+
+    def close(self) -> None:
+        """Close them all."""
+        for connection in self._taken.values():
+            connection.close()

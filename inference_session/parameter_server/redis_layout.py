@@ -1,0 +1,138 @@
+"""How rows lie in Redis: the layout of HPS 24.06, so that its fleets and ours read and fill the same store.
+
+    hps_et{<tag>/p<partition>}v    hash: key, 8 bytes little endian → row, float32 little endian
+    hps_et{<tag>/p<partition>}t    hash: key → time of the last insert or touch, int64 seconds since 1970
+
+A partition is a hash of its own and the braces keep its two hashes in one slot, so that a table spreads over a
+cluster. A key's partition is its mixed bits modulo the number of partitions (HPS since 4.2).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.embedding_cache.kernels.intrinsics import kernel
+
+DEFAULT_PARTITIONS = 8
+"""What HPS's documentation recommends for Redis, and what we write unless told otherwise."""
+MAX_PROBED_PARTITIONS = 64
+"""Partitions in which an existing table is looked for when the number is not given."""
+
+KEY_FIELD = np.dtype([("length", "S4"), ("key", "<i8"), ("end", "S2")])
+"""A key as an argument of a command: `$8 CRLF key CRLF`. No padding: the array is the bytes to send."""
+
+_HASH_NAME = re.compile(rb"hps_et\{(?P<tag>.+)/p(?P<partition>\d+)\}v", re.DOTALL)
+
+
+def rows_name(tag: str, partition: int) -> bytes:
+    """Name of the hash of rows."""
+    return b"hps_et{%b/p%d}v" % (tag.encode(), partition)
+
+
+def times_name(tag: str, partition: int) -> bytes:
+    """Name of the hash of times."""
+    return b"hps_et{%b/p%d}t" % (tag.encode(), partition)
+
+
+def note_name(tag: str) -> bytes:
+    """Name of the string that says what has been pushed of a table; ours alone."""
+    return b"hotrow_push{%b}" % tag.encode()
+
+
+def split_name(name: bytes) -> tuple[str, int] | None:
+    """Tag and partition of a hash of rows; None if it is none."""
+    match = _HASH_NAME.fullmatch(name)
+    return None if match is None else (match["tag"].decode(errors="replace"), int(match["partition"]))
+
+
+@kernel
+def mixed(key):  # type: ignore[no-untyped-def]
+    """Pelle Evensen's mixer rrxmrrxmsx_0, by which HPS spreads keys: uint64 → uint64."""
+    one, two = np.uint64(25), np.uint64(50)
+    key ^= ((key >> one) | (key << (np.uint64(64) - one))) ^ ((key >> two) | (key << (np.uint64(64) - two)))
+    key *= np.uint64(0xA24BAED4963EE407)
+    one, two = np.uint64(24), np.uint64(49)
+    key ^= ((key >> one) | (key << (np.uint64(64) - one))) ^ ((key >> two) | (key << (np.uint64(64) - two)))
+    key *= np.uint64(0x9FB21C651E98DF25)
+    return key ^ (key >> np.uint64(28))
+
+
+@kernel
+def _sort(keys, partitions, order, bounds):  # type: ignore[no-untyped-def]
+    """Counting sort; bounds[p] ends up as the end of partition p in `order`."""
+    num_partitions = len(bounds) - 1
+    for i in range(len(keys)):
+        partitions[i] = np.int64(mixed(keys[i]) % np.uint64(num_partitions))
+        bounds[partitions[i] + 1] += 1
+    for p in range(num_partitions):
+        bounds[p + 1] += bounds[p]
+    for i in range(len(keys)):
+        p = partitions[i]
+        order[bounds[p]] = i
+        bounds[p] += 1
+
+
+def partition_of(keys: NDArray[np.int64], num_partitions: int) -> NDArray[np.int64]:
+    """The partition of each key."""
+    partitions, order = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
+    _sort(keys.view(np.uint64), partitions, order, np.zeros(num_partitions + 1, np.int64))
+    return partitions
+
+
+def by_partition(keys: NDArray[np.int64], num_partitions: int) -> list[tuple[int, NDArray[np.int64]]]:
+    """Partitions that hold any of the keys, each with the keys' positions in their order."""
+    partitions, order = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
+    ends = np.zeros(num_partitions + 1, np.int64)
+    _sort(keys.view(np.uint64), partitions, order, ends)
+    bounds = [0, *ends[:-1].tolist()]
+    return [(p, order[bounds[p] : bounds[p + 1]]) for p in range(num_partitions) if bounds[p] < bounds[p + 1]]
+
+
+def key_fields(keys: NDArray[np.int64]) -> NDArray[np.void]:
+    """Keys as arguments of a command."""
+    fields = np.empty(len(keys), KEY_FIELD)
+    fields["length"], fields["key"], fields["end"] = b"$8\r\n", keys, b"\r\n"
+    return fields
+
+
+def row_fields(keys: NDArray[np.int64], rows: NDArray[np.generic]) -> NDArray[np.void]:
+    """Keys and rows [n, any] in turn as arguments of a command."""
+    num_bytes = rows.shape[1] * rows.itemsize
+    between = b"\r\n$%d\r\n" % num_bytes
+    layout = [
+        ("length", "S4"),
+        ("key", "<i8"),
+        ("between", f"S{len(between)}"),
+        ("row", f"V{num_bytes}"),
+        ("end", "S2"),
+    ]
+    fields = np.empty(len(keys), layout)
+    fields["length"], fields["key"], fields["between"], fields["end"] = b"$8\r\n", keys, between, b"\r\n"
+    fields["row"] = np.ascontiguousarray(rows).view(f"V{num_bytes}").reshape(len(keys))
+    return fields
+
+
+def command(*arguments: bytes, fields: NDArray[np.void] | None = None, num_fields: int = 0) -> bytes:
+    """A command as it goes over the wire: arguments, then `num_fields` more that are laid out already."""
+    head = b"*%d\r\n" % (len(arguments) + num_fields)
+    body = b"".join(b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments)
+    return head + body + (b"" if fields is None else fields.tobytes())
+
+
+def count_partitions(samples: Mapping[int, Iterable[bytes]]) -> int | None:
+    """By how many partitions a table was written, told from some keys of each partition; None if by no number.
+
+    With few keys several numbers fit; ours is preferred, then the smallest. Whatever it is, the keys given are found.
+    """
+    keys = [np.frombuffer(b"".join(fields), np.int64) for fields in samples.values()]
+    if not keys:
+        return DEFAULT_PARTITIONS
+    lowest = max(samples) + 1
+    for count in (DEFAULT_PARTITIONS, *range(lowest, MAX_PROBED_PARTITIONS + 1)):
+        if count >= lowest and all((partition_of(k, count) == p).all() for p, k in zip(samples, keys, strict=True)):
+            return count
+    return None

@@ -1,0 +1,126 @@
+"""Rows out of Redis's replies, without a Python object per row.
+
+HMGET is answered by `*<n> CRLF`, then for each key `$<size> CRLF <row> CRLF` or, if it is absent, `$-1 CRLF`. The
+replies to all commands of one connection come as one stream, which is read in pieces of any size: the kernel goes
+through a piece, copies each row to where it belongs, and stops where the piece ends or something else comes.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import numpy as np
+
+from inference_session.embedding_cache.kernels.intrinsics import kernel, load, store
+
+REPLY = np.dtype(
+    [
+        ("num_keys", np.int64),
+        ("row_bytes", np.int64),
+        ("positions_address", np.int64),  # int64[num_keys]: which row of the output each key is
+        ("output_address", np.int64),
+        ("output_stride", np.int64),
+        ("found_address", np.int64),  # bool, by position
+    ]
+)
+CURSOR = np.dtype(
+    [
+        ("reply", np.int64),  # replies that are complete
+        ("key", np.int64),  # keys of the current one that are done; -1: its head is yet to come
+        ("status", np.int64),
+        ("found_bytes", np.int64),  # of the row at fault
+    ]
+)
+
+
+class Status(IntEnum):
+    """Why the kernel stopped."""
+
+    MORE = 0
+    """The piece is used up, or ends within a line or row."""
+    DONE = 1
+    OTHER_WIDTH = 2
+    """A row has another size than the table's."""
+    OTHER_REPLY = 3
+    """What comes is not the reply expected: an error, or no Redis at all."""
+
+
+_MORE, _DONE, _OTHER_WIDTH, _OTHER_REPLY = (int(status) for status in Status)
+_CR, _LF, _MINUS, _ZERO, _STAR, _DOLLAR = (ord(c) for c in "\r\n-0*$")
+_MAX_DIGITS = 10
+
+
+@kernel
+def _read_head(buffer, begin, end, mark):  # type: ignore[no-untyped-def]
+    """`<mark><number> CRLF` at `begin` → (number, where it ends); it ends at 0 if incomplete, at -1 if malformed."""
+    if load(buffer, np.uint8, begin) != mark:
+        return 0, -1
+    number, i, sign = 0, begin + 1, 1
+    while i < end:
+        byte = np.int64(load(buffer, np.uint8, i))
+        if byte == _CR:
+            if i + 1 == end:
+                return 0, 0
+            is_line = load(buffer, np.uint8, i + 1) == _LF and i > begin + (sign < 0) + 1
+            return sign * number, i + 2 if is_line else -1
+        if byte == _MINUS and i == begin + 1:
+            sign = -1
+        elif byte < _ZERO or byte > _ZERO + 9 or i > begin + _MAX_DIGITS:
+            return 0, -1
+        else:
+            number = 10 * number + byte - _ZERO
+        i += 1
+    return 0, 0
+
+
+@kernel
+def _copy(source, target, num_bytes):  # type: ignore[no-untyped-def]
+    for i in range(num_bytes // 4):
+        store(target, np.uint32, i, load(source, np.uint32, i))
+
+
+@kernel
+def read_rows(replies, cursor, buffer, num_bytes):  # type: ignore[no-untyped-def]
+    """Go on reading the replies; returns how many of the bytes at address `buffer` are done with.
+
+    `replies`: REPLY records; `cursor`: one CURSOR record, kept between calls. Rows that are not there stay as they
+    are in the output.
+    """
+    state = cursor[0]
+    begin = 0
+    while state.reply < len(replies):
+        reply = replies[state.reply]
+        if state.key == reply.num_keys:
+            state.reply += 1
+            state.key = -1
+            continue
+        if begin == num_bytes:
+            state.status = _MORE
+            return begin
+        number, body = _read_head(buffer, begin, num_bytes, _STAR if state.key < 0 else _DOLLAR)
+        if body == 0:
+            state.status = _MORE
+            return begin
+        if body < 0 or number < -1 or (state.key < 0 and number != reply.num_keys):
+            state.status = _OTHER_REPLY
+            return begin
+        if state.key < 0:
+            state.key = 0
+            begin = body
+            continue
+        position = load(reply.positions_address, np.int64, state.key)
+        if number >= 0:
+            if number != reply.row_bytes:
+                state.status = _OTHER_WIDTH
+                state.found_bytes = number
+                return begin
+            if body + number + 2 > num_bytes:
+                state.status = _MORE
+                return begin
+            _copy(buffer + body, reply.output_address + position * reply.output_stride, number)
+            body += number + 2
+        store(reply.found_address, np.uint8, position, np.uint8(number >= 0))
+        state.key += 1
+        begin = body
+    state.status = _DONE
+    return begin

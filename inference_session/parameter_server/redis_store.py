@@ -1,0 +1,483 @@
+"""Redis as a tier: standalone or Cluster, over TCP, TLS or a Unix socket, in HPS's layout (redis_layout.py).
+
+Rows travel over our own connections (redis_connection.py): the commands of all partitions and tables of a call are
+sent over several connections before the first reply is read, so that the server looks up while we copy. Whatever is
+rare goes through the `redis` package: finding a Cluster's nodes, counting, scanning, and rows of a slot that is just
+moving from one node to another.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import (
+    ConfigurationError,
+    SessionClosedError,
+    StoreError,
+    TableNotFoundError,
+    UnavailableError,
+)
+from inference_session.parameter_server import redis_layout as layout
+from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, check_fetch, check_insert
+from inference_session.parameter_server.namespace import Namespace, StoredTable
+from inference_session.parameter_server.redis_connection import (
+    Address,
+    ConnectionPool,
+    Deadline,
+    DisconnectedError,
+    Login,
+    RedirectedError,
+    RedisConnection,
+)
+from inference_session.parameter_server.redis_replies import REPLY
+from inference_session.parameter_server.store_url import DEFAULT_TIMEOUT_MS, StoreUrl
+
+try:
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.cluster import RedisCluster
+    from redis.crc import key_slot
+    from redis.exceptions import ConnectionError as RedisConnectionError
+    from redis.exceptions import TimeoutError as RedisTimeoutError
+    from redis.retry import Retry
+except ImportError as missing:
+    raise ConfigurationError("a Redis store needs the package `redis`: pip install 'hotrow[redis]'") from missing
+
+DEFAULT_CONNECTIONS = 2
+"""Connections to one server that a large call uses side by side."""
+_BYTES_PER_BATCH = 64 << 10
+"""Rows in one batch of commands: enough to be worth its system calls, and little for a server to do in one go."""
+_BYTES_UNDER_WAY = 256 << 10
+"""Rows asked for and not yet read: enough to keep the servers busy, and little for them to hold in their buffers."""
+_MAX_ATTEMPTS = 3
+_MIN_REFRESH_S = 0.1
+_PROBE_FIELDS = 32
+
+
+class _Read(NamedTuple):
+    """One HMGET: keys of one partition of a table."""
+
+    table: str
+    name: bytes
+    keys: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    out: NDArray[np.float32]
+    found: NDArray[np.bool_]
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.keys) * (4 * self.out.shape[1] + 16)
+
+    def payload(self) -> bytes:
+        return layout.command(b"HMGET", self.name, fields=layout.key_fields(self.keys), num_fields=len(self.keys))
+
+    def reply(self) -> tuple[int, ...]:
+        """A REPLY record."""
+        out = self.out
+        addresses = self.positions.ctypes.data, out.ctypes.data, out.strides[0], self.found.ctypes.data
+        return len(self.keys), 4 * out.shape[1], *addresses
+
+    def run(self, client: Any) -> None:
+        """The same through the `redis` package."""
+        rows = client.execute_command("HMGET", self.name, *(key.tobytes() for key in self.keys))
+        for position, row in zip(self.positions.tolist(), rows, strict=True):
+            if row is not None:
+                self.out[position] = np.frombuffer(row, "<f4")
+                self.found[position] = True
+
+
+class _Write(NamedTuple):
+    """One command that changes fields of a hash and is answered by a number."""
+
+    verb: bytes
+    name: bytes
+    fields: NDArray[np.void]
+    arguments_per_field: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.fields.nbytes
+
+    def payload(self) -> bytes:
+        num_fields = len(self.fields) * self.arguments_per_field
+        return layout.command(self.verb, self.name, fields=self.fields, num_fields=num_fields)
+
+    def run(self, client: Any) -> None:
+        """The same through the `redis` package."""
+        names = [name for name in ("key", "row") if name in (self.fields.dtype.names or ())]
+        arguments = [field[name].tobytes() for field in self.fields for name in names]
+        client.execute_command(self.verb, self.name, *arguments)
+
+
+_Reader = Callable[[RedisConnection, Any, Deadline], None]
+
+
+def _num_bytes(batch: list[Any]) -> int:
+    return sum(command.num_bytes for command in batch)
+
+
+class RedisStore(EmbeddingStore):
+    """The tables of one model in a Redis. Nothing is sent before it is needed: a Redis that is down can be opened."""
+
+    def __init__(
+        self,
+        url: StoreUrl,
+        namespace: Namespace,
+        embedding_dims: Mapping[str, int],
+        *,
+        timeout_ms: int = DEFAULT_TIMEOUT_MS,
+    ) -> None:
+        """See `store_url.create_store`."""
+        self.url = url
+        self.namespace = namespace
+        self._embedding_dims = dict(embedding_dims)
+        self._timeout_ms = timeout_ms
+        self._num_connections = url.count("connections", DEFAULT_CONNECTIONS)
+        self._given_partitions = url.count("partitions", 0) if "partitions" in url.options else 0
+        self._num_partitions: dict[str, int] = {}
+        self._servers = RedisServers(url, timeout_ms)
+        self._pool = ConnectionPool(Login.of(url), max_idle=2 * self._num_connections)
+        self._closed = False
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The tables that the store was bound to, whether or not they have rows."""
+        return tuple(self._embedding_dims)
+
+    @property
+    def supports_writes(self) -> bool:
+        """Always, though a replica may refuse them."""
+        return True
+
+    def embedding_dim(self, table: str) -> int:
+        """Number of elements of the table's vectors."""
+        if table not in self._embedding_dims:
+            known = ", ".join(map(repr, self._embedding_dims)) or "none"
+            raise TableNotFoundError(f"{self!r} has no table {table!r}; its tables: {known}")
+        return self._embedding_dims[table]
+
+    def num_rows(self, table: str) -> int:
+        """Number of rows, as Redis counts them."""
+        counts = self._pipeline([("HLEN", name) for name in self._names(table, layout.rows_name)])
+        return sum(map(int, counts))
+
+    def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """See EmbeddingStore."""
+        return self.fetch_many([FetchRequest(table, keys, out)])[0]
+
+    def fetch_many(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]]:
+        """See EmbeddingStore."""
+        found = [np.zeros(len(request.keys), np.bool_) for request in requests]
+        reads = [r for request, hits in zip(requests, found, strict=True) for r in self._reads(request, hits)]
+        self._run(reads, self._read_rows)
+        return found
+
+    def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        """See EmbeddingStore. The time of each row is set as well, before the row itself."""
+        check_insert(keys, vectors, self.embedding_dim(table))
+        now = np.full((1, 1), int(time.time()), "<i8")
+        writes: list[_Write] = []
+        for partition, part in self._parts(table, keys):
+            times = layout.row_fields(keys[part], np.repeat(now, len(part), axis=0))
+            rows = layout.row_fields(keys[part], vectors[part].astype("<f4", copy=False))
+            tag = self.namespace.tag(table)
+            writes.append(_Write(b"HSET", layout.times_name(tag, partition), times, 2))
+            writes.append(_Write(b"HSET", layout.rows_name(tag, partition), rows, 2))
+        self._run(writes, self._read_numbers)
+
+    def erase(self, table: str, keys: NDArray[np.int64]) -> None:
+        """See EmbeddingStore."""
+        tag = self.namespace.tag(table)
+        writes = []
+        for partition, part in self._parts(table, keys):
+            fields = layout.key_fields(keys[part])
+            writes.append(_Write(b"HDEL", layout.rows_name(tag, partition), fields, 1))
+            writes.append(_Write(b"HDEL", layout.times_name(tag, partition), fields, 1))
+        self._run(writes, self._read_numbers)
+
+    def clear(self, table: str) -> None:
+        """See EmbeddingStore. Redis frees the memory in its own background."""
+        names = self._names(table, layout.rows_name) + self._names(table, layout.times_name)
+        self._pipeline([("UNLINK", name) for name in (*names, layout.note_name(self.namespace.tag(table)))])
+
+    def touch(self, table: str, keys: NDArray[np.int64]) -> None:
+        """Set the time of these keys, which must be held."""
+        tag = self.namespace.tag(table)
+        now = np.full((1, 1), int(time.time()), "<i8")
+        writes = []
+        for partition, part in self._parts(table, keys):
+            fields = layout.row_fields(keys[part], np.repeat(now, len(part), axis=0))
+            writes.append(_Write(b"HSET", layout.times_name(tag, partition), fields, 2))
+        self._run(writes, self._read_numbers)
+
+    def check(self) -> None:
+        """See EmbeddingStore. Asks every node that has rows."""
+        self._refuse_if_closed()
+        self._servers.ping()
+
+    def note(self, table: str) -> str | None:
+        """See EmbeddingStore."""
+        text = self._pipeline([("GET", layout.note_name(self.namespace.tag(table)))])[0]
+        return None if text is None else text.decode(errors="replace")
+
+    def set_note(self, table: str, text: str) -> None:
+        """See EmbeddingStore."""
+        self._pipeline([("SET", layout.note_name(self.namespace.tag(table)), text.encode())])
+
+    def close(self) -> None:
+        """Close all connections; calls under way may fail."""
+        self._closed = True
+        self._pool.close()
+        self._servers.close()
+
+    def __repr__(self) -> str:
+        return f"<RedisStore {str(self.url)!r} [{self.namespace}, {len(self._embedding_dims)} tables]>"
+
+    def num_partitions(self, table: str) -> int:
+        """By how many partitions the table was written; asked of Redis once, unless the URL says it."""
+        self.embedding_dim(table)
+        if self._given_partitions:
+            return self._given_partitions
+        if table not in self._num_partitions:
+            self._num_partitions[table] = self._probe(self.namespace.tag(table))
+        return self._num_partitions[table]
+
+    def _probe(self, tag: str) -> int:
+        names = [layout.rows_name(tag, p) for p in range(layout.MAX_PROBED_PARTITIONS)]
+        replies = self._pipeline([("HSCAN", name, 0, "COUNT", _PROBE_FIELDS) for name in names])
+        samples = {p: list(rows) for p, (_, rows) in enumerate(replies) if rows}
+        wrong = next((key for keys in samples.values() for key in keys if len(key) != 8), None)
+        if wrong is not None:
+            raise StoreError(f"table {tag!r} in {str(self.url)!r} has a key of {len(wrong)} bytes, expected 8 (int64)")
+        count = layout.count_partitions(samples)
+        if count is None:
+            raise StoreError(
+                f"table {tag!r} in {str(self.url)!r}: its rows fit no number of partitions up to"
+                f" {layout.MAX_PROBED_PARTITIONS}; add ?partitions=N to the URL if you know it"
+            )
+        return count
+
+    def _names(self, table: str, name: Callable[[str, int], bytes]) -> list[bytes]:
+        return [name(self.namespace.tag(table), p) for p in range(self.num_partitions(table))]
+
+    def _parts(self, table: str, keys: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Positions of the keys of each command, in their order, with their partition."""
+        self._refuse_if_closed()
+        step = max(1, _BYTES_PER_BATCH // (4 * self.embedding_dim(table)))
+        for partition, positions in layout.by_partition(np.ascontiguousarray(keys), self.num_partitions(table)):
+            for begin in range(0, len(positions), step):
+                yield partition, positions[begin : begin + step]
+
+    def _reads(self, request: FetchRequest, found: NDArray[np.bool_]) -> Iterator[_Read]:
+        table, keys, out = request
+        check_fetch(keys, out, self.embedding_dim(table))
+        tag = self.namespace.tag(table)
+        for partition, part in self._parts(table, keys):
+            yield _Read(table, layout.rows_name(tag, partition), keys[part], part, out, found)
+
+    def _run(self, commands: Sequence[Any], read: _Reader) -> None:
+        """Run commands on the servers that have their hashes; again where these have changed, for doing any of our
+        commands twice does no harm.
+        """
+        deadline = Deadline(self._timeout_ms)
+        for attempt in range(_MAX_ATTEMPTS):
+            try:
+                return self._send_and_read(commands, read, deadline)
+            except DisconnectedError:
+                if attempt == _MAX_ATTEMPTS - 1:
+                    raise
+            except RedirectedError:
+                if attempt > 0:
+                    break  # a slot on its way between two nodes; the package knows how to ask both
+            self._pool.close_idle()
+            self._servers.refresh()
+        with self._servers.client() as client:
+            for command in commands:
+                command.run(client)
+        return None
+
+    def _send_and_read(self, commands: Sequence[Any], read: _Reader, deadline: Deadline) -> None:
+        """Keep the servers busy with some batches while the replies to earlier ones are read."""
+        under_way: deque[tuple[RedisConnection, list[Any]]] = deque()
+        num_bytes = 0
+        with self._pool.borrow(deadline) as connections:
+            for number, (address, batch) in enumerate(self._batches(commands)):
+                connection = connections.take(address, number % self._num_connections)
+                connection.send(b"".join([command.payload() for command in batch]), deadline)
+                under_way.append((connection, batch))
+                num_bytes += _num_bytes(batch)
+                while num_bytes > _BYTES_UNDER_WAY:
+                    connection, batch = under_way.popleft()
+                    num_bytes -= _num_bytes(batch)
+                    read(connection, batch, deadline)
+            for connection, batch in under_way:
+                read(connection, batch, deadline)
+
+    def _batches(self, commands: Sequence[Any]) -> Iterator[tuple[Address, list[Any]]]:
+        """Commands for the same server, in their order, as many as are worth sending together."""
+        batches: dict[Address, list[Any]] = {}
+        for command in commands:
+            address = self._servers.address(command.name)
+            batch = batches.setdefault(address, [])
+            batch.append(command)
+            if _num_bytes(batch) >= _BYTES_PER_BATCH:
+                yield address, batches.pop(address)
+        yield from batches.items()
+
+    @staticmethod
+    def _read_rows(connection: RedisConnection, reads: Sequence[_Read], deadline: Deadline) -> None:
+        replies = np.array([read.reply() for read in reads], REPLY)
+        connection.read_rows(replies, [read.table for read in reads], deadline)
+
+    @staticmethod
+    def _read_numbers(connection: RedisConnection, writes: Sequence[_Write], deadline: Deadline) -> None:
+        connection.read_lines(len(writes), deadline)
+
+    def _pipeline(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Run rare commands through the `redis` package, in one go."""
+        self._refuse_if_closed()
+        with self._servers.client() as client, client.pipeline(transaction=False) as pipeline:
+            for command in commands:
+                pipeline.execute_command(*command)
+            replies: list[Any] = pipeline.execute()
+            return replies
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise SessionClosedError(f"{self!r} has been closed")
+
+
+class RedisServers:
+    """Where a Redis's rows are, and the `redis` package's client for everything but rows. Thread-safe."""
+
+    def __init__(self, url: StoreUrl, timeout_ms: int) -> None:
+        self._url = url
+        self._timeout_s = timeout_ms / 1000
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._addresses: dict[bytes, Address] = {}
+        self._refreshed = 0.0
+
+    def address(self, name: bytes) -> Address:
+        """The server that has the hash of this name."""
+        if not self._url.is_cluster:
+            return self._url.host, self._url.port
+        address = self._addresses.get(name)
+        if address is None:
+            with self.client() as client:
+                node = client.nodes_manager.get_node_from_slot(key_slot(name))
+            address = self._addresses[name] = (node.host, node.port)
+        return address
+
+    def refresh(self) -> None:
+        """Ask a Cluster anew which node has what; at most ten times a second, however many threads ask."""
+        if not self._url.is_cluster:
+            return
+        with self.client() as client, self._lock:
+            if time.monotonic() - self._refreshed >= _MIN_REFRESH_S:
+                client.nodes_manager.initialize()
+                self._refreshed = time.monotonic()
+            self._addresses = {}
+
+    def ping(self) -> None:
+        """Raise unless all servers answer that have rows."""
+        with self.client() as client:
+            if self._url.is_cluster:
+                client.ping(target_nodes=RedisCluster.PRIMARIES)
+            else:
+                client.ping()
+
+    @contextmanager
+    def client(self) -> Iterator[Any]:
+        """The package's client, its errors translated into ours."""
+        try:
+            with self._lock:
+                if self._client is None:
+                    self._client = self._connect()
+            yield self._client
+        except redis.RedisError as error:
+            raise self._translated(error) from None  # the package's texts and frames may hold the password
+        except OSError as error:
+            raise UnavailableError(f"store {str(self._url)!r} cannot be reached: {error}") from error
+
+    def close(self) -> None:
+        """Close the package's connections."""
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _connect(self) -> Any:
+        url = self._url
+        settings: dict[str, Any] = {
+            "username": url.user,
+            "password": url.password,
+            "socket_timeout": self._timeout_s,
+            "socket_connect_timeout": self._timeout_s,
+            "protocol": 2,
+            "retry": Retry(NoBackoff(), 0),
+        }
+        if url.uses_tls:
+            settings |= _tls_settings(url)
+        if url.is_cluster:
+            return RedisCluster(host=url.host, port=url.port, require_full_coverage=False, **settings)
+        if url.path:
+            return redis.Redis(unix_socket_path=url.path, db=url.db, **settings)
+        return redis.Redis(host=url.host, port=url.port, db=url.db, **settings)
+
+    def _translated(self, error: redis.RedisError) -> Exception:
+        text = str(error)
+        if self._url.password:
+            text = text.replace(self._url.password, "***")
+        denied = redis.AuthenticationError, redis.exceptions.AuthorizationError
+        passing = (
+            RedisConnectionError,
+            RedisTimeoutError,
+            redis.exceptions.ReadOnlyError,
+            redis.exceptions.OutOfMemoryError,
+            redis.exceptions.RedisClusterException,
+            redis.exceptions.ClusterError,
+            redis.exceptions.TryAgainError,
+        )
+        kind = UnavailableError if isinstance(error, passing) and not isinstance(error, denied) else StoreError
+        return kind(f"store {str(self._url)!r}: {text}")
+
+
+def list_redis_tables(url: StoreUrl, *, timeout_ms: int) -> list[StoredTable]:
+    """All tables of all models in a Redis; looks through its whole key space, in small steps."""
+    servers = RedisServers(url, timeout_ms)
+    counts: dict[str, int] = {}
+    widths: dict[str, int] = {}
+    try:
+        with servers.client() as client:
+            for name in client.scan_iter(match="hps_et{*}v", count=1000):
+                parts = layout.split_name(name)
+                if parts is not None:
+                    counts[parts[0]] = counts.get(parts[0], 0) + int(client.hlen(name))
+                    widths[parts[0]] = _row_bytes(client, name)
+    finally:
+        servers.close()
+    return [StoredTable(tag, counts[tag], widths[tag] // 4) for tag in sorted(counts)]
+
+
+def _row_bytes(client: Any, name: bytes) -> int:
+    _, rows = client.hscan(name, 0, count=1)
+    return len(next(iter(rows.values()), b""))
+
+
+def _tls_settings(url: StoreUrl) -> dict[str, Any]:
+    options = url.options
+    return {
+        "ssl": True,
+        "ssl_ca_certs": options.get("tls_ca_certificate"),
+        "ssl_certfile": options.get("tls_client_certificate"),
+        "ssl_keyfile": options.get("tls_client_key"),
+    }

@@ -1,0 +1,178 @@
+"""Stores by URL: what may be written, how it is read, and which store it opens.
+
+    redis://[user:password@]host[:port][/db]      rediss:// for TLS
+    redis+cluster://[user:password@]host[:port]   any node of a Cluster; rediss+cluster:// for TLS
+    unix://[user:password@]/path/to/socket        Redis's socket on this machine; ?db=N
+    rocksdb:///path/to/folder
+
+Options follow behind `?`, as `name=value` with `&` between. A password is kept from every text made of a URL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
+
+from inference_session.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from inference_session.parameter_server.base import EmbeddingStore
+    from inference_session.parameter_server.namespace import Namespace, StoredTable
+
+_TLS_OPTIONS = ("tls_ca_certificate", "tls_client_certificate", "tls_client_key", "tls_server_name")
+_REDIS_OPTIONS = ("partitions", "connections")
+OPTIONS = {
+    "redis": _REDIS_OPTIONS,
+    "rediss": (*_REDIS_OPTIONS, *_TLS_OPTIONS),
+    "redis+cluster": _REDIS_OPTIONS,
+    "rediss+cluster": (*_REDIS_OPTIONS, *_TLS_OPTIONS),
+    "unix": (*_REDIS_OPTIONS, "db"),
+    "rocksdb": (),
+}
+"""The schemes, and the options of each (docs/stores.md says what they mean)."""
+DEFAULT_TIMEOUT_MS = 1000
+
+
+@dataclass(frozen=True)
+class StoreUrl:
+    """The parts of a store's URL."""
+
+    scheme: str
+    host: str = ""
+    port: int = 6379
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    path: str = ""
+    """Folder or socket."""
+    db: int = 0
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_cluster(self) -> bool:
+        """Whether it names a node of a Redis Cluster."""
+        return self.scheme.endswith("+cluster")
+
+    @property
+    def uses_tls(self) -> bool:
+        """Whether the connection is encrypted."""
+        return self.scheme.startswith("rediss")
+
+    def count(self, name: str, default: int) -> int:
+        """An option that is a whole number from 1."""
+        text = self.options.get(name)
+        if text is None:
+            return default
+        if not text.isdecimal() or int(text) < 1:
+            raise ConfigurationError(f"store {str(self)!r}: {name} cannot be {text!r}; allowed: whole numbers from 1")
+        return int(text)
+
+    def __str__(self) -> str:
+        """The URL with `***` for the password."""
+        user = "" if self.user is None else quote(self.user)
+        login = f"{user}{'' if self.password is None else ':***'}@" if user or self.password is not None else ""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        place = f"{host}:{self.port}" if host else ""
+        db = f"/{self.db}" if self.db and not self.path else ""
+        options = "&".join(f"{name}={value}" for name, value in self.options.items())
+        return f"{self.scheme}://{login}{place}{self.path}{db}{'?' if options else ''}{options}"
+
+    @classmethod
+    def parse(cls, text: str) -> StoreUrl:
+        """Take a URL apart; ConfigurationError says what is wrong, without ever showing a password."""
+        scheme, separator, rest = text.partition("://")
+        if not separator or scheme not in OPTIONS:
+            found = f"scheme {scheme!r} is unknown" if separator else "it has no scheme"
+            raise ConfigurationError(f"not a store's URL: {found}; allowed: {', '.join(f'{s}://' for s in OPTIONS)}")
+        try:
+            # Only the scheme is ours to judge; urlsplit takes the rest apart by the rules of any URL with a host.
+            parts = urlsplit(f"store://{rest}")
+            port = parts.port
+        except ValueError as error:
+            raise ConfigurationError(f"a {scheme}:// URL has a malformed host or port") from error
+        options = _options(scheme, parts.query)
+        where = _path(scheme, unquote(parts.path), parts.hostname)
+        db = options.get("db", "0") if where else unquote(parts.path).strip("/") or "0"
+        if not db.isdecimal() or (scheme.endswith("+cluster") and db != "0"):
+            raise ConfigurationError(f"a {scheme}:// URL names database {db!r}; allowed: " + _databases(scheme))
+        return cls(
+            scheme,
+            host="" if where else parts.hostname or "",
+            port=port or 6379,
+            user=None if not parts.username else unquote(parts.username),
+            password=None if not parts.password else unquote(parts.password),
+            path=where,
+            db=int(db),
+            options=options,
+        )
+
+
+def _options(scheme: str, query: str) -> dict[str, str]:
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    unknown = sorted(set(options) - set(OPTIONS[scheme]))
+    if unknown:
+        allowed = ", ".join(OPTIONS[scheme]) or "none"
+        raise ConfigurationError(f"a {scheme}:// URL has the unknown option {unknown[0]!r}; allowed: {allowed}")
+    return options
+
+
+def _path(scheme: str, path: str, host: str | None) -> str:
+    """The path of a scheme that has one; checks that the URL has just what its scheme needs."""
+    if scheme not in ("unix", "rocksdb"):
+        if not host:
+            raise ConfigurationError(f"a {scheme}:// URL needs a host: {scheme}://host:port")
+        return ""
+    if host or path in ("", "/"):
+        raise ConfigurationError(f"a {scheme}:// URL needs an absolute path and no host: {scheme}:///path")
+    return path
+
+
+def _databases(scheme: str) -> str:
+    return "0, a Cluster has no other" if scheme.endswith("+cluster") else "whole numbers"
+
+
+def create_store(
+    url: str | StoreUrl,
+    namespace: Namespace,
+    embedding_dims: Mapping[str, int],
+    *,
+    writable: bool = False,
+    timeout_ms: int = DEFAULT_TIMEOUT_MS,
+) -> EmbeddingStore:
+    """The store that a URL names, bound to one model's tables. Redis is first spoken to when it is first needed.
+
+    Args:
+        url: see the top of this module.
+        namespace: whose tables; decides their tags.
+        embedding_dims: the tables by folder, and the number of elements of their vectors.
+        writable: whether `insert` and `erase` will be used. A RocksDB has one writer at a time, and any number of
+            readers beside it.
+        timeout_ms: longest time one call waits for Redis.
+
+    Raises:
+        ConfigurationError: the URL is malformed, or the package that the store needs is not installed.
+        UnavailableError: the RocksDB is in use by another writer.
+        StoreError: the RocksDB cannot be read.
+    """
+    url = StoreUrl.parse(url) if isinstance(url, str) else url
+    if url.scheme == "rocksdb":
+        from inference_session.parameter_server.rocksdb_store import RocksDbStore
+
+        return RocksDbStore(Path(url.path), namespace, embedding_dims, writable=writable)
+    from inference_session.parameter_server.redis_store import RedisStore
+
+    return RedisStore(url, namespace, embedding_dims, timeout_ms=timeout_ms)
+
+
+def list_tables(url: str | StoreUrl, *, timeout_ms: int = 30_000) -> list[StoredTable]:
+    """All tables of all models that a store holds, sorted by tag. Counts the rows of a RocksDB one by one."""
+    url = StoreUrl.parse(url) if isinstance(url, str) else url
+    if url.scheme == "rocksdb":
+        from inference_session.parameter_server.rocksdb_store import list_rocksdb_tables
+
+        return list_rocksdb_tables(Path(url.path))
+    from inference_session.parameter_server.redis_store import list_redis_tables
+
+    return list_redis_tables(url, timeout_ms=timeout_ms)
