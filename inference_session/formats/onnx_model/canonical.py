@@ -25,6 +25,7 @@ from inference_session.formats.onnx_model.graph import (
     replace_reads,
     set_nodes,
 )
+from inference_session.formats.onnx_model.row_slices import gather_instead_of_slice
 from inference_session.formats.onnx_model.weights import Weight, weight_of
 from inference_session.formats.onnx_model.wire import Blob
 
@@ -45,6 +46,8 @@ def to_canonical(path: Path, model: ModelProto, blobs: dict[int, Blob]) -> tuple
     _drop_default_inputs(graph, weights)
     # IR 3 demands that initializers are inputs; later ones do not, and those are what we leave.
     model.ir_version = max(model.ir_version, 4)
+    for node in all_nodes(graph):
+        node.domain = "" if node.domain == "ai.onnx" else node.domain
     names = Names({*weights, *(name for scope in all_graphs(graph) for name in _mentioned(scope))})
     for node in graph.node:
         for body in bodies(node):
@@ -57,6 +60,7 @@ def to_canonical(path: Path, model: ModelProto, blobs: dict[int, Blob]) -> tuple
     _capture_invariants(graph)
     _name_axis_zero(graph, weights)
     _gather_instead_of_gather_nd(graph, weights)
+    gather_instead_of_slice(model, weights)
     return model, weights, names
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import onnxruntime
 from numpy.typing import NDArray
-from onnx import ModelProto, ValueInfoProto
+from onnx import GraphProto, ModelProto, ValueInfoProto
 
 from inference_session.formats.onnx_model.graph import make_node, needed_nodes
 
@@ -24,12 +24,12 @@ def open_network(model: Path | bytes) -> Any:
     return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
 
-def evaluate(model: ModelProto, name: str) -> NDArray[Any]:
-    """A value of a model that depends on constants alone."""
+def evaluate(model: ModelProto, scope: GraphProto, name: str) -> NDArray[Any]:
+    """A value of the model's main graph, or of a body in it, that depends on constants of the main graph alone."""
     piece = ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
     piece.graph.name = "constant"
     piece.graph.initializer.extend(model.graph.initializer)
-    piece.graph.node.extend(needed_nodes(model.graph.node, [name]))
+    piece.graph.node.extend(needed_nodes(scope.node, [name]))
     output = f"{name}_value"
     piece.graph.node.append(make_node("Identity", [name], output))
     piece.graph.output.append(ValueInfoProto(name=output))

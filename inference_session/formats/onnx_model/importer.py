@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, ValueInfoProto, save_model
 
-from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError
+from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
 from inference_session.formats.manifest import write_manifest
 from inference_session.formats.native import (
     DENSE_FILE,
@@ -69,12 +70,25 @@ def import_onnx(
     """
     if min_rows < 1:
         raise ConfigurationError(f"min_rows must be at least 1, found {min_rows}")
-    source = _Source.read(Path(model))
-    with staged(Path(repository), name, version) as (staging, version_dir):
-        report = _Import(source, staging, version_dir, min_rows, progress).run()
-        report.spec.write(staging)
-        write_manifest(staging, progress)
+    model = Path(model)
+    with _malformed_refused(model):
+        source = _Source.read(model)
+        with staged(Path(repository), name, version) as (staging, version_dir):
+            report = _Import(source, staging, version_dir, min_rows, progress).run()
+            report.spec.write(staging)
+            write_manifest(staging, progress)
     return report
+
+
+@contextmanager
+def _malformed_refused(model: Path) -> Iterator[None]:
+    """Call what a malformed graph breaks by its name: no check up front would find as much as taking it apart does."""
+    try:
+        yield
+    except (HotrowError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        raise ModelFormatError(f"{model}: its graph is malformed: {error!r}") from error
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ def _is_fixed(graph: GraphProto, keys: str) -> bool:
 
 def _fixed_rows(surgery: Surgery, table: Weight, keys: str, output: str) -> NodeProto:
     """Rows that are the same for every request need no look-up: they are read now, once."""
-    fixed_keys = evaluate(surgery.model, keys).astype(np.int64)
+    fixed_keys = evaluate(surgery.model, surgery.graph, keys).astype(np.int64)
     num_rows = table.dims[0]
     if fixed_keys.size * (table.num_bytes // num_rows) > _MAX_FIXED_BYTES:
         raise StaysDenseError(table.name, f"is read by the same {fixed_keys.size} keys for every request")

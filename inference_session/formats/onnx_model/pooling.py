@@ -24,7 +24,8 @@ _AXES_INPUT_OPSET = 13
 def pool_lookups(surgery: Surgery, lookups: list[Lookup]) -> None:
     """Change the graph and the look-ups; those whose pooling is not exactly ours stay as they are."""
     for lookup in lookups:
-        if lookup.keys_dims and len(lookup.row_shape) <= 1 and lookup.keys_dims[-1] != 0:
+        dims = lookup.keys_dims
+        if dims is not None and len(dims) > 1 and dims[-1] != 0 and len(lookup.row_shape) <= 1:
             _pool(surgery, lookup)
     skip_identities(surgery.graph)
 

@@ -16,6 +16,16 @@ from inference_session.errors import ModelFormatError
 from inference_session.formats.onnx_model.wire import Blob
 
 _CHUNK_BYTES = 8 << 20
+# By name, for an older onnx lacks the newest; those of 8 bits and fewer are the rest.
+_BITS = {
+    **dict.fromkeys(("COMPLEX128",), 128),
+    **dict.fromkeys(("INT64", "UINT64", "DOUBLE", "COMPLEX64"), 64),
+    **dict.fromkeys(("INT32", "UINT32", "FLOAT"), 32),
+    **dict.fromkeys(("INT16", "UINT16", "FLOAT16", "BFLOAT16"), 16),
+    **dict.fromkeys(("INT4", "UINT4", "FLOAT4E2M1"), 4),
+    **dict.fromkeys(("INT2", "UINT2"), 2),
+    **dict.fromkeys(("INT8", "UINT8", "BOOL"), 8),
+}
 
 
 @dataclass(frozen=True)
@@ -76,10 +86,11 @@ def little_endian(array: NDArray[Any]) -> bytes:
 
 
 def tensor_bytes(elem_type: int, dims: tuple[int, ...]) -> int:
-    """Bytes that the raw values take; 4-bit types pack two elements into one."""
-    if elem_type in (TensorProto.INT4, TensorProto.UINT4):
-        return (math.prod(dims) + 1) // 2
-    return math.prod(dims) * helper.tensor_dtype_to_np_dtype(elem_type).itemsize
+    """Bytes that the raw values take; ValueError for a type that has none, as strings."""
+    name = TensorProto.DataType.Name(elem_type)
+    if name not in _BITS and not name.startswith("FLOAT8"):
+        raise ValueError(f"{name} has no raw values")
+    return (math.prod(dims) * _BITS.get(name, 8) + 7) // 8
 
 
 def weight_of(model: Path, tensor: TensorProto, blob: Blob | None) -> Weight:
@@ -88,30 +99,33 @@ def weight_of(model: Path, tensor: TensorProto, blob: Blob | None) -> Weight:
     Raises:
         ModelFormatError: external data are missing, too short or outside the model's folder; names the file.
     """
-    if tensor.data_location == TensorProto.EXTERNAL:
-        blob = _external_blob(model, tensor)
-    elif blob is None:
-        return Weight(tensor.name, tensor.data_type, tuple(tensor.dims), tensor)
-    weight = Weight(tensor.name, tensor.data_type, tuple(tensor.dims), blob)
-    if weight.num_bytes != blob.num_bytes:
+    try:
+        if tensor.data_location == TensorProto.EXTERNAL:
+            blob = _external_blob(model, tensor)
+        elif blob is None:
+            return Weight(tensor.name, tensor.data_type, tuple(tensor.dims), tensor)
+        num_bytes = tensor_bytes(tensor.data_type, tuple(tensor.dims))
+    except ModelFormatError:
+        raise
+    except ValueError as error:
+        raise ModelFormatError(f"{model}: initializer {tensor.name!r}: {error}") from error
+    if num_bytes != blob.num_bytes or min(tensor.dims, default=0) < 0:
         raise ModelFormatError(
-            f"{model}: initializer {tensor.name!r} of shape {list(weight.dims)} needs {weight.num_bytes} bytes, "
+            f"{model}: initializer {tensor.name!r} of shape {list(tensor.dims)} needs {num_bytes} bytes, "
             f"{blob.path.name!r} gives it {blob.num_bytes}"
         )
-    return weight
+    return Weight(tensor.name, tensor.data_type, tuple(tensor.dims), blob)
 
 
 def _external_blob(model: Path, tensor: TensorProto) -> Blob:
     entries = {entry.key: entry.value for entry in tensor.external_data}
     path = _inside(model, tensor.name, entries.get("location", ""))
     try:
-        offset = int(entries.get("offset", 0))
-        num_bytes = int(entries.get("length", tensor_bytes(tensor.data_type, tuple(tensor.dims))))
         file_bytes = path.stat().st_size
-    except ValueError as error:
-        raise ModelFormatError(f"{model}: external data of {tensor.name!r}: {error}") from error
     except OSError as error:
         raise ModelFormatError(f"{path}: not readable, though {tensor.name!r} lies there: {error.strerror}") from error
+    offset = int(entries.get("offset", 0))
+    num_bytes = int(entries.get("length", tensor_bytes(tensor.data_type, tuple(tensor.dims))))
     if offset < 0 or num_bytes < 0 or offset + num_bytes > file_bytes:
         raise ModelFormatError(
             f"{path}: {file_bytes} bytes, but {tensor.name!r} takes {num_bytes} from byte {offset} on"

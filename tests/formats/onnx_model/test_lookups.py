@@ -130,6 +130,19 @@ def test_gather_nd_by_whole_rows_is_a_lookup(tmp_path: Path) -> None:
     assert report.spec.lookups[0].keys == "keys"
 
 
+@pytest.mark.parametrize(("size", "is_row"), [("1, 4", True), ("1, 3", False), ("2, 4", False)])
+def test_slices_of_one_row_are_lookups(tmp_path: Path, size: str, is_row: bool) -> None:
+    """JAX reads a row by a Slice from the key on; one that takes anything else stays dense."""
+    graph = f"""m (int64[1] key) => (float[n, d] y) {{
+        z = Constant<value = int64[1] {{0}}>()  s = Concat<axis = 0>(key, z)  n = Constant<value = int64[2] {{{size}}}>()
+        e = Add(s, n)  a = Constant<value = int64[2] {{0, 1}}>()  r = Slice(w, s, e, a)
+        v = Gather(w, key)  y = Concat<axis = 1>(r, ROWS) }}""".replace("ROWS", "v" if size[0] == "1" else "r")
+
+    report = check(tmp_path, model_of(graph, {"w": table()}), {"key": np.array([7])})
+
+    assert bool(report.tables) == is_row
+
+
 def test_a_table_may_be_asked_for_its_shape(tmp_path: Path) -> None:
     """Shape of an initializer is a constant, and no reason to keep the table."""
     graph = """m (int64[b] keys) => (float[b, 4] y) {
