@@ -35,7 +35,7 @@ class OnnxEngine(DenseEngine):
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = num_threads
         options.inter_op_num_threads = 1
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # what fails is raised: clients cannot flood the log by malformed requests
         # Spinning threads would take the cores that look-ups, Triton and its clients need.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         try:
