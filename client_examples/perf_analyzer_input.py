@@ -1,0 +1,49 @@
+"""Write an --input-data file for perf_analyzer: random requests that a model of the repository accepts.
+
+    python client_examples/perf_analyzer_input.py model_repository/movielens --output movielens.json
+    perf_analyzer -m movielens -i grpc -u 127.0.0.1:8001 -b 64 --concurrency-range 4 --input-data movielens.json
+
+How high ids may go is asked of the model itself, which knows tables of every kind. For a model with
+`max_batch_size: 0` an entry is a whole request of --samples samples, and perf_analyzer takes no -b.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from valid_inputs import Inputs, RandomInputs
+
+from inference_session import InferenceSession
+from inference_session.formats.native import SESSION_FILE
+from triton_backend.model_config import CONFIG_FILE, ModelConfig
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("model", type=Path, help="folder of the model, in its repository")
+parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
+parser.add_argument("--entries", type=int, default=256, help="samples, or requests where max_batch_size is 0")
+parser.add_argument("--samples", type=int, default=64, help="of one request, where max_batch_size is 0")
+parser.add_argument("--length", type=int, default=8, help="of dimensions that the model leaves open")
+
+
+def entry(inputs: Inputs, *, batched: bool) -> dict[str, Any]:
+    """One request as perf_analyzer reads it; without the dimension of samples where the server adds that."""
+    shapes = {name: array.shape[1:] if batched else array.shape for name, array in inputs.items()}
+    return {name: {"content": array.ravel().tolist(), "shape": shapes[name]} for name, array in inputs.items()}
+
+
+options = parser.parse_args()
+versions = [int(path.parent.name) for path in options.model.glob(f"[0-9]*/{SESSION_FILE}")]
+if not versions:
+    raise SystemExit(f"{options.model} holds no version that hotrow imported")
+batched = ModelConfig.read(options.model / CONFIG_FILE).max_batch_size > 0
+with InferenceSession.open(options.model / str(max(versions))) as session:
+    source = RandomInputs(session, num_samples=1 if batched else options.samples, length=options.length)
+    rng = np.random.default_rng(0)
+    entries = [entry(source.draw(rng), batched=batched) for _ in range(options.entries)]
+options.output.write_text(json.dumps({"data": entries}))
+print(f"{options.output}: {len(entries)} entries; ids are below:")
+print(*(f"  {name:<24}{bound:>12}" for name, bound in source.bounds.items()), sep="\n")

@@ -1,0 +1,113 @@
+"""Every client example runs as it is, against a real server."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inference_session.errors import HotrowError
+from tests.conftest import ROOT
+from triton_backend.installation import find_installation
+from triton_backend.server import ServerOptions, TritonServer
+
+EXAMPLES = ROOT / "client_examples"
+REPOSITORY = ROOT / "model_repository"
+
+
+@pytest.fixture(scope="module")
+def endpoints() -> Iterator[dict[str, str]]:
+    """Addresses of a server that serves the example model."""
+    try:
+        find_installation()
+    except HotrowError as error:
+        pytest.skip(str(error))
+    options = ServerOptions(REPOSITORY, ("movielens",), http_port=0, grpc_port=0, metrics_port=0)
+    with TritonServer.start(options) as server:
+        yield server.endpoints
+
+
+def run(*command: str | Path) -> str:
+    """What a program prints; it must succeed and complain of nothing."""
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    ("program", "endpoint"),
+    [
+        ("http_client.py", "HTTP"),
+        ("grpc_client.py", "gRPC"),
+        ("asyncio_grpc_client.py", "gRPC"),
+        ("shared_memory_client.py", "gRPC"),
+    ],
+)
+def test_a_client_prints_plausible_predictions(endpoints: dict[str, str], program: str, endpoint: str) -> None:
+    """A good movie comes before a bad one, whatever the protocol."""
+    url = endpoints[endpoint].removeprefix("http://")
+
+    assert_plausible(run(sys.executable, EXAMPLES / program, "--url", url))
+
+
+@pytest.mark.triton
+def test_plain_json_prints_plausible_predictions(endpoints: dict[str, str]) -> None:
+    """The same answer without any Triton library."""
+    pytest.importorskip("requests")
+
+    assert_plausible(run(sys.executable, EXAMPLES / "json_requests.py", "--url", endpoints["HTTP"]))
+
+
+@pytest.mark.triton
+def test_curl_gets_both_tasks(endpoints: dict[str, str]) -> None:
+    """The JSON answer holds a probability for each task."""
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+
+    answer = json.loads(run(EXAMPLES / "json_curl.sh", endpoints["HTTP"]))
+
+    outputs = {output["name"]: output["data"] for output in answer["outputs"]}
+    assert outputs.keys() == {"liked", "loved"}
+    assert all(0 < value < 1 for values in outputs.values() for value in values)
+
+
+def test_perf_analyzer_gets_ids_that_the_tables_hold(tmp_path: Path) -> None:
+    """Entries are without the dimension of samples, and below the size of each table."""
+    path = tmp_path / "movielens.json"
+
+    run(
+        *(sys.executable, EXAMPLES / "perf_analyzer_input.py", REPOSITORY / "movielens"),
+        *("--output", path, "--entries", "20"),
+    )
+
+    entries = json.loads(path.read_text(encoding="utf-8"))["data"]
+    assert len(entries) == 20
+    assert entries[0]["liked_movies"]["shape"] == [10]
+    assert entries[0]["mean_rating"]["shape"] == [1]
+    assert all(0 <= key < 19 for entry in entries for key in entry["genres"]["content"])
+    assert all(0 <= key < 1683 for entry in entries for key in entry["liked_movies"]["content"])
+
+
+def test_the_readme_names_every_example() -> None:
+    """A program that nobody can find is of no use."""
+    text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"client_examples/(\w+\.(?:py|sh))", text))
+    helpers = {"example_request.py", "valid_inputs.py"}
+
+    assert {path.name for path in EXAMPLES.glob("*.[ps][yh]")} - helpers == named
+
+
+def assert_plausible(output: str) -> None:
+    """Five movies, the best first, with percentages."""
+    titles = [line[:24].strip() for line in output.splitlines()]
+    assert len(titles) == 5
+    assert titles.index("Shawshank Redemption") < titles.index("Jungle2Jungle")
+    assert output.count("%") == 10
