@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 from inference_session.embedding_cache.kernels import cpu
 from inference_session.embedding_cache.kernels.layout import SEGMENT, TABLE, VectorCode
-from inference_session.errors import InvalidRequestError, ModelFormatError, SessionClosedError, StoreError
+from inference_session.errors import ModelFormatError, SessionClosedError, StoreError
 from inference_session.formats.native import TABLES_FOLDER, ModelSpec, TableSpec, VectorType
-from inference_session.parameter_server.base import EmbeddingStore
+from inference_session.parameter_server.base import EmbeddingStore, check_fetch
 from inference_session.parameter_server.table_index import (
+    INDEX_FILE,
     IndexReport,
     Progress,
     TableIndex,
@@ -109,7 +110,7 @@ class TableFile:
     def verify(self, folder: Path) -> None:
         """Raise ModelFormatError where the index is not what its keys give; reads all of both."""
         if self._index is not None:
-            self._index.verify(self.keys(), folder / "index")
+            self._index.verify(self.keys(), folder / INDEX_FILE)
 
     def close(self) -> None:
         """Refuse further look-ups. The files are unmapped with the last array over them."""
@@ -297,17 +298,7 @@ def _map_file(path: Path) -> NDArray[np.uint8]:
 
 
 def _fetch(record: np.void, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
-    shape = (len(keys), int(record["embedding_dim"]))
-    if (
-        keys.dtype != np.int64
-        or out.shape != shape
-        or out.dtype != np.float32
-        or (out.size and out.strides[1] != out.itemsize)
-    ):
-        raise InvalidRequestError(
-            f"fetch takes keys int64 [n] and out float32 {list(shape)} with adjacent elements,"
-            f" found {keys.dtype} {list(keys.shape)} and {out.dtype} {list(out.shape)}"
-        )
+    check_fetch(keys, out, int(record["embedding_dim"]))
     table = np.array([record], TABLE)
     table["default_address"] = 0
     segment = np.zeros(1, SEGMENT)
