@@ -17,23 +17,28 @@ def join_lookups(surgery: Surgery, lookups: list[Lookup]) -> list[Lookup]:
     joined: list[Lookup] = []
     counts = use_counts(surgery.graph)
     for concat in [node for node in surgery.graph.node if node.op_type == "Concat" and not node.domain]:
-        members = [_member(surgery, lookups, counts, concat, name) for name in concat.input]
-        runs = [(i, found) for i, found in enumerate(members)]
-        blocks = [list(group) for _, group in groupby(runs, key=lambda run: run[1] is not None)]
-        inputs: list[str] = []
-        new: list[NodeProto] = []
-        for block in blocks:
-            run = [found for _, found in block if found is not None]
-            if len(run) < 2:
-                inputs += [concat.input[i] for i, _ in block]
-                continue
-            inputs.append(_join(surgery, run, [concat.input[i] for i, _ in block], new))
-            joined += run
-        if new:
-            _rewire(surgery, concat, inputs, new)
+        joined += _join_inputs(surgery, lookups, counts, concat)
     skip_identities(surgery.graph)
-    rest = [lookup for lookup in lookups if lookup.matrix is None]
-    return [*joined, *rest]
+    return [*joined, *(lookup for lookup in lookups if lookup.matrix is None)]
+
+
+def _join_inputs(surgery: Surgery, lookups: list[Lookup], counts: dict[str, int], concat: NodeProto) -> list[Lookup]:
+    """Join the neighbours among one Concat's inputs; returns the look-ups that now share a matrix."""
+    members = [(name, _member(surgery, lookups, counts, concat, name)) for name in concat.input]
+    joined: list[Lookup] = []
+    inputs: list[str] = []
+    new: list[NodeProto] = []
+    for _, block in groupby(members, key=lambda member: member[1] is not None):
+        names, found = zip(*block, strict=True)
+        run = [lookup for lookup in found if lookup is not None]
+        if len(run) > 1:
+            inputs.append(_join(surgery, run, list(names), new))
+            joined += run
+        else:
+            inputs += names
+    if new:
+        _rewire(surgery, concat, inputs, new)
+    return joined
 
 
 def _member(

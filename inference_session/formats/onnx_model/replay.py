@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ class Replay:
             vectors = vectors.max(axis=-2)
         else:
             vectors = vectors.sum(axis=-2) if lookup.pooling == "sum" else vectors.mean(axis=-2)
-        return vectors.reshape(len(vectors), -1) if lookup.joined else vectors
+        return vectors.reshape(len(vectors), math.prod(vectors.shape[1:])) if lookup.joined else vectors
 
 
 def _run(network: Any, values: Arrays) -> Arrays:

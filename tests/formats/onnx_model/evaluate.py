@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -51,4 +52,4 @@ def _look_up(version_dir: Path, spec: ModelSpec, lookup: LookupSpec, values: Arr
         vectors = getattr(np, lookup.pooling)(vectors, axis=-2)
     elif table.row_shape is not None:
         vectors = vectors.reshape(keys.shape + table.row_shape)
-    return vectors.reshape(len(keys), -1) if lookup.joined else vectors
+    return vectors.reshape(len(keys), math.prod(vectors.shape[1:])) if lookup.joined else vectors

@@ -134,7 +134,8 @@ def test_gather_nd_by_whole_rows_is_a_lookup(tmp_path: Path) -> None:
 def test_slices_of_one_row_are_lookups(tmp_path: Path, size: str, is_row: bool) -> None:
     """JAX reads a row by a Slice from the key on; one that takes anything else stays dense."""
     graph = f"""m (int64[1] key) => (float[n, d] y) {{
-        z = Constant<value = int64[1] {{0}}>()  s = Concat<axis = 0>(key, z)  n = Constant<value = int64[2] {{{size}}}>()
+        z = Constant<value = int64[1] {{0}}>()  s = Concat<axis = 0>(key, z)
+        n = Constant<value = int64[2] {{{size}}}>()
         e = Add(s, n)  a = Constant<value = int64[2] {{0, 1}}>()  r = Slice(w, s, e, a)
         v = Gather(w, key)  y = Concat<axis = 1>(r, ROWS) }}""".replace("ROWS", "v" if size[0] == "1" else "r")
 
