@@ -31,6 +31,14 @@ class Answering:
     def __init__(self, session: InferenceSession, *, max_samples: int = 0) -> None:
         self._session = session
         self._max_samples = max_samples
+        self._num_failed = 0
+
+    def stats(self) -> dict[str, Any]:
+        """The session's counters, and the requests that never reached it."""
+        stats = self._session.stats()
+        for key in ("requests", "failed_requests"):
+            stats[key] += self._num_failed
+        return stats
 
     def answer(self, requests: Sequence[TritonRequest]) -> list[TritonResponse]:
         """One response for each request, in order. Their arrays are views of shared memory: keep the requests."""
@@ -40,6 +48,7 @@ class Answering:
         except Exception as error:  # noqa: BLE001  whatever it was, no request may go without an answer
             if len(requests) > 1:
                 return [self.answer([request])[0] for request in requests]
+            self._num_failed += 1
             return [_failure(error)]
 
     def _read(self, request: TritonRequest) -> Request:

@@ -36,7 +36,7 @@ class SessionMetrics:
     """Keeps the metrics of one loaded version up to date until closed.
 
     Args:
-        stats: `InferenceSession.stats`.
+        stats: gives the counters, as `InferenceSession.stats` does.
         labels: `model` and `version`.
     """
 

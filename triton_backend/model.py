@@ -40,7 +40,7 @@ class TritonPythonModel:
             self._joining = JoiningQueue(
                 self._answering.answer, _num_samples, max_samples=max_samples, name=args["model_name"]
             )
-        self._metrics = _metrics(session, args)
+        self._metrics = _metrics(self._answering, args)
 
     def execute(self, requests: Sequence[TritonRequest]) -> list[TritonResponse] | None:
         """A response for each request, in order; None where they are answered through their senders."""
@@ -86,10 +86,10 @@ def _num_samples(request: TritonRequest) -> int:
     return int(shape[0]) if shape else 1
 
 
-def _metrics(session: InferenceSession, args: Mapping[str, str]) -> SessionMetrics | None:
+def _metrics(answering: Answering, args: Mapping[str, str]) -> SessionMetrics | None:
     labels = {"model": args["model_name"], "version": args["model_version"]}
     try:
-        return SessionMetrics(session.stats, labels)
+        return SessionMetrics(answering.stats, labels)
     except pb_utils.TritonModelException as error:  # the server runs with --allow-metrics=false
         pb_utils.Logger.log_warn(f"no hotrow_* metrics for {args['model_name']}: {error}")
         return None

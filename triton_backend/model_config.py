@@ -103,6 +103,8 @@ def describe(spec: ModelSpec, name: str, *, max_batch_size: int = 1024, backend:
     outputs = list(spec.outputs)
     if spec.label_outputs and PREDICTIONS not in [tensor.name for tensor in outputs]:
         outputs.append(TensorSpec(PREDICTIONS, "float32", (-1, len(spec.labels))))
+    if spec.layout != "tensors":
+        return _describe_packed(spec, name, max_batch_size=max_batch_size, backend=backend)
     by_samples = spec.batched and all(len(tensor.shape) > 1 for tensor in (*spec.inputs, *outputs))
     return ModelConfig(
         name=name,
@@ -111,6 +113,19 @@ def describe(spec: ModelSpec, name: str, *, max_batch_size: int = 1024, backend:
         max_batch_size=max_batch_size if by_samples else 0,
         inputs=tuple(_described(tensor, by_samples) for tensor in spec.inputs),
         outputs=tuple(_described(tensor, by_samples) for tensor in outputs),
+        default_model_filename="",
+    )
+
+
+def _describe_packed(spec: ModelSpec, name: str, *, max_batch_size: int, backend: str) -> ModelConfig:
+    """HugeCTR's requests and HPS's: all samples of one are packed in tensors [1, n], which Triton joins as they are."""
+    return ModelConfig(
+        name=name,
+        backend=backend,
+        platform="",
+        max_batch_size=max_batch_size,
+        inputs=tuple(TensorConfig(tensor.name, _DATA_TYPES[tensor.dtype], (-1,)) for tensor in spec.inputs),
+        outputs=(TensorConfig(PREDICTIONS, "TYPE_FP32", (-1,)),),
         default_model_filename="",
     )
 

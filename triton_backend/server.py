@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -99,8 +100,8 @@ class TritonServer:
             folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="hotrow-serve-")))
             backends = installation.prepare(folder)
             repository = options.repository.absolute()
-            models = find_models(repository, options.models, backends=[path.name for path in backends.iterdir()])
-            options = _with_ports(replace(options, repository=repository))
+            models = find_models(repository, options.models, backends=sorted(path.name for path in backends.iterdir()))
+            options = _with_ports(replace(options, repository=_plain_path(repository, folder)))
             memory_prefix = f"hotrow_{os.getpid()}_{secrets.token_hex(4)}_"
             cleanup.callback(_remove_shared_memory, memory_prefix)
             process = subprocess.Popen(
@@ -218,6 +219,15 @@ class TritonServer:
 
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Goes to our own server, whatever proxy the environment names."""
+
+
+def _plain_path(repository: Path, folder: Path) -> Path:
+    """The repository, through a link in `folder` if its path has spaces or the like: stubs are started by a shell."""
+    if re.fullmatch(r"[\w./+@%,=-]+", str(repository)):
+        return repository
+    link = folder / "repository"
+    link.symlink_to(repository)
+    return link
 
 
 def _with_ports(options: ServerOptions) -> ServerOptions:

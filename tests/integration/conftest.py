@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import tritonclient.grpc as grpc_client
@@ -19,6 +20,9 @@ import tritonclient.http as http_client
 from inference_session.errors import HotrowError
 from tests.integration.models import write_bags, write_ctr, write_flat, write_types
 from triton_backend.installation import find_installation
+
+NUMPY_1 = np.__version__.startswith("1.")
+"""The tritonserver of the nvidia-pytriton wheel passes strings to NumPy 1 only."""
 
 
 @dataclass
@@ -33,6 +37,7 @@ class Served:
     metrics: str
     errors: list[str]
     """Lines of stderr so far."""
+    reader: threading.Thread
 
     def grpc_client(self) -> Any:
         """A tritonclient for gRPC; whoever asks closes it."""
@@ -52,6 +57,15 @@ class Served:
         self.process.send_signal(number)
         return self.process.wait(timeout=60)
 
+    def close(self) -> None:
+        """Stop it if it still runs."""
+        if self.process.poll() is None:
+            self.stop()
+        self.reader.join()
+        for stream in (self.process.stdout, self.process.stderr):
+            assert stream is not None
+            stream.close()
+
 
 Serve = Callable[..., Served]
 
@@ -68,18 +82,16 @@ def start(repository: Path, *flags: str) -> Served:
     assert process.stdout is not None
     assert process.stderr is not None
     errors: list[str] = []
-    threading.Thread(target=errors.extend, args=(process.stderr,), daemon=True).start()
-    endpoints: dict[str, str] = {}
+    reader = threading.Thread(target=errors.extend, args=(process.stderr,), daemon=True)
+    reader.start()
+    served = Served(process, repository, "", "", "", errors, reader)
     for line in process.stdout:
         name, _, value = line.strip().partition(" ")
         if name == "model":
-            break
-        endpoints[name] = value.strip()
-    else:
-        process.wait()
-        raise AssertionError(f"hotrow serve ended with {process.returncode}: {''.join(errors)}")
-    http = endpoints["HTTP"].removeprefix("http://")
-    return Served(process, repository, http, endpoints["gRPC"], endpoints["metrics"], errors)
+            return served
+        setattr(served, name.lower(), value.strip().removeprefix("http://" if name == "HTTP" else ""))
+    served.close()
+    raise AssertionError(f"hotrow serve ended with {process.returncode}: {''.join(errors)}")
 
 
 @pytest.fixture(scope="session")
@@ -102,18 +114,21 @@ def serve(tritonserver: None) -> Iterator[Serve]:
 
     yield serve
     for served in started:
-        if served.process.poll() is None:
-            served.stop()
+        served.close()
 
 
 @pytest.fixture(scope="session")
 def served(tritonserver: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """One server for all tests that do no more than ask it: models `ctr`, `flat`, `bags`, `types`."""
+    """One server for all tests that do no more than ask it; model `strings` is there with NumPy 1 only."""
     repository = tmp_path_factory.mktemp("repository")
     write_ctr(repository / "ctr" / "1")
     write_flat(repository / "flat" / "1")
     write_bags(repository / "bags" / "1")
-    write_types(repository / "types" / "1")
+    write_types(repository / "types" / "1", strings=False)
+    if NUMPY_1:
+        write_types(repository / "strings" / "1", strings=True)
     served = start(repository)
     yield served
-    assert served.stop() == 0
+    status = served.stop()
+    served.close()
+    assert status == 0

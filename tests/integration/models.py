@@ -98,37 +98,17 @@ def write_bags(version_dir: Path) -> None:
     _write(version_dir, spec, nodes, [TensorSpec("vectors", "float32", (-1, 4))], {"last": np.array([1])})
 
 
-def write_types(version_dir: Path) -> None:
-    """Strings, booleans and halves, without any table: no predictions."""
-    spec = ModelSpec(
-        inputs=(
-            TensorSpec("word", "object", (-1, 1)),
-            TensorSpec("flag", "bool", (-1, 1)),
-            TensorSpec("half", "float16", (-1, 1)),
-        ),
-        outputs=(
-            TensorSpec("code", "int64", (-1, 1)),
-            TensorSpec("opposite", "bool", (-1, 1)),
-            TensorSpec("same", "float16", (-1, 1)),
-            TensorSpec("echo", "object", (-1, 1)),
-        ),
-        tables=(),
-        lookups=(),
-    )
-    nodes = [
-        helper.make_node(
-            "LabelEncoder",
-            ["word"],
-            ["code"],
-            domain="ai.onnx.ml",
-            keys_strings=["one", "zwölf"],
-            values_int64s=[1, 12],
-        ),
-        helper.make_node("Not", ["flag"], ["opposite"]),
-        helper.make_node("Identity", ["half"], ["same"]),
-        helper.make_node("Identity", ["word"], ["echo"]),
-    ]
-    _write(version_dir, spec, nodes, list(spec.inputs), {})
+def write_types(version_dir: Path, *, strings: bool) -> None:
+    """Booleans and halves, and strings if wanted, without any table: no predictions."""
+    inputs = [TensorSpec("flag", "bool", (-1, 1)), TensorSpec("half", "float16", (-1, 1))]
+    outputs = [TensorSpec("opposite", "bool", (-1, 1)), TensorSpec("same", "float16", (-1, 1))]
+    nodes = [helper.make_node("Not", ["flag"], ["opposite"]), helper.make_node("Identity", ["half"], ["same"])]
+    if strings:
+        inputs.append(TensorSpec("word", "object", (-1, 1)))
+        outputs.append(TensorSpec("echo", "object", (-1, 1)))
+        nodes.append(helper.make_node("Identity", ["word"], ["echo"]))
+    spec = ModelSpec(tuple(inputs), tuple(outputs), tables=(), lookups=())
+    _write(version_dir, spec, nodes, inputs, {})
 
 
 def _write(
@@ -150,8 +130,9 @@ def _write(
         [_value(tensor) for tensor in spec.outputs],
         [onnx.numpy_helper.from_array(array, name) for name, array in constants.items()],
     )
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("ai.onnx.ml", 3)]
-    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=8), staged / "dense.onnx")
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), staged / "dense.onnx"
+    )
     for table in spec.tables:
         folder = staged / "tables" / table.folder
         folder.mkdir(parents=True)

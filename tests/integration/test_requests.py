@@ -1,0 +1,432 @@
+"""Requests to a real server: right answers for good ones, INVALID_ARG for bad ones, and no harm to others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import random
+import struct
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+import tritonclient.utils.shared_memory as system_memory
+from numpy.typing import NDArray
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+from tests.integration.conftest import NUMPY_1, Serve, Served
+from tests.integration.models import NUM_ROWS, TABLE, ctr_answer, flat_answer, write_types
+
+pytestmark = pytest.mark.triton
+
+IDS: NDArray[np.int64] = np.array([[1, 2, 3], [0, 0, 49]])
+DENSE: NDArray[np.float32] = np.array([[0.5, 0.25], [1, -1]], np.float32)
+
+
+@pytest.fixture
+def grpc(served: Served) -> Iterator[Any]:
+    """A gRPC client."""
+    with served.grpc_client() as client:
+        yield client
+
+
+def ask(client: Any, model: str, arrays: Mapping[str, NDArray[Any]], outputs: list[str] | None = None) -> Any:
+    """One request over gRPC or HTTP, whichever the client speaks."""
+    module = tritonclient.grpc if "grpc" in type(client).__module__ else tritonclient.http
+    tensors = []
+    for name, array in arrays.items():
+        tensor = module.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
+        tensor.set_data_from_numpy(array)
+        tensors.append(tensor)
+    wanted = [module.InferRequestedOutput(name) for name in outputs] if outputs else None
+    return client.infer(model, tensors, outputs=wanted)
+
+
+def post(served: Served, model: str, body: bytes, **headers: str) -> tuple[int, Any]:
+    """POST raw bytes; the status and the parsed answer."""
+    url = f"http://{served.http}/v2/models/{model}/infer"
+    request = urllib.request.Request(url, data=body, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:  # noqa: S310  a server of ours
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read() or b"{}")
+
+
+def counters(served: Served, **labels: str) -> dict[str, float]:
+    """The hotrow_* metrics that have these labels, by name."""
+    with urllib.request.urlopen(served.metrics) as page:  # noqa: S310  a page of ours
+        lines = page.read().decode().splitlines()
+    wanted = [f'{name}="{value}"' for name, value in labels.items()]
+    rows = [line.rsplit(" ", 1) for line in lines if line.startswith("hotrow_") and all(w in line for w in wanted)]
+    return {name.partition("{")[0]: float(value) for name, value in rows}
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_answers_are_those_of_numpy(served: Served, protocol: str) -> None:
+    """Both protocols give the model's own outputs, and the predictions side by side."""
+    with served.http_client() if protocol == "http" else served.grpc_client() as client:
+        answer = ask(client, "ctr", {"ids": IDS, "dense": DENSE})
+
+    expected = ctr_answer(IDS, DENSE)
+    np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), expected)
+    np.testing.assert_array_equal(answer.as_numpy("click"), expected[:, :1])
+    np.testing.assert_array_equal(answer.as_numpy("like"), expected[:, 1:])
+
+
+def test_answers_plain_json(served: Served) -> None:
+    """A request of JSON alone, as curl sends it, is answered in JSON."""
+    inputs = [
+        {"name": "ids", "shape": [2, 3], "datatype": "INT64", "data": IDS.tolist()},
+        {"name": "dense", "shape": [2, 2], "datatype": "FP32", "data": DENSE.tolist()},
+    ]
+    status, answer = post(served, "ctr", json.dumps({"inputs": inputs, "outputs": [{"name": "OUTPUT0"}]}).encode())
+
+    assert status == 200
+    assert [output["name"] for output in answer["outputs"]] == ["OUTPUT0"]
+    np.testing.assert_array_equal(np.array(answer["outputs"][0]["data"]).reshape(2, 2), ctr_answer(IDS, DENSE))
+
+
+def test_reads_system_shared_memory(served: Served, grpc: Any) -> None:
+    """Inputs may lie in shared memory that the client registered."""
+    region = system_memory.create_shared_memory_region("ids", "/hotrow_test_ids", IDS.nbytes)
+    try:
+        system_memory.set_shared_memory_region(region, [IDS])
+        grpc.register_system_shared_memory("ids", "/hotrow_test_ids", IDS.nbytes)
+        ids = tritonclient.grpc.InferInput("ids", [2, 3], "INT64")
+        ids.set_shared_memory("ids", IDS.nbytes)
+        dense = tritonclient.grpc.InferInput("dense", [2, 2], "FP32")
+        dense.set_data_from_numpy(DENSE)
+
+        answer = grpc.infer("ctr", [ids, dense])
+    finally:
+        grpc.unregister_system_shared_memory()
+        system_memory.destroy_shared_memory_region(region)
+
+    np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), ctr_answer(IDS, DENSE))
+
+
+def test_describes_the_models_own_tensors(grpc: Any) -> None:
+    """A client that asks for metadata sees the original inputs, no carved-out tables."""
+    metadata = grpc.get_model_metadata("ctr")
+
+    assert [(i.name, i.datatype, list(i.shape)) for i in metadata.inputs] == [
+        ("ids", "INT64", [-1, 3]),
+        ("dense", "FP32", [-1, 2]),
+    ]
+    assert [output.name for output in metadata.outputs] == ["click", "like", "OUTPUT0"]
+
+
+def test_only_requested_outputs_are_answered(grpc: Any) -> None:
+    """A request for one output gets that one."""
+    answer = ask(grpc, "ctr", {"ids": IDS, "dense": DENSE}, ["like"])
+
+    assert [output.name for output in answer.get_response().outputs] == ["like"]
+
+
+def test_no_samples_give_no_rows(grpc: Any) -> None:
+    """A request of 0 samples is answered by 0 rows where we count samples, not Triton."""
+    answer = ask(grpc, "flat", {"item": np.empty(0, np.int64), "price": np.empty(0, np.float32)})
+
+    assert answer.as_numpy("score").shape == (0,)
+    assert answer.as_numpy("OUTPUT0").shape == (0, 1)
+
+
+def test_triton_refuses_no_samples_where_it_batches(grpc: Any) -> None:
+    """With `max_batch_size` above 0 a request of 0 samples never reaches us: Triton's core refuses it by name."""
+    with pytest.raises(InferenceServerException, match="input byte size mismatch for input") as caught:
+        ask(grpc, "ctr", {"ids": IDS[:0], "dense": DENSE[:0]})
+
+    assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+
+
+def test_nan_stays_in_its_row(grpc: Any) -> None:
+    """A NaN in one sample reaches that sample's predictions alone."""
+    dense = DENSE.copy()
+    dense[0, 0] = math.nan
+
+    answer = ask(grpc, "ctr", {"ids": IDS, "dense": dense}).as_numpy("OUTPUT0")
+
+    assert np.isnan(answer[0]).all()
+    np.testing.assert_array_equal(answer[1], ctr_answer(IDS, DENSE)[1])
+
+
+def test_halves_and_booleans(grpc: Any) -> None:
+    """Types that NumPy and Triton spell differently arrive and leave unchanged."""
+    flag = np.array([[True], [False], [True]])
+    half = np.array([[0.5], [-2], [65504]], np.float16)
+
+    answer = ask(grpc, "types", {"flag": flag, "half": half})
+
+    np.testing.assert_array_equal(answer.as_numpy("opposite"), ~flag)
+    np.testing.assert_array_equal(answer.as_numpy("same"), half)
+
+
+@pytest.mark.skipif(not NUMPY_1, reason="this tritonserver passes strings to NumPy 1 only")
+def test_strings(grpc: Any) -> None:
+    """Strings arrive and leave unchanged, whatever their alphabet."""
+    arrays = {
+        "word": np.array([["one"], ["zwölf"], [""]], object),
+        "flag": np.ones((3, 1), bool),
+        "half": np.ones((3, 1), np.float16),
+    }
+
+    answer = ask(grpc, "strings", arrays).as_numpy("echo")
+
+    assert [item.decode() for item in answer.ravel()] == ["one", "zwölf", ""]
+
+
+@pytest.mark.skipif(NUMPY_1, reason="strings work with NumPy 1")
+def test_strings_that_would_crash_the_server_are_refused(serve: Serve, tmp_path: Path) -> None:
+    """Where Triton's Python backend cannot pass strings, loading the model says so, and what to do."""
+    write_types(tmp_path / "strings" / "1", strings=True)
+
+    with pytest.raises(AssertionError, match=r"'word' holds strings.*pip install 'numpy<2'"):
+        serve(tmp_path)
+
+
+def joined(served: Served, model: str, requests: list[dict[str, NDArray[Any]]]) -> tuple[list[Any], float]:
+    """Send requests from 16 threads; the answers, and how many runs of the dense network they took."""
+    before = settled(served, model)["hotrow_batches_total"]
+    with served.grpc_client() as client, ThreadPoolExecutor(16) as threads:
+        answers = list(threads.map(lambda arrays: ask(client, model, arrays), requests))
+    return answers, settled(served, model)["hotrow_batches_total"] - before
+
+
+def settled(served: Served, model: str) -> dict[str, float]:
+    """The model's counters when they have caught up: they are reported twice a second."""
+    last: dict[str, float] = {}
+    while (now := counters(served, model=model)) != last:
+        last = now
+        time.sleep(1.2)
+    return now
+
+
+def test_concurrent_requests_are_joined(served: Served) -> None:
+    """Requests of different sizes that wait together are computed together, and each gets its own rows."""
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(1, 30, 300)
+    requests = [
+        {"ids": rng.integers(0, NUM_ROWS, (n, 3)), "dense": rng.integers(0, 9, (n, 2)).astype(np.float32)}
+        for n in sizes
+    ]
+
+    answers, num_batches = joined(served, "ctr", requests)
+
+    for request, answer in zip(requests, answers, strict=True):
+        np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), ctr_answer(request["ids"], request["dense"]))
+    assert num_batches < len(requests)
+
+
+def test_flat_requests_are_joined_by_us(served: Served) -> None:
+    """A model with 1-D tensors, which Triton's batcher cannot join, is joined all the same."""
+    rng = np.random.default_rng(1)
+    requests = [
+        {"item": rng.integers(0, NUM_ROWS, n), "price": rng.integers(0, 9, n).astype(np.float32)}
+        for n in rng.integers(0, 20, 300)
+    ]
+
+    answers, num_batches = joined(served, "flat", requests)
+
+    for request, answer in zip(requests, answers, strict=True):
+        np.testing.assert_array_equal(answer.as_numpy("score"), flat_answer(request["item"], request["price"]))
+    assert num_batches < len(requests)
+
+
+def test_ragged_requests_are_joined(served: Served) -> None:
+    """Bags of different lengths, each request its own, are computed together."""
+    rng = np.random.default_rng(2)
+    requests = [{"bag": rng.integers(0, NUM_ROWS, (n, n + 1))} for n in rng.integers(1, 12, 200)]
+
+    answers, num_batches = joined(served, "bags", requests)
+
+    for request, answer in zip(requests, answers, strict=True):
+        np.testing.assert_array_equal(answer.as_numpy("score"), TABLE[request["bag"]].sum((1, 2))[:, None])
+    assert num_batches < len(requests)
+
+
+BAD: dict[str, tuple[str, dict[str, NDArray[Any]], str]] = {
+    "wrong type": ("ctr", {"ids": IDS.astype(np.int32), "dense": DENSE}, "ids"),
+    "missing input": ("ctr", {"ids": IDS}, "dense"),
+    "unknown input": ("ctr", {"ids": IDS, "dense": DENSE, "more": DENSE}, "more"),
+    "wrong width": ("ctr", {"ids": IDS[:, :2], "dense": DENSE}, "ids"),
+    "wrong rank": ("ctr", {"ids": IDS[0], "dense": DENSE}, "ids"),
+    "unequal samples": ("ctr", {"ids": IDS[:1], "dense": DENSE}, "dense|ids"),
+    "too many samples": (
+        "ctr",
+        {"ids": np.zeros((1025, 3), np.int64), "dense": np.zeros((1025, 2), np.float32)},
+        "1024",
+    ),
+    "flat, too many": (
+        "flat",
+        {"item": np.zeros(65, np.int64), "price": np.zeros(65, np.float32)},
+        "'item' has 65 .* 64",
+    ),
+    "flat, unequal": (
+        "flat",
+        {"item": np.zeros(2, np.int64), "price": np.zeros(3, np.float32)},
+        "'price' has 3 samples",
+    ),
+    "flat, wrong rank": ("flat", {"item": np.zeros((2, 1), np.int64), "price": np.zeros(2, np.float32)}, "item"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_malformed_requests_are_invalid_arguments(grpc: Any, case: str) -> None:
+    """Every malformed request gets INVALID_ARG that names what is wrong, and the server goes on."""
+    model, arrays, message = BAD[case]
+
+    with pytest.raises(InferenceServerException, match=message) as caught:
+        ask(grpc, model, arrays)
+
+    assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+    np.testing.assert_array_equal(
+        ask(grpc, "ctr", {"ids": IDS, "dense": DENSE}).as_numpy("OUTPUT0"), ctr_answer(IDS, DENSE)
+    )
+
+
+def test_an_unknown_output_is_an_invalid_argument(grpc: Any) -> None:
+    """A request for an output that the model lacks is refused by name."""
+    with pytest.raises(InferenceServerException, match="absent") as caught:
+        ask(grpc, "ctr", {"ids": IDS, "dense": DENSE}, ["absent"])
+
+    assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+
+
+def test_truncated_binary_is_an_invalid_argument(served: Served) -> None:
+    """A binary body that is shorter than its header says is refused, naming the input."""
+    header = json.dumps(
+        {
+            "inputs": [
+                {"name": "ids", "shape": [2, 3], "datatype": "INT64", "parameters": {"binary_data_size": 48}},
+                {"name": "dense", "shape": [2, 2], "datatype": "FP32", "parameters": {"binary_data_size": 16}},
+            ]
+        }
+    ).encode()
+    body = header + IDS.tobytes() + DENSE.tobytes()[:7]
+
+    status, answer = post(served, "ctr", body, **{"Inference-Header-Content-Length": str(len(header))})
+
+    assert status == 400
+    assert "dense" in answer["error"]
+
+
+@pytest.mark.parametrize("model", ["ctr", "flat"])
+def test_a_bad_request_harms_no_batch_mate(served: Served, model: str) -> None:
+    """Among concurrent requests only the bad ones get errors."""
+    bad = {"ctr": BAD["unequal samples"][1], "flat": BAD["flat, unequal"][1]}[model]
+    good: dict[str, NDArray[Any]] = {"ids": IDS, "dense": DENSE}
+    expected = ctr_answer(IDS, DENSE)
+    if model == "flat":
+        good = {"item": np.arange(3), "price": np.ones(3, np.float32)}
+        expected = flat_answer(good["item"], good["price"])[:, None]
+
+    def send(i: int) -> Any:
+        with contextlib.suppress(InferenceServerException):
+            return ask(client, model, bad if i % 3 == 0 else good)
+
+    with served.grpc_client() as client, ThreadPoolExecutor(16) as threads:
+        answers = list(threads.map(send, range(300)))
+
+    for i, answer in enumerate(answers):
+        assert (answer is None) == (i % 3 == 0)
+        if answer is not None:
+            np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), expected)
+
+
+def test_ids_outside_the_table_are_counted(served: Served, grpc: Any) -> None:
+    """An unknown id is answered by the default vector, and the metrics say so."""
+    before = settled(served, "ctr")
+    ids = np.array([[NUM_ROWS, 10**12, 1]])
+
+    answer = ask(grpc, "ctr", {"ids": ids, "dense": DENSE[:1]}).as_numpy("click")
+
+    after = settled(served, "ctr")
+    assert answer[0, 0] == TABLE[1].sum() + DENSE[0].sum()
+    assert after["hotrow_default_vectors_total"] - before["hotrow_default_vectors_total"] == 2
+    assert after["hotrow_lookup_keys_total"] - before["hotrow_lookup_keys_total"] == 3
+
+
+def test_metrics_count_requests_samples_and_failures(served: Served, grpc: Any) -> None:
+    """The counters of a model grow by exactly what was asked."""
+    before = settled(served, "flat")
+    for _ in range(3):
+        ask(grpc, "flat", {"item": np.arange(5), "price": np.ones(5, np.float32)})
+    for case in ("flat, unequal", "flat, too many"):
+        with pytest.raises(InferenceServerException):
+            ask(grpc, "flat", BAD[case][1])
+
+    grown = {name: value - before[name] for name, value in settled(served, "flat").items()}
+
+    assert grown["hotrow_requests_total"] == 5
+    assert grown["hotrow_failed_requests_total"] == 2
+    assert grown["hotrow_samples_total"] == 15
+    assert grown["hotrow_batches_total"] == 3
+
+
+def test_random_bodies_do_not_hurt(served: Served) -> None:
+    """Bodies mutated at random are answered, well or by an error, and the server serves as before."""
+    rng = random.Random(0)
+    inputs = [
+        {"name": "ids", "shape": [2, 3], "datatype": "INT64", "data": IDS.tolist()},
+        {"name": "dense", "shape": [2, 2], "datatype": "FP32", "data": DENSE.tolist()},
+    ]
+    for _ in range(300):
+        body = json.loads(json.dumps({"inputs": inputs}))
+        for _ in range(rng.randint(1, 3)):
+            mutate(rng, rng.choice(body["inputs"]))
+        status, _ = post(served, "ctr", json.dumps(body).encode())
+        assert status in (200, 400, 500)
+
+    with served.grpc_client() as client:
+        answer = ask(client, "ctr", {"ids": IDS, "dense": DENSE})
+        np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), ctr_answer(IDS, DENSE))
+
+
+def mutate(rng: random.Random, tensor: dict[str, Any]) -> None:
+    """Change one thing in a tensor of a JSON request. Huge shapes are Triton's own weakness, and left out."""
+    field = rng.choice(["name", "shape", "datatype", "data"])
+    tensor[field] = rng.choice(
+        {
+            "name": ["ids", "dense", "", "x" * 1000, "\0", 7, None],
+            "shape": [[2], [2, 3, 1], [-1, 3], [0, 3], [3, 2], [], "2", [2.5, 3], [1000, 3], None],
+            "datatype": ["INT32", "FP64", "BYTES", "BOOL", "FP16", "BF16", "", "int64", None],
+            "data": [[], [1], [[1, 2], [3]], ["a"] * 6, [1e400] * 6, [2**63] * 6, [True] * 4, {}, None, "text"],
+        }[field]
+    )
+
+
+def test_random_binary_does_not_hurt(served: Served) -> None:
+    """Binary tensors of random bytes and wrong sizes are answered, and the server serves as before."""
+    rng = np.random.default_rng(3)
+    for size in rng.integers(0, 100, 100):
+        header = json.dumps(
+            {
+                "inputs": [
+                    {
+                        "name": "bag",
+                        "shape": [int(rng.integers(0, 4)), int(rng.integers(0, 4))],
+                        "datatype": "INT64",
+                        "parameters": {"binary_data_size": int(size)},
+                    }
+                ]
+            }
+        ).encode()
+        status, _ = post(
+            served, "bags", header + rng.bytes(size), **{"Inference-Header-Content-Length": str(len(header))}
+        )
+        assert status in (200, 400)
+
+    with served.grpc_client() as client:
+        bag = np.frombuffer(struct.pack("<2q", 3, 4), np.int64).reshape(1, 2)
+        assert ask(client, "bags", {"bag": bag}).as_numpy("score")[0, 0] == TABLE[[3, 4]].sum()

@@ -1,0 +1,164 @@
+"""Loading, reloading and unloading versions while a real server runs."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from tests.integration.conftest import Serve
+from tests.integration.models import ctr_answer, flat_answer, write_ctr, write_flat
+from tests.integration.test_requests import DENSE, IDS, ask, counters, settled
+
+pytestmark = pytest.mark.triton
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with version 1 of `ctr`."""
+    write_ctr(tmp_path / "repository" / "ctr" / "1")
+    return tmp_path / "repository"
+
+
+def ask_ctr(client: Any) -> Any:
+    """The predictions of one request to `ctr`."""
+    return ask(client, "ctr", {"ids": IDS, "dense": DENSE}).as_numpy("OUTPUT0")
+
+
+def touch(version_dir: Path) -> None:
+    """Make Triton take a version for changed."""
+    (version_dir / "touched").touch()
+    (version_dir / "touched").unlink()
+
+
+def test_reloads_in_place_keep_serving_and_counting(serve: Serve, repository: Path) -> None:
+    """Ten reloads of one version: every request between them is answered, and none is lost from the counters."""
+    served = serve(repository)
+    with served.grpc_client() as client:
+        for _ in range(10):
+            for _ in range(5):
+                np.testing.assert_array_equal(ask_ctr(client), ctr_answer(IDS, DENSE))
+            touch(repository / "ctr" / "1")
+            client.load_model("ctr")
+        ask_ctr(client)
+
+        assert settled(served, "ctr")["hotrow_requests_total"] == 51
+
+
+def test_a_new_version_takes_over_under_load(serve: Serve, repository: Path) -> None:
+    """While a version is replaced, no request fails and each answer is one version's alone."""
+    served = serve(repository)
+    old, new = ctr_answer(IDS, DENSE), ctr_answer(IDS, DENSE, scale=3)
+    done = threading.Event()
+
+    def ask_until_done(_: int) -> int:
+        asked = 0
+        with served.grpc_client() as client:
+            while not done.is_set():
+                answer = ask_ctr(client)
+                assert np.array_equal(answer, old) or np.array_equal(answer, new)
+                asked += 1
+        return asked
+
+    with served.grpc_client() as client, ThreadPoolExecutor() as threads:
+        askers = threads.map(ask_until_done, range(2))
+        write_ctr(repository / "ctr" / "2", scale=3)
+        client.load_model("ctr")
+        np.testing.assert_array_equal(ask_ctr(client), new)
+        done.set()
+        assert min(askers) > 0
+    assert counters(served, model="ctr", version="2")["hotrow_model_version_info"] == 1
+
+
+def test_a_damaged_version_is_refused_and_the_old_one_serves(serve: Serve, repository: Path) -> None:
+    """A version whose bytes are damaged does not load; the error names the file, and the old version goes on."""
+    served = serve(repository)
+    write_ctr(repository / "ctr" / "2", scale=3)
+    vectors = repository / "ctr" / "2" / "tables" / "item" / "emb_vector"
+    vectors.write_bytes(b"\x01" + vectors.read_bytes()[1:])
+    with served.grpc_client() as client:
+        with pytest.raises(InferenceServerException, match="emb_vector: damaged"):
+            client.load_model("ctr")
+
+        np.testing.assert_array_equal(ask_ctr(client), ctr_answer(IDS, DENSE))
+
+
+@pytest.mark.parametrize(
+    ("parameter", "message"),
+    [
+        ('key: "colour" value { string_value: "red" }', "unknown setting 'colour'"),
+        ('key: "verify" value { string_value: "maybe" }', "setting 'verify' cannot be 'maybe'"),
+        ('key: "max_samples_per_request" value { string_value: "0" }', "'max_samples_per_request' cannot be '0'"),
+    ],
+)
+def test_wrong_settings_are_refused(serve: Serve, repository: Path, parameter: str, message: str) -> None:
+    """A parameter that is no setting, or has no allowed value, keeps the model from loading and is named."""
+    with (repository / "ctr" / "config.pbtxt").open("a", encoding="utf-8") as config:
+        config.write(f"parameters {{ {parameter} }}\n")
+
+    with pytest.raises(AssertionError, match=message):
+        serve(repository)
+
+
+def test_tritons_own_parameters_are_none_of_ours(serve: Serve, repository: Path) -> None:
+    """Parameters in capitals belong to Triton's Python backend and are left to it."""
+    with (repository / "ctr" / "config.pbtxt").open("a", encoding="utf-8") as config:
+        config.write('parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "yes" } }\n')
+        config.write('parameters { key: "unknown_keys" value { string_value: "reject" } }\n')
+    served = serve(repository)
+
+    with served.grpc_client() as client:
+        np.testing.assert_array_equal(ask_ctr(client), ctr_answer(IDS, DENSE))
+        with pytest.raises(InferenceServerException, match="keys are unknown") as caught:
+            ask(client, "ctr", {"ids": IDS + 1000, "dense": DENSE})
+    assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+
+
+def test_metrics_may_be_off(serve: Serve, repository: Path) -> None:
+    """A server without metrics serves all the same."""
+    served = serve(repository, "--", "--allow-metrics=false")
+
+    with served.grpc_client() as client:
+        np.testing.assert_array_equal(ask_ctr(client), ctr_answer(IDS, DENSE))
+
+
+def test_requests_that_wait_are_answered_before_an_unload(serve: Serve, tmp_path: Path) -> None:
+    """Requests in our own queue are answered when their model is unloaded meanwhile."""
+    write_flat(tmp_path / "flat" / "1")
+    served = serve(tmp_path)
+    arrays = {"item": np.arange(50), "price": np.ones(50, np.float32)}
+    expected = flat_answer(arrays["item"], arrays["price"])
+
+    def send(_: int) -> bool:
+        """Whether it was answered; refused it may only be once the model is gone."""
+        try:
+            answer = ask(client, "flat", arrays).as_numpy("score")
+        except InferenceServerException as error:
+            assert error.status() in ("StatusCode.UNAVAILABLE", "StatusCode.NOT_FOUND")  # noqa: PT017
+            return False
+        np.testing.assert_array_equal(answer, expected)
+        return True
+
+    with served.grpc_client() as client, ThreadPoolExecutor(16) as threads:
+        answers = threads.map(send, range(500))
+        assert next(iter(answers))
+        client.unload_model("flat")
+        list(answers)
+    assert served.stop() == 0
+
+
+def test_a_standalone_version_needs_no_backend_of_ours(serve: Serve, repository: Path) -> None:
+    """`import --standalone` serves through Triton's python backend."""
+    config = repository / "ctr" / "config.pbtxt"
+    config.write_text(config.read_text(encoding="utf-8").replace('"hotrow"', '"python"'), encoding="utf-8")
+    code = "from triton_backend.model import TritonPythonModel\n"
+    (repository / "ctr" / "1" / "model.py").write_text(code, encoding="utf-8")
+    served = serve(repository)
+
+    with served.grpc_client() as client:
+        np.testing.assert_array_equal(ask_ctr(client), ctr_answer(IDS, DENSE))
