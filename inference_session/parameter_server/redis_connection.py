@@ -164,7 +164,7 @@ class RedisConnection:
             )
         try:
             self._socket.settimeout(deadline.remaining_s())
-            received = self._socket.recv_into(memoryview(self._buffer)[self._filled :])
+            received = self._socket.recv_into(self._buffer[self._filled :].data)
         except TimeoutError as error:
             raise self._late(deadline) from error
         except OSError as error:
@@ -204,7 +204,7 @@ class RedisConnection:
             found, expected = int(cursor["found_bytes"][0]), int(replies["row_bytes"][number])
             return StoreError(
                 f"table {tables[number]!r} in the Redis at {self._name} has a row of {found} bytes, expected {expected}"
-                f" ({expected // 4} float32): another model's rows lie under this name, or were pushed with another width"
+                f" ({expected // 4} float32); is it another model's?"
             )
         return self._failure(self._line(deadline), tables[number])
 

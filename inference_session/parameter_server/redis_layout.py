@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +51,7 @@ def split_name(name: bytes) -> tuple[str, int] | None:
 
 
 @kernel
-def mixed(key):  # type: ignore[no-untyped-def]
+def mixed(key: Any) -> Any:
     """Pelle Evensen's mixer rrxmrrxmsx_0, by which HPS spreads keys: uint64 → uint64."""
     one, two = np.uint64(25), np.uint64(50)
     key ^= ((key >> one) | (key << (np.uint64(64) - one))) ^ ((key >> two) | (key << (np.uint64(64) - two)))
@@ -62,7 +63,9 @@ def mixed(key):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _sort(keys, partitions, order, bounds):  # type: ignore[no-untyped-def]
+def _sort(
+    keys: NDArray[np.uint64], partitions: NDArray[np.int64], order: NDArray[np.int64], bounds: NDArray[np.int64]
+) -> None:
     """Counting sort; bounds[p] ends up as the end of partition p in `order`."""
     num_partitions = len(bounds) - 1
     for i in range(len(keys)):
@@ -132,6 +135,7 @@ def count_partitions(samples: Mapping[int, Iterable[bytes]]) -> int | None:
     if not keys:
         return DEFAULT_PARTITIONS
     lowest = max(samples) + 1
+    count: int
     for count in (DEFAULT_PARTITIONS, *range(lowest, MAX_PROBED_PARTITIONS + 1)):
         if count >= lowest and all((partition_of(k, count) == p).all() for p, k in zip(samples, keys, strict=True)):
             return count

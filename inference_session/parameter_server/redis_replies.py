@@ -8,8 +8,10 @@ through a piece, copies each row to where it belongs, and stops where the piece 
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from inference_session.embedding_cache.kernels.intrinsics import kernel, load, store
 
@@ -51,7 +53,7 @@ _MAX_DIGITS = 10
 
 
 @kernel
-def _read_head(buffer, begin, end, mark):  # type: ignore[no-untyped-def]
+def _read_head(buffer: int, begin: int, end: int, mark: int) -> tuple[int, int]:
     """`<mark><number> CRLF` at `begin` → (number, where it ends); it ends at 0 if incomplete, at -1 if malformed."""
     if load(buffer, np.uint8, begin) != mark:
         return 0, -1
@@ -74,22 +76,22 @@ def _read_head(buffer, begin, end, mark):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _copy(source, target, num_bytes):  # type: ignore[no-untyped-def]
+def _copy(source: int, target: int, num_bytes: int) -> None:
     for i in range(num_bytes // 4):
         store(target, np.uint32, i, load(source, np.uint32, i))
 
 
 @kernel
-def read_rows(replies, cursor, buffer, num_bytes):  # type: ignore[no-untyped-def]
+def read_rows(replies: NDArray[np.void], cursor: NDArray[np.void], buffer: int, num_bytes: int) -> int:
     """Go on reading the replies; returns how many of the bytes at address `buffer` are done with.
 
     `replies`: REPLY records; `cursor`: one CURSOR record, kept between calls. Rows that are not there stay as they
     are in the output.
     """
-    state = cursor[0]
+    state: Any = cursor[0]
     begin = 0
     while state.reply < len(replies):
-        reply = replies[state.reply]
+        reply: Any = replies[state.reply]
         if state.key == reply.num_keys:
             state.reply += 1
             state.key = -1

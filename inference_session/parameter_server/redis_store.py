@@ -74,7 +74,8 @@ class _Read(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return len(self.keys) * (4 * self.out.shape[1] + 16)
+        row_bytes: int = 4 * self.out.shape[1]
+        return len(self.keys) * (row_bytes + 16)
 
     def payload(self) -> bytes:
         return layout.command(b"HMGET", self.name, fields=layout.key_fields(self.keys), num_fields=len(self.keys))
@@ -104,7 +105,7 @@ class _Write(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return self.fields.nbytes
+        return int(self.fields.nbytes)
 
     def payload(self) -> bytes:
         num_fields = len(self.fields) * self.arguments_per_field
@@ -315,9 +316,9 @@ class RedisStore(EmbeddingStore):
                 under_way.append((connection, batch))
                 num_bytes += _num_bytes(batch)
                 while num_bytes > _BYTES_UNDER_WAY:
-                    connection, batch = under_way.popleft()
-                    num_bytes -= _num_bytes(batch)
-                    read(connection, batch, deadline)
+                    first_connection, first = under_way.popleft()
+                    num_bytes -= _num_bytes(first)
+                    read(first_connection, first, deadline)
             for connection, batch in under_way:
                 read(connection, batch, deadline)
 

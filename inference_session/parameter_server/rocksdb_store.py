@@ -1,0 +1,367 @@
+"""RocksDB as a tier: a column family per table (its tag), key 8 bytes little endian → row float32, as HPS lays them.
+
+A database has one writer at a time. Any number of readers, in this process or others, follow it as RocksDB's
+*secondaries*: they see what was there when they opened or last refreshed. Nothing a writer has inserted is lost when
+its process dies; what the note of a table vouches for survives the machine as well.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import (
+    ConfigurationError,
+    SessionClosedError,
+    StoreError,
+    TableNotFoundError,
+    UnavailableError,
+)
+from inference_session.parameter_server.base import EmbeddingStore, check_fetch, check_insert
+from inference_session.parameter_server.namespace import Namespace, StoredTable
+
+try:
+    from rocksdict import (
+        AccessType,
+        BlockBasedOptions,
+        ChecksumType,
+        DataBlockIndexType,
+        DbClosedError,
+        DBCompressionType,
+        Options,
+        Rdict,
+        WriteBatch,
+    )
+except ImportError as missing:
+    raise ConfigurationError(
+        "a RocksDB store needs the package `rocksdict`: pip install 'hotrow[rocksdb]'"
+    ) from missing
+
+_KEYS_PER_MULTIGET = 16_384
+_BYTES_PER_BATCH = 8 << 20
+_MEMTABLE_BYTES = 64 << 20
+_ALL_MEMTABLES_BYTES = 512 << 20
+_BLOCK_BYTES = 1024
+_FILE_BYTES = 256 << 20
+_CURRENT_FILE = "CURRENT"
+"""What every RocksDB has; without it there is none."""
+
+
+class RocksDbStore(EmbeddingStore):
+    """The tables of one model in a RocksDB."""
+
+    def __init__(
+        self, path: Path, namespace: Namespace, embedding_dims: Mapping[str, int], *, writable: bool = False
+    ) -> None:
+        """See `store_url.create_store`. A writer makes the database if there is none."""
+        self.path = path
+        self.namespace = namespace
+        self._writable = writable
+        self._embedding_dims = dict(embedding_dims)
+        self._lock = threading.Lock()
+        self._families: dict[str, Any] = {}
+        self._closed = False
+        self._secondary_path = None if writable else Path(tempfile.mkdtemp(prefix="hotrow-rocksdb-"))
+        try:
+            self._db = self._open_database()
+        except BaseException:
+            self._remove_secondary_path()
+            raise
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The tables that the store was bound to, whether or not they have rows."""
+        return tuple(self._embedding_dims)
+
+    @property
+    def supports_writes(self) -> bool:
+        """Whether this is the database's writer."""
+        return self._writable
+
+    def embedding_dim(self, table: str) -> int:
+        """Number of elements of the table's vectors."""
+        if table not in self._embedding_dims:
+            known = ", ".join(map(repr, self._embedding_dims)) or "none"
+            raise TableNotFoundError(f"{self!r} has no table {table!r}; its tables: {known}")
+        return self._embedding_dims[table]
+
+    def num_rows(self, table: str) -> int:
+        """Number of rows; reads all keys, for RocksDB itself does not know."""
+        family = self._family(table)
+        with _translated(self.path):
+            return 0 if family is None else _count(family)
+
+    def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """See EmbeddingStore."""
+        family = self._family(table)
+        check_fetch(keys, out, self.embedding_dim(table))
+        found = np.zeros(len(keys), np.bool_)
+        if family is not None:
+            for begin in range(0, len(keys), _KEYS_PER_MULTIGET):
+                part = slice(begin, begin + _KEYS_PER_MULTIGET)
+                with _translated(self.path):
+                    rows = family.get(_as_bytes(keys[part]))
+                found[part] = self._place(table, rows, out[part])
+        return found
+
+    def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        """See EmbeddingStore."""
+        check_insert(keys, vectors, self.embedding_dim(table))
+        self._refuse_unless_writable(table)
+        family = self._family(table) or self._create_family(table)
+        step = max(1, _BYTES_PER_BATCH // (4 * vectors.shape[1]))
+        for begin in range(0, len(keys), step):
+            part = slice(begin, begin + step)
+            self._write(family, _as_bytes(keys[part]), _as_bytes(vectors[part].astype("<f4", copy=False)))
+
+    def erase(self, table: str, keys: NDArray[np.int64]) -> None:
+        """See EmbeddingStore."""
+        self._refuse_unless_writable(table)
+        family = self._family(table)
+        if family is None:
+            return
+        batch = WriteBatch(raw_mode=True)
+        with _translated(self.path):
+            batch.set_default_column_family(self._db.get_column_family_handle(self.namespace.tag(table)))
+            for key in _as_bytes(keys):
+                batch.delete(key)
+            self._db.write(batch)
+
+    def clear(self, table: str) -> None:
+        """See EmbeddingStore. Drops the column family; readers keep what they see until they refresh."""
+        self._refuse_unless_writable(table)
+        family = self._family(table)
+        with _translated(self.path), self._lock:
+            self._db.delete(_note_name(self.namespace.tag(table)))
+            if family is not None:
+                self._families.pop(table, None)
+                self._db.drop_column_family(self.namespace.tag(table))
+
+    def check(self) -> None:
+        """See EmbeddingStore."""
+        self._refuse_if_closed()
+        if not (self.path / _CURRENT_FILE).exists():
+            raise UnavailableError(f"the RocksDB at {str(self.path)!r} is gone")
+
+    def refresh(self) -> None:
+        """See EmbeddingStore. Tables that were made since are found as well."""
+        self._refuse_if_closed()
+        if self._writable:
+            return
+        with _translated(self.path), self._lock:
+            present = set(Rdict.list_cf(str(self.path)))
+            known = {table for table, family in self._families.items() if family is not None}
+            if any((self.namespace.tag(t) in present) != (t in known) for t in self._families):
+                self._families = {}
+                self._db = self._open_database()
+            self._db.try_catch_up_with_primary()
+
+    def note(self, table: str) -> str | None:
+        """See EmbeddingStore."""
+        self.embedding_dim(table)
+        self._refuse_if_closed()
+        with _translated(self.path):
+            text = self._db.get(_note_name(self.namespace.tag(table)))
+        return None if text is None else text.decode()
+
+    def set_note(self, table: str, text: str) -> None:
+        """See EmbeddingStore. Waits until the disk has all that was inserted before."""
+        self._refuse_unless_writable(table)
+        with _translated(self.path):
+            self._db.put(_note_name(self.namespace.tag(table)), text.encode())
+            self._db.flush_wal(sync=True)
+
+    def close(self) -> None:
+        """Close the database. A writer leaves no log that readers would have to go through."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            with _translated(self.path):
+                for family in self._families.values():
+                    if family is not None:
+                        if self._writable:
+                            family.flush()
+                        family.close()
+                self._db.close()
+        self._remove_secondary_path()
+
+    def __repr__(self) -> str:
+        role = "writer" if self._writable else "reader"
+        return f"<RocksDbStore {str(self.path)!r} [{self.namespace}, {len(self._embedding_dims)} tables, {role}]>"
+
+    def _open_database(self) -> Any:
+        with _translated(self.path):
+            if self._secondary_path is None:
+                return open_writer(self.path)
+            return open_reader(self.path, self._secondary_path)
+
+    def _family(self, table: str) -> Any:
+        """The table's column family, None if it has none (yet)."""
+        self.embedding_dim(table)
+        self._refuse_if_closed()
+        if self._families.get(table) is None:
+            tag = self.namespace.tag(table)
+            with _translated(self.path), self._lock:
+                exists = tag in Rdict.list_cf(str(self.path)) if table not in self._families else False
+                self._families[table] = self._db.get_column_family(tag) if exists else None
+        return self._families[table]
+
+    def _create_family(self, table: str) -> Any:
+        with _translated(self.path), self._lock:
+            if self._families.get(table) is None:
+                self._families[table] = self._db.create_column_family(self.namespace.tag(table), _options())
+            return self._families[table]
+
+    def _write(self, family: Any, keys: list[bytes], rows: list[bytes]) -> None:
+        batch = WriteBatch(raw_mode=True)
+        with _translated(self.path):
+            for key, row in zip(keys, rows, strict=True):
+                batch.put(key, row)
+            family.write(batch)
+
+    def _place(self, table: str, rows: list[bytes | None], out: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """Write the rows that are there to their places in `out`; returns which they are."""
+        present = [row for row in rows if row is not None]
+        expected = 4 * out.shape[1]
+        widths = {len(row) for row in present} - {expected}
+        if widths:
+            raise StoreError(
+                f"table {table!r} in the RocksDB at {str(self.path)!r} has a row of {min(widths)} bytes,"
+                f" expected {expected} ({out.shape[1]} float32)"
+            )
+        vectors = np.frombuffer(b"".join(present), "<f4").reshape(len(present), out.shape[1])
+        if len(present) == len(rows):
+            out[:] = vectors
+            return np.ones(len(rows), np.bool_)
+        found = np.array([row is not None for row in rows], np.bool_)
+        out[found] = vectors
+        return found
+
+    def _refuse_unless_writable(self, table: str) -> None:
+        self.embedding_dim(table)
+        self._refuse_if_closed()
+        if not self._writable:
+            raise StoreError(f"{self!r} takes no writes: it was not opened as the database's writer")
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise SessionClosedError(f"{self!r} has been closed")
+
+    def _remove_secondary_path(self) -> None:
+        if self._secondary_path is not None:
+            shutil.rmtree(self._secondary_path, ignore_errors=True)
+
+
+def open_writer(path: Path) -> Any:
+    """Open a database for writing, made if there is none."""
+    path.mkdir(parents=True, exist_ok=True)
+    exists = (path / _CURRENT_FILE).exists()
+    names = Rdict.list_cf(str(path)) if exists else ["default"]
+    return Rdict(str(path), options=_options(), column_families={name: _options() for name in names})
+
+
+def open_reader(path: Path, secondary_path: Path) -> Any:
+    """Follow a database that another may be writing; `secondary_path` is a folder for RocksDB's own log."""
+    _refuse_absent(path)
+    return Rdict(
+        str(path),
+        options=_options(),
+        column_families={name: _options() for name in Rdict.list_cf(str(path))},
+        access_type=AccessType.secondary(str(secondary_path)),
+    )
+
+
+def list_rocksdb_tables(path: Path) -> list[StoredTable]:
+    """All tables of all models in a RocksDB. Counts their rows one by one."""
+    with tempfile.TemporaryDirectory(prefix="hotrow-rocksdb-") as folder, _translated(path):
+        db = open_reader(path, Path(folder))
+        tags = sorted(set(Rdict.list_cf(str(path))) - {"default"})
+        tables = []
+        for tag in tags:
+            family = db.get_column_family(tag)
+            row_bytes = next((len(row) for row in family.values()), None)
+            tables.append(StoredTable(tag, _count(family), None if row_bytes is None else row_bytes // 4))
+            family.close()
+        db.close()
+    return tables
+
+
+def _options() -> Options:
+    """Fixed-size rows, read by single random keys: small blocks with a hash index, found by a filter, read where the
+    kernel keeps them. A block cache of our own would only hold the same rows twice.
+    """
+    blocks = BlockBasedOptions()
+    blocks.set_block_size(_BLOCK_BYTES)
+    blocks.set_bloom_filter(10, block_based=False)
+    blocks.set_data_block_index_type(DataBlockIndexType.binary_and_hash())
+    blocks.set_data_block_hash_ratio(0.75)
+    blocks.set_format_version(5)
+    blocks.set_checksum_type(ChecksumType.xxh3())
+    blocks.disable_cache()
+    options = Options(raw_mode=True)
+    options.create_if_missing(True)
+    options.set_block_based_table_factory(blocks)
+    options.set_allow_mmap_reads(True)
+    options.set_compression_type(DBCompressionType.none())  # trained float32 hardly shrinks
+    options.set_write_buffer_size(_MEMTABLE_BYTES)
+    options.set_db_write_buffer_size(_ALL_MEMTABLES_BYTES)
+    options.set_target_file_size_base(_FILE_BYTES)
+    options.set_level_compaction_dynamic_level_bytes(True)
+    options.set_keep_log_file_num(4)
+    return options
+
+
+def _as_bytes(rows: NDArray[np.generic]) -> list[bytes]:
+    """The bytes of each row."""
+    rows = np.ascontiguousarray(rows)
+    width = rows.itemsize * int(np.prod(rows.shape[1:]))
+    as_list: list[bytes] = rows.reshape(len(rows), -1).view(f"V{width}").reshape(-1).tolist()
+    return as_list
+
+
+def _note_name(tag: str) -> bytes:
+    return b"hotrow_push/" + tag.encode()
+
+
+def _count(family: Any) -> int:
+    keys: Iterator[bytes] = family.keys()
+    return sum(1 for _ in keys)
+
+
+def _refuse_absent(path: Path) -> None:
+    if not (path / _CURRENT_FILE).exists():
+        raise StoreError(
+            f"there is no RocksDB at {str(path)!r}; `hotrow push VERSION_DIR --to rocksdb://{path}` makes one"
+        )
+
+
+@contextmanager
+def _translated(path: Path) -> Iterator[None]:
+    """Errors of RocksDB as ours."""
+    try:
+        yield
+    except DbClosedError as error:
+        raise SessionClosedError(f"the RocksDB at {str(path)!r} has been closed") from error
+    except OSError as error:
+        raise UnavailableError(f"the RocksDB at {str(path)!r} cannot be used: {error.strerror or error}") from error
+    except Exception as error:
+        if type(error) is not Exception:  # which is all that rocksdict raises
+            raise
+        raise _as_ours(path, str(error)) from error
+
+
+def _as_ours(path: Path, text: str) -> Exception:
+    name = f"the RocksDB at {str(path)!r}"
+    if "LOCK" in text and "lock" in text:
+        return UnavailableError(f"{name} is being written by another process, or twice by this one ({text})")
+    kind = UnavailableError if text.startswith(("IO error", "Operation timed out", "Resource busy")) else StoreError
+    return kind(f"{name}: {text}")
