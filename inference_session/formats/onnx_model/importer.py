@@ -236,7 +236,9 @@ def _write_network(path: Path, network: ModelProto, weights: list[Weight]) -> No
 
 def _save(model: ModelProto, path: Path) -> None:
     """Write a model file, with its weights beside it where they would not fit into one."""
+    data = path.with_name(f"{path.name}.data")
+    data.unlink(missing_ok=True)
     if sum(len(tensor.raw_data) for tensor in model.graph.initializer) < _MAX_INLINE_BYTES:
         save_model(model, path)
     else:
-        save_model(model, path, save_as_external_data=True, location=f"{path.name}.data", convert_attribute=False)
+        save_model(model, path, save_as_external_data=True, location=data.name, convert_attribute=False)

@@ -16,7 +16,7 @@ from onnx import ModelProto, TensorProto, helper
 
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
 from inference_session.formats.manifest import verify
-from inference_session.formats.onnx_model import import_onnx
+from inference_session.formats.onnx_model import import_onnx, importer
 
 from .models import assert_same, import_model, model_of, table
 
@@ -65,6 +65,18 @@ def test_the_staged_version_holds_no_more_than_it_should(tmp_path: Path) -> None
     files = sorted(p.relative_to(report.version_dir).as_posix() for p in report.version_dir.rglob("*") if p.is_file())
     assert files == ["MANIFEST.json", "dense.onnx", "session.json", "tables/w/emb_vector"]
     assert json.loads((report.version_dir / "session.json").read_text())["source"] == "model.onnx"
+
+
+def test_networks_too_large_for_one_file_are_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond protobuf's 2 GB the dense weights lie beside dense.onnx (here the limit is lower)."""
+    monkeypatch.setattr(importer, "_MAX_INLINE_BYTES", 1000)
+    graph = GRAPH.replace("2, 3] y", "2, 512] y")
+
+    report = import_model(tmp_path, model_of(graph, {"w": table(), "d": table(4, 512)}))
+
+    assert (report.version_dir / "dense.onnx.data").stat().st_size >= 4 * 512 * 4
+    assert_same(report, tmp_path / "model.onnx", {"keys": KEYS})
+    verify(report.version_dir, checksums=True)
 
 
 @pytest.mark.parametrize("location", ["../model.data", "/etc/passwd", "a/../../model.data", "", "C:\\model.data"])
@@ -227,7 +239,7 @@ def test_progress_tells_the_bytes_written_and_checked(tmp_path: Path) -> None:
 _PEAK = """
 import sys
 from pathlib import Path
-from inference_session.formats.onnx_model import import_onnx
+from inference_session.formats.onnx_model import import_onnx, importer
 report = import_onnx(Path(sys.argv[1]), Path(sys.argv[2]), "m")
 assert len(report.tables) == 3
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
