@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.embedding_cache.kernels import cpu
-from inference_session.embedding_cache.kernels.intrinsics import fence, kernel, load, prefetch, store, stream16
+from inference_session.embedding_cache.kernels.intrinsics import kernel, load, prefetch, store
 from inference_session.embedding_cache.kernels.layout import SEGMENT, TABLE
 from inference_session.formats.native import TableSpec
 from inference_session.parameter_server.table_file import TableFile, write_table
@@ -38,7 +38,7 @@ Draw = Callable[[int], Rows]
 
 @kernel
 def bare_gather(  # noqa: PLR0917
-    vectors: int, row_bytes: int, rows: int, num_rows: int, output: int, ahead: int, streamed: Any
+    vectors: int, row_bytes: int, rows: int, num_rows: int, output: int, ahead: int
 ) -> None:
     """The ceiling: copy rows by known row id, asking for each `ahead` rows before it is copied."""
     for i in range(num_rows):
@@ -47,13 +47,8 @@ def bare_gather(  # noqa: PLR0917
             for address in range(coming, coming + row_bytes, 64):
                 prefetch(address)
         source, target = vectors + load(rows, np.int64, i) * row_bytes, output + i * row_bytes
-        if streamed:
-            for offset in range(0, row_bytes, 16):
-                stream16(target + offset, source + offset)
-        else:
-            for d in range(row_bytes // 4):
-                store(target, np.float32, d, load(source, np.float32, d))
-    fence()
+        for d in range(row_bytes // 4):
+            store(target, np.float32, d, load(source, np.float32, d))
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -85,7 +80,7 @@ def lookup(tables: NDArray[np.void], segments: NDArray[np.void], num_threads: in
 def gathers(vectors: NDArray[Any], rows: Rows, out: Floats) -> list[Callable[[], None]]:
     """The ceiling in its variants; the fastest counts."""
     addresses = vectors.ctypes.data, 4 * DIM, rows.ctypes.data, len(rows), out.ctypes.data
-    return [partial(bare_gather, *addresses, ahead, streamed) for ahead in (8, 24) for streamed in (False, True)]
+    return [partial(bare_gather, *addresses, ahead) for ahead in (8, 16, 24, 64)]
 
 
 def compare_with_gather(table: TableFile, draw: Draw, name: str) -> None:

@@ -192,19 +192,6 @@ def test_many_segments_split_over_threads_give_the_same_answers(threads: int, ra
     assert positions[:total].tolist() == wanted_positions
 
 
-def test_outputs_large_enough_to_bypass_the_caches_are_the_same(tmp_path: Path) -> None:
-    """Streaming stores are used for large outputs, aligned or not, and change nothing."""
-    vectors = np.random.default_rng(5).random((1000, 64), np.float32)
-    known = make_table(tmp_path, list(range(1000)), vectors)
-    keys = np.random.default_rng(6).integers(0, 1000, (cpu.STREAM_BYTES // 256 + 5, 1))
-    memory = np.empty(keys.size * 64 + 4, np.float32)
-    for shift in (0, 1):
-        output = memory[shift : shift + keys.size * 64].reshape(-1, 64)
-        output[:] = np.nan
-        run([known.file], segment(keys, output))
-        np.testing.assert_array_equal(output, vectors[keys[:, 0]])
-
-
 def test_a_key_not_in_a_table_is_searched_in_the_next(tmp_path: Path) -> None:
     """Tables chain: the first that holds a key answers; one of another type does too; a circle ends."""
     first = make_table(tmp_path / "a", [1, 2], np.array([[1.0], [2.0]], np.float32))

@@ -28,24 +28,20 @@ from inference_session.embedding_cache.kernels.hash_index import (
     home_bucket,
 )
 from inference_session.embedding_cache.kernels.intrinsics import (
-    fence,
     half_to_float,
     kernel,
     load,
     prefetch,
     store,
-    stream16,
 )
 from inference_session.embedding_cache.kernels.layout import SEGMENT, TABLE, PoolingCode, VectorCode
 
-BLOCK_KEYS = 16
+BLOCK_KEYS = 64
 NUM_STAGES = 3
 CHUNK = 256
 """Elements that pooling handles at a time."""
 MAX_PREFETCH_BYTES = 1024
 """Of one vector; the processor's own prefetcher follows a longer one."""
-STREAM_BYTES = 8 << 20
-"""Outputs from this size on are written past the caches, which they would only empty."""
 PART_BYTES = 256 << 10
 """Output a further thread must have to write before it is worth waking."""
 
@@ -192,7 +188,6 @@ def _run_stages(
         _advance(tables, segments, newest, middle, oldest, scratch)
         idle = idle + 1 if newest.count == 0 else 0
         step += 1
-    fence()
     return num_missing
 
 
@@ -281,14 +276,13 @@ def _advance(tables: Any, segments: Any, newest: Any, middle: Any, oldest: Any, 
     if len(segments) == 0:
         return
     first, second, third = segments[newest.segment], segments[middle.segment], segments[oldest.segment]
-    streamed = third.num_rows * third.output_stride >= STREAM_BYTES
     for i in range(max(newest.count, middle.count, oldest.count)):
         if i < newest.count:
             _prefetch_bucket(tables[first.table], newest.keys[i])
         if i < middle.count:
             _prefetch_row(tables[second.table], middle.keys[i])
         if i < oldest.count:
-            _write_vector(tables, third, oldest.keys[i], streamed, scratch)
+            _write_vector(tables, third, oldest.keys[i], scratch)
 
 
 @kernel
@@ -371,7 +365,7 @@ def _note_missing(block: Any, positions: Any, num_noted: int) -> None:
 
 
 @kernel
-def _write_vector(tables: Any, segment: Any, item: Any, streamed: Any, scratch: Any) -> None:
+def _write_vector(tables: Any, segment: Any, item: Any, scratch: Any) -> None:
     """Stage 3."""
     own = tables[segment.table]
     source, code = own.default_address, _FLOAT32
@@ -381,16 +375,13 @@ def _write_vector(tables: Any, segment: Any, item: Any, streamed: Any, scratch: 
     if segment.pooling != _NONE:
         _pool_vector(segment.pooling, item, source, code, own.embedding_dim, scratch)
     elif source != 0:
-        _copy_vector(item.output, source, code, own.embedding_dim, streamed)
+        _copy_vector(item.output, source, code, own.embedding_dim)
 
 
 @kernel
-def _copy_vector(output: int, source: int, code: int, dim: int, streamed: Any) -> None:
+def _copy_vector(output: int, source: int, code: int, dim: int) -> None:
     if code != _FLOAT32:
         _widen(output, source, code, dim, 0, dim)
-    elif streamed and output % 16 == 0 and dim % 4 == 0:
-        for offset in range(0, 4 * dim, 16):
-            stream16(output + offset, source + offset)
     else:
         for d in range(dim):
             store(output, np.float32, d, load(source, np.float32, d))

@@ -1,5 +1,5 @@
 """What Numba's Python lacks and the CPU kernels need: raw memory at an address, prefetching, byte matching in one
-instruction, streaming stores. Each function is a few LLVM instructions, for use inside compiled code only.
+instruction. Each function is a few LLVM instructions, for use inside compiled code only.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ def store(_context: Any, _address: Any, kind: Any, _index: Any, _value: Any) -> 
 
 @_intrinsic
 def prefetch(_context: Any, _address: Any) -> Any:
-    """prefetch(address): ask for the cache line of the address, soon to be read. Any address is harmless."""
+    """prefetch(address): ask for the cache line of the address, soon to be read. Any address is harmless.
+
+    The line goes to the second-level cache, which has room for far more requests at a time than the first.
+    """
 
     def build(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -76,9 +79,9 @@ def prefetch(_context: Any, _address: Any) -> Any:
         function = builder.module.globals.get("llvm.prefetch.p0") or ir.Function(
             builder.module, declared, "llvm.prefetch.p0"
         )
-        for_reading, keep_in_all_levels, data = word(0), word(3), word(1)
+        for_reading, second_level, data = word(0), word(2), word(1)
         target = _pointer(builder, arguments[0], ir.IntType(8))
-        builder.call(function, [target, for_reading, keep_in_all_levels, data])
+        builder.call(function, [target, for_reading, second_level, data])
         return context.get_dummy_value()
 
     return types.none(types.int64), build
@@ -118,27 +121,3 @@ def half_to_float(_context: Any, _bits: Any) -> Any:
         return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
 
     return types.float32(types.uint16), build
-
-
-@_intrinsic
-def stream16(_context: Any, _target: Any, _source: Any) -> Any:
-    """stream16(target, source): copy 16 bytes past the caches; the target is a multiple of 16."""
-
-    def build(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        target, source = (_pointer(builder, address, _VECTOR16) for address in arguments)
-        copy = builder.store(builder.load(source, align=1), target, align=16)
-        copy.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
-        return context.get_dummy_value()
-
-    return types.none(types.int64, types.int64), build
-
-
-@_intrinsic
-def fence(_context: Any) -> Any:
-    """fence(): what was streamed is visible to whoever this thread tells that it is done."""
-
-    def build(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.none(), build
