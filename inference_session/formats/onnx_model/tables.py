@@ -16,6 +16,7 @@ from inference_session.formats.onnx_model.graph import (
     all_nodes,
     attribute,
     make_node,
+    replace_node,
     set_nodes,
     use_counts,
 )
@@ -133,6 +134,24 @@ def read_directly(graph: GraphProto, weights: dict[str, Weight], tables: list[st
                 nodes.append(node)
         set_nodes(scope, nodes)
     _drop_unread(graph, set(aliases) - set(tables))
+    _ask_keys_for_shapes(graph, weights, tables, names)
+
+
+def _ask_keys_for_shapes(graph: GraphProto, weights: dict[str, Weight], tables: list[str], names: Names) -> None:
+    """The shape of looked-up vectors is that of their keys and of a row: who asks for it needs no vectors."""
+    for scope in all_graphs(graph):
+        gathers = {node.output[0]: node for node in scope.node if is_row_read(node) and node.input[0] in tables}
+        for node in list(scope.node):
+            if node.op_type != "Shape" or node.input[0] not in gathers or node.attribute:
+                continue
+            table, keys = gathers[node.input[0]].input
+            row = add_constant(graph, names, f"{node.output[0]}_row", weights[table].dims[1:])
+            keys_shape = names.fresh(f"{node.output[0]}_keys")
+            new = [
+                make_node("Shape", [keys], keys_shape),
+                make_node("Concat", [keys_shape, row], node.output[0], axis=0),
+            ]
+            replace_node(scope, node, new)
 
 
 def _casts_to(graph: GraphProto, alias: str) -> list[int]:

@@ -218,6 +218,18 @@ def test_keys_that_depend_on_vectors_keep_their_table_dense(tmp_path: Path) -> N
     assert "depend on looked-up vectors" in report.stays_dense[0].reason
 
 
+def test_positions_counted_from_the_shape_of_vectors(tmp_path: Path) -> None:
+    """Asking looked-up vectors for their shape is no dependence on them."""
+    graph = """m (int64[b, l] keys) => (float[b, l, 4] y) {
+        a = Gather(w, keys)  s = Shape(a)  o = Constant<value = int64 {1}>()  n = Gather(s, o)
+        z = Constant<value = int64 {0}>()  r = Range(z, n, o)  p = Gather(u, r)  y = Add(a, p) }"""
+
+    report = check(tmp_path, model_of(graph, {"w": table(), "u": table(seed=1)}), {"keys": KEYS}, {"keys": KEYS[:, :1]})
+
+    assert [t.name for t in report.tables] == ["w", "u"]
+    assert report.spec.joinable
+
+
 def test_small_and_double_tables_stay_dense(tmp_path: Path) -> None:
     """Few rows, or elements that tables do not hold, keep an initializer in the dense network."""
     graph = """m (int64[b] keys) => (float[b, 4] y, double[b, 4] z) { y = Gather(w, keys)  z = Gather(u, keys) }"""
