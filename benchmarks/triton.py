@@ -1,0 +1,191 @@
+"""Whole requests through a real Triton, beside three peers in the same server and run: goal G7.
+
+    python benchmarks/triton.py            4 M rows, a few minutes
+    python benchmarks/triton.py --quick    400 k rows, one round
+
+The model: 26 features x 64 samples, a table each, dim 16, MLP 64-1. Its peers are Python models as well:
+`null` answers zeros, `take` is written by hand (NumPy's take and ONNX Runtime), `plain` runs the whole graph.
+All of them join the requests of one call. perf_analyzer sends over gRPC; rounds are interleaved, medians shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import onnx
+import tritonclient.grpc
+from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
+from perf_analyzer import input_data, measure, perf_analyzer
+
+from inference_session.formats.onnx_model import import_onnx
+from triton_backend.model_config import write_model_config
+from triton_backend.server import ServerOptions, TritonServer
+
+FEATURES, DIM, SAMPLES = 26, 16, 64
+MODELS = ("null", "hotrow", "take", "plain")
+CONFIG = """
+backend: "python"
+max_batch_size: 1024
+input [ { name: "ids" data_type: TYPE_INT64 dims: [ 26 ] } ]
+output [ { name: "click" data_type: TYPE_FP32 dims: [ 1 ] } ]
+instance_group [ { count: 1 kind: KIND_CPU } ]
+dynamic_batching { }
+"""
+PEER = """
+import numpy as np
+import onnxruntime
+import triton_python_backend_utils as pb_utils
+from triton_backend.tensors import read_array, write_tensor
+
+class TritonPythonModel:
+    def initialize(self, args):
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = 1
+        folder = {folder!r}
+        kind = {kind!r}
+        if kind == "take":
+            self.tables = [np.load(f"{{folder}}/{{i}}.npy", mmap_mode="r") for i in range(26)]
+        if kind != "null":
+            self.network = onnxruntime.InferenceSession(f"{{folder}}/{{kind}}.onnx", options)
+        self.predict = getattr(self, kind)
+
+    def null(self, ids):
+        return np.zeros((len(ids), 1), np.float32)
+
+    def take(self, ids):
+        vectors = np.concatenate([table.take(ids[:, i], axis=0) for i, table in enumerate(self.tables)], axis=1)
+        return self.network.run(None, {{"vectors": vectors}})[0]
+
+    def plain(self, ids):
+        return self.network.run(None, {{"ids": ids}})[0]
+
+    def execute(self, requests):
+        arrays = [read_array(request.inputs()[0]) for request in requests]
+        answer = self.predict(np.concatenate(arrays) if len(arrays) > 1 else arrays[0])
+        ends = np.cumsum([len(array) for array in arrays])
+        parts = np.split(answer, ends[:-1])
+        return [pb_utils.InferenceResponse([write_tensor("click", part)]) for part in parts]
+"""
+
+
+def write_models(repository: Path, folder: Path, rows_per_table: int) -> None:
+    """The four models, of the same weights."""
+    rng = np.random.default_rng(0)
+    tables = [rng.standard_normal((rows_per_table, DIM), np.float32) for _ in range(FEATURES)]
+    for i, table in enumerate(tables):
+        np.save(folder / f"{i}.npy", table)
+    layers = {
+        "w1": rng.standard_normal((FEATURES * DIM, 64), np.float32) / 20,
+        "b1": np.zeros(64, np.float32),
+        "w2": rng.standard_normal((64, 1), np.float32) / 8,
+        "b2": np.zeros(1, np.float32),
+    }
+    onnx.save(network(tables, layers), folder / "plain.onnx")
+    onnx.save(network(None, layers), folder / "take.onnx")
+    report = import_onnx(folder / "plain.onnx", repository, "hotrow")
+    write_model_config(report.version_dir, report.spec, "hotrow")
+    for kind in ("null", "take", "plain"):
+        version = repository / kind / "1"
+        version.mkdir(parents=True)
+        (version / "model.py").write_text(PEER.format(folder=str(folder), kind=kind), encoding="utf-8")
+        (version.parent / "config.pbtxt").write_text(CONFIG, encoding="utf-8")
+
+
+def network(tables: list[NDArray[np.float32]] | None, layers: dict[str, NDArray[np.float32]]) -> onnx.ModelProto:
+    """The whole model, or without tables the part behind the look-ups."""
+    mlp = [
+        helper.make_node("Gemm", ["vectors", "w1", "b1"], ["hidden"]),
+        helper.make_node("Relu", ["hidden"], ["activated"]),
+        helper.make_node("Gemm", ["activated", "w2", "b2"], ["logit"]),
+        helper.make_node("Sigmoid", ["logit"], ["click"]),
+    ]
+    weights = dict(layers)
+    nodes = []
+    inputs = [helper.make_tensor_value_info("vectors", TensorProto.FLOAT, ["n", FEATURES * DIM])]
+    if tables is not None:
+        inputs = [helper.make_tensor_value_info("ids", TensorProto.INT64, ["n", FEATURES])]
+        for i, table in enumerate(tables):
+            weights |= {f"column{i}": np.array(i), f"table{i}": table}
+            nodes.append(helper.make_node("Gather", ["ids", f"column{i}"], [f"ids{i}"], axis=1))
+            nodes.append(helper.make_node("Gather", [f"table{i}", f"ids{i}"], [f"vectors{i}"], axis=0))
+        nodes.append(helper.make_node("Concat", [f"vectors{i}" for i in range(FEATURES)], ["vectors"], axis=1))
+    outputs = [helper.make_tensor_value_info("click", TensorProto.FLOAT, ["n", 1])]
+    constants = [numpy_helper.from_array(array, name) for name, array in weights.items()]
+    graph = helper.make_graph([*nodes, *mlp], "benchmark", inputs, outputs, constants)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+
+def check_answers(url: str, rows_per_table: int) -> None:
+    """All models but the null one must agree before they are timed."""
+    ids = np.random.default_rng(1).integers(0, rows_per_table, (SAMPLES, FEATURES))
+    with tritonclient.grpc.InferenceServerClient(url) as client:
+        tensor = tritonclient.grpc.InferInput("ids", list(ids.shape), "INT64")
+        tensor.set_data_from_numpy(ids)
+        answers = [client.infer(model, [tensor]).as_numpy("click") for model in MODELS if model != "null"]
+    for answer in answers:
+        np.testing.assert_allclose(answer, answers[-1], atol=1e-6)
+
+
+def main() -> None:
+    """Serve the four models, measure them in turn, and print the ratios of the goal."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args().quick
+    rows_per_table = (400_000 if quick else 4_000_000) // FEATURES
+    perf_analyzer()
+    with tempfile.TemporaryDirectory() as folder:
+        repository = Path(folder) / "repository"
+        write_models(repository, Path(folder), rows_per_table)
+        options = ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0)
+        with TritonServer.start(options) as server:
+            url = server.endpoints["gRPC"]
+            check_answers(url, rows_per_table)
+            run_rounds(url, Path(folder) / "requests.json", rows_per_table, rounds=1 if quick else 5)
+
+
+def run_rounds(url: str, data: Path, rows_per_table: int, *, rounds: int) -> None:
+    """Measure all models at all concurrencies, round by round, and report."""
+    metadata = {"inputs": [{"name": "ids", "datatype": "INT64", "shape": [-1, FEATURES]}]}
+    requests = input_data(metadata, samples=SAMPLES, length=1, max_key=rows_per_table, batched=True)
+    data.write_text(json.dumps(requests), encoding="utf-8")
+    seen: dict[tuple[str, int, str], list[float]] = defaultdict(list)
+    for _ in range(rounds):
+        for concurrency in (1, 16, 64):
+            for model in MODELS:
+                result = measure(model, url, "grpc", data=data, batch=SAMPLES, concurrency=concurrency, seconds=1.5)
+                for name, value in result.items():
+                    seen[model, concurrency, name].append(value)
+    report({key: statistics.median(values) for key, values in seen.items()})
+
+
+def report(median: dict[tuple[str, int, str], float]) -> None:
+    """The figures and the ratios of the goal."""
+    print(f"{'model':<8}{'concurrency':>12}{'requests/s':>12}{'p50 us':>9}{'p99 us':>9}")
+    for concurrency in (1, 16, 64):
+        for model in MODELS:
+            row = [median[model, concurrency, name] for name in ("requests/s", "p50", "p99")]
+            print(f"{model:<8}{concurrency:>12}{row[0]:>12.0f}{row[1]:>9.0f}{row[2]:>9.0f}")
+
+    def ratio(model: str, concurrency: int, other: str, other_concurrency: int) -> float:
+        return median[model, concurrency, "requests/s"] / median[other, other_concurrency, "requests/s"]
+
+    above = median["hotrow", 1, "p50"] - median["null", 1, "p50"]
+    print(f"p50 above the null model                     {above:6.0f} us  goal <= 150")
+    print(f"requests/s at 16, of the null model          {ratio('hotrow', 16, 'null', 16):6.2f}     goal >= 0.65")
+    print(f"requests/s at 16, of take + ONNX Runtime     {ratio('hotrow', 16, 'take', 16):6.2f}     goal >= 1.5")
+    print(f"requests/s at 16, of plain ONNX Runtime      {ratio('hotrow', 16, 'plain', 16):6.2f}     goal >= 2")
+    print(
+        f"requests/s at 64 over 16                     {ratio('hotrow', 64, 'hotrow', 16):6.2f}     "
+        f"goal >= the null model's {ratio('null', 64, 'null', 16):.2f}"
+    )
+
+
+if __name__ == "__main__":
+    main()
