@@ -13,6 +13,7 @@ from inference_session.batch import Request
 from inference_session.errors import HotrowError, InvalidRequestError, UnavailableError
 from inference_session.outputs import Answer
 from triton_backend.errors import triton_error
+from triton_backend.packed import packed_response
 from triton_backend.tensors import read_array, write_tensor
 
 TritonRequest: TypeAlias = Any
@@ -26,10 +27,12 @@ class Answering:
 
     Args:
         max_samples: a request with more rows than this is refused. 0: Triton itself sees to it.
+        device_id: the GPU that Triton has given the instance, told to clients of HugeCTR.
     """
 
-    def __init__(self, session: InferenceSession, *, max_samples: int = 0) -> None:
+    def __init__(self, session: InferenceSession, *, max_samples: int = 0, device_id: int = 0) -> None:
         self._session = session
+        self._device_id = device_id
         self._max_samples = max_samples
         self._num_failed = 0
 
@@ -44,7 +47,7 @@ class Answering:
         """One response for each request, in order. Their arrays are views of shared memory: keep the requests."""
         try:
             read = [self._read(request) for request in requests]
-            return [_response(answer) for answer in self._session.run_many(read)]
+            return [self._response(answer) for answer in self._session.run_many(read)]
         except Exception as error:  # noqa: BLE001  whatever it was, no request may go without an answer
             if len(requests) > 1:
                 return [self.answer([request])[0] for request in requests]
@@ -62,11 +65,12 @@ class Answering:
                     )
         return Request(inputs, request.requested_output_names())
 
-
-def _response(answer: Answer | HotrowError) -> TritonResponse:
-    if isinstance(answer, HotrowError):
-        return _failure(answer)
-    return pb_utils.InferenceResponse([write_tensor(name, array) for name, array in answer.items()])
+    def _response(self, answer: Answer | HotrowError) -> TritonResponse:
+        if isinstance(answer, HotrowError):
+            return _failure(answer)
+        if self._session.spec.layout != "tensors":
+            return packed_response(answer, self._session.spec, self._device_id)
+        return pb_utils.InferenceResponse([write_tensor(name, array) for name, array in answer.items()])
 
 
 def _failure(error: Exception) -> TritonResponse:

@@ -69,6 +69,10 @@ class Installation:
         # Byte code written into a version directory would make Triton reload it.
         environment["PYTHONDONTWRITEBYTECODE"] = "1"
         environment["PYTHONUNBUFFERED"] = "1"
+        # The server runs in another folder than ours.
+        for name in ("HOTROW_PS_CONFIG", "HOTROW_CACHE_DIR"):
+            if environment.get(name):
+                environment[name] = str(Path(environment[name]).absolute())
         # Each pool would otherwise start a thread per core and fight the server's own; sessions set their own numbers.
         for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             environment.setdefault(name, "1")

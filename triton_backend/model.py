@@ -26,21 +26,31 @@ class TritonPythonModel:
         """Open the version directory; `args` are Triton's, all of them strings, `model_config` as JSON."""
         config = json.loads(args["model_config"])
         try:
-            settings, max_samples = read_parameters(config.get("parameters", {}), args)
-            session = InferenceSession.open(pb_utils.get_model_dir(), **settings)
+            session, max_samples = self._open(config, args)
             check_types((*session.spec.inputs, *session.spec.outputs))
         except HotrowError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self._session = session
-        # Triton joins requests itself, and checks their size, where it knows which dimension counts samples.
-        joins = config["max_batch_size"] == 0 and session.spec.batched
-        self._answering = Answering(session, max_samples=max_samples if joins else 0)
+        # Triton joins requests itself, and checks their size, where it knows which dimension counts samples; packed
+        # requests say themselves how many they hold, and it joins them where it has been told to.
+        packed = session.spec.layout != "tensors"
+        joins = session.spec.batched and ("dynamic_batching" not in config if packed else config["max_batch_size"] == 0)
+        self._answering = Answering(
+            session,
+            max_samples=max_samples if joins and not packed else 0,
+            device_id=int(args["model_instance_device_id"]),
+        )
         self._joining: JoiningQueue | None = None
         if joins and session.spec.joinable:
             self._joining = JoiningQueue(
                 self._answering.answer, _num_samples, max_samples=max_samples, name=args["model_name"]
             )
         self._metrics = _metrics(self._answering, args)
+
+    def _open(self, config: Mapping[str, Any], args: Mapping[str, str]) -> tuple[InferenceSession, int]:
+        """The session, and the limit of samples in a request; HotrowError where it cannot be."""
+        settings, max_samples = read_parameters(config.get("parameters", {}), args)
+        return InferenceSession.open(pb_utils.get_model_dir(), **settings), max_samples
 
     def execute(self, requests: Sequence[TritonRequest]) -> list[TritonResponse] | None:
         """A response for each request, in order; None where they are answered through their senders."""

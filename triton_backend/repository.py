@@ -21,6 +21,7 @@ class ServableModel:
     name: str
     versions: tuple[int, ...]
     """Ascending; Triton serves the highest unless its config says otherwise."""
+    backend: str
 
 
 def find_models(repository: Path, wanted: Sequence[str] = (), *, backends: Sequence[str] = ()) -> list[ServableModel]:
@@ -58,7 +59,7 @@ def _check_model(folder: Path, backends: Sequence[str]) -> ServableModel:
     versions = _versions(folder)
     for version in versions:
         _check_version(folder / str(version), config)
-    return ServableModel(folder.name, tuple(versions))
+    return ServableModel(folder.name, tuple(versions), config.backend)
 
 
 def _versions(folder: Path) -> list[int]:

@@ -17,9 +17,11 @@ import re
 import secrets
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +31,7 @@ from inference_session.errors import HotrowError
 from triton_backend.installation import Installation, find_installation
 from triton_backend.ports import resolve_ports
 from triton_backend.repository import ServableModel, find_models
+from triton_backend.repository_view import IN_PLACE_BACKENDS, RepositoryView, has_gpu
 from triton_backend.server_log import ServerLog
 
 UNLOAD_TIMEOUT_S = 12.0
@@ -101,6 +104,8 @@ class TritonServer:
             backends = installation.prepare(folder)
             repository = options.repository.absolute()
             models = find_models(repository, options.models, backends=sorted(path.name for path in backends.iterdir()))
+            if any(model.backend in IN_PLACE_BACKENDS for model in models):
+                repository = cleanup.enter_context(_adapted(repository, folder / "adapted"))
             options = _with_ports(replace(options, repository=_plain_path(repository, folder)))
             memory_prefix = f"hotrow_{os.getpid()}_{secrets.token_hex(4)}_"
             cleanup.callback(_remove_shared_memory, memory_prefix)
@@ -219,6 +224,16 @@ class TritonServer:
 
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Goes to our own server, whatever proxy the environment names."""
+
+
+@contextlib.contextmanager
+def _adapted(repository: Path, folder: Path) -> Iterator[Path]:
+    """A view of the repository with config.pbtxt of HugeCTR's users such as this server takes them."""
+    with RepositoryView.followed(repository, folder, has_gpu=has_gpu()) as view:
+        if view.moved_to_cpu:
+            names = ", ".join(sorted(view.moved_to_cpu))
+            print(f"hotrow: no GPU on this machine; models of KIND_GPU run on the CPU: {names}", file=sys.stderr)
+        yield folder
 
 
 def _plain_path(repository: Path, folder: Path) -> Path:

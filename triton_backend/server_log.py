@@ -18,6 +18,8 @@ _NOISE = (
     "CudaDriverHelper has not been initialized",
     "Failed to initialize NVML",
     "DCGM unable to start",
+    # Said of the weights that HugeCTR's users keep in a model's folder.
+    "ignore version directory",
     # The end that we asked for.
     "Signal (15) received",
 )

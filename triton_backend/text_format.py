@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 Message = dict[str, list[Any]]
-"""Each field's values in order: a str for a string, number or word, a Message for a message."""
+"""Each field's values in order: Quoted for a string, str for a number or word, a Message for a message."""
+
+
+class Quoted(str):
+    """What stood in quotes."""
+
+    __slots__ = ()
+
 
 _TOKEN = re.compile(
     r"""(?P<space>\s+|\#[^\n]*)
@@ -36,6 +43,22 @@ def parse(text: str) -> Message:
     tokens = [*_tokens(text), _Token("end", "the end of the file", text.count("\n") + 1)]
     tokens.reverse()
     return _message(tokens, "end", depth=0)
+
+
+def write(message: Message) -> str:
+    """The text of a message; `parse` gives it back."""
+    return "\n".join(_lines(message)) + "\n"
+
+
+def _lines(message: Message) -> Iterator[str]:
+    for name, values in message.items():
+        for value in values:
+            if isinstance(value, dict):
+                yield f"{name} {{"
+                yield from (f"  {line}" for line in _lines(value))
+                yield "}"
+            else:
+                yield f"{name}: {quoted(value) if isinstance(value, Quoted) else value}"
 
 
 def quoted(text: str) -> str:
@@ -95,7 +118,7 @@ def _value(tokens: list[_Token], depth: int) -> Any:
     text = _unquoted(token.text)
     while tokens[-1].kind == "string":  # adjacent strings are one
         text += _unquoted(tokens.pop().text)
-    return text
+    return Quoted(text)
 
 
 def _skip(tokens: list[_Token], mark: str) -> _Token | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -91,7 +91,7 @@ class _Parser:
         if "volatile_db" in self._file.document:
             return self._block(VolatileStore, ("volatile_db",), self._file.document["volatile_db"])
         # Both generations have a hash map where the block is absent; 24.06 has none where only `type` is.
-        return self._block(VolatileStore, (), {"type": "hash_map"})
+        return replace(self._block(VolatileStore, ("volatile_db",), {}), kind="hash_map")
 
     def _models(self) -> tuple[PsModel, ...]:
         raw_models = self._file.document.get("models")
