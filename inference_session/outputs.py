@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,7 +62,7 @@ class Outputs:
     def predictions(self, computed: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
         """All tasks side by side: float32 [samples, number of labels]."""
         columns = [computed[name] for name in self._label_outputs]
-        parts = [c.reshape(len(c), -1).astype(np.float32, copy=False) for c in columns]
+        parts = [c.reshape(len(c), math.prod(c.shape[1:])).astype(np.float32, copy=False) for c in columns]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     def of_no_samples(self, wanted: Sequence[str]) -> Answer:

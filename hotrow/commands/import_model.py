@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from hotrow.progress import byte_progress
-from inference_session.formats.native import is_folder_name
+from inference_session.formats.native import ModelSpec, is_folder_name
 
 
 def _model_name(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
@@ -69,7 +69,11 @@ def onnx(
     from inference_session.formats.onnx_model import import_onnx
     from triton_backend.model_config import write_model_config
 
+    def configure(version_dir: Path, spec: ModelSpec) -> None:
+        write_model_config(version_dir, spec, name, max_batch_size=max_batch_size, standalone=standalone)
+
     with byte_progress(f"Importing {model.name}") as progress:
-        report = import_onnx(model, repository, name, version=version, min_rows=min_rows, progress=progress)
-    write_model_config(report.version_dir, report.spec, name, max_batch_size=max_batch_size, standalone=standalone)
+        report = import_onnx(
+            model, repository, name, version=version, min_rows=min_rows, progress=progress, complete=configure
+        )
     click.echo(str(report))

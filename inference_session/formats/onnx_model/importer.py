@@ -27,10 +27,10 @@ from inference_session.formats.onnx_model.probe import Findings, Prober, close
 from inference_session.formats.onnx_model.replay import Replay
 from inference_session.formats.onnx_model.report import DenseInitializer, ImportReport
 from inference_session.formats.onnx_model.spec import model_spec, table_folders
-from inference_session.formats.onnx_model.staging import staged
 from inference_session.formats.onnx_model.types import ValueType, value_type
 from inference_session.formats.onnx_model.weights import Weight, weight_of
 from inference_session.formats.onnx_model.wire import read_skeleton
+from inference_session.formats.staging import stage_version
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,9 @@ def import_onnx(
     version: int | None = None,
     min_rows: int = 1000,
     progress: Progress | None = None,
+    complete: Callable[[Path, ModelSpec], None] | None = None,
 ) -> ImportReport:
-    """Import an ONNX model as `<repository>/<name>/<version>`; config.pbtxt is not written here.
+    """Import an ONNX model as `<repository>/<name>/<version>`.
 
     The version appears whole or not at all. Tables are streamed, never held.
 
@@ -62,6 +63,8 @@ def import_onnx(
         version: one above the highest there is if None.
         min_rows: initializers with fewer rows stay in the dense network.
         progress: told the bytes of tables written, then read again for their checksums.
+        complete: called with the staged version before it appears, to add what a server needs (config.pbtxt); if
+            it raises, nothing is imported.
 
     Raises:
         ModelFormatError: a file is damaged, missing, or no ONNX model; the message names it.
@@ -73,9 +76,11 @@ def import_onnx(
     model = Path(model)
     with _malformed_refused(model):
         source = _Source.read(model)
-        with staged(Path(repository), name, version) as (staging, version_dir):
+        with stage_version(Path(repository), name, version) as (staging, version_dir):
             report = _Import(source, staging, version_dir, min_rows, progress).run()
             report.spec.write(staging)
+            if complete:
+                complete(staging, report.spec)
             write_manifest(staging, progress)
     return report
 

@@ -209,7 +209,7 @@ def test_names_that_are_no_folder_are_refused(tmp_path: Path, name: str) -> None
     """A model's name is the name of its folder."""
     onnx.save(_model(), tmp_path / "model.onnx")
 
-    with pytest.raises(ConfigurationError, match="model name"):
+    with pytest.raises(ConfigurationError, match="cannot be the name of a model"):
         import_onnx(tmp_path / "model.onnx", tmp_path / "repository", name)
 
 
