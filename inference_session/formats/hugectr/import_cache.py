@@ -53,7 +53,7 @@ def cached_import(
 ) -> Iterator[Path]:
     """Yield the version directory of a model, which is imported first unless it has been before.
 
-    Nobody removes it while the context lasts. A session that opened it may outlast the context: it has mapped its files.
+    Nobody removes it while the context lasts. A session opened meanwhile may last longer: it has mapped its files.
 
     Args:
         model: one of the settings' models, its files as they are to be read.

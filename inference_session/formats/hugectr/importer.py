@@ -53,6 +53,8 @@ class ImportReport:
     spec: ModelSpec
     num_dense_parameters: int
     """0 for a model of tables alone."""
+    max_batch_size: int
+    """Most samples in one request, by ps.json."""
     ignored: tuple[str, ...]
     """Fields of ps.json that have no effect in this release."""
     unknown: tuple[str, ...]
@@ -124,7 +126,17 @@ def import_hugectr(
     for item in models:
         with stage_version(repository, item.name, version) as (staging, version_dir):
             spec, num_parameters = write_version(settings, item, staging, keep_rows_of=keep_rows_of, progress=progress)
-        reports.append(ImportReport(item.name, version_dir, spec, num_parameters, settings.ignored, settings.unknown))
+        reports.append(
+            ImportReport(
+                item.name,
+                version_dir,
+                spec,
+                num_parameters,
+                item.max_batch_size,
+                settings.ignored,
+                settings.unknown,
+            )
+        )
     return reports
 
 
