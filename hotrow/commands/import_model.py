@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from hotrow.progress import byte_progress
-from inference_session.formats.native import ModelSpec, is_folder_name
+from inference_session.formats.native import TABLES_FOLDER, ModelSpec, is_folder_name
 
 
 def _model_name(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
@@ -77,3 +77,55 @@ def onnx(
             model, repository, name, version=version, min_rows=min_rows, progress=progress, complete=configure
         )
     click.echo(str(report))
+
+
+@command.command()
+@click.argument("ps_json", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PS_JSON")
+@click.option("--model", metavar="NAME", help="Import this model of ps.json only.  [default: all of them]")
+@click.option(
+    "--repository",
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Model repository; made if there is none.",
+)
+@click.option("--version", type=click.IntRange(min=1), help="Version number.  [default: one above the highest]")
+@click.option(
+    "--keep-rows-of",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    metavar="VERSION_DIR",
+    help="An earlier version of the model: its rows stay where the new one has no row of that key, as HugeCTR's "
+    "own update does it.  [default: a key that the new version does not have is unknown]",
+)
+def hugectr(ps_json: Path, model: str | None, repository: Path, version: int | None, keep_rows_of: Path | None) -> None:
+    """Import models of HugeCTR or HPS: graph JSON, dense weights and sparse folders, as ps.json names them.
+
+    Sparse folders become tables as they are, by hard links where the file system allows. Clients keep their requests:
+    DES, CATCOLUMN, ROWINDEX to OUTPUT0, or KEYS, NUMKEYS to OUTPUT0 for a model of tables alone.
+
+    \b
+    Example:
+      hotrow import hugectr ps.json --repository model_repository
+    """
+    from inference_session.formats.hugectr import import_hugectr
+    from inference_session.formats.hugectr.ps_fields import PsModel
+    from triton_backend.model_config import write_model_config
+
+    def configure(version_dir: Path, spec: ModelSpec, item: PsModel) -> None:
+        write_model_config(version_dir, spec, item.name, max_batch_size=item.max_batch_size)
+
+    with byte_progress(f"Importing {ps_json.name}") as progress:
+        reports = import_hugectr(
+            ps_json,
+            repository,
+            model=model,
+            version=version,
+            keep_rows_of=_table_folders(keep_rows_of) if keep_rows_of else (),
+            progress=progress,
+            complete=configure,
+        )
+    for report in reports:
+        click.echo(str(report))
+
+
+def _table_folders(version_dir: Path) -> list[Path]:
+    return [version_dir / TABLES_FOLDER / table.folder for table in ModelSpec.read(version_dir).tables]

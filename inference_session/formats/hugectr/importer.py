@@ -53,8 +53,6 @@ class ImportReport:
     spec: ModelSpec
     num_dense_parameters: int
     """0 for a model of tables alone."""
-    max_batch_size: int
-    """Most samples in one request, by ps.json."""
     ignored: tuple[str, ...]
     """Fields of ps.json that have no effect in this release."""
     unknown: tuple[str, ...]
@@ -104,6 +102,7 @@ def import_hugectr(
     version: int | None = None,
     keep_rows_of: Sequence[Path] = (),
     progress: Progress | None = None,
+    complete: Callable[[Path, ModelSpec, PsModel], None] | None = None,
 ) -> list[ImportReport]:
     """Import one model of ps.json, or all of them, into a model repository.
 
@@ -114,6 +113,8 @@ def import_hugectr(
         version: None: the one after the highest there is.
         keep_rows_of: see `write_version`.
         progress: told the bytes of keys indexed, then those of all files read for their checksums.
+        complete: called with each staged version before it appears, to add what a server needs (config.pbtxt); if it
+            raises, the model is not imported.
 
     Raises:
         ConfigurationError: ps.json is wrong, or the version exists.
@@ -126,13 +127,14 @@ def import_hugectr(
     for item in models:
         with stage_version(repository, item.name, version) as (staging, version_dir):
             spec, num_parameters = write_version(settings, item, staging, keep_rows_of=keep_rows_of, progress=progress)
+            if complete:
+                complete(staging, spec, item)
         reports.append(
             ImportReport(
                 item.name,
                 version_dir,
                 spec,
                 num_parameters,
-                item.max_batch_size,
                 settings.ignored,
                 settings.unknown,
             )
