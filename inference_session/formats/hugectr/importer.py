@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,7 @@ from inference_session.errors import ConfigurationError, ModelFormatError, Unsup
 from inference_session.formats.hugectr.csr import DENSE, HPS_COUNTS, HPS_KEYS, KEYS, OFFSETS, RequestFormat
 from inference_session.formats.hugectr.graph import Graph, read_graph
 from inference_session.formats.hugectr.onnx_graph import DenseNetwork, build_dense_network
-from inference_session.formats.hugectr.ps_fields import PsJson, PsModel
+from inference_session.formats.hugectr.ps_fields import KeyType, PsJson, PsModel
 from inference_session.formats.hugectr.ps_json import read_ps_json
 from inference_session.formats.manifest import write_manifest
 from inference_session.formats.native import (
@@ -75,8 +75,9 @@ class _SourceTable:
     """One table of HugeCTR, and what it will be called."""
 
     name: str
-    folders: tuple[Path, ...]
-    """Its sparse folder; before it those of earlier versions whose rows are kept, the oldest first."""
+    folder: Path
+    earlier: tuple[Path, ...]
+    """Folders of earlier versions whose rows are kept, the oldest first."""
     embedding_dim: int
     default_value: float
 
@@ -271,7 +272,7 @@ def _local(model: PsModel, name: str) -> Path:
 def _write_tables(job: _Job, names: Sequence[str], dims: Sequence[int]) -> tuple[TableSpec, ...]:
     model, num_tables = job.model, len(names)
     sources = [
-        _SourceTable(name, (*job.keep_rows_of[i::num_tables], _local(model, folder)), dim, model.default_value(i))
+        _SourceTable(name, _local(model, folder), tuple(job.keep_rows_of[i::num_tables]), dim, model.default_value(i))
         for i, (name, folder, dim) in enumerate(zip(names, model.sparse_files, dims, strict=True))
     ]
     return tuple(
@@ -280,18 +281,46 @@ def _write_tables(job: _Job, names: Sequence[str], dims: Sequence[int]) -> tuple
 
 
 def _write_table(job: _Job, source: _SourceTable, name: str) -> TableSpec:
-    num_rows = sum(_num_rows(folder, source.embedding_dim) for folder in source.folders)
+    num_rows = _num_rows(source.folder, source.embedding_dim)
     target = job.directory / TABLES_FOLDER / name
     target.mkdir(parents=True)
-    keys = [folder / "key" for folder in source.folders]
-    if job.settings.key_type == "int64" or all(map(_all_uint32, keys)):
-        _take(keys, target / "key", may_link=job.may_link)
+    may_link = job.may_link and not source.earlier
+    if job.settings.key_type == "int64" or _all_uint32(source.folder / "key"):
+        _take(source.folder / "key", target / "key", may_link=may_link)
     else:
-        _write_uint32(keys, target / "key")
-    _take([folder / "emb_vector" for folder in source.folders], target / "emb_vector", may_link=job.may_link)
-    # Of rows with one key the index finds the last, which is the newest.
+        _write_uint32(source.folder / "key", target / "key")
+    _take(source.folder / "emb_vector", target / "emb_vector", may_link=may_link)
+    if source.earlier:
+        num_rows += _keep_rows(source, target, job.settings.key_type)
     build_index(target, _mapped(target / "key"), job.progress and partial(_count_keys, job.progress))
     return TableSpec(source.name, name, num_rows, source.embedding_dim, default_vector=source.default_value)
+
+
+def _keep_rows(source: _SourceTable, target: Path, key_type: KeyType) -> int:
+    """Append the rows of earlier versions whose keys no later version has; returns how many."""
+    known = np.sort(_mapped(target / "key"))
+    num_kept = 0
+    with (target / "key").open("ab") as key_file, (target / "emb_vector").open("ab") as vector_file:
+        for folder in reversed(source.earlier):
+            num_rows = _num_rows(folder, source.embedding_dim)
+            vectors = _mapped(folder / "emb_vector", "<f4").reshape(num_rows, source.embedding_dim)
+            kept = []
+            for begin, chunk in _key_chunks(folder / "key", key_type):
+                is_gone = ~_contains(known, chunk)
+                kept.append(chunk[is_gone])
+                key_file.write(kept[-1].tobytes())
+                vector_file.write(vectors[begin : begin + len(chunk)][is_gone].tobytes())
+                num_kept += len(kept[-1])
+            known = np.sort(np.concatenate([known, *kept]))
+    return num_kept
+
+
+def _contains(ordered: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether each key is in a sorted array."""
+    if not ordered.size:
+        return np.zeros(keys.shape, np.bool_)
+    positions = np.minimum(np.searchsorted(ordered, keys), ordered.size - 1)
+    return ordered[positions] == keys
 
 
 def _count_keys(progress: Progress, num_keys: int) -> None:
@@ -320,19 +349,13 @@ def _size(path: Path) -> int:
         raise ModelFormatError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-def _take(sources: Sequence[Path], target: Path, *, may_link: bool) -> None:
-    """Share a single file; where links are not wanted or not possible (another file system, say), copy."""
-    if may_link and len(sources) == 1:
+def _take(source: Path, target: Path, *, may_link: bool) -> None:
+    """Share the file; where that is not wanted or not possible (another file system, say), copy it."""
+    if may_link:
         with suppress(OSError):
-            os.link(sources[0].resolve(), target)
+            os.link(source.resolve(), target)
             return
-    with target.open("wb", buffering=0) as file:
-        for source in sources:
-            _append(source, file)
-
-
-def _append(source: Path, file: IO[bytes]) -> None:
-    with source.open("rb", buffering=0) as original:
+    with source.open("rb", buffering=0) as original, target.open("wb", buffering=0) as file:
         try:
             # File systems that can share the blocks of two files do so, at no cost.
             while os.copy_file_range(original.fileno(), file.fileno(), _COPY_BYTES):
@@ -343,20 +366,25 @@ def _append(source: Path, file: IO[bytes]) -> None:
 
 def _all_uint32(path: Path) -> bool:
     """Whether a key file holds nothing but what uint32 can."""
-    keys = _mapped(path)
-    chunks = (keys[i : i + _KEYS_PER_CHUNK] for i in range(0, keys.size, _KEYS_PER_CHUNK))
-    return all(((chunk >= 0) & (chunk < 1 << 32)).all() for chunk in chunks)
+    return all(((chunk >= 0) & (chunk < 1 << 32)).all() for _, chunk in _key_chunks(path, "int64"))
 
 
-def _write_uint32(sources: Sequence[Path], target: Path) -> None:
+def _write_uint32(source: Path, target: Path) -> None:
     """HugeCTR casts the keys of a uint32 model when it loads them, so that -1 is found as 4294967295."""
     with target.open("wb") as file:
-        for keys in map(_mapped, sources):
-            for begin in range(0, keys.size, _KEYS_PER_CHUNK):
-                file.write((keys[begin : begin + _KEYS_PER_CHUNK] & 0xFFFFFFFF).tobytes())
+        for _, chunk in _key_chunks(source, "uint32"):
+            file.write(chunk.tobytes())
 
 
-def _mapped(path: Path) -> NDArray[np.int64]:
+def _key_chunks(path: Path, key_type: KeyType) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """The keys of a file as the model takes them, in parts: the number of the first row, and the keys."""
+    keys: NDArray[np.int64] = _mapped(path)
+    for begin in range(0, keys.size, _KEYS_PER_CHUNK):
+        chunk = keys[begin : begin + _KEYS_PER_CHUNK]
+        yield begin, chunk if key_type == "int64" else chunk & 0xFFFFFFFF
+
+
+def _mapped(path: Path, dtype: str = "<i8") -> NDArray[Any]:
     if not _size(path):
-        return np.empty(0, np.int64)
-    return np.memmap(path, "<i8", "r")
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, "r")
