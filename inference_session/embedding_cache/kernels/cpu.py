@@ -34,7 +34,7 @@ from inference_session.embedding_cache.kernels.intrinsics import (
     prefetch,
     store,
 )
-from inference_session.embedding_cache.kernels.layout import SEGMENT, TABLE, PoolingCode, VectorCode
+from inference_session.embedding_cache.kernels.layout import MAX_MARK, SEGMENT, TABLE, PoolingCode, VectorCode
 
 BLOCK_KEYS = 64
 NUM_STAGES = 3
@@ -353,7 +353,17 @@ def _find_rows_in(table: Any, t: int, block: Any) -> Any:
         item.table = t
         if row < 0:
             missing += 1
+        elif table.marks_address != 0:
+            _mark(table.marks_address, row)
     return missing
+
+
+@kernel
+def _mark(marks_address: int, row: int) -> None:
+    """Two readers that mark a row at once may count as one, which the cache does not mind."""
+    mark = load(marks_address, np.uint8, row)
+    if mark < MAX_MARK:
+        store(marks_address, np.uint8, row, np.uint8(mark + 1))
 
 
 @kernel

@@ -35,8 +35,8 @@ SLOTS = 12
 MAX_ROWS = 2**32 - 1
 
 _OVERFLOW_AT = 12
-_ROWS_AT = 16
-_TAGS = (1 << SLOTS) - 1
+ROWS_AT = 16
+ALL_SLOTS = (1 << SLOTS) - 1
 _AHEAD = 24
 """Rows between the one whose bucket is asked for and the one that is put in."""
 
@@ -66,10 +66,10 @@ def tag_of(hashed: Any) -> Any:
 def candidate_row(index_address: int, num_buckets: int, num_rows: int, hashed: Any) -> Any:
     """The row that the key of this hash is most likely in, without reading any key; -1: none in its own bucket."""
     bucket = index_address + BUCKET_BYTES * home_bucket(hashed, num_buckets)
-    matches = match_bytes(bucket, tag_of(hashed)) & _TAGS
+    matches = match_bytes(bucket, tag_of(hashed)) & ALL_SLOTS
     if matches == 0:
         return -1
-    row = np.int64(load(bucket + _ROWS_AT, np.uint32, lowest_bit(matches)))
+    row = np.int64(load(bucket + ROWS_AT, np.uint32, lowest_bit(matches)))
     return row if row < num_rows else -1
 
 
@@ -80,9 +80,9 @@ def find_row(index_address: int, num_buckets: int, keys_address: int, num_rows: 
     tag = tag_of(hashed)
     for _ in range(num_buckets):
         bucket = index_address + BUCKET_BYTES * position
-        slot = _slot_of(bucket, tag, keys_address, num_rows, key)
-        if slot >= 0:
-            return np.int64(load(bucket + _ROWS_AT, np.uint32, slot))
+        row = _row_in(bucket, tag, keys_address, num_rows, key)
+        if row >= 0:
+            return row
         if load(bucket, np.uint8, _OVERFLOW_AT) == 0:
             return -1
         position = position + 1 if position + 1 < num_buckets else 0
@@ -90,11 +90,24 @@ def find_row(index_address: int, num_buckets: int, keys_address: int, num_rows: 
 
 
 @kernel
-def _slot_of(bucket: int, tag: Any, keys_address: int, num_rows: int, key: int) -> Any:
-    matches = match_bytes(bucket, tag) & _TAGS
+def _row_in(bucket: int, tag: Any, keys_address: int, num_rows: int, key: int) -> Any:
+    """The row of the key in this bucket, or -1. A row number is read once: a cache may change it meanwhile."""
+    matches = match_bytes(bucket, tag) & ALL_SLOTS
+    while matches != 0:
+        row = np.int64(load(bucket + ROWS_AT, np.uint32, lowest_bit(matches)))
+        if row < num_rows and load(keys_address, np.int64, row) == key:
+            return row
+        matches &= matches - 1
+    return -1
+
+
+@kernel
+def slot_of(bucket: int, tag: Any, keys_address: int, num_rows: int, key: int) -> Any:
+    """The slot of the key in this bucket, -1 where it is not there."""
+    matches = match_bytes(bucket, tag) & ALL_SLOTS
     while matches != 0:
         slot = lowest_bit(matches)
-        row = np.int64(load(bucket + _ROWS_AT, np.uint32, slot))
+        row = np.int64(load(bucket + ROWS_AT, np.uint32, slot))
         if row < num_rows and load(keys_address, np.int64, row) == key:
             return slot
         matches &= matches - 1
@@ -124,12 +137,12 @@ def _insert_row(index_address: int, num_buckets: int, keys_address: int, row: in
     position, tag = home_bucket(hashed, num_buckets), tag_of(hashed)
     for _ in range(num_buckets):
         bucket = index_address + BUCKET_BYTES * position
-        known = _slot_of(bucket, tag, keys_address, row, key)
-        empty = match_bytes(bucket, np.uint8(0)) & _TAGS
+        known = slot_of(bucket, tag, keys_address, row, key)
+        empty = match_bytes(bucket, np.uint8(0)) & ALL_SLOTS
         if known >= 0 or empty != 0:
             slot = known if known >= 0 else lowest_bit(empty)
             store(bucket, np.uint8, slot, tag)
-            store(bucket + _ROWS_AT, np.uint32, slot, np.uint32(row))
+            store(bucket + ROWS_AT, np.uint32, slot, np.uint32(row))
             return 1 if known >= 0 else 0
         store(bucket, np.uint8, _OVERFLOW_AT, np.uint8(1))
         position = position + 1 if position + 1 < num_buckets else 0

@@ -31,6 +31,9 @@ class PoolingCode(IntEnum):
     MAX = 3
 
 
+MAX_MARK = 3
+"""Hits that a cache remembers of a row; a row with as many is not written to, so that readers do not fight over it."""
+
 TABLE = np.dtype(
     [
         ("index_address", np.int64),  # hash index (hash_index.py), at a cache line; 0: keys are row numbers
@@ -49,6 +52,7 @@ TABLE = np.dtype(
             np.int64,
         ),  # float32[embedding_dim], the answer for an unknown key; 0: leave the output as it is
         ("next_table", np.int64),  # record to try where the key is not here; -1: none
+        ("marks_address", np.int64),  # uint8[num_rows], raised up to MAX_MARK by every hit; 0: hits leave no mark
     ]
 )
 
