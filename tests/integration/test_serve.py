@@ -282,9 +282,8 @@ def test_flags_behind_two_dashes_go_to_the_server(serve: Serve, repository: Path
 def test_code_in_the_users_folder_is_not_imported(
     serve: Serve, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model.py or numpy.py where the command is run does not get in the way of a model's own code."""
-    for name in ("model.py", "numpy.py"):
-        (tmp_path / name).write_text("raise RuntimeError('not this one')", encoding="utf-8")
+    """A model.py where the command is run does not get in the way of a model's own code."""
+    (tmp_path / "model.py").write_text("raise RuntimeError('not this one')", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     served = serve(Path("repository"))
 
