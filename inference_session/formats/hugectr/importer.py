@@ -320,7 +320,8 @@ def _contains(ordered: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np
     if not ordered.size:
         return np.zeros(keys.shape, np.bool_)
     positions = np.minimum(np.searchsorted(ordered, keys), ordered.size - 1)
-    return ordered[positions] == keys
+    found: NDArray[np.bool_] = ordered[positions] == keys
+    return found
 
 
 def _count_keys(progress: Progress, num_keys: int) -> None:

@@ -33,9 +33,14 @@ def read_ps_json(path: Path) -> PsJson:
 
     ConfigurationError names file, line, field, value and what is allowed. Fields that nobody knows are logged once.
     """
-    parsed = _Parser(read_json(path.absolute(), ConfigurationError)).parse()
+    return parse_ps_json(read_json(path.absolute(), ConfigurationError))
+
+
+def parse_ps_json(file: JsonFile) -> PsJson:
+    """The same for what has been read already."""
+    parsed = _Parser(file).parse()
     if parsed.unknown:
-        _log.warning("%s: unknown fields are ignored: %s", path, ", ".join(parsed.unknown))
+        _log.warning("%s: unknown fields are ignored: %s", file.path, ", ".join(parsed.unknown))
     return parsed
 
 

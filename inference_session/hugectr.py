@@ -1,0 +1,299 @@
+"""HugeCTR's own names, for offline scripts: change the import line, and nothing else.
+
+    from inference_session.hugectr import CreateInferenceSession, InferenceParams
+
+Settings are those of ps.json, and are checked as it is; docs/migration.md says what each does here. Relative paths
+count from the working directory. Models are imported into a cache folder (HOTROW_CACHE_DIR) and opened from there.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from inference_session.errors import ConfigurationError, InvalidRequestError, TableNotFoundError
+from inference_session.formats.hugectr.csr import DENSE, KEYS, OFFSETS
+from inference_session.formats.hugectr.import_cache import cached_import
+from inference_session.formats.hugectr.json_file import JsonFile
+from inference_session.formats.hugectr.ps_fields import PsJson, PsModel
+from inference_session.formats.hugectr.ps_json import parse_ps_json, read_ps_json
+from inference_session.session import InferenceSession
+
+__all__ = [
+    "HPS",
+    "CreateInferenceSession",
+    "DatabaseOverflowPolicy_t",
+    "DatabaseType_t",
+    "InferenceParams",
+    "ParameterServerConfig",
+    "PersistentDatabaseParams",
+    "UpdateSourceParams",
+    "UpdateSourceType_t",
+    "VolatileDatabaseParams",
+]
+
+
+class DatabaseType_t(str, Enum):  # noqa: N801  HugeCTR's name
+    """Kinds of `volatile_db` and `persistent_db`."""
+
+    disabled = "disabled"
+    hash_map = "hash_map"
+    parallel_hash_map = "parallel_hash_map"
+    multi_process_hash_map = "multi_process_hash_map"
+    redis_cluster = "redis_cluster"
+    rocks_db = "rocks_db"
+
+
+class DatabaseOverflowPolicy_t(str, Enum):  # noqa: N801  HugeCTR's name
+    """Which rows a full `volatile_db` gives up."""
+
+    evict_oldest = "evict_oldest"
+    evict_random = "evict_random"
+    evict_least_used = "evict_least_used"
+
+
+class UpdateSourceType_t(str, Enum):  # noqa: N801  HugeCTR's name
+    """Kinds of `update_source`."""
+
+    null = "null"
+    kafka_message_queue = "kafka_message_queue"
+
+
+class VolatileDatabaseParams:
+    """`volatile_db` of ps.json, its fields as keywords."""
+
+    def __init__(self, type: str = "parallel_hash_map", **settings: Any) -> None:  # noqa: A002  HugeCTR's name
+        self.document = {"type": type, **settings}
+
+
+class PersistentDatabaseParams:
+    """`persistent_db` of ps.json, its fields as keywords; 3.4 calls the type `backend`."""
+
+    def __init__(self, backend: str = "disabled", **settings: Any) -> None:
+        self.document = {"type": backend, **settings}
+
+
+class UpdateSourceParams:
+    """`update_source` of ps.json, its fields as keywords."""
+
+    def __init__(self, type: str = "null", **settings: Any) -> None:  # noqa: A002  HugeCTR's name
+        self.document = {"type": type, **settings}
+
+
+def _of_ps_json(name: str = "", default: Any = None) -> Any:
+    """A parameter that ps.json has too, under that name; left out of it where it is None."""
+    return field(default=default, metadata={"name": name})
+
+
+@dataclass
+class InferenceParams:
+    """One model: the parameters of 3.4 by position or keyword, and those of 24.06 by keyword."""
+
+    model_name: str = field(metadata={"name": "model"})
+    max_batchsize: int = field(metadata={"name": "max_batch_size"})
+    hit_rate_threshold: float = field(metadata={"name": ""})
+    dense_model_file: str = field(metadata={"name": "dense_file"})
+    sparse_model_files: Sequence[str] = field(metadata={"name": "sparse_files"})
+    device_id: int
+    use_gpu_embedding_cache: bool = field(metadata={"name": "gpucache"})
+    cache_size_percentage: float = field(metadata={"name": "gpucacheper"})
+    i64_input_key: bool
+    use_mixed_precision: bool = False
+    scaler: float = 1.0
+    use_algorithm_search: bool = True
+    use_cuda_graph: bool = True
+    number_of_worker_buffers_in_pool: int = _of_ps_json("num_of_worker_buffer_in_pool", 2)
+    number_of_refresh_buffers_in_pool: int = _of_ps_json("num_of_refresher_buffer_in_pool", 1)
+    cache_refresh_percentage_per_iteration: float = _of_ps_json(default=0.1)
+    deployed_devices: Sequence[int] = _of_ps_json("deployed_device_list", (0,))
+    default_value_for_each_table: Sequence[float] = _of_ps_json(default=(0.0,))
+    volatile_db: VolatileDatabaseParams | None = None
+    persistent_db: PersistentDatabaseParams | None = None
+    update_source: UpdateSourceParams | None = None
+    maxnum_des_feature_per_sample: int | None = _of_ps_json()
+    refresh_delay: float | None = _of_ps_json()
+    refresh_interval: float | None = _of_ps_json()
+    maxnum_catfeature_query_per_table_per_sample: Sequence[int] | None = _of_ps_json()
+    embedding_vecsize_per_table: Sequence[int] | None = _of_ps_json()
+    embedding_table_names: Sequence[str] | None = _of_ps_json()
+    network_file: str | None = _of_ps_json()
+    label_dim: int | None = _of_ps_json()
+    slot_num: int | None = _of_ps_json()
+    non_trainable_params_file: str | None = _of_ps_json()
+    use_static_table: bool | None = _of_ps_json()
+    use_context_stream: bool | None = _of_ps_json()
+    embedding_cache_type: str | None = _of_ps_json()
+    enable_pagelock: bool | None = _of_ps_json()
+    fp8_quant: bool | None = _of_ps_json()
+    use_hctr_cache_implementation: bool | None = _of_ps_json()
+    thread_pool_size: int | None = _of_ps_json()
+    init_ec: bool | None = _of_ps_json()
+    fuse_embedding_table: bool | None = _of_ps_json()
+
+    def document(self) -> dict[str, Any]:
+        """The model's entry in ps.json."""
+        named = {
+            item.metadata["name"] or item.name: getattr(self, item.name)
+            for item in self.__dataclass_fields__.values()
+            if "name" in item.metadata
+        }
+        return {name: value for name, value in named.items() if value is not None}
+
+
+@dataclass
+class ParameterServerConfig:
+    """What `HPS` takes in place of a ps.json; dicts are by model name, with one element per table."""
+
+    emb_table_name: Mapping[str, Sequence[str]]
+    embedding_vec_size: Mapping[str, Sequence[int]]
+    max_feature_num_per_sample_per_emb_table: Mapping[str, Sequence[int]]
+    inference_params_array: Sequence[InferenceParams]
+    volatile_db: VolatileDatabaseParams | None = None
+    persistent_db: PersistentDatabaseParams | None = None
+    update_source: UpdateSourceParams | None = None
+
+    def parsed(self) -> PsJson:
+        """The same as ps.json says it."""
+        models = []
+        for params in self.inference_params_array:
+            name = params.model_name
+            tables = {
+                "embedding_table_names": self.emb_table_name.get(name),
+                "embedding_vecsize_per_table": self.embedding_vec_size.get(name),
+                "maxnum_catfeature_query_per_table_per_sample": self.max_feature_num_per_sample_per_emb_table.get(name),
+            }
+            models.append({**params.document(), **{key: value for key, value in tables.items() if value is not None}})
+        kinds = {params.i64_input_key for params in self.inference_params_array}
+        if len(kinds) > 1:
+            raise ConfigurationError("i64_input_key differs between the models; all of them have one type of keys")
+        return _parsed("ParameterServerConfig", models, self, i64_input_key=kinds != {False})
+
+
+class CreateInferenceSession:
+    """An opened model; HugeCTR calls it by the function that creates it.
+
+    Args:
+        model_config_path: the graph JSON.
+        inference_params: everything else.
+
+    Raises:
+        ConfigurationError, ModelFormatError, UnsupportedModelError: see `import_hugectr`.
+    """
+
+    def __init__(self, model_config_path: str | Path, inference_params: InferenceParams) -> None:
+        graph_file = Path(model_config_path).absolute()
+        document = {**inference_params.document(), "network_file": str(graph_file)}
+        self._ps_json = _parsed(
+            "InferenceParams", [document], inference_params, i64_input_key=inference_params.i64_input_key
+        )
+        self._owner = graph_file.parent
+        self._open()
+
+    def predict(self, dense_feature: ArrayLike, embeddingcolumns: ArrayLike, row_ptrs: ArrayLike) -> list[float]:
+        """Predictions, num_samples x label_dim of them, by sample.
+
+        Args:
+            dense_feature: dense features by sample, flat.
+            embeddingcolumns: keys by sample, in a sample by table, flat.
+            row_ptrs: per table a block of offsets from 0 on, num_samples x slots + 1 of them, by sample and slot.
+
+        Raises:
+            InvalidRequestError: names the input, what was found and what is expected.
+        """
+        keys_type = np.dtype(self._ps_json.key_type)
+        inputs = {
+            DENSE: _floats("dense_feature", dense_feature),
+            KEYS: _integers("embeddingcolumns", embeddingcolumns, keys_type),
+            OFFSETS: _integers("row_ptrs", row_ptrs, np.dtype(np.int32)),
+        }
+        predictions: list[float] = self._session.predict(inputs).ravel().tolist()
+        return predictions
+
+    def refresh_embedding_cache(self) -> None:
+        """Read the model's files again, if they have changed, and answer by them from now on."""
+        outdated = self._close
+        self._open()
+        outdated()
+
+    def _open(self) -> None:
+        self._session = _open(self._ps_json, self._ps_json.models[0], self._owner)
+        self._close = weakref.finalize(self, self._session.close)
+
+
+class HPS:
+    """The tables of all models of a ps.json, by number.
+
+    Raises:
+        ConfigurationError, ModelFormatError: see `import_hugectr`.
+    """
+
+    def __init__(self, ps_config: str | Path | ParameterServerConfig) -> None:
+        parsed = ps_config.parsed() if isinstance(ps_config, ParameterServerConfig) else read_ps_json(Path(ps_config))
+        self._sessions: dict[str, InferenceSession] = {}
+        for model in parsed.models:
+            self._sessions[model.name] = _open(parsed, replace(model, graph_file=""), parsed.path.parent)
+            weakref.finalize(self, self._sessions[model.name].close)
+
+    def lookup(self, keys: ArrayLike, model_name: str, table_id: int, device_id: int = 0) -> NDArray[np.float32]:  # noqa: ARG002
+        """The vectors of keys, float32 [n, embedding_dim]; of an unknown key the table's default vector.
+
+        Args:
+            keys: int64 [n].
+            table_id: the table's place in the model's `sparse_files`, from 0.
+            device_id: without effect: look-ups run on the CPU.
+
+        Raises:
+            ConfigurationError, TableNotFoundError: no such model, or it has no such table.
+            InvalidRequestError: keys are no integers.
+        """
+        session = self._sessions.get(model_name)
+        if session is None:
+            raise ConfigurationError(f"no model {model_name!r}; there are: {', '.join(map(repr, self._sessions))}")
+        tables = session.spec.tables
+        if not 0 <= table_id < len(tables):
+            raise TableNotFoundError(f"model {model_name!r} has no table {table_id!r}; it has {len(tables)}, from 0")
+        return session.lookup(tables[table_id].folder, _integers("keys", keys, np.dtype(np.int64)))
+
+
+def _parsed(
+    source: str, models: list[dict[str, Any]], stores: InferenceParams | ParameterServerConfig, *, i64_input_key: bool
+) -> PsJson:
+    """Parameters as ps.json, read and checked as one."""
+    document: dict[str, Any] = {"supportlonglong": i64_input_key, "models": models}
+    for name in ("volatile_db", "persistent_db", "update_source"):
+        if (store := getattr(stores, name)) is not None:
+            document[name] = store.document
+    text = json.dumps(document, indent=1, default=str)
+    return parse_ps_json(JsonFile(Path.cwd() / source, text, json.loads(text), ConfigurationError))
+
+
+def _open(ps_json: PsJson, model: PsModel, owner: Path) -> InferenceSession:
+    with cached_import(ps_json, model, owner) as version_dir:
+        return InferenceSession.open(version_dir)
+
+
+def _floats(name: str, values: ArrayLike) -> NDArray[np.float32]:
+    try:
+        return np.asarray(values, np.float32).ravel()
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(f"{name} cannot become a flat array of float32: {error}") from error
+
+
+def _integers(name: str, values: ArrayLike, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """A flat array of that type; nothing is rounded or wraps around."""
+    try:
+        array = np.asarray(values).ravel()
+    except ValueError as error:
+        raise InvalidRequestError(f"{name} cannot become a flat array of {dtype}: {error}") from error
+    limits = np.iinfo(dtype)
+    if array.size and (array.dtype.kind not in "iu" or int(array.min()) < limits.min or int(array.max()) > limits.max):
+        raise InvalidRequestError(f"{name} holds something but whole numbers from {limits.min} to {limits.max}")
+    return array.astype(dtype)
