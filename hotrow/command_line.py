@@ -15,6 +15,7 @@ _COMMANDS = {
     "import": "import_model",
     "serve": "serve",
     "inspect": "inspect_version",
+    "push": "push",
 }
 
 

@@ -6,20 +6,43 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
+from rich.text import Text
 
 
 @contextmanager
 def byte_progress(title: str, total_bytes: int | None = None) -> Iterator[Callable[[int], None]]:
     """A bar on stderr; yields the function that is told the bytes done since the last call."""
+    with _progress(title, total_bytes, DownloadColumn(), TransferSpeedColumn()) as advance:
+        yield advance
+
+
+@contextmanager
+def row_progress(title: str, total_rows: int) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr; yields the function that is told the rows done since the last call."""
+    rows = TextColumn("{task.completed:,.0f}/{task.total:,.0f} rows")
+    with _progress(title, total_rows, rows, _RowsPerSecond()) as advance:
+        yield advance
+
+
+@contextmanager
+def _progress(title: str, total: int | None, *columns: ProgressColumn) -> Iterator[Callable[[int], None]]:
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task(title, total=total_bytes)
-        yield lambda num_bytes: progress.advance(task, num_bytes)
+    all_columns = (TextColumn("{task.description}"), BarColumn(), *columns, TimeElapsedColumn())
+    with Progress(*all_columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda amount: progress.advance(task, amount)
+
+
+class _RowsPerSecond(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.speed or 0:,.0f} rows/s")

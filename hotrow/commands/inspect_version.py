@@ -1,8 +1,9 @@
-"""`hotrow inspect`: what a version directory holds."""
+"""`hotrow inspect`: what a version directory holds, or a store."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +12,65 @@ from rich.console import Console
 from rich.table import Table
 
 from hotrow.progress import byte_progress
+from inference_session.errors import ConfigurationError
 from inference_session.formats import manifest
 from inference_session.formats.native import ModelSpec, TensorSpec
+from inference_session.parameter_server.namespace import StoredTable, split_tag
+from inference_session.parameter_server.store_url import StoreUrl, list_tables
+
+
+def _target(ctx: click.Context, parameter: click.Parameter, value: str) -> Path | StoreUrl:
+    """A directory that exists, or a store's URL."""
+    if "://" in value:
+        return StoreUrl.parse(value)
+    path: Path = click.Path(exists=True, file_okay=False, path_type=Path).convert(value, parameter, ctx)
+    return path
 
 
 @click.command()
-@click.argument("version_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("target", metavar="VERSION_DIR|STORE_URL", callback=_target)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 @click.option("--verify", is_flag=True, help="Read every file and compare its checksum with the manifest.")
-def command(version_dir: Path, as_json: bool, verify: bool) -> None:
-    """Show the inputs, tasks and tables of a version directory.
+def command(target: Path | StoreUrl, as_json: bool, verify: bool) -> None:
+    """Show the inputs, tasks and tables of a version directory, or the tables in a store.
 
     Sizes are always checked against the manifest. With --verify every byte is read; a damaged or missing file is named,
     and the exit code is 1.
 
     \b
-    Example:
+    Examples:
       hotrow inspect model_repository/ctr/1 --verify
+      hotrow inspect redis://127.0.0.1:6379/0
     """
+    if isinstance(target, Path):
+        _inspect_version(target, as_json=as_json, verify=verify)
+    elif verify:
+        raise ConfigurationError("a store has no checksums to verify: `hotrow push --verify` compares it with files")
+    else:
+        _inspect_store(target, as_json=as_json)
+
+
+def _inspect_store(url: StoreUrl, *, as_json: bool) -> None:
+    tables = list_tables(url)
+    if as_json:
+        click.echo(json.dumps({"store": str(url), "tables": [_stored_table(table) for table in tables]}, indent=1))
+        return
+    shown = Table("table", title="Tables", title_justify="left")
+    for heading in ("rows", "dim"):
+        shown.add_column(heading, justify="right")
+    for table in tables:
+        shown.add_row(table.tag, str(table.num_rows), str(table.embedding_dim or "?"))
+    Console(width=None if sys.stdout.isatty() else 200).print(shown)
+
+
+def _stored_table(table: StoredTable) -> dict[str, Any]:
+    parts = split_tag(table.tag)
+    model, version, name = (None, None, None) if parts is None else (parts[0].model, parts[0].version, parts[1])
+    facts = {"tag": table.tag, "rows": table.num_rows, "embedding_dim": table.embedding_dim}
+    return {**facts, "model": model, "version": version, "table": name}
+
+
+def _inspect_version(version_dir: Path, *, as_json: bool, verify: bool) -> None:
     spec = ModelSpec.read(version_dir)
     _check_files(version_dir, checksums=verify)
     description = _describe(spec, version_dir)

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_TAG = re.compile(r"hps_et\.(?P<model>.+?)(?:@(?P<version>\d+))?\.(?P<table>[^.]+)", re.DOTALL)
+_TAG = re.compile(r"hps_et\.(?P<model>.+?)(?:@(?P<version>[^.@]+))?\.(?P<table>[^.]+)", re.DOTALL)
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ class _Write(NamedTuple):
         """The same through the `redis` package."""
         names = [name for name in ("key", "row") if name in (self.fields.dtype.names or ())]
         arguments = [field[name].tobytes() for field in self.fields for name in names]
-        client.execute_command(self.verb, self.name, *arguments)
+        client.execute_command(self.verb.decode(), self.name, *arguments)
 
 
 _Reader = Callable[[RedisConnection, Any, Deadline], None]
@@ -404,7 +404,7 @@ class RedisServers:
                 if self._client is None:
                     self._client = self._connect()
             yield self._client
-        except redis.RedisError as error:
+        except (redis.RedisError, redis.exceptions.RedisClusterException) as error:
             raise self._translated(error) from None  # the package's texts and frames may hold the password
         except OSError as error:
             raise UnavailableError(f"store {str(self._url)!r} cannot be reached: {error}") from error
@@ -434,7 +434,7 @@ class RedisServers:
             return redis.Redis(unix_socket_path=url.path, db=url.db, **settings)
         return redis.Redis(host=url.host, port=url.port, db=url.db, **settings)
 
-    def _translated(self, error: redis.RedisError) -> Exception:
+    def _translated(self, error: Exception) -> Exception:
         text = str(error)
         if self._url.password:
             text = text.replace(self._url.password, "***")

@@ -7,10 +7,11 @@ its process dies; what the note of a table vouches for survives the machine as w
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -116,24 +117,20 @@ class RocksDbStore(EmbeddingStore):
         """See EmbeddingStore."""
         check_insert(keys, vectors, self.embedding_dim(table))
         self._refuse_unless_writable(table)
-        family = self._family(table) or self._create_family(table)
+        if self._family(table) is None:
+            self._create_family(table)
         step = max(1, _BYTES_PER_BATCH // (4 * vectors.shape[1]))
         for begin in range(0, len(keys), step):
             part = slice(begin, begin + step)
-            self._write(family, _as_bytes(keys[part]), _as_bytes(vectors[part].astype("<f4", copy=False)))
+            rows = zip(_as_bytes(keys[part]), _as_bytes(vectors[part].astype("<f4", copy=False)), strict=True)
+            self._write(table, lambda batch, rows=rows: [batch.put(key, row) for key, row in rows])  # type: ignore[misc]
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         """See EmbeddingStore."""
         self._refuse_unless_writable(table)
-        family = self._family(table)
-        if family is None:
+        if self._family(table) is None:
             return
-        batch = WriteBatch(raw_mode=True)
-        with _translated(self.path):
-            batch.set_default_column_family(self._db.get_column_family_handle(self.namespace.tag(table)))
-            for key in _as_bytes(keys):
-                batch.delete(key)
-            self._db.write(batch)
+        self._write(table, lambda batch: [batch.delete(key) for key in _as_bytes(keys)])
 
     def clear(self, table: str) -> None:
         """See EmbeddingStore. Drops the column family; readers keep what they see until they refresh."""
@@ -215,18 +212,18 @@ class RocksDbStore(EmbeddingStore):
                 self._families[table] = self._db.get_column_family(tag) if exists else None
         return self._families[table]
 
-    def _create_family(self, table: str) -> Any:
+    def _create_family(self, table: str) -> None:
         with _translated(self.path), self._lock:
             if self._families.get(table) is None:
                 self._families[table] = self._db.create_column_family(self.namespace.tag(table), _options())
-            return self._families[table]
 
-    def _write(self, family: Any, keys: list[bytes], rows: list[bytes]) -> None:
+    def _write(self, table: str, fill: Callable[[Any], object]) -> None:
+        """Write a batch, which `fill` fills, to the table at once: all of it or nothing."""
         batch = WriteBatch(raw_mode=True)
         with _translated(self.path):
-            for key, row in zip(keys, rows, strict=True):
-                batch.put(key, row)
-            family.write(batch)
+            batch.set_default_column_family(self._db.get_column_family_handle(self.namespace.tag(table)))
+            fill(batch)
+            self._db.write(batch)
 
     def _place(self, table: str, rows: list[bytes | None], out: NDArray[np.float32]) -> NDArray[np.bool_]:
         """Write the rows that are there to their places in `out`; returns which they are."""
@@ -323,8 +320,9 @@ def _options() -> Options:
 def _as_bytes(rows: NDArray[np.generic]) -> list[bytes]:
     """The bytes of each row."""
     rows = np.ascontiguousarray(rows)
-    width = rows.itemsize * int(np.prod(rows.shape[1:]))
-    as_list: list[bytes] = rows.reshape(len(rows), -1).view(f"V{width}").reshape(-1).tolist()
+    num_elements = math.prod(rows.shape[1:])
+    whole = f"V{rows.itemsize * num_elements}"
+    as_list: list[bytes] = rows.reshape(len(rows), num_elements).view(whole).reshape(-1).tolist()
     return as_list
 
 

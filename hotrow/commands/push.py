@@ -1,0 +1,77 @@
+"""`hotrow push`: the rows of a version directory into a store."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from hotrow.progress import row_progress
+from inference_session.errors import ConfigurationError
+from inference_session.formats.native import ModelSpec
+from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.store_url import StoreUrl, create_store
+from inference_session.parameter_server.table_push import TablePush
+
+_TIMEOUT_MS = 30_000
+
+
+@click.command()
+@click.argument("version_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--to", "store_url", required=True, metavar="STORE_URL", help="redis://, redis+cluster://, rocksdb:///…")
+@click.option("--verify", is_flag=True, help="Read all rows back and compare them.")
+@click.option("--verify-sample", type=click.IntRange(min=1), metavar="N", help="Read back N random rows of each table.")
+@click.option(
+    "--namespace",
+    type=click.Choice(["version", "shared"]),
+    default="version",
+    show_default=True,
+    help="`shared`: HPS's own name space, the same for all versions.",
+)
+def command(version_dir: Path, store_url: str, verify: bool, verify_sample: int | None, namespace: str) -> None:
+    """Fill a store with the rows of a version directory, <repository>/<model>/<version>.
+
+    A push that was interrupted goes on where it stopped when it is started again. Pushing once more is harmless.
+
+    \b
+    Example:
+      hotrow push model_repository/ctr/1 --to redis://127.0.0.1:6379/0 --verify
+    """
+    spec = ModelSpec.read(version_dir)
+    bound_to = _namespace(version_dir, shared=namespace == "shared")
+    dims = {table.folder: table.embedding_dim for table in spec.tables}
+    with create_store(StoreUrl.parse(store_url), bound_to, dims, writable=True, timeout_ms=_TIMEOUT_MS) as store:
+        pushes = [TablePush(version_dir, table, store) for table in spec.tables]
+        _push(pushes)
+        if verify or verify_sample is not None:
+            _verify(pushes, None if verify else verify_sample)
+
+
+def _push(pushes: list[TablePush]) -> None:
+    begin = time.perf_counter()
+    num_written = 0
+    for push in pushes:
+        with row_progress(f"Pushing {push.spec.folder}", push.spec.num_rows) as progress:
+            report = push.run(progress)
+        num_written += report.num_rows - report.num_resumed
+        resumed = f" ({report.num_resumed} of them by an earlier push)" if report.num_resumed else ""
+        click.echo(f"{report.table}: {report.num_rows} rows{resumed}")
+    seconds = time.perf_counter() - begin
+    click.echo(f"{num_written} rows pushed in {seconds:.1f} s, {num_written / max(seconds, 1e-9):.0f} rows/s")
+
+
+def _verify(pushes: list[TablePush], num_samples: int | None) -> None:
+    num_rows = 0
+    for push in pushes:
+        with row_progress(f"Verifying {push.spec.folder}", num_samples or push.spec.num_rows) as progress:
+            num_rows += push.verify(num_samples, progress)
+    click.echo(f"{num_rows} rows read back, all as in the files")
+
+
+def _namespace(version_dir: Path, *, shared: bool) -> Namespace:
+    """The model's name is the parent folder's, the version the folder's."""
+    version_dir = version_dir.resolve()
+    if not version_dir.parent.name:
+        raise ConfigurationError(f"{version_dir} is not <repository>/<model>/<version>: it has no parent folder")
+    return Namespace(version_dir.parent.name, None if shared else version_dir.name)

@@ -1,0 +1,131 @@
+"""Table files into a store: in batches, resumable, verifiable.
+
+How far a push has come is kept as the table's note in the store itself, after the rows it counts: a push that is
+begun again goes on from there if the files are the same, and from the start if they are not or if it had ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import StoreError
+from inference_session.formats import manifest
+from inference_session.formats.native import TABLES_FOLDER, TableSpec
+from inference_session.parameter_server.base import EmbeddingStore
+from inference_session.parameter_server.table_file import TableFile
+
+_BYTES_PER_BATCH = 4 << 20
+_NOTE_INTERVAL_S = 1.0
+
+Progress = Callable[[int], None]
+"""Called with the number of rows done since the last call."""
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """What pushing one table did."""
+
+    table: str
+    num_rows: int
+    """Rows of the table."""
+    num_resumed: int
+    """Of these, rows that an earlier push had written already."""
+
+
+class TablePush:
+    """The push of one table of a version directory."""
+
+    def __init__(self, version_dir: Path, spec: TableSpec, store: EmbeddingStore) -> None:
+        """Open the table's files; ModelFormatError names one that is absent or has not the size expected."""
+        folder = version_dir / TABLES_FOLDER / spec.folder
+        self.spec = spec
+        self._store = store
+        self._file = TableFile.open(folder, spec)
+        self._source = _source(version_dir, spec)
+
+    def run(self, progress: Progress | None = None) -> PushReport:
+        """Write the rows that are not yet written; of rows with equal keys the last one, as look-ups see it."""
+        first_row = self._rows_done()
+        noted = time.monotonic()
+        for begin, keys, vectors in self._batches(first_row):
+            self._store.insert(self.spec.folder, keys, vectors)
+            if time.monotonic() - noted >= _NOTE_INTERVAL_S:
+                self._note(begin + len(keys))
+                noted = time.monotonic()
+            if progress is not None:
+                progress(len(keys))
+        self._note(self.spec.num_rows)
+        return PushReport(self.spec.folder, self.spec.num_rows, first_row)
+
+    def verify(self, num_samples: int | None = None, progress: Progress | None = None) -> int:
+        """Read rows back and compare them bit by bit; returns how many. None: all rows; else random ones.
+
+        Raises:
+            StoreError: names the first key whose row is missing or differs.
+        """
+        keys = self._file.keys()
+        if num_samples is not None and num_samples < len(keys):
+            keys = keys[np.sort(np.random.default_rng().choice(len(keys), num_samples, replace=False))]
+        for begin in range(0, len(keys), self._rows_per_batch):
+            part = np.ascontiguousarray(keys[begin : begin + self._rows_per_batch])
+            self._compare(part)
+            if progress is not None:
+                progress(len(part))
+        return len(keys)
+
+    @property
+    def _rows_per_batch(self) -> int:
+        return max(1, _BYTES_PER_BATCH // (4 * self.spec.embedding_dim))
+
+    def _batches(self, first_row: int) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.float32]]]:
+        keys = self._file.keys()
+        for begin in range(first_row, len(keys), self._rows_per_batch):
+            part = np.ascontiguousarray(keys[begin : begin + self._rows_per_batch])
+            yield begin, part, self._vectors(part)
+
+    def _vectors(self, keys: NDArray[np.int64]) -> NDArray[np.float32]:
+        vectors = np.empty((len(keys), self.spec.embedding_dim), np.float32)
+        self._file.fetch(keys, vectors)
+        return vectors
+
+    def _compare(self, keys: NDArray[np.int64]) -> None:
+        expected = self._vectors(keys)
+        stored = np.zeros_like(expected)
+        found = self._store.fetch(self.spec.folder, keys, stored)
+        same = found & (stored.view(np.uint32) == expected.view(np.uint32)).all(axis=1)
+        if not same.all():
+            first = int(np.argmin(same))
+            what = "differs from the files" if found[first] else "is missing"
+            raise StoreError(
+                f"table {self.spec.name!r}: the row of key {keys[first]} {what} in {self._store!r}"
+                f" ({int((~same).sum())} of {len(keys)} rows of this batch are wrong); push again"
+            )
+
+    def _rows_done(self) -> int:
+        try:
+            note = json.loads(self._store.note(self.spec.folder) or "{}")
+            rows = int(note["rows"]) if note.get("source") == self._source else 0
+        except (ValueError, KeyError, TypeError, AttributeError):  # not a note of ours: no push to go on with
+            return 0
+        return rows if 0 < rows < self.spec.num_rows else 0
+
+    def _note(self, num_rows: int) -> None:
+        note = {"source": self._source, "rows": num_rows, "of": self.spec.num_rows}
+        self._store.set_note(self.spec.folder, json.dumps(note))
+
+
+def _source(version_dir: Path, spec: TableSpec) -> str:
+    """A short name for the contents of a table's files, told from the manifest's checksums."""
+    folder = f"{TABLES_FOLDER}/{spec.folder}/"
+    entries = sorted(
+        f"{e.path} {e.sha256}" for e in manifest.read_manifest(version_dir) if str(e.path).startswith(folder)
+    )
+    return hashlib.sha256("\n".join(entries).encode()).hexdigest()[:16]

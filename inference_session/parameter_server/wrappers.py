@@ -1,0 +1,143 @@
+"""Stores around stores: whatever a call needs beside being done is added here, and no store has switches for it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
+
+Result = TypeVar("Result")
+
+
+class WrapperStore(EmbeddingStore):
+    """Forwards every call to another store, through `around`, which is what subclasses change."""
+
+    def __init__(self, store: EmbeddingStore) -> None:
+        self.store = store
+
+    def around(self, verb: str, call: Callable[[], Result]) -> Result:  # noqa: ARG002
+        """Make a call; `verb` is the method's name."""
+        return call()
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """See EmbeddingStore."""
+        return self.store.tables
+
+    @property
+    def supports_writes(self) -> bool:
+        """See EmbeddingStore."""
+        return self.store.supports_writes
+
+    def embedding_dim(self, table: str) -> int:
+        """See EmbeddingStore."""
+        return self.store.embedding_dim(table)
+
+    def num_rows(self, table: str) -> int:
+        """See EmbeddingStore."""
+        return self.around("num_rows", lambda: self.store.num_rows(table))
+
+    def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """See EmbeddingStore."""
+        return self.around("fetch", lambda: self.store.fetch(table, keys, out))
+
+    def fetch_many(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]]:
+        """See EmbeddingStore."""
+        return self.around("fetch_many", lambda: self.store.fetch_many(requests))
+
+    def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        """See EmbeddingStore."""
+        self.around("insert", lambda: self.store.insert(table, keys, vectors))
+
+    def erase(self, table: str, keys: NDArray[np.int64]) -> None:
+        """See EmbeddingStore."""
+        self.around("erase", lambda: self.store.erase(table, keys))
+
+    def clear(self, table: str) -> None:
+        """See EmbeddingStore."""
+        self.around("clear", lambda: self.store.clear(table))
+
+    def touch(self, table: str, keys: NDArray[np.int64]) -> None:
+        """See EmbeddingStore."""
+        self.around("touch", lambda: self.store.touch(table, keys))
+
+    def check(self) -> None:
+        """See EmbeddingStore."""
+        self.around("check", self.store.check)
+
+    def refresh(self) -> None:
+        """See EmbeddingStore."""
+        self.around("refresh", self.store.refresh)
+
+    def note(self, table: str) -> str | None:
+        """See EmbeddingStore."""
+        return self.around("note", lambda: self.store.note(table))
+
+    def set_note(self, table: str, text: str) -> None:
+        """See EmbeddingStore."""
+        self.around("set_note", lambda: self.store.set_note(table, text))
+
+    def close(self) -> None:
+        """Close the store inside."""
+        self.store.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.store!r}>"
+
+
+class LatencyStore(WrapperStore):
+    """Every call takes so much longer."""
+
+    def __init__(self, store: EmbeddingStore, delay_ms: float) -> None:
+        super().__init__(store)
+        self.delay_ms = delay_ms
+
+    def around(self, verb: str, call: Callable[[], Result]) -> Result:  # noqa: ARG002
+        """Wait, then call."""
+        time.sleep(self.delay_ms / 1000)
+        return call()
+
+
+class FaultStore(WrapperStore):
+    """Calls fail when a test says so."""
+
+    def __init__(self, store: EmbeddingStore, fault: Callable[[str], Exception | None]) -> None:
+        """`fault` is told the verb before each call, and gives what to raise instead of it, or None."""
+        super().__init__(store)
+        self.fault = fault
+
+    def around(self, verb: str, call: Callable[[], Result]) -> Result:
+        """Raise, or call."""
+        error = self.fault(verb)
+        if error is not None:
+            raise error
+        return call()
+
+
+class LoggingStore(WrapperStore):
+    """Every call is logged with its time, at level DEBUG, and with its error, at WARNING."""
+
+    def __init__(self, store: EmbeddingStore, log: logging.Logger) -> None:
+        super().__init__(store)
+        self._log = log
+
+    def around(self, verb: str, call: Callable[[], Result]) -> Result:
+        """Call, and log."""
+        begin = time.perf_counter()
+        try:
+            result = call()
+        except Exception as error:
+            self._log.warning("%s of %r failed after %.3f ms: %s", verb, self.store, _ms_since(begin), error)
+            raise
+        self._log.debug("%s of %r took %.3f ms", verb, self.store, _ms_since(begin))
+        return result
+
+
+def _ms_since(begin: float) -> float:
+    return (time.perf_counter() - begin) * 1000

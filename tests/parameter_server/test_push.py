@@ -1,0 +1,187 @@
+"""`hotrow push` and `hotrow inspect STORE_URL`, against real stores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from hotrow.command_line import cli
+from inference_session.errors import ConfigurationError, StoreError, UnavailableError
+from inference_session.formats import manifest
+from inference_session.formats.native import TABLES_FOLDER, ModelSpec, TableSpec
+from inference_session.parameter_server import table_push
+from inference_session.parameter_server.memory_store import MemoryStore
+from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.store_url import create_store
+from inference_session.parameter_server.table_file import write_table
+from inference_session.parameter_server.table_push import TablePush
+from inference_session.parameter_server.wrappers import FaultStore
+from tests.parameter_server.contract import assert_same_bits, fetch, random_keys, random_vectors
+from tests.parameter_server.servers import RedisClusterServers, RedisServer
+
+NUM_ROWS = 5000
+DIMS = {"hashed": 16, "numbered": 4, "halved": 3}
+
+
+@pytest.fixture(scope="module")
+def version_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """<...>/ctr/3 with a table of stored keys (some of them twice), one of row numbers, one of float16."""
+    directory = tmp_path_factory.mktemp("repository") / "ctr" / "3"
+    tables = directory / TABLES_FOLDER
+    keys = np.concatenate([random_keys(NUM_ROWS - 100), random_keys(NUM_ROWS - 100)[:100]])
+    write_table(tables / "hashed", [random_vectors(NUM_ROWS, 16)], keys=[keys])
+    write_table(tables / "numbered", [random_vectors(700, 4)])
+    write_table(tables / "halved", [np.arange(300, dtype=np.float32).reshape(100, 3)], dtype="float16")
+    specs = (
+        TableSpec("hashed.weight", "hashed", NUM_ROWS, 16),
+        TableSpec("numbered", "numbered", 700, 4, keys="row_number"),
+        TableSpec("halved", "halved", 100, 3, dtype="float16", keys="row_number"),
+    )
+    ModelSpec((), (), specs, ()).write(directory)
+    manifest.write_manifest(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+def run(*arguments: object) -> Result:
+    """Run a command; errors of ours are raised."""
+    result = CliRunner().invoke(cli, [str(a) for a in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def stored(url: str) -> dict[str, Any]:
+    tables = json.loads(run("inspect", url, "--json").output)["tables"]
+    return {table["tag"]: (table["rows"], table["embedding_dim"]) for table in tables}
+
+
+def check_rows(url: str, namespace: Namespace, version_dir: Path) -> None:
+    """Everything in the files is in the store, bit by bit, as a look-up would see it."""
+    with create_store(url, namespace, DIMS, timeout_ms=20_000) as store:
+        keys = np.fromfile(version_dir / TABLES_FOLDER / "hashed" / "key", np.int64)
+        vectors = np.fromfile(version_dir / TABLES_FOLDER / "hashed" / "emb_vector", np.float32).reshape(-1, 16)
+        last = {key: i for i, key in enumerate(keys.tolist())}
+        found, out = fetch(store, "hashed", np.array(list(last)))
+        assert found.all()
+        assert_same_bits(out, vectors[list(last.values())])
+        found, out = fetch(store, "halved", np.arange(101))
+        assert found.tolist() == [True] * 100 + [False]
+        np.testing.assert_array_equal(out[:100], np.arange(300).reshape(100, 3))
+
+
+def test_a_version_is_pushed_to_redis(server: RedisServer, version_dir: Path) -> None:
+    """All rows arrive under the version's tags, the counts are printed, and pushing again changes nothing."""
+    for _ in range(2):
+        output = run("push", version_dir, "--to", f"{server.url}/1", "--verify").output
+        assert "hashed: 5000 rows\n" in output
+        assert "5800 rows pushed in" in output
+        assert "rows/s" in output
+        assert "5800 rows read back" in output
+        check_rows(f"{server.url}/1", Namespace("ctr", "3"), version_dir)
+    assert stored(f"{server.url}/1") == {
+        "hps_et.ctr@3.hashed": (4900, 16),
+        "hps_et.ctr@3.numbered": (700, 4),
+        "hps_et.ctr@3.halved": (100, 3),
+    }
+
+
+def test_the_shared_name_space_is_hps_own(server: RedisServer, version_dir: Path) -> None:
+    """With --namespace shared there is no version in the tags."""
+    run("push", version_dir, "--to", f"{server.url}/2", "--namespace", "shared", "--verify-sample", 50)
+    check_rows(f"{server.url}/2", Namespace("ctr"), version_dir)
+    output = run("inspect", f"{server.url}/2").output
+    assert "hps_et.ctr.hashed" in output
+    assert "4900" in output
+
+
+def test_a_version_is_pushed_to_a_cluster(version_dir: Path) -> None:
+    """A Cluster takes the same commands, and all of its masters get rows."""
+    with RedisClusterServers() as cluster:
+        run("push", version_dir, "--to", cluster.url, "--verify")
+        check_rows(cluster.url, Namespace("ctr", "3"), version_dir)
+        assert stored(cluster.url)["hps_et.ctr@3.hashed"] == (4900, 16)
+        for master in cluster.masters:
+            with master.client() as client:
+                assert client.dbsize() > 0
+
+
+def test_a_version_is_pushed_to_rocksdb(tmp_path: Path, version_dir: Path) -> None:
+    """A database is made, filled, and readable by a reader right after."""
+    url = f"rocksdb://{tmp_path}/db"
+    run("push", version_dir, "--to", url, "--verify")
+    check_rows(url, Namespace("ctr", "3"), version_dir)
+    assert stored(url)["hps_et.ctr@3.hashed"] == (4900, 16)
+
+
+def test_a_push_goes_on_where_it_was_interrupted(version_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that the note counts are not written again; what comes after it is, and all is right in the end."""
+    monkeypatch.setattr(table_push, "_BYTES_PER_BATCH", 400 * 64)
+    monkeypatch.setattr(table_push, "_NOTE_INTERVAL_S", 0)
+    memory, calls = MemoryStore(DIMS), iter(range(100))
+    store = FaultStore(memory, lambda verb: UnavailableError("gone") if verb == "insert" and next(calls) == 5 else None)
+    spec = ModelSpec.read(version_dir).tables[0]
+    with pytest.raises(UnavailableError):
+        TablePush(version_dir, spec, store).run()
+    assert json.loads(memory.note("hashed") or "")["rows"] == 2000
+    done: list[int] = []
+    report = TablePush(version_dir, spec, store).run(done.append)
+    assert (report.num_rows, report.num_resumed, sum(done)) == (5000, 2000, 3000)
+    assert TablePush(version_dir, spec, store).verify() == 5000
+    assert TablePush(version_dir, spec, store).run().num_resumed == 0
+
+
+@pytest.mark.parametrize("note", ["", "{}", "[]", "null", "}", '{"rows": 5}', '{"source": "other", "rows": 5}'])
+def test_a_note_of_other_files_is_no_reason_to_skip_rows(version_dir: Path, note: str) -> None:
+    """Only a push of the very same files is gone on with."""
+    memory = MemoryStore(DIMS)
+    memory.set_note("hashed", note)
+    push = TablePush(version_dir, ModelSpec.read(version_dir).tables[0], memory)
+    assert push.run().num_resumed == 0
+    assert push.verify() == 5000
+
+
+@pytest.mark.parametrize(("damage", "message"), [("erase", "is missing"), ("insert", "differs")])
+def test_verify_finds_a_single_wrong_row(version_dir: Path, damage: str, message: str) -> None:
+    """A row that is not there, or is another, is named by its key."""
+    memory = MemoryStore(DIMS)
+    push = TablePush(version_dir, ModelSpec.read(version_dir).tables[0], memory)
+    push.run()
+    key = random_keys(NUM_ROWS - 100)[1234:1235]
+    if damage == "erase":
+        memory.erase("hashed", key)
+    else:
+        memory.insert("hashed", key, np.ones((1, 16), np.float32))
+    with pytest.raises(StoreError, match=rf"'hashed.weight': the row of key {key[0]} {message}"):
+        push.verify()
+
+
+def test_the_version_is_named_by_its_folders(
+    server: RedisServer, version_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative path is as good as an absolute one."""
+    monkeypatch.chdir(version_dir)
+    run("push", ".", "--to", f"{server.url}/4")
+    assert "hps_et.ctr@3.hashed" in stored(f"{server.url}/4")
+
+
+def test_mistakes_are_told_in_one_line(server: RedisServer, version_dir: Path) -> None:
+    """An unknown scheme, a host that is down, a store asked for checksums: each says what is wrong."""
+    with pytest.raises(ConfigurationError, match="allowed: redis://"):
+        run("push", version_dir, "--to", "mysql://host")
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
+        run("push", version_dir, "--to", "redis://127.0.0.1:1")
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
+        run("inspect", "redis://127.0.0.1:1")
+    with pytest.raises(ConfigurationError, match="push --verify"):
+        run("inspect", server.url, "--verify")
