@@ -18,7 +18,7 @@ from inference_session.batch import JoinedBatch, Part, Ragged
 from inference_session.embedding_cache.kernels import cpu
 from inference_session.embedding_cache.kernels.layout import SEGMENT, PoolingCode
 from inference_session.errors import InvalidRequestError
-from inference_session.formats.native import LookupSpec, ModelSpec, TableSpec
+from inference_session.formats.native import LookupSpec, ModelSpec
 
 _MAX_GEOMETRIES = 64
 _FLOAT_BYTES = 4
@@ -59,6 +59,17 @@ class _Geometry:
     """Per block, the shape of its array without the first dimension."""
 
 
+class _Packed(NamedTuple):
+    """Look-ups that read columns of one matrix of keys."""
+
+    lookups: list[int]
+    offsets: NDArray[np.int64]
+    """Bytes from the beginning of a row of the matrix to each look-up's first key."""
+    key_bytes: int
+    row_stride: int
+    """Bytes from one row of the matrix to the next."""
+
+
 class LookupPlan:
     """The look-ups of one model, over its tables. Immutable but for a bounded memory of shapes seen."""
 
@@ -75,7 +86,9 @@ class LookupPlan:
         for number, block in enumerate(self._blocks):
             self._block_of[list(block.members)] = number
         self._weighted = [(i, lookup.keys, lookup.weights) for i, lookup in enumerate(spec.lookups) if lookup.weights]
+        self._packed = _packed(spec)
         self._irregular = [i for i, lookup in enumerate(spec.lookups) if not _is_regular(lookup, spec)]
+        self._laid_out = np.array([lookup.columns is None for lookup in spec.lookups], np.int64)
         self._geometries: dict[Hashable, _Geometry] = {}
 
     def run(self, batch: JoinedBatch) -> LookedUp:
@@ -97,7 +110,11 @@ class LookupPlan:
         segments["output_address"] += np.array([_address(v) for v in vectors], np.int64)[self._block_of]
         num_keys = geometry.num_keys * leading
         # Whatever the kernel reads by address is held here until it is done.
-        held = [self._fill_keys(segments, keys, num_keys), self._fill_weights(segments, batch)]
+        held = [
+            self._fill_keys(segments, keys, num_keys),
+            self._fill_packed(segments, batch),
+            self._fill_weights(segments, batch),
+        ]
         num_unknown = np.zeros(len(segments), np.int64)
         cpu.lookup(self._tables, segments, num_unknown, _NO_POSITIONS, self._num_threads)
         del held
@@ -108,9 +125,16 @@ class LookupPlan:
     ) -> list[NDArray[Any]]:
         """Lay the keys of all look-ups behind each other and enter where; returns what must stay alive."""
         ragged = [i for i, parts in enumerate(keys) if isinstance(parts[0], Ragged)]
-        even = [part for parts in keys for part in parts if not isinstance(part, Ragged)]
+        even = [
+            part
+            for parts, lookup in zip(keys, self._lookups, strict=True)
+            if lookup.columns is None
+            for part in parts
+            if not isinstance(part, Ragged)
+        ]
         held = [_laid_out(even)]
-        segments["keys_address"] = _address(held[0]) + _KEY_BYTES * (np.cumsum(num_keys) - num_keys)
+        laid_out = num_keys * self._laid_out
+        segments["keys_address"] = _address(held[0]) + _KEY_BYTES * (np.cumsum(laid_out) - laid_out)
         for i in ragged:
             bags = _joined_bags([part for part in keys[i] if isinstance(part, Ragged)])
             segments["keys_address"][i] = _address(bags.values)
@@ -118,6 +142,15 @@ class LookupPlan:
             segments["ends_address"][i] = _address(bags.ends)
             num_keys[i] = int((bags.ends - bags.begins).sum())
             held += [bags.values, bags.begins, bags.ends]
+        return held
+
+    def _fill_packed(self, segments: NDArray[np.void], batch: JoinedBatch) -> list[NDArray[Any]]:
+        """Enter the keys that are columns of a matrix, where they lie; returns what must stay alive."""
+        held = []
+        for name, members in self._packed.items():
+            matrix = np.ascontiguousarray(batch.array(name))
+            segments["keys_address"][members.lookups] = _address(matrix) + members.offsets
+            held.append(matrix)
         return held
 
     def _fill_weights(self, segments: NDArray[np.void], batch: JoinedBatch) -> list[NDArray[Any]]:
@@ -166,6 +199,9 @@ class LookupPlan:
             for block in self._blocks
         ]
         segments["row_stride"] = segments["keys_per_row"] * _KEY_BYTES
+        for members in self._packed.values():
+            segments["key_bytes"][members.lookups] = segments["key_stride"][members.lookups] = members.key_bytes
+            segments["row_stride"][members.lookups] = members.row_stride
         num_keys = np.array([math.prod(tail) for tail in tails], np.int64)
         return _Geometry(segments, num_keys, tuple(shapes))
 
@@ -189,11 +225,12 @@ class LookupPlan:
     ) -> tuple[int, ...]:
         """One look-up with an array of its own; returns that array's shape without the first dimension."""
         table, tail = self._table_specs[i], tails[i]
-        rows, keys_per_row = (tail[:-1], tail[-1]) if self._lookups[i].pooling != "none" else (tail, 1)
+        pooled = self._lookups[i].pooling != "none"
+        rows, keys_per_row = (tail[:-1], tail[-1]) if pooled else (tail, 1)
         segments["num_rows"][i] = math.prod(rows)
         segments["keys_per_row"][i] = keys_per_row
         segments["output_stride"][i] = table.embedding_dim * _FLOAT_BYTES
-        return (*rows, *_row_shape(table))
+        return (*rows, table.embedding_dim) if pooled or table.row_shape is None else (*rows, *table.row_shape)
 
 
 def _blocks(lookups: Sequence[LookupSpec]) -> tuple[_Block, ...]:
@@ -208,11 +245,25 @@ def _is_bare(keys: Part, lookup: LookupSpec) -> bool:
     return len(keys.shape) <= (lookup.pooling != "none") and not isinstance(keys, Ragged)
 
 
+def _packed(spec: ModelSpec) -> dict[str, _Packed]:
+    """The look-ups that read columns of a matrix, by the matrix's name."""
+    packed = {}
+    for tensor in spec.inputs:
+        lookups = [i for i, lookup in enumerate(spec.lookups) if lookup.keys == tensor.name and lookup.columns]
+        if lookups:
+            key_bytes = np.dtype(tensor.dtype).itemsize
+            begins = np.array([(spec.lookups[i].columns or (0, 0))[0] for i in lookups], np.int64)
+            packed[tensor.name] = _Packed(lookups, begins * key_bytes, key_bytes, tensor.shape[1] * key_bytes)
+    return packed
+
+
 def _is_regular(lookup: LookupSpec, spec: ModelSpec) -> bool:
     """Whether the keys are [samples, …] with all but the first size told by the shapes of the requests."""
     if spec.layout != "tensors" or not spec.batched:
         return False
     shapes = [tensor.shape for tensor in spec.inputs if tensor.name == lookup.keys]
+    if lookup.columns is not None:
+        return True
     return bool(shapes) and (lookup.pooling == "none" or (len(shapes[0]) > 1 and shapes[0][-1] >= 0))
 
 
@@ -220,7 +271,9 @@ def _shape(parts: list[Part], lookup: LookupSpec) -> tuple[int, ...]:
     """The shape of all keys of a look-up, at least one row (and one bag, where pooled) deep."""
     first = parts[0]
     shape = first.shape
-    if isinstance(first, Ragged):
+    if lookup.columns is not None:
+        shape = (shape[0], lookup.columns[1] - lookup.columns[0])
+    elif isinstance(first, Ragged):
         shape = (*shape, 0)  # no one length is true of the bags
     elif _is_bare(first, lookup):
         shape = (1, *shape)
@@ -245,10 +298,6 @@ def _joined_bags(parts: list[Ragged]) -> Ragged:
     begins = np.concatenate([part.begins + shift for part, shift in zip(parts, shifts, strict=True)])
     ends = np.concatenate([part.ends + shift for part, shift in zip(parts, shifts, strict=True)])
     return Ragged(_laid_out([part.values for part in parts]), begins, ends, parts[0].shape)
-
-
-def _row_shape(table: TableSpec) -> tuple[int, ...]:
-    return (table.embedding_dim,) if table.row_shape is None else table.row_shape
 
 
 def _address(array: NDArray[Any]) -> int:

@@ -92,6 +92,9 @@ class LookupSpec:
     pooling: Pooling = "none"
     weights: str | None = None
     """Per-key factors of a pooled lookup: a model input or an output of keys.onnx, float32, shaped as the keys."""
+    columns: tuple[int, int] | None = None
+    """Where `keys` is a matrix [samples, n]: the columns that are read, from the first up to, not including, the
+    second. Joined look-ups of model inputs only."""
     joined: bool = False
     """True where several lookups (or one with several keys per sample) fill one matrix [samples, columns]."""
 
@@ -206,6 +209,15 @@ def _check(spec: ModelSpec) -> None:
             raise ValueError(f"a lookup reads table {lookup.table!r}, which is not among the tables")
         if lookup.pooling not in get_args(Pooling):
             raise ValueError(f"lookup of {lookup.table!r}: pooling {lookup.pooling!r} is none of {get_args(Pooling)}")
+        if lookup.columns is not None:
+            _check_columns(lookup, spec)
+
+
+def _check_columns(lookup: LookupSpec, spec: ModelSpec) -> None:
+    begin, end = lookup.columns or (0, 0)
+    shapes = [tensor.shape for tensor in spec.inputs if tensor.name == lookup.keys]
+    if not lookup.joined or not shapes or len(shapes[0]) != 2 or not 0 <= begin < end <= shapes[0][1]:
+        raise ValueError(f"lookup of {lookup.table!r}: columns {lookup.columns} of {lookup.keys!r} cannot be read")
 
 
 def _check_table(table: TableSpec) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
+from inference_session.formats.onnx_model.columns import read_columns
 from inference_session.formats.onnx_model.graph import Names, needed_nodes, reads, sink_constants
 from inference_session.formats.onnx_model.hoisting import Hoister
 from inference_session.formats.onnx_model.joining import join_lookups
@@ -66,6 +67,7 @@ def _carve(
     if merge:
         pool_lookups(surgery, lookups)
         lookups = join_lookups(surgery, lookups)
+        read_columns(surgery, lookups)
     read = {lookup.table for lookup in lookups}
     unread = dict.fromkeys(set(tables) - read, "is read by constant keys only; those rows are in the dense network")
     keys = _keys_network(surgery, lookups)

@@ -50,6 +50,8 @@ class Lookup:
     """The value, float32, that nothing in the graph makes any more."""
     pooling: Pooling = "none"
     weights: str | None = None
+    columns: tuple[int, int] | None = None
+    """Of a matrix of keys, those from the first up to, not including, the second."""
     matrix: str | None = None
     """The value that several look-ups fill together."""
 

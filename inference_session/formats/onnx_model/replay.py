@@ -44,6 +44,8 @@ class Replay:
 
     def _look_up(self, lookup: LookupSpec, values: Arrays) -> NDArray[np.float32]:
         table, keys = self._spec.table(lookup.table), values[lookup.keys]
+        if lookup.columns is not None:
+            keys = keys[:, slice(*lookup.columns)]
         vectors = np.asarray(self._tables[lookup.table][keys], np.float32)
         if lookup.weights is not None:
             vectors = vectors * values[lookup.weights][..., None]

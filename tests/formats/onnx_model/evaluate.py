@@ -42,6 +42,8 @@ def evaluate(version_dir: Path, inputs: Arrays) -> Arrays:
 def _look_up(version_dir: Path, spec: ModelSpec, lookup: LookupSpec, values: Arrays) -> NDArray[np.float32]:
     table, keys = spec.table(lookup.table), values[lookup.keys]
     assert keys.dtype in (np.int64, np.int32)
+    if lookup.columns is not None:
+        keys = keys[:, slice(*lookup.columns)]
     rows = np.fromfile(version_dir / "tables" / table.folder / "emb_vector", table.dtype)
     vectors = rows.reshape(table.num_rows, table.embedding_dim)[keys].astype(np.float32)
     if lookup.weights is not None:
