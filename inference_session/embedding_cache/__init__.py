@@ -1,0 +1,50 @@
+"""The hottest rows of all tables of a model, within a budget of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from numpy.typing import ArrayLike
+
+from inference_session.embedding_cache.base import EmbeddingCache, LookupResult
+from inference_session.errors import ConfigurationError
+from inference_session.formats.native import VectorType
+
+__all__ = ["EmbeddingCache", "LookupResult", "create_embedding_cache"]
+
+
+def create_embedding_cache(
+    dims: Mapping[str, int],
+    device: str = "cpu",
+    *,
+    cache_bytes: int,
+    dtype: VectorType = "float32",
+    backing: Mapping[str, tuple[ArrayLike, ArrayLike]] | None = None,
+    num_rows: Mapping[str, int] | None = None,
+    num_threads: int = 1,
+) -> EmbeddingCache:
+    """A cache for tables of these embedding_dims, by name.
+
+    Args:
+        dims: embedding_dim of each table.
+        device: `cpu`; a GPU cache is not in this version.
+        cache_bytes: upper bound on all memory that the cache allocates; 0 caches nothing.
+        dtype: how rows are held; look-ups answer float32 all the same.
+        backing: rows that misses are served from, a GPU cache's; None here.
+        num_rows: rows that tables have in all, as far as known, so that none is given more than it can use.
+        num_threads: threads over which a large look-up is split.
+
+    Raises:
+        ConfigurationError: a value is not allowed, or cache_bytes too small for the tables.
+    """
+    # Imported here because the parameter server, which the caches build on, imports the kernels of this package.
+    from inference_session.embedding_cache.cpu_cache import CpuEmbeddingCache
+    from inference_session.embedding_cache.null_cache import NullEmbeddingCache
+
+    if device != "cpu":
+        raise ConfigurationError(f"device cannot be {device!r}: this version has no GPU cache yet, use 'cpu'")
+    if backing is not None:
+        raise ConfigurationError("backing is for a GPU cache: on the CPU, look missing keys up in their TableFile")
+    if cache_bytes == 0:
+        return NullEmbeddingCache(dims)
+    return CpuEmbeddingCache(dims, cache_bytes, dtype=dtype, num_rows=num_rows, num_threads=num_threads)
