@@ -1,25 +1,29 @@
 """The user's repository as Triton is to see it: links, and a config.pbtxt of our own for models of HugeCTR and HPS.
 
 Their users' config.pbtxt asks for a GPU, which Triton refuses to a machine that has none, and has no dynamic batching.
-The user's files are never written to, and Load calls have to find what he has changed since: a model folder of the view
-holds his config.pbtxt, rewritten, and links to his version directories and to his folder; it follows them within
-milliseconds. Models of other backends are links to the user's folders.
+The user's files are never written to, and a Load call has to find what he has changed just before. So a model folder of
+the view holds his config.pbtxt, rewritten when Triton opens it (leased_file.py), and links to his folder, through which
+Triton sees that something has changed, and to his version directories, which it lists after it has read the
+configuration. Models of other backends are links to the user's folders.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from triton_backend import text_format
-from triton_backend.folder_watch import watch
 from triton_backend.in_place import SOURCE_LINK
+from triton_backend.leased_file import LeasedFile
 from triton_backend.model_config import CONFIG_FILE
 
 IN_PLACE_BACKENDS = frozenset({"hugectr", "hps"})
 _SCHEDULERS = ("dynamic_batching", "sequence_batching", "ensemble_scheduling")
+_INTERVAL_S = 0.01
 
 
 class RepositoryView:
@@ -34,6 +38,7 @@ class RepositoryView:
         self._repository = repository
         self._folder = folder
         self._has_gpu = has_gpu
+        self._configs: dict[str, LeasedFile] = {}
         self.moved_to_cpu: set[str] = set()
         """Models whose config.pbtxt asks for a GPU that is not there."""
 
@@ -44,45 +49,68 @@ class RepositoryView:
         folder.mkdir()
         view = cls(repository, folder, has_gpu=has_gpu)
         view.refresh()
-        with watch(view.folders, view.refresh):
+        stopping = threading.Event()
+        thread = threading.Thread(target=view._follow, args=(stopping,), name="hotrow-repository-view", daemon=True)
+        thread.start()
+        try:
             yield view
-
-    def folders(self) -> list[Path]:
-        """The folders of the user's in which a change matters: the repository, and models that are not mere links."""
-        return [self._repository, *(path / SOURCE_LINK for path in self._folder.iterdir() if not path.is_symlink())]
+        finally:
+            stopping.set()
+            thread.join()
+            for config in view._configs.values():
+                config.close()
 
     def refresh(self) -> None:
-        """Follow what has changed."""
-        present = {path.name: path for path in self._repository.iterdir() if path.is_dir()}
-        for link in self._folder.iterdir():
-            if link.name not in present:
-                _remove(link)
+        """Follow which models there are."""
+        present = {path.name: path for path in self._repository.iterdir() if path.is_dir() and path.name[0] != "."}
+        for name in {path.name for path in self._folder.iterdir()} - set(present):
+            self._remove(name)
         for name, source in present.items():
-            if not name.startswith("."):
-                self._refresh_model(source, self._folder / name)
+            if name not in self._configs:
+                self._add(source, self._folder / name)
 
-    def _refresh_model(self, source: Path, target: Path) -> None:
-        config = _read_config(source / CONFIG_FILE)
-        if config is None or config.get("backend", [""])[-1] not in IN_PLACE_BACKENDS:
-            if not target.is_symlink():
-                _remove(target)
+    def _follow(self, stopping: threading.Event) -> None:
+        changed = 0
+        while not stopping.wait(_INTERVAL_S):
+            for config in self._configs.values():
+                config.serve()
+            with contextlib.suppress(OSError):  # changed again while it was looked at
+                if changed != (now := self._repository.stat().st_mtime_ns):
+                    self.refresh()
+                    changed = now
+
+    def _add(self, source: Path, target: Path) -> None:
+        if _backend(source) not in IN_PLACE_BACKENDS:
+            if not target.exists():
                 target.symlink_to(source)
             return
-        if target.is_symlink():
-            target.unlink()
-        target.mkdir(exist_ok=True)
-        _follow_links(source, target)
-        self._write_config(config, target)
+        target.unlink(missing_ok=True)
+        target.mkdir()
+        self._configs[target.name] = LeasedFile(target / CONFIG_FILE, lambda: self._adapted(source, target))
 
-    def _write_config(self, config: text_format.Message, target: Path) -> None:
+    def _remove(self, name: str) -> None:
+        """The user's files are behind links, which are not followed."""
+        target = self._folder / name
+        if config := self._configs.pop(name, None):
+            config.close()
+            for entry in target.iterdir():
+                entry.unlink()
+            target.rmdir()
+        else:
+            target.unlink()
+
+    def _adapted(self, source: Path, target: Path) -> str:
+        """The text of config.pbtxt as it is to be; the links beside it are brought up to date on the way."""
+        try:
+            _follow_links(source, target)
+            text = (source / CONFIG_FILE).read_text(encoding="utf-8")
+            config = text_format.parse(text)
+        except (OSError, ValueError) as error:
+            return f"# {CONFIG_FILE} cannot be read\n{error}\n"  # which makes the load fail, and say so
         if not self._has_gpu and _move_to_cpu(config):
             self.moved_to_cpu.add(target.name)
         _join_requests(config)
-        text, path = text_format.write(config), target / CONFIG_FILE
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            staged = self._folder / f".tmp-{target.name}"
-            staged.write_text(text, encoding="utf-8")
-            staged.replace(path)
+        return text_format.write(config)
 
 
 def has_gpu() -> bool:
@@ -95,29 +123,29 @@ def has_gpu() -> bool:
     return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
-def _read_config(path: Path) -> text_format.Message | None:
-    """A config.pbtxt; None where there is none that can be read, which Triton will say."""
+def _backend(source: Path) -> str:
+    """The backend of a model; empty where its config.pbtxt cannot be read, which Triton will say."""
     try:
-        return text_format.parse(path.read_text(encoding="utf-8"))
+        config = text_format.parse((source / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
+        return ""
+    return str(config.get("backend", [""])[-1])
 
 
 def _follow_links(source: Path, target: Path) -> None:
     """Links to the user's folder, and to the versions in it."""
     wanted = {path.name: path for path in source.iterdir() if path.is_dir() and path.name[0].isdigit()}
     wanted[SOURCE_LINK] = source
-    for path in target.iterdir():
-        if path.is_symlink() and path.name not in wanted:
-            path.unlink()
-    for name, path in wanted.items():
-        with suppress(FileExistsError):
-            (target / name).symlink_to(path)
+    present = {path.name for path in target.iterdir() if path.is_symlink()}
+    for name in present - set(wanted):
+        (target / name).unlink()
+    for name in set(wanted) - present:
+        (target / name).symlink_to(wanted[name])
 
 
 def _move_to_cpu(config: text_format.Message) -> bool:
     """Have instances run on the CPU that ask for a GPU; whether there are any."""
-    groups = [group for group in config.get("instance_group", []) if group.get("kind", [""])[-1] == "KIND_GPU"]
+    groups = [group for group in _messages(config, "instance_group") if group.get("kind", [""])[-1] == "KIND_GPU"]
     for group in groups:
         group["kind"] = ["KIND_CPU"]
         group.pop("gpus", None)
@@ -128,15 +156,10 @@ def _join_requests(config: text_format.Message) -> None:
     """Have Triton join the requests that wait, whatever their lengths."""
     if not any(name in config for name in _SCHEDULERS):
         config["dynamic_batching"] = [{}]
-    for tensor in config.get("input", []):
+    for tensor in _messages(config, "input"):
         tensor.setdefault("allow_ragged_batch", ["true"])
 
 
-def _remove(path: Path) -> None:
-    """Remove a model of the view; the user's files are behind links, which are not followed."""
-    if path.is_dir() and not path.is_symlink():
-        for entry in path.iterdir():
-            entry.unlink()
-        path.rmdir()
-    else:
-        path.unlink(missing_ok=True)
+def _messages(config: text_format.Message, field: str) -> list[text_format.Message]:
+    """The messages of a field; anything else there is for Triton to complain about."""
+    return [value for value in config.get(field, []) if isinstance(value, dict)]
