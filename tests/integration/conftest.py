@@ -119,14 +119,12 @@ def serve(tritonserver: None) -> Iterator[Serve]:
 
 @pytest.fixture(scope="session")
 def served(tritonserver: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """One server for all tests that do no more than ask it; model `strings` is there with NumPy 1 only."""
+    """One server for all tests that do no more than ask it."""
     repository = tmp_path_factory.mktemp("repository")
     write_ctr(repository / "ctr" / "1")
     write_flat(repository / "flat" / "1")
     write_bags(repository / "bags" / "1")
     write_types(repository / "types" / "1", strings=False)
-    if NUMPY_1:
-        write_types(repository / "strings" / "1", strings=True)
     served = start(repository)
     yield served
     status = served.stop()

@@ -33,6 +33,7 @@ def served_models(shared: Path, tritonserver: None, tmp_path_factory: pytest.Tem
     served = start(repository)
     yield served
     assert served.stop() == 0
+    served.close()
 
 
 def ask(client: Any, protocol: Any, model: str, inputs: dict[str, NDArray[Any]], output: str) -> NDArray[np.float32]:
