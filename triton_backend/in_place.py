@@ -23,12 +23,11 @@ from inference_session.formats.hugectr.ps_fields import PsJson, PsModel
 from inference_session.formats.hugectr.ps_json import read_ps_json
 from inference_session.formats.native import ModelSpec
 from triton_backend.model_config import describe
+from triton_backend.repository import SOURCE_LINK
 
 Backend = Literal["hugectr", "hps"]
 
 PS_VARIABLE = "HOTROW_PS_CONFIG"
-SOURCE_LINK = ".source"
-"""In a model folder that `hotrow serve` lays out: leads to the user's own."""
 
 _FILES = frozenset({"ps", "config", "sparse_files", "dense_file", "non_trainable_params_file", "keep_rows_of"})
 _FACTS = ("slots", "des_feature_num", "label_dim", "embedding_vector_size", "embeddingkey_long_type", "mixed_precision")

@@ -11,7 +11,16 @@ from inference_session.errors import ConfigurationError
 from inference_session.formats.native import SESSION_FILE, ModelSpec
 from triton_backend.model_config import CONFIG_FILE, ModelConfig
 
+IN_PLACE_BACKENDS = frozenset({"hugectr", "hps"})
+"""Serve model folders as HugeCTR's and HPS's users have them, through a view (repository_view.py)."""
+SOURCE_LINK = ".source"
+"""In a model folder of the view: leads to the user's own."""
 _VERSION = re.compile(r"[1-9][0-9]*")
+
+
+def is_version(name: str) -> bool:
+    """Whether a folder of that name in a model's folder is a version."""
+    return _VERSION.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
@@ -56,22 +65,23 @@ def _check_model(folder: Path, backends: Sequence[str]) -> ServableModel:
         raise ConfigurationError(
             f"model {folder.name!r}: this server has no backend {config.backend!r}; it has: {_listed(backends)}"
         )
-    versions = _versions(folder)
+    versions = _versions(folder, config.backend)
     for version in versions:
         _check_version(folder / str(version), config)
     return ServableModel(folder.name, tuple(versions), config.backend)
 
 
-def _versions(folder: Path) -> list[int]:
+def _versions(folder: Path, backend: str) -> list[int]:
     names = [path.name for path in folder.iterdir() if path.is_dir()]
     for name in names:
         # Triton reads the leading digits: it would take `5.tmp` for version 5, and wait for its files.
-        if name[0].isdigit() and not _VERSION.fullmatch(name):
+        # In a view of the folder it does not see HugeCTR's `0_sparse_2000.model`.
+        if backend not in IN_PLACE_BACKENDS and name[0].isdigit() and not is_version(name):
             raise ConfigurationError(
                 f"model {folder.name!r}: {folder / name} is no version number, but Triton would take it for one; "
                 f"rename it (`.tmp-{name}`) or remove it"
             )
-    versions = sorted(int(name) for name in names if _VERSION.fullmatch(name))
+    versions = sorted(int(name) for name in names if is_version(name))
     if not versions:
         raise ConfigurationError(f"model {folder.name!r}: {folder} holds no version, a folder named by a whole number")
     return versions

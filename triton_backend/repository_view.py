@@ -17,11 +17,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from triton_backend import text_format
-from triton_backend.in_place import SOURCE_LINK
 from triton_backend.leased_file import LeasedFile
 from triton_backend.model_config import CONFIG_FILE
+from triton_backend.repository import IN_PLACE_BACKENDS, SOURCE_LINK, is_version
 
-IN_PLACE_BACKENDS = frozenset({"hugectr", "hps"})
 _SCHEDULERS = ("dynamic_batching", "sequence_batching", "ensemble_scheduling")
 _INTERVAL_S = 0.01
 
@@ -134,7 +133,7 @@ def _backend(source: Path) -> str:
 
 def _follow_links(source: Path, target: Path) -> None:
     """Links to the user's folder, and to the versions in it."""
-    wanted = {path.name: path for path in source.iterdir() if path.is_dir() and path.name[0].isdigit()}
+    wanted = {path.name: path for path in source.iterdir() if path.is_dir() and is_version(path.name)}
     wanted[SOURCE_LINK] = source
     present = {path.name for path in target.iterdir() if path.is_symlink()}
     for name in present - set(wanted):

@@ -30,8 +30,8 @@ from urllib.parse import quote
 from inference_session.errors import HotrowError
 from triton_backend.installation import Installation, find_installation
 from triton_backend.ports import resolve_ports
-from triton_backend.repository import ServableModel, find_models
-from triton_backend.repository_view import IN_PLACE_BACKENDS, RepositoryView, has_gpu
+from triton_backend.repository import IN_PLACE_BACKENDS, ServableModel, find_models
+from triton_backend.repository_view import RepositoryView, has_gpu
 from triton_backend.server_log import ServerLog
 
 UNLOAD_TIMEOUT_S = 12.0

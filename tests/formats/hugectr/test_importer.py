@@ -116,14 +116,17 @@ def test_malformed_requests_get_what_they_must(shared: Path, tmp_path: Path) -> 
 class Source:
     """HugeCTR files of a small model with two tables, in a folder."""
 
-    def __init__(self, folder: Path, num_rows: tuple[int, int] = (5, 9)) -> None:
+    def __init__(self, folder: Path, num_rows: tuple[int, int] = (5, 9), *, label_dim: int = 1) -> None:
         folder.mkdir(exist_ok=True)
         self.folder = folder
-        self.graph = GraphMaker(3, dense_dim=2, embeddings=[("wide", 2, 1), ("deep", 3, 4)])
+        self.graph = GraphMaker(
+            3, dense_dim=2, embeddings=[("wide", 2, 1), ("deep", 3, 4)], labels=[("label", label_dim)]
+        )
         wide = self.graph.add("Reshape", "wide", leading_dim=2)
         deep = self.graph.add("Reshape", "deep", leading_dim=12)
         joined = self.graph.add("Concat", [wide, deep, "dense"])
-        self.graph.loss(self.graph.add("InnerProduct", joined, fc_param={"num_output": 1}))
+        loss = "MultiCrossEntropyLoss" if label_dim > 1 else "BinaryCrossEntropyLoss"
+        self.graph.loss(self.graph.add("InnerProduct", joined, fc_param={"num_output": label_dim}), loss)
         self.graph.write(folder)
         random = np.random.default_rng(4)
         self.keys = [random.permutation(1000)[:rows].astype(np.int64) for rows in num_rows]

@@ -1,0 +1,302 @@
+"""HugeCTR's and HPS's own model folders, config.pbtxt untouched, on a real server."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc
+import tritonclient.http
+from numpy.typing import NDArray
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+from inference_session.formats.hugectr import import_hugectr
+from tests.formats.hugectr.evaluator import Evaluator
+from tests.formats.hugectr.test_importer import Requests, Source, _array, requests_of
+from tests.integration.conftest import Serve, Served, start
+from triton_backend.model_config import write_model_config
+
+pytestmark = pytest.mark.triton
+
+NUM_ROWS = (0, 1, 2, 63, 64, 65)
+CONFIG = """
+name: "NAME"
+backend: "hugectr"
+max_batch_size: 16,
+input [ { name: "DES" data_type: TYPE_FP32 dims: [ -1 ] }, { name: "CATCOLUMN" data_type: KEYS dims: [ -1 ] },
+        { name: "ROWINDEX" data_type: TYPE_INT32 dims: [ -1 ] } ]
+output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1 ] } ]
+instance_group [ { count: 1 kind: KIND_GPU gpus: [ 0 ] } ]
+parameters [ { key: "config" value: { string_value: "graph.json" } } ]
+"""
+
+
+def place(source: Path, folder: Path, *, prefix: str = "") -> Path:
+    """Copy a user's files to a model folder, with a version directory that is empty."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("v2"))
+    for path in (folder, *folder.rglob("*")):  # the shared files are read-only
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    for name in ("config.pbtxt", "ps.json"):
+        shutil.copyfile(source / f"{prefix}{name}", folder / name)
+    (folder / "1").mkdir()
+    return folder
+
+
+def place_small(folder: Path, source: Source) -> Path:
+    """A small model in a folder of its own name."""
+    source.model["model"] = folder.name
+    source.ps_json()
+    keys = "TYPE_INT64" if source.settings["supportlonglong"] else "TYPE_UINT32"
+    config = CONFIG.replace("NAME", folder.name).replace("KEYS", keys)
+    (folder / "config.pbtxt").write_text(config, encoding="utf-8")
+    (folder / "1").mkdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def in_place(tritonserver: None, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server for all tests that do no more than ask: the shared models, and small ones."""
+    repository = tmp_path_factory.mktemp("in_place")
+    for name in ("hugectr_wdl", "hugectr_dcn"):
+        place(shared / "models" / name, repository / name)
+    place(shared / "models/hugectr_wdl", repository / "hugectr_wdl_hps", prefix="hps_")
+    for num_rows in NUM_ROWS:
+        folder = repository / f"rows_{num_rows}"
+        place_small(folder, Source(folder, (num_rows, num_rows)))
+    place_small(repository / "labels", Source(repository / "labels", label_dim=3))
+    short = Source(repository / "short_keys")
+    short.settings["supportlonglong"] = False
+    place_small(repository / "short_keys", short)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOTROW_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        served = start(repository)
+    yield served
+    status = served.stop()
+    served.close()
+    assert status == 0
+
+
+def ask(client: Any, model: str, arrays: Mapping[str, NDArray[Any]], outputs: list[str] | None = None) -> Any:
+    """OUTPUT0 of one request, over gRPC or HTTP, whichever the client speaks."""
+    module = tritonclient.grpc if "grpc" in type(client).__module__ else tritonclient.http
+    tensors = []
+    for name, array in arrays.items():
+        tensor = module.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
+        tensor.set_data_from_numpy(array)
+        tensors.append(tensor)
+    wanted = [module.InferRequestedOutput(name) for name in outputs or ["OUTPUT0"]]
+    return client.infer(model, tensors, outputs=wanted).as_numpy("OUTPUT0")
+
+
+def ask_or_refuse(client: Any, model: str, arrays: Mapping[str, NDArray[Any]], outputs: list[str]) -> Any:
+    """OUTPUT0, or None where the server says that the request is wrong."""
+    try:
+        return ask(client, model, arrays, outputs)
+    except InferenceServerException as error:
+        if error.status() != "StatusCode.INVALID_ARGUMENT":
+            raise
+        return None
+
+
+def assert_answers(client: Any, model: str, requests: Requests, expected: Path) -> None:
+    """Every request gets the answer of the archive, one label as [num_samples]."""
+    with np.load(expected) as answers:
+        assert set(answers) == set(requests)
+        for name, inputs in requests.items():
+            found = ask(client, model, inputs)
+            assert found.shape == (answers[name].size,)
+            np.testing.assert_allclose(found, answers[name].ravel(), rtol=0, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["hugectr_wdl", "hugectr_dcn"])
+def test_a_users_folder_answers_as_hugectr_did(in_place: Served, shared: Path, name: str) -> None:
+    """Over gRPC and HTTP, every request, from the files as they were written."""
+    folder = shared / "models" / name
+    requests = requests_of(folder / "requests.npz")
+
+    with in_place.grpc_client() as grpc, in_place.http_client() as http:
+        assert_answers(grpc, name, requests, folder / "expected.npz")
+        assert_answers(http, name, requests, folder / "expected.npz")
+    assert (in_place.repository / name / "config.pbtxt").read_bytes() == (folder / "config.pbtxt").read_bytes()
+
+
+def test_tables_alone_answer_as_hps_did(in_place: Served, shared: Path) -> None:
+    """KEYS and NUMKEYS give the vectors, flat."""
+    folder = shared / "models/hugectr_wdl"
+
+    with in_place.grpc_client() as grpc, in_place.http_client() as http:
+        for client in (grpc, http):
+            assert_answers(
+                client, "hugectr_wdl_hps", requests_of(folder / "hps_requests.npz"), folder / "hps_expected.npz"
+            )
+
+
+def test_a_missing_gpu_is_said_once(in_place: Served) -> None:
+    """One line for all models that ask for a GPU, and no other word about it."""
+    said = [line for line in in_place.errors if "GPU" in line]
+
+    assert len(said) == 1
+    assert "no GPU on this machine; models of KIND_GPU run on the CPU: hugectr_dcn, hugectr_wdl" in said[0]
+
+
+def test_malformed_requests_get_what_they_must(in_place: Served, shared: Path) -> None:
+    """Each is refused or answered as its file says; a good request at the same time is answered as ever."""
+    folder = shared / "models/hugectr_wdl"
+    cases = json.loads((folder / "malformed.json").read_text(encoding="utf-8"))["cases"]
+    good = requests_of(folder / "requests.npz")["one_sample"]
+    with np.load(folder / "expected.npz") as answers:
+        right = answers["one_sample"].ravel()
+
+    with in_place.grpc_client() as client, ThreadPoolExecutor(1) as thread:
+        for case in cases:
+            inputs = {name: _array(tensor) for name, tensor in case["inputs"].items()}
+            mate = thread.submit(ask, client, "hugectr_wdl", good)
+            answer = ask_or_refuse(client, case["model"], inputs, case["requested_outputs"])
+            expect = case["expect"]
+            assert expect["outcome"] in ("either", "error" if answer is None else "ok"), case["id"]
+            if answer is not None:
+                for row, expected in zip(expect.get("check_rows", ()), expect.get("expected_rows", ()), strict=True):
+                    np.testing.assert_allclose(np.atleast_1d(answer[row]), expected, rtol=0, atol=1e-5)
+            np.testing.assert_allclose(mate.result(), right, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("concurrency", [1, 8, 64])
+def test_requests_at_once_are_joined(in_place: Served, shared: Path, concurrency: int) -> None:
+    """However many wait, all are answered rightly; those that wait together are computed together."""
+    folder = shared / "models/hugectr_wdl"
+    requests = requests_of(folder / "requests.npz")
+    with np.load(folder / "expected.npz") as archive:
+        answers = dict(archive)
+    with in_place.grpc_client() as client, ThreadPoolExecutor(concurrency) as threads:
+        before = client.get_inference_statistics("hugectr_wdl", as_json=True)["model_stats"][0]
+        names = [name for _ in range(20) for name in requests]
+
+        found = threads.map(lambda name: ask(client, "hugectr_wdl", requests[name]), names)
+
+        for name, answer in zip(names, found, strict=True):
+            np.testing.assert_allclose(answer, answers[name].ravel(), rtol=0, atol=1e-5)
+        after = client.get_inference_statistics("hugectr_wdl", as_json=True)["model_stats"][0]
+    counts = {key: int(after[key]) - int(before[key]) for key in ("inference_count", "execution_count")}
+    assert counts["inference_count"] == len(names)
+    if concurrency > 1:
+        assert counts["execution_count"] < len(names)
+
+
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+def test_tables_of_few_rows_are_served(in_place: Served, tmp_path: Path, num_rows: int) -> None:
+    """None, one, two, and around the size of a set of HugeCTR's cache."""
+    folder = in_place.repository / f"rows_{num_rows}"
+    (report,) = import_hugectr(folder / "ps.json", tmp_path)
+    request = Source(tmp_path / "source", (num_rows, num_rows)).request()
+
+    with in_place.http_client() as client:
+        answer = ask(client, folder.name, request)
+
+    np.testing.assert_allclose(answer, Evaluator(report.version_dir).predict(request).ravel(), rtol=0, atol=1e-5)
+
+
+def test_all_labels_are_answered(in_place: Served, tmp_path: Path) -> None:
+    """A model of several tasks gives [num_samples, label_dim]."""
+    (report,) = import_hugectr(in_place.repository / "labels/ps.json", tmp_path)
+    request = Source(tmp_path / "source", label_dim=3).request()
+
+    with in_place.grpc_client() as client:
+        answer = ask(client, "labels", request)
+
+    assert answer.shape == (2, 3)
+    np.testing.assert_allclose(answer, Evaluator(report.version_dir).predict(request), rtol=0, atol=1e-5)
+
+
+def test_uint32_keys_are_served(in_place: Served, tmp_path: Path) -> None:
+    """With `supportlonglong` false CATCOLUMN is UINT32."""
+    (report,) = import_hugectr(in_place.repository / "short_keys/ps.json", tmp_path)
+    request = Source(tmp_path / "source").request("uint32")
+
+    with in_place.grpc_client() as client:
+        answer = ask(client, "short_keys", request)
+
+    np.testing.assert_allclose(answer, Evaluator(report.version_dir).predict(request).ravel(), rtol=0, atol=1e-5)
+
+
+def switch_to_v2(v2: Path, folder: Path, *, keep_rows: bool) -> None:
+    """What a HugeCTR user does: new weights, a config.pbtxt that names them, a new version number."""
+    for path in v2.glob("*_1.model"):
+        copy = shutil.copytree if path.is_dir() else shutil.copyfile
+        copy(path, folder / path.name)
+    config = (v2 / "config.pbtxt").read_text(encoding="utf-8")
+    if keep_rows:
+        earlier = "hugectr_wdl0_sparse_0.model, hugectr_wdl1_sparse_0.model"
+        config += f'parameters {{ key: "keep_rows_of" value: {{ string_value: "{earlier}" }} }}\n'
+    staged = folder / ".config"
+    staged.write_text(config, encoding="utf-8")
+    (folder / "2").mkdir()
+    staged.replace(folder / "config.pbtxt")
+
+
+@pytest.mark.parametrize("keep_rows", [False, True])
+def test_a_load_call_switches_to_new_files(
+    serve: Serve, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, keep_rows: bool
+) -> None:
+    """The version that the user's own config.pbtxt points at serves as soon as his Load call returns, and back."""
+    monkeypatch.setenv("HOTROW_CACHE_DIR", str(tmp_path / "cache"))
+    folder = shared / "models/hugectr_wdl"
+    expected = "expected_upsert.npz" if keep_rows else "expected.npz"
+    requests = requests_of(folder / "requests.npz")
+    placed = place(folder, tmp_path / "repository/hugectr_wdl")
+    served = serve(tmp_path / "repository")
+    with served.grpc_client() as client:
+        assert_answers(client, "hugectr_wdl", requests, folder / "expected.npz")
+
+        switch_to_v2(folder / "v2", placed, keep_rows=keep_rows)
+        client.load_model("hugectr_wdl")
+        assert_answers(client, "hugectr_wdl", requests, folder / "v2" / expected)
+
+        shutil.copyfile(folder / "config.pbtxt", placed / "config.pbtxt")
+        client.load_model("hugectr_wdl")
+        assert_answers(client, "hugectr_wdl", requests, folder / "expected.npz")
+
+
+def test_a_load_of_broken_files_leaves_the_old_version(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load that fails says what is wrong, and the model goes on answering."""
+    monkeypatch.setenv("HOTROW_CACHE_DIR", str(tmp_path / "cache"))
+    folder = tmp_path / "repository/small"
+    folder.mkdir(parents=True)
+    source = Source(folder)
+    place_small(folder, source)
+    served = serve(tmp_path / "repository")
+    with served.grpc_client() as client:
+        before = ask(client, "small", source.request())
+        (folder / "dense.model").write_bytes(b"short")
+
+        with pytest.raises(InferenceServerException, match=r"dense\.model"):
+            client.load_model("small")
+
+        np.testing.assert_array_equal(ask(client, "small", source.request()), before)
+
+
+def test_an_imported_model_keeps_its_requests(serve: Serve, shared: Path, tmp_path: Path) -> None:
+    """After `hotrow import hugectr` clients send what they sent before, and Triton joins it."""
+    models = shared / "models"
+    for folder, ps_json in (("hugectr_dcn", "ps.json"), ("hugectr_wdl", "hps_ps.json")):
+        import_hugectr(
+            models / folder / ps_json,
+            tmp_path,
+            complete=lambda staged, spec, model: (
+                write_model_config(staged, spec, model.name, max_batch_size=model.max_batch_size) and None
+            ),
+        )
+    served = serve(tmp_path)
+
+    with served.grpc_client() as grpc, served.http_client() as http:
+        for client in (grpc, http):
+            dcn, wdl = models / "hugectr_dcn", models / "hugectr_wdl"
+            assert_answers(client, "hugectr_dcn", requests_of(dcn / "requests.npz"), dcn / "expected.npz")
+            assert_answers(client, "hugectr_wdl_hps", requests_of(wdl / "hps_requests.npz"), wdl / "hps_expected.npz")
