@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import TracebackType
 from typing import NamedTuple, TypeVar
 
@@ -90,6 +90,13 @@ class EmbeddingStore(ABC):
     def set_note(self, table: str, text: str) -> None:
         """Keep a text beside a table; what was inserted before it is there whenever the note is."""
         raise StoreError(f"{self!r} keeps no notes on table {table!r}: it takes no writes ({text!r} was to be kept)")
+
+    def remove_versions(self, keep: Collection[str]) -> int:  # noqa: ARG002
+        """Drop the tables of all versions of this store's model but these; returns how many tables went.
+
+        Rows that all versions share stay. Works in small steps, beside requests.
+        """
+        return 0
 
     @abstractmethod
     def close(self) -> None:

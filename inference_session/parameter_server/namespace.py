@@ -7,6 +7,7 @@ hps_et.<model>.<table>              HPS's own: one set of rows for all versions,
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +26,11 @@ class Namespace:
         """Tag of a table (its folder name)."""
         version = "" if self.version is None else f"@{self.version}"
         return f"hps_et.{self.model}{version}.{table}"
+
+    def is_retired(self, tag: str, keep: Collection[str]) -> bool:
+        """Whether the tag is of this model and of a version that is not among these."""
+        parts = split_tag(tag)
+        return parts is not None and parts[0].model == self.model and parts[0].version not in {None, *keep}
 
     def __str__(self) -> str:
         return f"model {self.model!r}, " + ("all versions" if self.version is None else f"version {self.version}")

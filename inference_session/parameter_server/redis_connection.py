@@ -26,6 +26,8 @@ _MAX_LINE_BYTES = 64 << 10
 _PASSING = ("LOADING", "READONLY", "OOM", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "BUSY", "MISCONF", "NOREPLICAS")
 """Errors of a server that is well and will do what is asked at another time."""
 
+_TOO_MANY_CLIENTS = "ERR max number of clients"
+
 Address = tuple[str, int]
 
 
@@ -218,7 +220,7 @@ class RedisConnection:
         code = text.partition(" ")[0]
         if code in ("MOVED", "ASK"):
             return RedirectedError(f"Redis at {self._name}: {text}")
-        kind = UnavailableError if code in _PASSING else StoreError
+        kind = UnavailableError if code in _PASSING or text.startswith(_TOO_MANY_CLIENTS) else StoreError
         return kind(f"Redis at {self._name} answers{about}: {_without_arguments(text)}")
 
     def _late(self, deadline: Deadline) -> Exception:

@@ -9,6 +9,7 @@ cluster. A key's partition is its mixed bits modulo the number of partitions (HP
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -26,7 +27,7 @@ MAX_PROBED_PARTITIONS = 64
 KEY_FIELD = np.dtype([("length", "S4"), ("key", "<i8"), ("end", "S2")])
 """A key as an argument of a command: `$8 CRLF key CRLF`. No padding: the array is the bytes to send."""
 
-_HASH_NAME = re.compile(rb"hps_et\{(?P<tag>.+)/p(?P<partition>\d+)\}v", re.DOTALL)
+_HASH_NAME = re.compile(rb"hps_et\{(?P<tag>.+)/p(?P<partition>\d+)\}[vt]", re.DOTALL)
 
 
 def rows_name(tag: str, partition: int) -> bytes:
@@ -45,7 +46,7 @@ def note_name(tag: str) -> bytes:
 
 
 def split_name(name: bytes) -> tuple[str, int] | None:
-    """Tag and partition of a hash of rows; None if it is none."""
+    """Tag and partition of a hash of rows or of times; None if it is none."""
     match = _HASH_NAME.fullmatch(name)
     return None if match is None else (match["tag"].decode(errors="replace"), int(match["partition"]))
 
@@ -77,6 +78,12 @@ def _sort(
         p = partitions[i]
         order[bounds[p]] = i
         bounds[p] += 1
+
+
+@functools.cache
+def compile_kernels() -> None:
+    """Compile what is here, or load it from Numba's cache, before anybody waits for an answer."""
+    by_partition(np.zeros(1, np.int64), 1)
 
 
 def partition_of(keys: NDArray[np.int64], num_partitions: int) -> NDArray[np.int64]:

@@ -7,6 +7,7 @@ through a piece, copies each row to where it belongs, and stops where the piece 
 
 from __future__ import annotations
 
+import functools
 from enum import IntEnum
 from typing import Any
 
@@ -126,3 +127,9 @@ def read_rows(replies: NDArray[np.void], cursor: NDArray[np.void], buffer: int, 
         begin = body
     state.status = _DONE
     return begin
+
+
+@functools.cache
+def compile_kernels() -> None:
+    """Compile what is here, or load it from Numba's cache, before anybody waits for an answer."""
+    read_rows(np.zeros(0, REPLY), np.zeros(1, CURSOR), 0, 0)

@@ -8,10 +8,11 @@ moving from one node to another.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ from inference_session.parameter_server.redis_connection import (
     RedirectedError,
     RedisConnection,
 )
-from inference_session.parameter_server.redis_replies import REPLY
+from inference_session.parameter_server.redis_replies import REPLY, compile_kernels
 from inference_session.parameter_server.store_url import DEFAULT_TIMEOUT_MS, StoreUrl
 
 try:
@@ -47,6 +48,7 @@ try:
     from redis.cluster import RedisCluster
     from redis.crc import key_slot
     from redis.exceptions import ConnectionError as RedisConnectionError
+    from redis.exceptions import SlotNotCoveredError
     from redis.exceptions import TimeoutError as RedisTimeoutError
     from redis.retry import Retry
 except ImportError as missing:
@@ -61,6 +63,9 @@ _BYTES_UNDER_WAY = 256 << 10
 _MAX_ATTEMPTS = 3
 _MIN_REFRESH_S = 0.1
 _PROBE_FIELDS = 32
+_SCAN_STEP = 1000
+_GLOB = re.compile(r"[*?\[\]^\\-]")
+"""Characters that mean something in a pattern of Redis."""
 
 
 class _Read(NamedTuple):
@@ -130,6 +135,8 @@ class RedisStore(EmbeddingStore):
         timeout_ms: int = DEFAULT_TIMEOUT_MS,
     ) -> None:
         """See `store_url.create_store`."""
+        compile_kernels()
+        layout.compile_kernels()
         self.url = url
         self.namespace = namespace
         self._embedding_dims = dict(embedding_dims)
@@ -211,6 +218,21 @@ class RedisStore(EmbeddingStore):
             fields = layout.row_fields(keys[part], np.repeat(now, len(part), axis=0))
             writes.append(_Write(b"HSET", layout.times_name(tag, partition), fields, 2))
         self._run(writes, self._read_numbers)
+
+    def remove_versions(self, keep: Collection[str]) -> int:
+        """See EmbeddingStore. Looks through the whole key space; Redis frees the memory in its own background."""
+        self._refuse_if_closed()
+        pattern = "hps_et{" + _GLOB.sub(r"\\\g<0>", f"hps_et.{self.namespace.model}@") + "*}[vt]"
+        tags = set()
+        with self._servers.client() as client:
+            for name in client.scan_iter(match=pattern, count=_SCAN_STEP):
+                parts = layout.split_name(name)
+                if parts is not None and self.namespace.is_retired(parts[0], keep):
+                    tags.add(parts[0])
+                    client.unlink(name)
+            for tag in tags:
+                client.unlink(layout.note_name(tag))
+        return len(tags)
 
     def check(self) -> None:
         """See EmbeddingStore. Asks every node that has rows."""
@@ -392,7 +414,10 @@ class RedisServers:
         address = self._addresses.get(name)
         if address is None:
             with self.client() as client:
-                node = client.nodes_manager.get_node_from_slot(key_slot(name))
+                try:
+                    node = client.nodes_manager.get_node_from_slot(key_slot(name))
+                except SlotNotCoveredError as error:  # at the time when we last asked
+                    raise RedirectedError(f"no node of {str(self._url)!r} has the slot of {name!r}") from error
             address = self._addresses[name] = (node.host, node.port)
         return address
 
@@ -482,7 +507,7 @@ def list_redis_tables(url: StoreUrl, *, timeout_ms: int) -> list[StoredTable]:
     widths: dict[str, int] = {}
     try:
         with servers.client() as client:
-            for name in client.scan_iter(match="hps_et{*}v", count=1000):
+            for name in client.scan_iter(match="hps_et{*}v", count=_SCAN_STEP):
                 parts = layout.split_name(name)
                 if parts is not None:
                     counts[parts[0]] = counts.get(parts[0], 0) + int(client.hlen(name))

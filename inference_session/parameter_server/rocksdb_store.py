@@ -11,7 +11,7 @@ import math
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ class RocksDbStore(EmbeddingStore):
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See EmbeddingStore."""
         check_insert(keys, vectors, self.embedding_dim(table))
-        self._refuse_unless_writable(table)
+        self._refuse_unless_writable()
         if self._family(table) is None:
             self._create_family(table)
         step = max(1, _BYTES_PER_BATCH // (4 * vectors.shape[1]))
@@ -127,20 +127,33 @@ class RocksDbStore(EmbeddingStore):
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         """See EmbeddingStore."""
-        self._refuse_unless_writable(table)
+        self.embedding_dim(table)
+        self._refuse_unless_writable()
         if self._family(table) is None:
             return
         self._write(table, lambda batch: [batch.delete(key) for key in _as_bytes(keys)])
 
     def clear(self, table: str) -> None:
         """See EmbeddingStore. Drops the column family; readers keep what they see until they refresh."""
-        self._refuse_unless_writable(table)
+        self.embedding_dim(table)
+        self._refuse_unless_writable()
         family = self._family(table)
         with _translated(self.path), self._lock:
             self._db.delete(_note_name(self.namespace.tag(table)))
             if family is not None:
                 self._families.pop(table, None)
                 self._db.drop_column_family(self.namespace.tag(table))
+
+    def remove_versions(self, keep: Collection[str]) -> int:
+        """See EmbeddingStore."""
+        self._refuse_unless_writable()
+        with _translated(self.path), self._lock:
+            tags = [tag for tag in Rdict.list_cf(str(self.path)) if self.namespace.is_retired(tag, keep)]
+            for tag in tags:
+                self._db.drop_column_family(tag)
+                self._db.delete(_note_name(tag))
+            self._families = {t: f for t, f in self._families.items() if self.namespace.tag(t) not in tags}
+        return len(tags)
 
     def check(self) -> None:
         """See EmbeddingStore."""
@@ -171,7 +184,8 @@ class RocksDbStore(EmbeddingStore):
 
     def set_note(self, table: str, text: str) -> None:
         """See EmbeddingStore. Waits until the disk has all that was inserted before."""
-        self._refuse_unless_writable(table)
+        self.embedding_dim(table)
+        self._refuse_unless_writable()
         with _translated(self.path):
             self._db.put(_note_name(self.namespace.tag(table)), text.encode())
             self._db.flush_wal(sync=True)
@@ -227,24 +241,24 @@ class RocksDbStore(EmbeddingStore):
 
     def _place(self, table: str, rows: list[bytes | None], out: NDArray[np.float32]) -> NDArray[np.bool_]:
         """Write the rows that are there to their places in `out`; returns which they are."""
-        present = [row for row in rows if row is not None]
+        complete = None not in rows
+        present = rows if complete else [row for row in rows if row is not None]
         expected = 4 * out.shape[1]
-        widths = {len(row) for row in present} - {expected}
+        widths = set(map(len, present)) - {expected}  # type: ignore[arg-type]
         if widths:
             raise StoreError(
                 f"table {table!r} in the RocksDB at {str(self.path)!r} has a row of {min(widths)} bytes,"
                 f" expected {expected} ({out.shape[1]} float32)"
             )
-        vectors = np.frombuffer(b"".join(present), "<f4").reshape(len(present), out.shape[1])
-        if len(present) == len(rows):
+        vectors = np.frombuffer(b"".join(present), "<f4").reshape(len(present), out.shape[1])  # type: ignore[arg-type]
+        if complete:
             out[:] = vectors
             return np.ones(len(rows), np.bool_)
         found = np.array([row is not None for row in rows], np.bool_)
         out[found] = vectors
         return found
 
-    def _refuse_unless_writable(self, table: str) -> None:
-        self.embedding_dim(table)
+    def _refuse_unless_writable(self) -> None:
         self._refuse_if_closed()
         if not self._writable:
             raise StoreError(f"{self!r} takes no writes: it was not opened as the database's writer")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -82,6 +82,10 @@ class WrapperStore(EmbeddingStore):
     def set_note(self, table: str, text: str) -> None:
         """See EmbeddingStore."""
         self.around("set_note", lambda: self.store.set_note(table, text))
+
+    def remove_versions(self, keep: Collection[str]) -> int:
+        """See EmbeddingStore."""
+        return self.around("remove_versions", lambda: self.store.remove_versions(keep))
 
     def close(self) -> None:
         """Close the store inside."""

@@ -198,6 +198,25 @@ def test_versions_are_apart(server: RedisServer) -> None:
         assert store.num_rows("odd") == 0
 
 
+def test_retired_versions_are_removed(server: RedisServer, cluster: RedisClusterServers) -> None:
+    """Rows, times and notes of versions that are not kept go; other models and the shared name space stay."""
+    for place in (server, cluster):
+        kept = [Namespace("old[*]", "3"), Namespace("old[*]"), Namespace("old[*]x", "1"), Namespace("oldy", "1")]
+        for namespace in (Namespace("old[*]", "1"), Namespace("old[*]", "2"), *kept):
+            with open_store(place.url, namespace) as store:
+                store.insert("user", random_keys(50), random_vectors(50, 4))
+                store.set_note("user", "done")
+        with open_store(place.url, kept[0]) as store:
+            assert store.remove_versions({"3"}) == 2
+            assert store.remove_versions({"3"}) == 0
+        for namespace in (Namespace("old[*]", "1"), Namespace("old[*]", "2"), *kept):
+            with open_store(place.url, namespace) as store:
+                assert store.num_rows("user") == (50 if namespace in kept else 0)
+                assert (store.note("user") == "done") == (namespace in kept)
+    with server.client() as client:
+        assert not [name for name in client.scan_iter() if b"old[*]@1." in name or b"old[*]@2." in name]
+
+
 @pytest.mark.parametrize("count", [1, 5, 16, 64])
 def test_the_number_of_partitions_is_told_from_the_rows(server: RedisServer, count: int) -> None:
     """A table that HPS filled with another number of partitions is read and written with that number."""
@@ -369,6 +388,14 @@ class TestOutages:
                 assert not fetch(store, "user", keys_of(1))[0].any()
                 with pytest.raises(StoreError, match="NOPERM"):
                     store.insert("user", keys_of(1), random_vectors(1, 4))
+
+    def test_a_server_with_too_many_clients_says_so(self) -> None:
+        """That may pass, so it is no fault of the request."""
+        with RedisServer("--maxclients", "1") as server, server.client() as client:
+            client.ping()
+            url = f"redis://127.0.0.1:{server.port}?partitions=1"
+            with open_store(url) as store, pytest.raises(UnavailableError, match="max number of clients"):
+                fetch(store, "user", keys_of(1))
 
     def test_a_replica_that_takes_no_writes_says_so(self, server: RedisServer) -> None:
         """READONLY is a state that may pass, reads go on."""
