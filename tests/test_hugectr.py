@@ -1,0 +1,157 @@
+"""HugeCTR's Python names, as offline scripts use them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference_session.errors import HotrowError
+from inference_session.hugectr import (
+    HPS,
+    CreateInferenceSession,
+    DatabaseType_t,
+    InferenceParams,
+    ParameterServerConfig,
+    PersistentDatabaseParams,
+    UpdateSourceParams,
+    UpdateSourceType_t,
+    VolatileDatabaseParams,
+)
+from tests.formats.hugectr.test_importer import Source, requests_of
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTROW_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Source:
+    """A small model of HugeCTR."""
+    return Source(tmp_path / "source")
+
+
+def params_of(source: Source, **more: Any) -> InferenceParams:
+    """The nine positional parameters of 3.4, and more."""
+    tables = [str(source.table_folder(table)) for table in range(2)]
+    dense = str(source.folder / "dense.model")
+    return InferenceParams("small", 16, 1.0, dense, tables, 0, True, 0.5, True, **more)
+
+
+def session_of(source: Source, **more: Any) -> CreateInferenceSession:
+    """The small model, opened."""
+    return CreateInferenceSession(str(source.folder / "graph.json"), params_of(source, **more))
+
+
+def flat(source: Source) -> list[list[float]]:
+    """A request as 3.4 takes it."""
+    return [array.ravel().tolist() for array in source.request().values()]
+
+
+def test_a_real_model_predicts_as_hugectr_did(shared: Path) -> None:
+    """Flat lists in, num_samples x label_dim floats out."""
+    folder = shared / "models/hugectr_wdl"
+    params = InferenceParams(
+        model_name="hugectr_wdl",
+        max_batchsize=64,
+        hit_rate_threshold=1.0,
+        dense_model_file=str(folder / "hugectr_wdl_dense_0.model"),
+        sparse_model_files=[str(folder / f"hugectr_wdl{table}_sparse_0.model") for table in range(2)],
+        device_id=0,
+        use_gpu_embedding_cache=True,
+        cache_size_percentage=0.5,
+        i64_input_key=True,
+        use_mixed_precision=False,
+    )
+    session = CreateInferenceSession(str(folder / "graph.json"), params)
+
+    with np.load(folder / "expected.npz") as answers:
+        for name, inputs in requests_of(folder / "requests.npz").items():
+            arrays = (inputs[tensor].ravel().tolist() for tensor in ("DES", "CATCOLUMN", "ROWINDEX"))
+            np.testing.assert_allclose(session.predict(*arrays), answers[name].ravel(), rtol=0, atol=1e-5)
+
+
+def test_real_tables_are_looked_up(shared: Path) -> None:
+    """A ps.json of HPS, and one of the hugectr backend."""
+    folder = shared / "models/hugectr_wdl"
+    keys = np.fromfile(folder / "hugectr_wdl1_sparse_0.model/key", np.int64)
+    vectors = np.fromfile(folder / "hugectr_wdl1_sparse_0.model/emb_vector", np.float32).reshape(-1, 16)
+
+    for name, model in (("hps_ps.json", "hugectr_wdl_hps"), ("ps.json", "hugectr_wdl")):
+        found = HPS(str(folder / name)).lookup(keys[:500], model, 1)
+        assert found.dtype == np.float32
+        np.testing.assert_array_equal(found, vectors[:500])
+
+
+def test_several_labels_come_by_sample(tmp_path: Path) -> None:
+    """Two samples of three labels are six numbers."""
+    source = Source(tmp_path / "source", label_dim=3)
+
+    assert len(session_of(source).predict(*flat(source))) == 6
+
+
+def test_a_refresh_reads_what_was_written_since(source: Source) -> None:
+    """New rows answer after `refresh_embedding_cache`, not before."""
+    session = session_of(source)
+    before = session.predict(*flat(source))
+    source.vectors[1] += 1
+    source.write_table(1)
+
+    assert session.predict(*flat(source)) == before
+    session.refresh_embedding_cache()
+    assert session.predict(*flat(source)) != before
+
+
+def test_parameters_of_both_generations_are_taken(source: Source) -> None:
+    """Stores, BatchNorm statistics, and what 24.06 added."""
+    session = session_of(
+        source,
+        default_value_for_each_table=[0.25, -1],
+        volatile_db=VolatileDatabaseParams(type=DatabaseType_t.parallel_hash_map, num_partitions=4),
+        persistent_db=PersistentDatabaseParams(backend=DatabaseType_t.disabled),
+        update_source=UpdateSourceParams(type=UpdateSourceType_t.null),
+        embedding_cache_type="dynamic",
+        non_trainable_params_file="",
+    )
+
+    assert len(session.predict(*flat(source))) == 2
+
+
+def test_tables_are_described_in_python(source: Source) -> None:
+    """ParameterServerConfig in place of a ps.json."""
+    config = ParameterServerConfig(
+        emb_table_name={"small": ["wide", "deep"]},
+        embedding_vec_size={"small": [1, 4]},
+        max_feature_num_per_sample_per_emb_table={"small": [2, 3]},
+        inference_params_array=[params_of(source, default_value_for_each_table=[0.25, -1])],
+    )
+
+    found = HPS(config).lookup(np.array([source.keys[1][0], 10**9]), "small", 1, 0)
+
+    np.testing.assert_array_equal(found, [source.vectors[1][0], [-1] * 4])
+
+
+BAD: list[tuple[Callable[[Source], Any], str]] = [
+    (lambda s: session_of(s).predict([1.0], [1], [0]), "ROWINDEX"),
+    (lambda s: session_of(s).predict(flat(s)[0], [0.5] * 9, flat(s)[2]), "embeddingcolumns holds something but whole"),
+    (lambda s: session_of(s).predict(["x"], [1], [0]), "dense_feature cannot become"),
+    (lambda s: session_of(s).predict(flat(s)[0], [2**63] * 9, flat(s)[2]), "embeddingcolumns holds"),
+    (lambda s: HPS(s.ps_json()).lookup([1], "other", 0), "no model 'other'; there are: 'small'"),
+    (lambda s: HPS(s.ps_json()).lookup([1], "small", 2), "has no table 2; it has 2"),
+    (lambda s: HPS(s.ps_json()).lookup([1], "small", -1), "has no table -1"),
+    (lambda s: HPS(s.ps_json()).lookup(["a"], "small", 0), "keys holds something but whole numbers"),
+    (lambda s: HPS(s.folder / "absent.json"), r"absent\.json"),
+    (lambda s: session_of(s, volatile_db=VolatileDatabaseParams(type="floppy")), "volatile_db.type"),
+    (lambda s: CreateInferenceSession("absent.json", params_of(s)), r"absent\.json"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), BAD)
+def test_what_is_malformed_raises(source: Source, call: Callable[[Source], Any], message: str) -> None:
+    """Every mistake is an error that names it."""
+    with pytest.raises(HotrowError, match=message):
+        call(source)
