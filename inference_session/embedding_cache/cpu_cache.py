@@ -26,7 +26,7 @@ from inference_session.parameter_server.table_file import bytes_per_row, quantis
 
 ROWS_PER_BUCKET = 6
 """Half of its slots, so that a bucket hardly ever overflows."""
-GHOSTS_PER_ROW = 4
+GHOSTS_PER_ROW = 2
 _SPARE_PARTS, _MAX_SPARE_ROWS = 16, 4096
 """One row in so many is kept free for writers, up to a number."""
 _MOST_ROWS = MAX_ROWS - cpu_cache.NUM_LISTS
@@ -233,7 +233,7 @@ def _rows_per_table(cache_bytes: int, row_bytes: Sequence[int], limits: Sequence
 def _num_bytes(num_rows: int, row_bytes: int) -> int:
     """What `_allocate` takes."""
     num_buckets = -(-num_rows // ROWS_PER_BUCKET)
-    per_row = row_bytes + 8 + 1 + 1 + 2 * 4 + GHOSTS_PER_ROW
+    per_row = row_bytes + 8 + 1 + 1 + 2 * 4 + 2 * GHOSTS_PER_ROW
     heads_and_counts = cpu_cache.NUM_LISTS * (2 * 4 + 8) + 8 * cpu_cache.NUM_EVENTS
     return num_buckets * BUCKET_BYTES + num_rows * per_row + heads_and_counts + 2 * _LINE_BYTES + TABLE.itemsize
 
@@ -248,7 +248,7 @@ def _allocate(num_rows: int, row_bytes: int) -> CacheArrays:
         lists=np.zeros(num_rows, np.uint8),
         links=np.zeros((num_rows + cpu_cache.NUM_LISTS, 2), np.uint32),
         counts=np.zeros(cpu_cache.NUM_LISTS, np.int64),
-        ghosts=np.zeros(GHOSTS_PER_ROW * num_rows, np.uint8),
+        ghosts=np.zeros(GHOSTS_PER_ROW * num_rows, np.uint16),
         events=np.zeros(cpu_cache.NUM_EVENTS, np.int64),
     )
     cpu_cache.link_all_free(arrays)

@@ -13,7 +13,7 @@ ended. So a look-up sees a row whole, old or new, without a lock, a version or a
 
 Which row is evicted follows S3-FIFO: new keys queue in SMALL, a tenth of the rows, and leave the cache from there
 unless they were hit; those that were move to MAIN, which goes round, taking one mark (layout.MAX_MARK) from each row
-until it meets one without. Keys evicted lately are remembered as `ghosts`, one byte each, and go to MAIN when they come
+until it meets one without. Keys evicted lately are remembered as `ghosts`, 16 bits each, and go to MAIN when they come
 again. One scan, however long, passes through SMALL alone.
 
 Writers are serialised by the caller.
@@ -39,6 +39,7 @@ from inference_session.embedding_cache.kernels.hash_index import (
 )
 from inference_session.embedding_cache.kernels.intrinsics import _intrinsic as intrinsic
 from inference_session.embedding_cache.kernels.intrinsics import kernel, load, lowest_bit, match_bytes, store
+from inference_session.embedding_cache.kernels.layout import MAX_MARK
 
 FREE, RETIRED, SMALL, MAIN = range(4)
 NUM_LISTS = 4
@@ -66,7 +67,8 @@ class CacheArrays(NamedTuple):
     """[num_rows + NUM_LISTS, 2]: next and previous; the last NUM_LISTS are the lists' heads."""
     counts: NDArray[np.int64]
     """[NUM_LISTS]: rows in each list."""
-    ghosts: NDArray[np.uint8]
+    ghosts: NDArray[np.uint16]
+    """16 bits of the hash of keys evicted, each at a place that further bits choose; 0: none so far."""
     events: NDArray[np.int64]
     """[NUM_EVENTS]: rows inserted, updated, evicted and erased so far."""
 
@@ -145,10 +147,8 @@ def _enter_row(cache: Any, capacity: int, bucket: int, hashed: Any, row: int) ->
         _evict(cache, capacity)
     empty = match_bytes(bucket, np.uint8(0)) & ALL_SLOTS
     if empty == 0:
-        slot = np.int64(hashed % np.uint64(SLOTS))
-        _remember(cache, cache.keys[load(bucket + ROWS_AT, np.uint32, slot)])
-        _drop_row(cache, bucket, slot)
-        cache.events[EVICTED] += 1
+        slot = _least_worthy_slot(cache, bucket)
+        _evict_slot(cache, bucket, slot)
     else:
         slot = lowest_bit(empty)
     cache.marks[row] = 0
@@ -187,8 +187,25 @@ def _evict(cache: Any, capacity: int) -> None:
     key = cache.keys[row]
     hashed = hash_key(key)
     bucket = _bucket(cache, hashed)
-    _drop_row(cache, bucket, slot_of(bucket, tag_of(hashed), cache.keys.ctypes.data, len(cache.keys), key))
-    _remember(cache, key)
+    _evict_slot(cache, bucket, slot_of(bucket, tag_of(hashed), cache.keys.ctypes.data, len(cache.keys), key))
+
+
+@kernel
+def _least_worthy_slot(cache: Any, bucket: int) -> Any:
+    """Of a full bucket, in which a new key must have a place."""
+    worst, least_worth = 0, MAIN * (MAX_MARK + 2)
+    for slot in range(SLOTS):
+        row = np.int64(load(bucket + ROWS_AT, np.uint32, slot))
+        worth = cache.lists[row] * (MAX_MARK + 1) + cache.marks[row]
+        if worth < least_worth:
+            worst, least_worth = slot, worth
+    return worst
+
+
+@kernel
+def _evict_slot(cache: Any, bucket: int, slot: int) -> None:
+    _remember(cache, cache.keys[load(bucket + ROWS_AT, np.uint32, slot)])
+    _drop_row(cache, bucket, slot)
     cache.events[EVICTED] += 1
 
 
@@ -203,18 +220,17 @@ def _drop_row(cache: Any, bucket: int, slot: int) -> None:
 @kernel
 def _remember(cache: Any, key: int) -> None:
     hashed = hash_key(key)
-    cache.ghosts[_ghost_place(cache, hashed)] = tag_of(hashed)
+    cache.ghosts[_ghost_place(cache, hashed)] = np.uint16(hashed)
 
 
 @kernel
 def _is_remembered(cache: Any, hashed: Any) -> Any:
-    return cache.ghosts[_ghost_place(cache, hashed)] == tag_of(hashed)
+    return cache.ghosts[_ghost_place(cache, hashed)] == np.uint16(hashed)
 
 
 @kernel
 def _ghost_place(cache: Any, hashed: Any) -> Any:
-    """Chosen by bits of the hash that the tag does not hold."""
-    return home_bucket(hashed << np.uint64(24), len(cache.ghosts))
+    return home_bucket(hashed << np.uint64(16), len(cache.ghosts))
 
 
 @kernel

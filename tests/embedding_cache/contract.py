@@ -1,0 +1,279 @@
+"""What every embedding cache must do; each implementation's tests subclass `EmbeddingCacheContract`."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from inference_session.embedding_cache import EmbeddingCache
+from inference_session.errors import ConfigurationError, InvalidRequestError, SessionClosedError, TableNotFoundError
+
+LOWEST, HIGHEST = -(2**63), 2**63 - 1
+AMPLE_BYTES = 1 << 18
+KEYS = st.sampled_from([LOWEST, LOWEST + 1, -1, 0, 1, 2, 3, 255, 256, HIGHEST - 1, HIGHEST]) | st.integers(
+    LOWEST, HIGHEST
+)
+KEY_LISTS = st.lists(KEYS, max_size=40)
+TABLES = st.sampled_from(["narrow", "wide"])
+DIMS = {"narrow": 1, "wide": 5}
+# Every subclass runs the same properties, which hypothesis takes for a mistake.
+SHARED = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.differing_executors])
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["insert", "update", "erase", "clear", "lookup"]), TABLES, KEY_LISTS), max_size=12
+)
+
+
+def vectors_of(keys: NDArray[np.int64], dim: int, version: int = 0) -> NDArray[np.float32]:
+    """Rows that tell their key and version; all elements of one are equal, and small enough for float16."""
+    numbers = (np.asarray(keys, np.int64) % 1000).astype(np.float32) + version
+    return np.repeat(numbers[:, None], dim, axis=1)
+
+
+class EmbeddingCacheContract:
+    """Subclass it, say how to create a cache, and whether it holds rows at all."""
+
+    holds_rows = True
+
+    def create(self, dims: dict[str, int], cache_bytes: int = AMPLE_BYTES) -> EmbeddingCache:
+        """A cache to test."""
+        raise NotImplementedError
+
+    @SHARED
+    @given(operations=OPERATIONS)
+    def test_it_answers_as_a_dict(self, operations: list[tuple[str, str, list[int]]]) -> None:
+        """With room for all, any sequence of operations leaves what it would leave in a dict, and counts exactly."""
+        oracle: dict[str, dict[int, float]] = {table: {} for table in DIMS}
+        hits = misses = 0
+        with self.create(DIMS) as cache:
+            for version, (what, table, keys) in enumerate(operations):
+                array, held = np.array(keys, np.int64), oracle[table]
+                vectors = vectors_of(array, DIMS[table], version)
+                if what == "lookup":
+                    expected = [i for i, key in enumerate(keys) if key not in held]
+                    hits, misses = hits + len(keys) - len(expected), misses + len(expected)
+                    self._check_lookup(cache, table, array, held)
+                elif what == "clear":
+                    cache.clear(table)
+                    held.clear()
+                elif what == "erase":
+                    cache.erase(table, array)
+                    for key in keys:
+                        held.pop(key, None)
+                else:
+                    getattr(cache, what)(table, array, vectors)
+                    for key, vector in zip(keys, vectors, strict=True):
+                        if self.holds_rows and (what == "insert" or key in held):
+                            held[key] = float(vector[0])
+            stats = cache.stats()
+            assert (stats["hits"], stats["misses"]) == (hits, misses)
+            for table, held in oracle.items():
+                assert sorted(cache.dump(table).tolist()) == sorted(held)
+                assert stats["tables"][table]["rows"] == len(held)
+
+    @staticmethod
+    def _check_lookup(cache: EmbeddingCache, table: str, keys: NDArray[np.int64], held: dict[int, float]) -> None:
+        result = cache.lookup({table: keys})
+        missing = [i for i, key in enumerate(keys.tolist()) if key not in held]
+        numbers = np.array([held.get(key, 0.0) for key in keys.tolist()], np.float32)
+        assert result.missing[table].dtype == np.int64
+        assert result.missing[table].tolist() == missing
+        assert result.vectors[table].dtype == np.float32
+        assert np.allclose(result.vectors[table], numbers[:, None], rtol=1e-6)
+        assert result.vectors[table].shape == (len(keys), DIMS[table])
+
+    def test_all_tables_are_looked_up_in_one_call(self) -> None:
+        """Tables of different dims are answered together; equal keys of two tables are different rows."""
+        with self.create(DIMS) as cache:
+            cache.insert("narrow", [1, 2], vectors_of(np.array([1, 2]), 1))
+            cache.insert("wide", [2], vectors_of(np.array([2]), 5, version=7))
+            result = cache.lookup({"wide": [2, 1], "narrow": [2, 1, 3]})
+
+        if self.holds_rows:
+            assert result.vectors["wide"].tolist() == [[9.0] * 5, [0.0] * 5]
+            assert result.vectors["narrow"].tolist() == [[2.0], [1.0], [0.0]]
+            assert {t: m.tolist() for t, m in result.missing.items()} == {"wide": [1], "narrow": [2]}
+
+    def test_out_takes_the_vectors_and_keeps_what_is_missing(self) -> None:
+        """Given arrays are filled in place, also with gaps between rows; rows of missing keys stay as they are."""
+        memory = np.full((6, 9), -1, np.float32)
+        with self.create(DIMS) as cache:
+            cache.insert("wide", [10, 20], vectors_of(np.array([10, 20]), 5))
+            result = cache.lookup({"wide": [20, 5, 10]}, out={"wide": memory[::2, 2:7]}, wait=True)
+
+        assert np.shares_memory(result.vectors["wide"], memory)
+        filled = [20, -1, 10] if self.holds_rows else [-1, -1, -1]
+        assert memory[::2, 2:7].tolist() == [[number] * 5 for number in filled]
+        assert (memory[1::2] == -1).all()
+        assert (memory[:, :2] == -1).all()
+        assert (memory[:, 7:] == -1).all()
+
+    def test_arrays_need_not_be_contiguous(self) -> None:
+        """Keys and vectors may be views with any strides, keys also of narrower types."""
+        keys = np.arange(20, dtype=np.int32)[::-3]
+        vectors = np.asfortranarray(vectors_of(keys.astype(np.int64), 5))[:, ::-1]
+        with self.create(DIMS) as cache:
+            cache.insert("wide", keys, vectors)
+            result = cache.lookup({"wide": np.repeat(keys, 2)[::2]})
+
+        assert result.missing["wide"].tolist() == ([] if self.holds_rows else list(range(len(keys))))
+        if self.holds_rows:
+            assert np.array_equal(result.vectors["wide"], vectors)
+
+    def test_nothing_may_be_asked(self) -> None:
+        """No tables, or no keys, are a look-up like any other."""
+        with self.create(DIMS) as cache:
+            cache.insert("wide", [], np.zeros((0, 5), np.float32))
+            assert cache.lookup({}) == ({}, {})
+            result = cache.lookup({"wide": []})
+
+        assert result.vectors["wide"].shape == (0, 5)
+        assert result.missing["wide"].shape == (0,)
+
+    @pytest.mark.parametrize(
+        "call",
+        [
+            lambda cache: cache.insert("other", [1], [[1.0]]),
+            lambda cache: cache.update("other", [1], [[1.0]]),
+            lambda cache: cache.lookup({"narrow": [1], "other": [1]}),
+            lambda cache: cache.erase("other", [1]),
+            lambda cache: cache.clear("other"),
+            lambda cache: cache.dump("other"),
+            lambda cache: cache.refresh("other", lambda _keys, _out: np.ones(0, np.bool_)),
+        ],
+    )
+    def test_an_unknown_table_is_named(self, call: Any) -> None:
+        """A table that is none of the cache's is an error that names it and those there are."""
+        with self.create(DIMS) as cache, pytest.raises(TableNotFoundError, match=r"no table 'other'.*'narrow', 'wide'"):
+            call(cache)
+
+    @pytest.mark.parametrize("keys", [[[1]], [1.5], ["a"], np.array([1], np.uint64), 1])
+    def test_keys_of_another_type_or_shape_are_refused(self, keys: Any) -> None:
+        """Keys are one-dimensional integers that int64 can hold."""
+        with self.create(DIMS) as cache:
+            for call in (lambda: cache.lookup({"wide": keys}), lambda: cache.erase("wide", keys)):
+                with pytest.raises(InvalidRequestError, match=r"table 'wide': keys are .*, expected int64"):
+                    call()
+
+    @pytest.mark.parametrize("vectors", [[[1.0] * 4], [[1.0] * 5] * 2, [1.0] * 5, [[1] * 5], [["a"] * 5]])
+    def test_vectors_of_another_type_or_shape_are_refused(self, vectors: Any) -> None:
+        """Vectors are floats, one row of embedding_dim for each key."""
+        with self.create(DIMS) as cache:
+            for write in (cache.insert, cache.update):
+                with pytest.raises(InvalidRequestError, match=r"'wide': vectors are .*expected floats \[1, 5\]"):
+                    write("wide", [1], vectors)
+
+    def test_out_of_another_type_or_shape_is_refused(self) -> None:
+        """`out` must have room for exactly the vectors, be float32, writeable and there for every table."""
+        frozen = np.zeros((1, 5), np.float32)
+        frozen.flags.writeable = False
+        bad = {
+            r"out is float64 \[1, 5\], expected float32": np.zeros((1, 5)),
+            r"out is float32 \[2, 5\]": np.zeros((2, 5), np.float32),
+            "out is list": [[0.0] * 5],
+            "must be writeable": frozen,
+            "elements of a row adjacent": np.zeros((1, 10), np.float32)[:, ::2],
+        }
+        with self.create(DIMS) as cache:
+            for message, out in bad.items():
+                with pytest.raises(InvalidRequestError, match=message):
+                    cache.lookup({"wide": [1]}, out={"wide": out})  # type: ignore[dict-item]
+            with pytest.raises(InvalidRequestError, match="no array for table 'wide'"):
+                cache.lookup({"wide": [1]}, out={})
+
+    def test_a_dim_must_be_positive(self) -> None:
+        """A table without elements is refused when the cache is created."""
+        with pytest.raises(ConfigurationError, match="table 'flat': embedding_dim must be a whole number from 1"):
+            self.create({"flat": 0})
+
+    def test_refresh_reads_rows_again_and_drops_those_that_are_gone(self) -> None:
+        """After a refresh the cache says what the tier below says, and holds no further keys."""
+        below = {1: 10.0, 3: 30.0, 4: 40.0}
+
+        def fetch(keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
+            found = np.array([key in below for key in keys.tolist()], np.bool_)
+            out[found] = np.array([[below[key]] for key in keys[found].tolist()], np.float32)
+            return found
+
+        with self.create(DIMS) as cache:
+            cache.insert("narrow", [1, 2, 3], np.zeros((3, 1), np.float32))
+            cache.refresh("narrow", fetch)
+            result = cache.lookup({"narrow": [1, 2, 3, 4]})
+
+        if self.holds_rows:
+            assert result.missing["narrow"].tolist() == [1, 3]
+            assert result.vectors["narrow"].ravel().tolist() == [10.0, 0.0, 30.0, 0.0]
+
+    def test_a_closed_cache_refuses_everything(self) -> None:
+        """Closing twice is fine; any use afterwards is an error that says so."""
+        cache = self.create(DIMS)
+        cache.close()
+        cache.close()
+
+        for call in (
+            lambda: cache.lookup({"wide": [1]}),
+            lambda: cache.insert("wide", [1], np.zeros((1, 5), np.float32)),
+            lambda: cache.dump("wide"),
+            cache.clear,
+            cache.stats,
+        ):
+            with pytest.raises(SessionClosedError, match="embedding cache has been closed"):
+                call()
+
+    @SHARED
+    @given(cache_bytes=st.integers(2_000, 40_000), seed=st.integers(0, 2**32 - 1))
+    def test_rows_are_evicted_to_stay_within_the_budget(self, cache_bytes: int, seed: int) -> None:
+        """However many rows are inserted, bytes and rows stay in bounds, and what is held is what was inserted."""
+        generator = np.random.default_rng(seed)
+        with self.create(DIMS, cache_bytes) as cache:
+            for _ in range(5):
+                keys = generator.integers(-2000, 2000, generator.integers(0, 1500))
+                cache.insert("wide", keys, vectors_of(keys, 5))
+                held, counts = cache.dump("wide"), cache.stats()["tables"]["wide"]
+                result = cache.lookup({"wide": held})
+
+                assert cache.stats()["bytes"] <= cache_bytes
+                assert len(set(held.tolist())) == len(held) == counts["rows"] <= counts["capacity"]
+                assert counts["rows"] == counts["inserts"] - counts["evictions"] - counts["erases"]
+                assert result.missing["wide"].size == 0
+                assert np.array_equal(result.vectors["wide"], vectors_of(held, 5))
+                assert set(held.tolist()) <= set(range(-2000, 2000))
+
+    def test_readers_see_whole_rows_while_others_write(self) -> None:
+        """While rows are inserted, updated, evicted and erased, a look-up finds a version that was written, whole."""
+        dim, num_keys, rounds = 64, 300, 150
+        cache = self.create({"t": dim}, 40_000)
+        keys, done, broken = np.arange(num_keys), threading.Event(), []
+
+        def read() -> None:
+            generator = np.random.default_rng(threading.get_ident())
+            while not done.is_set():
+                asked = generator.integers(0, num_keys, 256)
+                result = cache.lookup({"t": asked})
+                found = np.delete(np.arange(len(asked)), result.missing["t"])
+                rows = result.vectors["t"][found]
+                versions = rows[:, 0] - asked[found]
+                whole = (rows == rows[:, :1]).all() and np.isin(versions, 1000 * np.arange(rounds)).all()
+                if not whole:
+                    broken.append(rows)
+
+        readers = [threading.Thread(target=read) for _ in range(3)]
+        for reader in readers:
+            reader.start()
+        try:
+            for version in range(rounds):
+                write = cache.insert if version % 2 else cache.update
+                write("t", keys, vectors_of(keys, dim, version * 1000))
+                cache.erase("t", keys[version % 7 :: 7])
+        finally:
+            done.set()
+            for reader in readers:
+                reader.join()
+            cache.close()
+
+        assert not broken

@@ -1,0 +1,211 @@
+"""The CPU cache against the contract, and what is its own: accounting, eviction, encodings, records for the kernel."""
+
+from __future__ import annotations
+
+import lzma
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from inference_session.embedding_cache import EmbeddingCache, create_embedding_cache
+from inference_session.embedding_cache.cpu_cache import CpuEmbeddingCache
+from inference_session.embedding_cache.kernels import cpu
+from inference_session.embedding_cache.kernels.layout import SEGMENT
+from inference_session.errors import ConfigurationError, InvalidRequestError
+from tests.embedding_cache.contract import AMPLE_BYTES, EmbeddingCacheContract, vectors_of
+
+
+def cache_of(num_rows: int, dim: int = 1) -> CpuEmbeddingCache:
+    """A cache of one table with exactly so many rows."""
+    cache = CpuEmbeddingCache({"t": dim}, 1 << 26, num_rows={"t": num_rows})
+    assert cache.stats()["capacity"] >= num_rows
+    return cache
+
+
+def offer(cache: EmbeddingCache, keys: NDArray[np.int64]) -> int:
+    """Look keys up, insert those that miss; returns the hits, as if each key had come alone."""
+    missing = np.unique(keys[cache.lookup({"t": keys}).missing["t"]])
+    cache.insert("t", missing, vectors_of(missing, cache.dims["t"]))
+    return len(keys) - len(missing)
+
+
+class TestCpuEmbeddingCache(EmbeddingCacheContract):
+    """The contract."""
+
+    def create(self, dims: dict[str, int], cache_bytes: int = AMPLE_BYTES) -> EmbeddingCache:
+        return create_embedding_cache(dims, "cpu", cache_bytes=cache_bytes)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    dims=st.lists(st.integers(1, 300), min_size=1, max_size=6),
+    extra=st.integers(0, 200_000),
+    dtype=st.sampled_from(["float32", "float16", "int8"]),
+)
+def test_all_memory_is_accounted_for(dims: list[int], extra: int, dtype: str) -> None:
+    """`bytes` is what the arrays take, to the byte, and within cache_bytes; none of the budget is left for a row."""
+    named = {f"t{i}": dim for i, dim in enumerate(dims)}
+    with pytest.raises(ConfigurationError, match="cache_bytes is 1, too little") as refusal:
+        CpuEmbeddingCache(named, 1, dtype=dtype)  # type: ignore[arg-type]
+    least = int(str(refusal.value).split("at least ")[1].split(",")[0])
+    cache = CpuEmbeddingCache(named, least + extra, dtype=dtype)  # type: ignore[arg-type]
+    stats = cache.stats()
+
+    arrays = [array for table in cache._arrays.values() for array in table]
+    allocated = sum((array if array.base is None else _owner(array)).nbytes for array in arrays)
+    assert stats["bytes"] == allocated + cache._records.nbytes <= cache.cache_bytes
+    assert all(counts["capacity"] >= 1 for counts in stats["tables"].values())
+    assert cache.cache_bytes - stats["bytes"] < sum(4 * dim + 8 + 100 for dim in dims)
+
+
+def _owner(array: NDArray[np.generic]) -> NDArray[np.generic]:
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 11, 12, 13, 1000])
+def test_a_small_table_is_held_whole(num_rows: int) -> None:
+    """A table of few rows gets room for all of them, and leaves the rest of the budget to the others."""
+    cache = CpuEmbeddingCache({"t": 4, "large": 4}, 1 << 20, num_rows={"t": num_rows})
+    keys = np.arange(num_rows)
+    cache.insert("t", keys, vectors_of(keys, 4))
+    tables = cache.stats()["tables"]
+
+    assert num_rows <= tables["t"]["capacity"] <= num_rows + 3
+    assert tables["large"]["capacity"] > 5000
+    assert cache.lookup({"t": keys}).missing["t"].size <= num_rows // 100
+
+
+def test_a_scan_does_not_empty_it() -> None:
+    """Rows that are hit again and again survive a scan of ten times the capacity."""
+    cache = cache_of(2000)
+    hot = np.arange(1000)
+    for _ in range(4):
+        offer(cache, hot)
+    for begin in range(10_000, 30_000, 500):
+        offer(cache, np.arange(begin, begin + 500))
+
+    assert offer(cache, hot) >= 950
+
+
+def test_new_favourites_replace_old_ones() -> None:
+    """Rows that are no longer asked for make way for those that are."""
+    cache = cache_of(1000)
+    for _ in range(8):
+        offer(cache, np.arange(900))
+    for _ in range(30):
+        offer(cache, np.arange(10_000, 10_900))
+
+    assert offer(cache, np.arange(10_000, 10_900)) >= 850
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "hit_rate"), [(1_000, 0.270 + 0.05), (10_000, 0.486 + 0.03), (50_000, 0.691 + 0.008)]
+)
+def test_a_real_trace_hits_more_than_lru(shared: Path, num_rows: int, hit_rate: float) -> None:
+    """On a recommender's trace the cache finds clearly more keys than LRU, whose hit rates stand first in the sums."""
+    with lzma.open(shared / "data/traces/scarab-recs.trace.xz") as file:
+        trace = np.frombuffer(file.read(), ">i8").astype(np.int64)
+    cache = cache_of(num_rows)
+    batch = 32
+    hits = sum(offer(cache, trace[begin : begin + batch]) for begin in range(0, len(trace), batch))
+
+    assert hits / len(trace) >= hit_rate
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("float32", 0.0), ("float16", 2**-11), ("int8", 1 / 255)])
+def test_rows_are_held_as_asked(dtype: str, error: float) -> None:
+    """A look-up answers float32 whatever the rows are held as, within the error of that type."""
+    vectors = np.random.default_rng(3).random((50, 9), np.float32)
+    cache = create_embedding_cache({"t": 9}, cache_bytes=AMPLE_BYTES, dtype=dtype)  # type: ignore[arg-type]
+    cache.insert("t", np.arange(50), vectors.astype(np.float64))
+    found = cache.lookup({"t": np.arange(50)}).vectors["t"]
+
+    assert np.abs(found - vectors).max() <= error
+
+
+@pytest.mark.parametrize(("dtype", "value"), [("float16", 1e6), ("int8", np.nan), ("int8", np.inf)])
+def test_what_a_type_cannot_hold_is_refused(dtype: str, value: float) -> None:
+    """A row that would come back as another is an error that names the way out."""
+    cache = create_embedding_cache({"t": 2}, cache_bytes=AMPLE_BYTES, dtype=dtype)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="a float32 cache can"):
+        cache.insert("t", [1], np.array([[0.0, value]]))
+
+
+def test_records_serve_the_lookup_kernel() -> None:
+    """Under `reading`, the records let the kernel pool vectors of the cache as of any table."""
+    cache = cache_of(100, dim=3)
+    cache.insert("t", [5, 7], [[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]])
+    keys, out = np.array([5, 7, 7]), np.empty((1, 3), np.float32)
+    segment = (0, keys.ctypes.data, 8, 24, 8, 1, 3, 0, 0, 0, 1, out.ctypes.data, 12)
+    with cache.reading() as records:
+        counts = np.zeros(1, np.int64)
+        cpu.lookup(records, np.array([segment], SEGMENT), counts, np.empty(0, np.int64))
+    cache.count_lookups([0], [3], counts.tolist())
+
+    assert out.tolist() == [[21.0, 42.0, 63.0]]
+    assert cache.stats()["hits"] == 3
+
+
+def test_a_row_is_not_written_to_while_it_may_be_read() -> None:
+    """What could be read when `reading` began stays as it was until it ends, however much is written meanwhile."""
+    cache = cache_of(8, dim=2)
+    cache.insert("t", np.arange(8), vectors_of(np.arange(8), 2))
+    written = threading.Event()
+
+    def write() -> None:
+        for version in range(1, 50):
+            cache.update("t", np.arange(8), vectors_of(np.arange(8), 2, version))
+        written.set()
+
+    arrays = cache._arrays["t"]
+    with cache.reading():
+        cached = np.flatnonzero(arrays.lists >= 2)
+        before = arrays.vectors[cached].copy()
+        writer = threading.Thread(target=write)
+        writer.start()
+        while not cache._writer_waits:
+            assert not written.is_set()
+        assert np.array_equal(arrays.vectors[cached], before)
+    writer.join()
+
+    assert cache.lookup({"t": [3]}).vectors["t"].tolist() == [[52.0, 52.0]]
+
+
+def test_closing_waits_for_readers() -> None:
+    """The memory stays until the last look-up has ended."""
+    cache = cache_of(8)
+    with cache.reading():
+        closer = threading.Thread(target=cache.close)
+        closer.start()
+        while not cache._writer_waits:
+            assert closer.is_alive()
+        assert cache._arrays
+    closer.join()
+
+    assert not cache._arrays
+    assert repr(cache) == "<CpuEmbeddingCache closed>"
+
+
+def test_a_gpu_is_refused_clearly() -> None:
+    """There is a cache on the CPU only, and the error says so; one of an unknown dtype says which there are."""
+    with pytest.raises(ConfigurationError, match=r"device cannot be 'cuda:0': .*no GPU cache yet"):
+        create_embedding_cache({"t": 4}, "cuda:0", cache_bytes=1 << 20)
+    with pytest.raises(ConfigurationError, match="dtype 'float64' is none of float32, float16, int8"):
+        create_embedding_cache({"t": 4}, cache_bytes=1 << 20, dtype="float64")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="backing is for a GPU cache"):
+        create_embedding_cache({"t": 4}, cache_bytes=1 << 20, backing={"t": ([], [])})
+
+
+def test_it_shows_what_it_holds() -> None:
+    """The repr counts tables and rows."""
+    cache = cache_of(100)
+    cache.insert("t", [1, 2], [[1.0], [2.0]])
+
+    assert repr(cache) == f"<CpuEmbeddingCache [1 tables, 2 of {cache.stats()['capacity']} rows]>"
