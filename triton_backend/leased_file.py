@@ -2,6 +2,9 @@
 
 Linux lends files: while we hold a write lease, whoever opens the file is made to wait until we give it up. Nothing else
 makes a reader see what is true at the time of his reading, other than being the file system.
+
+Each reader gets a file of his own. While he waits, his is brought up to date, and another one takes its place under the
+same name, leased from the start: so there is no moment at which one could be opened unnoticed.
 """
 
 from __future__ import annotations
@@ -18,47 +21,66 @@ class LeasedFile:
     """Its readers get what `content` gives when they open it.
 
     `serve` has to be called every few milliseconds. On a file system that lends no files the content is what it was at
-    the last call. A reader who comes before the lease could be taken again after the last one, the same.
+    the last call.
+
+    Args:
+        source: what the content is made from; its times of modification, and its folder's, are shown as the file's.
     """
 
-    def __init__(self, path: Path, content: Callable[[], str]) -> None:
+    def __init__(self, path: Path, source: Path, content: Callable[[], str]) -> None:
+        self._path = path
+        self._source = source
         self._content = content
-        self._written = ""
-        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        self._write()
-        self._is_leased = self._take_lease()
-        self._can_be_leased = self._is_leased
+        self._text = content()
+        self._handle, self._is_leased = self._put_in_place()
 
     def serve(self) -> None:
         """Let a reader in who waits."""
-        if not self._is_leased:
-            self._is_leased = self._can_be_leased and self._take_lease()
-            if not self._can_be_leased:
-                self._write()
-        elif fcntl.fcntl(self._handle, fcntl.F_GETLEASE) != fcntl.F_WRLCK:
-            self._write()
-            self._give_up_lease()
+        if self._is_leased and fcntl.fcntl(self._handle, fcntl.F_GETLEASE) == fcntl.F_WRLCK:
+            return
+        text = self._content()
+        if not self._is_leased and text == self._text:
+            return
+        self._text = text
+        waited_for = self._handle
+        _write(waited_for, text)
+        self._handle, self._is_leased = self._put_in_place()
+        os.close(waited_for)  # which ends the lease
 
     def close(self) -> None:
         """Leave the file as it is."""
         os.close(self._handle)
 
-    def _take_lease(self) -> bool:
-        # The signal by which Linux tells of a reader: SIGIO would end us, this one is ignored. To be said every time.
-        fcntl.fcntl(self._handle, fcntl.F_SETSIG, signal.SIGURG)
-        with contextlib.suppress(OSError):  # somebody reads it just now, or the file system lends no files
-            fcntl.fcntl(self._handle, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-            return True
-        return False
+    def _put_in_place(self) -> tuple[int, bool]:
+        """A new file under our name: its handle, and whether it could be leased."""
+        staged = self._path.with_name(f".tmp-{self._path.name}")
+        handle = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        _write(handle, self._text)
+        is_leased = _take_lease(handle)
+        with contextlib.suppress(OSError):  # the source may be gone
+            _copy_time(self._source, staged)
+        staged.replace(self._path)
+        with contextlib.suppress(OSError):
+            _copy_time(self._source.parent, self._path.parent)
+        return handle, is_leased
 
-    def _give_up_lease(self) -> None:
-        fcntl.fcntl(self._handle, fcntl.F_SETLEASE, fcntl.F_UNLCK)
-        self._is_leased = False
 
-    def _write(self) -> None:
-        text = self._content()
-        if text != self._written:
-            content = text.encode()
-            os.pwrite(self._handle, content, 0)
-            os.ftruncate(self._handle, len(content))
-            self._written = text
+def _take_lease(handle: int) -> bool:
+    # The signal by which Linux tells of a reader: SIGIO would end us, this one is ignored.
+    fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGURG)
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        return True
+    return False
+
+
+def _write(handle: int, text: str) -> None:
+    content = text.encode()
+    os.pwrite(handle, content, 0)
+    os.ftruncate(handle, len(content))
+
+
+def _copy_time(source: Path, target: Path) -> None:
+    """Readers that compare times must not take our renewals for changes."""
+    modified = source.stat().st_mtime_ns
+    os.utime(target, ns=(modified, modified))

@@ -56,8 +56,7 @@ class RepositoryView:
         finally:
             stopping.set()
             thread.join()
-            for config in view._configs.values():
-                config.close()
+            view.close()
 
     def refresh(self) -> None:
         """Follow which models there are."""
@@ -67,6 +66,11 @@ class RepositoryView:
         for name, source in present.items():
             if name not in self._configs:
                 self._add(source, self._folder / name)
+
+    def close(self) -> None:
+        """Follow no more."""
+        for config in self._configs.values():
+            config.close()
 
     def _follow(self, stopping: threading.Event) -> None:
         changed = 0
@@ -85,7 +89,9 @@ class RepositoryView:
             return
         target.unlink(missing_ok=True)
         target.mkdir()
-        self._configs[target.name] = LeasedFile(target / CONFIG_FILE, lambda: self._adapted(source, target))
+        self._configs[target.name] = LeasedFile(
+            target / CONFIG_FILE, source / CONFIG_FILE, lambda: self._adapted(source, target)
+        )
 
     def _remove(self, name: str) -> None:
         """The user's files are behind links, which are not followed."""
