@@ -305,6 +305,8 @@ def _prefetch_row(table: Any, item: Any) -> None:
         vector = table.vectors_address + row * table.row_bytes
         for address in range(vector, vector + min(table.row_bytes, MAX_PREFETCH_BYTES), 64):
             prefetch(address)
+        if table.marks_address != 0:
+            prefetch(table.marks_address + row)
 
 
 @kernel

@@ -1,0 +1,182 @@
+"""The CPU embedding cache: its hit path beside mapped tables, its hit rate beside LRU, its writers.
+
+    python benchmarks/cache.py [--trace FILE]
+
+The trace (xz, big-endian int64 keys) is replayed key by key, every miss inserted. Every repetition of a look-up draws
+fresh keys, poisons the outputs and checks them; a line shows the medians and the median and range of the ratio within
+a repetition.
+"""
+
+from __future__ import annotations
+
+import argparse
+import lzma
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.embedding_cache.cpu_cache import CpuEmbeddingCache
+from inference_session.embedding_cache.kernels import cpu
+from inference_session.embedding_cache.kernels.layout import SEGMENT, TABLE
+from inference_session.formats.native import TableSpec
+from inference_session.parameter_server.table_file import TableFile, write_table
+
+REPETITIONS = 41
+TRACE = Path(__file__).resolve().parents[2] / "shared/data/traces/scarab-recs.trace.xz"
+
+Keys = NDArray[np.int64]
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that one call takes."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def segments_of(keys: Keys, out: NDArray[np.float32]) -> NDArray[np.void]:
+    """Records for keys [tables, n] and out [tables, n, dim]."""
+    return np.array(
+        [
+            (t, k.ctypes.data, 8, 8, 8, len(k), 1, 0, 0, 0, 0, o.ctypes.data, o.strides[0])
+            for t, (k, o) in enumerate(zip(keys, out, strict=True))
+        ],
+        SEGMENT,
+    )
+
+
+def compare_with_files(num_tables: int, num_rows: int, dim: int, num_keys: int) -> None:
+    """The same rows of the same keys, once in mapped files, once in the cache, one kernel call each."""
+    generator = np.random.default_rng()
+    names = [f"t{t}" for t in range(num_tables)]
+    keys = generator.integers(-(2**63), 2**63 - 1, (num_tables, num_rows))
+    rows = generator.random((num_tables, num_rows, dim), np.float32)
+    cache = CpuEmbeddingCache(
+        dict.fromkeys(names, dim), 4 * num_tables * num_rows * (4 * dim + 64), num_rows=dict.fromkeys(names, num_rows)
+    )
+    held = []
+    with tempfile.TemporaryDirectory() as folder:
+        files = []
+        for t, name in enumerate(names):
+            write_table(Path(folder) / name, [rows[t]], keys=[keys[t]])
+            files.append(TableFile.open(Path(folder) / name, TableSpec(name, name, num_rows, dim)))
+            cache.insert(name, keys[t], rows[t])
+            held.append(np.flatnonzero(np.isin(keys[t], cache.dump(name))))
+        tables = np.array([file.record() for file in files], TABLE)
+        out = np.empty((num_tables, num_keys, dim), np.float32)
+        ours, theirs, whole = [], [], []
+        for _ in range(REPETITIONS):
+            for taken, records in ((theirs, tables), (ours, None)):
+                chosen = np.stack([generator.choice(h, num_keys) for h in held])
+                asked = np.take_along_axis(keys, chosen, axis=1)
+                out.fill(np.nan)
+                segments = segments_of(asked, out)
+                counts = np.zeros(num_tables, np.int64)
+                if records is None:
+                    taken.append(timed(lambda: read_cache(cache, segments, counts)))  # noqa: B023
+                else:
+                    taken.append(timed(lambda: cpu.lookup(records, segments, counts, counts[:0])))  # noqa: B023
+                assert np.array_equal(out, np.take_along_axis(rows, chosen[..., None], axis=1))
+            by_table = dict(zip(names, asked, strict=True))
+            whole.append(timed(lambda: cache.lookup(by_table)))  # noqa: B023
+    ratios = np.array(theirs) / np.array(ours)
+    count = num_tables * num_keys
+    print(
+        f"{num_tables:2} tables x {num_keys:5} keys, dim {dim:3}   files {count / np.median(theirs) / 1e6:6.1f}"
+        f"  cache {count / np.median(ours) / 1e6:6.1f} M keys/s  ratio {np.median(ratios):.2f}"
+        f" ({ratios.min():.2f}-{ratios.max():.2f})  goal >= 0.8   lookup() {1e6 * np.median(whole):.0f} us"
+    )
+
+
+def read_cache(cache: CpuEmbeddingCache, segments: NDArray[np.void], counts: Keys) -> None:
+    """As a session reads: announced, counted."""
+    with cache.reading() as records:
+        cpu.lookup(records, segments, counts, counts[:0])
+    assert not counts.any()
+
+
+def show_hit_rates(trace: Path) -> None:
+    """Beside LRU, on a recommender's keys."""
+    with lzma.open(trace) as file:
+        keys = np.frombuffer(file.read(), ">i8").astype(np.int64)
+    for num_rows in (1_000, 10_000, 50_000):
+        cache = CpuEmbeddingCache({"t": 1}, 1 << 24, num_rows={"t": num_rows})
+        vector = np.zeros((1, 1), np.float32)
+        for begin in range(len(keys)):
+            key = keys[begin : begin + 1]
+            if len(cache.lookup({"t": key}).missing["t"]):
+                cache.insert("t", key, vector)
+        stats = cache.stats()
+        ours, lru = stats["hits"] / len(keys), lru_hit_rate(keys, stats["capacity"])
+        print(f"{stats['capacity']:6} rows   LRU {lru:.4f}  cache {ours:.4f}  gain {ours - lru:+.4f}  goal >= +0.02")
+
+
+def lru_hit_rate(keys: Keys, capacity: int) -> float:
+    """The exact LRU of as many rows."""
+    held: OrderedDict[int, None] = OrderedDict()
+    hits = 0
+    for key in keys.tolist():
+        if key in held:
+            held.move_to_end(key)
+            hits += 1
+        else:
+            held[key] = None
+            if len(held) > capacity:
+                held.popitem(last=False)
+    return hits / len(keys)
+
+
+def show_writers(num_rows: int, dim: int) -> None:
+    """Rows inserted per second into a full cache, and look-ups beside a writer."""
+    generator = np.random.default_rng()
+    cache = CpuEmbeddingCache({"t": dim}, num_rows * (4 * dim + 64))
+    batch = 1 << 14
+    vectors = generator.random((batch, dim), np.float32)
+
+    def insert() -> None:
+        cache.insert("t", generator.integers(0, 10 * num_rows, batch), vectors)
+
+    while not cache.stats()["evictions"]:
+        insert()
+    rates = [batch / timed(insert) for _ in range(REPETITIONS)]
+    print(f"inserting into a full cache, dim {dim}: {np.median(rates) / 1e6:.2f} M rows/s")
+    held = cache.dump("t")
+    alone = [timed(lambda: cache.lookup({"t": generator.choice(held, 4096)})) for _ in range(200)]
+    done = threading.Event()
+    writer = threading.Thread(
+        target=lambda: [cache.update("t", held[:batch], vectors) for _ in iter(done.is_set, True)]
+    )
+    writer.start()
+    beside = [timed(lambda: cache.lookup({"t": generator.choice(held, 4096)})) for _ in range(200)]
+    done.set()
+    writer.join()
+    print(
+        f"look-up of 4096 keys, dim {dim}: {1e6 * np.median(alone):.0f} us alone,"
+        f" {1e6 * np.median(beside):.0f} us beside a thread that updates without pause"
+    )
+
+
+def main() -> None:
+    """Run all comparisons."""
+    parser = argparse.ArgumentParser(description="The CPU embedding cache beside mapped tables and LRU.")
+    parser.add_argument("--trace", type=Path, default=TRACE, help="xz file of big-endian int64 keys")
+    arguments = parser.parse_args()
+    compare_with_files(1, 1_000_000, 128, 1 << 16)
+    compare_with_files(1, 1_000_000, 16, 1 << 16)
+    compare_with_files(26, 10_000, 16, 64)
+    compare_with_files(26, 10_000, 128, 64)
+    show_writers(200_000, 128)
+    if arguments.trace.exists():
+        show_hit_rates(arguments.trace)
+    else:
+        print(f"no trace at {arguments.trace}: hit rates left out")
+
+
+if __name__ == "__main__":
+    main()
