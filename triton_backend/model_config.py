@@ -94,8 +94,10 @@ def _last(message: text_format.Message, field: str, default: str = "") -> str:
 def describe(spec: ModelSpec, name: str, *, max_batch_size: int = 1024, backend: str = "hotrow") -> ModelConfig:
     """How a model is to be served: its own tensors, and the predictions.
 
-    A model that is not batched, or has a tensor with no dimension but samples, gets `max_batch_size` 0 and full dims:
-    Triton's `reshape` to rank 0, its other way to serve those, lets an empty request kill the server.
+    Some models get `max_batch_size` 0 and full dims, and are joined by us: those that are not batched; those with a
+    tensor that has no dimension but samples (Triton's `reshape` to rank 0, its other way to serve those, lets an empty
+    request kill the server); and those whose inputs all have a size that is open beside the number of samples (Triton
+    never answers a request of 0 samples, unless it refuses it for an input of fixed size that lacks its bytes).
 
     Raises:
         UnsupportedModelError: a tensor's type or rank is none that Triton knows.
@@ -105,7 +107,11 @@ def describe(spec: ModelSpec, name: str, *, max_batch_size: int = 1024, backend:
         outputs.append(TensorSpec(PREDICTIONS, "float32", (-1, len(spec.labels))))
     if spec.layout != "tensors":
         return _describe_packed(spec, name, max_batch_size=max_batch_size, backend=backend)
-    by_samples = spec.batched and all(len(tensor.shape) > 1 for tensor in (*spec.inputs, *outputs))
+    by_samples = (
+        spec.batched
+        and all(len(tensor.shape) > 1 for tensor in (*spec.inputs, *outputs))
+        and any(-1 not in tensor.shape[1:] and tensor.dtype != "object" for tensor in spec.inputs)
+    )
     return ModelConfig(
         name=name,
         backend=backend,

@@ -154,7 +154,7 @@ class TritonServer:
     def stop(self) -> None:
         """Let requests under way end, unload the models, end the server and remove all it left. Idempotent.
 
-        Takes as long as that needs, 20 seconds at most.
+        Takes as long as that needs, 25 seconds at most.
         """
         with self._cleanup:
             if self._has_ended():

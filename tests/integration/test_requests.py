@@ -142,6 +142,14 @@ def test_no_samples_give_no_rows(grpc: Any) -> None:
     assert answer.as_numpy("OUTPUT0").shape == (0, 1)
 
 
+@pytest.mark.parametrize("length", [0, 3])
+def test_no_samples_of_open_size_give_no_rows(grpc: Any, length: int) -> None:
+    """Triton would never answer a request of shape [0, 0], so models of which that is a request are joined by us."""
+    answer = ask(grpc, "bags", {"bag": np.empty((0, length), np.int64)})
+
+    assert answer.as_numpy("score").shape == (0, 1)
+
+
 def test_triton_refuses_no_samples_where_it_batches(grpc: Any) -> None:
     """With `max_batch_size` above 0 a request of 0 samples never reaches us: Triton's core refuses it by name."""
     with pytest.raises(InferenceServerException, match="input byte size mismatch for input") as caught:

@@ -63,6 +63,7 @@ def test_a_batched_model_is_batched_by_triton(version_dir: Path) -> None:
         spec_of([IDS], [LIKE], labels=("like",), label_outputs=("like",)),
         spec_of([IDS], [CLICK], batched=False, labels=("click",), label_outputs=("click",)),
     ],
+    ids=["1-D output", "not batched"],
 )
 def test_full_dims_where_triton_cannot_count_samples(spec: ModelSpec) -> None:
     """A model with a 1-D tensor, or one that is not batched, gets max_batch_size 0 and whole shapes."""
@@ -83,11 +84,11 @@ def test_a_models_own_output0_is_kept() -> None:
 def test_names_with_any_characters_are_escaped(version_dir: Path) -> None:
     """Quotes, backslashes and line ends in names survive."""
     name = 'a "b"\\c\né'
-    spec = spec_of([TensorSpec(name, "object", (-1, 1))], [CLICK])
+    spec = spec_of([TensorSpec(name, "object", (-1, 1)), IDS], [CLICK])
 
     config = ModelConfig.read(write_model_config(version_dir, spec, "ctr"))
 
-    assert config.inputs == (TensorConfig(name, "TYPE_STRING", (1,)),)
+    assert config.inputs[0] == TensorConfig(name, "TYPE_STRING", (1,))
 
 
 @pytest.mark.parametrize(
@@ -145,3 +146,12 @@ def test_standalone_versions_bring_one_line_of_code(version_dir: Path) -> None:
     assert "from triton_backend.model import TritonPythonModel" in (version_dir / "model.py").read_text(
         encoding="utf-8"
     )
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float32", "object"])
+def test_no_request_may_be_empty_in_all_inputs_where_triton_batches(dtype: str) -> None:
+    """Triton refuses no samples by an input of fixed size, and never answers where there is none."""
+    bag, fixed = TensorSpec("bag", dtype, (-1, -1)), TensorSpec("ids", dtype, (-1, 26))
+
+    assert describe(spec_of([bag], [CLICK]), "ctr").max_batch_size == 0
+    assert describe(spec_of([bag, fixed], [CLICK]), "ctr").max_batch_size == (0 if dtype == "object" else 1024)
