@@ -66,6 +66,15 @@ class EmbeddingStore(ABC):
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """Add rows, replacing those whose keys are held; of equal keys in one call the last wins."""
 
+    def insert_absent(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        """Add the rows whose keys are not held; of equal keys in one call the first wins.
+
+        Another writer's row of the same moment may be replaced, unless the store says otherwise.
+        """
+        keys, first = np.unique(keys, return_index=True)
+        held = self.fetch(table, keys, np.empty((len(keys), self.embedding_dim(table)), np.float32))
+        self.insert(table, keys[~held], vectors[first][~held])
+
     @abstractmethod
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         """Drop the rows of these keys; keys that are not held are no error."""

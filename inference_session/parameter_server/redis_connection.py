@@ -22,7 +22,7 @@ from inference_session.parameter_server.redis_replies import CURSOR, Status, rea
 from inference_session.parameter_server.store_url import StoreUrl
 
 _BUFFER_BYTES = 256 << 10
-_MAX_LINE_BYTES = 64 << 10
+_MAX_LINE_BYTES = 1024
 _PASSING = ("LOADING", "READONLY", "OOM", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "BUSY", "MISCONF", "NOREPLICAS")
 """Errors of a server that is well and will do what is asked at another time."""
 

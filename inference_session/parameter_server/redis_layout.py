@@ -108,28 +108,31 @@ def key_fields(keys: NDArray[np.int64]) -> NDArray[np.void]:
     return fields
 
 
-def row_fields(keys: NDArray[np.int64], rows: NDArray[np.generic]) -> NDArray[np.void]:
-    """Keys and rows [n, any] in turn as arguments of a command."""
+def row_fields(keys: NDArray[np.int64], rows: NDArray[np.generic], before: bytes = b"") -> NDArray[np.void]:
+    """Keys and rows [n, any] in turn as arguments of a command; `before` precedes each pair."""
     num_bytes = rows.shape[1] * rows.itemsize
-    between = b"\r\n$%d\r\n" % num_bytes
+    head, between = before + b"$8\r\n", b"\r\n$%d\r\n" % num_bytes
     layout = [
-        ("length", "S4"),
+        ("head", f"S{len(head)}"),
         ("key", "<i8"),
         ("between", f"S{len(between)}"),
         ("row", f"V{num_bytes}"),
         ("end", "S2"),
     ]
     fields = np.empty(len(keys), layout)
-    fields["length"], fields["key"], fields["between"], fields["end"] = b"$8\r\n", keys, between, b"\r\n"
+    fields["head"], fields["key"], fields["between"], fields["end"] = head, keys, between, b"\r\n"
     fields["row"] = np.ascontiguousarray(rows).view(f"V{num_bytes}").reshape(len(keys))
     return fields
 
 
+def command_head(*arguments: bytes, num_fields: int) -> bytes:
+    """The beginning of a command: arguments that are to be followed by so many more."""
+    return b"*%d\r\n" % (len(arguments) + num_fields) + b"".join(b"$%d\r\n%b\r\n" % (len(a), a) for a in arguments)
+
+
 def command(*arguments: bytes, fields: NDArray[np.void] | None = None, num_fields: int = 0) -> bytes:
     """A command as it goes over the wire: arguments, then `num_fields` more that are laid out already."""
-    head = b"*%d\r\n" % (len(arguments) + num_fields)
-    body = b"".join(b"$%d\r\n%b\r\n" % (len(argument), argument) for argument in arguments)
-    return head + body + (b"" if fields is None else fields.tobytes())
+    return command_head(*arguments, num_fields=num_fields) + (b"" if fields is None else fields.tobytes())
 
 
 def count_partitions(samples: Mapping[int, Iterable[bytes]]) -> int | None:

@@ -102,6 +102,10 @@ class _Write(NamedTuple):
     arguments_per_field: int
 
     @property
+    def num_replies(self) -> int:
+        return 1
+
+    @property
     def num_bytes(self) -> int:
         return int(self.fields.nbytes)
 
@@ -111,9 +115,33 @@ class _Write(NamedTuple):
 
     def run(self, client: Any) -> None:
         """The same through the `redis` package."""
-        names = [name for name in ("key", "row") if name in (self.fields.dtype.names or ())]
+        names = ("key", "row")[: self.arguments_per_field]
         arguments = [field[name].tobytes() for field in self.fields for name in names]
         client.execute_command(self.verb.decode(), self.name, *arguments)
+
+
+class _WriteAbsent(NamedTuple):
+    """One HSETNX for each of some fields of a hash, which Redis has for single fields only."""
+
+    name: bytes
+    fields: NDArray[np.void]
+    """Whole commands."""
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.fields.nbytes)
+
+    @property
+    def num_replies(self) -> int:
+        return len(self.fields)
+
+    def payload(self) -> bytes:
+        return self.fields.tobytes()
+
+    def run(self, client: Any) -> None:
+        """The same through the `redis` package."""
+        for field in self.fields:
+            client.execute_command("HSETNX", self.name, field["key"].tobytes(), field["row"].tobytes())
 
 
 _Reader = Callable[[RedisConnection, Any, Deadline], None]
@@ -184,14 +212,24 @@ class RedisStore(EmbeddingStore):
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See EmbeddingStore. The time of each row is set as well, before the row itself."""
         check_insert(keys, vectors, self.embedding_dim(table))
-        now = np.full((1, 1), int(time.time()), "<i8")
-        writes: list[_Write] = []
+        writes: list[_Write | _WriteAbsent] = []
+        tag = self.namespace.tag(table)
         for partition, part in self._parts(table, keys):
-            times = layout.row_fields(keys[part], np.repeat(now, len(part), axis=0))
             rows = layout.row_fields(keys[part], vectors[part].astype("<f4", copy=False))
-            tag = self.namespace.tag(table)
-            writes.append(_Write(b"HSET", layout.times_name(tag, partition), times, 2))
+            writes.append(_set_times(tag, partition, keys[part]))
             writes.append(_Write(b"HSET", layout.rows_name(tag, partition), rows, 2))
+        self._run(writes, self._read_numbers)
+
+    def insert_absent(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        """See EmbeddingStore. No row is ever replaced, whoever writes at the same moment."""
+        check_insert(keys, vectors, self.embedding_dim(table))
+        writes: list[_Write | _WriteAbsent] = []
+        tag = self.namespace.tag(table)
+        for partition, part in self._parts(table, keys):
+            name = layout.rows_name(tag, partition)
+            head = layout.command_head(b"HSETNX", name, num_fields=2)
+            rows = layout.row_fields(keys[part], vectors[part].astype("<f4", copy=False), before=head)
+            writes += [_set_times(tag, partition, keys[part]), _WriteAbsent(name, rows)]
         self._run(writes, self._read_numbers)
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
@@ -212,11 +250,7 @@ class RedisStore(EmbeddingStore):
     def touch(self, table: str, keys: NDArray[np.int64]) -> None:
         """Set the time of these keys, which must be held."""
         tag = self.namespace.tag(table)
-        now = np.full((1, 1), int(time.time()), "<i8")
-        writes = []
-        for partition, part in self._parts(table, keys):
-            fields = layout.row_fields(keys[part], np.repeat(now, len(part), axis=0))
-            writes.append(_Write(b"HSET", layout.times_name(tag, partition), fields, 2))
+        writes = [_set_times(tag, partition, keys[part]) for partition, part in self._parts(table, keys)]
         self._run(writes, self._read_numbers)
 
     def remove_versions(self, keep: Collection[str]) -> int:
@@ -379,8 +413,8 @@ class RedisStore(EmbeddingStore):
         connection.read_rows(replies, [read.table for read in reads], deadline)
 
     @staticmethod
-    def _read_numbers(connection: RedisConnection, writes: Sequence[_Write], deadline: Deadline) -> None:
-        connection.read_lines(len(writes), deadline)
+    def _read_numbers(connection: RedisConnection, writes: Sequence[_Write | _WriteAbsent], deadline: Deadline) -> None:
+        connection.read_lines(sum(write.num_replies for write in writes), deadline)
 
     def _pipeline(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Run rare commands through the `redis` package, in one go."""
@@ -493,6 +527,12 @@ class RedisServers:
         )
         kind = UnavailableError if isinstance(error, passing) and not isinstance(error, denied) else StoreError
         return kind(f"store {str(self._url)!r}: {text}")
+
+
+def _set_times(tag: str, partition: int, keys: NDArray[np.int64]) -> _Write:
+    """The command that sets the time of keys of one partition to now."""
+    now = np.full((len(keys), 1), int(time.time()), "<i8")
+    return _Write(b"HSET", layout.times_name(tag, partition), layout.row_fields(keys, now), 2)
 
 
 def _address(array: NDArray[Any]) -> int:

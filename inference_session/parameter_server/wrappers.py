@@ -55,6 +55,10 @@ class WrapperStore(EmbeddingStore):
         """See EmbeddingStore."""
         self.around("insert", lambda: self.store.insert(table, keys, vectors))
 
+    def insert_absent(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        """See EmbeddingStore."""
+        self.around("insert_absent", lambda: self.store.insert_absent(table, keys, vectors))
+
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         """See EmbeddingStore."""
         self.around("erase", lambda: self.store.erase(table, keys))

@@ -247,6 +247,19 @@ class StoreContract(ReadContract):
         assert not fetch(store, "wide", keys_of(1, 2))[0].any()
         assert store.num_rows("odd") == 0
 
+    def test_rows_that_are_held_can_be_left_alone(self, store: EmbeddingStore) -> None:
+        """insert_absent writes the rows whose keys are not held, and changes none that is; the first of equals wins."""
+        keys, vectors = random_keys(300), random_vectors(300, 128)
+        store.insert("wide", keys[::3], vectors[::3])
+        store.insert_absent("wide", np.concatenate([keys, keys]), np.concatenate([-vectors, vectors]))
+        expected = -vectors
+        expected[::3] = vectors[::3]
+        found, out = fetch(store, "wide", keys)
+        assert found.all()
+        assert_same_bits(out, expected)
+        assert store.num_rows("wide") == 300
+        store.insert_absent("wide", keys_of(), np.zeros((0, 128), np.float32))
+
     def test_erased_rows_are_gone(self, store: EmbeddingStore) -> None:
         """Erase drops the rows of these keys, and takes keys that are not held, and none, without complaint."""
         keys, vectors = random_keys(100), random_vectors(100, 4)

@@ -388,6 +388,18 @@ class TestOutages:
                 assert not fetch(store, "user", keys_of(1))[0].any()
                 with pytest.raises(StoreError, match="NOPERM"):
                     store.insert("user", keys_of(1), random_vectors(1, 4))
+            allowed = ["+hmget", "+hscan", "+select", "+ping", "+hset", "+hsetnx", "+hdel"]
+            allowed += ["+unlink", "+set", "+get", "+hlen", "+scan"]
+            client.execute_command("ACL", "SETUSER", "writer", "on", ">word", "~hps_et*", "~hotrow_push*", *allowed)
+            with open_store(f"redis://writer:word@127.0.0.1:{server.port}/1") as store:
+                store.insert("user", keys_of(1, 2), random_vectors(2, 4))
+                store.insert_absent("user", keys_of(3), random_vectors(1, 4))
+                store.erase("user", keys_of(1))
+                store.set_note("user", store.note("user") or "x")
+                assert store.num_rows("user") == 2
+                assert list_redis_tables(store.url, timeout_ms=5000)[0].num_rows == 2
+                store.clear("user")
+                store.remove_versions([])
 
     def test_a_server_with_too_many_clients_says_so(self) -> None:
         """That may pass, so it is no fault of the request."""

@@ -1,0 +1,343 @@
+"""The parameter server: an ordered stack of stores, asked from the top for what those above did not have.
+
+    fetch      tier 0, then tier 1 for what is missing, …; each key once per tier
+    promote    what a lower tier had goes up to the volatile tiers above it, in the background
+    outage     a tier that fails is left out until it answers again, which is tried in the background
+
+Nothing here invents a row: keys that no tier has are not found, and it is the caller's to answer them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import HotrowError, SessionClosedError, StoreError, UnavailableError
+from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
+
+OnStoreFailure = Literal["default_vector", "error"]
+
+MAX_PENDING_PROMOTIONS = 64
+"""Promotions that wait for their turn; further ones are dropped and counted, for the next miss brings them again."""
+MAX_UNWRITTEN_KEYS = 1_000_000
+"""Keys of a table that are remembered for a volatile tier that is out; with more of them it drops the whole table."""
+MAX_REPORTED = 100
+"""Different errors that are logged; a store that makes up ever new ones does not fill the log."""
+ROUND_INTERVAL_S = 0.5
+"""How often tiers that are out are tried, and readers catch up."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Tier:
+    """One store of the stack, and how it has been doing. Written to under the server's lock."""
+
+    name: str
+    store: EmbeddingStore
+    volatile: bool = False
+    """It may lose rows, and need not have what a tier below has."""
+    cache_missed_keys: bool = False
+    """Whether rows found further down are inserted here."""
+    failure: str | None = None
+    """Why the tier is left out at the moment; None: it is in use."""
+    unwritten: dict[str, list[NDArray[np.int64]] | None] = field(default_factory=dict)
+    """Keys, by table, whose newest rows could not be written here; the tier is left out until it has dropped them.
+    None: too many to remember, it drops the whole table."""
+    hits: int = 0
+    misses: int = 0
+    skipped: int = 0
+    """Keys that were not asked for here because the tier was left out or failed."""
+    failures: int = 0
+    promoted: int = 0
+    """Rows inserted because a lower tier had them."""
+
+
+class _Promotion(NamedTuple):
+    """Rows on their way up."""
+
+    tiers: Sequence[Tier]
+    table: str
+    keys: NDArray[np.int64]
+    vectors: NDArray[np.float32]
+    generation: int
+    """Of the table, when the fetch began."""
+
+
+@dataclass
+class _Wanted:
+    """What one request still wants: each of its keys once."""
+
+    table: str
+    keys: NDArray[np.int64]
+    vectors: NDArray[np.float32]
+    found: NDArray[np.bool_]
+    generation: int
+
+    def missing(self) -> FetchRequest:
+        """A request for the keys that no tier has had so far, with an output of its own: a tier that fails half way
+        must not leave rows behind.
+        """
+        keys = self.keys[~self.found]
+        return FetchRequest(self.table, keys, np.empty((len(keys), self.vectors.shape[1]), np.float32))
+
+    def take(self, fetched: FetchRequest, hits: NDArray[np.bool_]) -> None:
+        """Enter what a tier had of the missing keys."""
+        positions = np.flatnonzero(~self.found)[hits]
+        self.vectors[positions] = fetched.out[hits]
+        self.found[positions] = True
+
+
+class ParameterServer:
+    """Fetches rows through all tiers. All methods may be called from any thread."""
+
+    def __init__(self, tiers: Sequence[Tier], *, on_store_failure: OnStoreFailure = "default_vector") -> None:
+        """`tiers` from the fastest to the one that has everything; they are closed with the server.
+
+        on_store_failure: what becomes of keys that are not found while a tier is out: `default_vector` leaves them not
+        found and counts them, `error` raises UnavailableError.
+        """
+        self._tiers = tuple(tiers)
+        self._on_store_failure = on_store_failure
+        self._lock = threading.Lock()
+        self._writing = threading.Lock()  # held while rows are written; taken before `_lock`
+        self._generations: dict[str, int] = {}
+        self._reported: set[str] = set()
+        self._promotions: queue.Queue[_Promotion] = queue.Queue(MAX_PENDING_PROMOTIONS)
+        self._dropped_promotions = 0
+        self._degraded_keys = 0
+        self._closing = threading.Event()
+        self._worker = threading.Thread(target=self._work, name="hotrow-parameter-server", daemon=True)
+        self._worker.start()
+
+    def fetch(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]]:
+        """Write the vectors of all keys that any tier has to the outputs; returns for each request which those are.
+
+        Raises:
+            UnavailableError: with `on_store_failure="error"`, a key was not found while a tier was out.
+        """
+        if self._closing.is_set():
+            raise SessionClosedError(f"{self!r} has been closed")
+        unique = [np.unique(request.keys, return_inverse=True) for request in requests]
+        wanted = [self._wanted(request, keys) for request, (keys, _) in zip(requests, unique, strict=True)]
+        failed = [
+            tier for depth, tier in enumerate(self._tiers) if not self._fetch_from(tier, self._tiers[:depth], wanted)
+        ]
+        self._settle(wanted, failed)
+        results = []
+        for request, want, (_, inverse) in zip(requests, wanted, unique, strict=True):
+            found = want.found[inverse]
+            request.out[found] = want.vectors[inverse[found]]
+            results.append(found)
+        return results
+
+    def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        """Write rows to all tiers that take writes, the lowest first. A volatile tier that cannot take them is left
+        out until it has dropped what it has of these keys; any other's error is raised.
+        """
+        self._write(table, keys, lambda store: store.insert(table, keys, vectors))
+
+    def erase(self, table: str, keys: NDArray[np.int64]) -> None:
+        """Drop rows from all tiers that take writes, as `insert` writes them."""
+        self._write(table, keys, lambda store: store.erase(table, keys))
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the server was made."""
+        with self._lock:
+            return {
+                "degraded_keys": self._degraded_keys,
+                "dropped_promotions": self._dropped_promotions,
+                "tiers": {tier.name: {name: getattr(tier, name) for name in _COUNTERS} for tier in self._tiers},
+            }
+
+    def wait_for_promotions(self) -> None:
+        """Return when all promotions queued so far are done."""
+        self._promotions.join()
+
+    def close(self) -> None:
+        """End the background work and close all tiers. May be called twice."""
+        self._closing.set()
+        self._worker.join()
+        for tier in self._tiers:
+            tier.store.close()
+
+    def __repr__(self) -> str:
+        tiers = ", ".join(f"{tier.name}{' (out)' if tier.failure else ''}" for tier in self._tiers)
+        return f"<ParameterServer [{tiers or 'no tiers'}]>"
+
+    def _wanted(self, request: FetchRequest, keys: NDArray[np.int64]) -> _Wanted:
+        vectors = np.empty((len(keys), request.out.shape[1]), np.float32)
+        return _Wanted(
+            request.table, keys, vectors, np.zeros(len(keys), np.bool_), self._generations.get(request.table, 0)
+        )
+
+    def _fetch_from(self, tier: Tier, above: Sequence[Tier], wanted: Sequence[_Wanted]) -> bool:
+        """Fetch what is missing from one tier; whether it answered."""
+        asking = [want for want in wanted if not want.found.all()]
+        if not asking:
+            return True
+        requests = [want.missing() for want in asking]
+        num_keys = sum(len(request.keys) for request in requests)
+        try:
+            found = tier.store.fetch_many(requests) if tier.failure is None else None
+        except (UnavailableError, StoreError) as error:
+            self._report(tier, error)
+            found = None
+        with self._lock:
+            hits = 0 if found is None else sum(int(part.sum()) for part in found)
+            tier.hits += hits
+            tier.misses += 0 if found is None else num_keys - hits
+            tier.skipped += num_keys if found is None else 0
+        if found is None:
+            return False
+        for want, request, part in zip(asking, requests, found, strict=True):
+            want.take(request, part)
+            self._promote(above, want, request, part)
+        return True
+
+    def _settle(self, wanted: Sequence[_Wanted], failed: Sequence[Tier]) -> None:
+        """Count, or refuse, keys that a tier which is out might have had."""
+        num_unknown = sum(int((~want.found).sum()) for want in wanted)
+        if not failed or not num_unknown:
+            return
+        with self._lock:
+            self._degraded_keys += num_unknown
+        if self._on_store_failure == "error":
+            reasons = "; ".join(f"{tier.name}: {tier.failure or 'failed, see the log'}" for tier in failed)
+            raise UnavailableError(f"{num_unknown} keys cannot be fetched while a store is out ({reasons})")
+
+    def _promote(self, above: Sequence[Tier], want: _Wanted, request: FetchRequest, hits: NDArray[np.bool_]) -> None:
+        """Queue rows for the tiers above that keep what they missed; if the queue is full, they will be missed again."""
+        tiers = [tier for tier in above if tier.cache_missed_keys and tier.failure is None]
+        if not tiers or not hits.any():
+            return
+        promotion = _Promotion(tiers, want.table, request.keys[hits], request.out[hits], want.generation)
+        try:
+            self._promotions.put_nowait(promotion)
+        except queue.Full:
+            with self._lock:
+                self._dropped_promotions += int(hits.sum())
+
+    def _write(self, table: str, keys: NDArray[np.int64], write: Callable[[EmbeddingStore], None]) -> None:
+        with self._writing:
+            # Promotions of rows that were fetched before this are not to be written after it.
+            self._generations[table] = self._generations.get(table, 0) + 1
+            for tier in reversed(self._tiers):
+                if tier.store.supports_writes:
+                    error = self._try_write(tier, write)
+                    if error is not None and not tier.volatile:
+                        raise error
+                    if error is not None:
+                        self._leave_out(tier, table, keys, error)
+
+    @staticmethod
+    def _try_write(tier: Tier, write: Callable[[EmbeddingStore], None]) -> HotrowError | None:
+        """Write to a tier, or say why not. A volatile tier that is out is not even tried."""
+        if tier.failure is not None and tier.volatile:
+            return UnavailableError(tier.failure)
+        try:
+            write(tier.store)
+        except (UnavailableError, StoreError) as error:
+            return error
+        return None
+
+    def _leave_out(self, tier: Tier, table: str, keys: NDArray[np.int64], error: HotrowError) -> None:
+        """Serve nothing from a tier that has older rows of these keys. Must be called while holding `_writing`."""
+        unwritten = tier.unwritten.setdefault(table, [])
+        if unwritten is not None:
+            unwritten.append(keys.copy())
+            if sum(map(len, unwritten)) > MAX_UNWRITTEN_KEYS:
+                tier.unwritten[table] = None
+        self._report(tier, error, leave_out=True)
+
+    def _report(self, tier: Tier, error: HotrowError, *, leave_out: bool = False) -> None:
+        """Count a failure and log it once; a tier that is down is left out from now on."""
+        with self._lock:
+            tier.failures += 1
+            is_news = tier.failure is None if leave_out or isinstance(error, UnavailableError) else True
+            if leave_out or isinstance(error, UnavailableError):
+                tier.failure = tier.failure or str(error)
+            elif str(error) in self._reported or len(self._reported) >= MAX_REPORTED:
+                is_news = False
+            else:
+                self._reported.add(str(error))
+        if is_news:
+            _log.warning("tier %s of the parameter server failed: %s", tier.name, error)
+
+    def _work(self) -> None:
+        """Promote rows, bring back tiers that are out, and let readers catch up, until the server closes."""
+        next_round = time.monotonic() + ROUND_INTERVAL_S
+        while not self._closing.is_set():
+            with contextlib.suppress(queue.Empty):
+                promotion = self._promotions.get(timeout=ROUND_INTERVAL_S / 5)
+                self._survive(self._insert, promotion)
+                self._promotions.task_done()
+            if time.monotonic() >= next_round:
+                for tier in self._tiers:
+                    self._survive(self._look_after, tier)
+                next_round = time.monotonic() + ROUND_INTERVAL_S
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._promotions.get_nowait()
+                self._promotions.task_done()
+
+    @staticmethod
+    def _survive(work: Callable[[Any], None], item: object) -> None:
+        """Do a piece of background work; what goes wrong in it must not end all that comes after."""
+        try:
+            work(item)
+        except Exception:  # noqa: BLE001 - whatever it is, it is logged, and the next piece has nothing to do with it
+            _log.exception("background work of the parameter server failed")
+
+    def _insert(self, promotion: _Promotion) -> None:
+        with self._writing:
+            if self._generations.get(promotion.table, 0) != promotion.generation:
+                return  # the table has been written to meanwhile, perhaps these very rows
+            for tier in promotion.tiers:
+                error = self._try_write(
+                    tier, lambda store: store.insert_absent(promotion.table, promotion.keys, promotion.vectors)
+                )
+                if error is not None:
+                    self._report(tier, error)
+                else:
+                    with self._lock:
+                        tier.promoted += len(promotion.keys)
+
+    def _look_after(self, tier: Tier) -> None:
+        """Bring a tier back if it answers; let one that is in use see what others have written."""
+        try:
+            if tier.failure is None:
+                tier.store.refresh()
+                return
+            tier.store.check()
+            with self._writing:
+                for table in list(tier.unwritten):
+                    self._drop_unwritten(tier, table)
+                with self._lock:
+                    tier.failure = None
+        except (UnavailableError, StoreError) as error:
+            self._report(tier, error, leave_out=tier.failure is not None)
+        else:
+            _log.info("tier %s of the parameter server answers again", tier.name)
+
+    @staticmethod
+    def _drop_unwritten(tier: Tier, table: str) -> None:
+        """Drop rows whose newer ones could not be written. Must be called while holding `_writing`."""
+        keys = tier.unwritten[table]
+        if keys is None:
+            tier.store.clear(table)
+        else:
+            tier.store.erase(table, np.concatenate(keys))
+        del tier.unwritten[table]
+
+
+_COUNTERS = ("failure", "hits", "misses", "skipped", "failures", "promoted")

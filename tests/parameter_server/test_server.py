@@ -1,0 +1,303 @@
+"""ParameterServer: tiers, promotion, outages and recovery."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_session.errors import SessionClosedError, StoreError, TableNotFoundError, UnavailableError
+from inference_session.parameter_server import server as server_module
+from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
+from inference_session.parameter_server.memory_store import MemoryStore
+from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.server import ParameterServer, Tier
+from inference_session.parameter_server.store_url import create_store
+from inference_session.parameter_server.wrappers import FaultStore
+from tests.parameter_server.contract import DIMS, assert_same_bits, keys_of, random_keys, random_vectors
+from tests.parameter_server.servers import RedisServer, wait_until
+
+KEYS, VECTORS = random_keys(200), random_vectors(200, 4)
+
+
+class Stack:
+    """A volatile and a persistent tier in memory, either of which fails while `faults` has an error for it."""
+
+    def __init__(self, *, on_store_failure: server_module.OnStoreFailure = "default_vector", keep: bool = True) -> None:
+        self.volatile, self.persistent = MemoryStore(DIMS), MemoryStore(DIMS)
+        self.persistent.insert("user", KEYS, VECTORS)
+        self.faults: dict[str, Exception] = {}
+        self.asked: list[int] = []
+        upper = FaultStore(self.volatile, lambda _: self.faults.get("volatile"))
+        lower = FaultStore(self.persistent, lambda _: self.faults.get("persistent"))
+        self.server = ParameterServer(
+            [Tier("volatile", upper, volatile=True, cache_missed_keys=keep), Tier("persistent", lower)],
+            on_store_failure=on_store_failure,
+        )
+
+    def fetch(self, keys: np.ndarray, table: str = "user") -> tuple[np.ndarray, np.ndarray]:
+        out = np.full((len(keys), DIMS[table]), -7777, np.float32)
+        return self.server.fetch([FetchRequest(table, keys, out)])[0], out
+
+    def tier(self, name: str) -> dict[str, object]:
+        tiers: dict[str, dict[str, object]] = self.server.stats()["tiers"]
+        return tiers[name]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stack]]:
+    monkeypatch.setattr(server_module, "ROUND_INTERVAL_S", 0.02)
+    stacks: list[Stack] = []
+
+    def make(**settings: object) -> Stack:
+        stacks.append(Stack(**settings))  # type: ignore[arg-type]
+        return stacks[-1]
+
+    yield make
+    for stack in stacks:
+        stack.server.close()
+
+
+def test_rows_are_fetched_through_the_tiers(make: Callable[..., Stack]) -> None:
+    """What the first tier lacks comes from the next; what none has is not found, and its output not touched."""
+    stack = make()
+    stack.volatile.insert("user", KEYS[:50], -VECTORS[:50])
+    found, out = stack.fetch(np.concatenate([KEYS, keys_of(4321), KEYS[:3]]))
+    assert found.tolist() == [True] * 200 + [False] + [True] * 3
+    assert_same_bits(out[:50], -VECTORS[:50])
+    assert_same_bits(out[50:200], VECTORS[50:])
+    assert (out[200] == -7777).all()
+    assert (stack.tier("volatile")["hits"], stack.tier("volatile")["misses"]) == (50, 151)
+    assert (stack.tier("persistent")["hits"], stack.tier("persistent")["misses"]) == (150, 1)
+    assert stack.server.fetch([]) == []
+    assert stack.fetch(keys_of())[0].shape == (0,)
+
+
+def test_rows_that_were_found_go_up_and_nothing_else(make: Callable[..., Stack]) -> None:
+    """Promotion inserts found rows into the volatile tier, never one for an unknown key."""
+    stack = make()
+    stack.fetch(np.concatenate([KEYS[:100], keys_of(4321)]))
+    stack.server.wait_for_promotions()
+    assert stack.volatile.num_rows("user") == 100
+    assert stack.tier("volatile")["promoted"] == 100
+    assert_same_bits(stack.fetch(KEYS[:100])[1], VECTORS[:100])
+    assert stack.tier("persistent")["hits"] == 100
+    quiet = make(keep=False)
+    quiet.fetch(KEYS)
+    quiet.server.wait_for_promotions()
+    assert quiet.volatile.num_rows("user") == 0
+
+
+def test_a_promotion_never_replaces_a_newer_row(make: Callable[..., Stack]) -> None:
+    """A row written while an older one is on its way up stays."""
+    stack = make()
+    with stack.server._writing:  # the promotion has to wait, as it would behind a long write
+        stack.fetch(KEYS[:10])
+        stack.volatile.insert("user", KEYS[:5], -VECTORS[:5])
+    stack.server.wait_for_promotions()
+    assert_same_bits(stack.fetch(KEYS[:5])[1], -VECTORS[:5])
+    with stack.server._writing:
+        stack.fetch(KEYS[10:20])
+        stack.server._generations["user"] = stack.server._generations.get("user", 0) + 1
+    stack.server.wait_for_promotions()
+    assert not stack.volatile.fetch("user", KEYS[10:20], np.zeros((10, 4), np.float32)).any()
+
+
+def test_a_tier_that_is_down_is_left_out_and_comes_back(
+    make: Callable[..., Stack], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Requests are answered from the other tier; the outage is logged once; after it, all is as before."""
+    stack = make()
+    stack.volatile.insert("user", KEYS, VECTORS)
+    with caplog.at_level(logging.INFO):
+        stack.faults["volatile"] = UnavailableError("Redis is gone")
+        for _ in range(5):
+            found, out = stack.fetch(KEYS)
+            assert found.all()
+            assert_same_bits(out, VECTORS)
+        assert stack.tier("volatile")["failure"] == "Redis is gone"
+        assert "volatile (out)" in repr(stack.server)
+        assert stack.server.stats()["degraded_keys"] == 0
+        del stack.faults["volatile"]
+        wait_until(lambda: stack.tier("volatile")["failure"] is None, "the tier to come back")
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("Redis is gone" in message for message in messages) == 1
+    assert sum("answers again" in message for message in messages) == 1
+    before = stack.tier("volatile")["hits"]
+    stack.fetch(KEYS)
+    assert stack.tier("volatile")["hits"] == before + 200  # type: ignore[operator]
+
+
+def test_keys_that_a_dead_tier_may_have_are_counted_or_refused(make: Callable[..., Stack]) -> None:
+    """With default vectors they are not found and counted; with `error` the request is UNAVAILABLE."""
+    stack = make()
+    stack.volatile.insert("user", KEYS[:10], VECTORS[:10])
+    stack.faults["persistent"] = UnavailableError("disk is gone")
+    assert stack.fetch(KEYS[:10])[0].all()
+    assert not stack.fetch(KEYS[10:20])[0].any()
+    assert stack.server.stats()["degraded_keys"] == 10
+    strict = make(on_store_failure="error")
+    strict.volatile.insert("user", KEYS[:10], VECTORS[:10])
+    strict.faults["persistent"] = UnavailableError("disk is gone")
+    assert strict.fetch(KEYS[:10])[0].all()
+    with pytest.raises(UnavailableError, match=r"10 keys.*disk is gone"):
+        strict.fetch(KEYS[10:20])
+    with pytest.raises(UnavailableError, match=r"10 keys.*disk is gone"):
+        strict.fetch(KEYS[10:20])
+
+
+def test_a_tier_with_a_broken_table_stays_in_use(make: Callable[..., Stack]) -> None:
+    """A StoreError concerns what was asked, not the tier."""
+    stack = make()
+    stack.faults["volatile"] = StoreError("another width")
+    for _ in range(3):
+        assert stack.fetch(KEYS)[0].all()
+    assert stack.tier("volatile")["failure"] is None
+    assert stack.tier("volatile")["failures"] >= 3  # type: ignore[operator]
+
+
+def test_updates_missed_during_an_outage_leave_nothing_stale(
+    make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A volatile tier that could not take an update drops its old rows before it is used again."""
+    for limit in (1_000_000, 3):
+        monkeypatch.setattr(server_module, "MAX_UNWRITTEN_KEYS", limit)
+        stack = make()
+        stack.volatile.insert("user", KEYS, VECTORS)
+        stack.faults["volatile"] = UnavailableError("gone")
+        for i in range(0, 50, 10):
+            stack.server.insert("user", KEYS[i : i + 10], -VECTORS[i : i + 10])
+        stack.server.erase("user", KEYS[50:60])
+        assert stack.tier("volatile")["failure"] == "gone"
+        del stack.faults["volatile"]
+        wait_until(lambda s=stack: s.tier("volatile")["failure"] is None, "the tier to come back")  # type: ignore[misc]
+        found, out = stack.fetch(KEYS)
+        np.testing.assert_array_equal(found, (np.arange(200) < 50) | (np.arange(200) >= 60))
+        assert_same_bits(out[:50], -VECTORS[:50])
+        assert_same_bits(out[60:], VECTORS[60:])
+
+
+def test_a_write_that_the_persistent_tier_refuses_is_an_error(make: Callable[..., Stack]) -> None:
+    """Nothing above has the row either: the writer tries again."""
+    stack = make()
+    stack.faults["persistent"] = UnavailableError("disk is full")
+    with pytest.raises(UnavailableError, match="disk is full"):
+        stack.server.insert("user", keys_of(99), VECTORS[:1])
+    assert stack.volatile.num_rows("user") == 0
+
+
+def test_background_work_survives_the_unexpected(make: Callable[..., Stack], caplog: pytest.LogCaptureFixture) -> None:
+    """An error that is none of ours ends one piece of work, not the worker."""
+    stack = make()
+    stack.volatile.insert_absent = lambda *_: 1 / 0  # type: ignore[method-assign, assignment]
+    stack.fetch(KEYS[:5])
+    stack.server.wait_for_promotions()
+    del stack.volatile.insert_absent
+    stack.fetch(KEYS[:5])
+    stack.server.wait_for_promotions()
+    assert stack.volatile.num_rows("user") == 5
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_promotions_are_bounded(make: Callable[..., Stack]) -> None:
+    """What does not fit in the queue is dropped and counted; requests do not wait."""
+    stack = make()
+    with stack.server._writing:
+        for _ in range(server_module.MAX_PENDING_PROMOTIONS + 10):
+            assert stack.fetch(KEYS[:7])[0].all()
+        assert stack.server.stats()["dropped_promotions"] >= 7 * 8
+    stack.server.wait_for_promotions()
+    assert stack.volatile.num_rows("user") == 7
+
+
+def test_a_closed_server_refuses(make: Callable[..., Stack]) -> None:
+    """After close, which may be called twice, a fetch is an error; nothing waits for ever."""
+    stack = make()
+    stack.server.close()
+    stack.server.close()
+    stack.server.wait_for_promotions()
+    with pytest.raises(SessionClosedError):
+        stack.fetch(KEYS)
+
+
+def test_an_unknown_table_is_no_outage(make: Callable[..., Stack]) -> None:
+    """The caller's mistake is the caller's error."""
+    stack = make()
+    with pytest.raises(TableNotFoundError):
+        stack.server.fetch([FetchRequest("nobody", KEYS, np.zeros((200, 4), np.float32))])
+    assert stack.tier("volatile")["failure"] is None
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["insert", "erase", "fetch", "break", "mend"]), st.lists(st.integers(-4, 4), max_size=6)),
+    max_size=25,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS)
+def test_any_sequence_with_outages_answers_as_a_dictionary(steps: list[tuple[str, list[int]]]) -> None:
+    """Whatever is written while the volatile tier fails and comes back, every answer is the newest row."""
+    stack = Stack()
+    rows = {key: vector[0] for key, vector in zip(KEYS.tolist(), VECTORS, strict=True)}
+    try:
+        for number, (verb, keys) in enumerate(steps):
+            array = np.array(keys, np.int64)
+            if verb == "insert":
+                stack.server.insert("user", array, np.full((len(keys), 4), number, np.float32))
+                rows.update(dict.fromkeys(keys, np.float32(number)))
+            elif verb == "erase":
+                stack.server.erase("user", array)
+                rows = {key: row for key, row in rows.items() if key not in keys}
+            elif verb == "break":
+                stack.faults["volatile"] = UnavailableError("gone")
+            elif verb == "mend":
+                stack.faults.pop("volatile", None)
+                stack.server._look_after(stack.server._tiers[0])
+            found, out = stack.fetch(array)
+            assert found.tolist() == [key in rows for key in keys]
+            expected = np.array([rows.get(key, np.float32(-7777)) for key in keys], np.float32)
+            assert_same_bits(out[:, 0], expected)
+    finally:
+        stack.server.close()
+
+
+def test_redis_over_rocksdb_survives_the_death_of_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed, empty after a restart, stopped and continued: every answer is right, and Redis fills up again."""
+    monkeypatch.setattr(server_module, "ROUND_INTERVAL_S", 0.05)
+    url, namespace = f"rocksdb://{tmp_path}/db", Namespace("ctr", "1")
+    with create_store(url, namespace, DIMS, writable=True) as writer:
+        writer.insert("user", KEYS, VECTORS)
+    with RedisServer() as redis_server:
+        volatile: EmbeddingStore = create_store(redis_server.url, namespace, DIMS, timeout_ms=300)
+        tiers = [Tier("redis", volatile, volatile=True, cache_missed_keys=True)]
+        server = ParameterServer([*tiers, Tier("rocksdb", create_store(url, namespace, DIMS))])
+
+        def right() -> bool:
+            out = np.zeros((200, 4), np.float32)
+            found = server.fetch([FetchRequest("user", KEYS, out)])[0]
+            assert found.all()
+            assert_same_bits(out, VECTORS)
+            return server.stats()["tiers"]["redis"]["failure"] is None
+
+        assert right()
+        server.wait_for_promotions()
+        assert volatile.num_rows("user") == 200
+        redis_server.stop(signal.SIGKILL)
+        assert not right()
+        redis_server.start()
+        wait_until(right, "Redis to be used again")
+        server.wait_for_promotions()
+        redis_server.send_signal(signal.SIGSTOP)
+        assert not right()
+        redis_server.send_signal(signal.SIGCONT)
+        wait_until(right, "Redis to be used again")
+        server.wait_for_promotions()
+        assert volatile.num_rows("user") == 200
+        server.close()
