@@ -147,13 +147,14 @@ def show_writers(num_rows: int, dim: int) -> None:
     rates = [batch / timed(insert) for _ in range(REPETITIONS)]
     print(f"inserting into a full cache, dim {dim}: {np.median(rates) / 1e6:.2f} M rows/s")
     held = cache.dump("t")
-    alone = [timed(lambda: cache.lookup({"t": generator.choice(held, 4096)})) for _ in range(200)]
+    requests = [{"t": generator.choice(held, 4096)} for _ in range(200)]
+    alone = [timed(lambda: cache.lookup(request)) for request in requests]  # noqa: B023
     done = threading.Event()
     writer = threading.Thread(
         target=lambda: [cache.update("t", held[:batch], vectors) for _ in iter(done.is_set, True)]
     )
     writer.start()
-    beside = [timed(lambda: cache.lookup({"t": generator.choice(held, 4096)})) for _ in range(200)]
+    beside = [timed(lambda: cache.lookup(request)) for request in requests]  # noqa: B023
     done.set()
     writer.join()
     print(

@@ -83,8 +83,8 @@ class CpuEmbeddingCache(EmbeddingCache):
         `count_lookups`.
         """
         reader = object()
-        self._readers.add(reader)
         try:
+            self._readers.add(reader)
             # Asked after we are in the set: `close` sets it, then waits for all that are in.
             if self._closed:
                 raise SessionClosedError("the embedding cache has been closed")

@@ -24,7 +24,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from inference_session.embedding_cache.kernels.hash_index import (
@@ -37,8 +36,7 @@ from inference_session.embedding_cache.kernels.hash_index import (
     slot_of,
     tag_of,
 )
-from inference_session.embedding_cache.kernels.intrinsics import _intrinsic as intrinsic
-from inference_session.embedding_cache.kernels.intrinsics import kernel, load, lowest_bit, match_bytes, store
+from inference_session.embedding_cache.kernels.intrinsics import kernel, load, lowest_bit, match_bytes, publish, store
 from inference_session.embedding_cache.kernels.layout import MAX_MARK
 
 FREE, RETIRED, SMALL, MAIN = range(4)
@@ -71,17 +69,6 @@ class CacheArrays(NamedTuple):
     """16 bits of the hash of keys evicted, each at a place that further bits choose; 0: none so far."""
     events: NDArray[np.int64]
     """[NUM_EVENTS]: rows inserted, updated, evicted and erased so far."""
-
-
-@intrinsic
-def _publish(_context: Any) -> Any:
-    """_publish(): whoever sees what is stored from here on sees all that was stored before."""
-
-    def build(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
-        builder.fence("release")
-        return context.get_dummy_value()
-
-    return types.none(), build
 
 
 @kernel
@@ -154,7 +141,7 @@ def _enter_row(cache: Any, capacity: int, bucket: int, hashed: Any, row: int) ->
     cache.marks[row] = 0
     _move(cache, row, MAIN if _is_remembered(cache, hashed) else SMALL)
     store(bucket + ROWS_AT, np.uint32, slot, np.uint32(row))
-    _publish()
+    publish()
     store(bucket, np.uint8, slot, tag_of(hashed))
     cache.events[INSERTED] += 1
 
@@ -166,7 +153,7 @@ def _replace_row(cache: Any, bucket: int, slot: int, row: int) -> None:
     cache.marks[row] = cache.marks[old]
     _unlink(cache, row)
     _link(cache, row, cache.lists[old], old)
-    _publish()
+    publish()
     store(bucket + ROWS_AT, np.uint32, slot, np.uint32(row))
     _move(cache, old, RETIRED)
     cache.events[UPDATED] += 1
@@ -213,7 +200,7 @@ def _evict_slot(cache: Any, bucket: int, slot: int) -> None:
 def _drop_row(cache: Any, bucket: int, slot: int) -> None:
     row = np.int64(load(bucket + ROWS_AT, np.uint32, slot))
     store(bucket, np.uint8, slot, np.uint8(0))
-    _publish()
+    publish()
     _move(cache, row, RETIRED)
 
 

@@ -121,3 +121,14 @@ def half_to_float(_context: Any, _bits: Any) -> Any:
         return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
 
     return types.float32(types.uint16), build
+
+
+@_intrinsic
+def publish(_context: Any) -> Any:
+    """publish(): whoever sees what this thread stores from here on also sees all that it stored before."""
+
+    def build(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        builder.fence("release")
+        return context.get_dummy_value()
+
+    return types.none(), build
