@@ -14,58 +14,34 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.embedding_cache.kernels.hash_index import (
-    BUCKET_BYTES,
-    candidate_row,
-    find_row,
-    hash_key,
-    home_bucket,
-)
-from inference_session.embedding_cache.kernels.intrinsics import (
-    half_to_float,
-    kernel,
-    load,
-    prefetch,
-    store,
-)
-from inference_session.embedding_cache.kernels.layout import MAX_MARK, SEGMENT, TABLE, PoolingCode, VectorCode
+from inference_session.embedding_cache.kernels.blocks import BLOCK, CURSOR, NUM_STAGES, Span, bag_length, look_up_blocks
+from inference_session.embedding_cache.kernels.intrinsics import kernel
+from inference_session.embedding_cache.kernels.layout import SEGMENT, TABLE
+from inference_session.embedding_cache.kernels.stream import RING, is_stream, look_up_stream
+from inference_session.embedding_cache.kernels.vectors import CHUNK
 
-BLOCK_KEYS = 64
-NUM_STAGES = 3
-CHUNK = 256
-"""Elements that pooling handles at a time."""
-MAX_PREFETCH_BYTES = 1024
-"""Of one vector; the processor's own prefetcher follows a longer one."""
 PART_BYTES = 256 << 10
 """Output a further thread must have to write before it is worth waking."""
 
-_FLOAT32, _FLOAT16 = int(VectorCode.FLOAT32), int(VectorCode.FLOAT16)
-_NONE, _MEAN, _MAX = int(PoolingCode.NONE), int(PoolingCode.MEAN), int(PoolingCode.MAX)
+
+class _Workspace(threading.local):
+    """What one thread's look-ups write to on the way, made once."""
+
+    def __init__(self) -> None:
+        self.cursor = np.zeros(1, CURSOR)
+        self.blocks = np.zeros(NUM_STAGES, BLOCK)
+        self.ring = np.zeros(RING, np.int64)
+        self.vector = np.zeros(CHUNK, np.float32)
 
 
-_KEY = np.dtype(
-    [
-        ("key", np.int64),
-        ("hash", np.uint64),
-        ("table", np.int64),  # record in which the row was found
-        ("candidate", np.int64),  # row whose tag matches, to be compared first; -1: none
-        ("row", np.int64),  # -1: not found so far
-        ("position", np.int64),  # of the key in its segment
-        ("output", np.int64),  # address to write to
-        ("weight", np.float32),
-        ("first", np.int32),  # 1: the first key of its bag
-        ("divisor", np.int64),  # keys in the bag that ends with this key, 0 elsewhere
-    ],
-    align=True,
-)
-_BLOCK = np.dtype([("segment", np.int64), ("count", np.int64), ("keys", _KEY, (BLOCK_KEYS,))], align=True)
-_CURSOR = np.dtype([(name, np.int64) for name in ("segment", "row", "column", "last_segment", "last_row")], align=True)
+_workspace = _Workspace()
 
 
 def lookup(
@@ -153,306 +129,66 @@ def _lookup_range(
     missing_positions: NDArray[np.int64],
 ) -> int:
     """Look up from one (segment, row) up to, not including, another."""
-    cursor = np.array([(*begin, 0, *end)], _CURSOR)
-    blocks = np.empty(NUM_STAGES, _BLOCK)
-    scratch = np.empty(CHUNK, np.float32)
-    return int(_run_stages(tables, segments, cursor, blocks, scratch, missing_counts, missing_positions))
+    own = _workspace
+    return int(
+        _look_up(
+            *(tables, segments, *begin, *end),
+            *(own.cursor, own.blocks, own.ring, own.vector, missing_counts, missing_positions),
+        )
+    )
 
 
 @kernel
-def _run_stages(
+def _look_up(
     tables: Any,
     segments: Any,
+    segment: int,
+    row: int,
+    last_segment: int,
+    last_row: int,
     cursor: Any,
     blocks: Any,
+    ring: Any,
     scratch: Any,
     missing_counts: Any,
     missing_positions: Any,
 ) -> Any:
-    for b in range(NUM_STAGES):
-        blocks[b].count = 0
-        blocks[b].segment = 0
     missing_counts[:] = 0
     num_missing = 0
-    step = 0
-    idle = 0
-    while idle < NUM_STAGES:
-        newest, middle, oldest = blocks[step % 3], blocks[(step + 2) % 3], blocks[(step + 1) % 3]
-        _take_keys(tables, segments, cursor[0], newest)
-        if oldest.count > 0:
-            missing = _find_rows(tables, segments[oldest.segment].table, oldest)
-            if missing > 0:
-                _note_missing(oldest, missing_positions, num_missing)
-                missing_counts[oldest.segment] += missing
-                num_missing += missing
-        _advance(tables, segments, newest, middle, oldest, scratch)
-        idle = idle + 1 if newest.count == 0 else 0
-        step += 1
+    whole = Span(segment, row, last_segment, last_row)
+    while segment < last_segment or (segment == last_segment and row < last_row):
+        if _is_stream(tables, segments, segment, row, whole):
+            part = Span(segment, row, segment + 1, 0)
+            table, num_rows = tables[segments[segment].table], _num_rows(segments, segment, whole)
+            missing = look_up_stream(table, segments[segment], row, num_rows, ring, missing_positions, num_missing)
+            missing_counts[segment] += missing
+        else:
+            part = _until_stream(tables, segments, segment, row, whole)
+            missing = look_up_blocks(
+                tables, segments, part, cursor, blocks, scratch, missing_counts, missing_positions, num_missing
+            )
+        num_missing += missing
+        segment, row = part.last_segment, part.last_row
     return num_missing
 
 
 @kernel
-def _take_keys(tables: Any, segments: Any, cursor: Any, block: Any) -> None:
-    """Fill the block with the next keys of one segment, and zero the empty bags on the way."""
-    block.count = 0
-    while block.count == 0:
-        s = cursor.segment
-        if s > cursor.last_segment or s >= len(segments):
-            return
-        num_rows = cursor.last_row if s == cursor.last_segment else segments[s].num_rows
-        block.segment = s
-        _take_keys_of(segments[s], tables[segments[s].table].embedding_dim, num_rows, cursor, block)
-        if cursor.row >= num_rows:
-            cursor.segment = s + 1
-            cursor.row = 0
+def _num_rows(segments: Any, segment: int, whole: Any) -> Any:
+    return whole.last_row if segment == whole.last_segment else segments[segment].num_rows
 
 
 @kernel
-def _take_keys_of(segment: Any, dim: int, num_rows: int, cursor: Any, block: Any) -> None:
-    count = 0
-    row, column = cursor.row, cursor.column
-    while row < num_rows and count < BLOCK_KEYS:
-        length = _bag_length(segment, row)
-        taken = min(length - column, BLOCK_KEYS - count)
-        if length > 0:
-            _take_keys_of_row(segment, dim, row, column, taken, length, block, count)
-            count += taken
-            column += taken
-        elif segment.pooling != _NONE:
-            _fill_zeros(segment.output_address + row * segment.output_stride, dim)
-        if column >= length:
-            row += 1
-            column = 0
-    cursor.row = row
-    cursor.column = column
-    block.count = count
+def _is_stream(tables: Any, segments: Any, segment: int, first_row: int, whole: Any) -> Any:
+    num_rows = _num_rows(segments, segment, whole) - first_row
+    return num_rows > 0 and is_stream(tables[segments[segment].table], segments[segment], num_rows)
 
 
 @kernel
-def _bag_length(segment: Any, row: int) -> Any:
-    if segment.begins_address == 0:
-        return segment.keys_per_row
-    return load(segment.ends_address, np.int64, row) - load(segment.begins_address, np.int64, row)
-
-
-@kernel
-def _take_keys_of_row(
-    segment: Any, dim: int, row: int, column: int, taken: int, length: int, block: Any, count: int
-) -> None:
-    """Enter `taken` keys of one row, whose bag has `length`, from `column` on, as the block's keys from `count` on."""
-    if segment.begins_address == 0:
-        begin = row * segment.keys_per_row
-        keys_address = segment.keys_address + row * segment.row_stride
-    else:
-        begin = load(segment.begins_address, np.int64, row)
-        keys_address = segment.keys_address + begin * segment.key_stride
-    output = segment.output_address + row * segment.output_stride
-    output_step = 4 * dim if segment.pooling == _NONE else 0
-    for j in range(column, column + taken):
-        key = _load_key(keys_address + j * segment.key_stride, segment.key_bytes)
-        item = block.keys[count + j - column]
-        item.key = key
-        item.hash = hash_key(key)
-        item.row = -1
-        item.position = begin + j
-        item.output = output + j * output_step
-        if segment.pooling != _NONE:
-            weighted = segment.weights_address != 0
-            item.weight = load(segment.weights_address, np.float32, begin + j) if weighted else 1.0
-            item.first = 1 if j == 0 else 0
-            item.divisor = length if segment.pooling == _MEAN and j == length - 1 else 0
-
-
-@kernel
-def _load_key(address: int, key_bytes: int) -> Any:
-    return load(address, np.int64, 0) if key_bytes == 8 else np.int64(load(address, np.int32, 0))
-
-
-@kernel
-def _advance(tables: Any, segments: Any, newest: Any, middle: Any, oldest: Any, scratch: Any) -> None:
-    """Stages 1 to 3 of three blocks, key by key in turn: memory takes few requests at once and drops prefetches that
-    come in bursts.
-    """
-    if len(segments) == 0:
-        return
-    first, second, third = segments[newest.segment], segments[middle.segment], segments[oldest.segment]
-    for i in range(max(newest.count, middle.count, oldest.count)):
-        if i < newest.count:
-            _prefetch_bucket(tables[first.table], newest.keys[i])
-        if i < middle.count:
-            _prefetch_row(tables[second.table], middle.keys[i])
-        if i < oldest.count:
-            _write_vector(tables, third, oldest.keys[i], scratch)
-
-
-@kernel
-def _prefetch_bucket(table: Any, item: Any) -> None:
-    """Stage 1."""
-    if table.index_address != 0:
-        prefetch(table.index_address + BUCKET_BYTES * home_bucket(item.hash, table.num_buckets))
-
-
-@kernel
-def _prefetch_row(table: Any, item: Any) -> None:
-    """Stage 2."""
-    if table.index_address == 0:
-        row = _row_of_number(item.key, table.num_rows)
-    else:
-        row = candidate_row(table.index_address, table.num_buckets, table.num_rows, item.hash)
-        prefetch(table.keys_address + 8 * row)
-    item.candidate = row
-    if row >= 0:
-        vector = table.vectors_address + row * table.row_bytes
-        for address in range(vector, vector + min(table.row_bytes, MAX_PREFETCH_BYTES), 64):
-            prefetch(address)
-        if table.marks_address != 0:
-            prefetch(table.marks_address + row)
-
-
-@kernel
-def _row_of_number(key: int, num_rows: int) -> Any:
-    row = key + num_rows if key < 0 else key
-    return row if 0 <= row < num_rows else -1
-
-
-@kernel
-def _find_rows(tables: Any, first_table: int, block: Any) -> Any:
-    """Find the rows of the block, in the table and those chained behind it; returns the number of unknown keys."""
-    t = first_table
-    missing = _find_rows_in(tables[t], t, block)
-    for _ in range(len(tables)):
-        t = tables[t].next_table
-        if missing == 0 or t < 0:
-            break
-        _prefetch_missing(tables[t], block)
-        missing = _find_rows_in(tables[t], t, block)
-    return missing
-
-
-@kernel
-def _prefetch_missing(table: Any, block: Any) -> None:
-    for i in range(block.count):
-        if block.keys[i].row < 0:
-            _prefetch_bucket(table, block.keys[i])
-    for i in range(block.count):
-        if block.keys[i].row < 0:
-            _prefetch_row(table, block.keys[i])
-
-
-@kernel
-def _find_rows_in(table: Any, t: int, block: Any) -> Any:
-    missing = 0
-    for i in range(block.count):
-        item = block.keys[i]
-        if item.row >= 0:
-            continue
-        row = item.candidate
-        if table.index_address != 0 and (row < 0 or load(table.keys_address, np.int64, row) != item.key):
-            row = find_row(
-                table.index_address, table.num_buckets, table.keys_address, table.num_rows, item.key, item.hash
-            )
-        item.row = row
-        item.table = t
-        if row < 0:
-            missing += 1
-        elif table.marks_address != 0:
-            _mark(table.marks_address, row)
-    return missing
-
-
-@kernel
-def _mark(marks_address: int, row: int) -> None:
-    """Two readers that mark a row at once may count as one, which the cache does not mind."""
-    mark = load(marks_address, np.uint8, row)
-    if mark < MAX_MARK:
-        store(marks_address, np.uint8, row, np.uint8(mark + 1))
-
-
-@kernel
-def _note_missing(block: Any, positions: Any, num_noted: int) -> None:
-    for i in range(block.count):
-        if block.keys[i].row < 0 and num_noted < len(positions):
-            positions[num_noted] = block.keys[i].position
-            num_noted += 1
-
-
-@kernel
-def _write_vector(tables: Any, segment: Any, item: Any, scratch: Any) -> None:
-    """Stage 3."""
-    own = tables[segment.table]
-    source, code = own.default_address, _FLOAT32
-    if item.row >= 0:
-        table = tables[item.table]
-        source, code = table.vectors_address + item.row * table.row_bytes, table.vector_code
-    if segment.pooling != _NONE:
-        _pool_vector(segment.pooling, item, source, code, own.embedding_dim, scratch)
-    elif source != 0:
-        _copy_vector(item.output, source, code, own.embedding_dim)
-
-
-@kernel
-def _copy_vector(output: int, source: int, code: int, dim: int) -> None:
-    if code != _FLOAT32:
-        _widen(output, source, code, dim, 0, dim)
-    else:
-        for d in range(dim):
-            store(output, np.float32, d, load(source, np.float32, d))
-
-
-@kernel
-def _pool_vector(pooling: int, item: Any, source: int, code: int, dim: int, scratch: Any) -> None:
-    """Let one vector take part in its bag."""
-    for begin in range(0, dim, CHUNK):
-        count = min(CHUNK, dim - begin)
-        vector = source + 4 * begin
-        if source == 0 or code != _FLOAT32:
-            vector = scratch.ctypes.data
-            _widen(vector, source, code, dim, begin, count)
-        _pool_chunk(pooling, item, item.output + 4 * begin, vector, count)
-
-
-@kernel
-def _pool_chunk(pooling: int, item: Any, pooled: int, vector: int, count: int) -> None:
-    """The first key of a bag sets the output, further ones take part, the last one of a mean divides."""
-    weight, divisor = item.weight, np.float32(item.divisor)
-    if item.first != 0:
-        for d in range(count):
-            store(pooled, np.float32, d, load(vector, np.float32, d) * weight)
-    elif pooling == _MAX:
-        for d in range(count):
-            store(pooled, np.float32, d, _maximum(load(pooled, np.float32, d), load(vector, np.float32, d)))
-    else:
-        for d in range(count):
-            store(pooled, np.float32, d, load(pooled, np.float32, d) + load(vector, np.float32, d) * weight)
-    if item.divisor > 1:
-        for d in range(count):
-            store(pooled, np.float32, d, load(pooled, np.float32, d) / divisor)
-
-
-@kernel
-def _maximum(a: float, b: float) -> float:
-    """A NaN wins, as in NumPy and the frameworks."""
-    return b if b > a or b != b else a  # noqa: PLR0124
-
-
-@kernel
-def _widen(output: int, source: int, code: int, dim: int, begin: int, count: int) -> None:
-    """Write elements of a float16 or int8 vector, from `begin` on, as float32; a vector at address 0 is zeros."""
-    if source == 0:
-        _fill_zeros(output, count)
-    elif code == _FLOAT16:
-        for d in range(count):
-            store(output, np.float32, d, half_to_float(load(source, np.uint16, begin + d)))
-    else:
-        scale, bias = load(source + dim, np.float32, 0), load(source + dim, np.float32, 1)
-        for d in range(count):
-            store(output, np.float32, d, np.float32(load(source, np.int8, begin + d)) * scale + bias)
-
-
-@kernel
-def _fill_zeros(output: int, count: int) -> None:
-    for d in range(count):
-        store(output, np.float32, d, np.float32(0))
+def _until_stream(tables: Any, segments: Any, segment: int, row: int, whole: Any) -> Any:
+    for end in range(segment + 1, len(segments)):
+        if end <= whole.last_segment and _is_stream(tables, segments, end, 0, whole):
+            return Span(segment, row, end, 0)
+    return Span(segment, row, whole.last_segment, whole.last_row)
 
 
 @kernel
@@ -487,5 +223,5 @@ def _key_count(segment: Any, first_row: int, last_row: int) -> Any:
         return (last_row - first_row) * segment.keys_per_row
     count = 0
     for row in range(first_row, last_row):
-        count += max(_bag_length(segment, row), 0)
+        count += max(bag_length(segment, row), 0)
     return count

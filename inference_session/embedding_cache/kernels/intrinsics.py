@@ -87,6 +87,25 @@ def prefetch(_context: Any, _address: Any) -> Any:
     return types.none(types.int64), build
 
 
+def _copier(num_floats: int) -> Callable[..., Any]:
+    floats = ir.VectorType(ir.FloatType(), num_floats)
+
+    @_intrinsic
+    def copy(_context: Any, _target: Any, _source: Any) -> Any:
+        def build(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+            target, source = (_pointer(builder, address, floats) for address in arguments)
+            builder.store(builder.load(source, align=1), target, align=1)
+            return context.get_dummy_value()
+
+        return types.none(types.int64, types.int64), build
+
+    return copy
+
+
+copy_16_floats, copy_4_floats = _copier(16), _copier(4)
+"""copy_16_floats(target, source): one move of 16 float32; neither address need be aligned."""
+
+
 @_intrinsic
 def match_bytes(_context: Any, _address: Any, _value: Any) -> Any:
     """match_bytes(address, value) → int64 with bit i set where byte i of the 16 at the address equals the value."""
