@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from inference_session.errors import InvalidRequestError
+from inference_session.formats.hugectr.bag_kernel import place_bags
 
 DENSE = "DES"
 KEYS = "CATCOLUMN"
@@ -81,14 +82,15 @@ def decode_request(inputs: Inputs, form: RequestFormat) -> DecodedRequest:
     _check_names(inputs, (DENSE, KEYS, OFFSETS))
     dense = _flat(inputs, DENSE, _FLOAT32)
     keys = _flat(inputs, KEYS, _KEY_TYPES[form.key_type])
-    offsets = _flat(inputs, OFFSETS, _INT32).astype(np.int64)
+    # A copy: in memory shared with a client they could change between the check and the use.
+    offsets = _flat(inputs, OFFSETS, _INT32).copy()
     num_samples = _num_samples(offsets.size, form)
     if dense.size != num_samples * form.dense_dim:
         raise InvalidRequestError(
             f"input {DENSE!r}: {dense.size} values, expected {num_samples * form.dense_dim} "
             f"({num_samples} samples, by {OFFSETS!r}, of {form.dense_dim} dense features)"
         )
-    bags = _bags(offsets, _geometry(form.slots, num_samples), keys.size)
+    bags = _bags(offsets, keys.size, form.slots, num_samples)
     return DecodedRequest(
         num_samples, dense.reshape(num_samples, form.dense_dim), keys.astype(np.int64, copy=False), bags
     )
@@ -147,70 +149,42 @@ def _num_samples(num_offsets: int, form: RequestFormat) -> int:
     return num_samples
 
 
-class _Geometry(NamedTuple):
-    """Where things stand in ROWINDEX: follows from the tables' slots and the number of samples alone."""
-
-    firsts: npt.NDArray[np.int64]
-    """[tables] the first offset of each block."""
-    samples: npt.NDArray[np.int64]
-    """[tables, samples + 1] the offset with which each sample begins, then the block's last."""
-    begins: npt.NDArray[np.int64]
-    """[bags] the offset with which each bag begins, by table, sample and slot; the next one is its end."""
-    sample_of_bag: npt.NDArray[np.int64]
-    """[bags] into a flat [tables, samples]."""
-    spans: tuple[tuple[int, int], ...]
-    """The bags of each table."""
+def _bags(offsets: npt.NDArray[np.int32], num_keys: int, slots: tuple[int, ...], num_samples: int) -> tuple[Bags, ...]:
+    """Positions in CATCOLUMN, once the offsets are known to begin with 0, never to fall, and to cover all keys."""
+    begins = np.empty(num_samples * sum(slots), np.int64)
+    ends = np.empty_like(begins)
+    if not place_bags(offsets, _as_array(slots), num_samples, num_keys, begins, ends):
+        _explain_offsets(offsets.astype(np.int64), num_keys, slots, num_samples)
+    bags = []
+    first = 0
+    for width in slots:
+        last = first + num_samples * width
+        bags.append(Bags(begins[first:last], ends[first:last]))
+        first = last
+    return tuple(bags)
 
 
 @lru_cache(maxsize=32)
-def _geometry(slots: tuple[int, ...], num_samples: int) -> _Geometry:
-    widths = np.array(slots, np.int64)
-    num_bags = widths * num_samples
-    ends = np.cumsum(num_bags)
-    firsts = np.cumsum(num_bags + 1) - num_bags - 1
-    samples = firsts[:, None] + widths[:, None] * np.arange(num_samples + 1)
-    begins = np.arange(ends[-1]) + np.repeat(np.arange(len(slots)), num_bags)
-    sample_of_bag = np.repeat(np.arange(len(slots) * num_samples), np.repeat(widths, num_samples))
-    spans = tuple((int(end - count), int(end)) for end, count in zip(ends, num_bags, strict=True))
-    return _Geometry(firsts, samples, begins, sample_of_bag, spans)
+def _as_array(slots: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    return np.array(slots, np.int64)
 
 
-def _bags(offsets: npt.NDArray[np.int64], geometry: _Geometry, num_keys: int) -> tuple[Bags, ...]:
-    """Positions in CATCOLUMN, once the offsets are known to begin with 0, never to fall, and to cover all keys."""
-    begins, ends = offsets[geometry.begins], offsets[geometry.begins + 1]
-    _check_blocks(offsets[geometry.firsts], begins, ends, geometry.spans)
-    starts = offsets[geometry.samples]
-    total = int(starts[:, -1].sum())
-    if total != num_keys:
-        raise InvalidRequestError(
-            f"input {KEYS!r}: {num_keys} keys, expected {total}, the sum of each table's last offset in {OFFSETS!r}"
-        )
-    if len(geometry.spans) == 1:
-        return (Bags(begins, ends),)
-    # A sample's keys of one table follow all keys of earlier samples, and its own of earlier tables:
-    #     position = offset - (table's keys of earlier samples) + (all keys of earlier samples) + (earlier tables')
-    num_own = starts[:, 1:] - starts[:, :-1]
-    shift = num_own.cumsum(axis=0) - starts[:, 1:] + starts[:, :-1].sum(axis=0)
-    shifts = shift.reshape(-1)[geometry.sample_of_bag]
-    begins += shifts
-    ends += shifts
-    return tuple(Bags(begins[first:last], ends[first:last]) for first, last in geometry.spans)
-
-
-def _check_blocks(
-    heads: npt.NDArray[np.int64],
-    begins: npt.NDArray[np.int64],
-    ends: npt.NDArray[np.int64],
-    spans: Sequence[tuple[int, int]],
-) -> None:
-    if heads.any():
-        table = int((heads != 0).argmax())
-        raise InvalidRequestError(f"input {OFFSETS!r}: the offsets of table {table} begin with {heads[table]}, not 0")
-    falls = ends < begins
-    if falls.any():
-        bag = int(falls.argmax())
-        table = next(i for i, (_, last) in enumerate(spans) if bag < last)
-        raise InvalidRequestError(
-            f"input {OFFSETS!r}: offset {bag - spans[table][0] + 1} of table {table} is {ends[bag]}, "
-            f"less than {begins[bag]} before it"
-        )
+def _explain_offsets(
+    offsets: npt.NDArray[np.int64], num_keys: int, slots: tuple[int, ...], num_samples: int
+) -> NoReturn:
+    begin = total = 0
+    for table, width in enumerate(slots):
+        block = offsets[begin : begin + num_samples * width + 1]
+        if block[0] != 0:
+            raise InvalidRequestError(f"input {OFFSETS!r}: the offsets of table {table} begin with {block[0]}, not 0")
+        falls = np.flatnonzero(block[1:] < block[:-1])
+        if falls.size:
+            at = int(falls[0]) + 1
+            raise InvalidRequestError(
+                f"input {OFFSETS!r}: offset {at} of table {table} is {block[at]}, less than {block[at - 1]} before it"
+            )
+        begin += block.size
+        total += int(block[-1])
+    raise InvalidRequestError(
+        f"input {KEYS!r}: {num_keys} keys, expected {total}, the sum of each table's last offset in {OFFSETS!r}"
+    )
