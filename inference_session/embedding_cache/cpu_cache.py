@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from threading import Event, Lock
+from threading import Event, Lock, get_ident
 from typing import Any, get_args
 
 import numpy as np
@@ -69,7 +69,7 @@ class CpuEmbeddingCache(EmbeddingCache):
         self._arrays = {t: _allocate(n, size) for t, n, size in zip(dims, rows, row_bytes, strict=True)}
         self._capacities = {table: n - _spare_rows(n) for table, n in zip(dims, rows, strict=True)}
         self._records = _describe(self._arrays.values(), dims.values(), dtype)
-        self._readers: set[object] = set()
+        self._readers: set[tuple[int, object]] = set()
         self._reader_left = Event()
         self._writer_waits = False
         self._write_lock = Lock()
@@ -82,7 +82,7 @@ class CpuEmbeddingCache(EmbeddingCache):
         Short, and without writing to the cache inside: writers wait for it in the end. Its look-ups are reported to
         `count_lookups`.
         """
-        reader = object()
+        reader = get_ident(), object()
         try:
             self._readers.add(reader)
             # Asked after we are in the set: `close` sets it, then waits for all that are in.
@@ -171,6 +171,8 @@ class CpuEmbeddingCache(EmbeddingCache):
         Must be called while holding the write lock.
         """
         under_way = self._readers.copy()
+        if any(thread == get_ident() for thread, _ in under_way):
+            raise InvalidRequestError("a thread cannot write to or close an embedding cache that it is reading()")
         self._writer_waits = True
         while not under_way.isdisjoint(self._readers):
             self._reader_left.wait()

@@ -178,6 +178,19 @@ def test_a_row_is_not_written_to_while_it_may_be_read() -> None:
     assert cache.lookup({"t": [3]}).vectors["t"].tolist() == [[52.0, 52.0]]
 
 
+def test_a_thread_does_not_wait_for_itself() -> None:
+    """Writing under one's own `reading` until the spare rows are used up is an error, not a deadlock."""
+    cache = cache_of(8)
+    with (
+        cache.reading(),
+        pytest.raises(InvalidRequestError, match=r"cannot write to or close an embedding cache that it is reading\(\)"),
+    ):
+        cache.insert("t", np.arange(100), vectors_of(np.arange(100), 1))
+
+    cache.insert("t", np.arange(100), vectors_of(np.arange(100), 1))
+    assert cache.stats()["rows"] == cache.stats()["capacity"]
+
+
 def test_closing_waits_for_readers() -> None:
     """The memory stays until the last look-up has ended."""
     cache = cache_of(8)
