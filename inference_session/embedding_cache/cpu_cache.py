@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from threading import Event, Lock, get_ident
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -31,6 +31,8 @@ _SPARE_PARTS, _MAX_SPARE_ROWS = 16, 4096
 """One row in so many is kept free for writers, up to a number."""
 _MOST_ROWS = MAX_ROWS - cpu_cache.NUM_LISTS
 _LINE_BYTES = 64
+_AS_COMPILED: tuple[Literal["C"], Literal["A"], Literal["W"]] = ("C", "A", "W")
+"""Arrays of any other kind, as over a message's bytes, would have the kernels compiled once more."""
 
 
 class CpuEmbeddingCache(EmbeddingCache):
@@ -74,6 +76,8 @@ class CpuEmbeddingCache(EmbeddingCache):
         self._writer_waits = False
         self._write_lock = Lock()
         cpu.compile_kernels()
+        for arrays in self._arrays.values():
+            cpu_cache.compile_kernels(arrays)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[NDArray[np.void]]:
@@ -125,7 +129,7 @@ class CpuEmbeddingCache(EmbeddingCache):
 
     def erase(self, table: str, keys: ArrayLike) -> None:
         """See EmbeddingCache."""
-        checked = np.ascontiguousarray(self._checked_keys(table, keys))
+        checked = np.require(self._checked_keys(table, keys), np.int64, _AS_COMPILED)
         with self._write_lock:
             self._check(table)
             cpu_cache.erase_rows(self._arrays[table], checked)
@@ -155,7 +159,7 @@ class CpuEmbeddingCache(EmbeddingCache):
     def _write(self, table: str, keys: ArrayLike, vectors: ArrayLike, *, may_insert: bool) -> None:
         checked, floats = self._checked_rows(table, keys, vectors)
         rows = self._encode(table, floats)
-        checked = np.ascontiguousarray(checked)
+        checked = np.require(checked, np.int64, _AS_COMPILED)
         with self._write_lock:
             self._check(table)
             arrays, capacity = self._arrays[table], self._capacities[table]
@@ -185,7 +189,7 @@ class CpuEmbeddingCache(EmbeddingCache):
             self._refuse(table, np.isfinite(vectors).all(), "NaN or infinite elements, which int8 cannot hold")
             return quantise_int8(vectors)
         with np.errstate(over="ignore"):
-            rows = np.ascontiguousarray(vectors, self.dtype)
+            rows = np.require(vectors, self.dtype, _AS_COMPILED)
         if self.dtype == "float16":
             same = np.array_equal(np.isfinite(rows), np.isfinite(vectors))
             self._refuse(table, same, "an element beyond the range of float16 (65504)")

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from inference_session.embedding_cache import EmbeddingCache, create_embedding_cache
 from inference_session.embedding_cache.cpu_cache import CpuEmbeddingCache
-from inference_session.embedding_cache.kernels import cpu
+from inference_session.embedding_cache.kernels import cpu, cpu_cache
 from inference_session.embedding_cache.kernels.layout import SEGMENT
 from inference_session.errors import ConfigurationError, InvalidRequestError
 from tests.embedding_cache.contract import AMPLE_BYTES, EmbeddingCacheContract, vectors_of
@@ -176,6 +176,21 @@ def test_a_row_is_not_written_to_while_it_may_be_read() -> None:
     writer.join()
 
     assert cache.lookup({"t": [3]}).vectors["t"].tolist() == [[52.0, 52.0]]
+
+
+def test_no_write_waits_for_a_compiler() -> None:
+    """Arrays that are read-only, unaligned, strided or of another type run through the code that is there."""
+    cache = cache_of(8, dim=2)
+    compiled = [len(kernel.signatures) for kernel in (cpu_cache.write_rows, cpu_cache.erase_rows)]
+    memory = b"-" + np.arange(4, dtype=np.int64).tobytes()
+    keys = np.frombuffer(memory, np.int64, offset=1)
+    vectors = np.frombuffer(memory + bytes(3), np.float32, 8, offset=1).reshape(4, 2)
+    cache.insert("t", keys, vectors)
+    cache.update("t", keys[::2], np.asfortranarray(vectors[::2], np.float64))
+    cache.erase("t", keys[:2].astype(np.int8))
+
+    assert sorted(cache.dump("t").tolist()) == [2, 3]
+    assert [len(kernel.signatures) for kernel in (cpu_cache.write_rows, cpu_cache.erase_rows)] == compiled
 
 
 def test_a_thread_does_not_wait_for_itself() -> None:

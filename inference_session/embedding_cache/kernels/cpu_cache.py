@@ -71,6 +71,14 @@ class CacheArrays(NamedTuple):
     """[NUM_EVENTS]: rows inserted, updated, evicted and erased so far."""
 
 
+def compile_kernels(cache: CacheArrays) -> None:
+    """Compile what changes a cache, or load it from Numba's cache, so that no insert waits for a compiler."""
+    keys = np.empty(0, np.int64)
+    write_rows(cache, 1, keys, np.empty((0, 1), np.uint8), 0, True)
+    erase_rows(cache, keys)
+    free_retired(cache)
+
+
 @kernel
 def link_all_free(cache: Any) -> None:
     """Put every row of a new cache into FREE."""
