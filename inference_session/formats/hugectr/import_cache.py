@@ -23,6 +23,7 @@ from functools import cache
 from pathlib import Path
 
 from inference_session.errors import ConfigurationError, ModelFormatError, UnavailableError
+from inference_session.formats import manifest, native
 from inference_session.formats.hugectr.importer import Progress, write_version
 from inference_session.formats.hugectr.ps_fields import PsJson, PsModel
 from inference_session.formats.manifest import sha256_of
@@ -130,7 +131,8 @@ def _refuse_changes(before: Sequence[tuple[Path, int, int, int]], after: Sequenc
 def _importer_hash() -> str:
     """Stands for the code that reads HugeCTR's files, so that a newer hotrow imports anew."""
     code = sorted(Path(__file__).parent.rglob("*.py"))
-    return _hash("".join(path.read_text(encoding="utf-8") for path in code))
+    formats = f"{native.FORMAT} {manifest.FORMAT}"
+    return _hash(formats + "".join(path.read_text(encoding="utf-8") for path in code))
 
 
 def _hash(text: str) -> str:
