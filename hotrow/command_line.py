@@ -43,9 +43,15 @@ def cli() -> None:
 
 
 def main() -> None:
-    """Entry point: an error that we raise on purpose is one line on stderr and exit code 1."""
+    """Entry point: an error that we raise on purpose, or that a file system raises, is one line and exit code 1."""
     try:
-        cli()
-    except HotrowError as error:
-        click.echo(f"hotrow: {error}", err=True)
+        cli(prog_name="hotrow")
+    except (HotrowError, OSError) as error:
+        click.echo(f"hotrow: {_in_one_line(error)}", err=True)
         sys.exit(1)
+
+
+def _in_one_line(error: HotrowError | OSError) -> str:
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

@@ -160,8 +160,8 @@ class LookupPlan:
             keys, weights = batch.array(keys_name), batch.array(weights_name)
             if weights.shape != keys.shape:
                 raise InvalidRequestError(
-                    f"{weights_name!r} has shape {list(weights.shape)}, "
-                    f"but the keys that it weighs have {list(keys.shape)}"
+                    f"keys {keys_name!r} have shape {list(keys.shape)}, but their factors, {weights_name!r}, "
+                    f"have {list(weights.shape)}"
                 )
             held.append(np.ascontiguousarray(weights, np.float32))
             segments["weights_address"][i] = _address(held[-1])

@@ -39,7 +39,10 @@ class OnnxEngine(DenseEngine):
         # Spinning threads would take the cores that look-ups, Triton and its clients need.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         try:
-            self._session: Any = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+            # Its fallback prints to stdout and tries the same provider again.
+            self._session: Any = onnxruntime.InferenceSession(
+                path, options, providers=["CPUExecutionProvider"], enable_fallback=0
+            )
         except _LOAD_ERRORS as error:
             raise ModelFormatError(f"{path}: ONNX Runtime cannot load it: {_first_line(error)}") from error
         self.input_names = frozenset(tensor.name for tensor in self._session.get_inputs())

@@ -22,6 +22,7 @@ def stage_version(repository: Path, model: str, version: int | None = None) -> I
     Raises:
         ConfigurationError: the version exists already, or the names cannot be folders.
         UnavailableError: another process is writing this version.
+        OSError: the file system does not take it; `filename` is set.
     """
     folder = repository / model
     if not model or Path(model).name != model or model.startswith("."):
@@ -40,11 +41,13 @@ def stage_version(repository: Path, model: str, version: int | None = None) -> I
             _refuse_existing(target)
             staging.rename(target)
             _flush_one(folder)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(staging, ignore_errors=True)
             for path in made:
                 with suppress(OSError):  # others have put something there
                     path.rmdir()
+            if isinstance(error, OSError) and error.errno and not error.filename:
+                error.filename = str(staging)  # a full disk does not say where it is full
             raise
 
 

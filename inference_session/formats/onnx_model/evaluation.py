@@ -21,7 +21,8 @@ def open_network(model: Path | bytes) -> Any:
     options.log_severity_level = _FATAL
     options.intra_op_num_threads = 1
     source = model if isinstance(model, bytes) else str(model)
-    return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    # Its fallback prints to stdout and tries the same provider again.
+    return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"], enable_fallback=0)
 
 
 def evaluate(model: ModelProto, scope: GraphProto, name: str) -> NDArray[Any]:

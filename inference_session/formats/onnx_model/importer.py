@@ -197,7 +197,7 @@ class _Import:
             network = open_network(path)
         except Exception as error:
             # ONNX Runtime raises its own types, which share no base but this.
-            reason = str(error).replace(str(path), "it")
+            reason = " ".join(str(error).replace(str(path), "it").split())
             raise ModelFormatError(f"{self.source.path}: ONNX Runtime does not take this model: {reason}") from error
         prober = Prober(network, self.source.inputs, self._rows(carved))
         return prober.find(), prober

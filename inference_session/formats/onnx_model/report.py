@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from inference_session.formats.native import ModelSpec, TableSpec
+
+_MAX_NAMES = 12
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class ImportReport:
             lines.append("Stays in the dense network:")
             lines += [f"  {item.name!r} {item.reason}" for item in self.stays_dense]
         if self.spec.labels:
-            lines.append(f"Predictions: {', '.join(self.spec.labels)}")
+            lines.append(f"Predictions: {shortened(self.spec.labels)}")
         lines += [f"Note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -49,3 +52,10 @@ class ImportReport:
             for lookup in reads
         ]
         return f"{table.name!r}: {table.num_rows} rows x {table.embedding_dim} {table.dtype}, read by {'; '.join(ways)}"
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Names in a line that a person reads; of many, the first ones and how many there are."""
+    if len(names) <= _MAX_NAMES:
+        return ", ".join(names)
+    return f"{', '.join(names[: _MAX_NAMES - 1])} … ({len(names)} in all)"

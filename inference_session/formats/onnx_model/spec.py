@@ -45,7 +45,7 @@ def model_spec(
         joinable=findings.joinable,
         source=source,
     )
-    return spec, tuple(_notes(spec))
+    return spec, tuple(_notes(spec, carved))
 
 
 def _dtype(kind: ValueType) -> str:
@@ -117,13 +117,15 @@ def _lookup_spec(lookup: Lookup, folder: str) -> LookupSpec:
     )
 
 
-def _notes(spec: ModelSpec) -> list[str]:
+def _notes(spec: ModelSpec, carved: Carved) -> list[str]:
     notes: list[str] = []
     if not spec.tables:
-        notes.append("no initializer is read by rows alone: everything is in the dense network")
+        notes.append("no table was taken out: everything is in the dense network")
     if not spec.labels:
         notes.append(f"{PREDICTIONS} is left out: no output is a float tensor of shape [batch] or [batch, k]")
-    poolings = {lookup.pooling for lookup in spec.lookups}
+    poolings = {
+        lookup.pooling for lookup in carved.lookups if lookup.keys_dims and not isinstance(lookup.keys_dims[-1], int)
+    }
     return notes + [
         f"the {pooling} over an empty bag is zero here; ONNX Runtime gives NaN, -inf or an error"
         for pooling in sorted(poolings & {"mean", "max"})

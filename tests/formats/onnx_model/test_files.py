@@ -174,6 +174,22 @@ def test_models_that_onnx_runtime_does_not_take_are_refused(tmp_path: Path) -> N
     assert not _left(tmp_path)
 
 
+def test_refusals_are_one_line_and_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """ONNX Runtime's reasons come on several lines, and names that are no text make it print and try again."""
+    path = tmp_path / "model.onnx"
+    graph = "agraph (int64[N, 2] x) => (float[N, 2, 4] y) { y = Gather(W, x) }"
+    onnx.save(model_of(graph, {"W": table()}), path)
+    damaged = path.read_bytes().replace(b"Gather", b"Gath\xffr")
+    path.write_bytes(damaged)
+
+    with pytest.raises(HotrowError) as caught:
+        import_onnx(path, tmp_path / "repository", "m")
+
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr().out == ""
+
+
 def test_outputs_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
     """Triton's tensors cannot hold a sequence."""
     model = model_of("m (int64[b] k) => (float[b, 4] v) { v = Gather(w, k) }", {"w": table()})

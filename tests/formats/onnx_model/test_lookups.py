@@ -304,7 +304,7 @@ def test_a_model_without_tables_is_dense_altogether(tmp_path: Path) -> None:
 
     report = check(tmp_path, model, {"x": np.ones((2, 4), np.float32)})
 
-    assert "no initializer" in str(report)
+    assert "no table was taken out" in str(report)
 
 
 def test_kuairand_models_answer_as_expected(shared: Path, tmp_path: Path) -> None:
@@ -332,3 +332,23 @@ def test_import_is_deterministic(tmp_path: Path) -> None:
     assert second.version_dir.name == "2"
     for name in ("session.json", "dense.onnx", "MANIFEST.json"):
         assert (first.version_dir / name).read_bytes() == (second.version_dir / name).read_bytes()
+
+
+def test_many_predictions_are_not_all_listed(tmp_path: Path) -> None:
+    """The report of a model with a column per item says how many there are."""
+    graph = "agraph (int64[N] x) => (float[N, 500] y) { y = Gather(W, x) }"
+
+    report = check(tmp_path, model_of(graph, {"W": table(dim=500)}), {"x": np.array([1, 2])})
+
+    assert "y_0, y_1, y_2, y_3, y_4, y_5, y_6, y_7, y_8, y_9, y_10 … (500 in all)" in str(report)
+
+
+@pytest.mark.parametrize(("length", "noted"), [("L", True), ("3", False)])
+def test_empty_bags_are_noted_where_there_can_be_any(tmp_path: Path, length: str, noted: bool) -> None:
+    """Keys of a fixed number are never none."""
+    graph = f"agraph (int64[N, {length}] x) => (float[N, 4] y) {{ g = Gather(W, x) y = ReduceMean<keepdims=0>(g, a) }}"
+
+    report = check(tmp_path, model_of(graph, {"W": table(), "a": np.array([1])}), {"x": np.array([[1, 2, 3]])})
+
+    assert report.spec.lookups[0].pooling == "mean"
+    assert ("empty bag" in str(report)) == noted

@@ -1,0 +1,201 @@
+"""The command line: what it prints, where, and with which exit code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from hotrow import command_line
+from hotrow.command_line import main
+from tests.formats.onnx_model.models import model_of, table
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs `hotrow` with these arguments; exit code, stdout, stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["hotrow", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        printed = capsys.readouterr()
+        return int(caught.value.code or 0), printed.out, printed.err
+
+    return run
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """An ONNX file with one table, `W`."""
+    graph = "agraph (int64[N, 3] x) => (float[N, 4] y) { g = Gather(W, x) y = ReduceSum <keepdims = 0> (g, axes) }"
+    path = tmp_path / "model.onnx"
+    onnx.save(model_of(graph, {"W": table(), "axes": np.array([1])}), path)
+    return path
+
+
+@pytest.fixture
+def version_dir(run: Run, model: Path, tmp_path: Path) -> Path:
+    """That model, imported."""
+    code, _, _ = run("import", "onnx", model, "--name", "ctr", "--repository", tmp_path / "repository")
+    assert code == 0
+    return tmp_path / "repository" / "ctr" / "1"
+
+
+@pytest.mark.parametrize("path", [(), ("import",), ("import", "onnx"), ("import", "hugectr"), ("serve",), ("inspect",)])
+def test_everything_has_help(run: Run, path: tuple[str, ...]) -> None:
+    """Each command and group explains itself."""
+    code, out, _ = run(*path, "--help")
+
+    assert code == 0
+    assert out.startswith(" ".join(("Usage: hotrow", *path)))
+
+
+@pytest.mark.parametrize("name", command_line._COMMANDS)
+def test_every_command_can_be_loaded(run: Run, name: str) -> None:
+    """The names in the list of commands are those of modules."""
+    assert run(name, "--help")[0] == 0
+
+
+def test_import_reports_and_numbers_versions(run: Run, model: Path, version_dir: Path) -> None:
+    """A second import becomes version 2, and the report names tables and predictions."""
+    repository = version_dir.parent.parent
+
+    code, out, err = run("import", "onnx", model, "--name", "ctr", "--repository", repository)
+
+    assert (code, err) == (0, "")
+    assert f"as {repository / 'ctr' / '2'}" in out
+    assert "'W': 1000 rows x 4 float32, read by 'x', sum" in out
+    assert "Predictions: y_0, y_1, y_2, y_3" in out
+
+
+def test_an_existing_version_is_refused_in_one_line(run: Run, model: Path, version_dir: Path) -> None:
+    """Nothing is overwritten."""
+    code, out, err = run(
+        "import", "onnx", model, "--name", "ctr", "--repository", version_dir.parent.parent, "--version", 1
+    )
+
+    assert (code, out) == (1, "")
+    assert err == f"hotrow: {version_dir}: exists already; choose another version\n"
+
+
+def test_a_damaged_model_is_one_line(run: Run, model: Path, tmp_path: Path) -> None:
+    """An .onnx file that was cut short is named, and leaves nothing behind."""
+    model.write_bytes(model.read_bytes()[:-100])
+
+    code, _, err = run("import", "onnx", model, "--name", "cut", "--repository", tmp_path / "new")
+
+    assert code == 1
+    assert err.startswith(f"hotrow: {model}: not readable as an ONNX model")
+    assert err.count("\n") == 1
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_the_file_system_refuses_is_one_line(run: Run, model: Path, tmp_path: Path) -> None:
+    """A path that cannot be written to is named, without a traceback."""
+    (tmp_path / "repository").mkdir()
+    (tmp_path / "repository" / "ctr").write_text("a file where a folder should be")
+
+    code, _, err = run("import", "onnx", model, "--name", "ctr", "--repository", tmp_path / "repository")
+
+    assert code == 1
+    assert err == f"hotrow: {tmp_path / 'repository' / 'ctr'}: File exists\n"
+
+
+def test_a_full_disk_is_named(run: Run, model: Path, tmp_path: Path) -> None:
+    """ENOSPC itself does not say where: the staging folder does."""
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    repository = tmp_path / "repository"
+    (repository / "ctr").mkdir(parents=True)
+    (repository / "ctr" / ".tmp-config.pbtxt").symlink_to("/dev/full")
+
+    code, _, err = run("import", "onnx", model, "--name", "ctr", "--repository", repository)
+
+    assert code == 1
+    assert err == f"hotrow: {repository / 'ctr' / '.tmp-1'}: No space left on device\n"
+    assert not (repository / "ctr" / "1").exists()
+
+
+@pytest.mark.parametrize("name", ["", "../up", "a b", ".hidden", "a/b"])
+def test_names_that_are_no_folders_are_usage_errors(run: Run, model: Path, tmp_path: Path, name: str) -> None:
+    """A model's name is a folder's."""
+    code, _, err = run("import", "onnx", model, "--name", name, "--repository", tmp_path / "new")
+
+    assert code == 2
+    assert f"{name!r} may hold letters" in err
+    assert not (tmp_path / "new").exists()
+
+
+def test_inspect_shows_full_digits(run: Run, version_dir: Path) -> None:
+    """Rows and bytes are printed in full, for people and for programs."""
+    _, out, _ = run("inspect", version_dir, "--verify")
+    _, text, _ = run("inspect", version_dir, "--json")
+
+    assert "16000" in out
+    assert "Checksums of all files agree" in out
+    described = json.loads(text)
+    assert described["inputs"] == [{"name": "x", "dtype": "int64", "shape": [-1, 3]}]
+    assert described["tables"][0]["rows"] == 1000
+    assert described["total_table_bytes"] == 16_000
+    assert described["tasks"] == ["y_0", "y_1", "y_2", "y_3"]
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _cut(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+FILES = ["dense.onnx", "tables/W/emb_vector", "session.json"]
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        *((file, damage) for file in FILES for damage in (_flip, _cut, Path.unlink)),
+        ("MANIFEST.json", _cut),
+        ("MANIFEST.json", Path.unlink),
+    ],
+)
+def test_inspect_names_the_damaged_file(run: Run, version_dir: Path, file: str, damage: Callable[[Path], None]) -> None:
+    """Whatever the damage, `--verify` ends with 1 and one line that names the file."""
+    damage(version_dir / file)
+
+    code, _, err = run("inspect", version_dir, "--verify")
+
+    assert code == 1
+    assert err.startswith(f"hotrow: {version_dir / file}: ")
+    assert err.count("\n") == 1
+
+
+def test_inspect_of_another_folder_says_what_is_missing(run: Run, tmp_path: Path) -> None:
+    """A folder that is no version directory is told apart by what it lacks."""
+    code, _, err = run("inspect", tmp_path)
+
+    assert code == 1
+    assert err == f"hotrow: {tmp_path / 'session.json'}: no such file; a version directory holds one\n"
+
+
+def test_serve_names_what_cannot_be_served(run: Run, version_dir: Path) -> None:
+    """A model that the repository lacks is refused before a server is started."""
+    shutil.rmtree(version_dir)
+
+    code, _, err = run("serve", "--repository", version_dir.parent.parent)
+
+    assert code == 1
+    assert err.startswith("hotrow: ")
+    assert "ctr" in err
+    assert err.count("\n") == 1
