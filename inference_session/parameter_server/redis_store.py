@@ -56,9 +56,9 @@ except ImportError as missing:
 
 DEFAULT_CONNECTIONS = 2
 """Connections to one server that a large call uses side by side."""
-_BYTES_PER_BATCH = 64 << 10
+_BYTES_PER_BATCH = 128 << 10
 """Rows in one batch of commands: enough to be worth its system calls, and little for a server to do in one go."""
-_BYTES_UNDER_WAY = 256 << 10
+_BYTES_UNDER_WAY = 1 << 20
 """Rows asked for and not yet read: enough to keep the servers busy, and little for them to hold in their buffers."""
 _MAX_ATTEMPTS = 3
 _MIN_REFRESH_S = 0.1

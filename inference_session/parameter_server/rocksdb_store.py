@@ -47,6 +47,8 @@ except ImportError as missing:
     ) from missing
 
 _KEYS_PER_MULTIGET = 16_384
+_MIN_SORTED_KEYS = 4096
+"""From here on neighbours in the files are often asked for together, and keys are worth sorting."""
 _BYTES_PER_BATCH = 8 << 20
 _MEMTABLE_BYTES = 64 << 20
 _ALL_MEMTABLES_BYTES = 512 << 20
@@ -108,9 +110,7 @@ class RocksDbStore(EmbeddingStore):
         if family is not None:
             for begin in range(0, len(keys), _KEYS_PER_MULTIGET):
                 part = slice(begin, begin + _KEYS_PER_MULTIGET)
-                with _translated(self.path):
-                    rows = family.get(_as_bytes(keys[part]))
-                found[part] = self._place(table, rows, out[part])
+                found[part] = self._fetch(table, family, keys[part], out[part])
         return found
 
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
@@ -238,6 +238,21 @@ class RocksDbStore(EmbeddingStore):
             batch.set_default_column_family(self._db.get_column_family_handle(self.namespace.tag(table)))
             fill(batch)
             self._db.write(batch)
+
+    def _fetch(self, table: str, family: Any, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
+        if len(keys) < _MIN_SORTED_KEYS:
+            with _translated(self.path):
+                rows = family.get(_as_bytes(keys))
+            return self._place(table, rows, out)
+        order = np.argsort(keys.byteswap().view(np.uint64))  # as the bytes of the keys are sorted in the files
+        with _translated(self.path):
+            rows = family.get(_as_bytes(keys[order]))
+        ordered = np.empty_like(out)
+        hits = self._place(table, rows, ordered)
+        out[order[hits]] = ordered[hits]
+        found = np.empty_like(hits)
+        found[order] = hits
+        return found
 
     def _place(self, table: str, rows: list[bytes | None], out: NDArray[np.float32]) -> NDArray[np.bool_]:
         """Write the rows that are there to their places in `out`; returns which they are."""

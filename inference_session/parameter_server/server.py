@@ -216,7 +216,7 @@ class ParameterServer:
             raise UnavailableError(f"{num_unknown} keys cannot be fetched while a store is out ({reasons})")
 
     def _promote(self, above: Sequence[Tier], want: _Wanted, request: FetchRequest, hits: NDArray[np.bool_]) -> None:
-        """Queue rows for the tiers above that keep what they missed; if the queue is full, they will be missed again."""
+        """Queue rows for the tiers above that keep what they missed; a full queue drops them, until the next miss."""
         tiers = [tier for tier in above if tier.cache_missed_keys and tier.failure is None]
         if not tiers or not hits.any():
             return
