@@ -3,7 +3,7 @@
     python benchmarks/hugectr.py [--quick]
 
 Three ways to one answer, interleaved in one run, each on the same keys:
-* packed: the user's own files, opened in place; DES, CATCOLUMN and ROWINDEX are checked and decoded;
+* packed: an import of the user's files; DES, CATCOLUMN and ROWINDEX are checked and decoded;
 * native: the same network and tables with plain inputs, keys [samples, slots] per table;
 * through Triton: packed requests against a running server (`--triton`), the user's folder in place beside the import.
 """
