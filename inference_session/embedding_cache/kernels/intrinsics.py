@@ -4,7 +4,10 @@ instruction. Each function is a few LLVM instructions, for use inside compiled c
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
@@ -21,13 +24,27 @@ def kernel(function: Function) -> Function:
     """Compile without the GIL and with IEEE arithmetic; the machine code is kept on disk where a folder allows it.
 
     Kernels do not allocate, so they are spared Numba's reference counting, which would cost more than the work itself.
+
+    Numba sees that a kernel's own file has changed, but not those of the kernels that were compiled into it. So the
+    name under which machine code is kept ends with a digest of them all: after an upgrade nothing old is found.
     """
+    sources = _digest(Path(__file__).parent), _digest(Path(function.__code__.co_filename).parent)
+    function.__qualname__ += "_".join(["", *sorted(set(sources))])
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False, "forceinline": True}
     try:
         return cast("Function", numba.njit(cache=True, **options)(function))
     except RuntimeError:
         # Numba found no folder it may write its cache to (a read-only image without a home): compile per process.
         return cast("Function", numba.njit(**options)(function))
+
+
+@functools.cache
+def _digest(folder: Path) -> str:
+    """Of all modules of a folder, which may have been installed without their sources."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(folder.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
