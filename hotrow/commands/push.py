@@ -17,8 +17,15 @@ from inference_session.parameter_server.table_push import TablePush
 _TIMEOUT_MS = 30_000
 
 
+def _version_dir(ctx: click.Context, parameter: click.Parameter, value: str) -> Path:
+    if "://" in value:  # not to be repeated in an error: it may hold a password
+        raise click.BadParameter("a URL, where a directory is expected; a store goes behind --to")
+    path: Path = click.Path(exists=True, file_okay=False, path_type=Path).convert(value, parameter, ctx)
+    return path
+
+
 @click.command()
-@click.argument("version_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("version_dir", callback=_version_dir)
 @click.option("--to", "store_url", required=True, metavar="STORE_URL", help="redis://, redis+cluster://, rocksdb:///…")
 @click.option("--verify", is_flag=True, help="Read all rows back and compare them.")
 @click.option("--verify-sample", type=click.IntRange(min=1), metavar="N", help="Read back N random rows of each table.")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,6 +59,7 @@ DEFAULT_CONNECTIONS = 2
 """Connections to one server that a large call uses side by side."""
 _BYTES_PER_BATCH = 128 << 10
 """Rows in one batch of commands: enough to be worth its system calls, and little for a server to do in one go."""
+_COMMANDS_PER_BATCH = 64
 _BYTES_UNDER_WAY = 1 << 20
 """Rows asked for and not yet read: enough to keep the servers busy, and little for them to hold in their buffers."""
 _MAX_ATTEMPTS = 3
@@ -382,8 +384,8 @@ class RedisStore(EmbeddingStore):
         under_way: deque[tuple[RedisConnection, list[Any]]] = deque()
         num_bytes = 0
         with self._pool.borrow(deadline) as connections:
-            for number, (address, batch) in enumerate(self._batches(commands)):
-                connection = connections.take(address, number % self._num_connections)
+            for (address, lane), batch in self._batches(commands):
+                connection = connections.take(address, lane)
                 connection.send(b"".join([command.payload() for command in batch]), deadline)
                 under_way.append((connection, batch))
                 num_bytes += _num_bytes(batch)
@@ -394,17 +396,19 @@ class RedisStore(EmbeddingStore):
             for connection, batch in under_way:
                 read(connection, batch, deadline)
 
-    def _batches(self, commands: Sequence[Any]) -> Iterator[tuple[Address, list[Any]]]:
-        """Commands for the same server, in their order, as many as are worth sending together."""
-        batches: dict[Address, list[Any]] = {}
-        num_bytes: dict[Address, int] = {}
+    def _batches(self, commands: Sequence[Any]) -> Iterator[tuple[tuple[Address, int], list[Any]]]:
+        """Commands for the same connection, as many as are worth sending together.
+
+        All commands of a partition take the same connection, for they must be done in their order.
+        """
+        batches: dict[tuple[Address, int], list[Any]] = {}
         for command in commands:
-            address = self._servers.address(command.name)
-            batches.setdefault(address, []).append(command)
-            num_bytes[address] = num_bytes.get(address, 0) + command.num_bytes
-            if num_bytes[address] >= _BYTES_PER_BATCH:
-                num_bytes[address] = 0
-                yield address, batches.pop(address)
+            partition = command.name[:-1]  # without the `v` or `t` that its two hashes differ by
+            where = self._servers.address(command.name), zlib.crc32(partition) % self._num_connections
+            batch = batches.setdefault(where, [])
+            batch.append(command)
+            if len(batch) == _COMMANDS_PER_BATCH or _num_bytes(batch) >= _BYTES_PER_BATCH:
+                yield where, batches.pop(where)
         yield from batches.items()
 
     @staticmethod

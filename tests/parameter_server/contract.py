@@ -232,6 +232,13 @@ class StoreContract(ReadContract):
         assert found.all()
         assert_same_bits(out, vectors[100:])
 
+    def test_the_last_of_many_equal_keys_wins_as_well(self, store: EmbeddingStore) -> None:
+        """Order holds beyond the batches and connections that a large insert is spread over."""
+        keys = np.tile(random_keys(1000), 6)
+        vectors = random_vectors(6000, 128)
+        store.insert("wide", keys, vectors)
+        assert_same_bits(fetch(store, "wide", keys[:1000])[1], vectors[5000:])
+
     def test_many_rows_at_once(self, store: EmbeddingStore) -> None:
         """More rows than any batch, window or buffer holds, with gaps among the keys asked for."""
         keys, vectors = random_keys(20_000), random_vectors(20_000, 128)

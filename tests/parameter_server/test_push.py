@@ -185,3 +185,7 @@ def test_mistakes_are_told_in_one_line(server: RedisServer, version_dir: Path) -
         run("inspect", "redis://127.0.0.1:1")
     with pytest.raises(ConfigurationError, match="push --verify"):
         run("inspect", server.url, "--verify")
+    swapped = CliRunner().invoke(cli, ["push", "redis://:secret@host", "--to", str(version_dir)])
+    assert swapped.exit_code == 2
+    assert "behind --to" in swapped.output
+    assert "secret" not in swapped.output
