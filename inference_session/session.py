@@ -211,15 +211,17 @@ class InferenceSession:
         return np.array([table.record() for table in tables.values()], TABLE)
 
     def _as_array(self, name: str, value: ArrayLike) -> NDArray[Any]:
-        """What a Python caller may pass: lists, and arrays whose type converts without loss."""
+        """What a Python caller may pass: arrays whose type converts without loss, and lists of numbers that do."""
         expected = next((np.dtype(tensor.dtype) for tensor in self.spec.inputs if tensor.name == name), None)
         try:
-            array = np.asarray(value) if isinstance(value, np.ndarray) else np.asarray(value, expected)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise InvalidRequestError(f"input {name!r} cannot become an array of {expected}: {error}") from error
-        if expected is not None and np.can_cast(array.dtype, expected, "safe"):
+            array = np.asarray(value)
+        except ValueError as error:  # rows of different lengths
+            raise InvalidRequestError(f"input {name!r} cannot become an array: {error}") from error
+        if expected is None:
+            return array
+        if np.can_cast(array.dtype, expected, "safe"):
             return array.astype(expected, copy=False)
-        return array
+        return array if isinstance(value, np.ndarray) else _narrowed(array, expected)
 
     def _warm(self) -> None:
         """Run one made-up sample, so that the first request finds everything in place; it is not counted."""
@@ -232,3 +234,11 @@ class InferenceSession:
 def _zeros(tensor: TensorSpec) -> NDArray[Any]:
     shape = [max(size, 1) for size in tensor.shape]
     return np.full(shape, "", object) if tensor.dtype == "object" else np.zeros(shape, tensor.dtype)
+
+
+def _narrowed(array: NDArray[Any], expected: np.dtype[Any]) -> NDArray[Any]:
+    """A list's numbers in the type that is expected: NumPy gives lists the widest. As they are where that loses any."""
+    if array.size and array.dtype.kind + expected.kind not in ("ii", "iu", "if", "ff"):
+        return array
+    narrow = array.astype(expected)
+    return array if expected.kind in "iu" and not np.array_equal(narrow, array) else narrow

@@ -85,6 +85,32 @@ def test_lists_are_taken_as_well(session: InferenceSession) -> None:
     np.testing.assert_array_equal(session.predict(lists), session.predict(arrays))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("user", [[1.5]], "has type float64, expected int64"),
+        ("user", [[2**70]], "has type object, expected int64"),
+        ("user", [["1"]], "has type <U1, expected int64"),
+        ("user", [[None]], "has type object, expected int64"),
+        ("items", [[1, 2**31]], "has type int64, expected int32"),
+        ("codes", [[1], [1, 2]], "inhomogeneous"),
+    ],
+)
+def test_lists_that_would_lose_something_are_refused(
+    session: InferenceSession, name: str, value: object, message: str
+) -> None:
+    """NumPy would cut 1.5 to 1 and read text as a number; nobody asked for those keys."""
+    inputs = {**small_model.random_inputs(1, np.random.default_rng(0)), name: value}
+
+    with pytest.raises(InvalidRequestError, match=f"input '{name}' .*{message}"):
+        session.predict(inputs)
+
+
+def test_no_outputs_are_none(session: InferenceSession) -> None:
+    """An empty list of outputs is not all of them."""
+    assert session.run(small_model.random_inputs(2, np.random.default_rng(0)), []) == {}
+
+
 def test_outputs_come_in_the_order_asked(session: InferenceSession) -> None:
     """Only what is asked for is computed and returned."""
     inputs = small_model.random_inputs(2, np.random.default_rng(0))

@@ -53,6 +53,8 @@ class OnnxEngine(DenseEngine):
         session = self._session
         if session is None:
             raise SessionClosedError("the dense engine has been closed")
+        if not outputs:  # ONNX Runtime takes this for all of them
+            return []
         try:
             # Contiguous arrays are bound as they are: ONNX Runtime copies nothing on the CPU.
             results: list[np.ndarray[Any, Any]] = session.run(outputs, inputs)
