@@ -352,3 +352,33 @@ def test_empty_bags_are_noted_where_there_can_be_any(tmp_path: Path, length: str
 
     assert report.spec.lookups[0].pooling == "mean"
     assert ("empty bag" in str(report)) == noted
+
+
+def test_a_table_that_is_cast_to_half_as_a_whole_is_taken(tmp_path: Path) -> None:
+    """ONNX Runtime rounds to half precision at other places than before, by no more than a step of it."""
+    graph = """agraph (int64[N, 2] x) => (float16[N, 4] y) {
+        h = Cast<to=10>(W) g = Gather(h, x) y = ReduceSum<keepdims=0>(g, a)
+    }"""
+    keys = np.random.default_rng(0).integers(0, 1000, (50, 2))
+
+    report = import_model(tmp_path, model_of(graph, {"W": table(), "a": np.array([1])}))
+
+    assert_same(report, tmp_path / "model.onnx", {"x": keys}, tolerance=4e-3)
+    assert [t.dtype for t in report.tables] == ["float32"]
+
+
+def test_batches_that_matter_under_some_values_only_are_found(tmp_path: Path) -> None:
+    """One large key changes the answers of its whole batch: such requests are not joined."""
+    graph = """agraph (int64[N] x) => (float[N, 4] y) {
+        m = ReduceMax<keepdims=0>(x) c = Greater(m, limit) f = Cast<to=1>(c) g = Gather(W, x) y = Add(g, f)
+    }"""
+
+    report = check(
+        tmp_path,
+        model_of(graph, {"W": table(), "limit": np.array(990)}),
+        {"x": np.array([1, 2])},
+        {"x": np.array([995, 2])},
+    )
+
+    assert report.spec.batched
+    assert not report.spec.joinable
