@@ -16,6 +16,17 @@ def _model_name(ctx: click.Context, parameter: click.Parameter, value: str) -> s
     return value
 
 
+_repository = click.option(
+    "--repository",
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Model repository; made if there is none.",
+)
+_version = click.option(
+    "--version", type=click.IntRange(min=1), help="Version number.  [default: one above the highest]"
+)
+
+
 @click.group()
 def command() -> None:
     """Bring a trained model into a model repository that `hotrow serve` serves."""
@@ -24,13 +35,8 @@ def command() -> None:
 @command.command()
 @click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="MODEL.onnx")
 @click.option("--name", required=True, callback=_model_name, help="Name that clients will ask for.")
-@click.option(
-    "--repository",
-    required=True,
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Model repository; made if there is none.",
-)
-@click.option("--version", type=click.IntRange(min=1), help="Version number.  [default: one above the highest]")
+@_repository
+@_version
 @click.option(
     "--min-rows",
     type=click.IntRange(min=1),
@@ -82,13 +88,8 @@ def onnx(
 @command.command()
 @click.argument("ps_json", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PS_JSON")
 @click.option("--model", metavar="NAME", help="Import this model of ps.json only.  [default: all of them]")
-@click.option(
-    "--repository",
-    required=True,
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Model repository; made if there is none.",
-)
-@click.option("--version", type=click.IntRange(min=1), help="Version number.  [default: one above the highest]")
+@_repository
+@_version
 @click.option(
     "--keep-rows-of",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
