@@ -160,6 +160,29 @@ def test_pooled_bags_equal_numpy(  # noqa: PLR0917
     assert total == np.count_nonzero(keys >= 300)
 
 
+@pytest.mark.parametrize("kind", ["row_number", "stored"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+@pytest.mark.parametrize(("dim", "per_row"), [(1, 1), (7, 3), (16, 1), (37, 1), (300, 1), (48, 2)])
+def test_long_runs_of_keys_equal_a_dict(kind: str, dtype: str, dim: int, per_row: int, tmp_path: Path) -> None:
+    """Hundreds of keys of one table, known or not, of 4 or 8 bytes, close together or apart."""
+    generator = np.random.default_rng(dim)
+    vectors = generator.normal(size=(150, dim)).astype(np.float32)
+    held = None if kind == "row_number" else (generator.permutation(400)[:150] - 200).tolist()
+    known = make_table(tmp_path, held, vectors, dtype)
+    for gap, key_type in ((0, np.int64), (2, np.int32)):
+        keys = generator.integers(-200, 200, (601, per_row + gap)).astype(key_type)[:, :per_row]
+        output = np.full((601, per_row * dim + gap), np.nan, np.float32)
+
+        total, counts, positions = run([known.file], segment(keys, output), positions=keys.size)
+
+        wanted = expected_vectors(known, keys).reshape(601, -1)
+        np.testing.assert_allclose(output[:, : per_row * dim], wanted, rtol=1e-6, atol=1e-6)
+        assert np.isnan(output[:, per_row * dim :]).all()
+        unknown = [i for i, key in enumerate(keys.ravel().tolist()) if key not in known.rows]
+        assert total == counts[0] == len(unknown) > 0
+        assert positions[:total].tolist() == unknown
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_many_segments_split_over_threads_give_the_same_answers(threads: int, ragged: bool, tmp_path: Path) -> None:

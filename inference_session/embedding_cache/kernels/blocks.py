@@ -1,4 +1,12 @@
-"""The look-up of any request, block by block."""
+"""The look-up of any request, block by block.
+
+A request is one sequence of keys, over all its segments, cut into blocks. Three are under way at a time, each in
+another stage, so that the misses of many tables overlap however few keys each has:
+
+    1  take the keys; ask for their buckets of the index, or where keys are row numbers, for the rows
+    2  match tags; ask for the keys and vectors of the rows that match
+    3  compare the keys, then copy or pool the vectors
+"""
 
 from __future__ import annotations
 

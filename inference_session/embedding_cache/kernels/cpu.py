@@ -1,13 +1,8 @@
 """The look-up on the CPU: all tables of a request in one call, straight into the dense network's inputs.
 
-A request is one stream of keys, cut into blocks. Three blocks are under way at a time, each in another stage:
-
-    1  take the keys; ask for their lines of the index
-    2  match tags; ask for the keys and vectors of the rows that match
-    3  compare the keys, then copy or pool the vectors
-
-so that memory works on some hundred lines at once while the processor never waits for a single one. Nothing here
-allocates per key or holds the GIL. `gpu.py` is the twin with the same signature.
+Long even runs of keys in one table have a loop of their own (stream.py), all else goes block by block (blocks.py). In
+both, memory works on some hundred lines at once while the processor waits for none of them. Nothing here allocates per
+key or holds the GIL. `gpu.py` is the twin with the same signature.
 """
 
 from __future__ import annotations
