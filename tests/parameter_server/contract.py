@@ -365,7 +365,7 @@ def compare_with_dictionary(store: EmbeddingStore, calls: list[tuple[str, list[i
     for verb, keys, value in calls:
         array = np.array(keys, np.int64)
         if verb == "insert":
-            vectors = (value + np.arange(len(keys), dtype=np.float32)).reshape(-1, 1)
+            vectors = (np.float32(value) + np.arange(len(keys), dtype=np.float32)).reshape(-1, 1)
             store.insert("odd", array, vectors)
             rows.update(zip(keys, vectors[:, 0].tolist(), strict=True))
         elif verb == "erase":
