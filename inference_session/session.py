@@ -22,13 +22,14 @@ from inference_session.errors import (
     ConfigurationError,
     HotrowError,
     InvalidRequestError,
+    ModelFormatError,
     SessionClosedError,
     UnknownKeyError,
     UnsupportedModelError,
 )
 from inference_session.formats import manifest
 from inference_session.formats.hugectr.request_layout import HpsLayout, HugectrLayout
-from inference_session.formats.native import DENSE_FILE, KEYS_FILE, TABLES_FOLDER, ModelSpec, TensorSpec
+from inference_session.formats.native import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec, TensorSpec
 from inference_session.lookup_plan import LookedUp, LookupPlan
 from inference_session.outputs import Answer, Outputs
 from inference_session.parameter_server.table_file import TableFile
@@ -76,6 +77,8 @@ class InferenceSession:
             self._dense = OnnxEngine(directory / DENSE_FILE, num_threads=config.num_dense_threads)
         has_key_graph = (directory / KEYS_FILE).exists()
         self._keys = OnnxEngine(directory / KEYS_FILE, num_threads=1) if has_key_graph else None
+        if spec.layout == "tensors":
+            _check_links(spec, directory, self._dense, self._keys)
         self._tables = {t.folder: TableFile.open(directory / TABLES_FOLDER / t.folder, t) for t in spec.tables}
         self._plan = LookupPlan(spec, self._records(self._tables), num_threads=config.num_lookup_threads)
         self._outputs = Outputs(spec)
@@ -229,6 +232,20 @@ class InferenceSession:
         with contextlib.suppress(InvalidRequestError):  # zeros need not be a sensible request
             self._compute([self._layout.check(Request(inputs))])
         self._stats = SessionStats(self.spec)
+
+
+def _check_links(spec: ModelSpec, directory: Path, dense: DenseEngine, keys: OnnxEngine | None) -> None:
+    """Refuse networks that session.json does not fit, before every request fails on them."""
+    inputs = {tensor.name for tensor in spec.inputs}
+    known = inputs | (keys.output_names if keys else frozenset())
+    looked_up = {lookup.dense_input for lookup in spec.lookups}
+    for reader, wanted, given in (
+        (KEYS_FILE, keys.input_names if keys else frozenset(), inputs),
+        ("a lookup", {name for lookup in spec.lookups for name in (lookup.keys, lookup.weights) if name}, known),
+        (DENSE_FILE, dense.input_names, known | looked_up),
+    ):
+        if missing := sorted(wanted - given):
+            raise ModelFormatError(f"{directory / SESSION_FILE}: {reader} reads {missing[0]!r}, which nothing provides")
 
 
 def _zeros(tensor: TensorSpec) -> NDArray[Any]:

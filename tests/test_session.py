@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from inference_session.errors import (
     TableNotFoundError,
     UnknownKeyError,
 )
+from inference_session.formats.manifest import write_manifest
 from tests import small_model
 
 
@@ -340,6 +342,28 @@ def test_a_changed_byte_is_refused_where_checksums_are_asked(tmp_path: Path) -> 
     InferenceSession.open(tmp_path / "1").close()
     with pytest.raises(ModelFormatError, match="emb_vector: damaged"):
         InferenceSession.open(tmp_path / "1", verify="full")
+
+
+@pytest.mark.parametrize(
+    ("lookup", "message"),
+    [
+        ({"keys": "nowhere"}, "a lookup reads 'nowhere'"),
+        ({"weights": "nowhere"}, "a lookup reads 'nowhere'"),
+        ({"dense_input": "nowhere"}, "dense.onnx reads 'pooled'"),
+    ],
+)
+def test_networks_that_do_not_fit_session_json_are_refused(
+    tmp_path: Path, lookup: dict[str, Any], message: str
+) -> None:
+    """What no request could ever satisfy is found when the version is opened."""
+    small_model.write(tmp_path / "1")
+    pooled = dataclasses.replace(small_model.SPEC.lookups[2], **lookup)
+    lookups = (*small_model.SPEC.lookups[:2], pooled, *small_model.SPEC.lookups[3:])
+    dataclasses.replace(small_model.SPEC, lookups=lookups).write(tmp_path / "1")
+    write_manifest(tmp_path / "1")
+
+    with pytest.raises(ModelFormatError, match=rf"session\.json: {message}, which nothing provides"):
+        InferenceSession.open(tmp_path / "1")
 
 
 def test_a_gpu_that_is_not_there_is_refused(version: tuple[Path, small_model.Arrays]) -> None:

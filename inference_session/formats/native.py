@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
+import numpy as np
+
 from inference_session.errors import ModelFormatError, TableNotFoundError
 
 FORMAT = 1
@@ -193,11 +195,12 @@ def _list(document: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _check(spec: ModelSpec) -> None:
-    for tensor in (*spec.inputs, *spec.outputs):
-        if not isinstance(tensor.name, str) or not isinstance(tensor.dtype, str):
-            raise ValueError(f"tensor {tensor.name!r}: name and dtype must be strings")
-        if not all(isinstance(d, int) and d >= -1 for d in tensor.shape):
-            raise ValueError(f"tensor {tensor.name!r}: shape {tensor.shape} holds something but sizes and -1")
+    _check_tensors(spec.inputs)
+    _check_tensors(spec.outputs)
+    if spec.batched and spec.layout == "tensors" and any(tensor.shape[:1] != (-1,) for tensor in spec.inputs):
+        raise ValueError("field 'batched': true, but the first dimension of an input is not -1")
+    if not isinstance(spec.settings, Mapping):
+        raise ValueError(f"field 'settings': expected an object, found {spec.settings!r}")
     folders: set[str] = set()
     for table in spec.tables:
         _check_table(table)
@@ -205,12 +208,35 @@ def _check(spec: ModelSpec) -> None:
             raise ValueError(f"two tables have the folder {table.folder!r}")
         folders.add(table.folder)
     for lookup in spec.lookups:
-        if lookup.table not in folders:
-            raise ValueError(f"a lookup reads table {lookup.table!r}, which is not among the tables")
-        if lookup.pooling not in get_args(Pooling):
-            raise ValueError(f"lookup of {lookup.table!r}: pooling {lookup.pooling!r} is none of {get_args(Pooling)}")
-        if lookup.columns is not None:
-            _check_columns(lookup, spec)
+        _check_lookup(lookup, spec, folders)
+
+
+def _check_tensors(tensors: tuple[TensorSpec, ...]) -> None:
+    names: set[str] = set()
+    for tensor in tensors:
+        if not isinstance(tensor.name, str) or not isinstance(tensor.dtype, str):
+            raise ValueError(f"tensor {tensor.name!r}: name and dtype must be strings")
+        try:
+            np.dtype(tensor.dtype)
+        except TypeError as error:
+            raise ValueError(f"tensor {tensor.name!r}: dtype {tensor.dtype!r} is none of NumPy's") from error
+        if not all(type(d) is int and d >= -1 for d in tensor.shape):
+            raise ValueError(f"tensor {tensor.name!r}: shape {tensor.shape} holds something but sizes and -1")
+        if tensor.name in names:
+            raise ValueError(f"two inputs, or two outputs, are called {tensor.name!r}")
+        names.add(tensor.name)
+
+
+def _check_lookup(lookup: LookupSpec, spec: ModelSpec, folders: set[str]) -> None:
+    where = f"lookup of {lookup.table!r}"
+    if lookup.table not in folders:
+        raise ValueError(f"a lookup reads table {lookup.table!r}, which is not among the tables")
+    if not all(isinstance(name, str) for name in (lookup.keys, lookup.dense_input, lookup.weights or "")):
+        raise ValueError(f"{where}: keys, dense_input and weights must be strings")
+    if lookup.pooling not in get_args(Pooling):
+        raise ValueError(f"{where}: pooling {lookup.pooling!r} is none of {get_args(Pooling)}")
+    if lookup.columns is not None:
+        _check_columns(lookup, spec)
 
 
 def _check_columns(lookup: LookupSpec, spec: ModelSpec) -> None:
@@ -234,6 +260,9 @@ def _check_table(table: TableSpec) -> None:
         raise ValueError(f"{where}: keys {table.keys!r} is none of {get_args(KeyKind)}")
     if table.row_shape is not None and math.prod(table.row_shape) != table.embedding_dim:
         raise ValueError(f"{where}: row_shape {table.row_shape} does not hold embedding_dim {table.embedding_dim}")
+    default = table.default_vector if isinstance(table.default_vector, tuple) else (table.default_vector,)
+    if not all(isinstance(element, (int, float)) for element in default):
+        raise ValueError(f"{where}: default_vector {table.default_vector!r} holds something but numbers")
     if isinstance(table.default_vector, tuple) and len(table.default_vector) != table.embedding_dim:
         raise ValueError(f"{where}: default_vector has {len(table.default_vector)} elements, not {table.embedding_dim}")
 

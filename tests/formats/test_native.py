@@ -85,6 +85,16 @@ def _set(path: str, value: Any) -> Any:
         (_set("lookups.0.pooling", "median"), "median"),
         (_set("inputs.0.shape", [-2]), "shape"),
         (_set("inputs.0.name", 5), "name"),
+        (_set("inputs.0.dtype", "word"), "'word' is none of NumPy's"),
+        (_set("inputs.0.shape", []), "batched"),
+        (_set("inputs.0.shape", [True]), "shape"),
+        (
+            _set("outputs", 2 * [{"name": "twice", "dtype": "float32", "shape": [-1]}]),
+            "two outputs, are called 'twice'",
+        ),
+        (_set("tables.1.default_vector", "zero"), "default_vector"),
+        (_set("lookups.0.keys", 3), "must be strings"),
+        (_set("settings", []), "settings"),
     ],
 )
 def test_a_bad_field_is_named(tmp_path: Path, change: Any, message: str) -> None:
