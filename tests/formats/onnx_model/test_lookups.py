@@ -343,17 +343,6 @@ def test_many_predictions_are_not_all_listed(tmp_path: Path) -> None:
     assert "y_0, y_1, y_2, y_3, y_4, y_5, y_6, y_7, y_8, y_9, y_10 … (500 in all)" in str(report)
 
 
-@pytest.mark.parametrize(("length", "noted"), [("L", True), ("3", False)])
-def test_empty_bags_are_noted_where_there_can_be_any(tmp_path: Path, length: str, noted: bool) -> None:
-    """Keys of a fixed number are never none."""
-    graph = f"agraph (int64[N, {length}] x) => (float[N, 4] y) {{ g = Gather(W, x) y = ReduceMean<keepdims=0>(g, a) }}"
-
-    report = check(tmp_path, model_of(graph, {"W": table(), "a": np.array([1])}), {"x": np.array([[1, 2, 3]])})
-
-    assert report.spec.lookups[0].pooling == "mean"
-    assert ("empty bag" in str(report)) == noted
-
-
 def test_a_table_that_is_cast_to_half_as_a_whole_is_taken(tmp_path: Path) -> None:
     """ONNX Runtime rounds to half precision at other places than before, by no more than a step of it."""
     graph = """agraph (int64[N, 2] x) => (float16[N, 4] y) {
