@@ -7,7 +7,7 @@ records; a batch then costs a copy of that array, the addresses of its keys, and
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -85,58 +85,64 @@ class LookupPlan:
         self._block_of = np.empty(len(spec.lookups), np.intp)
         for number, block in enumerate(self._blocks):
             self._block_of[list(block.members)] = number
+        self._block_firsts = [block.members[0] for block in self._blocks]
         self._weighted = [(i, lookup.keys, lookup.weights) for i, lookup in enumerate(spec.lookups) if lookup.weights]
         self._packed = _packed(spec)
+        self._loose = [i for i, lookup in enumerate(spec.lookups) if lookup.columns is None]
+        """Look-ups with keys of their own, not columns of a matrix."""
         self._irregular = [i for i, lookup in enumerate(spec.lookups) if not _is_regular(lookup, spec)]
-        self._laid_out = np.array([lookup.columns is None for lookup in spec.lookups], np.int64)
         self._geometries: dict[Hashable, _Geometry] = {}
 
     def run(self, batch: JoinedBatch) -> LookedUp:
         """Look up all keys of a batch in one call of the kernel."""
         if not self._lookups:
             return LookedUp({}, _NO_COUNTS, _NO_COUNTS)
-        keys = [batch.parts(lookup.keys) for lookup in self._lookups]
-        shapes = [_shape(keys[i], self._lookups[i]) for i in self._irregular]
-        geometry = self._geometry(keys, batch.shapes, tuple([shape[1:] for shape in shapes]))
-        leading = [batch.num_samples] * len(keys)
-        for i, shape in zip(self._irregular, shapes, strict=True):
-            leading[i] = shape[0]
-        vectors = [
-            np.empty((leading[block.members[0]], *shape), np.float32)
-            for block, shape in zip(self._blocks, geometry.shapes, strict=True)
-        ]
+        shapes = {i: self._shape(i, batch) for i in self._irregular}
+        geometry = self._geometry(batch, shapes)
+        leading = self._leading(batch, shapes)
+        vectors = self._allocate(geometry, leading)
         segments = geometry.segments.copy()
         segments["num_rows"] *= leading
-        segments["output_address"] += np.array([_address(v) for v in vectors], np.int64)[self._block_of]
+        segments["output_address"] += np.array([_address(array) for array in vectors])[self._block_of]
         num_keys = geometry.num_keys * leading
+        num_unknown = np.zeros(len(segments), np.int64)
         # Whatever the kernel reads by address is held here until it is done.
         held = [
-            self._fill_keys(segments, keys, num_keys),
+            self._fill_loose(segments, batch, num_keys),
             self._fill_packed(segments, batch),
             self._fill_weights(segments, batch),
         ]
-        num_unknown = np.zeros(len(segments), np.int64)
         cpu.lookup(self._tables, segments, num_unknown, _NO_POSITIONS, self._num_threads)
         del held
-        return LookedUp(self._inputs(vectors, keys), num_keys, num_unknown)
+        return LookedUp(self._inputs(vectors, batch), num_keys, num_unknown)
 
-    def _fill_keys(
-        self, segments: NDArray[np.void], keys: list[list[Part]], num_keys: NDArray[np.int64]
+    def _leading(self, batch: JoinedBatch, shapes: Mapping[int, tuple[int, ...]]) -> int | NDArray[np.int64]:
+        """The size of the first dimension of all keys, by look-up where some are irregular."""
+        if not shapes:
+            return batch.num_samples
+        leading = np.full(len(self._lookups), batch.num_samples, np.int64)
+        for i, shape in shapes.items():
+            leading[i] = shape[0]
+        return leading
+
+    def _allocate(self, geometry: _Geometry, leading: int | NDArray[np.int64]) -> list[NDArray[np.float32]]:
+        """The array of each block, to be filled."""
+        sizes = [leading] * len(self._blocks) if isinstance(leading, int) else leading[self._block_firsts].tolist()
+        return [np.empty((size, *shape), np.float32) for size, shape in zip(sizes, geometry.shapes, strict=True)]
+
+    def _fill_loose(
+        self, segments: NDArray[np.void], batch: JoinedBatch, num_keys: NDArray[np.int64]
     ) -> list[NDArray[Any]]:
-        """Lay the keys of all look-ups behind each other and enter where; returns what must stay alive."""
-        ragged = [i for i, parts in enumerate(keys) if isinstance(parts[0], Ragged)]
-        even = [
-            part
-            for parts, lookup in zip(keys, self._lookups, strict=True)
-            if lookup.columns is None
-            for part in parts
-            if not isinstance(part, Ragged)
-        ]
-        held = [_laid_out(even)]
-        laid_out = num_keys * self._laid_out
-        segments["keys_address"] = _address(held[0]) + _KEY_BYTES * (np.cumsum(laid_out) - laid_out)
+        """Lay the keys that are no columns behind each other and enter where; returns what must stay alive."""
+        if not self._loose:
+            return []
+        parts = {i: batch.parts(self._lookups[i].keys) for i in self._loose}
+        ragged = [i for i in self._loose if isinstance(parts[i][0], Ragged)]
+        held = [_laid_out([part for each in parts.values() for part in each if not isinstance(part, Ragged)])]
+        counts = num_keys[self._loose]
+        segments["keys_address"][self._loose] = _address(held[0]) + _KEY_BYTES * (np.cumsum(counts) - counts)
         for i in ragged:
-            bags = _joined_bags([part for part in keys[i] if isinstance(part, Ragged)])
+            bags = _joined_bags([part for part in parts[i] if isinstance(part, Ragged)])
             segments["keys_address"][i] = _address(bags.values)
             segments["begins_address"][i] = _address(bags.begins)
             segments["ends_address"][i] = _address(bags.ends)
@@ -167,24 +173,27 @@ class LookupPlan:
             segments["weights_address"][i] = _address(held[-1])
         return held
 
-    def _inputs(self, vectors: list[NDArray[np.float32]], keys: list[list[Part]]) -> dict[str, NDArray[np.float32]]:
+    def _inputs(self, vectors: list[NDArray[np.float32]], batch: JoinedBatch) -> dict[str, NDArray[np.float32]]:
         """The blocks by name; keys without a first dimension were given one, which goes again."""
         inputs = {}
         for block, array in zip(self._blocks, vectors, strict=True):
-            first = block.members[0]
-            bare = not block.joined and _is_bare(keys[first][0], self._lookups[first])
+            lookup = self._lookups[block.members[0]]
+            bare = not block.joined and _is_bare(batch.parts(lookup.keys)[0], lookup)
             inputs[block.dense_input] = array[0] if bare else array
         return inputs
 
-    def _geometry(self, keys: list[list[Part]], shapes: Hashable, irregular_tails: Hashable) -> _Geometry:
-        """The geometry of these keys, which the shapes of the requests and of the irregular keys determine."""
-        geometry = self._geometries.get((shapes, irregular_tails))
+    def _shape(self, i: int, batch: JoinedBatch) -> tuple[int, ...]:
+        return _shape(batch.parts(self._lookups[i].keys), self._lookups[i])
+
+    def _geometry(self, batch: JoinedBatch, irregular: Mapping[int, tuple[int, ...]]) -> _Geometry:
+        """The geometry of a batch, which the shapes of its requests and of the irregular keys determine."""
+        seen = (batch.shapes, *[shape[1:] for shape in irregular.values()])
+        geometry = self._geometries.get(seen)
         if geometry is None:
-            tails = [_shape(parts, lookup)[1:] for parts, lookup in zip(keys, self._lookups, strict=True)]
-            geometry = self._describe(tuple(tails))
+            geometry = self._describe(tuple(self._shape(i, batch)[1:] for i in range(len(self._lookups))))
             if len(self._geometries) >= _MAX_GEOMETRIES:
                 self._geometries.clear()
-            self._geometries[shapes, irregular_tails] = geometry
+            self._geometries[seen] = geometry
         return geometry
 
     def _describe(self, tails: tuple[tuple[int, ...], ...]) -> _Geometry:
