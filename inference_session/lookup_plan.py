@@ -7,7 +7,7 @@ records; a batch then costs a copy of that array, the addresses of its keys, and
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from inference_session.embedding_cache.kernels.layout import SEGMENT, PoolingCod
 from inference_session.errors import InvalidRequestError
 from inference_session.formats.native import LookupSpec, ModelSpec
 
-_MAX_GEOMETRIES = 64
+_MAX_GEOMETRIES = 1024
 _FLOAT_BYTES = 4
 _KEY_BYTES = 8
 _NO_COUNTS = np.empty(0, np.int64)
@@ -49,14 +49,14 @@ class _Block:
 
 @dataclass(frozen=True)
 class _Geometry:
-    """All that follows from the shapes of the keys but for their first dimension."""
+    """All that follows from the shapes of the keys."""
 
     segments: NDArray[np.void]
-    """`num_rows` is that of one step along the first dimension, `output_address` the offset within the block."""
+    """Complete but for addresses: an output's is its offset within the block, a key's within its matrix."""
     num_keys: NDArray[np.int64]
-    """Per look-up, keys of one step along the first dimension; 0 where bags are ragged."""
+    """Per look-up; 0 where bags are ragged."""
     shapes: tuple[tuple[int, ...], ...]
-    """Per block, the shape of its array without the first dimension."""
+    """Of the array of each block."""
 
 
 class _Packed(NamedTuple):
@@ -85,7 +85,6 @@ class LookupPlan:
         self._block_of = np.empty(len(spec.lookups), np.intp)
         for number, block in enumerate(self._blocks):
             self._block_of[list(block.members)] = number
-        self._block_firsts = [block.members[0] for block in self._blocks]
         self._weighted = [(i, lookup.keys, lookup.weights) for i, lookup in enumerate(spec.lookups) if lookup.weights]
         self._packed = _packed(spec)
         self._loose = [i for i, lookup in enumerate(spec.lookups) if lookup.columns is None]
@@ -97,45 +96,26 @@ class LookupPlan:
         """Look up all keys of a batch in one call of the kernel."""
         if not self._lookups:
             return LookedUp({}, _NO_COUNTS, _NO_COUNTS)
-        shapes = {i: self._shape(i, batch) for i in self._irregular}
-        geometry = self._geometry(batch, shapes)
-        leading = self._leading(batch, shapes)
-        vectors = self._allocate(geometry, leading)
+        geometry = self._geometry(batch)
+        vectors = [np.empty(shape, np.float32) for shape in geometry.shapes]
         segments = geometry.segments.copy()
-        segments["num_rows"] *= leading
-        segments["output_address"] += np.array([_address(array) for array in vectors])[self._block_of]
-        num_keys = geometry.num_keys * leading
-        num_unknown = np.zeros(len(segments), np.int64)
+        addresses = [_address(array) for array in vectors]
+        segments["output_address"] += addresses[0] if len(addresses) == 1 else np.array(addresses)[self._block_of]
+        num_keys = geometry.num_keys
         # Whatever the kernel reads by address is held here until it is done.
-        held = [
-            self._fill_loose(segments, batch, num_keys),
-            self._fill_packed(segments, batch),
-            self._fill_weights(segments, batch),
-        ]
+        held = [*self._fill_packed(segments, batch), *self._fill_weights(segments, batch)]
+        if self._loose:
+            num_keys = num_keys.copy()
+            held += self._fill_loose(segments, batch, num_keys)
+        num_unknown = np.zeros(len(segments), np.int64)
         cpu.lookup(self._tables, segments, num_unknown, _NO_POSITIONS, self._num_threads)
         del held
         return LookedUp(self._inputs(vectors, batch), num_keys, num_unknown)
-
-    def _leading(self, batch: JoinedBatch, shapes: Mapping[int, tuple[int, ...]]) -> int | NDArray[np.int64]:
-        """The size of the first dimension of all keys, by look-up where some are irregular."""
-        if not shapes:
-            return batch.num_samples
-        leading = np.full(len(self._lookups), batch.num_samples, np.int64)
-        for i, shape in shapes.items():
-            leading[i] = shape[0]
-        return leading
-
-    def _allocate(self, geometry: _Geometry, leading: int | NDArray[np.int64]) -> list[NDArray[np.float32]]:
-        """The array of each block, to be filled."""
-        sizes = [leading] * len(self._blocks) if isinstance(leading, int) else leading[self._block_firsts].tolist()
-        return [np.empty((size, *shape), np.float32) for size, shape in zip(sizes, geometry.shapes, strict=True)]
 
     def _fill_loose(
         self, segments: NDArray[np.void], batch: JoinedBatch, num_keys: NDArray[np.int64]
     ) -> list[NDArray[Any]]:
         """Lay the keys that are no columns behind each other and enter where; returns what must stay alive."""
-        if not self._loose:
-            return []
         parts = {i: batch.parts(self._lookups[i].keys) for i in self._loose}
         ragged = [i for i in self._loose if isinstance(parts[i][0], Ragged)]
         held = [_laid_out([part for each in parts.values() for part in each if not isinstance(part, Ragged)])]
@@ -155,7 +135,10 @@ class LookupPlan:
         held = []
         for name, members in self._packed.items():
             matrix = np.ascontiguousarray(batch.array(name))
-            segments["keys_address"][members.lookups] = _address(matrix) + members.offsets
+            if len(members.lookups) == len(segments):
+                segments["keys_address"] += _address(matrix)
+            else:
+                segments["keys_address"][members.lookups] += _address(matrix)
             held.append(matrix)
         return held
 
@@ -185,57 +168,59 @@ class LookupPlan:
     def _shape(self, i: int, batch: JoinedBatch) -> tuple[int, ...]:
         return _shape(batch.parts(self._lookups[i].keys), self._lookups[i])
 
-    def _geometry(self, batch: JoinedBatch, irregular: Mapping[int, tuple[int, ...]]) -> _Geometry:
+    def _geometry(self, batch: JoinedBatch) -> _Geometry:
         """The geometry of a batch, which the shapes of its requests and of the irregular keys determine."""
-        seen = (batch.shapes, *[shape[1:] for shape in irregular.values()])
+        irregular = tuple([self._shape(i, batch) for i in self._irregular])
+        seen = (batch.num_samples, batch.shapes, irregular)
         geometry = self._geometries.get(seen)
         if geometry is None:
-            geometry = self._describe(tuple(self._shape(i, batch)[1:] for i in range(len(self._lookups))))
+            geometry = self._describe(tuple(self._shape(i, batch) for i in range(len(self._lookups))))
             if len(self._geometries) >= _MAX_GEOMETRIES:
                 self._geometries.clear()
             self._geometries[seen] = geometry
         return geometry
 
-    def _describe(self, tails: tuple[tuple[int, ...], ...]) -> _Geometry:
-        segments = np.zeros(len(tails), SEGMENT)
+    def _describe(self, keys: Sequence[tuple[int, ...]]) -> _Geometry:
+        """The geometry of keys of these shapes, at least one row deep."""
+        segments = np.zeros(len(keys), SEGMENT)
         segments["table"] = self._table_positions
         segments["pooling"] = [PoolingCode[lookup.pooling.upper()] for lookup in self._lookups]
         segments["key_bytes"] = segments["key_stride"] = _KEY_BYTES
         shapes = [
-            self._describe_joined(block, segments, tails)
+            self._describe_joined(block, segments, keys)
             if block.joined
-            else self._describe_alone(block.members[0], segments, tails)
+            else self._describe_alone(block.members[0], segments, keys)
             for block in self._blocks
         ]
         segments["row_stride"] = segments["keys_per_row"] * _KEY_BYTES
         for members in self._packed.values():
             segments["key_bytes"][members.lookups] = segments["key_stride"][members.lookups] = members.key_bytes
             segments["row_stride"][members.lookups] = members.row_stride
-        num_keys = np.array([math.prod(tail) for tail in tails], np.int64)
+            segments["keys_address"][members.lookups] = members.offsets
+        num_keys = np.array([math.prod(shape) for shape in keys], np.int64)
         return _Geometry(segments, num_keys, tuple(shapes))
 
     def _describe_joined(
-        self, block: _Block, segments: NDArray[np.void], tails: tuple[tuple[int, ...], ...]
+        self, block: _Block, segments: NDArray[np.void], keys: Sequence[tuple[int, ...]]
     ) -> tuple[int, ...]:
-        """Members side by side in one matrix; returns its number of columns."""
+        """Members side by side in one matrix; returns its shape."""
         column = 0
         for i in block.members:
-            keys_per_sample = math.prod(tails[i])
-            segments["num_rows"][i] = 1
+            num_samples, *rest = keys[i]
+            keys_per_sample = math.prod(rest)
+            segments["num_rows"][i] = num_samples
             segments["keys_per_row"][i] = keys_per_sample
             segments["output_address"][i] = column * _FLOAT_BYTES
             pooled = self._lookups[i].pooling != "none"
             column += self._table_specs[i].embedding_dim * (1 if pooled else keys_per_sample)
         segments["output_stride"][list(block.members)] = column * _FLOAT_BYTES
-        return (column,)
+        return (keys[block.members[0]][0], column)
 
-    def _describe_alone(
-        self, i: int, segments: NDArray[np.void], tails: tuple[tuple[int, ...], ...]
-    ) -> tuple[int, ...]:
-        """One look-up with an array of its own; returns that array's shape without the first dimension."""
-        table, tail = self._table_specs[i], tails[i]
+    def _describe_alone(self, i: int, segments: NDArray[np.void], keys: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """One look-up with an array of its own; returns that array's shape."""
+        table, shape = self._table_specs[i], keys[i]
         pooled = self._lookups[i].pooling != "none"
-        rows, keys_per_row = (tail[:-1], tail[-1]) if pooled else (tail, 1)
+        rows, keys_per_row = (shape[:-1], shape[-1]) if pooled else (shape, 1)
         segments["num_rows"][i] = math.prod(rows)
         segments["keys_per_row"][i] = keys_per_row
         segments["output_stride"][i] = table.embedding_dim * _FLOAT_BYTES
