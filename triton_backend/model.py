@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,6 +47,9 @@ class TritonPythonModel:
                 self._answering.answer, _num_samples, max_samples=max_samples, name=args["model_name"]
             )
         self._metrics = _metrics(self._answering, args)
+        # What has been loaded stays: no collection while serving has to walk through it again.
+        gc.collect()
+        gc.freeze()
 
     def _open(self, config: Mapping[str, Any], args: Mapping[str, str]) -> tuple[InferenceSession, int]:
         """The session, and the limit of samples in a request; HotrowError where it cannot be."""
