@@ -60,6 +60,8 @@ class Tier:
     skipped: int = 0
     """Keys that were not asked for here because the tier was left out or failed."""
     failures: int = 0
+    outages: int = 0
+    """Times that the tier was left out, the present one included."""
     promoted: int = 0
     """Rows inserted because a lower tier had them."""
 
@@ -217,10 +219,13 @@ class ParameterServer:
             return True
         requests = [want.missing() for want in asking]
         num_keys = sum(len(request.keys) for request in requests)
+        outages = tier.outages
         try:
             found = tier.store.fetch_many(requests) if tier.failure is None else None
         except (UnavailableError, StoreError) as error:
-            self._report(tier, error)
+            # A call that waited through the beginning of an outage says nothing of a tier that has come back since.
+            if tier.outages == outages:
+                self._report(tier, error)
             found = None
         with self._lock:
             hits = 0 if found is None else sum(int(part.sum()) for part in found)
@@ -316,6 +321,7 @@ class ParameterServer:
             tier.failures += 1
             is_news = tier.failure is None if leave_out or isinstance(error, UnavailableError) else True
             if leave_out or isinstance(error, UnavailableError):
+                tier.outages += tier.failure is None
                 tier.failure = tier.failure or str(error)
             elif str(error) in self._reported or len(self._reported) >= MAX_REPORTED:
                 is_news = False
@@ -391,4 +397,4 @@ class ParameterServer:
         del tier.unwritten[table]
 
 
-_COUNTERS = ("failure", "hits", "misses", "skipped", "failures", "promoted")
+_COUNTERS = ("failure", "hits", "misses", "skipped", "failures", "outages", "promoted")
