@@ -32,9 +32,11 @@ _CACHE_COUNTERS = {
     "evictions": ("hotrow_cache_evictions_total", "Rows dropped from the cache for space"),
 }
 _TIER_COUNTERS = {
-    "fetched_keys": ("hotrow_tier_fetched_keys_total", "Keys that a tier was asked for"),
-    "found_keys": ("hotrow_tier_found_keys_total", "Keys that a tier had, of those it was asked for"),
+    "hits": ("hotrow_tier_hits_total", "Keys that a tier was asked for and had"),
+    "misses": ("hotrow_tier_misses_total", "Keys that a tier was asked for and had not"),
+    "skipped": ("hotrow_tier_skipped_total", "Keys that a tier was not asked for because it was down, or failed"),
     "failures": ("hotrow_tier_failures_total", "Calls to a tier that failed"),
+    "promoted": ("hotrow_tier_promoted_total", "Rows inserted into a tier because one below had them"),
 }
 _TIER_GAUGES = {"up": ("hotrow_tier_up", "1 while the tier answers, 0 while it is down and requests go past it")}
 _GAUGES = {
@@ -107,7 +109,7 @@ class SessionMetrics:
                 for key, counter in counters.items():
                     self._raise_to(counter, (group, name, key), values[name][key])
         for tier, gauge in self._tiers_up.items():
-            gauge.set(int(stats["tiers"][tier]["up"]))
+            gauge.set(int(stats["tiers"][tier]["failure"] is None))
 
     def _of_table(self, stats: Mapping[str, Any], folder: str) -> dict[str, str]:
         return {**self._labels, "table": stats["tables"][folder]["name"]}
