@@ -110,6 +110,10 @@ class SessionConfig:
     """Memory of the cache over the stores. 0: no cache. None: as `cache_fraction` says."""
     cache_fraction: float = _setting(0.2, _number(0, 1))
     """Size of that cache as a part of all rows of all tables. 0: no cache."""
+    insert_mode: Literal["sync", "async"] = _setting("sync", _choice("sync", "async"))
+    """Whether a request waits for the rows that the cache has not, or may be answered without them."""
+    hit_rate_threshold: float = _setting(0.9, _number(0, 1))
+    """With `insert_mode` `async`: the hit rate from which on a look-up does not wait."""
     cache_missed_keys: bool = _setting(True, _flag)
     """Whether rows that the volatile store had not are copied there."""
     refresh_interval_s: float = _setting(0.0, _number(0, math.inf))

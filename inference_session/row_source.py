@@ -20,6 +20,7 @@ from inference_session.embedding_cache.kernels import cpu
 from inference_session.embedding_cache.kernels.hash_index import BUCKET_BYTES
 from inference_session.embedding_cache.kernels.layout import SEGMENT, TABLE, PoolingCode
 from inference_session.embedding_cache.kernels.missing import collect_keys, write_vectors
+from inference_session.embedding_cache.late_inserts import LateInserts
 from inference_session.embedding_cache.null_cache import NullEmbeddingCache, empty_tables
 from inference_session.errors import UnavailableError
 from inference_session.formats.native import TABLES_FOLDER, ModelSpec, TableSpec
@@ -107,6 +108,7 @@ class CachedRows(RowSource):
         *,
         num_threads: int,
         refresh_interval_s: float = 0.0,
+        async_from: float | None = None,
     ) -> None:
         """Put a cache over a parameter server; both become this object's to close.
 
@@ -116,14 +118,19 @@ class CachedRows(RowSource):
             server: where what is missing comes from.
             num_threads: threads over which a large look-up is split.
             refresh_interval_s: time between two refreshes in the background; 0: none.
+            async_from: hit rate from which on missing keys are answered with default vectors, and fetched after that;
+                None: look-ups always wait for them.
         """
         self._specs = specs
         self._cache = cache
         self._server = server
         self._num_threads = num_threads
         self._dims = np.array([spec.embedding_dim for spec in specs], np.int64)
+        self._nothing = [0] * len(specs)
         self._defaults = [np.full(spec.embedding_dim, spec.default_vector, np.float32) for spec in specs]
         _Overlay(self._dims, np.zeros(0, SEGMENT), _NO_POSITIONS, _NO_POSITIONS).write(_NO_POSITIONS)  # compiles
+        self._async_from = math.inf if async_from is None else async_from
+        self._late = None if async_from is None else LateInserts(self._insert_late)
         self._closing = threading.Event()
         self._refresher: threading.Thread | None = None
         if refresh_interval_s:
@@ -142,12 +149,20 @@ class CachedRows(RowSource):
         positions = np.empty(num_keys.sum(), np.int64)
         with self._cache.reading() as records:
             count = cpu.lookup(records, segments, num_missing, positions, self._num_threads)
-        self._cache.count_lookups(
-            range(len(self._specs)), self._by_table(segments, num_keys), self._by_table(segments, num_missing)
-        )
+        missing = self._by_table(segments, num_missing) if count else self._nothing
+        self._cache.count_lookups(range(len(self._specs)), self._by_table(segments, num_keys), missing)
         num_unknown[:] = 0
         if count:
-            self._complete(segments, num_keys, num_missing, positions[:count], num_unknown)
+            overlay = _Overlay(self._dims, segments, num_missing, positions[:count])
+            if self._late is not None and count <= (1 - self._async_from) * num_keys.sum():
+                self._fill_by_default(overlay)
+                self._finish(overlay, num_keys, num_unknown)
+                self._late.put(overlay)
+            else:
+                self._fetch(overlay)
+                self._finish(overlay, num_keys, num_unknown)
+                # Not before: these rows might have taken the place of some that were about to be pooled.
+                self._keep(overlay)
 
     def refresh(self) -> None:
         """See RowSource. UnavailableError where a tier is down; rows that it may have stay as they are."""
@@ -157,13 +172,16 @@ class CachedRows(RowSource):
 
     def stats(self) -> dict[str, Any]:
         """See RowSource, EmbeddingCache.stats and ParameterServer.stats."""
-        return {"cache": self._cache.stats(), **self._server.stats()}
+        dropped = {} if self._late is None else {"dropped_inserts": self._late.num_dropped}
+        return {"cache": self._cache.stats(), **dropped, **self._server.stats()}
 
     def close(self) -> None:
         """See RowSource."""
         self._closing.set()
         if self._refresher is not None:
             self._refresher.join(_CLOSE_S)
+        if self._late is not None:
+            self._late.close()
         self._server.close()
         self._cache.close()
 
@@ -177,21 +195,19 @@ class CachedRows(RowSource):
         """Fetch such that a key is not found only if no tier has it."""
         return self._server.fetch_unique([FetchRequest(table, keys, out)], on_store_failure="error")[0]
 
-    def _complete(
-        self,
-        segments: NDArray[np.void],
-        num_keys: NDArray[np.int64],
-        num_missing: NDArray[np.int64],
-        positions: NDArray[np.int64],
-        num_unknown: NDArray[np.int64],
-    ) -> None:
-        """Fetch the missing keys, and finish the segments that have any."""
-        overlay = self._fetch(segments, num_missing, positions)
+    def _finish(self, overlay: _Overlay, num_keys: NDArray[np.int64], num_unknown: NDArray[np.int64]) -> None:
+        """Complete the segments that have missing keys from the overlay, whose vectors are there."""
         overlay.write(num_unknown)
-        pooled = np.flatnonzero((segments["pooling"] != PoolingCode.NONE) & (num_missing > 0))
-        if len(pooled) and self._pool_again(segments[pooled], overlay):
-            num_unknown[pooled] = self._pool_without_cache(segments[pooled], num_keys[pooled])
-        # Not before: these rows might have taken the place of some that were about to be pooled.
+        pooled = np.flatnonzero((overlay.segments["pooling"] != PoolingCode.NONE) & (overlay.counts > 0))
+        if len(pooled) and self._pool_again(overlay.segments[pooled], overlay):
+            num_unknown[pooled] = self._pool_without_cache(overlay.segments[pooled], num_keys[pooled])
+
+    def _fill_by_default(self, overlay: _Overlay) -> None:
+        for t, part in overlay.parts.items():
+            part.vectors[:] = self._defaults[t]
+
+    def _insert_late(self, overlay: _Overlay) -> None:
+        self._fetch(overlay)
         self._keep(overlay)
 
     def _pool_again(self, segments: NDArray[np.void], overlay: _Overlay) -> int:
@@ -210,14 +226,14 @@ class CachedRows(RowSource):
         positions = np.empty(num_keys.sum(), np.int64)
         num_unknown = np.zeros_like(num_keys)
         cpu.lookup(empty_tables(self._dims), segments, num_unknown, positions, self._num_threads)
-        overlay = self._fetch(segments, num_keys, positions)
+        overlay = _Overlay(self._dims, segments, num_keys, positions)
+        self._fetch(overlay)
         overlay.write(num_unknown)
         cpu.lookup(overlay.records, segments, np.zeros_like(num_keys), _NO_POSITIONS, self._num_threads)
         return num_unknown
 
-    def _fetch(self, segments: NDArray[np.void], counts: NDArray[np.int64], positions: NDArray[np.int64]) -> _Overlay:
-        """The keys at these positions, with their vectors."""
-        overlay = _Overlay(self._dims, segments, counts, positions)
+    def _fetch(self, overlay: _Overlay) -> None:
+        """Fill in the vectors."""
         requests = [
             FetchRequest(self._specs[t].folder, self._stored_keys(t, part.keys), part.vectors)
             for t, part in overlay.parts.items()
@@ -225,7 +241,6 @@ class CachedRows(RowSource):
         for (t, part), found in zip(overlay.parts.items(), self._server.fetch_unique(requests), strict=True):
             part.found[:] = found
             part.vectors[~found] = self._defaults[t]
-        return overlay
 
     def _keep(self, overlay: _Overlay) -> None:
         """Cache the rows that were found."""
@@ -267,7 +282,9 @@ class _Overlay:
         positions: NDArray[np.int64],
     ) -> None:
         """Collect the keys at `positions`, counts[s] of them of segment s."""
-        self._missing = (segments, counts, positions)
+        self.segments = segments
+        self.counts = counts
+        self._positions = positions
         num_keys = np.bincount(segments["table"], counts, len(dims)).astype(np.int64)
         self._begins = np.cumsum(num_keys) - num_keys
         num_buckets = num_keys // _KEYS_PER_BUCKET + 1
@@ -285,7 +302,8 @@ class _Overlay:
 
     def write(self, num_unknown: NDArray[np.int64]) -> None:
         """Copy the vectors to the outputs that are not pooled; num_unknown[s] receives the keys not found."""
-        write_vectors(*self._missing, self.records, self._rows, self._found, self._begins, num_unknown)
+        missing = (self.segments, self.counts, self._positions)
+        write_vectors(*missing, self.records, self._rows, self._found, self._begins, num_unknown)
 
     def _allocate(self, dims: NDArray[np.int64]) -> dict[int, _Part]:
         """Room for the vectors of the keys there are, by table."""
@@ -317,7 +335,15 @@ def create_row_source(spec: ModelSpec, config: SessionConfig, directory: Path) -
     except BaseException:
         cache.close()
         raise
-    return CachedRows(spec.tables, cache, server, num_threads=num_threads, refresh_interval_s=config.refresh_interval_s)
+    may_default = config.insert_mode == "async" and config.unknown_keys == "default_vector"
+    return CachedRows(
+        spec.tables,
+        cache,
+        server,
+        num_threads=num_threads,
+        refresh_interval_s=config.refresh_interval_s,
+        async_from=config.hit_rate_threshold if may_default else None,
+    )
 
 
 def _create_cache(spec: ModelSpec, config: SessionConfig) -> HostCache:

@@ -316,3 +316,47 @@ def test_rows_are_refreshed_in_the_background(tmp_path: Path) -> None:
         wait_until(lambda: bool((session.lookup("hashed", [first]) == 7).all()), "the row to be refreshed")
 
     assert not [thread for thread in threading.enumerate() if thread.name == "hotrow-refresh"]
+
+
+def test_async_inserts_answer_by_default_and_then_by_row(
+    version: tuple[Path, small_model.Arrays],
+) -> None:
+    """insert_mode=async: from the threshold on, missing keys get default vectors, counted, and their rows later."""
+    inputs = small_model.random_inputs(30, np.random.default_rng(0), num_items=4)
+    with InferenceSession.open(
+        version[0],
+        persistent_store=url_of(version[0]),
+        cache_bytes=1 << 20,
+        insert_mode="async",
+        hit_rate_threshold=0,
+    ) as session:
+        nothing = {folder: np.zeros_like(vectors) for folder, vectors in version[1].items()}
+        nothing["hashed"] = np.tile(np.array(HASHED_DEFAULT, np.float32), (30, 1))
+        nothing["hashed/key"] = version[1]["hashed/key"]
+        rows = session._rows
+        assert isinstance(rows, CachedRows)
+        assert rows._late is not None
+        assert rows._late.wait(30)
+        for spec in small_model.TABLES:
+            rows._cache.clear(spec.folder)
+
+        first = session.run(inputs)
+        defaults = session.stats()["tables"]["user_weight"]["default_vectors"]
+        assert rows._late.wait(30)
+        inputs["user"] %= 50  # row numbers from the end are never cached
+        session.run(inputs)
+        assert rows._late.wait(30)
+        second = session.run(inputs)
+
+    assert defaults == 60
+    assert_answers(first, small_model.expected(nothing, inputs))
+    assert_answers(second, small_model.expected(version[1], inputs))
+
+
+def test_async_inserts_wait_below_the_threshold(version: tuple[Path, small_model.Arrays]) -> None:
+    """A cold cache answers with rows, not with default vectors."""
+    inputs = small_model.random_inputs(30, np.random.default_rng(0))
+    with InferenceSession.open(
+        version[0], persistent_store=url_of(version[0]), insert_mode="async", hit_rate_threshold=0.9
+    ) as session:
+        assert_answers(session.run(inputs), small_model.expected(version[1], inputs))
