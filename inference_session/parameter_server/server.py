@@ -28,12 +28,14 @@ from inference_session.parameter_server.unknown_keys import UnknownKeys
 
 OnStoreFailure = Literal["default_vector", "error"]
 
-MAX_PENDING_PROMOTIONS = 64
+MAX_PENDING_PROMOTIONS = 256
 """Promotions that wait for their turn; further ones are dropped and counted, for the next miss brings them again."""
 MAX_UNWRITTEN_KEYS = 1_000_000
 """Keys of a table that are remembered for a volatile tier that is out; with more of them it drops the whole table."""
 MAX_REPORTED = 100
 """Different errors that are logged; a store that makes up ever new ones does not fill the log."""
+PROMOTION_PAUSE_S = 5.0
+"""How long nothing is promoted to a tier that has just refused a row."""
 ROUND_INTERVAL_S = 0.5
 """How often tiers that are out are tried, and readers catch up."""
 
@@ -60,6 +62,8 @@ class Tier:
     skipped: int = 0
     """Keys that were not asked for here because the tier was left out or failed."""
     failures: int = 0
+    promoting_from: float = 0.0
+    """When rows may be inserted here again after one was refused; 0: now."""
     outages: int = 0
     """Times that the tier was left out, the present one included."""
     promoted: int = 0
@@ -360,14 +364,21 @@ class ParameterServer:
             if self._generations.get(promotion.table, 0) != promotion.generation:
                 return  # the table has been written to meanwhile, perhaps these very rows
             for tier in promotion.tiers:
-                error = self._try_write(
-                    tier, lambda store: store.insert_absent(promotion.table, promotion.keys, promotion.vectors)
-                )
-                if error is not None:
-                    self._report(tier, error)
-                else:
-                    with self._lock:
-                        tier.promoted += len(promotion.keys)
+                if tier.failure is None and time.monotonic() >= tier.promoting_from:
+                    self._insert_into(tier, promotion)
+
+    def _insert_into(self, tier: Tier, promotion: _Promotion) -> None:
+        """A tier that refuses rows, being read-only or full, may still be read: it is left out by no failure here."""
+        error = self._try_write(
+            tier, lambda store: store.insert_absent(promotion.table, promotion.keys, promotion.vectors)
+        )
+        with self._lock:
+            is_news = error is not None and not tier.promoting_from
+            tier.failures += error is not None
+            tier.promoting_from = 0.0 if error is None else time.monotonic() + PROMOTION_PAUSE_S
+            tier.promoted += len(promotion.keys) if error is None else 0
+        if is_news:
+            _log.warning("tier %s of the parameter server takes no rows at present: %s", tier.name, error)
 
     def _look_after(self, tier: Tier) -> None:
         """Bring a tier back if it answers; let one that is in use see what others have written."""
