@@ -5,12 +5,14 @@ docs/configuration.md has a heading for each; a test holds the two together.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from inference_session.errors import ConfigurationError
+from inference_session.parameter_server.store_url import DEFAULT_TIMEOUT_MS, StoreUrl
 
 
 def _choice(*allowed: str) -> Callable[[Any], str]:
@@ -33,6 +35,33 @@ def _count(at_least: int) -> Callable[[Any], int]:
         return number
 
     return parse
+
+
+def _number(low: float, high: float) -> Callable[[Any], float]:
+    def parse(value: Any) -> float:
+        try:
+            number = float(str(value))
+        except ValueError:
+            number = math.nan
+        if not low <= number <= high:
+            raise ValueError(f"allowed: numbers from {low:g}" + (f" to {high:g}" if high < math.inf else ""))
+        return number
+
+    return parse
+
+
+def _flag(value: Any) -> bool:
+    text = str(value).lower()
+    if text not in ("true", "false"):
+        raise ValueError("allowed: true, false")
+    return text == "true"
+
+
+def _store(value: Any) -> StoreUrl | None:
+    """A store's URL, whose errors never show it whole: it may hold a password. Empty: no store."""
+    if value is None or value == "" or isinstance(value, StoreUrl):
+        return value or None
+    return StoreUrl.parse(str(value))
 
 
 def _device(value: Any) -> str:
@@ -65,6 +94,35 @@ class SessionConfig:
     """Threads of one look-up, taken only by large ones. 0: as `dense_threads`."""
     max_keys_per_request: int = _setting(10_000_000, _count(1))
     """A request with more elements than this in any of its inputs is rejected."""
+    volatile_store: StoreUrl | None = _setting(None, _store)  # noqa: RUF009  as the others
+    """URL of the store that is asked first for rows that the cache has not (docs/stores.md)."""
+    persistent_store: StoreUrl | None = _setting(None, _store)  # noqa: RUF009  as the others
+    """URL of the store that is asked next, and holds all rows."""
+    store_namespace: Literal["version", "shared"] = _setting("version", _choice("version", "shared"))
+    """Whose rows are read in the stores: the version's own, or those that all versions share, HPS's."""
+    store_timeout_ms: int = _setting(DEFAULT_TIMEOUT_MS, _count(1))
+    """The longest that a request waits for one store."""
+    on_store_failure: Literal["default_vector", "error"] = _setting(
+        "default_vector", _choice("default_vector", "error")
+    )
+    """What becomes of a key that no store has while one is down."""
+    cache_bytes: int | None = _setting(None, _count(0))
+    """Memory of the cache over the stores. 0: no cache. None: as `cache_fraction` says."""
+    cache_fraction: float = _setting(0.2, _number(0, 1))
+    """Size of that cache as a part of all rows of all tables. 0: no cache."""
+    insert_mode: Literal["sync", "async"] = _setting("sync", _choice("sync", "async"))
+    """Whether a request waits for the rows that the cache has not, or may be answered without them."""
+    hit_rate_threshold: float = _setting(0.9, _number(0, 1))
+    """With `insert_mode` `async`: the hit rate from which on a look-up does not wait."""
+    cache_missed_keys: bool = _setting(True, _flag)
+    """Whether rows that the volatile store had not are copied there."""
+    refresh_interval_s: float = _setting(0.0, _number(0, math.inf))
+    """Time between two refreshes of the cache from the stores. 0: never by itself."""
+
+    @property
+    def has_store(self) -> bool:
+        """Whether rows come from stores, through a cache."""
+        return self.volatile_store is not None or self.persistent_store is not None
 
     @property
     def num_dense_threads(self) -> int:
@@ -90,6 +148,8 @@ class SessionConfig:
                 raise ConfigurationError(f"unknown setting {name!r}; there are: {', '.join(sorted(parsers))}")
             try:
                 values[name] = parsers[name](value)
+            except ConfigurationError as error:  # of a URL, which is not to be shown
+                raise ConfigurationError(f"setting {name!r}: {error}") from None
             except ValueError as error:
                 raise ConfigurationError(f"setting {name!r} cannot be {value!r}; {error}") from error
         return cls(**values)

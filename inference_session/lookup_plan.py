@@ -15,16 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.batch import JoinedBatch, Part, Ragged
-from inference_session.embedding_cache.kernels import cpu
 from inference_session.embedding_cache.kernels.layout import SEGMENT, PoolingCode
 from inference_session.errors import InvalidRequestError
 from inference_session.formats.native import LookupSpec, ModelSpec
+from inference_session.row_source import RowSource
 
 _MAX_GEOMETRIES = 1024
 _FLOAT_BYTES = 4
 _KEY_BYTES = 8
 _NO_COUNTS = np.empty(0, np.int64)
-_NO_POSITIONS = np.empty(0, np.int64)
 
 
 class LookedUp(NamedTuple):
@@ -73,11 +72,9 @@ class _Packed(NamedTuple):
 class LookupPlan:
     """The look-ups of one model, over its tables. Immutable but for a bounded memory of shapes seen."""
 
-    def __init__(self, spec: ModelSpec, tables: NDArray[np.void], *, num_threads: int) -> None:
-        """`tables`: one TABLE record per table of the spec, in its order, then any that they point to."""
+    def __init__(self, spec: ModelSpec, rows: RowSource) -> None:
         self._lookups = spec.lookups
-        self._tables = tables
-        self._num_threads = num_threads
+        self._rows = rows
         position = {table.folder: i for i, table in enumerate(spec.tables)}
         self._table_positions = [position[lookup.table] for lookup in spec.lookups]
         self._table_specs = [spec.tables[i] for i in self._table_positions]
@@ -93,7 +90,7 @@ class LookupPlan:
         self._geometries: dict[Hashable, _Geometry] = {}
 
     def run(self, batch: JoinedBatch) -> LookedUp:
-        """Look up all keys of a batch in one call of the kernel."""
+        """Look up all keys of a batch at once; raises what RowSource.look_up does."""
         if not self._lookups:
             return LookedUp({}, _NO_COUNTS, _NO_COUNTS)
         geometry = self._geometry(batch)
@@ -108,7 +105,7 @@ class LookupPlan:
             num_keys = num_keys.copy()
             held += self._fill_loose(segments, batch, num_keys)
         num_unknown = np.zeros(len(segments), np.int64)
-        cpu.lookup(self._tables, segments, num_unknown, _NO_POSITIONS, self._num_threads)
+        self._rows.look_up(segments, num_keys, num_unknown)
         del held
         return LookedUp(self._inputs(vectors, batch), num_keys, num_unknown)
 

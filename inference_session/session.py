@@ -17,13 +17,13 @@ from inference_session.batch import CheckedRequest, JoinedBatch, Request, Reques
 from inference_session.config import SessionConfig
 from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine
 from inference_session.embedding_cache.kernels import cpu
-from inference_session.embedding_cache.kernels.layout import TABLE
 from inference_session.errors import (
     ConfigurationError,
     HotrowError,
     InvalidRequestError,
     ModelFormatError,
     SessionClosedError,
+    UnavailableError,
     UnknownKeyError,
     UnsupportedModelError,
 )
@@ -32,7 +32,7 @@ from inference_session.formats.hugectr.request_layout import HpsLayout, HugectrL
 from inference_session.formats.native import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec, TensorSpec
 from inference_session.lookup_plan import LookedUp, LookupPlan
 from inference_session.outputs import Answer, Outputs
-from inference_session.parameter_server.table_file import TableFile
+from inference_session.row_source import create_row_source
 from inference_session.stats import SessionStats
 
 
@@ -57,9 +57,14 @@ class InferenceSession:
         config = SessionConfig.resolve(settings, spec.settings)
         if config.device.startswith("cuda"):
             raise ConfigurationError(f"setting 'device' cannot be {config.device!r}: this version runs on the CPU only")
-        manifest.verify(directory, checksums=config.verify == "full")
+        absent = frozenset({TABLES_FOLDER}) if config.has_store else frozenset()
+        manifest.verify(directory, checksums=config.verify == "full", absent=absent)
         session = cls(spec, config, directory)
-        session._warm()
+        try:
+            session._warm()
+        except BaseException:
+            session.close()
+            raise
         session._stats.load_s = time.perf_counter() - begin
         return session
 
@@ -79,11 +84,11 @@ class InferenceSession:
         self._keys = OnnxEngine(directory / KEYS_FILE, num_threads=1) if has_key_graph else None
         if spec.layout == "tensors":
             _check_links(spec, directory, self._dense, self._keys)
-        self._tables = {t.folder: TableFile.open(directory / TABLES_FOLDER / t.folder, t) for t in spec.tables}
-        self._plan = LookupPlan(spec, self._records(self._tables), num_threads=config.num_lookup_threads)
         self._outputs = Outputs(spec)
         self._layout = self._create_layout()
         self._stats = SessionStats(spec)
+        self._rows = create_row_source(spec, config, directory)
+        self._plan = LookupPlan(spec, self._rows)
         self._closed = False
 
     @property
@@ -162,23 +167,36 @@ class InferenceSession:
 
         Raises:
             TableNotFoundError: neither a table's name nor its folder.
+            UnavailableError: a store is down that may have one of the keys, and the settings want no default instead.
         """
         spec = self.spec.table(table)
         wanted = np.asarray(keys)
         if wanted.ndim != 1 or (wanted.size and not np.can_cast(wanted.dtype, np.int64, "safe")):
             raise InvalidRequestError(f"keys are {wanted.dtype} {list(wanted.shape)}, expected int64 [n]")
         vectors = np.empty((len(wanted), spec.embedding_dim), np.float32)
-        vectors[:] = spec.default_vector
-        self._tables[spec.folder].fetch(wanted.astype(np.int64), vectors)
+        self._rows.fetch(self.spec.tables.index(spec), np.ascontiguousarray(wanted, np.int64), vectors)
         return vectors
+
+    def refresh(self) -> None:
+        """Read the cached rows again from the stores; requests go on meanwhile. Without stores this does nothing.
+
+        Raises:
+            UnavailableError: a store is down. Rows that it may have stay as they are.
+        """
+        self._rows.refresh()
 
     def stats(self) -> dict[str, Any]:
         """Counters since `open`; docs/operations.md defines each key."""
-        return self._stats.snapshot()
+        return {**self._stats.snapshot(), **self._rows.stats()}
 
     def close(self) -> None:
-        """Answer no more; what is under way is finished. Files and network go with the session. May be called twice."""
-        self._closed = True
+        """Answer no more. May be called twice.
+
+        Without stores, what is under way is finished; with them it is a SessionClosedError where rows are missing.
+        """
+        if not self._closed:
+            self._closed = True
+            self._rows.close()
 
     def __enter__(self) -> InferenceSession:
         return self
@@ -209,10 +227,6 @@ class InferenceSession:
             max_elements=self.config.max_keys_per_request,
         )
 
-    @staticmethod
-    def _records(tables: Mapping[str, TableFile]) -> NDArray[np.void]:
-        return np.array([table.record() for table in tables.values()], TABLE)
-
     def _as_array(self, name: str, value: ArrayLike) -> NDArray[Any]:
         """What a Python caller may pass: arrays whose type converts without loss, and lists of numbers that do."""
         expected = next((np.dtype(tensor.dtype) for tensor in self.spec.inputs if tensor.name == name), None)
@@ -229,7 +243,8 @@ class InferenceSession:
     def _warm(self) -> None:
         """Run one made-up sample, so that the first request finds everything in place; it is not counted."""
         inputs = {tensor.name: _zeros(tensor) for tensor in self.spec.inputs}
-        with contextlib.suppress(InvalidRequestError):  # zeros need not be a sensible request
+        # Zeros need not be a sensible request, nor need all stores be up.
+        with contextlib.suppress(InvalidRequestError, UnavailableError):
             self._compute([self._layout.check(Request(inputs))])
         self._stats = SessionStats(self.spec)
 

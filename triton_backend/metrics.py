@@ -26,6 +26,19 @@ _TABLE_COUNTERS = {
     "lookup_keys": ("hotrow_lookup_keys_total", "Keys looked up"),
     "default_vectors": ("hotrow_default_vectors_total", "Keys unknown to their table, answered by its default vector"),
 }
+_CACHE_COUNTERS = {
+    "hits": ("hotrow_cache_hits_total", "Keys looked up that were in the cache"),
+    "misses": ("hotrow_cache_misses_total", "Keys looked up that were not in the cache, and fetched from the stores"),
+    "evictions": ("hotrow_cache_evictions_total", "Rows dropped from the cache for space"),
+}
+_TIER_COUNTERS = {
+    "hits": ("hotrow_tier_hits_total", "Keys that a tier was asked for and had"),
+    "misses": ("hotrow_tier_misses_total", "Keys that a tier was asked for and had not"),
+    "skipped": ("hotrow_tier_skipped_total", "Keys that a tier was not asked for because it was down, or failed"),
+    "failures": ("hotrow_tier_failures_total", "Calls to a tier that failed"),
+    "promoted": ("hotrow_tier_promoted_total", "Rows inserted into a tier because one below had them"),
+}
+_TIER_GAUGES = {"up": ("hotrow_tier_up", "1 while the tier answers, 0 while it is down and requests go past it")}
 _GAUGES = {
     "load_s": ("hotrow_load_seconds", "Time it took to open the version"),
     "version_info": ("hotrow_model_version_info", "1 while this version is loaded"),
@@ -47,14 +60,27 @@ class SessionMetrics:
         first = stats()
         self._counters = self._make(_COUNTERS, pb_utils.MetricFamily.COUNTER, self._labels)
         self._tables = {
-            folder: self._make(_TABLE_COUNTERS, pb_utils.MetricFamily.COUNTER, {**self._labels, "table": table["name"]})
-            for folder, table in first["tables"].items()
+            folder: self._make(_TABLE_COUNTERS, pb_utils.MetricFamily.COUNTER, self._of_table(first, folder))
+            for folder in first["tables"]
+        }
+        self._cache = {
+            folder: self._make(_CACHE_COUNTERS, pb_utils.MetricFamily.COUNTER, self._of_table(first, folder))
+            for folder in first["cache"].get("tables", ())
+        }
+        self._tiers = {
+            tier: self._make(_TIER_COUNTERS, pb_utils.MetricFamily.COUNTER, {**self._labels, "tier": tier})
+            for tier in first["tiers"]
+        }
+        self._tiers_up = {
+            tier: self._make(_TIER_GAUGES, pb_utils.MetricFamily.GAUGE, {**self._labels, "tier": tier})["up"]
+            for tier in first["tiers"]
         }
         gauges = self._make(_GAUGES, pb_utils.MetricFamily.GAUGE, self._labels)
         gauges["load_s"].set(first["load_s"])
         gauges["version_info"].set(1)
         self._version_info = gauges["version_info"]
         self._reported: dict[tuple[str, ...], int] = {}
+        self._report()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="hotrow-metrics", daemon=True)
         self._thread.start()
@@ -74,9 +100,19 @@ class SessionMetrics:
         stats = self._stats()
         for key, counter in self._counters.items():
             self._raise_to(counter, (key,), stats[key])
-        for folder, counters in self._tables.items():
-            for key, counter in counters.items():
-                self._raise_to(counter, (folder, key), stats["tables"][folder][key])
+        for group, members, values in (
+            ("tables", self._tables, stats["tables"]),
+            ("cache", self._cache, stats["cache"].get("tables", {})),
+            ("tiers", self._tiers, stats["tiers"]),
+        ):
+            for name, counters in members.items():
+                for key, counter in counters.items():
+                    self._raise_to(counter, (group, name, key), values[name][key])
+        for tier, gauge in self._tiers_up.items():
+            gauge.set(int(stats["tiers"][tier]["failure"] is None))
+
+    def _of_table(self, stats: Mapping[str, Any], folder: str) -> dict[str, str]:
+        return {**self._labels, "table": stats["tables"][folder]["name"]}
 
     def _raise_to(self, counter: Any, key: tuple[str, ...], value: int) -> None:
         grown = value - self._reported.get(key, 0)

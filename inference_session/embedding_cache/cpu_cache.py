@@ -210,6 +210,11 @@ class CpuEmbeddingCache(EmbeddingCache):
         return dict(zip(ROW_COUNTS, counts, strict=True))
 
 
+def bytes_to_hold(dims: Mapping[str, int], num_rows: Mapping[str, int], dtype: VectorType = "float32") -> int:
+    """The cache_bytes that a cache for so many rows of each table takes."""
+    return sum(_num_bytes(_rows_to_hold(num_rows[table]), bytes_per_row(dim, dtype)) for table, dim in dims.items())
+
+
 def _rows_to_hold(num_rows: int) -> int:
     """Rows, spare ones included, that a table of so many needs."""
     return min(num_rows + min(num_rows // (_SPARE_PARTS - 1), _MAX_SPARE_ROWS) + 2, _MOST_ROWS)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inference_session.embedding_cache.base import ROW_COUNTS, EmbeddingCache, LookupResult
+from inference_session.embedding_cache.kernels.hash_index import BUCKET_BYTES
+from inference_session.embedding_cache.kernels.layout import TABLE
+from inference_session.errors import SessionClosedError
+
+_EMPTY_BUCKET = np.zeros(BUCKET_BYTES, np.uint8)
 
 
 class NullEmbeddingCache(EmbeddingCache):
@@ -18,6 +24,13 @@ class NullEmbeddingCache(EmbeddingCache):
         self._checked_rows(table, keys, vectors)
 
     update = insert
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[NDArray[np.void]]:
+        """TABLE records of empty tables, as CpuEmbeddingCache gives those of its rows."""
+        if self._closed:
+            raise SessionClosedError("the embedding cache has been closed")
+        yield empty_tables(np.array(list(self.dims.values()), np.int64))
 
     def lookup(
         self,
@@ -48,3 +61,12 @@ class NullEmbeddingCache(EmbeddingCache):
     def _row_counts(self, table: str) -> dict[str, int]:
         self._check(table)
         return dict.fromkeys(ROW_COUNTS, 0)
+
+
+def empty_tables(dims: NDArray[np.int64]) -> NDArray[np.void]:
+    """TABLE records of tables of these embedding_dims that have no rows and no default vectors."""
+    records = np.zeros(len(dims), TABLE)
+    records["index_address"], records["num_buckets"] = _EMPTY_BUCKET.ctypes.data, 1
+    records["embedding_dim"], records["row_bytes"] = dims, 4 * dims
+    records["next_table"] = -1
+    return records

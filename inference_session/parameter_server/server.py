@@ -4,7 +4,8 @@
     promote    what a lower tier had goes up to the volatile tiers above it, in the background
     outage     a tier that fails is left out until it answers again, which is tried in the background
 
-Nothing here invents a row: keys that no tier has are not found, and it is the caller's to answer them.
+Nothing here invents a row: keys that no tier has are not found, and it is the caller's to answer them. They are
+remembered for a moment, so that a popular one does not go through all tiers every time.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, SessionClosedError, StoreError, UnavailableError
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
+from inference_session.parameter_server.unknown_keys import UnknownKeys
 
 OnStoreFailure = Literal["default_vector", "error"]
 
-MAX_PENDING_PROMOTIONS = 64
+MAX_PENDING_PROMOTIONS = 256
 """Promotions that wait for their turn; further ones are dropped and counted, for the next miss brings them again."""
 MAX_UNWRITTEN_KEYS = 1_000_000
 """Keys of a table that are remembered for a volatile tier that is out; with more of them it drops the whole table."""
 MAX_REPORTED = 100
 """Different errors that are logged; a store that makes up ever new ones does not fill the log."""
+PROMOTION_PAUSE_S = 5.0
+"""How long nothing is promoted to a tier that has just refused a row."""
 ROUND_INTERVAL_S = 0.5
 """How often tiers that are out are tried, and readers catch up."""
 
@@ -58,6 +62,10 @@ class Tier:
     skipped: int = 0
     """Keys that were not asked for here because the tier was left out or failed."""
     failures: int = 0
+    promoting_from: float = 0.0
+    """When rows may be inserted here again after one was refused; 0: now."""
+    outages: int = 0
+    """Times that the tier was left out, the present one included."""
     promoted: int = 0
     """Rows inserted because a lower tier had them."""
 
@@ -80,21 +88,26 @@ class _Wanted:
     table: str
     keys: NDArray[np.int64]
     vectors: NDArray[np.float32]
+    """What is not found may hold anything, such as rows of a tier that failed half way."""
     found: NDArray[np.bool_]
+    left: NDArray[np.int64]
+    """Positions of the keys that no tier has had so far; those known to be unknown are not among them."""
     generation: int
 
     def missing(self) -> FetchRequest:
-        """A request for the keys that no tier has had so far, with an output of its own: a tier that fails half way
-        must not leave rows behind.
-        """
-        keys = self.keys[~self.found]
-        return FetchRequest(self.table, keys, np.empty((len(keys), self.vectors.shape[1]), np.float32))
+        """A request for the keys that are left, straight to their place as long as these are all."""
+        if len(self.left) == len(self.keys):
+            return FetchRequest(self.table, self.keys, self.vectors)
+        vectors = np.empty((len(self.left), self.vectors.shape[1]), np.float32)
+        return FetchRequest(self.table, self.keys[self.left], vectors)
 
     def take(self, fetched: FetchRequest, hits: NDArray[np.bool_]) -> None:
         """Enter what a tier had of the missing keys."""
-        positions = np.flatnonzero(~self.found)[hits]
-        self.vectors[positions] = fetched.out[hits]
+        positions = self.left[hits]
+        if fetched.out is not self.vectors:
+            self.vectors[positions] = fetched.out[hits]
         self.found[positions] = True
+        self.left = self.left[~hits]
 
 
 class ParameterServer:
@@ -111,6 +124,7 @@ class ParameterServer:
         self._lock = threading.Lock()
         self._writing = threading.Lock()  # held while rows are written; taken before `_lock`
         self._generations: dict[str, int] = {}
+        self._unknown: dict[str, UnknownKeys] = {}
         self._reported: set[str] = set()
         self._promotions: queue.Queue[_Promotion] = queue.Queue(MAX_PENDING_PROMOTIONS)
         self._dropped_promotions = 0
@@ -125,20 +139,34 @@ class ParameterServer:
         Raises:
             UnavailableError: with `on_store_failure="error"`, a key was not found while a tier was out.
         """
+        unique = [np.unique(request.keys, return_inverse=True) for request in requests]
+        once = [
+            FetchRequest(request.table, keys, np.empty((len(keys), request.out.shape[1]), np.float32))
+            for request, (keys, _) in zip(requests, unique, strict=True)
+        ]
+        results = []
+        for request, fetched, (_, inverse), hits in zip(requests, once, unique, self.fetch_unique(once), strict=True):
+            found = hits[inverse]
+            request.out[found] = fetched.out[inverse[found]]
+            results.append(found)
+        return results
+
+    def fetch_unique(
+        self, requests: Sequence[FetchRequest], *, on_store_failure: OnStoreFailure | None = None
+    ) -> list[NDArray[np.bool_]]:
+        """`fetch` for keys each of which is in its request once; outputs of keys that are not found may hold anything.
+
+        `on_store_failure` comes before the server's own.
+        """
         if self._closing.is_set():
             raise SessionClosedError(f"{self!r} has been closed")
-        unique = [np.unique(request.keys, return_inverse=True) for request in requests]
-        wanted = [self._wanted(request, keys) for request, (keys, _) in zip(requests, unique, strict=True)]
+        now = time.monotonic()
+        wanted = [self._wanted(request) for request in requests]
         failed = [
             tier for depth, tier in enumerate(self._tiers) if not self._fetch_from(tier, self._tiers[:depth], wanted)
         ]
-        self._settle(wanted, failed)
-        results = []
-        for request, want, (_, inverse) in zip(requests, wanted, unique, strict=True):
-            found = want.found[inverse]
-            request.out[found] = want.vectors[inverse[found]]
-            results.append(found)
-        return results
+        self._settle(wanted, failed, on_store_failure or self._on_store_failure, now)
+        return [want.found for want in wanted]
 
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """Write rows to all tiers that take writes, the lowest first. A volatile tier that cannot take them is left
@@ -149,6 +177,13 @@ class ParameterServer:
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         """Drop rows from all tiers that take writes, as `insert` writes them."""
         self._write(table, keys, lambda store: store.erase(table, keys))
+
+    def refresh(self) -> None:
+        """Let stores see what others have written to them, and ask again for keys that were unknown."""
+        for tier in self._tiers:
+            self._survive(self._look_after, tier)
+        with self._lock:
+            self._unknown.clear()
 
     def stats(self) -> dict[str, Any]:
         """Counters since the server was made."""
@@ -174,23 +209,27 @@ class ParameterServer:
         tiers = ", ".join(f"{tier.name}{' (out)' if tier.failure else ''}" for tier in self._tiers)
         return f"<ParameterServer [{tiers or 'no tiers'}]>"
 
-    def _wanted(self, request: FetchRequest, keys: NDArray[np.int64]) -> _Wanted:
-        vectors = np.empty((len(keys), request.out.shape[1]), np.float32)
-        return _Wanted(
-            request.table, keys, vectors, np.zeros(len(keys), np.bool_), self._generations.get(request.table, 0)
-        )
+    def _wanted(self, request: FetchRequest) -> _Wanted:
+        table, keys, vectors = request
+        memory = self._unknown.get(table)
+        unknown = None if memory is None else memory.holds(keys)
+        left = np.arange(len(keys)) if unknown is None else np.flatnonzero(~unknown)
+        return _Wanted(table, keys, vectors, np.zeros(len(keys), np.bool_), left, self._generations.get(table, 0))
 
     def _fetch_from(self, tier: Tier, above: Sequence[Tier], wanted: Sequence[_Wanted]) -> bool:
         """Fetch what is missing from one tier; whether it answered."""
-        asking = [want for want in wanted if not want.found.all()]
+        asking = [want for want in wanted if len(want.left)]
         if not asking:
             return True
         requests = [want.missing() for want in asking]
         num_keys = sum(len(request.keys) for request in requests)
+        outages = tier.outages
         try:
             found = tier.store.fetch_many(requests) if tier.failure is None else None
         except (UnavailableError, StoreError) as error:
-            self._report(tier, error)
+            # A call that waited through the beginning of an outage says nothing of a tier that has come back since.
+            if tier.outages == outages:
+                self._report(tier, error)
             found = None
         with self._lock:
             hits = 0 if found is None else sum(int(part.sum()) for part in found)
@@ -204,16 +243,28 @@ class ParameterServer:
             self._promote(above, want, request, part)
         return True
 
-    def _settle(self, wanted: Sequence[_Wanted], failed: Sequence[Tier]) -> None:
-        """Count, or refuse, keys that a tier which is out might have had."""
-        num_unknown = sum(int((~want.found).sum()) for want in wanted)
-        if not failed or not num_unknown:
+    def _settle(
+        self, wanted: Sequence[_Wanted], failed: Sequence[Tier], on_store_failure: OnStoreFailure, now: float
+    ) -> None:
+        """Remember keys that no tier has; count, or refuse, those that a tier which is out might have had."""
+        num_unknown = sum(len(want.left) for want in wanted)
+        if not num_unknown:
             return
         with self._lock:
+            if not failed:
+                self._remember_unknown(wanted, now)
+                return
             self._degraded_keys += num_unknown
-        if self._on_store_failure == "error":
+        if on_store_failure == "error":
             reasons = "; ".join(f"{tier.name}: {tier.failure or 'failed, see the log'}" for tier in failed)
             raise UnavailableError(f"{num_unknown} keys cannot be fetched while a store is out ({reasons})")
+
+    def _remember_unknown(self, wanted: Sequence[_Wanted], now: float) -> None:
+        """Must be called while holding `_lock`. `now`: the time before the tiers were asked."""
+        for want in wanted:
+            # Where the table has been written to since, a key may be there by now.
+            if len(want.left) and self._generations.get(want.table, 0) == want.generation:
+                self._unknown.setdefault(want.table, UnknownKeys()).add(want.keys[want.left], now)
 
     def _promote(self, above: Sequence[Tier], want: _Wanted, request: FetchRequest, hits: NDArray[np.bool_]) -> None:
         """Queue rows for the tiers above that keep what they missed; a full queue drops them, until the next miss."""
@@ -229,15 +280,24 @@ class ParameterServer:
 
     def _write(self, table: str, keys: NDArray[np.int64], write: Callable[[EmbeddingStore], None]) -> None:
         with self._writing:
-            # Promotions of rows that were fetched before this are not to be written after it.
+            # Promotions of rows that were fetched before this are not to be written after it, and keys that were
+            # asked for before it ends are not to be remembered as unknown.
+            self._begin_generation(table)
+            try:
+                for tier in reversed(self._tiers):
+                    if tier.store.supports_writes:
+                        error = self._try_write(tier, write)
+                        if error is not None and not tier.volatile:
+                            raise error
+                        if error is not None:
+                            self._leave_out(tier, table, keys, error)
+            finally:
+                self._begin_generation(table)
+
+    def _begin_generation(self, table: str) -> None:
+        with self._lock:
             self._generations[table] = self._generations.get(table, 0) + 1
-            for tier in reversed(self._tiers):
-                if tier.store.supports_writes:
-                    error = self._try_write(tier, write)
-                    if error is not None and not tier.volatile:
-                        raise error
-                    if error is not None:
-                        self._leave_out(tier, table, keys, error)
+            self._unknown.pop(table, None)
 
     @staticmethod
     def _try_write(tier: Tier, write: Callable[[EmbeddingStore], None]) -> HotrowError | None:
@@ -265,6 +325,7 @@ class ParameterServer:
             tier.failures += 1
             is_news = tier.failure is None if leave_out or isinstance(error, UnavailableError) else True
             if leave_out or isinstance(error, UnavailableError):
+                tier.outages += tier.failure is None
                 tier.failure = tier.failure or str(error)
             elif str(error) in self._reported or len(self._reported) >= MAX_REPORTED:
                 is_news = False
@@ -303,14 +364,21 @@ class ParameterServer:
             if self._generations.get(promotion.table, 0) != promotion.generation:
                 return  # the table has been written to meanwhile, perhaps these very rows
             for tier in promotion.tiers:
-                error = self._try_write(
-                    tier, lambda store: store.insert_absent(promotion.table, promotion.keys, promotion.vectors)
-                )
-                if error is not None:
-                    self._report(tier, error)
-                else:
-                    with self._lock:
-                        tier.promoted += len(promotion.keys)
+                if tier.failure is None and time.monotonic() >= tier.promoting_from:
+                    self._insert_into(tier, promotion)
+
+    def _insert_into(self, tier: Tier, promotion: _Promotion) -> None:
+        """A tier that refuses rows, being read-only or full, may still be read: it is left out by no failure here."""
+        error = self._try_write(
+            tier, lambda store: store.insert_absent(promotion.table, promotion.keys, promotion.vectors)
+        )
+        with self._lock:
+            is_news = error is not None and not tier.promoting_from
+            tier.failures += error is not None
+            tier.promoting_from = 0.0 if error is None else time.monotonic() + PROMOTION_PAUSE_S
+            tier.promoted += len(promotion.keys) if error is None else 0
+        if is_news:
+            _log.warning("tier %s of the parameter server takes no rows at present: %s", tier.name, error)
 
     def _look_after(self, tier: Tier) -> None:
         """Bring a tier back if it answers; let one that is in use see what others have written."""
@@ -340,4 +408,4 @@ class ParameterServer:
         del tier.unwritten[table]
 
 
-_COUNTERS = ("failure", "hits", "misses", "skipped", "failures", "promoted")
+_COUNTERS = ("failure", "hits", "misses", "skipped", "failures", "outages", "promoted")

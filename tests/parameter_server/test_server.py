@@ -205,6 +205,28 @@ def test_background_work_survives_the_unexpected(make: Callable[..., Stack], cap
     assert "ZeroDivisionError" in caplog.text
 
 
+def test_a_tier_that_takes_no_rows_is_still_read(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read-only or full Redis stays in use; that it refuses promotions is logged once, however often it does."""
+    monkeypatch.setattr(server_module, "PROMOTION_PAUSE_S", 0.0)
+    volatile, persistent = MemoryStore(DIMS), MemoryStore(DIMS)
+    volatile.insert("user", KEYS[:10], VECTORS[:10])
+    persistent.insert("user", KEYS, VECTORS)
+    read_only = FaultStore(volatile, lambda verb: UnavailableError("READONLY") if verb == "insert_absent" else None)
+    tiers = [Tier("volatile", read_only, volatile=True, cache_missed_keys=True), Tier("persistent", persistent)]
+    server = ParameterServer(tiers)
+    for _ in range(3):
+        out = np.zeros((20, 4), np.float32)
+        assert server.fetch([FetchRequest("user", KEYS[:20], out)])[0].all()
+        assert_same_bits(out, VECTORS[:20])
+        server.wait_for_promotions()
+    stats = server.stats()["tiers"]["volatile"]
+    server.close()
+    assert (stats["failure"], stats["hits"], stats["failures"], stats["promoted"]) == (None, 30, 3, 0)
+    assert caplog.text.count("READONLY") == 1
+
+
 def test_promotions_are_bounded(make: Callable[..., Stack]) -> None:
     """What does not fit in the queue is dropped and counted; requests do not wait."""
     stack = make()

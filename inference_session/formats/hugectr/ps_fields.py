@@ -255,6 +255,7 @@ class PsJson:
         return {
             "cache_fraction": str(model.cache_fraction if model.use_cache else 0.0),
             "cache_missed_keys": str(self.volatile.cache_missed_keys).lower(),
-            "hit_rate_threshold": str(model.hit_rate_threshold),
+            # Above 1, as HPS may have it, means what 1 does: no look-up that misses a key is good enough.
+            "hit_rate_threshold": str(min(model.hit_rate_threshold, 1.0)),
             "refresh_interval_s": str(model.refresh_interval_s),
         }

@@ -1,0 +1,76 @@
+"""Rows that are fetched and cached after the request that missed them was answered: one thread, a bounded queue."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from inference_session.errors import HotrowError
+
+MAX_WAITING = 256
+"""Requests whose missing rows wait; those of further ones are dropped and counted, for the next miss brings them."""
+
+Missing = TypeVar("Missing")
+
+_log = logging.getLogger(__name__)
+
+
+class LateInserts(Generic[Missing]):
+    """Hands what is put in to `insert`, in its order, from a thread of its own."""
+
+    def __init__(self, insert: Callable[[Missing], None]) -> None:
+        self._insert = insert
+        self._waiting: deque[Missing] = deque()
+        self._changed = threading.Condition()
+        self._busy = False
+        self._closed = False
+        self.num_dropped = 0
+        """Items that found the queue full."""
+        self._thread = threading.Thread(target=self._work, name="hotrow-late-inserts", daemon=True)
+        self._thread.start()
+
+    def put(self, missing: Missing) -> None:
+        """Queue an item, or count it as dropped."""
+        with self._changed:
+            if len(self._waiting) < MAX_WAITING:
+                self._waiting.append(missing)
+                self._changed.notify_all()
+            else:
+                self.num_dropped += 1
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until nothing waits and nothing is under way; returns whether that was in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting and not self._busy, timeout_s)
+
+    def close(self) -> None:
+        """Drop what waits, and end when what is under way has ended. May be called more than once."""
+        with self._changed:
+            self._closed = True
+            self._waiting.clear()
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+                missing = self._waiting.popleft()
+                self._busy = True
+            self._survive(missing)
+
+    def _survive(self, missing: Missing) -> None:
+        """Insert; what goes wrong must not end what comes after. A tier that is down is logged elsewhere."""
+        try:
+            self._insert(missing)
+        except HotrowError as error:
+            _log.debug("missing rows were not cached: %s", error)
+        except Exception:  # noqa: BLE001 - whatever it is, it is logged, and the next item has nothing to do with it
+            _log.exception("missing rows were not cached")

@@ -1,0 +1,68 @@
+"""The parameter server of a version, as its settings describe it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+
+from inference_session.config import SessionConfig
+from inference_session.errors import UnavailableError
+from inference_session.formats.native import TABLES_FOLDER, ModelSpec
+from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.server import ParameterServer, Tier
+from inference_session.parameter_server.store_url import create_store
+from inference_session.parameter_server.table_file import TableFileStore
+
+_log = logging.getLogger(__name__)
+
+
+def create_parameter_server(spec: ModelSpec, config: SessionConfig, directory: Path) -> ParameterServer:
+    """The stores that the settings name, and below them the version's own table files where it has them.
+
+    What is in a store comes before what is in the files: it may have been updated since. A store that is down is no
+    error as long as another one answers.
+
+    Raises:
+        ConfigurationError: a URL's package is not installed.
+        StoreError: a store refuses us for good, as with a wrong password, or is not there.
+        UnavailableError: no store can be reached.
+    """
+    folder = directory.resolve()
+    namespace = Namespace(folder.parent.name, None if config.store_namespace == "shared" else folder.name)
+    dims = {table.folder: table.embedding_dim for table in spec.tables}
+    tiers: list[Tier] = []
+    with contextlib.ExitStack() as opened:
+        for name, url in (("volatile", config.volatile_store), ("persistent", config.persistent_store)):
+            if url is not None:
+                store = create_store(url, namespace, dims, timeout_ms=config.store_timeout_ms)
+                opened.callback(store.close)
+                volatile = name == "volatile"
+                tiers.append(
+                    Tier(name, store, volatile=volatile, cache_missed_keys=volatile and config.cache_missed_keys)
+                )
+        _check(tiers)
+        if (directory / TABLES_FOLDER).exists():
+            tiers.append(Tier("files", TableFileStore(directory, spec)))
+        opened.pop_all()
+    return ParameterServer(
+        tiers, on_store_failure="error" if config.unknown_keys == "reject" else config.on_store_failure
+    )
+
+
+def _check(tiers: list[Tier]) -> None:
+    """Leave out tiers whose store does not answer, unless that is all of them."""
+    failures = list(filter(None, map(_failure, tiers)))
+    if len(failures) == len(tiers):
+        raise failures[0]
+
+
+def _failure(tier: Tier) -> UnavailableError | None:
+    """Why the tier's store does not answer at present; None if it does."""
+    try:
+        tier.store.check()
+    except UnavailableError as error:
+        _log.warning("the version is opened without its %s store, which does not answer: %s", tier.name, error)
+        tier.failure, tier.outages = str(error), 1
+        return error
+    return None

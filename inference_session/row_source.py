@@ -1,0 +1,369 @@
+"""Where a session's look-ups read rows: from mapped files, or from a cache over the parameter server."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.config import SessionConfig
+from inference_session.embedding_cache.cpu_cache import CpuEmbeddingCache, bytes_to_hold
+from inference_session.embedding_cache.kernels import cpu
+from inference_session.embedding_cache.kernels.hash_index import BUCKET_BYTES
+from inference_session.embedding_cache.kernels.layout import SEGMENT, TABLE, PoolingCode
+from inference_session.embedding_cache.kernels.missing import collect_keys, write_vectors
+from inference_session.embedding_cache.late_inserts import LateInserts
+from inference_session.embedding_cache.null_cache import NullEmbeddingCache, empty_tables
+from inference_session.errors import UnavailableError
+from inference_session.formats.native import TABLES_FOLDER, ModelSpec, TableSpec
+from inference_session.parameter_server.base import FetchRequest
+from inference_session.parameter_server.create import create_parameter_server
+from inference_session.parameter_server.server import ParameterServer
+from inference_session.parameter_server.table_file import TableFile
+
+HostCache: TypeAlias = "CpuEmbeddingCache | NullEmbeddingCache"
+
+_KEYS_PER_BUCKET = 8
+_LINE_BYTES = 64
+_CLOSE_S = 10.0
+_NO_POSITIONS = np.empty(0, np.int64)
+
+
+class RowSource(ABC):
+    """The rows of all tables of a model. Thread-safe."""
+
+    @abstractmethod
+    def look_up(self, segments: NDArray[np.void], num_keys: NDArray[np.int64], num_unknown: NDArray[np.int64]) -> None:
+        """Answer SEGMENT records of so many keys each; num_unknown[s] receives the keys of segment s that were answered
+        with their table's default vector.
+
+        Tables are counted in the order of the model's spec. Whoever filled the segments vouches for every address.
+        """
+
+    def refresh(self) -> None:  # noqa: B027
+        """Read again what is cached, where anything is."""
+
+    def stats(self) -> dict[str, Any]:
+        """What there is to say of the cache (`cache`) and the tiers (`tiers`)."""
+        return {"cache": {}, "tiers": {}}
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give up what is held open. May be called more than once."""
+
+    def fetch(self, table: int, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+        """The vectors of one table: keys int64 [n] to `out`, float32 [n, embedding_dim], both contiguous."""
+        segment = np.zeros(1, SEGMENT)
+        segment["table"], segment["keys_address"] = table, keys.ctypes.data
+        segment["key_bytes"] = segment["key_stride"] = segment["row_stride"] = 8
+        segment["num_rows"], segment["keys_per_row"] = len(keys), 1
+        segment["output_address"], segment["output_stride"] = out.ctypes.data, out.strides[0]
+        self.look_up(segment, np.array([len(keys)]), np.zeros(1, np.int64))
+
+
+class MappedRows(RowSource):
+    """The rows of a version's table files, all of them there."""
+
+    def __init__(self, tables: Sequence[TableFile], *, num_threads: int) -> None:
+        """`num_threads`: threads over which a large look-up is split."""
+        self._tables = tables
+        self._records = np.array([table.record() for table in tables], TABLE)
+        self._num_threads = num_threads
+
+    def look_up(
+        self,
+        segments: NDArray[np.void],
+        num_keys: NDArray[np.int64],  # noqa: ARG002
+        num_unknown: NDArray[np.int64],
+    ) -> None:
+        """See RowSource."""
+        cpu.lookup(self._records, segments, num_unknown, _NO_POSITIONS, self._num_threads)
+
+    def close(self) -> None:
+        """See RowSource. The files stay mapped for look-ups under way."""
+        for table in self._tables:
+            table.close()
+
+
+class CachedRows(RowSource):
+    """The rows of a parameter server, the hottest of them in a cache.
+
+    What the cache has goes straight to the outputs, in one call of the kernel. Keys that it has not are collected, each
+    once per table, fetched, and completed from there; what was found goes to the cache, default vectors never do.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[TableSpec],
+        cache: HostCache,
+        server: ParameterServer,
+        *,
+        num_threads: int,
+        refresh_interval_s: float = 0.0,
+        async_from: float | None = None,
+    ) -> None:
+        """Put a cache over a parameter server; both become this object's to close.
+
+        Args:
+            specs: the tables, which cache and server know by their folders.
+            cache: of the same tables in the same order.
+            server: where what is missing comes from.
+            num_threads: threads over which a large look-up is split.
+            refresh_interval_s: time between two refreshes in the background; 0: none.
+            async_from: hit rate from which on missing keys are answered with default vectors, and fetched after that;
+                None: look-ups always wait for them.
+        """
+        self._specs = specs
+        self._cache = cache
+        self._server = server
+        self._num_threads = num_threads
+        self._dims = np.array([spec.embedding_dim for spec in specs], np.int64)
+        self._nothing = [0] * len(specs)
+        self._defaults = [np.full(spec.embedding_dim, spec.default_vector, np.float32) for spec in specs]
+        _Overlay(self._dims, np.zeros(0, SEGMENT), _NO_POSITIONS, _NO_POSITIONS).write(_NO_POSITIONS)  # compiles
+        self._async_from = math.inf if async_from is None else async_from
+        self._late = None if async_from is None else LateInserts(self._insert_late)
+        self._closing = threading.Event()
+        self._refresher: threading.Thread | None = None
+        if refresh_interval_s:
+            self._refresher = threading.Thread(
+                target=self._refresh_often, args=(refresh_interval_s,), name="hotrow-refresh", daemon=True
+            )
+            self._refresher.start()
+
+    def look_up(self, segments: NDArray[np.void], num_keys: NDArray[np.int64], num_unknown: NDArray[np.int64]) -> None:
+        """See RowSource.
+
+        Raises:
+            UnavailableError: a tier is down that may have one of the keys, and the settings want no default instead.
+        """
+        num_missing = np.zeros(len(segments), np.int64)
+        positions = np.empty(num_keys.sum(), np.int64)
+        with self._cache.reading() as records:
+            count = cpu.lookup(records, segments, num_missing, positions, self._num_threads)
+        missing = self._by_table(segments, num_missing) if count else self._nothing
+        self._cache.count_lookups(range(len(self._specs)), self._by_table(segments, num_keys), missing)
+        num_unknown[:] = 0
+        if count:
+            overlay = _Overlay(self._dims, segments, num_missing, positions[:count])
+            if self._late is not None and count <= (1 - self._async_from) * num_keys.sum():
+                self._fill_by_default(overlay)
+                self._finish(overlay, num_keys, num_unknown)
+                self._late.put(overlay)
+            else:
+                self._fetch(overlay)
+                self._finish(overlay, num_keys, num_unknown)
+                # Not before: these rows might have taken the place of some that were about to be pooled.
+                self._keep(overlay)
+
+    def refresh(self) -> None:
+        """See RowSource. UnavailableError where a tier is down; rows that it may have stay as they are."""
+        self._server.refresh()
+        for spec in self._specs:
+            self._cache.refresh(spec.folder, partial(self._fetch_surely, spec.folder))
+
+    def stats(self) -> dict[str, Any]:
+        """See RowSource, EmbeddingCache.stats and ParameterServer.stats."""
+        dropped = {} if self._late is None else {"dropped_inserts": self._late.num_dropped}
+        return {"cache": self._cache.stats(), **dropped, **self._server.stats()}
+
+    def close(self) -> None:
+        """See RowSource."""
+        self._closing.set()
+        if self._refresher is not None:
+            self._refresher.join(_CLOSE_S)
+        if self._late is not None:
+            self._late.close()
+        self._server.close()
+        self._cache.close()
+
+    def _refresh_often(self, interval_s: float) -> None:
+        while not self._closing.wait(interval_s):
+            # While a tier is down, which is logged elsewhere, the rows stay as they are.
+            with contextlib.suppress(UnavailableError):
+                self.refresh()
+
+    def _fetch_surely(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """Fetch such that a key is not found only if no tier has it."""
+        return self._server.fetch_unique([FetchRequest(table, keys, out)], on_store_failure="error")[0]
+
+    def _finish(self, overlay: _Overlay, num_keys: NDArray[np.int64], num_unknown: NDArray[np.int64]) -> None:
+        """Complete the segments that have missing keys from the overlay, whose vectors are there."""
+        overlay.write(num_unknown)
+        pooled = np.flatnonzero((overlay.segments["pooling"] != PoolingCode.NONE) & (overlay.counts > 0))
+        if len(pooled) and self._pool_again(overlay.segments[pooled], overlay):
+            num_unknown[pooled] = self._pool_without_cache(overlay.segments[pooled], num_keys[pooled])
+
+    def _fill_by_default(self, overlay: _Overlay) -> None:
+        for t, part in overlay.parts.items():
+            part.vectors[:] = self._defaults[t]
+
+    def _insert_late(self, overlay: _Overlay) -> None:
+        self._fetch(overlay)
+        self._keep(overlay)
+
+    def _pool_again(self, segments: NDArray[np.void], overlay: _Overlay) -> int:
+        """Look pooled segments up again, now with what was fetched; returns how many keys are missing still, because
+        the cache has dropped their rows meanwhile.
+        """
+        with self._cache.reading() as records:
+            tables = np.concatenate([records, overlay.records])
+            tables["next_table"][: len(records)] = np.arange(len(records), len(tables))
+            return cpu.lookup(tables, segments, np.zeros(len(segments), np.int64), _NO_POSITIONS, self._num_threads)
+
+    def _pool_without_cache(self, segments: NDArray[np.void], num_keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Fetch all keys of pooled segments and look them up there alone: nothing can vanish in between, so this is
+        the end of it. Returns the unknown keys per segment.
+        """
+        positions = np.empty(num_keys.sum(), np.int64)
+        num_unknown = np.zeros_like(num_keys)
+        cpu.lookup(empty_tables(self._dims), segments, num_unknown, positions, self._num_threads)
+        overlay = _Overlay(self._dims, segments, num_keys, positions)
+        self._fetch(overlay)
+        overlay.write(num_unknown)
+        cpu.lookup(overlay.records, segments, np.zeros_like(num_keys), _NO_POSITIONS, self._num_threads)
+        return num_unknown
+
+    def _fetch(self, overlay: _Overlay) -> None:
+        """Fill in the vectors."""
+        requests = [
+            FetchRequest(self._specs[t].folder, self._stored_keys(t, part.keys), part.vectors)
+            for t, part in overlay.parts.items()
+        ]
+        for (t, part), found in zip(overlay.parts.items(), self._server.fetch_unique(requests), strict=True):
+            part.found[:] = found
+            part.vectors[~found] = self._defaults[t]
+
+    def _keep(self, overlay: _Overlay) -> None:
+        """Cache the rows that were found."""
+        for t, part in overlay.parts.items():
+            # A row number that counts from the end is not cached: an update would reach the row's other key alone.
+            cached = part.found if self._specs[t].keys == "stored" else part.found & (part.keys >= 0)
+            if cached.any():
+                self._cache.insert(self._specs[t].folder, part.keys[cached], part.vectors[cached])
+
+    def _stored_keys(self, table: int, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The keys that stores know: row numbers that count from the end become those that count from the start."""
+        spec = self._specs[table]
+        return keys if spec.keys == "stored" else keys + spec.num_rows * (keys < 0)
+
+    def _by_table(self, segments: NDArray[np.void], counts: NDArray[np.int64]) -> list[int]:
+        sums: list[int] = np.bincount(segments["table"], counts, len(self._specs)).astype(np.int64).tolist()
+        return sums
+
+
+class _Part(NamedTuple):
+    """The rows of one table in an overlay."""
+
+    keys: NDArray[np.int64]
+    """[n], each once."""
+    vectors: NDArray[np.float32]
+    """[n, embedding_dim], to be filled in."""
+    found: NDArray[np.bool_]
+    """[n], to be filled in: False where the vector is the default."""
+
+
+class _Overlay:
+    """The keys that a look-up has not found, as tables of their own (kernels/missing.py)."""
+
+    def __init__(
+        self,
+        dims: NDArray[np.int64],
+        segments: NDArray[np.void],
+        counts: NDArray[np.int64],
+        positions: NDArray[np.int64],
+    ) -> None:
+        """Collect the keys at `positions`, counts[s] of them of segment s."""
+        self.segments = segments
+        self.counts = counts
+        self._positions = positions
+        num_keys = np.bincount(segments["table"], counts, len(dims)).astype(np.int64)
+        self._begins = np.cumsum(num_keys) - num_keys
+        num_buckets = num_keys // _KEYS_PER_BUCKET + 1
+        buckets_before = np.cumsum(num_buckets) - num_buckets
+        self._buckets = _at_line(BUCKET_BYTES * int(num_buckets.sum()))
+        self._keys = np.empty(len(positions), np.int64)
+        self._found = np.zeros(len(positions), np.bool_)
+        self._rows = np.empty(len(positions), np.int64)
+        self.records = empty_tables(dims)
+        self.records["num_buckets"] = num_buckets
+        self.records["index_address"] = _address(self._buckets) + BUCKET_BYTES * buckets_before
+        self.records["keys_address"] = _address(self._keys) + 8 * self._begins
+        collect_keys(segments, counts, positions, self.records, self._rows)
+        self.parts = self._allocate(dims)
+
+    def write(self, num_unknown: NDArray[np.int64]) -> None:
+        """Copy the vectors to the outputs that are not pooled; num_unknown[s] receives the keys not found."""
+        missing = (self.segments, self.counts, self._positions)
+        write_vectors(*missing, self.records, self._rows, self._found, self._begins, num_unknown)
+
+    def _allocate(self, dims: NDArray[np.int64]) -> dict[int, _Part]:
+        """Room for the vectors of the keys there are, by table."""
+        num_rows = self.records["num_rows"]
+        num_elements = num_rows * dims
+        ends = np.cumsum(num_elements)
+        self._vectors = np.empty(num_elements.sum(), np.float32)
+        self.records["vectors_address"] = _address(self._vectors) + 4 * (ends - num_elements)
+        parts = {}
+        for t in np.flatnonzero(num_rows).tolist():
+            rows = slice(self._begins[t], self._begins[t] + num_rows[t])
+            vectors = self._vectors[ends[t] - num_elements[t] : ends[t]].reshape(-1, dims[t])
+            parts[t] = _Part(self._keys[rows], vectors, self._found[rows])
+        return parts
+
+
+def create_row_source(spec: ModelSpec, config: SessionConfig, directory: Path) -> RowSource:
+    """The rows of a version directory: its own files, or with a store in the settings that store's, through a cache.
+
+    Raises what `TableFile.open`, `create_parameter_server` and `create_embedding_cache` do.
+    """
+    num_threads = config.num_lookup_threads
+    if not config.has_store:
+        files = [TableFile.open(directory / TABLES_FOLDER / table.folder, table) for table in spec.tables]
+        return MappedRows(files, num_threads=num_threads)
+    cache = _create_cache(spec, config)
+    try:
+        server = create_parameter_server(spec, config, directory)
+    except BaseException:
+        cache.close()
+        raise
+    may_default = config.insert_mode == "async" and config.unknown_keys == "default_vector"
+    return CachedRows(
+        spec.tables,
+        cache,
+        server,
+        num_threads=num_threads,
+        refresh_interval_s=config.refresh_interval_s,
+        async_from=config.hit_rate_threshold if may_default else None,
+    )
+
+
+def _create_cache(spec: ModelSpec, config: SessionConfig) -> HostCache:
+    dims = {table.folder: table.embedding_dim for table in spec.tables}
+    num_rows = {table.folder: table.num_rows for table in spec.tables}
+    cache_bytes = config.cache_bytes
+    if cache_bytes is None:
+        parts = {table: math.ceil(rows * config.cache_fraction) for table, rows in num_rows.items()}
+        cache_bytes = bytes_to_hold(dims, parts) if config.cache_fraction else 0
+    if cache_bytes == 0 or not dims:
+        return NullEmbeddingCache(dims)
+    return CpuEmbeddingCache(dims, cache_bytes, num_rows=num_rows, num_threads=config.num_lookup_threads)
+
+
+def _at_line(num_bytes: int) -> NDArray[np.uint8]:
+    """Zeros that begin at a cache line."""
+    memory = np.zeros(num_bytes + _LINE_BYTES, np.uint8)
+    return memory[-_address(memory) % _LINE_BYTES :][:num_bytes]
+
+
+def _address(array: NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

@@ -1,0 +1,74 @@
+"""A real model on a real server without its table files: its rows come from Redis and RocksDB."""
+
+from __future__ import annotations
+
+import shutil
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpc_client
+from click.testing import CliRunner
+
+from hotrow.command_line import cli
+from inference_session.formats.native import TABLES_FOLDER
+from inference_session.formats.onnx_model import import_onnx
+from tests.integration.conftest import Serve, Served
+from tests.integration.test_real_models import ask
+from tests.parameter_server.servers import RedisServer, wait_until
+from triton_backend.model_config import write_model_config
+
+pytestmark = pytest.mark.triton
+
+MODEL = "kuairand_mmoe_torch"
+
+
+def hotrow(*arguments: object) -> None:
+    result = CliRunner().invoke(cli, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+
+
+def metric(served: Served, line: str) -> float:
+    """The value of the one line of /metrics that begins so."""
+    with urllib.request.urlopen(served.metrics, timeout=10) as page:  # noqa: S310  a page of ours
+        lines = [text for text in page.read().decode().splitlines() if text.startswith(line)]
+    assert len(lines) == 1, (line, lines)
+    return float(lines[0].rpartition(" ")[2])
+
+
+def test_a_model_is_served_from_stores_alone(shared: Path, serve: Serve, tmp_path: Path) -> None:
+    """512 real requests get the expected answers from Redis over RocksDB, before, while and after Redis is away."""
+    folder = shared / "models" / MODEL
+    inputs, expected = dict(np.load(folder / "requests.npz")), np.load(folder / "expected.npz")
+    repository = tmp_path / "repository"
+    report = import_onnx(folder / "model.onnx", repository, MODEL, min_rows=100)
+    path = write_model_config(report.version_dir, report.spec, MODEL)
+    database = f"rocksdb://{tmp_path}/db"
+    with RedisServer() as server:
+        for url in (server.url, database):
+            hotrow("push", report.version_dir, "--to", url)
+        shutil.move(report.version_dir / TABLES_FOLDER, tmp_path / "tables")
+        stores = {"volatile_store": server.url, "persistent_store": database, "cache_fraction": "0.01"}
+        with path.open("a") as config:
+            for name, value in stores.items():
+                config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
+        served = serve(repository)
+        client = served.grpc_client()
+        tier = f'{{model="{MODEL}",tier="volatile",version="1"}}'
+
+        def check() -> None:
+            for name in expected.files:
+                answer = ask(client, grpc_client, MODEL, inputs, name)
+                np.testing.assert_allclose(answer, expected[name], rtol=0, atol=1e-6)
+
+        check()
+        assert metric(served, f"hotrow_tier_up{tier}") == 1
+        server.stop()
+        check()
+        wait_until(lambda: metric(served, f"hotrow_tier_up{tier}") == 0, "the metric to tell of the outage")
+        server.start()
+        check()
+        wait_until(lambda: metric(served, f"hotrow_tier_up{tier}") == 1, "the metric to tell of the recovery")
+        check()
+        client.close()

@@ -1,0 +1,143 @@
+"""A real Redis that dies, hangs and comes back under load, over a RocksDB: no wrong answer, no error, and no loss."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from inference_session import InferenceSession
+from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.store_url import create_store
+from inference_session.parameter_server.table_push import TablePush
+from tests import small_model
+from tests.parameter_server.servers import RedisServer, wait_until
+
+DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
+NUM_CLIENTS = 4
+RECOVERY_S = 60
+
+Damage = Callable[[RedisServer], None]
+
+
+def push(directory: Path, url: str) -> None:
+    with create_store(url, Namespace("small", "1"), DIMS, writable=True) as store:
+        for table in small_model.TABLES:
+            TablePush(directory, table, store).run()
+
+
+class Load:
+    """Clients that ask without a pause, and compare every answer."""
+
+    def __init__(self, session: InferenceSession, tables: small_model.Arrays) -> None:
+        self._session = session
+        self._tables = tables
+        self._ending = threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(seed,)) for seed in range(NUM_CLIENTS)]
+        self.faults: list[BaseException] = []
+        self.num_answers = 0
+        self.slowest_s = 0.0
+
+    def _ask(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        while not self._ending.is_set():
+            inputs = small_model.random_inputs(int(rng.integers(1, 30)), rng)
+            begin = time.monotonic()
+            try:
+                answer = self._session.run(inputs)
+                self.slowest_s = max(self.slowest_s, time.monotonic() - begin)
+                for name, expected in small_model.expected(self._tables, inputs).items():
+                    np.testing.assert_allclose(answer[name], expected, atol=1e-5, rtol=1e-5)
+            except Exception as error:  # noqa: BLE001  reported by the test's own thread
+                self.faults.append(error)
+            self.num_answers += 1
+
+    def pass_on(self, num_answers: int = 200) -> None:
+        """Let the clients have so many more answers."""
+        goal = self.num_answers + num_answers
+        wait_until(lambda: self.num_answers >= goal, f"{num_answers} answers")
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        for thread in self._threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._ending.set()
+            for thread in self._threads:
+                thread.join()
+
+
+def kill(server: RedisServer) -> None:
+    server.stop(signal.SIGKILL)
+
+
+def start_empty(server: RedisServer) -> None:
+    server.start()
+
+
+def hang(server: RedisServer) -> None:
+    server.send_signal(signal.SIGSTOP)
+
+
+def resume(server: RedisServer) -> None:
+    server.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 2000], ids=["no cache", "tiny cache"])
+@pytest.mark.parametrize(
+    ("damage", "repair"), [(kill, start_empty), (hang, resume)], ids=["killed, back empty", "stopped, continued"]
+)
+def test_no_answer_is_wrong_while_redis_is_away(
+    tmp_path: Path, damage: Damage, repair: Damage, cache_bytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under load Redis goes and comes back twice: every answer is right, and Redis is used again after."""
+    directory = tmp_path / "repository" / "small" / "1"
+    tables = small_model.write(directory)
+    database = f"rocksdb://{tmp_path}/db"
+    caplog.set_level(logging.INFO, "inference_session.parameter_server")
+    with RedisServer() as server:
+        push(directory, database)
+        push(directory, server.url)
+        (directory / "tables").rename(tmp_path / "tables")
+        with InferenceSession.open(
+            directory,
+            volatile_store=server.url,
+            persistent_store=database,
+            cache_bytes=cache_bytes,
+            store_timeout_ms=300,
+        ) as session:
+            load = Load(session, tables)
+
+            def tier_is_up() -> bool:
+                return session.stats()["tiers"]["volatile"]["failure"] is None
+
+            with load.running():
+                for _ in range(2):
+                    load.pass_on()
+                    damage(server)
+                    wait_until(lambda: not tier_is_up(), "the outage to be noticed")
+                    load.pass_on()
+                    repair(server)
+                    begin = time.monotonic()
+                    wait_until(tier_is_up, "the tier to recover")
+                    assert time.monotonic() - begin < RECOVERY_S
+                    found = session.stats()["tiers"]["volatile"]["hits"]
+                    wait_until(
+                        lambda found=found: session.stats()["tiers"]["volatile"]["hits"] > found,  # type: ignore[misc]
+                        "Redis to have rows again",
+                    )
+
+    assert not load.faults, load.faults[0]
+    # Once a change of state, not once a request: two outages, four changes.
+    messages = [record.message for record in caplog.records if "tier volatile" in record.message]
+    assert len(messages) == 4, messages
+    assert sum("answers again" in message for message in messages) == 2

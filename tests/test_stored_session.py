@@ -1,0 +1,362 @@
+"""InferenceSession over stores: the answers are those of the table files, whatever the cache holds or drops."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_session import InferenceSession, Request
+from inference_session.embedding_cache.cpu_cache import CpuEmbeddingCache
+from inference_session.embedding_cache.null_cache import NullEmbeddingCache
+from inference_session.errors import (
+    ConfigurationError,
+    ModelFormatError,
+    StoreError,
+    UnavailableError,
+    UnknownKeyError,
+)
+from inference_session.formats.native import TABLES_FOLDER
+from inference_session.lookup_plan import LookupPlan
+from inference_session.parameter_server.memory_store import MemoryStore
+from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.server import ParameterServer, Tier
+from inference_session.parameter_server.store_url import create_store
+from inference_session.parameter_server.table_push import TablePush
+from inference_session.parameter_server.wrappers import FaultStore
+from inference_session.row_source import CachedRows
+from tests import small_model
+from tests.parameter_server.servers import wait_until
+
+DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
+TINY_CACHE_BYTES = 2000
+"""Room for some eight rows of each table."""
+HASHED_DEFAULT = [0.5, -0.5]
+
+
+@pytest.fixture(scope="module")
+def version(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, small_model.Arrays]:
+    """The small model, its tables pushed to a RocksDB beside the repository, and then taken away."""
+    root = tmp_path_factory.mktemp("stored")
+    directory = root / "repository" / "small" / "1"
+    tables = small_model.write(directory)
+    push(directory, f"rocksdb://{root}/db")
+    shutil.move(directory / TABLES_FOLDER, root / "tables")
+    return directory, tables
+
+
+def push(directory: Path, url: str) -> None:
+    with create_store(url, Namespace(directory.parent.name, directory.name), DIMS, writable=True) as store:
+        for table in small_model.TABLES:
+            TablePush(directory, table, store).run()
+
+
+def url_of(directory: Path) -> str:
+    return f"rocksdb://{directory.parent.parent.parent}/db"
+
+
+@pytest.fixture(scope="module", params=[0, TINY_CACHE_BYTES, 1 << 20], ids=["no cache", "tiny cache", "all cached"])
+def session(version: tuple[Path, small_model.Arrays], request: pytest.FixtureRequest) -> Iterator[InferenceSession]:
+    with InferenceSession.open(
+        version[0], persistent_store=url_of(version[0]), cache_bytes=request.param, lookup_threads=2
+    ) as opened:
+        yield opened
+
+
+def assert_answers(answer: object, expected: small_model.Arrays) -> None:
+    assert isinstance(answer, dict), answer
+    for name, array in answer.items():
+        np.testing.assert_allclose(array, expected[name], atol=1e-5, rtol=1e-5, err_msg=name)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    lengths=st.lists(st.integers(0, 6), min_size=6, max_size=6),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_any_requests_are_answered_as_from_files(
+    session: InferenceSession,
+    version: tuple[Path, small_model.Arrays],
+    sizes: list[int],
+    lengths: list[int],
+    seed: int,
+) -> None:
+    """Joined or alone, known keys, unknown ones and row numbers from the end, whatever was evicted before."""
+    rng = np.random.default_rng(seed)
+    requests = [small_model.random_inputs(n, rng, num_items=k) for n, k in zip(sizes, lengths, strict=False)]
+    before = session.stats()["tables"]["hashed"]["default_vectors"]
+
+    joined = session.run_many([Request(inputs) for inputs in requests])
+    alone = [session.run(inputs) for inputs in requests]
+
+    for inputs, answer, again in zip(requests, joined, alone, strict=True):
+        expected = small_model.expected(version[1], inputs)
+        assert_answers(answer, expected)
+        assert_answers(again, expected)
+    unknown = sum(int((~np.isin(inputs["items"], version[1]["hashed/key"])).sum()) for inputs in requests)
+    assert session.stats()["tables"]["hashed"]["default_vectors"] - before == 2 * unknown
+
+
+def test_large_requests_are_split_over_threads(
+    session: InferenceSession, version: tuple[Path, small_model.Arrays]
+) -> None:
+    """Missing keys keep their places where several threads look for them."""
+    inputs = small_model.random_inputs(20_000, np.random.default_rng(1), num_items=8)
+
+    assert_answers(session.run(inputs), small_model.expected(version[1], inputs))
+
+
+def test_concurrent_requests_evict_each_others_rows(
+    session: InferenceSession, version: tuple[Path, small_model.Arrays]
+) -> None:
+    """Rows that vanish between two looks at the cache are fetched again."""
+    failures: list[BaseException] = []
+
+    def ask(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        try:
+            for _ in range(60):
+                inputs = small_model.random_inputs(int(rng.integers(1, 20)), rng)
+                assert_answers(session.run(inputs), small_model.expected(version[1], inputs))
+        except BaseException as error:  # noqa: BLE001  reported below, in the test's own thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert not failures, failures[0]
+
+
+def test_lookup_answers_as_from_files(session: InferenceSession, version: tuple[Path, small_model.Arrays]) -> None:
+    """session.lookup() takes the same way; unknown keys get the default vector, -1 is the last row."""
+    keys = version[1]["hashed/key"]
+
+    vectors = session.lookup("hashed", [*keys[:5].tolist(), 10**15])
+
+    np.testing.assert_array_equal(vectors, [*version[1]["hashed"][:5], HASHED_DEFAULT])
+    np.testing.assert_array_equal(session.lookup("code", [-1, 39, 40])[:2], version[1]["code"][[39, 39]])
+    np.testing.assert_array_equal(session.lookup("user.weight", []), np.empty((0, 4)))
+
+
+def test_default_vectors_and_rows_from_the_end_are_not_cached(version: tuple[Path, small_model.Arrays]) -> None:
+    """The cache holds nothing under a key that no tier has, nor a row under a second key."""
+    with InferenceSession.open(version[0], persistent_store=url_of(version[0]), cache_bytes=1 << 20) as session:
+        session.lookup("hashed", [10**15])
+        before = session.stats()["cache"]["tables"]
+        session.lookup("hashed", [10**15])
+        session.lookup("code", [-2, -3])
+
+        after = session.stats()["cache"]["tables"]
+
+    assert after["hashed"]["rows"] == before["hashed"]["rows"]
+    assert after["code"]["rows"] == before["code"]["rows"]
+    assert after["hashed"]["misses"] == before["hashed"]["misses"] + 1
+
+
+def test_refresh_sees_what_was_written(tmp_path: Path) -> None:
+    """refresh() replaces rows that have changed, finds new ones, and drops those that were erased."""
+    directory = tmp_path / "repository" / "small" / "1"
+    tables = small_model.write(directory)
+    url = f"rocksdb://{tmp_path}/db"
+    push(directory, url)
+    first, second = tables["hashed/key"][:2].tolist()
+    with InferenceSession.open(directory, persistent_store=url, cache_bytes=1 << 20) as session:
+        session.lookup("hashed", [first, second, 10**15])
+        with create_store(url, Namespace("small", "1"), DIMS, writable=True) as store:
+            store.insert("hashed", np.array([first, 10**15]), np.array([[7, 7], [8, 8]], np.float32))
+
+        session.refresh()
+
+        np.testing.assert_array_equal(session.lookup("hashed", [first, 10**15]), [[7, 7], [8, 8]])
+
+
+def test_the_cache_takes_a_part_of_the_rows(version: tuple[Path, small_model.Arrays]) -> None:
+    """cache_fraction counts rows; 1 holds them all and 0 none."""
+    directory = version[0]
+    capacities = []
+    for fraction in (0, 0.5, 1):
+        with InferenceSession.open(directory, persistent_store=url_of(directory), cache_fraction=fraction) as session:
+            capacities.append(session.stats()["cache"]["capacity"])
+
+    assert capacities[0] == 0
+    assert 40 <= capacities[1] <= 90
+    assert capacities[2] >= 120
+
+
+def test_without_tables_and_without_a_store_the_missing_file_is_named(version: tuple[Path, small_model.Arrays]) -> None:
+    """A version whose tables are gone opens only with a store."""
+    with pytest.raises(ModelFormatError, match=r"tables/.*no such file"):
+        InferenceSession.open(version[0])
+
+
+def test_a_store_that_is_not_there_fails_the_load(version: tuple[Path, small_model.Arrays], tmp_path: Path) -> None:
+    """The error names the folder, or the host; a password is not shown."""
+    with pytest.raises(StoreError, match="nowhere"):
+        InferenceSession.open(version[0], persistent_store=f"rocksdb://{tmp_path}/nowhere")
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1.*1") as raised:
+        InferenceSession.open(version[0], volatile_store="redis://:secret@127.0.0.1:1")
+    assert "secret" not in str(raised.value)
+    with pytest.raises(ConfigurationError, match=r"'volatile_store'.*'postgres' is unknown; allowed: redis://"):
+        InferenceSession.open(version[0], volatile_store="postgres://me:secret@db")
+
+
+def test_a_dead_redis_is_no_error_over_a_rocksdb(version: tuple[Path, small_model.Arrays]) -> None:
+    """A version opens, and answers, while one of its two stores is down; stats() says so."""
+    inputs = small_model.random_inputs(9, np.random.default_rng(0))
+    with InferenceSession.open(
+        version[0], volatile_store="redis://127.0.0.1:1", persistent_store=url_of(version[0])
+    ) as session:
+        assert_answers(session.run(inputs), small_model.expected(version[1], inputs))
+
+        tiers = session.stats()["tiers"]
+
+    assert tiers["persistent"]["failure"] is None
+    assert "127.0.0.1:1" in tiers["volatile"]["failure"]
+    assert list(tiers) == ["volatile", "persistent"]
+
+
+def test_a_row_in_a_store_comes_before_the_files(tmp_path: Path) -> None:
+    """Where a version has its files and a store, an update in the store is seen, and the files have the rest."""
+    directory = tmp_path / "repository" / "small" / "1"
+    tables = small_model.write(directory)
+    first, second = tables["hashed/key"][:2].tolist()
+    url = f"rocksdb://{tmp_path}/db"
+    with create_store(url, Namespace("small"), DIMS, writable=True) as store:
+        store.insert("hashed", np.array([first]), np.full((1, 2), 7, np.float32))
+
+    with InferenceSession.open(directory, persistent_store=url, store_namespace="shared") as session:
+        vectors = session.lookup("hashed", [first, second])
+
+    np.testing.assert_array_equal(vectors, [[7, 7], tables["hashed"][1]])
+
+
+class FailingRows:
+    """The small model's rows in two MemoryStores, the upper of which holds half of them and can be made to fail."""
+
+    def __init__(self, tables: small_model.Arrays, **server_settings: str) -> None:
+        self.error: Exception | None = None
+        upper, lower = MemoryStore(DIMS), MemoryStore(DIMS)
+        for table in small_model.TABLES:
+            vectors = tables[table.folder].astype(np.float32)
+            keys = tables["hashed/key"] if table.keys == "stored" else np.arange(table.num_rows)
+            lower.insert(table.folder, keys[::2], vectors[::2])
+            upper.insert(table.folder, keys, vectors)
+        tiers = [Tier("volatile", FaultStore(upper, lambda _: self.error)), Tier("persistent", lower)]
+        server = ParameterServer(tiers, **server_settings)  # type: ignore[arg-type]
+        self.rows = CachedRows(small_model.TABLES, NullEmbeddingCache(DIMS), server, num_threads=1)
+
+
+def test_in_an_outage_only_requests_that_need_the_tier_fail(
+    version: tuple[Path, small_model.Arrays], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With on_store_failure=error, joined requests whose keys the living tier has are answered all the same."""
+    failing = FailingRows(version[1], on_store_failure="error")
+    inputs = small_model.random_inputs(2, np.random.default_rng(0), num_items=0)
+    inputs["codes"][:] = 0
+    even, odd = ({**inputs, "user": np.full((2, 1), user)} for user in (4, 5))
+    with InferenceSession.open(version[0], persistent_store=url_of(version[0])) as session:
+        monkeypatch.setattr(session, "_plan", LookupPlan(session.spec, failing.rows))
+        failing.error = UnavailableError("gone")
+
+        answers = session.run_many([Request(even), Request(odd)])
+
+        assert_answers(answers[0], small_model.expected(version[1], even))
+        assert isinstance(answers[1], UnavailableError)
+    failing.rows.close()
+
+
+def test_refresh_in_an_outage_erases_nothing(version: tuple[Path, small_model.Arrays]) -> None:
+    """Cached rows that only the dead tier has stay; refresh() says that it could not be done."""
+    failing = FailingRows(version[1])
+    cache = CpuEmbeddingCache(DIMS, 1 << 16)
+    rows = CachedRows(small_model.TABLES, cache, failing.rows._server, num_threads=1)
+    out = np.zeros((4, 4), np.float32)
+    rows.fetch(0, np.arange(4), out)
+    failing.error = UnavailableError("gone")
+
+    with pytest.raises(UnavailableError):
+        rows.refresh()
+
+    assert sorted(cache.dump("user_weight")) == [0, 1, 2, 3]
+    rows.close()
+
+
+def test_unknown_keys_can_be_refused(version: tuple[Path, small_model.Arrays]) -> None:
+    """unknown_keys=reject means the same over stores as over files."""
+    inputs = small_model.random_inputs(2, np.random.default_rng(0))
+    inputs["items"][:] = 11
+    with (
+        InferenceSession.open(version[0], persistent_store=url_of(version[0]), unknown_keys="reject") as session,
+        pytest.raises(UnknownKeyError, match="'hashed'"),
+    ):
+        session.run(inputs)
+
+
+def test_rows_are_refreshed_in_the_background(tmp_path: Path) -> None:
+    """refresh_interval_s lets a change be seen with nobody asking for it; close() ends the thread."""
+    directory = tmp_path / "repository" / "small" / "1"
+    tables = small_model.write(directory)
+    url = f"rocksdb://{tmp_path}/db"
+    push(directory, url)
+    first = int(tables["hashed/key"][0])
+    with InferenceSession.open(directory, persistent_store=url, refresh_interval_s=0.05) as session:
+        session.lookup("hashed", [first])
+        with create_store(url, Namespace("small", "1"), DIMS, writable=True) as store:
+            store.insert("hashed", np.array([first]), np.full((1, 2), 7, np.float32))
+        wait_until(lambda: bool((session.lookup("hashed", [first]) == 7).all()), "the row to be refreshed")
+
+    assert not [thread for thread in threading.enumerate() if thread.name == "hotrow-refresh"]
+
+
+def test_async_inserts_answer_by_default_and_then_by_row(
+    version: tuple[Path, small_model.Arrays],
+) -> None:
+    """insert_mode=async: from the threshold on, missing keys get default vectors, counted, and their rows later."""
+    inputs = small_model.random_inputs(30, np.random.default_rng(0), num_items=4)
+    with InferenceSession.open(
+        version[0],
+        persistent_store=url_of(version[0]),
+        cache_bytes=1 << 20,
+        insert_mode="async",
+        hit_rate_threshold=0,
+    ) as session:
+        nothing = {folder: np.zeros_like(vectors) for folder, vectors in version[1].items()}
+        nothing["hashed"] = np.tile(np.array(HASHED_DEFAULT, np.float32), (30, 1))
+        nothing["hashed/key"] = version[1]["hashed/key"]
+        rows = session._rows
+        assert isinstance(rows, CachedRows)
+        assert rows._late is not None
+        assert rows._late.wait(30)
+        for spec in small_model.TABLES:
+            rows._cache.clear(spec.folder)
+
+        first = session.run(inputs)
+        defaults = session.stats()["tables"]["user_weight"]["default_vectors"]
+        assert rows._late.wait(30)
+        inputs["user"] %= 50  # row numbers from the end are never cached
+        session.run(inputs)
+        assert rows._late.wait(30)
+        second = session.run(inputs)
+
+    assert defaults == 60
+    assert_answers(first, small_model.expected(nothing, inputs))
+    assert_answers(second, small_model.expected(version[1], inputs))
+
+
+def test_async_inserts_wait_below_the_threshold(version: tuple[Path, small_model.Arrays]) -> None:
+    """A cold cache answers with rows, not with default vectors."""
+    inputs = small_model.random_inputs(30, np.random.default_rng(0))
+    with InferenceSession.open(
+        version[0], persistent_store=url_of(version[0]), insert_mode="async", hit_rate_threshold=0.9
+    ) as session:
+        assert_answers(session.run(inputs), small_model.expected(version[1], inputs))
