@@ -46,7 +46,7 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-exporters: $(EXPORTERS_VENV)/.ready
-	$(EXPORTERS_VENV)/bin/python -m pytest -m exporters $(PYTEST_ARGS)
+	$(EXPORTERS_VENV)/bin/python -m pytest -m exporters tests/formats/onnx_model $(PYTEST_ARGS)
 
 check: $(CHECK_VENV)/.ready
 	$(CHECK_VENV)/bin/ruff format --check .
