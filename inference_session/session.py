@@ -30,6 +30,7 @@ from inference_session.errors import (
 from inference_session.formats import manifest
 from inference_session.formats.hugectr.request_layout import HpsLayout, HugectrLayout
 from inference_session.formats.native import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec, TensorSpec
+from inference_session.key_recorder import create_key_recorder
 from inference_session.lookup_plan import LookedUp, LookupPlan
 from inference_session.outputs import Answer, Outputs
 from inference_session.row_source import create_row_source
@@ -88,7 +89,8 @@ class InferenceSession:
         self._layout = self._create_layout()
         self._stats = SessionStats(spec)
         self._rows = create_row_source(spec, config, directory)
-        self._plan = LookupPlan(spec, self._rows)
+        self._recorder = create_key_recorder(spec, config, directory)
+        self._plan = LookupPlan(spec, self._rows, self._recorder)
         self._closed = False
 
     @property
@@ -197,6 +199,8 @@ class InferenceSession:
         if not self._closed:
             self._closed = True
             self._rows.close()
+            if self._recorder is not None:
+                self._recorder.close()
 
     def __enter__(self) -> InferenceSession:
         return self
