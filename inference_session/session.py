@@ -170,12 +170,37 @@ class InferenceSession:
             UnavailableError: a store is down that may have one of the keys, and the settings want no default instead.
         """
         spec = self.spec.table(table)
-        wanted = np.asarray(keys)
-        if wanted.ndim != 1 or (wanted.size and not np.can_cast(wanted.dtype, np.int64, "safe")):
-            raise InvalidRequestError(f"keys are {wanted.dtype} {list(wanted.shape)}, expected int64 [n]")
+        wanted = _as_keys(keys)
         vectors = np.empty((len(wanted), spec.embedding_dim), np.float32)
-        self._rows.fetch(self.spec.tables.index(spec), np.ascontiguousarray(wanted, np.int64), vectors)
+        self._rows.fetch(self.spec.tables.index(spec), wanted, vectors)
         return vectors
+
+    def update(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
+        """Write rows to the stores, the persistent one first, and to the cache; look-ups that begin later answer them.
+
+        Args:
+            table: its name or folder.
+            keys: int64 [n]; of equal ones the last wins. In tables of row numbers, numbers from 0.
+            vectors: float32 [n, embedding_dim].
+
+        Raises:
+            StoreError: no store that takes writes belongs to the session.
+            UnavailableError: the persistent store cannot take them at present, for instance because another process is
+                the RocksDB's writer; any of the rows may have been written, and the call may be repeated.
+        """
+        spec = self.spec.table(table)
+        rows = np.ascontiguousarray(vectors)
+        wanted = _as_keys(keys)
+        if rows.shape != (len(wanted), spec.embedding_dim) or not np.can_cast(rows.dtype, np.float32, "same_kind"):
+            raise InvalidRequestError(
+                f"table {table!r}: vectors are {rows.dtype} {list(rows.shape)},"
+                f" expected float32 {[len(wanted), spec.embedding_dim]}"
+            )
+        self._rows.update(self.spec.tables.index(spec), wanted, rows.astype(np.float32, copy=False))
+
+    def erase(self, table: str, keys: ArrayLike) -> None:
+        """Drop rows, as `update` writes them: their keys, int64 [n], are unknown to the stores from now on."""
+        self._rows.erase(self.spec.tables.index(self.spec.table(table)), _as_keys(keys))
 
     def refresh(self) -> None:
         """Read the cached rows again from the stores; requests go on meanwhile. Without stores this does nothing.
@@ -261,6 +286,13 @@ def _check_links(spec: ModelSpec, directory: Path, dense: DenseEngine, keys: Onn
     ):
         if missing := sorted(wanted - given):
             raise ModelFormatError(f"{directory / SESSION_FILE}: {reader} reads {missing[0]!r}, which nothing provides")
+
+
+def _as_keys(keys: ArrayLike) -> NDArray[np.int64]:
+    wanted = np.asarray(keys)
+    if wanted.ndim != 1 or (wanted.size and not np.can_cast(wanted.dtype, np.int64, "safe")):
+        raise InvalidRequestError(f"keys are {wanted.dtype} {list(wanted.shape)}, expected int64 [n]")
+    return np.ascontiguousarray(wanted, np.int64)
 
 
 def _zeros(tensor: TensorSpec) -> NDArray[Any]:
