@@ -305,8 +305,9 @@ def test_a_tier_that_takes_no_rows_is_still_read(
 def test_promotions_are_bounded(make: Callable[..., Stack]) -> None:
     """What does not fit in the queue is dropped and counted; requests do not wait."""
     stack = make()
+    in_hand = server_module.PROMOTIONS_AT_ONCE
     with stack.server._writing:
-        for _ in range(server_module.MAX_PENDING_PROMOTIONS + 10):
+        for _ in range(server_module.MAX_PENDING_PROMOTIONS + in_hand + 10):
             assert stack.fetch(KEYS[:7])[0].all()
         assert stack.server.stats()["dropped_promotions"] >= 7 * 8
     stack.server.wait_for_promotions()
