@@ -100,6 +100,7 @@ class InferenceSession:
         self._stats = SessionStats(spec)
         self._rows = create_row_source(spec, config, directory)
         self._plan = LookupPlan(spec, self._rows)
+        self._may_join = spec.batched and spec.joinable
         self._hot_keys: HotKeysWriter | None = None
         self._closed = False
 
@@ -139,8 +140,7 @@ class InferenceSession:
         """
         if self._closed:
             raise SessionClosedError(f"the session of {str(self.directory)!r} has been closed")
-        may_join = self.spec.batched and self.spec.joinable
-        answers = answer_jointly(requests, self._layout, self._compute, may_join=may_join)
+        answers = answer_jointly(requests, self._layout, self._compute, may_join=self._may_join)
         self._stats.count_requests(len(requests), sum(isinstance(answer, HotrowError) for answer in answers))
         return answers
 
@@ -277,11 +277,11 @@ class InferenceSession:
                 self._rows.warm_up(hot_keys, deadline)
         for num_requests, num_samples in _WARM_UP_BATCHES:
             if time.monotonic() < deadline:
-                self._run_made_up(num_requests if self.spec.joinable else 1, num_samples)
+                self._run_made_up(num_requests if self._may_join else 1, num_samples)
 
     def _run_made_up(self, num_requests: int, num_samples: int) -> None:
-        # Zeros need not be a sensible request, nor need all stores be up.
-        with contextlib.suppress(InvalidRequestError, UnavailableError):
+        # Zeros need not be a sensible request, nor need all stores be up; a batch that fails is no request's end.
+        with contextlib.suppress(HotrowError):
             self._compute([self._layout.check(self._layout.made_up(num_samples))] * num_requests)
 
     def _start_counting(self) -> None:

@@ -192,7 +192,7 @@ def test_other_labels_are_refused(directory: Path) -> None:
         small_model.manifest.write_manifest(beside)
         exchange(beside, directory)
 
-        with pytest.raises(ConfigurationError, match="other labels .*'tap'.*version of its own"):
+        with pytest.raises(ConfigurationError, match=r"other labels .*'tap'.*version of its own"):
             versions.update()
 
 
