@@ -73,11 +73,11 @@ class _Packed(NamedTuple):
 class LookupPlan:
     """The look-ups of one model, over its tables. Immutable but for a bounded memory of shapes seen."""
 
-    def __init__(self, spec: ModelSpec, rows: RowSource, recorder: KeyRecorder | None = None) -> None:
-        """`recorder`: is told all keys that were looked up."""
+    def __init__(self, spec: ModelSpec, rows: RowSource) -> None:
         self._lookups = spec.lookups
         self._rows = rows
-        self._recorder = recorder
+        self.recorder: KeyRecorder | None = None
+        """Is told all keys that were looked up."""
         position = {table.folder: i for i, table in enumerate(spec.tables)}
         self._table_positions = [position[lookup.table] for lookup in spec.lookups]
         self._table_specs = [spec.tables[i] for i in self._table_positions]
@@ -109,8 +109,8 @@ class LookupPlan:
             held += self._fill_loose(segments, batch, num_keys)
         num_unknown = np.zeros(len(segments), np.int64)
         self._rows.look_up(segments, num_keys, num_unknown)
-        if self._recorder is not None:
-            self._recorder.record(segments, num_keys)
+        if self.recorder is not None:
+            self.recorder.record(segments, num_keys)
         del held
         return LookedUp(self._inputs(vectors, batch), num_keys, num_unknown)
 

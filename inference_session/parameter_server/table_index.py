@@ -81,6 +81,11 @@ class TableIndex:
         self._header = content[: HEADER.itemsize].view(HEADER)[0]
 
     @property
+    def content(self) -> NDArray[np.uint8]:
+        """The whole file, as given."""
+        return self._content
+
+    @property
     def address(self) -> int:
         """Address of the first bucket."""
         return int(self._content.ctypes.data) + HEADER.itemsize

@@ -125,8 +125,8 @@ def test_a_recording_is_a_trace(version_dir: Path, tmp_path: Path) -> None:
     tables = _json(version_dir, "--trace", recording)["trace"]["tables"]
 
     # Negative row numbers, which the cache never holds, are not counted among its keys.
-    assert tables["hashed"]["keys"] == 251
-    assert tables["user_weight"]["keys"] + tables["user_weight"]["unknown_keys"] == 102
+    assert tables["hashed"]["keys"] == 250
+    assert tables["user_weight"]["keys"] + tables["user_weight"]["unknown_keys"] == 100
 
 
 def test_plots_are_a_picture_and_a_page(version_dir: Path, keys: Path, tmp_path: Path) -> None:
