@@ -81,6 +81,11 @@ class TableIndex:
         self._header = content[: HEADER.itemsize].view(HEADER)[0]
 
     @property
+    def content(self) -> NDArray[np.uint8]:
+        """The whole file, as given."""
+        return self._content
+
+    @property
     def address(self) -> int:
         """Address of the first bucket."""
         return int(self._content.ctypes.data) + HEADER.itemsize
@@ -116,6 +121,11 @@ class TableIndex:
         ):
             if zlib.crc32(data) != self._header[name]:
                 raise ModelFormatError(f"{path}: {name} does not match; the index or the `key` file is damaged")
+
+
+def index_bytes(num_rows: int) -> int:
+    """Size of the index file of a table with so many stored keys."""
+    return _file_size(_bucket_count(num_rows))
 
 
 def open_index(folder: Path, keys: NDArray[np.int64]) -> TableIndex:
