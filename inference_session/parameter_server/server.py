@@ -478,11 +478,15 @@ class ParameterServer:
 
     def _try_if_welcome(self, tier: Tier, act: Callable[[EmbeddingStore], None]) -> bool:
         """Write what need not be written. A tier that refuses it, being read-only or full, may still be read: it is
-        left out by no failure here, only written to no more for a while.
+        left out by no failure here, only written to no more for a while, unless it turns out to be down.
         """
         if tier.failure is not None or time.monotonic() < tier.paused_until:
             return False
         error = self._try(tier, act)
+        down = None if error is None else self._try(tier, lambda store: store.check())
+        if down is not None:
+            self._report(tier, down)
+            return False
         with self._lock:
             is_news = error is not None and not tier.paused_until
             tier.failures += error is not None
