@@ -34,6 +34,8 @@ class Ragged(NamedTuple):
     begins: NDArray[np.int64]
     ends: NDArray[np.int64]
     shape: tuple[int, ...]
+    num_keys: int
+    """In all bags together."""
 
 
 Part: TypeAlias = "NDArray[Any] | Ragged"
@@ -255,7 +257,8 @@ def _even_out(arrays: Sequence[Any]) -> list[Part]:
     lengths = np.concatenate([np.full(math.prod(a.shape[:-1]), a.shape[-1], np.int64) for a in arrays])
     ends = np.cumsum(lengths)
     shape = (sum(len(a) for a in arrays), *arrays[0].shape[1:-1])
-    return [Ragged(np.concatenate(arrays, axis=None), ends - lengths, ends, shape)]
+    values = np.concatenate(arrays, axis=None)
+    return [Ragged(values, ends - lengths, ends, shape, values.size)]
 
 
 def _decoded(name: str, array: NDArray[Any]) -> NDArray[Any]:

@@ -26,7 +26,7 @@ class HugectrLayout(RequestLayout):
         parts: dict[str, Part] = {self._dense_input: decoded.dense}
         for table, (bags, slots) in enumerate(zip(decoded.bags, self._format.slots, strict=True)):
             shape = (decoded.num_samples, slots)
-            parts[f"{KEYS}/{table}"] = Ragged(decoded.keys, bags.begins, bags.ends, shape)
+            parts[f"{KEYS}/{table}"] = Ragged(decoded.keys, bags.begins, bags.ends, shape, bags.num_keys)
         outputs = self._outputs.resolve(request.outputs)
         return CheckedRequest(parts, outputs, decoded.num_samples, shapes=())
 
