@@ -1,7 +1,7 @@
 """Requests: checked one by one, joined into one batch, split again.
 
 A *layout* says how a request carries its samples. This module holds the plain one (`TensorLayout`: the model's own
-inputs, by name); a session asks nothing of a layout but `check` and `join`.
+inputs, by name); a session asks nothing of a layout but `check`, `join` and `split`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,18 @@ class JoinedBatch:
 
 
 class RequestLayout(ABC):
-    """How requests of one model carry their samples."""
+    """How requests of one model carry their samples.
+
+    Args:
+        outputs: what clients may ask for.
+        may_join: whether several requests can be answered as one batch.
+        max_elements: elements of one input of a request, at most.
+    """
+
+    def __init__(self, outputs: Outputs, *, may_join: bool, max_elements: int) -> None:
+        self.may_join = may_join
+        self._outputs = outputs
+        self._max_elements = max_elements
 
     @abstractmethod
     def check(self, request: Request) -> CheckedRequest:
@@ -103,13 +114,23 @@ class RequestLayout(ABC):
         """Several requests of equal `shapes` as one batch."""
         return JoinedBatch.of(requests)
 
+    def split(self, computed: Answer, requests: Sequence[CheckedRequest]) -> list[Answer]:
+        """What each request of a batch asked for, out of what the network computed for all of them."""
+        wanted = [request.outputs for request in requests]
+        return self._outputs.split(computed, wanted, [request.num_samples for request in requests])
+
+    def _check_size(self, name: str, array: NDArray[Any]) -> None:
+        if array.size > self._max_elements:
+            raise InvalidRequestError(
+                f"input {name!r} has {array.size} elements, above the limit of {self._max_elements} "
+                "(max_keys_per_request)"
+            )
+
 
 def answer_jointly(
     requests: Sequence[Request],
     layout: RequestLayout,
     compute: Callable[[Sequence[CheckedRequest]], list[Answer]],
-    *,
-    may_join: bool,
 ) -> list[Answer | HotrowError]:
     """Answer each request, as many at once as their shapes allow.
 
@@ -126,7 +147,7 @@ def answer_jointly(
             answers.append(error)
             continue
         answers.append(_UNANSWERED)
-        groups.setdefault(checked[i].shapes if may_join else i, []).append(i)
+        groups.setdefault(checked[i].shapes if layout.may_join else i, []).append(i)
     for members in groups.values():
         for i, answer in zip(members, _compute_jointly([checked[i] for i in members], compute), strict=True):
             answers[i] = answer
@@ -164,11 +185,10 @@ class TensorLayout(RequestLayout):
     """A request carries the model's own inputs, each [samples, …] where the model is batched."""
 
     def __init__(self, spec: ModelSpec, outputs: Outputs, *, network_inputs: frozenset[str], max_elements: int) -> None:
+        super().__init__(outputs, may_join=spec.batched and spec.joinable, max_elements=max_elements)
         self._batched = spec.batched
-        self._max_elements = max_elements
         ragged = _ragged_inputs(spec, network_inputs)
         self._inputs = tuple(_expected(tensor, tensor.name in ragged) for tensor in spec.inputs)
-        self._outputs = outputs
 
     def check(self, request: Request) -> CheckedRequest:
         inputs = request.inputs
@@ -214,14 +234,11 @@ class TensorLayout(RequestLayout):
         raise InvalidRequestError(f"the model has no input {unknown[0]!r}; its inputs: {_listed(expected)}")
 
     def _explain_array(self, expected: _Expected, array: NDArray[Any]) -> None:
+        self._check_size(expected.name, array)
         where = f"input {expected.name!r}"
         if array.dtype != expected.dtype:
             raise InvalidRequestError(f"{where} has type {array.dtype}, expected {expected.dtype}")
-        if array.ndim != expected.rank:
-            raise InvalidRequestError(f"{where} has shape {list(array.shape)}, expected {expected.rank} dimensions")
-        raise InvalidRequestError(
-            f"{where} has {array.size} elements, above the limit of {self._max_elements} (max_keys_per_request)"
-        )
+        raise InvalidRequestError(f"{where} has shape {list(array.shape)}, expected {expected.rank} dimensions")
 
     def _explain_shape(self, expected: _Expected, array: NDArray[Any]) -> None:
         fixed = dict(expected.fixed)

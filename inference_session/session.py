@@ -97,6 +97,11 @@ class InferenceSession:
         return self.spec.labels
 
     @property
+    def joins_requests(self) -> bool:
+        """Whether `run_many` can compute several requests at once."""
+        return self._layout.may_join
+
+    @property
     def tables(self) -> tuple[str, ...]:
         """Names of the tables, as in the original model."""
         return tuple(table.name for table in self.spec.tables)
@@ -127,16 +132,14 @@ class InferenceSession:
         """
         if self._closed:
             raise SessionClosedError(f"the session of {str(self.directory)!r} has been closed")
-        may_join = self.spec.batched and self.spec.joinable
-        answers = answer_jointly(requests, self._layout, self._compute, may_join=may_join)
+        answers = answer_jointly(requests, self._layout, self._compute)
         self._stats.count_requests(len(requests), sum(isinstance(answer, HotrowError) for answer in answers))
         return answers
 
     def _compute(self, requests: Sequence[CheckedRequest]) -> list[Answer]:
         """The path of every request: keys, look-up, dense network, split."""
-        num_samples = [request.num_samples for request in requests]
         wanted = [request.outputs for request in requests]
-        if self.spec.batched and sum(num_samples) == 0:
+        if self.spec.batched and not any(request.num_samples for request in requests):
             return [self._outputs.of_no_samples(outputs) for outputs in wanted]
         batch = self._layout.join(requests)
         if self._keys:
@@ -146,7 +149,7 @@ class InferenceSession:
         batch.add(looked_up.vectors)
         outputs = self._run(self._dense, batch, self._outputs.of_network(wanted))
         self._stats.count_batch(batch.num_samples, looked_up.num_keys, looked_up.num_unknown)
-        return self._outputs.split(outputs, wanted, num_samples)
+        return self._layout.split(outputs, requests)
 
     @staticmethod
     def _run(engine: DenseEngine, batch: JoinedBatch, outputs: Sequence[str]) -> Answer:
@@ -216,9 +219,9 @@ class InferenceSession:
 
     def _create_layout(self) -> RequestLayout:
         if self.spec.layout == "hugectr":
-            return HugectrLayout(self.spec, self._outputs)
+            return HugectrLayout(self.spec, self._outputs, max_elements=self.config.max_keys_per_request)
         if self.spec.layout == "hps":
-            return HpsLayout(self.spec, self._outputs)
+            return HpsLayout(self.spec, self._outputs, max_elements=self.config.max_keys_per_request)
         network_inputs = self._dense.input_names | (self._keys.input_names if self._keys else frozenset())
         return TensorLayout(
             self.spec,
