@@ -97,18 +97,20 @@ class RequestLayout(ABC):
 
     Args:
         outputs: what clients may ask for.
-        may_join: whether several requests can be answered as one batch.
         max_elements: elements of one input of a request, at most.
     """
 
-    def __init__(self, outputs: Outputs, *, may_join: bool, max_elements: int) -> None:
-        self.may_join = may_join
+    def __init__(self, outputs: Outputs, *, max_elements: int) -> None:
         self._outputs = outputs
         self._max_elements = max_elements
 
     @abstractmethod
     def check(self, request: Request) -> CheckedRequest:
         """Raises InvalidRequestError that names the input, what was found and what is expected."""
+
+    @abstractmethod
+    def made_up(self, num_samples: int) -> Request:
+        """A request of zeros, of so many samples where it may have any number, to warm up with."""
 
     def join(self, requests: Sequence[CheckedRequest]) -> JoinedBatch:
         """Several requests of equal `shapes` as one batch."""
@@ -131,6 +133,8 @@ def answer_jointly(
     requests: Sequence[Request],
     layout: RequestLayout,
     compute: Callable[[Sequence[CheckedRequest]], list[Answer]],
+    *,
+    may_join: bool,
 ) -> list[Answer | HotrowError]:
     """Answer each request, as many at once as their shapes allow.
 
@@ -147,7 +151,7 @@ def answer_jointly(
             answers.append(error)
             continue
         answers.append(_UNANSWERED)
-        groups.setdefault(checked[i].shapes if layout.may_join else i, []).append(i)
+        groups.setdefault(checked[i].shapes if may_join else i, []).append(i)
     for members in groups.values():
         for i, answer in zip(members, _compute_jointly([checked[i] for i in members], compute), strict=True):
             answers[i] = answer
@@ -185,7 +189,7 @@ class TensorLayout(RequestLayout):
     """A request carries the model's own inputs, each [samples, …] where the model is batched."""
 
     def __init__(self, spec: ModelSpec, outputs: Outputs, *, network_inputs: frozenset[str], max_elements: int) -> None:
-        super().__init__(outputs, may_join=spec.batched and spec.joinable, max_elements=max_elements)
+        super().__init__(outputs, max_elements=max_elements)
         self._batched = spec.batched
         ragged = _ragged_inputs(spec, network_inputs)
         self._inputs = tuple(_expected(tensor, tensor.name in ragged) for tensor in spec.inputs)
@@ -217,6 +221,16 @@ class TensorLayout(RequestLayout):
             checked[expected.name] = array if array.dtype != object else _decoded(expected.name, array)
         outputs = self._outputs.resolve(request.outputs)
         return CheckedRequest(checked, outputs, max(num_samples, 0), tuple(shapes))
+
+    def made_up(self, num_samples: int) -> Request:
+        return Request({expected.name: self._zeros(expected, num_samples) for expected in self._inputs})
+
+    def _zeros(self, expected: _Expected, num_samples: int) -> NDArray[Any]:
+        fixed = dict(expected.fixed)
+        shape = [fixed.get(axis, 1) for axis in range(expected.rank)]
+        if self._batched:
+            shape[0] = num_samples
+        return np.full(shape, "" if expected.dtype == object else 0, expected.dtype)
 
     def join(self, requests: Sequence[CheckedRequest]) -> JoinedBatch:
         batch = JoinedBatch.of(requests)

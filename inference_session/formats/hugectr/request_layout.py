@@ -8,7 +8,16 @@ import numpy as np
 
 from inference_session.batch import CheckedRequest, Part, Ragged, Request, RequestLayout
 from inference_session.errors import ModelFormatError
-from inference_session.formats.hugectr.csr import HPS_KEYS, KEYS, RequestFormat, decode_keys, decode_request
+from inference_session.formats.hugectr.csr import (
+    DENSE,
+    HPS_COUNTS,
+    HPS_KEYS,
+    KEYS,
+    OFFSETS,
+    RequestFormat,
+    decode_keys,
+    decode_request,
+)
 from inference_session.formats.native import PREDICTIONS, ModelSpec
 from inference_session.outputs import Answer, Outputs
 
@@ -17,7 +26,7 @@ class HugectrLayout(RequestLayout):
     """DES, CATCOLUMN and ROWINDEX: dense features, and per table one ragged bag for each slot of each sample."""
 
     def __init__(self, spec: ModelSpec, outputs: Outputs, *, max_elements: int) -> None:
-        super().__init__(outputs, may_join=spec.joinable, max_elements=max_elements)
+        super().__init__(outputs, max_elements=max_elements)
         options = dict(spec.layout_options)
         try:
             self._dense_input = str(options.pop("dense_input"))
@@ -36,12 +45,20 @@ class HugectrLayout(RequestLayout):
         outputs = self._outputs.resolve(request.outputs)
         return CheckedRequest(parts, outputs, decoded.num_samples, shapes=())
 
+    def made_up(self, num_samples: int) -> Request:
+        """One key per bag."""
+        slots = self._format.slots
+        offsets = [np.arange(num_samples * width + 1, dtype=np.int32) for width in slots]
+        dense = np.zeros(num_samples * self._format.dense_dim, np.float32)
+        keys = np.zeros(num_samples * sum(slots), self._format.key_type)
+        return Request({DENSE: dense, KEYS: keys, OFFSETS: np.concatenate(offsets)})
+
 
 class HpsLayout(RequestLayout):
     """KEYS and NUMKEYS: the keys of each table, answered with the vectors themselves, flat, table by table."""
 
     def __init__(self, spec: ModelSpec, outputs: Outputs, *, max_elements: int) -> None:
-        super().__init__(outputs, may_join=True, max_elements=max_elements)
+        super().__init__(outputs, max_elements=max_elements)
         self._names = [f"{HPS_KEYS}/{table}" for table in range(len(spec.tables))]
         self._dims = np.array([[table.embedding_dim] for table in spec.tables], np.int64)
 
@@ -54,6 +71,12 @@ class HpsLayout(RequestLayout):
         }
         outputs = self._outputs.resolve(request.outputs)
         return CheckedRequest(parts, outputs, num_samples=1, shapes=())
+
+    def made_up(self, num_samples: int) -> Request:
+        """So many keys per table."""
+        num_tables = len(self._names)
+        keys = np.zeros(num_samples * num_tables, np.int64)
+        return Request({HPS_KEYS: keys, HPS_COUNTS: np.full(num_tables, num_samples, np.int32)})
 
     def split(self, computed: Answer, requests: Sequence[CheckedRequest]) -> list[Answer]:
         """See RequestLayout. In a batch the vectors of all requests from one table stand together."""
