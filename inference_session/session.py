@@ -91,6 +91,7 @@ class InferenceSession:
             self._dense = VectorEngine([lookup.dense_input for lookup in spec.lookups])
         else:
             self._dense = OnnxEngine(directory / DENSE_FILE, num_threads=config.num_dense_threads)
+            _check_outputs(spec, directory, self._dense.output_names)
         has_key_graph = (directory / KEYS_FILE).exists()
         self._keys = OnnxEngine(directory / KEYS_FILE, num_threads=1) if has_key_graph else None
         if spec.layout == "tensors":
@@ -336,6 +337,12 @@ def _check_links(spec: ModelSpec, directory: Path, dense: DenseEngine, keys: Onn
     ):
         if missing := sorted(wanted - given):
             raise ModelFormatError(f"{directory / SESSION_FILE}: {reader} reads {missing[0]!r}, which nothing provides")
+
+
+def _check_outputs(spec: ModelSpec, directory: Path, made: frozenset[str]) -> None:
+    """Refuse a network that lacks an output of the model, as `_check_links` one that lacks an input."""
+    if missing := [tensor.name for tensor in spec.outputs if tensor.name not in made]:
+        raise ModelFormatError(f"{directory / SESSION_FILE}: output {missing[0]!r} is none of {DENSE_FILE}'s")
 
 
 def _as_keys(keys: ArrayLike) -> NDArray[np.int64]:
