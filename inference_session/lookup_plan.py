@@ -18,6 +18,7 @@ from inference_session.batch import JoinedBatch, Part, Ragged
 from inference_session.embedding_cache.kernels.layout import SEGMENT, PoolingCode
 from inference_session.errors import InvalidRequestError
 from inference_session.formats.native import LookupSpec, ModelSpec
+from inference_session.key_recorder import KeyRecorder
 from inference_session.row_source import RowSource
 
 _MAX_GEOMETRIES = 1024
@@ -75,6 +76,8 @@ class LookupPlan:
     def __init__(self, spec: ModelSpec, rows: RowSource) -> None:
         self._lookups = spec.lookups
         self._rows = rows
+        self.recorder: KeyRecorder | None = None
+        """Is told all keys that were looked up."""
         position = {table.folder: i for i, table in enumerate(spec.tables)}
         self._table_positions = [position[lookup.table] for lookup in spec.lookups]
         self._table_specs = [spec.tables[i] for i in self._table_positions]
@@ -106,6 +109,8 @@ class LookupPlan:
             held += self._fill_loose(segments, batch, num_keys)
         num_unknown = np.zeros(len(segments), np.int64)
         self._rows.look_up(segments, num_keys, num_unknown)
+        if self.recorder is not None:
+            self.recorder.record(segments, num_keys)
         del held
         return LookedUp(self._inputs(vectors, batch), num_keys, num_unknown)
 

@@ -31,6 +31,7 @@ from inference_session.errors import (
 from inference_session.formats import manifest
 from inference_session.formats.native import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec
 from inference_session.hot_keys import HotKeysWriter, read_hot_keys
+from inference_session.key_recorder import create_key_recorder
 from inference_session.lookup_plan import LookedUp, LookupPlan
 from inference_session.outputs import Answer, Outputs
 from inference_session.row_source import create_row_source
@@ -72,10 +73,10 @@ class InferenceSession:
             session._warm_up()
             if config.canary_requests:
                 check_canary(session.run, directory.parent / config.canary_requests, config.canary_tolerance)
+            session._start_counting()
         except BaseException:
             session.close()
             raise
-        session._start_counting()
         session._stats.load_s = time.perf_counter() - begin
         return session
 
@@ -244,6 +245,8 @@ class InferenceSession:
             if self._hot_keys is not None:
                 self._hot_keys.close()
             self._rows.close()
+            if self._plan.recorder is not None:
+                self._plan.recorder.close()
 
     def __enter__(self) -> InferenceSession:
         return self
@@ -310,7 +313,8 @@ class InferenceSession:
             self._compute([self._layout.check(self._layout.made_up(num_samples))] * num_requests)
 
     def _start_counting(self) -> None:
-        """What comes from now on is counted, and makes rows hot."""
+        """What comes from now on is counted, makes rows hot, and is recorded if so wished."""
+        self._plan.recorder = create_key_recorder(self.spec, self.config, self.directory)
         self._stats = SessionStats(self.spec)
         self._rows.forget_lookups()
         if self.config.state_dir and self._rows.hot_keys():
