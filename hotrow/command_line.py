@@ -18,6 +18,7 @@ _COMMANDS = {
     "push": "push",
     "size": "size",
     "top": "top",
+    "doctor": "doctor",
 }
 
 
