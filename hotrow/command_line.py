@@ -17,6 +17,7 @@ _COMMANDS = {
     "inspect": "inspect_version",
     "push": "push",
     "copy": "copy",
+    "size": "size",
 }
 
 

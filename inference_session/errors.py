@@ -35,8 +35,16 @@ class ModelFormatError(HotrowError, ValueError):
     """A model file or version directory is not what its format promises; the message names the file."""
 
 
+class TraceFormatError(HotrowError, ValueError):
+    """A file of keys is not what its format promises; the message names the file."""
+
+
 class UnsupportedModelError(HotrowError, ValueError):
     """The model is well-formed, but holds something that cannot be served; the message names it."""
+
+
+class CanaryError(HotrowError, ValueError):
+    """A version answers its recorded requests with NaN, or far from what was recorded; it is not to serve."""
 
 
 class StoreError(HotrowError, RuntimeError):

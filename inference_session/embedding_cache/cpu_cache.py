@@ -19,7 +19,7 @@ from inference_session.embedding_cache.base import ROW_COUNTS, EmbeddingCache, L
 from inference_session.embedding_cache.kernels import cpu, cpu_cache
 from inference_session.embedding_cache.kernels.cpu_cache import CacheArrays
 from inference_session.embedding_cache.kernels.hash_index import BUCKET_BYTES, MAX_ROWS
-from inference_session.embedding_cache.kernels.layout import SEGMENT, TABLE, VectorCode
+from inference_session.embedding_cache.kernels.layout import MAX_MARK, SEGMENT, TABLE, VectorCode
 from inference_session.errors import ConfigurationError, InvalidRequestError, SessionClosedError
 from inference_session.formats.native import VectorType
 from inference_session.parameter_server.table_file import bytes_per_row, quantise_int8
@@ -141,6 +141,16 @@ class CpuEmbeddingCache(EmbeddingCache):
             arrays = self._arrays[table]
             return arrays.keys[arrays.lists >= cpu_cache.SMALL]
 
+    def hottest(self, table: str) -> NDArray[np.int64]:
+        """See EmbeddingCache."""
+        with self._write_lock:
+            self._check(table)
+            arrays = self._arrays[table]
+            cached = np.flatnonzero(arrays.lists >= cpu_cache.SMALL)
+            keys, lists, marks = arrays.keys[cached], arrays.lists[cached], arrays.marks[cached]
+        heat = marks + np.uint8(MAX_MARK + 1) * (lists == cpu_cache.MAIN)
+        return keys[np.argsort(np.uint8(255) - heat, kind="stable")]
+
     def close(self) -> None:
         """See EmbeddingCache."""
         with self._write_lock:
@@ -213,6 +223,29 @@ class CpuEmbeddingCache(EmbeddingCache):
 def bytes_to_hold(dims: Mapping[str, int], num_rows: Mapping[str, int], dtype: VectorType = "float32") -> int:
     """The cache_bytes that a cache for so many rows of each table takes."""
     return sum(_num_bytes(_rows_to_hold(num_rows[table]), bytes_per_row(dim, dtype)) for table, dim in dims.items())
+
+
+def rows_held(
+    dims: Mapping[str, int],
+    cache_bytes: int,
+    num_rows: Mapping[str, int] | None = None,
+    dtype: VectorType = "float32",
+) -> dict[str, int]:
+    """The rows of each table that a cache of so many bytes keeps; ConfigurationError where it cannot keep any."""
+    row_bytes = [bytes_per_row(dim, dtype) for dim in dims.values()]
+    limits = [_rows_to_hold((num_rows or {}).get(table, _MOST_ROWS)) for table in dims]
+    rows = _rows_per_table(cache_bytes, row_bytes, limits)
+    return {table: n - _spare_rows(n) for table, n in zip(dims, rows, strict=True)}
+
+
+def count_hits(keys: NDArray[np.int64], *, capacity: int) -> int:
+    """How many of the keys, int64 [n], a cache would have had that is made to hold so many rows (bytes_to_hold) and
+    gets each missing one at once.
+    """
+    num_rows = _rows_to_hold(capacity)
+    arrays = _allocate(num_rows, row_bytes=0)
+    asked = np.require(keys, np.int64, _AS_COMPILED)
+    return int(cpu_cache.replay_keys(arrays, num_rows - _spare_rows(num_rows), asked))
 
 
 def _rows_to_hold(num_rows: int) -> int:
