@@ -18,6 +18,7 @@ _COMMANDS = {
     "push": "push",
     "copy": "copy",
     "size": "size",
+    "top": "top",
 }
 
 
