@@ -16,7 +16,9 @@ _COMMANDS = {
     "serve": "serve",
     "inspect": "inspect_version",
     "push": "push",
+    "copy": "copy",
     "size": "size",
+    "top": "top",
 }
 
 
