@@ -19,6 +19,7 @@ _COMMANDS = {
     "copy": "copy",
     "size": "size",
     "top": "top",
+    "doctor": "doctor",
 }
 
 
