@@ -10,6 +10,8 @@ import threading
 from collections import deque
 from typing import IO
 
+from triton_backend.load_errors import plain_reason
+
 _SIGNAL = re.compile(r"Signal \((\d+)\) received")
 _CRASH_SIGNALS = {str(int(s)) for s in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)}
 _LOAD_FAILURE = re.compile(r"\"failed to load '(.+?)' version (\d+): (.*)\"$")
@@ -80,6 +82,5 @@ class ServerLog:
 
 
 def _plain(reason: str) -> str:
-    """A reason as the log escapes it, without the place in our code that the Python backend adds."""
-    text = reason.replace('\\"', '"').partition("\\n\\nAt:")[0].replace("\\n", "\n").strip()
-    return text.removeprefix("Internal: ").removeprefix("TritonModelException: ")
+    """A reason as the log escapes it."""
+    return plain_reason(reason.replace('\\"', '"').replace("\\n", "\n"))
