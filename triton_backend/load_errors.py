@@ -14,5 +14,5 @@ def plain_reason(message: str) -> str:
     text = re.sub(r"\n\nAt:\n(?:  .*\n?)*", "", _LOAD_FAILED.sub("", message))
     text = _VERSION_FAILED.sub(r"version \1: ", text)
     text = text.replace("Internal: ", "").replace("TritonModelException: ", "")
-    text = _STUB_DIED.sub("its backend process died", text)
+    text = _STUB_DIED.sub("its backend process is dead or hung", text)
     return " ".join(text.replace("\0", "").split()).rstrip(";")

@@ -6,8 +6,7 @@ Triton loads models, not versions: which of a model's versions are loaded follow
 bring a configuration of its own, and one that differs in its version policy alone leaves the versions alone that stay.
 So a version is chosen by loading the model's own configuration with the policy `specific`. Triton then holds on to that
 policy: a load without configuration does nothing until something in the model's folder changes. A policy of ours is
-told from one of config.pbtxt by a version that it names twice. It is named twice only once it is loaded: Triton takes
-the second mention for proof that the version exists, and waits for ever for the files of some that do not.
+told from one of config.pbtxt by version 0, which no model has, and which Triton passes over.
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ from triton_backend.server import RESTRICTED_HEADER
 
 CALL_TIMEOUT_S = 10.0
 """How long a question to the server may take; loads take as long as they do."""
+CHOSEN = 0
+"""In a version policy: it was chosen at run time, and is not that of config.pbtxt."""
 _NO_SUCH_VERSION = "at least one version must be available"
 _NOT_POLLED = "failed to poll from model repository"
 
@@ -81,21 +82,18 @@ class RemoteServer:
     ) -> None:
         self._client.close()
 
+    def has_model(self, model: str) -> bool:
+        """Whether the server has found the model's folder; one that came since it last looked, it finds on a load."""
+        return any(entry["name"] == model for entry in self._index())
+
     def versions(self, model: str) -> list[VersionState]:
         """The versions that the server knows of, ascending: those loaded, and those it had loaded or tried to."""
-        index = self._call("get_model_repository_index", as_json=True).get("models", [])
+        index = self._index()
         entries = [entry for entry in index if entry["name"] == model]
         if not entries:
             known = ", ".join(sorted({repr(entry["name"]) for entry in index})) or "none"
             raise RemoteError(f"the server at {self._url} has no model {model!r}; it has: {known}")
-        states = [
-            VersionState(
-                int(entry["version"]), entry.get("state", "UNAVAILABLE"), plain_reason(entry.get("reason", ""))
-            )
-            for entry in entries
-            if entry.get("version")
-        ]
-        return sorted(states, key=lambda state: state.version)
+        return sorted((_state(entry) for entry in entries if entry.get("version")), key=lambda state: state.version)
 
     def ready_versions(self, model: str) -> list[int]:
         """The versions that are loaded, ascending. Requests that name no version go to the last."""
@@ -103,9 +101,10 @@ class RemoteServer:
 
     def load(self, model: str) -> None:
         """Load what the repository says: the newest version, unless config.pbtxt has another policy."""
+        before = self.ready_versions(model) if self.has_model(model) else []
         self._load(model)
-        if _is_pinned(self._config(model)):
-            self._load(model, {**self._config(model), "version_policy": {"latest": {"num_versions": 1}}})
+        if before and self.ready_versions(model) == before:
+            self._load(model, without_choice(self._config(model)))
 
     def load_versions(self, model: str, versions: Sequence[int]) -> None:
         """Load these versions, and unload all others once their requests are answered.
@@ -113,11 +112,9 @@ class RemoteServer:
         Raises:
             NoSuchVersionError: none of these versions is in the model's folder.
         """
-        if not self.ready_versions(model):
+        if not (self.has_model(model) and self.ready_versions(model)):
             self._load(model)  # only the server can read the configuration of a model that is not loaded
         self._load(model, with_versions(self._config(model), versions))
-        if present := [version for version in self.ready_versions(model) if version in versions]:
-            self._load(model, with_versions(self._config(model), [present[0], *present]))
 
     def ask(
         self,
@@ -173,6 +170,9 @@ class RemoteServer:
         named = "" if version is None else str(version)
         return self._call("infer", model, tensors, model_version=named, timeout_s=timeout_s, **options)
 
+    def _index(self) -> list[dict[str, str]]:
+        return list(self._call("get_model_repository_index", as_json=True).get("models", []))
+
     def _config(self, model: str) -> dict[str, Any]:
         config: dict[str, Any] = self._call("get_model_config", model, as_json=True)["config"]
         return config
@@ -208,11 +208,18 @@ class RemoteServer:
         return RemoteError(plain_reason(message))
 
 
+def _state(entry: Mapping[str, str]) -> VersionState:
+    state = entry.get("state", "UNAVAILABLE")
+    return VersionState(int(entry["version"]), state, plain_reason(entry.get("reason", "")))
+
+
 def with_versions(config: Mapping[str, Any], versions: Sequence[int]) -> dict[str, Any]:
-    """A model's configuration with these versions for a policy."""
-    return {**config, "version_policy": {"specific": {"versions": list(versions)}}}
+    """A model's configuration that chooses these versions."""
+    return {**config, "version_policy": {"specific": {"versions": [*versions, CHOSEN]}}}
 
 
-def _is_pinned(config: Mapping[str, Any]) -> bool:
-    versions = config.get("version_policy", {}).get("specific", {}).get("versions", [])
-    return len(versions) > len(set(versions))
+def without_choice(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's configuration that chooses no version: the policy of its own, else the newest."""
+    policy = config.get("version_policy", {})
+    is_ours = CHOSEN in map(int, policy.get("specific", {}).get("versions", []))
+    return {**config, "version_policy": {"latest": {"num_versions": 1}} if is_ours else policy}

@@ -22,6 +22,8 @@ _NOISE = (
     "DCGM unable to start",
     # Said of the weights that HugeCTR's users keep in a model's folder.
     "ignore version directory",
+    # How a version that was chosen at run time is marked (remote.py).
+    "version 0 is specified for model",
     # The end that we asked for.
     "Signal (15) received",
 )

@@ -38,21 +38,13 @@ def command(model: str, version: int | None, beside: bool, url: str, key_file: P
     if beside and version is None:
         raise ConfigurationError("--beside needs --version: which one is to be loaded beside those that are")
     with connect(url, key_file) as server:
-        before = _ready_versions(server, model)
+        before = server.ready_versions(model) if server.has_model(model) else []
         with waiting(f"Loading {model}" + (f" version {version}" if version else "")):
             if version is None:
                 server.load(model)
             else:
                 server.load_versions(model, [*(before if beside else ()), version])
         _report(server, model, version, before)
-
-
-def _ready_versions(server: RemoteServer, model: str) -> list[int]:
-    """None yet for a model whose folder has come since the server looked: loading will tell whether there is one."""
-    try:
-        return server.ready_versions(model)
-    except RemoteError:
-        return []
 
 
 def _report(server: RemoteServer, model: str, version: int | None, before: list[int]) -> None:
