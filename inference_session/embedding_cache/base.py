@@ -90,6 +90,10 @@ class EmbeddingCache(ABC):
     def dump(self, table: str) -> NDArray[np.int64]:
         """The keys that are cached, in no particular order; `lookup` gives their vectors."""
 
+    def hottest(self, table: str) -> NDArray[np.int64]:
+        """The keys that are cached, those that are asked for most first, as far as the cache knows."""
+        return self.dump(table)
+
     @abstractmethod
     def close(self) -> None:
         """Give the memory back, once the look-ups under way have ended. May be called more than once."""
@@ -120,6 +124,12 @@ class EmbeddingCache(ABC):
                 self._num_keys[table] += keys
                 self._num_missing[table] += missing
 
+    def forget_lookups(self) -> None:
+        """Count look-ups from 0 again: those so far were none of a client's."""
+        with self._count_lock:
+            self._num_keys[:] = 0
+            self._num_missing[:] = 0
+
     def clear(self, table: str | None = None) -> None:
         """Drop all rows of a table; None: of all tables."""
         for name in self.dims if table is None else (table,):
@@ -128,8 +138,7 @@ class EmbeddingCache(ABC):
     def refresh(self, table: str, fetch: Fetch) -> None:
         """Read the cached rows of a table again, from below; a row that is no longer there is erased.
 
-        Look-ups go on meanwhile. An `update` that comes between a fetch and its result would be lost: whoever updates
-        a table from a stream calls `refresh` from the same thread.
+        Look-ups go on meanwhile. For one writer: an `update` that comes between a fetch and its result is lost.
         """
         keys = self.dump(table)
         for begin in range(0, len(keys), _KEYS_PER_REFRESH):

@@ -35,7 +35,7 @@ def create_parameter_server(spec: ModelSpec, config: SessionConfig, directory: P
     with contextlib.ExitStack() as opened:
         for name, url in (("volatile", config.volatile_store), ("persistent", config.persistent_store)):
             if url is not None:
-                store = create_store(url, namespace, dims, timeout_ms=config.store_timeout_ms)
+                store = create_store(url, namespace, dims, writable="later", timeout_ms=config.store_timeout_ms)
                 opened.callback(store.close)
                 volatile = name == "volatile"
                 tiers.append(
