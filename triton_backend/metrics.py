@@ -15,6 +15,8 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from triton_backend.stubs import RESTARTS_PARAMETER
+
 INTERVAL_S = 0.5
 
 _COUNTERS = {
@@ -42,9 +44,6 @@ _TIER_COUNTERS = {
     "promoted": ("hotrow_tier_promoted_total", "Rows inserted into a tier because one below had them"),
 }
 _TIER_GAUGES = {"up": ("hotrow_tier_up", "1 while the tier answers, 0 while it is down and requests go past it")}
-RESTARTS_PARAMETER = "HOTROW_RESTARTS"
-"""In a model's configuration, written by the watch-dog: how often it has restarted the model's backend process."""
-
 _RESTARTS = (
     "hotrow_backend_restarts_total",
     "Times that a dead or hung backend process was replaced",

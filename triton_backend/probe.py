@@ -7,7 +7,9 @@ a request of their own making instead.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,8 @@ DATATYPES = {
     "BF16": np.float32,
 }
 """By the names of the inference protocol; BF16 is sent by way of FP32."""
+_NUM_BYTES = {**{name: np.dtype(of).itemsize for name, of in DATATYPES.items()}, "BF16": 2, "BYTES": 4}
+"""Of one element as it is sent."""
 
 
 def probe_inputs(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, NDArray[Any]] | None:
@@ -47,6 +51,22 @@ def probe_inputs(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[st
         else:
             return None
     return inputs
+
+
+def encode_probe(tensors: Iterable[Mapping[str, Any]]) -> tuple[dict[str, str], bytes]:
+    """The request over HTTP for inputs as a model's metadata describes them: headers and body.
+
+    Zeros of every type are zero bytes, and so is the length of an empty string.
+    """
+    inputs = []
+    values = b""
+    for tensor in tensors:
+        shape = [max(int(size), 1) for size in tensor["shape"]]
+        num_bytes = math.prod(shape) * _NUM_BYTES[tensor["datatype"]]
+        values += bytes(num_bytes)
+        inputs.append({**tensor, "shape": shape, "parameters": {"binary_data_size": num_bytes}})
+    header = json.dumps({"inputs": inputs, "parameters": {PROBE_PARAMETER: True}}).encode()
+    return {"Inference-Header-Content-Length": str(len(header))}, header + values
 
 
 def probe_request(spec: ModelSpec) -> dict[str, NDArray[Any]]:

@@ -22,10 +22,11 @@ from numpy.typing import NDArray
 from inference_session.errors import ConfigurationError, HotrowError, UnavailableError
 from triton_backend.load_errors import plain_reason
 from triton_backend.probe import PROBE_PARAMETER, probe_inputs
-from triton_backend.server import RESTRICTED_HEADER
 
 CALL_TIMEOUT_S = 10.0
 """How long a question to the server may take; loads take as long as they do."""
+RESTRICTED_HEADER = "hotrow-key"
+"""Bears the key to a server's management, where that is restricted."""
 CHOSEN = 0
 """In a version policy: it was chosen at run time, and is not that of config.pbtxt."""
 _NO_SUCH_VERSION = "at least one version must be available"
@@ -115,6 +116,10 @@ class RemoteServer:
         if not (self.has_model(model) and self.ready_versions(model)):
             self._load(model)  # only the server can read the configuration of a model that is not loaded
         self._load(model, with_versions(self._config(model), versions))
+
+    def load_with(self, model: str, config: Mapping[str, Any]) -> None:
+        """Load a model with a configuration of the caller's."""
+        self._load(model, config)
 
     def ask(
         self,
