@@ -21,6 +21,8 @@ _COMMANDS = {
     "roll-back": "roll_back",
     "versions": "versions",
     "health": "health",
+    "size": "size",
+    "top": "top",
 }
 
 

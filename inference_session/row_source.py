@@ -466,13 +466,21 @@ def create_row_source(spec: ModelSpec, config: SessionConfig, directory: Path) -
     )
 
 
+def resolved_cache_bytes(spec: ModelSpec, config: SessionConfig) -> int:
+    """The bytes of the cache over stores that these settings ask for; 0: none."""
+    if config.cache_bytes is not None:
+        return config.cache_bytes
+    if not config.cache_fraction:
+        return 0
+    dims = {table.folder: table.embedding_dim for table in spec.tables}
+    parts = {table.folder: math.ceil(table.num_rows * config.cache_fraction) for table in spec.tables}
+    return bytes_to_hold(dims, parts)
+
+
 def _create_cache(spec: ModelSpec, config: SessionConfig) -> HostCache:
     dims = {table.folder: table.embedding_dim for table in spec.tables}
     num_rows = {table.folder: table.num_rows for table in spec.tables}
-    cache_bytes = config.cache_bytes
-    if cache_bytes is None:
-        parts = {table: math.ceil(rows * config.cache_fraction) for table, rows in num_rows.items()}
-        cache_bytes = bytes_to_hold(dims, parts) if config.cache_fraction else 0
+    cache_bytes = resolved_cache_bytes(spec, config)
     if cache_bytes == 0 or not dims:
         return NullEmbeddingCache(dims)
     return CpuEmbeddingCache(dims, cache_bytes, num_rows=num_rows, num_threads=config.num_lookup_threads)

@@ -36,7 +36,7 @@ from triton_backend.installation import Installation, find_installation
 from triton_backend.ports import resolve_ports
 from triton_backend.reaper import remove_shared_memory
 from triton_backend.remote import RESTRICTED_HEADER, RemoteServer
-from triton_backend.repository import IN_PLACE_BACKENDS, ServableModel, find_models
+from triton_backend.repository import IN_PLACE_BACKENDS, ServableModel, find_models, ps_json_variables
 from triton_backend.repository_view import RepositoryView, has_gpu
 from triton_backend.server_log import ServerLog
 from triton_backend.watchdog import POLL_S, Watchdog
@@ -149,7 +149,11 @@ class TritonServer:
                     f"--backend-config=python,shm-region-prefix-name={memory_prefix}",
                     *_flags(options),
                 ),
-                {**installation.environment(folder), heartbeat.FOLDER_VARIABLE: str(folder / "heartbeats")},
+                {
+                    **installation.environment(folder),
+                    **ps_json_variables(options.extra_flags),
+                    heartbeat.FOLDER_VARIABLE: str(folder / "heartbeats"),
+                },
                 folder,
                 memory_prefix,
             )
@@ -359,6 +363,8 @@ def _flags(options: ServerOptions) -> list[str]:
         f"--grpc-port={options.grpc_port}",
         f"--metrics-port={options.metrics_port}",
     ]
+    # Percentiles beside the averages; it costs nothing that could be measured.
+    flags.append("--metrics-config=summary_latencies=true")
     if not options.verbose:
         flags.append("--log-info=false")
     if not any(Path("/dev").glob("nvidia[0-9]*")):

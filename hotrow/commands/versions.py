@@ -10,9 +10,10 @@ from typing import Any
 
 import click
 
+from hotrow.metrics_page import MetricsPage
 from hotrow.server_options import connect, server_options
+from inference_session.errors import UnavailableError
 from triton_backend.remote import RemoteError, RemoteServer, VersionState
-from triton_backend.scraping import Samples, scrape
 
 
 @click.command()
@@ -32,9 +33,9 @@ def command(model: str, url: str, key_file: Path | None, metrics_url: str | None
     with connect(url, key_file) as server:
         states = server.versions(model)
         requests = _requests(server, model)
-    samples = scrape(metrics_url) if metrics_url else Samples(())
+    page = _metrics(metrics_url) if metrics_url else MetricsPage()
     serving = max((state.version for state in states if state.state == "READY"), default=None)
-    rows = [_facts(model, state, serving, requests.get(state.version), samples) for state in states]
+    rows = [_facts(model, state, serving, requests.get(state.version), page) for state in states]
     if as_json:
         click.echo(json.dumps(rows, indent=1))
         return
@@ -51,8 +52,15 @@ def _requests(server: RemoteServer, model: str) -> Mapping[int, Mapping[str, Any
         return {}
 
 
+def _metrics(url: str) -> MetricsPage:
+    try:
+        return MetricsPage.fetch(url)
+    except (OSError, ValueError) as error:
+        raise UnavailableError(f"{url}: no metrics there: {error}") from error
+
+
 def _facts(
-    model: str, state: VersionState, serving: int | None, statistics: Mapping[str, Any] | None, samples: Samples
+    model: str, state: VersionState, serving: int | None, statistics: Mapping[str, Any] | None, page: MetricsPage
 ) -> dict[str, Any]:
     facts: dict[str, Any] = {"version": state.version, "state": state.state, "serves": state.version == serving}
     if state.reason:
@@ -60,10 +68,10 @@ def _facts(
     if statistics is not None:
         facts["requests"] = int(statistics.get("inference_stats", {}).get("success", {}).get("count", 0))
     labels = {"model": model, "version": str(state.version)}
-    loaded_at = samples.total("hotrow_loaded_timestamp_seconds", labels)
+    loaded_at = page.total("hotrow_loaded_timestamp_seconds", **labels)
     if state.state == "READY" and loaded_at:
         facts["age_s"] = round(time.time() - loaded_at, 1)
-    hits, misses = (samples.total(f"hotrow_cache_{kind}_total", labels) for kind in ("hits", "misses"))
+    hits, misses = (page.total(f"hotrow_cache_{kind}_total", **labels) or 0.0 for kind in ("hits", "misses"))
     if hits + misses:
         facts["hit_rate"] = round(hits / (hits + misses), 4)
     return facts
