@@ -24,6 +24,7 @@ _COMMANDS = {
     "copy": "copy",
     "size": "size",
     "top": "top",
+    "doctor": "doctor",
 }
 
 
