@@ -124,6 +124,10 @@ class SessionConfig:
     """With `insert_mode` `async`: the hit rate from which on a look-up does not wait."""
     cache_missed_keys: bool = _setting(True, _flag)
     """Whether rows that the volatile store had not are copied there."""
+    touch_rows: bool = _setting(True, _flag)
+    """Whether rows that are read from the volatile store are marked as used there."""
+    keep_versions: int = _setting(2, _count(0))
+    """The newest versions up to this one whose rows stay in the volatile store. 0: all."""
     refresh_interval_s: float = _setting(0.0, _number(0, math.inf))
     """Time between two refreshes of the cache from the stores. 0: never by itself."""
     record_keys: str = _setting("", _folder)

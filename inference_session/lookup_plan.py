@@ -118,18 +118,24 @@ class LookupPlan:
         self, segments: NDArray[np.void], batch: JoinedBatch, num_keys: NDArray[np.int64]
     ) -> list[NDArray[Any]]:
         """Lay the keys that are no columns behind each other and enter where; returns what must stay alive."""
-        parts = {i: batch.parts(self._lookups[i].keys) for i in self._loose}
-        ragged = [i for i in self._loose if isinstance(parts[i][0], Ragged)]
-        held = [_laid_out([part for each in parts.values() for part in each if not isinstance(part, Ragged)])]
-        counts = num_keys[self._loose]
-        segments["keys_address"][self._loose] = _address(held[0]) + _KEY_BYTES * (np.cumsum(counts) - counts)
-        for i in ragged:
-            bags = _joined_bags([part for part in parts[i] if isinstance(part, Ragged)])
-            segments["keys_address"][i] = _address(bags.values)
-            segments["begins_address"][i] = _address(bags.begins)
-            segments["ends_address"][i] = _address(bags.ends)
-            num_keys[i] = int((bags.ends - bags.begins).sum())
-            held += [bags.values, bags.begins, bags.ends]
+        held: list[NDArray[Any]] = []
+        even: dict[int, list[Part]] = {}
+        for i in self._loose:
+            parts = batch.parts(self._lookups[i].keys)
+            if isinstance(parts[0], Ragged):
+                bags = _joined_bags(parts)  # type: ignore[arg-type]  # the others are ragged as well
+                num_keys[i] = bags.num_keys
+                segments["keys_address"][i] = _address(bags.values)
+                segments["begins_address"][i] = _address(bags.begins)
+                segments["ends_address"][i] = _address(bags.ends)
+                held += [bags.values, bags.begins, bags.ends]
+            else:
+                even[i] = parts
+        if even:
+            places = list(even)
+            held.append(_laid_out([part for parts in even.values() for part in parts]))  # type: ignore[misc]
+            counts = num_keys[places]
+            segments["keys_address"][places] = _address(held[-1]) + _KEY_BYTES * (np.cumsum(counts) - counts)
         return held
 
     def _fill_packed(self, segments: NDArray[np.void], batch: JoinedBatch) -> list[NDArray[Any]]:
@@ -289,11 +295,12 @@ def _joined_bags(parts: list[Ragged]) -> Ragged:
     """Ragged bags of several requests behind each other."""
     if len(parts) == 1:
         bags = parts[0]
-        return bags._replace(values=np.ascontiguousarray(bags.values, np.int64))
+        return bags if bags.values.dtype == np.int64 else bags._replace(values=bags.values.astype(np.int64))
     shifts = np.cumsum([0, *(part.values.size for part in parts[:-1])])
     begins = np.concatenate([part.begins + shift for part, shift in zip(parts, shifts, strict=True)])
     ends = np.concatenate([part.ends + shift for part, shift in zip(parts, shifts, strict=True)])
-    return Ragged(_laid_out([part.values for part in parts]), begins, ends, parts[0].shape)
+    num_keys = sum(part.num_keys for part in parts)
+    return Ragged(_laid_out([part.values for part in parts]), begins, ends, parts[0].shape, num_keys)
 
 
 def _address(array: NDArray[Any]) -> int:

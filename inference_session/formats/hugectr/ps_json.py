@@ -100,8 +100,8 @@ class _Parser:
 
     def _models(self) -> tuple[PsModel, ...]:
         raw_models = self._file.document.get("models")
-        if not isinstance(raw_models, list):
-            self._file.fail(("models",), f"a list is required, found {_shown(raw_models)}")
+        if not isinstance(raw_models, list) or not raw_models:
+            self._file.fail(("models",), f"a list of one model or more is required, found {_shown(raw_models)}")
         models = tuple(self._model(("models", i), raw) for i, raw in enumerate(raw_models))
         names = [model.name for model in models]
         for i, name in enumerate(names):
@@ -139,11 +139,14 @@ class _Parser:
         try:
             return read(raw)
         except ValueError as error:
-            self._file.fail(at, f"value {_shown(raw)}; {error}")
+            shown = "***" if at[-1] == "password" else _shown(raw)
+            self._file.fail(at, f"value {shown}; {error}")
 
     def _block(self, kind: type[Block], at: FieldPath, raw: Any) -> Block:
         if not isinstance(raw, dict):
-            self._file.fail(at, f"an object is required, found {_shown(raw)}")
+            # What is there may be a password, in the wrong place.
+            what = "a string" if isinstance(raw, str) else "a list" if isinstance(raw, list) else repr(raw)
+            self._file.fail(at, f"an object is required, found {what}")
         known = {name for item in fields(kind) for name in item.metadata["names"]}
         self._unknown += [field_name((*at, name)) for name in raw if name not in known]
         found: dict[str, Any] = {}
