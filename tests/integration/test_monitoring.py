@@ -89,14 +89,13 @@ class Monitored:
         self._process.wait()
 
     def _ask(self) -> None:
-        """Requests that are well, that hold unknown keys, and that are malformed, in turn."""
+        """Requests that are well, that hold unknown keys, and that are larger than the model allows, in turn."""
         requested = 0
         with self.served.grpc_client() as client:
             while not self._stopping.wait(0.02):
                 requested += 1
-                ids = np.full((4, 3), requested % 5 if requested % 2 else 10**6)
-                dense = np.zeros((4, 2), np.float32)
-                inputs = [("ids", ids, "INT64"), ("dense", dense[: 4 if requested % 7 else 3], "FP32")]
+                ids = np.full((4 if requested % 7 else 5, 3), requested % 5 if requested % 2 else 10**6)
+                inputs = [("ids", ids, "INT64"), ("dense", np.zeros((len(ids), 2), np.float32), "FP32")]
                 tensors = []
                 for name, array, datatype in inputs:
                     tensors.append(grpc_client.InferInput(name, list(array.shape), datatype))
@@ -119,7 +118,8 @@ def monitored(serve: Serve, tmp_path: Path) -> Iterator[Monitored]:
             result = CliRunner().invoke(cli, ["push", str(version_dir), "--to", url], catch_exceptions=False)
             assert result.exit_code == 0, result.output
         with (repository / "ctr" / "config.pbtxt").open("a") as config:
-            for name, value in {"volatile_store": redis.url, "persistent_store": database}.items():
+            stores = {"volatile_store": redis.url, "persistent_store": database}
+            for name, value in {**stores, "max_keys_per_request": "12"}.items():
                 config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
         monitored = Monitored(serve(repository), redis, tmp_path)
         yield monitored
