@@ -16,9 +16,15 @@ _COMMANDS = {
     "serve": "serve",
     "inspect": "inspect_version",
     "push": "push",
+    "load": "load",
+    "smoke-test": "smoke_test",
+    "roll-back": "roll_back",
+    "versions": "versions",
+    "health": "health",
     "copy": "copy",
     "size": "size",
     "top": "top",
+    "doctor": "doctor",
 }
 
 
