@@ -17,6 +17,8 @@ _COMMANDS = {
     "inspect": "inspect_version",
     "push": "push",
     "record-canary": "record_canary",
+    "size": "size",
+    "top": "top",
 }
 
 

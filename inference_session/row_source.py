@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -23,18 +23,20 @@ from inference_session.embedding_cache.kernels.layout import SEGMENT, TABLE, Poo
 from inference_session.embedding_cache.kernels.missing import collect_keys, write_vectors
 from inference_session.embedding_cache.late_inserts import LateInserts
 from inference_session.embedding_cache.null_cache import NullEmbeddingCache, empty_tables
-from inference_session.errors import UnavailableError
+from inference_session.errors import StoreError, UnavailableError
 from inference_session.formats.native import TABLES_FOLDER, ModelSpec, TableSpec
 from inference_session.hot_keys import HotKeys
 from inference_session.mapped_pages import available_bytes, map_pages
 from inference_session.parameter_server.base import FetchRequest
 from inference_session.parameter_server.create import create_parameter_server
+from inference_session.parameter_server.recent_writes import RecentWrites
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.table_file import TableFile
 
 HostCache: TypeAlias = "CpuEmbeddingCache | NullEmbeddingCache"
 
 _KEYS_PER_BUCKET = 8
+_KEYS_PER_REFRESH = 1 << 14
 _LINE_BYTES = 64
 _CLOSE_S = 10.0
 _KEYS_PER_FETCH = 1 << 13
@@ -51,6 +53,19 @@ class RowSource(ABC):
 
         Tables are counted in the order of the model's spec. Whoever filled the segments vouches for every address.
         """
+
+    def update(self, table: int, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:  # noqa: ARG002
+        """Write rows, keys int64 [n] and vectors float32 [n, embedding_dim]; look-ups that begin later answer them.
+
+        Raises:
+            StoreError: there is no store that takes writes.
+            UnavailableError: a store cannot take them at present.
+        """
+        raise StoreError("rows in table files are never changed; set volatile_store or persistent_store")
+
+    def erase(self, table: int, keys: NDArray[np.int64]) -> None:  # noqa: ARG002
+        """Drop rows, as `update` writes them."""
+        raise StoreError("rows in table files are never erased; set volatile_store or persistent_store")
 
     def refresh(self) -> None:  # noqa: B027
         """Read again what is cached, where anything is."""
@@ -154,6 +169,9 @@ class CachedRows(RowSource):
         _Overlay(self._dims, np.zeros(0, SEGMENT), _NO_POSITIONS, _NO_POSITIONS).write(_NO_POSITIONS)  # compiles
         self._async_from = math.inf if async_from is None else async_from
         self._late = None if async_from is None else LateInserts(self._insert_late)
+        self._updating = threading.Lock()
+        self._caching = threading.Lock()  # held while rows go into the cache; taken after `_updating`
+        self._writes = [RecentWrites() for _ in specs]
         self._closing = threading.Event()
         self._refresher: threading.Thread | None = None
         if refresh_interval_s:
@@ -187,11 +205,28 @@ class CachedRows(RowSource):
                 # Not before: these rows might have taken the place of some that were about to be pooled.
                 self._keep(overlay)
 
+    def update(self, table: int, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        """See RowSource. In the cache, of those rows only that it holds: nobody may ever ask for the others."""
+        folder = self._specs[table].folder
+        aliases, original = self._aliases(table, keys)
+        insert = partial(self._server.insert, folder, keys, vectors)
+        self._write(table, aliases, insert, partial(self._cache.update, folder, aliases, vectors[original]))
+
+    def erase(self, table: int, keys: NDArray[np.int64]) -> None:
+        """See RowSource."""
+        folder = self._specs[table].folder
+        aliases, _ = self._aliases(table, keys)
+        self._write(
+            table, aliases, partial(self._server.erase, folder, keys), partial(self._cache.erase, folder, aliases)
+        )
+
     def refresh(self) -> None:
         """See RowSource. UnavailableError where a tier is down; rows that it may have stay as they are."""
         self._server.refresh()
-        for spec in self._specs:
-            self._cache.refresh(spec.folder, partial(self._fetch_surely, spec.folder))
+        for table, spec in enumerate(self._specs):
+            keys = self._cache.dump(spec.folder)
+            for begin in range(0, len(keys), _KEYS_PER_REFRESH):
+                self._refresh(table, keys[begin : begin + _KEYS_PER_REFRESH])
 
     def hot_keys(self) -> HotKeys:
         """See RowSource."""
@@ -202,14 +237,10 @@ class CachedRows(RowSource):
         capacities = {table: counts["capacity"] for table, counts in self._cache.stats()["tables"].items()}
         wanted = {table: hot_keys.get(table, _NO_POSITIONS)[:capacity] for table, capacity in capacities.items()}
         for begin in range(0, max(map(len, wanted.values()), default=0), _KEYS_PER_FETCH):
-            for table, (folder, keys) in enumerate(wanted.items()):
-                part = keys[begin : begin + _KEYS_PER_FETCH]
-                vectors = np.empty((len(part), self._dims[table]), np.float32)
-                request = FetchRequest(folder, self._stored_keys(table, part), vectors)
-                found = self._server.fetch_unique([request])[0]
-                self._cache.insert(folder, part[found], vectors[found])
+            for table, keys in enumerate(wanted.values()):
                 if time.monotonic() > deadline:
                     return
+                self._bring_in(table, keys[begin : begin + _KEYS_PER_FETCH])
 
     def forget_lookups(self) -> None:
         """See RowSource."""
@@ -236,9 +267,56 @@ class CachedRows(RowSource):
             with contextlib.suppress(UnavailableError):
                 self.refresh()
 
-    def _fetch_surely(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
-        """Fetch such that a key is not found only if no tier has it."""
-        return self._server.fetch_unique([FetchRequest(table, keys, out)], on_store_failure="error")[0]
+    def _write(self, table: int, keys: NDArray[np.int64], write: Callable[[], None], then: Callable[[], None]) -> None:
+        """Write to the stores, then to the cache: one write after the other, so that both see them in the same order.
+
+        Rows that were fetched before are not cached any more after it.
+        """
+        # Where stores fail they may have any of the rows.
+        to_cache: Callable[[], None] = partial(self._cache.erase, self._specs[table].folder, keys)
+        with self._updating:
+            try:
+                write()
+                to_cache = then
+            finally:
+                with self._caching:
+                    self._writes[table].add(keys)
+                    to_cache()
+
+    def _aliases(self, table: int, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """All keys that these rows may be cached under, and for each its position in `keys`: row numbers may have been
+        counted from the end.
+        """
+        every = np.arange(len(keys))
+        spec = self._specs[table]
+        if spec.keys == "stored":
+            return keys, every
+        inside = np.flatnonzero((keys >= 0) & (keys < spec.num_rows))
+        return np.concatenate([keys, keys[inside] - spec.num_rows]), np.concatenate([every, inside])
+
+    def _refresh(self, table: int, keys: NDArray[np.int64]) -> None:
+        """Read some cached rows again; those that are written meanwhile are left to that write."""
+        folder = self._specs[table].folder
+        request = FetchRequest(
+            folder, self._stored_keys(table, keys), np.empty((len(keys), self._specs[table].embedding_dim), np.float32)
+        )
+        moment = self._writes[table].moment
+        # A key is not found only if no tier has it.
+        found = self._server.fetch_unique([request], on_store_failure="error")[0]
+        with self._caching:
+            current = ~self._writes[table].written(keys, moment)
+            self._cache.update(folder, keys[found & current], request.out[found & current])
+            self._cache.erase(folder, keys[~found & current])
+
+    def _bring_in(self, table: int, keys: NDArray[np.int64]) -> None:
+        """Cache the rows of some keys, as far as there are any, and they are not written meanwhile."""
+        folder = self._specs[table].folder
+        vectors = np.empty((len(keys), self._specs[table].embedding_dim), np.float32)
+        moment = self._writes[table].moment
+        found = self._server.fetch_unique([FetchRequest(folder, self._stored_keys(table, keys), vectors)])[0]
+        with self._caching:
+            current = found & ~self._writes[table].written(keys, moment)
+            self._cache.insert(folder, keys[current], vectors[current])
 
     def _finish(self, overlay: _Overlay, num_keys: NDArray[np.int64], num_unknown: NDArray[np.int64]) -> None:
         """Complete the segments that have missing keys from the overlay, whose vectors are there."""
@@ -279,6 +357,7 @@ class CachedRows(RowSource):
 
     def _fetch(self, overlay: _Overlay) -> None:
         """Fill in the vectors."""
+        overlay.moments = {t: self._writes[t].moment for t in overlay.parts}
         requests = [
             FetchRequest(self._specs[t].folder, self._stored_keys(t, part.keys), part.vectors)
             for t, part in overlay.parts.items()
@@ -288,12 +367,12 @@ class CachedRows(RowSource):
             part.vectors[~found] = self._defaults[t]
 
     def _keep(self, overlay: _Overlay) -> None:
-        """Cache the rows that were found."""
+        """Cache the rows that were found, and not written since."""
         for t, part in overlay.parts.items():
-            # A row number that counts from the end is not cached: an update would reach the row's other key alone.
-            cached = part.found if self._specs[t].keys == "stored" else part.found & (part.keys >= 0)
-            if cached.any():
-                self._cache.insert(self._specs[t].folder, part.keys[cached], part.vectors[cached])
+            with self._caching:
+                current = part.found & ~self._writes[t].written(part.keys, overlay.moments[t])
+                if current.any():
+                    self._cache.insert(self._specs[t].folder, part.keys[current], part.vectors[current])
 
     def _stored_keys(self, table: int, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """The keys that stores know: row numbers that count from the end become those that count from the start."""
@@ -344,6 +423,8 @@ class _Overlay:
         self.records["keys_address"] = _address(self._keys) + 8 * self._begins
         collect_keys(segments, counts, positions, self.records, self._rows)
         self.parts = self._allocate(dims)
+        self.moments: dict[int, int] = {}
+        """By table, how many writes there had been when the vectors were fetched."""
 
     def write(self, num_unknown: NDArray[np.int64]) -> None:
         """Copy the vectors to the outputs that are not pooled; num_unknown[s] receives the keys not found."""
@@ -391,13 +472,21 @@ def create_row_source(spec: ModelSpec, config: SessionConfig, directory: Path) -
     )
 
 
+def resolved_cache_bytes(spec: ModelSpec, config: SessionConfig) -> int:
+    """The bytes of the cache over stores that these settings ask for; 0: none."""
+    if config.cache_bytes is not None:
+        return config.cache_bytes
+    if not config.cache_fraction:
+        return 0
+    dims = {table.folder: table.embedding_dim for table in spec.tables}
+    parts = {table.folder: math.ceil(table.num_rows * config.cache_fraction) for table in spec.tables}
+    return bytes_to_hold(dims, parts)
+
+
 def _create_cache(spec: ModelSpec, config: SessionConfig) -> HostCache:
     dims = {table.folder: table.embedding_dim for table in spec.tables}
     num_rows = {table.folder: table.num_rows for table in spec.tables}
-    cache_bytes = config.cache_bytes
-    if cache_bytes is None:
-        parts = {table: math.ceil(rows * config.cache_fraction) for table, rows in num_rows.items()}
-        cache_bytes = bytes_to_hold(dims, parts) if config.cache_fraction else 0
+    cache_bytes = resolved_cache_bytes(spec, config)
     if cache_bytes == 0 or not dims:
         return NullEmbeddingCache(dims)
     return CpuEmbeddingCache(dims, cache_bytes, num_rows=num_rows, num_threads=config.num_lookup_threads)

@@ -32,6 +32,7 @@ from inference_session.formats import manifest
 from inference_session.formats.native import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec
 from inference_session.formats.verified_files import VerifiedFiles
 from inference_session.hot_keys import HotKeysWriter, read_hot_keys
+from inference_session.key_recorder import create_key_recorder
 from inference_session.lookup_plan import LookedUp, LookupPlan
 from inference_session.outputs import Answer, Outputs
 from inference_session.row_source import create_row_source
@@ -76,10 +77,10 @@ class InferenceSession:
             session._warm_up()
             if config.canary_requests:
                 check_canary(session.run, directory.parent / config.canary_requests, config.canary_tolerance)
+            session._start_counting()
         except BaseException:
             session.close()
             raise
-        session._start_counting()
         session._stats.load_s = time.perf_counter() - begin
         return session
 
@@ -95,6 +96,7 @@ class InferenceSession:
             self._dense = VectorEngine([lookup.dense_input for lookup in spec.lookups])
         else:
             self._dense = OnnxEngine(directory / DENSE_FILE, num_threads=config.num_dense_threads)
+            _check_outputs(spec, directory, self._dense.output_names)
         has_key_graph = (directory / KEYS_FILE).exists()
         self._keys = OnnxEngine(directory / KEYS_FILE, num_threads=1) if has_key_graph else None
         if spec.layout == "tensors":
@@ -104,7 +106,7 @@ class InferenceSession:
         self._stats = SessionStats(spec)
         self._rows = create_row_source(spec, config, directory)
         self._plan = LookupPlan(spec, self._rows)
-        self._may_join = spec.batched and spec.joinable
+        self._may_join = spec.joins_requests
         self._hot_keys: HotKeysWriter | None = None
         self._closed = False
 
@@ -150,9 +152,8 @@ class InferenceSession:
 
     def _compute(self, requests: Sequence[CheckedRequest]) -> list[Answer]:
         """The path of every request: keys, look-up, dense network, split."""
-        num_samples = [request.num_samples for request in requests]
         wanted = [request.outputs for request in requests]
-        if self.spec.batched and sum(num_samples) == 0:
+        if self.spec.batched and not any(request.num_samples for request in requests):
             return [self._outputs.of_no_samples(outputs) for outputs in wanted]
         batch = self._layout.join(requests)
         if self._keys:
@@ -162,7 +163,7 @@ class InferenceSession:
         batch.add(looked_up.vectors)
         outputs = self._run(self._dense, batch, self._outputs.of_network(wanted))
         self._stats.count_batch(batch.num_samples, looked_up.num_keys, looked_up.num_unknown)
-        return self._outputs.split(outputs, wanted, num_samples)
+        return self._layout.split(outputs, requests)
 
     @staticmethod
     def _run(engine: DenseEngine, batch: JoinedBatch, outputs: Sequence[str]) -> Answer:
@@ -186,12 +187,37 @@ class InferenceSession:
             UnavailableError: a store is down that may have one of the keys, and the settings want no default instead.
         """
         spec = self.spec.table(table)
-        wanted = np.asarray(keys)
-        if wanted.ndim != 1 or (wanted.size and not np.can_cast(wanted.dtype, np.int64, "safe")):
-            raise InvalidRequestError(f"keys are {wanted.dtype} {list(wanted.shape)}, expected int64 [n]")
+        wanted = _as_keys(keys)
         vectors = np.empty((len(wanted), spec.embedding_dim), np.float32)
-        self._rows.fetch(self.spec.tables.index(spec), np.ascontiguousarray(wanted, np.int64), vectors)
+        self._rows.fetch(self.spec.tables.index(spec), wanted, vectors)
         return vectors
+
+    def update(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
+        """Write rows to the stores, the persistent one first, and to the cache; look-ups that begin later answer them.
+
+        Args:
+            table: its name or folder.
+            keys: int64 [n]; of equal ones the last wins. In tables of row numbers, numbers from 0.
+            vectors: float32 [n, embedding_dim].
+
+        Raises:
+            StoreError: no store that takes writes belongs to the session.
+            UnavailableError: the persistent store cannot take them at present, for instance because another process is
+                the RocksDB's writer; any of the rows may have been written, and the call may be repeated.
+        """
+        spec = self.spec.table(table)
+        rows = np.ascontiguousarray(vectors)
+        wanted = _as_keys(keys)
+        if rows.shape != (len(wanted), spec.embedding_dim) or not np.can_cast(rows.dtype, np.float32, "same_kind"):
+            raise InvalidRequestError(
+                f"table {table!r}: vectors are {rows.dtype} {list(rows.shape)},"
+                f" expected float32 {[len(wanted), spec.embedding_dim]}"
+            )
+        self._rows.update(self.spec.tables.index(spec), wanted, rows.astype(np.float32, copy=False))
+
+    def erase(self, table: str, keys: ArrayLike) -> None:
+        """Drop rows, as `update` writes them: their keys, int64 [n], are unknown to the stores from now on."""
+        self._rows.erase(self.spec.tables.index(self.spec.table(table)), _as_keys(keys))
 
     def refresh(self) -> None:
         """Read the cached rows again from the stores; requests go on meanwhile. Without stores this does nothing.
@@ -223,6 +249,8 @@ class InferenceSession:
             if self._hot_keys is not None:
                 self._hot_keys.close()
             self._rows.close()
+            if self._plan.recorder is not None:
+                self._plan.recorder.close()
 
     def __enter__(self) -> InferenceSession:
         return self
@@ -245,11 +273,11 @@ class InferenceSession:
         if self.spec.layout == "hugectr":
             from inference_session.formats.hugectr.request_layout import HugectrLayout
 
-            return HugectrLayout(self.spec, self._outputs)
+            return HugectrLayout(self.spec, self._outputs, max_elements=self.config.max_keys_per_request)
         if self.spec.layout == "hps":
             from inference_session.formats.hugectr.request_layout import HpsLayout
 
-            return HpsLayout(self.spec, self._outputs)
+            return HpsLayout(self.spec, self._outputs, max_elements=self.config.max_keys_per_request)
         network_inputs = self._dense.input_names | (self._keys.input_names if self._keys else frozenset())
         return TensorLayout(
             self.spec,
@@ -289,10 +317,11 @@ class InferenceSession:
             self._compute([self._layout.check(self._layout.made_up(num_samples))] * num_requests)
 
     def _start_counting(self) -> None:
-        """What comes from now on is counted, and makes rows hot."""
+        """What comes from now on is counted, makes rows hot, and is recorded if so wished."""
+        self._plan.recorder = create_key_recorder(self.spec, self.config, self.directory)
         self._stats = SessionStats(self.spec)
         self._rows.forget_lookups()
-        if self.config.state_dir and self._rows.hot_keys():
+        if self.config.state_dir and self._rows.stats()["cache"].get("capacity"):
             self._hot_keys = HotKeysWriter(self._hot_keys_file, self._rows.hot_keys, self._num_lookups)
 
     @property
@@ -320,6 +349,19 @@ def _check_links(spec: ModelSpec, directory: Path, dense: DenseEngine, keys: Onn
     ):
         if missing := sorted(wanted - given):
             raise ModelFormatError(f"{directory / SESSION_FILE}: {reader} reads {missing[0]!r}, which nothing provides")
+
+
+def _check_outputs(spec: ModelSpec, directory: Path, made: frozenset[str]) -> None:
+    """Refuse a network that lacks an output of the model, as `_check_links` one that lacks an input."""
+    if missing := [tensor.name for tensor in spec.outputs if tensor.name not in made]:
+        raise ModelFormatError(f"{directory / SESSION_FILE}: output {missing[0]!r} is none of {DENSE_FILE}'s")
+
+
+def _as_keys(keys: ArrayLike) -> NDArray[np.int64]:
+    wanted = np.asarray(keys)
+    if wanted.ndim != 1 or (wanted.size and not np.can_cast(wanted.dtype, np.int64, "safe")):
+        raise InvalidRequestError(f"keys are {wanted.dtype} {list(wanted.shape)}, expected int64 [n]")
+    return np.ascontiguousarray(wanted, np.int64)
 
 
 def _narrowed(array: NDArray[Any], expected: np.dtype[Any]) -> NDArray[Any]:

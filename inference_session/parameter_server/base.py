@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,11 @@ from numpy.typing import NDArray
 from inference_session.errors import InvalidRequestError, StoreError
 
 Store = TypeVar("Store", bound="EmbeddingStore")
+Rows: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
+"""Keys [n], and their vectors [n, embedding_dim]."""
+
+SCAN_BYTES = 4 << 20
+"""Vectors in one batch of a scan, about."""
 
 
 class FetchRequest(NamedTuple):
@@ -43,6 +48,11 @@ class EmbeddingStore(ABC):
     def supports_writes(self) -> bool:
         """Whether `insert` and `erase` work."""
 
+    @property
+    def lags(self) -> bool:
+        """Whether what other processes write is seen only after `refresh`."""
+        return False
+
     @abstractmethod
     def embedding_dim(self, table: str) -> int:
         """Number of elements of the table's vectors."""
@@ -61,6 +71,13 @@ class EmbeddingStore(ABC):
     def fetch_many(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]]:
         """`fetch` for several tables, all in one go where the store can."""
         return [self.fetch(*request) for request in requests]
+
+    @abstractmethod
+    def scan(self, table: str) -> Iterator[Rows]:
+        """All rows of a table, in batches of some MiB and in no particular order.
+
+        A row that is there all the while comes at least once; one that is written or erased meanwhile may or may not.
+        """
 
     @abstractmethod
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
@@ -84,13 +101,16 @@ class EmbeddingStore(ABC):
         raise StoreError(f"{self!r} cannot clear table {table!r}: it takes no writes")
 
     def touch(self, table: str, keys: NDArray[np.int64]) -> None:  # noqa: B027
-        """Count these keys as used now, where the store evicts by time; elsewhere nothing."""
+        """Count these keys, which are held, as used now, where the store ranks its rows by use; elsewhere nothing."""
 
     def check(self) -> None:  # noqa: B027
         """Raise what a fetch would raise, if the store is down."""
 
     def refresh(self) -> None:  # noqa: B027
         """See what other processes have written since, where that does not happen by itself."""
+
+    def sync(self) -> None:  # noqa: B027
+        """Return when what has been inserted and erased survives the machine, where the store can tell."""
 
     def note(self, table: str) -> str | None:
         """The text kept beside a table, None if there is none: how far a push has come."""
@@ -100,10 +120,14 @@ class EmbeddingStore(ABC):
         """Keep a text beside a table; what was inserted before it is there whenever the note is."""
         raise StoreError(f"{self!r} keeps no notes on table {table!r}: it takes no writes ({text!r} was to be kept)")
 
-    def remove_versions(self, keep: Collection[str]) -> int:  # noqa: ARG002
-        """Drop the tables of all versions of this store's model but these; returns how many tables went.
+    def versions(self) -> set[str]:
+        """The versions of this store's model that have tables here."""
+        return set()
 
-        Rows that all versions share stay. Works in small steps, beside requests.
+    def remove_versions(self, versions: Collection[str]) -> int:  # noqa: ARG002
+        """Drop the tables of these versions of this store's model; returns how many tables went.
+
+        Works in small steps, beside requests.
         """
         return 0
 

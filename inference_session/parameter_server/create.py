@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from inference_session.config import SessionConfig
 from inference_session.errors import UnavailableError
 from inference_session.formats.native import TABLES_FOLDER, ModelSpec
 from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.retirement import Retirement
 from inference_session.parameter_server.server import ParameterServer, Tier
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_file import TableFileStore
@@ -35,19 +37,38 @@ def create_parameter_server(spec: ModelSpec, config: SessionConfig, directory: P
     with contextlib.ExitStack() as opened:
         for name, url in (("volatile", config.volatile_store), ("persistent", config.persistent_store)):
             if url is not None:
-                store = create_store(url, namespace, dims, timeout_ms=config.store_timeout_ms)
+                store = create_store(url, namespace, dims, writable="later", timeout_ms=config.store_timeout_ms)
                 opened.callback(store.close)
                 volatile = name == "volatile"
-                tiers.append(
-                    Tier(name, store, volatile=volatile, cache_missed_keys=volatile and config.cache_missed_keys)
-                )
+                promotes, touches = volatile and config.cache_missed_keys, volatile and config.touch_rows
+                tiers.append(Tier(name, store, volatile=volatile, cache_missed_keys=promotes, touches=touches))
         _check(tiers)
         if (directory / TABLES_FOLDER).exists():
             tiers.append(Tier("files", TableFileStore(directory, spec)))
         opened.pop_all()
     return ParameterServer(
-        tiers, on_store_failure="error" if config.unknown_keys == "reject" else config.on_store_failure
+        tiers,
+        on_store_failure="error" if config.unknown_keys == "reject" else config.on_store_failure,
+        retirement=_retirement(tiers, config, folder),
     )
+
+
+def _retirement(tiers: Sequence[Tier], config: SessionConfig, folder: Path) -> Retirement | None:
+    """The removal of older versions from the volatile store, where the version is one of several and has a tier below.
+
+    A version that is still in the repository stays unless its rows are somewhere else as well.
+    """
+    if not (config.keep_versions and folder.name.isdecimal() and config.store_namespace == "version"):
+        return None
+    if len(tiers) < 2 or not tiers[0].volatile:
+        return None
+
+    def is_safe(version: str) -> bool:
+        of_version = folder.parent / version
+        below = (tier.store.versions() for tier in tiers[1:])
+        return not of_version.exists() or (of_version / TABLES_FOLDER).exists() or any(version in v for v in below)
+
+    return Retirement(tiers[0].store, folder.name, config.keep_versions, is_safe)
 
 
 def _check(tiers: list[Tier]) -> None:
