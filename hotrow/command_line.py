@@ -17,6 +17,7 @@ _COMMANDS = {
     "inspect": "inspect_version",
     "push": "push",
     "record-canary": "record_canary",
+    "copy": "copy",
     "size": "size",
     "top": "top",
 }

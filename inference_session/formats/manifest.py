@@ -55,17 +55,26 @@ def read_manifest(directory: Path) -> tuple[FileEntry, ...]:
     """The entries of MANIFEST.json; ModelFormatError where it is missing or not a manifest."""
     path = directory / MANIFEST_FILE
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
     except FileNotFoundError as error:
         raise ModelFormatError(f"{path}: no such file; the version is incomplete or not in hotrow's layout") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise ModelFormatError(f"{path}: not readable as JSON: {error}") from error
+    except OSError as error:
+        raise ModelFormatError(f"{path}: not readable: {error}") from error
+    return parse_manifest(str(path), content)
+
+
+def parse_manifest(name: str, content: bytes) -> tuple[FileEntry, ...]:
+    """The entries of a manifest that has been read; `name` is for messages."""
+    try:
+        document = json.loads(content)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise ModelFormatError(f"{name}: not readable as JSON: {error}") from error
     try:
         if document["format"] != FORMAT:
-            raise ModelFormatError(f"{path}: format {document['format']!r}, this hotrow reads {FORMAT}")
-        return tuple(_entry(path, name, value) for name, value in document["files"].items())
+            raise ModelFormatError(f"{name}: format {document['format']!r}, this hotrow reads {FORMAT}")
+        return tuple(_entry(name, path, value) for path, value in document["files"].items())
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ModelFormatError(f"{path}: not a manifest ({error!r})") from error
+        raise ModelFormatError(f"{name}: not a manifest ({error!r})") from error
 
 
 def verify(
@@ -130,7 +139,7 @@ def _is_listed(path: Path, directory: Path) -> bool:
     return parts != (MANIFEST_FILE,) and not (parts[0] == "tables" and parts[-1].startswith(_REBUILDABLE))
 
 
-def _entry(manifest: Path, name: str, value: dict[str, Any]) -> FileEntry:
+def _entry(manifest: str, name: str, value: dict[str, Any]) -> FileEntry:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts:
         raise ModelFormatError(f"{manifest}: {name!r} is not a path inside the version directory")
