@@ -16,10 +16,16 @@ _COMMANDS = {
     "serve": "serve",
     "inspect": "inspect_version",
     "push": "push",
+    "load": "load",
+    "smoke-test": "smoke_test",
+    "roll-back": "roll_back",
+    "versions": "versions",
+    "health": "health",
     "record-canary": "record_canary",
     "copy": "copy",
     "size": "size",
     "top": "top",
+    "doctor": "doctor",
 }
 
 
