@@ -172,6 +172,7 @@ class CachedRows(RowSource):
         self._updating = threading.Lock()
         self._caching = threading.Lock()  # held while rows go into the cache; taken after `_updating`
         self._writes = [RecentWrites() for _ in specs]
+        server.on_drop(self._forget)
         self._closing = threading.Event()
         self._refresher: threading.Thread | None = None
         if refresh_interval_s:
@@ -282,6 +283,18 @@ class CachedRows(RowSource):
                 with self._caching:
                     self._writes[table].add(keys)
                     to_cache()
+
+    def _forget(self, folder: str, keys: NDArray[np.int64] | None) -> None:
+        """Drop cached rows that the parameter server has had to drop from a tier."""
+        table = next(i for i, spec in enumerate(self._specs) if spec.folder == folder)
+        with self._caching:
+            if keys is None:
+                self._writes[table].add_all()
+                self._cache.clear(folder)
+            else:
+                aliases, _ = self._aliases(table, keys)
+                self._writes[table].add(aliases)
+                self._cache.erase(folder, aliases)
 
     def _aliases(self, table: int, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """All keys that these rows may be cached under, and for each its position in `keys`: row numbers may have been

@@ -100,8 +100,8 @@ class _Parser:
 
     def _models(self) -> tuple[PsModel, ...]:
         raw_models = self._file.document.get("models")
-        if not isinstance(raw_models, list):
-            self._file.fail(("models",), f"a list is required, found {_shown(raw_models)}")
+        if not isinstance(raw_models, list) or not raw_models:
+            self._file.fail(("models",), f"a list of one model or more is required, found {_shown(raw_models)}")
         models = tuple(self._model(("models", i), raw) for i, raw in enumerate(raw_models))
         names = [model.name for model in models]
         for i, name in enumerate(names):
