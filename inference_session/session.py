@@ -152,16 +152,15 @@ class InferenceSession:
 
     def _compute(self, requests: Sequence[CheckedRequest]) -> list[Answer]:
         """The path of every request: keys, look-up, dense network, split."""
-        wanted = [request.outputs for request in requests]
         if self.spec.batched and not any(request.num_samples for request in requests):
-            return [self._outputs.of_no_samples(outputs) for outputs in wanted]
+            return [self._outputs.of_no_samples(request.outputs) for request in requests]
         batch = self._layout.join(requests)
         if self._keys:
             batch.add(self._run(self._keys, batch, sorted(self._keys.output_names)))
         looked_up = self._plan.run(batch)
         self._refuse_unknown(looked_up)
         batch.add(looked_up.vectors)
-        outputs = self._run(self._dense, batch, self._outputs.of_network(wanted))
+        outputs = self._run(self._dense, batch, self._layout.wanted(requests))
         self._stats.count_batch(batch.num_samples, looked_up.num_keys, looked_up.num_unknown)
         return self._layout.split(outputs, requests)
 
