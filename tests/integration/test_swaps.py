@@ -299,7 +299,7 @@ def test_content_is_replaced_in_place_under_load(serve: Serve, tmp_path: Path) -
 
 
 def test_the_new_version_starts_with_the_hot_rows(serve: Serve, tmp_path: Path) -> None:
-    """Over Redis, what the old version had cached is in the new one's cache before its first request, or a restart's."""
+    """Over Redis, what the old version had cached is in the new one's cache before a request, also after a restart."""
     repository = tmp_path / "repository"
     write_ctr(repository / "ctr" / "1")
     with RedisServer() as redis:
