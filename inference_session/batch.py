@@ -97,6 +97,10 @@ class RequestLayout(ABC):
     def check(self, request: Request) -> CheckedRequest:
         """Raises InvalidRequestError that names the input, what was found and what is expected."""
 
+    @abstractmethod
+    def made_up(self, num_samples: int) -> Request:
+        """A request of zeros, of so many samples where it may have any number, to warm up with."""
+
     def join(self, requests: Sequence[CheckedRequest]) -> JoinedBatch:
         """Several requests of equal `shapes` as one batch."""
         return JoinedBatch.of(requests)
@@ -195,6 +199,16 @@ class TensorLayout(RequestLayout):
             checked[expected.name] = array if array.dtype != object else _decoded(expected.name, array)
         outputs = self._outputs.resolve(request.outputs)
         return CheckedRequest(checked, outputs, max(num_samples, 0), tuple(shapes))
+
+    def made_up(self, num_samples: int) -> Request:
+        return Request({expected.name: self._zeros(expected, num_samples) for expected in self._inputs})
+
+    def _zeros(self, expected: _Expected, num_samples: int) -> NDArray[Any]:
+        fixed = dict(expected.fixed)
+        shape = [fixed.get(axis, 1) for axis in range(expected.rank)]
+        if self._batched:
+            shape[0] = num_samples
+        return np.full(shape, "" if expected.dtype == object else 0, expected.dtype)
 
     def join(self, requests: Sequence[CheckedRequest]) -> JoinedBatch:
         batch = JoinedBatch.of(requests)

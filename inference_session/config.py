@@ -119,6 +119,17 @@ class SessionConfig:
     refresh_interval_s: float = _setting(0.0, _number(0, math.inf))
     """Time between two refreshes of the cache from the stores. 0: never by itself."""
 
+    warm_up_s: float = _setting(0.0, _number(0, math.inf))
+    """The longest that opening a version spends on bringing hot rows in and on trying batches of several sizes."""
+    state_dir: str = _setting("", str)
+    """Folder where a session keeps which rows are hot, for the next version or process. Empty: nowhere."""
+    canary_requests: str = _setting("", str)
+    """A file of recorded requests and answers (canary.py) that a version has to answer before it serves."""
+    canary_tolerance: float = _setting(0.2, _number(0, math.inf))
+    """How far answers may be from the recorded ones: the mean absolute difference of any output."""
+    watch_interval_s: float = _setting(0.0, _number(0, math.inf))
+    """How often MANIFEST.json is looked at, so that new content in the same folder is served. 0: never."""
+
     @property
     def has_store(self) -> bool:
         """Whether rows come from stores, through a cache."""

@@ -39,6 +39,10 @@ class UnsupportedModelError(HotrowError, ValueError):
     """The model is well-formed, but holds something that cannot be served; the message names it."""
 
 
+class CanaryError(HotrowError, ValueError):
+    """A version answers its recorded requests with NaN, or far from what was recorded; it is not to serve."""
+
+
 class StoreError(HotrowError, RuntimeError):
     """A tier could not do what was asked of it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
@@ -24,6 +25,8 @@ from inference_session.embedding_cache.late_inserts import LateInserts
 from inference_session.embedding_cache.null_cache import NullEmbeddingCache, empty_tables
 from inference_session.errors import UnavailableError
 from inference_session.formats.native import TABLES_FOLDER, ModelSpec, TableSpec
+from inference_session.hot_keys import HotKeys
+from inference_session.mapped_pages import available_bytes, map_pages
 from inference_session.parameter_server.base import FetchRequest
 from inference_session.parameter_server.create import create_parameter_server
 from inference_session.parameter_server.server import ParameterServer
@@ -34,6 +37,7 @@ HostCache: TypeAlias = "CpuEmbeddingCache | NullEmbeddingCache"
 _KEYS_PER_BUCKET = 8
 _LINE_BYTES = 64
 _CLOSE_S = 10.0
+_KEYS_PER_FETCH = 1 << 13
 _NO_POSITIONS = np.empty(0, np.int64)
 
 
@@ -50,6 +54,18 @@ class RowSource(ABC):
 
     def refresh(self) -> None:  # noqa: B027
         """Read again what is cached, where anything is."""
+
+    def hot_keys(self) -> HotKeys:
+        """Which cached rows are hot; nothing where nothing is cached."""
+        return {}
+
+    def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:  # noqa: B027
+        """Have rows at hand before a request wants them: these where there is a cache. Ends at `deadline`, a value of
+        time.monotonic(), at the latest.
+        """
+
+    def forget_lookups(self) -> None:  # noqa: B027
+        """Count look-ups of the cache from 0 again."""
 
     def stats(self) -> dict[str, Any]:
         """What there is to say of the cache (`cache`) and the tiers (`tiers`)."""
@@ -86,6 +102,13 @@ class MappedRows(RowSource):
     ) -> None:
         """See RowSource."""
         cpu.lookup(self._records, segments, num_unknown, _NO_POSITIONS, self._num_threads)
+
+    def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:  # noqa: ARG002
+        """See RowSource: all rows are mapped, so that no request has to wait for the kernel to do it."""
+        arrays = [array for table in self._tables for array in table.arrays()]
+        if sum(array.nbytes for array in arrays) <= available_bytes():
+            for array in arrays:
+                map_pages(array, deadline)
 
     def close(self) -> None:
         """See RowSource. The files stay mapped for look-ups under way."""
@@ -169,6 +192,28 @@ class CachedRows(RowSource):
         self._server.refresh()
         for spec in self._specs:
             self._cache.refresh(spec.folder, partial(self._fetch_surely, spec.folder))
+
+    def hot_keys(self) -> HotKeys:
+        """See RowSource."""
+        return {spec.folder: self._cache.hottest(spec.folder) for spec in self._specs}
+
+    def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:
+        """See RowSource. The hottest rows of all tables come first."""
+        capacities = {table: counts["capacity"] for table, counts in self._cache.stats()["tables"].items()}
+        wanted = {table: hot_keys.get(table, _NO_POSITIONS)[:capacity] for table, capacity in capacities.items()}
+        for begin in range(0, max(map(len, wanted.values()), default=0), _KEYS_PER_FETCH):
+            for table, (folder, keys) in enumerate(wanted.items()):
+                part = keys[begin : begin + _KEYS_PER_FETCH]
+                vectors = np.empty((len(part), self._dims[table]), np.float32)
+                request = FetchRequest(folder, self._stored_keys(table, part), vectors)
+                found = self._server.fetch_unique([request])[0]
+                self._cache.insert(folder, part[found], vectors[found])
+                if time.monotonic() > deadline:
+                    return
+
+    def forget_lookups(self) -> None:
+        """See RowSource."""
+        self._cache.forget_lookups()
 
     def stats(self) -> dict[str, Any]:
         """See RowSource, EmbeddingCache.stats and ParameterServer.stats."""

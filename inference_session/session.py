@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inference_session.batch import CheckedRequest, JoinedBatch, Request, RequestLayout, TensorLayout, answer_jointly
+from inference_session.canary import check_canary
 from inference_session.config import SessionConfig
 from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine
 from inference_session.embedding_cache.kernels import cpu
@@ -28,43 +29,53 @@ from inference_session.errors import (
     UnsupportedModelError,
 )
 from inference_session.formats import manifest
-from inference_session.formats.hugectr.request_layout import HpsLayout, HugectrLayout
-from inference_session.formats.native import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec, TensorSpec
+from inference_session.formats.native import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec
+from inference_session.hot_keys import HotKeysWriter, read_hot_keys
 from inference_session.lookup_plan import LookedUp, LookupPlan
 from inference_session.outputs import Answer, Outputs
 from inference_session.row_source import create_row_source
 from inference_session.stats import SessionStats
+
+_WARM_UP_BATCHES = ((1, 1), (1, 64), (4, 1), (16, 1), (8, 64), (16, 1), (8, 64), (1, 64), (1, 1))
+"""Requests and samples of each, run before a version serves: a network takes longer for a size that is new to it."""
 
 
 class InferenceSession:
     """Answers requests from one version of a model. Safe to use from several threads; knows nothing of Triton."""
 
     @classmethod
-    def open(cls, directory: str | Path, **settings: Any) -> InferenceSession:
-        """Open a version directory: map its tables, load its network, and run it once.
+    def open(
+        cls, directory: str | Path, *, defaults: Mapping[str, Any] | None = None, **settings: Any
+    ) -> InferenceSession:
+        """Open a version directory: map its tables, load its network, warm both, and try its canary requests.
 
         Args:
             directory: `<repository>/<model>/<version>`.
+            defaults: fields of SessionConfig, for those that are in neither of the others.
             settings: fields of SessionConfig; they come before those in session.json.
 
         Raises:
             ModelFormatError: a file is missing, damaged or not what session.json says; names it.
             ConfigurationError: a setting is unknown or its value not allowed.
+            CanaryError: it answers its canary requests wrongly.
         """
         begin = time.perf_counter()
         directory = Path(directory)
         spec = ModelSpec.read(directory)
-        config = SessionConfig.resolve(settings, spec.settings)
+        config = SessionConfig.resolve(settings, spec.settings, defaults or {})
         if config.device.startswith("cuda"):
             raise ConfigurationError(f"setting 'device' cannot be {config.device!r}: this version runs on the CPU only")
         absent = frozenset({TABLES_FOLDER}) if config.has_store else frozenset()
         manifest.verify(directory, checksums=config.verify == "full", absent=absent)
         session = cls(spec, config, directory)
         try:
-            session._warm()
+            session._warm_up()
+            if config.canary_requests:
+                check_canary(session.run, directory.parent / config.canary_requests, config.canary_tolerance)
         except BaseException:
             session.close()
             raise
+        session._start_counting()
         session._stats.load_s = time.perf_counter() - begin
         return session
 
@@ -89,6 +100,8 @@ class InferenceSession:
         self._stats = SessionStats(spec)
         self._rows = create_row_source(spec, config, directory)
         self._plan = LookupPlan(spec, self._rows)
+        self._may_join = spec.batched and spec.joinable
+        self._hot_keys: HotKeysWriter | None = None
         self._closed = False
 
     @property
@@ -127,8 +140,7 @@ class InferenceSession:
         """
         if self._closed:
             raise SessionClosedError(f"the session of {str(self.directory)!r} has been closed")
-        may_join = self.spec.batched and self.spec.joinable
-        answers = answer_jointly(requests, self._layout, self._compute, may_join=may_join)
+        answers = answer_jointly(requests, self._layout, self._compute, may_join=self._may_join)
         self._stats.count_requests(len(requests), sum(isinstance(answer, HotrowError) for answer in answers))
         return answers
 
@@ -185,6 +197,14 @@ class InferenceSession:
         """
         self._rows.refresh()
 
+    def save_hot_keys(self) -> None:
+        """Have the next session of the model, in whichever process, start with what is hot here now.
+
+        Without a cache over stores, or without `state_dir`, this does nothing. It is done by itself every few seconds.
+        """
+        if self._hot_keys is not None:
+            self._hot_keys.write()
+
     def stats(self) -> dict[str, Any]:
         """Counters since `open`; docs/operations.md defines each key."""
         return {**self._stats.snapshot(), **self._rows.stats()}
@@ -196,6 +216,8 @@ class InferenceSession:
         """
         if not self._closed:
             self._closed = True
+            if self._hot_keys is not None:
+                self._hot_keys.close()
             self._rows.close()
 
     def __enter__(self) -> InferenceSession:
@@ -215,9 +237,14 @@ class InferenceSession:
         return f"<InferenceSession {str(self.directory)!r} [{len(self.spec.tables)} tables, {state}]>"
 
     def _create_layout(self) -> RequestLayout:
+        # Imported where needed: what they build on takes half a second to load.
         if self.spec.layout == "hugectr":
+            from inference_session.formats.hugectr.request_layout import HugectrLayout
+
             return HugectrLayout(self.spec, self._outputs)
         if self.spec.layout == "hps":
+            from inference_session.formats.hugectr.request_layout import HpsLayout
+
             return HpsLayout(self.spec, self._outputs)
         network_inputs = self._dense.input_names | (self._keys.input_names if self._keys else frozenset())
         return TensorLayout(
@@ -240,13 +267,37 @@ class InferenceSession:
             return array.astype(expected, copy=False)
         return array if isinstance(value, np.ndarray) else _narrowed(array, expected)
 
-    def _warm(self) -> None:
-        """Run one made-up sample, so that the first request finds everything in place; it is not counted."""
-        inputs = {tensor.name: _zeros(tensor) for tensor in self.spec.inputs}
-        # Zeros need not be a sensible request, nor need all stores be up.
-        with contextlib.suppress(InvalidRequestError, UnavailableError):
-            self._compute([self._layout.check(Request(inputs))])
+    def _warm_up(self) -> None:
+        """Have everything in place that the first requests need: the network, its memory, the hot rows."""
+        self._run_made_up(1, 1)  # whatever it takes: kernels and network have to be there
+        deadline = time.monotonic() + self.config.warm_up_s
+        if self.config.warm_up_s:
+            hot_keys = read_hot_keys(self._hot_keys_file) if self.config.state_dir else {}
+            with contextlib.suppress(UnavailableError):  # some rows of a store that is down, or none, are enough
+                self._rows.warm_up(hot_keys, deadline)
+        for num_requests, num_samples in _WARM_UP_BATCHES:
+            if time.monotonic() < deadline:
+                self._run_made_up(num_requests if self._may_join else 1, num_samples)
+
+    def _run_made_up(self, num_requests: int, num_samples: int) -> None:
+        # Zeros need not be a sensible request, nor need all stores be up; a batch that fails is no request's end.
+        with contextlib.suppress(HotrowError):
+            self._compute([self._layout.check(self._layout.made_up(num_samples))] * num_requests)
+
+    def _start_counting(self) -> None:
+        """What comes from now on is counted, and makes rows hot."""
         self._stats = SessionStats(self.spec)
+        self._rows.forget_lookups()
+        if self.config.state_dir and self._rows.hot_keys():
+            self._hot_keys = HotKeysWriter(self._hot_keys_file, self._rows.hot_keys, self._num_lookups)
+
+    @property
+    def _hot_keys_file(self) -> Path:
+        """All versions of a model have the same."""
+        return Path(self.config.state_dir) / f"{self.directory.resolve().parent.name}.hot_keys"
+
+    def _num_lookups(self) -> int:
+        return sum(table["lookup_keys"] for table in self._stats.snapshot()["tables"].values())
 
 
 def _check_links(spec: ModelSpec, directory: Path, dense: DenseEngine, keys: OnnxEngine | None) -> None:
@@ -261,11 +312,6 @@ def _check_links(spec: ModelSpec, directory: Path, dense: DenseEngine, keys: Onn
     ):
         if missing := sorted(wanted - given):
             raise ModelFormatError(f"{directory / SESSION_FILE}: {reader} reads {missing[0]!r}, which nothing provides")
-
-
-def _zeros(tensor: TensorSpec) -> NDArray[Any]:
-    shape = [max(size, 1) for size in tensor.shape]
-    return np.full(shape, "", object) if tensor.dtype == "object" else np.zeros(shape, tensor.dtype)
 
 
 def _narrowed(array: NDArray[Any], expected: np.dtype[Any]) -> NDArray[Any]:

@@ -8,10 +8,11 @@ from typing import Any, TypeAlias
 
 import triton_python_backend_utils as pb_utils
 
-from inference_session import InferenceSession
 from inference_session.batch import Request
 from inference_session.errors import HotrowError, InvalidRequestError, UnavailableError
+from inference_session.formats.native import ModelSpec
 from inference_session.outputs import Answer
+from inference_session.versions import VersionManager
 from triton_backend.errors import triton_error
 from triton_backend.packed import packed_response
 from triton_backend.tensors import read_array, write_tensor
@@ -23,22 +24,22 @@ TritonResponse: TypeAlias = Any
 
 
 class Answering:
-    """Answers lists of requests by one session; never raises.
+    """Answers lists of requests, each by one content of the version; never raises.
 
     Args:
         max_samples: a request with more rows than this is refused. 0: Triton itself sees to it.
         device_id: the GPU that Triton has given the instance, told to clients of HugeCTR.
     """
 
-    def __init__(self, session: InferenceSession, *, max_samples: int = 0, device_id: int = 0) -> None:
-        self._session = session
+    def __init__(self, versions: VersionManager, *, max_samples: int = 0, device_id: int = 0) -> None:
+        self._versions = versions
         self._device_id = device_id
         self._max_samples = max_samples
         self._num_failed = 0
 
     def stats(self) -> dict[str, Any]:
-        """The session's counters, and the requests that never reached it."""
-        stats = self._session.stats()
+        """The counters of VersionManager.stats, and the requests that never reached it."""
+        stats = self._versions.stats()
         for key in ("requests", "failed_requests"):
             stats[key] += self._num_failed
         return stats
@@ -47,7 +48,8 @@ class Answering:
         """One response for each request, in order. Their arrays are views of shared memory: keep the requests."""
         try:
             read = [self._read(request) for request in requests]
-            return [self._response(answer) for answer in self._session.run_many(read)]
+            with self._versions.lease() as session:
+                return [self._response(answer, session.spec) for answer in session.run_many(read)]
         except Exception as error:  # noqa: BLE001  whatever it was, no request may go without an answer
             if len(requests) > 1:
                 return [self.answer([request])[0] for request in requests]
@@ -65,11 +67,11 @@ class Answering:
                     )
         return Request(inputs, request.requested_output_names())
 
-    def _response(self, answer: Answer | HotrowError) -> TritonResponse:
+    def _response(self, answer: Answer | HotrowError, spec: ModelSpec) -> TritonResponse:
         if isinstance(answer, HotrowError):
             return _failure(answer)
-        if self._session.spec.layout != "tensors":
-            return packed_response(answer, self._session.spec, self._device_id)
+        if spec.layout != "tensors":
+            return packed_response(answer, spec, self._device_id)
         return pb_utils.InferenceResponse([write_tensor(name, array) for name, array in answer.items()])
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from inference_session import InferenceSession
+from inference_session.formats.native import ModelSpec
+from inference_session.versions import VersionManager
 from triton_backend import model
 from triton_backend.in_place import Backend, InPlaceModel, check_config, contradictions, read_model_folder
 
@@ -16,23 +17,23 @@ from triton_backend.in_place import Backend, InPlaceModel, check_config, contrad
 class TritonPythonModel(model.TritonPythonModel):
     """One version of a model whose files are HugeCTR's: imported on load, unless they have been before."""
 
-    def _open(self, config: Mapping[str, Any], args: Mapping[str, str]) -> tuple[InferenceSession, int]:
+    def _open(self, config: Mapping[str, Any], args: Mapping[str, str]) -> tuple[VersionManager, int]:
         parameters = {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
         backend: Backend = "hps" if config["backend"] == "hps" else "hugectr"
         found = read_model_folder(Path(args["model_repository"]), args["model_name"], parameters, backend)
         with found.imported(int(args["model_version"])) as version_dir:
-            session = InferenceSession.open(version_dir, **{"verify": "full", **found.session_settings})
-        check_config(config, session.spec)
-        _warn(found, session, config, args)
-        return session, model.DEFAULT_MAX_SAMPLES
+            versions = model.open_versions(version_dir, found.session_settings, args)
+        check_config(config, versions.spec)
+        _warn(found, versions.spec, config, args)
+        return versions, model.DEFAULT_MAX_SAMPLES
 
 
-def _warn(found: InPlaceModel, session: InferenceSession, config: Mapping[str, Any], args: Mapping[str, str]) -> None:
+def _warn(found: InPlaceModel, spec: ModelSpec, config: Mapping[str, Any], args: Mapping[str, str]) -> None:
     """Say once what in the user's files has another effect than with HugeCTR, or none."""
     name = args["model_name"]
     if found.ps_json.ignored:
         pb_utils.Logger.log_warn(f"{name}: without effect in {found.ps_json.path}: {', '.join(found.ps_json.ignored)}")
-    if contradicted := contradictions(found, session.spec, max_batch_size=config["max_batch_size"]):
+    if contradicted := contradictions(found, spec, max_batch_size=config["max_batch_size"]):
         pb_utils.Logger.log_warn(f"{name}: config.pbtxt is not the model's: {'; '.join(contradicted)}")
     if args.get("model_instance_kind") == "GPU":
         pb_utils.Logger.log_warn(f"{name}: KIND_GPU, but this release of hotrow computes on the CPU")

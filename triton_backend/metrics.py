@@ -20,6 +20,8 @@ _COUNTERS = {
     "requests": ("hotrow_requests_total", "Requests answered, with predictions or with an error"),
     "failed_requests": ("hotrow_failed_requests_total", "Requests answered with an error"),
     "samples": ("hotrow_samples_total", "Samples (rows of requests) computed"),
+    "in_place_updates": ("hotrow_in_place_updates_total", "Times that new content of the version's folder took over"),
+    "failed_in_place_updates": ("hotrow_failed_in_place_updates_total", "Times that such content was not fit to serve"),
     "batches": ("hotrow_batches_total", "Runs of the dense network; requests joined into one count once"),
 }
 _TABLE_COUNTERS = {

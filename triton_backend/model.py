@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio  # noqa: F401  the stub imports it on the first request otherwise, which then takes 12 ms
 import contextlib
 import gc
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, HotrowError
+from inference_session.user_cache import state_folder
+from inference_session.versions import VersionManager
 from triton_backend.answering import Answering, TritonRequest, TritonResponse
 from triton_backend.joining import JoiningQueue
 from triton_backend.metrics import SessionMetrics
+from triton_backend.repository import SOURCE_LINK
 from triton_backend.tensors import check_types
 
 DEFAULT_MAX_SAMPLES = 1024
@@ -27,22 +33,23 @@ class TritonPythonModel:
         """Open the version directory; `args` are Triton's, all of them strings, `model_config` as JSON."""
         config = json.loads(args["model_config"])
         try:
-            session, max_samples = self._open(config, args)
-            check_types((*session.spec.inputs, *session.spec.outputs))
+            versions, max_samples = self._open(config, args)
+            check_types((*versions.spec.inputs, *versions.spec.outputs))
         except HotrowError as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        self._session = session
+        self._versions = versions
+        spec = versions.spec
         # Triton joins requests itself, and checks their size, where it knows which dimension counts samples; packed
         # requests say themselves how many they hold, and it joins them where it has been told to.
-        packed = session.spec.layout != "tensors"
-        joins = session.spec.batched and ("dynamic_batching" not in config if packed else config["max_batch_size"] == 0)
+        packed = spec.layout != "tensors"
+        joins = spec.batched and ("dynamic_batching" not in config if packed else config["max_batch_size"] == 0)
         self._answering = Answering(
-            session,
+            versions,
             max_samples=max_samples if joins and not packed else 0,
             device_id=int(args["model_instance_device_id"]),
         )
         self._joining: JoiningQueue | None = None
-        if joins and session.spec.joinable:
+        if joins and spec.joinable:
             self._joining = JoiningQueue(
                 self._answering.answer, _num_samples, max_samples=max_samples, name=args["model_name"]
             )
@@ -51,10 +58,11 @@ class TritonPythonModel:
         gc.collect()
         gc.freeze()
 
-    def _open(self, config: Mapping[str, Any], args: Mapping[str, str]) -> tuple[InferenceSession, int]:
-        """The session, and the limit of samples in a request; HotrowError where it cannot be."""
+    def _open(self, config: Mapping[str, Any], args: Mapping[str, str]) -> tuple[VersionManager, int]:
+        """The version, and the limit of samples in a request; HotrowError where it cannot be."""
         settings, max_samples = read_parameters(config.get("parameters", {}), args)
-        return InferenceSession.open(pb_utils.get_model_dir(), **settings), max_samples
+        directory = Path(pb_utils.get_model_dir())
+        return open_versions(directory, settings, args), max_samples
 
     def execute(self, requests: Sequence[TritonRequest]) -> list[TritonResponse] | None:
         """A response for each request, in order; None where they are answered through their senders."""
@@ -69,22 +77,34 @@ class TritonPythonModel:
             self._joining.close()
         if self._metrics is not None:
             self._metrics.close()
-        self._session.close()
+        self._versions.close()
 
 
 def read_parameters(parameters: Mapping[str, Mapping[str, str]], args: Mapping[str, str]) -> tuple[dict[str, Any], int]:
     """The session's settings out of config.pbtxt's `parameters`, and the limit of samples in a request.
 
-    Parameters in capitals are Triton's own, and none of ours. Under Triton every byte of a version is verified
-    unless `verify` says otherwise, and an instance that is bound to a GPU (KIND_GPU) uses that one.
+    Parameters in capitals are Triton's own, and none of ours. An instance that is bound to a GPU (KIND_GPU)
+    uses that one.
     """
-    settings: dict[str, Any] = {"verify": "full"}
+    settings: dict[str, Any] = {}
     if args.get("model_instance_kind") == "GPU":
         settings["device"] = f"cuda:{args['model_instance_device_id']}"
     for name, value in parameters.items():
         if not name.isupper():
             settings[name] = value["string_value"]
     return settings, _limit(settings.pop("max_samples_per_request", DEFAULT_MAX_SAMPLES))
+
+
+def open_versions(directory: Path, settings: Mapping[str, Any], args: Mapping[str, str]) -> VersionManager:
+    """Serve a version directory with these settings; those that are absent there and in session.json are Triton's:
+    every byte is verified, and the version is warmed, with what was hot in the last one, before it serves.
+    """
+    folder = Path(args["model_repository"])
+    source = folder / SOURCE_LINK
+    defaults = {"verify": "full", "warm_up_s": 10}
+    with contextlib.suppress(RuntimeError):  # a user without a home has no state kept
+        defaults["state_dir"] = str(state_folder((source if source.exists() else folder).resolve().parent))
+    return VersionManager(directory, partial(InferenceSession.open, directory, defaults=defaults, **settings))
 
 
 def _limit(value: str | int) -> int:

@@ -90,6 +90,10 @@ class EmbeddingCache(ABC):
     def dump(self, table: str) -> NDArray[np.int64]:
         """The keys that are cached, in no particular order; `lookup` gives their vectors."""
 
+    def hottest(self, table: str) -> NDArray[np.int64]:
+        """The keys that are cached, those that are asked for most first, as far as the cache knows."""
+        return self.dump(table)
+
     @abstractmethod
     def close(self) -> None:
         """Give the memory back, once the look-ups under way have ended. May be called more than once."""
@@ -119,6 +123,12 @@ class EmbeddingCache(ABC):
             for table, keys, missing in zip(tables, num_keys, num_missing, strict=True):
                 self._num_keys[table] += keys
                 self._num_missing[table] += missing
+
+    def forget_lookups(self) -> None:
+        """Count look-ups from 0 again: those so far were none of a client's."""
+        with self._count_lock:
+            self._num_keys[:] = 0
+            self._num_missing[:] = 0
 
     def clear(self, table: str | None = None) -> None:
         """Drop all rows of a table; None: of all tables."""

@@ -19,7 +19,7 @@ from inference_session.embedding_cache.base import ROW_COUNTS, EmbeddingCache, L
 from inference_session.embedding_cache.kernels import cpu, cpu_cache
 from inference_session.embedding_cache.kernels.cpu_cache import CacheArrays
 from inference_session.embedding_cache.kernels.hash_index import BUCKET_BYTES, MAX_ROWS
-from inference_session.embedding_cache.kernels.layout import SEGMENT, TABLE, VectorCode
+from inference_session.embedding_cache.kernels.layout import MAX_MARK, SEGMENT, TABLE, VectorCode
 from inference_session.errors import ConfigurationError, InvalidRequestError, SessionClosedError
 from inference_session.formats.native import VectorType
 from inference_session.parameter_server.table_file import bytes_per_row, quantise_int8
@@ -140,6 +140,16 @@ class CpuEmbeddingCache(EmbeddingCache):
             self._check(table)
             arrays = self._arrays[table]
             return arrays.keys[arrays.lists >= cpu_cache.SMALL]
+
+    def hottest(self, table: str) -> NDArray[np.int64]:
+        """See EmbeddingCache."""
+        with self._write_lock:
+            self._check(table)
+            arrays = self._arrays[table]
+            cached = np.flatnonzero(arrays.lists >= cpu_cache.SMALL)
+            keys, lists, marks = arrays.keys[cached], arrays.lists[cached], arrays.marks[cached]
+        heat = marks + np.uint8(MAX_MARK + 1) * (lists == cpu_cache.MAIN)
+        return keys[np.argsort(np.uint8(255) - heat, kind="stable")]
 
     def close(self) -> None:
         """See EmbeddingCache."""

@@ -85,6 +85,21 @@ def verify(
                 pass
 
 
+def file_states(directory: Path) -> tuple[tuple[int, ...], ...]:
+    """Which file each entry of the manifest is at present, the manifest itself first: unequal if any was replaced."""
+    paths = [directory / MANIFEST_FILE, *(directory / entry.path for entry in read_manifest(directory))]
+    return tuple(_state(path) for path in paths)
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    """Identity, size and time of a file; empty where there is none."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return ()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
 def _check_size(directory: Path, entry: FileEntry, absent: frozenset[str]) -> bool:
     """Whether the file is there to be read; raises where it should be and is not."""
     path = directory / entry.path

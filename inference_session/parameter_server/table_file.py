@@ -95,6 +95,11 @@ class TableFile:
         """The key of every row, int64[num_rows]; mapped, or made up where keys are row numbers."""
         return self._keys if self._keys is not None else np.arange(self.spec.num_rows, dtype=np.int64)
 
+    def arrays(self) -> list[NDArray[np.generic]]:
+        """What a look-up reads: the index and the keys, where there are any, and the rows."""
+        index = [] if self._index is None else [self._index.content]
+        return [*index, *([] if self._keys is None else [self._keys]), self._vectors]
+
     def record(self) -> np.void:
         """A TABLE record for the look-up kernels; good as long as this object lives."""
         if self._closed:

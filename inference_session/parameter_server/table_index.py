@@ -5,11 +5,14 @@
 The header says which `key` file the index was built from: by size and a few sampled keys, which are compared whenever
 a table is opened, and by a checksum of all keys, which `verify` compares. An index that is absent or belongs to other
 keys is built anew. It is written under another name and renamed when complete, so that the old index or none is there
-until the new one is whole. The same keys give the same file, byte for byte.
+until the new one is whole. What was written is kept when the process is killed: every ROWS_PER_CHECKPOINT rows the
+buckets are flushed to the disk, then a header that says how many rows they hold, and the next build goes on from there.
+The same keys give the same file, byte for byte.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import mmap
@@ -17,20 +20,21 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.embedding_cache.kernels.hash_index import BUCKET_BYTES, MAX_ROWS, insert_rows
+from inference_session.embedding_cache.kernels.hash_index import BUCKET_BYTES, MAX_ROWS, count_keys, insert_rows
 from inference_session.errors import ModelFormatError
 
 INDEX_FILE = "index"
 PARTIAL_FILE = "index.partial"
 ROWS_PER_STEP = 1 << 20
 """Rows between two calls of `progress`."""
+ROWS_PER_CHECKPOINT = 1 << 25
+"""Rows that a killed build loses at most: about a second's work."""
 
 Progress = Callable[[int], None]
 """Called with the number of rows done since the last call."""
@@ -46,10 +50,12 @@ HEADER = np.dtype(
         ("key_sample", "<u4"),
         ("key_checksum", "<u4"),
         ("bucket_checksum", "<u4"),
-        ("reserved", "V12"),
+        ("num_indexed", "<i8"),  # while unfinished: rows that the buckets hold, and key_checksum is of; else 0
+        ("reserved", "V4"),
     ]
 )
 _MAGIC = b"hotrowIX"
+_UNFINISHED = b"hotrowI."
 _VERSION = 1
 _NUM_SAMPLES = 16
 
@@ -73,6 +79,11 @@ class TableIndex:
         """`content`: the whole file, at a cache line."""
         self._content = content
         self._header = content[: HEADER.itemsize].view(HEADER)[0]
+
+    @property
+    def content(self) -> NDArray[np.uint8]:
+        """The whole file, as given."""
+        return self._content
 
     @property
     def address(self) -> int:
@@ -150,7 +161,9 @@ def ensure_index(folder: Path, keys: NDArray[np.int64], progress: Progress | Non
             _file_size(_bucket_count(len(keys))),
             error,
         )
-    return TableIndex(_fill(_allocate, keys, progress))
+    content = np.frombuffer(mmap.mmap(-1, _file_size(_bucket_count(len(keys)))), np.uint8)
+    _fill(content, keys, progress)
+    return TableIndex(content)
 
 
 def _open_or_write(folder: Path, keys: NDArray[np.int64], progress: Progress | None) -> TableIndex:
@@ -165,43 +178,72 @@ def _write_index(folder: Path, keys: NDArray[np.int64], progress: Progress | Non
     """Must be called while holding the folder's lock, for the name of the unfinished file is always the same."""
     partial = folder / PARTIAL_FILE
     try:
-        _fill(lambda size: _create_file(partial, size), keys, progress)
+        _fill(_resume(partial, keys), keys, progress, checkpoint=partial)
         _sync(partial)
         partial.replace(folder / INDEX_FILE)
         _sync(folder)
-    finally:
-        partial.unlink(missing_ok=True)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
     return open_index(folder, keys)
 
 
+def _resume(partial: Path, keys: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """The file that a build of these keys' index left behind when it was killed, else a new one; mapped for writing."""
+    size = _file_size(_bucket_count(len(keys)))
+    with contextlib.suppress(OSError), partial.open("r+b") as file:
+        if os.fstat(file.fileno()).st_size == size:
+            content = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
+            header = content[: HEADER.itemsize].view(HEADER)[0]
+            done = keys[: max(int(header["num_indexed"]), 0)]
+            whole = header["header_checksum"] == _header_checksum(header)
+            if whole and header["magic"] == _UNFINISHED and zlib.crc32(done.data) == header["key_checksum"]:
+                return content
+    return _create_file(partial, size)
+
+
 def _fill(
-    allocate: Callable[[int], NDArray[np.uint8]], keys: NDArray[np.int64], progress: Progress | None
-) -> NDArray[np.uint8]:
-    """Build the index of the keys in memory that `allocate` gives, zeroed; the content of the file."""
+    content: NDArray[np.uint8], keys: NDArray[np.int64], progress: Progress | None, *, checkpoint: Path | None = None
+) -> None:
+    """Build the index of the keys in `content`: zeros, or what an unfinished build had when it wrote its header.
+
+    `checkpoint`: the file behind `content`, to be flushed when what it holds is worth keeping.
+    """
     if len(keys) > MAX_ROWS:
         raise ModelFormatError(f"{len(keys)} rows; a table with a `key` file may have {MAX_ROWS} at most")
-    num_buckets = _bucket_count(len(keys))
-    content = allocate(_file_size(num_buckets))
-    num_duplicates = _insert_all(content, keys, progress)
-    header = content[: HEADER.itemsize].view(HEADER)[0]
-    header["magic"], header["version"] = _MAGIC, _VERSION
-    header["num_rows"], header["num_buckets"], header["num_duplicates"] = len(keys), num_buckets, num_duplicates
-    header["key_sample"], header["key_checksum"] = _sample(keys), zlib.crc32(keys.data)
-    header["bucket_checksum"] = zlib.crc32(content[HEADER.itemsize :].data)
-    header["header_checksum"] = _header_checksum(header)
-    return content
-
-
-def _insert_all(content: NDArray[np.uint8], keys: NDArray[np.int64], progress: Progress | None) -> int:
-    buckets = content[HEADER.itemsize :]
+    header, buckets = content[: HEADER.itemsize].view(HEADER)[0], content[HEADER.itemsize :]
     num_buckets = len(buckets) // BUCKET_BYTES
-    num_duplicates = 0
-    for begin in range(0, len(keys), ROWS_PER_STEP):
+    progress = progress or (lambda _: None)
+    done, checksum = int(header["num_indexed"]), int(header["key_checksum"])
+    if done:
+        progress(done)
+    for begin in range(done, len(keys), ROWS_PER_STEP):
         end = min(begin + ROWS_PER_STEP, len(keys))
-        num_duplicates += insert_rows(buckets.ctypes.data, num_buckets, keys.ctypes.data, begin, end)
-        if progress is not None:
-            progress(end - begin)
-    return num_duplicates
+        insert_rows(buckets.ctypes.data, num_buckets, keys.ctypes.data, len(keys), begin, end)
+        checksum = zlib.crc32(keys[begin:end].data, checksum)
+        if checkpoint is not None and end % ROWS_PER_CHECKPOINT == 0:
+            _sync(checkpoint)  # the buckets, before a header that counts on them
+            _seal(header, magic=_UNFINISHED, num_indexed=end, key_checksum=checksum)
+        progress(end - begin)
+    _seal(
+        header,
+        magic=_MAGIC,
+        version=_VERSION,
+        num_rows=len(keys),
+        num_buckets=num_buckets,
+        num_duplicates=len(keys) - count_keys(buckets.ctypes.data, num_buckets),
+        num_indexed=0,
+        key_sample=_sample(keys),
+        key_checksum=checksum,
+        bucket_checksum=zlib.crc32(buckets.data),
+    )
+
+
+def _seal(header: np.void, **fields: int | bytes) -> None:
+    for name, value in fields.items():
+        header[name] = value
+    header["header_checksum"] = _header_checksum(header)
 
 
 def _bucket_count(num_rows: int) -> int:
@@ -239,10 +281,6 @@ def _create_file(path: Path, size: int) -> NDArray[np.uint8]:
         return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
 
 
-def _allocate(size: int) -> NDArray[np.uint8]:
-    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
-
-
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -251,7 +289,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Let one process at a time build in a folder; the lock ends with the process, however that ends."""
     descriptor = os.open(folder, os.O_RDONLY)

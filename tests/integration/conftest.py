@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -75,6 +76,7 @@ def start(repository: Path, *flags: str) -> Served:
     ports = [argument for name in ("http", "grpc", "metrics") for argument in (f"--{name}-port", "0")]
     process = subprocess.Popen(
         [sys.executable, "-m", "hotrow", "serve", "--repository", str(repository), *ports, *flags],
+        env={"HOTROW_CACHE_DIR": str(repository.parent / "cache"), **os.environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import resource
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,8 @@ from inference_session.formats.native import TableSpec
 from inference_session.parameter_server import table_index
 from inference_session.parameter_server.table_file import TableFile, write_table
 from inference_session.parameter_server.table_index import build_index, ensure_index, open_index
+
+ROOT = Path(__file__).parents[2]
 
 
 def random_keys(count: int, seed: int = 0) -> np.ndarray:
@@ -99,6 +104,58 @@ def test_an_interrupted_build_leaves_the_old_index(tmp_path: Path) -> None:
         build_index(tmp_path, random_keys(500), interrupt)
     assert (tmp_path / "index").read_bytes() == before
     assert build_index(tmp_path, random_keys(500)).num_rows == 500
+
+
+BUILD = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from inference_session.parameter_server import table_index
+folder, last_call = Path(sys.argv[1]), int(sys.argv[2])
+table_index.ROWS_PER_STEP, table_index.ROWS_PER_CHECKPOINT = 100, 400
+calls = []
+def progress(num_rows):
+    calls.append(num_rows)
+    if len(calls) == last_call:
+        os.kill(os.getpid(), signal.SIGKILL)
+report = table_index.build_index(folder, np.load(folder / "keys.npy"), progress)
+print(calls[0], report.num_duplicates)
+"""
+
+
+@pytest.mark.parametrize(("last_call", "resumed"), [(1, 100), (3, 100), (4, 400), (11, 800)])
+def test_a_killed_build_goes_on_where_its_last_checkpoint_was(last_call: int, resumed: int, tmp_path: Path) -> None:
+    """The file is the same, byte for byte, as one that was built without a break, duplicates counted."""
+    keys = np.random.default_rng(0).integers(0, 700, 1500)
+    np.save(tmp_path / "keys.npy", keys)
+    command = [sys.executable, "-c", BUILD, str(tmp_path)]
+    killed = subprocess.run([*command, str(last_call)], cwd=ROOT, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert not (tmp_path / "index").exists()
+    done = subprocess.run([*command, "0"], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == [str(resumed), str(len(keys) - len(np.unique(keys)))]
+    resumed_file = (tmp_path / "index").read_bytes()
+    build_index(tmp_path, keys)
+    assert (tmp_path / "index").read_bytes() == resumed_file
+
+
+@pytest.mark.parametrize("damage", ["other keys", "header", "size"])
+def test_what_a_killed_build_left_is_not_trusted_blindly(damage: str, tmp_path: Path) -> None:
+    """Where the keys or the header do not fit, the build begins at the first row."""
+    keys = random_keys(1500)
+    np.save(tmp_path / "keys.npy", keys)
+    subprocess.run([sys.executable, "-c", BUILD, str(tmp_path), "9"], cwd=ROOT, check=False)
+    partial = tmp_path / table_index.PARTIAL_FILE
+    if damage == "other keys":
+        keys[7] ^= 1
+    elif damage == "size":
+        partial.write_bytes(partial.read_bytes()[:-64])
+    else:
+        content = bytearray(partial.read_bytes())
+        content[20] ^= 1
+        partial.write_bytes(content)
+    build_index(tmp_path, keys)
+    open_index(tmp_path, keys).verify(keys, tmp_path / "index")
 
 
 def test_progress_counts_every_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from inference_session.embedding_cache.kernels.intrinsics import (
     lowest_bit,
     match_bytes,
     prefetch,
+    publish,
     store,
 )
 
@@ -115,35 +116,45 @@ def slot_of(bucket: int, tag: Any, keys_address: int, num_rows: int, key: int) -
 
 
 @kernel
-def insert_rows(index_address: int, num_buckets: int, keys_address: int, first_row: int, last_row: int) -> int:
-    """Put the keys of rows first_row ≤ row < last_row into the index.
+def insert_rows(
+    index_address: int, num_buckets: int, keys_address: int, num_rows: int, first_row: int, last_row: int
+) -> None:
+    """Put the keys of rows first_row ≤ row < last_row into the index; a key that is in already gets the later row.
 
-    A key that is in already gets the later row; returns how many were. The buckets must have room for all.
+    The buckets must have room for all. The index may hold rows from last_row on, up to num_rows, of an earlier run
+    over the same keys that was not finished: each takes its own slot again.
     """
-    num_duplicates = 0
     for row in range(first_row, last_row):
         if row + _AHEAD < last_row:
             hashed = hash_key(load(keys_address, np.int64, row + _AHEAD))
             prefetch(index_address + BUCKET_BYTES * home_bucket(hashed, num_buckets))
-        num_duplicates += _insert_row(index_address, num_buckets, keys_address, row)
-    return num_duplicates
+        _insert_row(index_address, num_buckets, keys_address, num_rows, row)
 
 
 @kernel
-def _insert_row(index_address: int, num_buckets: int, keys_address: int, row: int) -> int:
-    """1 where the key was in already, else 0."""
+def _insert_row(index_address: int, num_buckets: int, keys_address: int, num_rows: int, row: int) -> None:
     key = load(keys_address, np.int64, row)
     hashed = hash_key(key)
     position, tag = home_bucket(hashed, num_buckets), tag_of(hashed)
     for _ in range(num_buckets):
         bucket = index_address + BUCKET_BYTES * position
-        known = slot_of(bucket, tag, keys_address, row, key)
+        known = slot_of(bucket, tag, keys_address, num_rows, key)
         empty = match_bytes(bucket, np.uint8(0)) & ALL_SLOTS
         if known >= 0 or empty != 0:
             slot = known if known >= 0 else lowest_bit(empty)
-            store(bucket, np.uint8, slot, tag)
             store(bucket + ROWS_AT, np.uint32, slot, np.uint32(row))
-            return 1 if known >= 0 else 0
+            publish()  # a slot counts from its tag on, and the process may be killed in between
+            store(bucket, np.uint8, slot, tag)
+            return
         store(bucket, np.uint8, _OVERFLOW_AT, np.uint8(1))
         position = position + 1 if position + 1 < num_buckets else 0
-    return 0
+
+
+@kernel
+def count_keys(index_address: int, num_buckets: int) -> int:
+    """The keys in the index, each counted once."""
+    num_keys = 0
+    for position in range(num_buckets):
+        for slot in range(SLOTS):
+            num_keys += load(index_address + BUCKET_BYTES * position, np.uint8, slot) != 0
+    return num_keys

@@ -39,7 +39,7 @@ def _row_of(table: Any, key: int) -> Any:
     if row < 0:
         row = table.num_rows
         store(table.keys_address, np.int64, row, np.int64(key))
-        insert_rows(table.index_address, table.num_buckets, table.keys_address, row, row + 1)
+        insert_rows(table.index_address, table.num_buckets, table.keys_address, row, row, row + 1)
         table.num_rows = row + 1
     return row
 

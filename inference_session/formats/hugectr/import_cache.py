@@ -28,6 +28,7 @@ from inference_session.formats.hugectr.importer import Progress, write_version
 from inference_session.formats.hugectr.ps_fields import PsJson, PsModel
 from inference_session.formats.manifest import sha256_of
 from inference_session.formats.staging import stage_version
+from inference_session.user_cache import user_cache_folder
 
 NUM_KEPT = 3
 """Imports of one model that are kept: the one in use, the one before it for a way back, and one more."""
@@ -38,7 +39,7 @@ def default_cache_folder() -> Path:
     """`HOTROW_CACHE_DIR`, else `hotrow/imports` in the user's cache folder."""
     if chosen := os.environ.get("HOTROW_CACHE_DIR"):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotrow" / "imports"
+    return user_cache_folder() / "imports"
 
 
 @contextmanager

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from inference_session.batch import CheckedRequest, Part, Ragged, Request, RequestLayout
 from inference_session.errors import ModelFormatError
-from inference_session.formats.hugectr.csr import HPS_KEYS, KEYS, RequestFormat, decode_keys, decode_request
+from inference_session.formats.hugectr.csr import (
+    DENSE,
+    HPS_COUNTS,
+    HPS_KEYS,
+    KEYS,
+    OFFSETS,
+    RequestFormat,
+    decode_keys,
+    decode_request,
+)
 from inference_session.formats.native import ModelSpec
 from inference_session.outputs import Outputs
 
@@ -30,6 +41,14 @@ class HugectrLayout(RequestLayout):
         outputs = self._outputs.resolve(request.outputs)
         return CheckedRequest(parts, outputs, decoded.num_samples, shapes=())
 
+    def made_up(self, num_samples: int) -> Request:
+        """One key per bag."""
+        slots = self._format.slots
+        offsets = [np.arange(num_samples * width + 1, dtype=np.int32) for width in slots]
+        dense = np.zeros(num_samples * self._format.dense_dim, np.float32)
+        keys = np.zeros(num_samples * sum(slots), self._format.key_type)
+        return Request({DENSE: dense, KEYS: keys, OFFSETS: np.concatenate(offsets)})
+
 
 class HpsLayout(RequestLayout):
     """KEYS and NUMKEYS: the keys of each table, answered with the vectors themselves."""
@@ -45,3 +64,8 @@ class HpsLayout(RequestLayout):
         }
         outputs = self._outputs.resolve(request.outputs)
         return CheckedRequest(parts, outputs, num_samples=1, shapes=())
+
+    def made_up(self, num_samples: int) -> Request:
+        """So many keys per table."""
+        keys = np.zeros(num_samples * self._num_tables, np.int64)
+        return Request({HPS_KEYS: keys, HPS_COUNTS: np.full(self._num_tables, num_samples, np.int32)})

@@ -1,0 +1,90 @@
+"""Canary requests: a file of one request, and what a version that is known to be good answered it.
+
+It is NumPy's `.npz`, arrays `input/<name>` and `output/<name>`; without any of the latter, answers are looked at for
+NaN and infinities alone. `hotrow record-canary` writes one.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import CanaryError, ConfigurationError, InvalidRequestError
+
+INPUT, OUTPUT = "input/", "output/"
+
+Arrays = Mapping[str, NDArray[Any]]
+Run = Callable[[Arrays], Arrays]
+"""run(inputs) → all outputs, as InferenceSession.run."""
+
+
+def record_canary(run: Run, inputs: Arrays, path: Path) -> None:
+    """Answer a request and write both to a file; CanaryError where an answer is not finite."""
+    outputs = run(inputs)
+    for name, answer in outputs.items():
+        _check_finite(name, answer)
+    parts = {f"{INPUT}{name}": array for name, array in inputs.items()}
+    parts |= {f"{OUTPUT}{name}": array for name, array in outputs.items()}
+    with path.open("wb") as file:
+        np.savez(file, **parts)  # type: ignore[arg-type]  # its stub takes names for its flags
+
+
+def check_canary(run: Run, path: Path, tolerance: float) -> None:
+    """Answer a recorded request and compare.
+
+    Args:
+        tolerance: largest mean absolute difference of an output.
+
+    Raises:
+        CanaryError: says which output is not finite, or how far off.
+        ConfigurationError: the file cannot be read, or is no request to this model.
+    """
+    inputs, recorded = _read(path)
+    try:
+        outputs = run(inputs)
+    except InvalidRequestError as error:
+        raise ConfigurationError(f"canary_requests {path}: the model does not take this request: {error}") from error
+    for name, answer in outputs.items():
+        _check_finite(name, answer)
+        if name in recorded:
+            _check_near(name, answer, recorded[name], tolerance)
+
+
+def _read(path: Path) -> tuple[Arrays, Arrays]:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = dict(archive)
+    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+        raise ConfigurationError(f"canary_requests {path}: cannot be read: {error}") from error
+    inputs, outputs = (
+        {name.removeprefix(kind): array for name, array in arrays.items() if name.startswith(kind)}
+        for kind in (INPUT, OUTPUT)
+    )
+    if not inputs:
+        raise ConfigurationError(f"canary_requests {path}: holds no array {INPUT}NAME, so no request")
+    return inputs, outputs
+
+
+def _check_finite(name: str, answer: NDArray[Any]) -> None:
+    if np.issubdtype(answer.dtype, np.floating) and not np.isfinite(answer).all():
+        num_bad = int((~np.isfinite(answer)).sum())
+        raise CanaryError(f"canary requests: {num_bad} of {answer.size} values of output {name!r} are not finite")
+
+
+def _check_near(name: str, answer: NDArray[Any], recorded: NDArray[Any], tolerance: float) -> None:
+    if answer.shape != recorded.shape:
+        raise CanaryError(
+            f"canary requests: output {name!r} has shape {list(answer.shape)}, recorded was {list(recorded.shape)}"
+        )
+    if np.issubdtype(answer.dtype, np.number) and answer.size:
+        difference = float(np.abs(answer.astype(float) - recorded).mean())
+        if not difference <= tolerance:
+            raise CanaryError(
+                f"canary requests: output {name!r} differs from what was recorded by {difference:.4g} on average, "
+                f"more than canary_tolerance {tolerance:g}"
+            )

@@ -1,0 +1,55 @@
+"""Small files that a serving process leaves for the next one: whole or not at all, and never trusted blindly.
+
+A file is a line that names the format, the SHA-256 of the content, and the content. A damaged one counts as absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from pathlib import Path
+
+_MAGIC = b"hotrow state 1\n"
+_DIGEST_BYTES = 32
+_ABANDONED_S = 3600
+"""Age at which a staged file is known to be that of a process that was killed."""
+
+_log = logging.getLogger(__name__)
+
+
+def write_state(path: Path, content: bytes) -> None:
+    """Write a file and flush it to the disk, then rename it into place; OSError where that cannot be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for staged in path.parent.glob(f".tmp-*-{path.name}"):
+        if time.time() - staged.stat().st_mtime > _ABANDONED_S:
+            staged.unlink(missing_ok=True)
+    # Several processes may write the same state: each renames a file of its own.
+    staged = path.with_name(f".tmp-{os.getpid()}-{path.name}")
+    try:
+        with staged.open("wb") as file:
+            file.write(_MAGIC + hashlib.sha256(content).digest())
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        staged.replace(path)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def read_state(path: Path) -> bytes | None:
+    """The content; None where there is no such file, or one that is damaged or cannot be read, which is logged."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _log.warning("%s is ignored: %s", path, error.strerror)
+        return None
+    begin = len(_MAGIC) + _DIGEST_BYTES
+    content = data[begin:]
+    if data[:begin] != _MAGIC + hashlib.sha256(content).digest():
+        _log.warning("%s is ignored: it is damaged, or not a state file of this hotrow", path)
+        return None
+    return content

@@ -1,0 +1,22 @@
+"""Where hotrow keeps what it can make again: imports of HugeCTR's files, and what helps the next process to start."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+
+def user_cache_folder() -> Path:
+    """`hotrow` in the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotrow"
+
+
+def state_folder(repository: Path) -> Path:
+    """What processes that serve a model repository leave for each other: below `HOTROW_CACHE_DIR`, else the user's
+    cache folder. RuntimeError where neither is set and the user has no home.
+    """
+    folder = repository.resolve()
+    chosen = os.environ.get("HOTROW_CACHE_DIR")
+    name = f"{folder.name}-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+    return (Path(chosen) if chosen else user_cache_folder()) / "state" / name

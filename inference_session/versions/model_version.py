@@ -1,0 +1,52 @@
+"""ModelVersion: a session, and who is using it."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+
+from inference_session.session import InferenceSession
+
+
+class ModelVersion:
+    """One loaded content of a version directory. Whoever holds a lease on it may use its session.
+
+    `VersionManager.lease` gives leases; `with` ends one.
+    """
+
+    def __init__(self, session: InferenceSession) -> None:
+        self.session = session
+        self._num_leases = 0
+        self._changed = threading.Condition()
+        self._retired = False
+
+    def take_lease(self) -> bool:
+        """Count one more user; False once the version is retired, which takes no more."""
+        with self._changed:
+            self._num_leases += not self._retired
+            return not self._retired
+
+    def retire(self) -> None:
+        """Give no more leases."""
+        with self._changed:
+            self._retired = True
+
+    def drain(self) -> None:
+        """Wait until the last lease has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_leases)
+
+    def __enter__(self) -> InferenceSession:
+        return self.session
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._changed:
+            self._num_leases -= 1
+            if self._retired and not self._num_leases:
+                self._changed.notify_all()
+
+    def __repr__(self) -> str:
+        state = "retired" if self._retired else "active"
+        return f"<ModelVersion {str(self.session.directory)!r} [{state}, {self._num_leases} leases]>"

@@ -1,0 +1,211 @@
+"""VersionManager: which content of a version directory answers, and how another one takes over.
+
+    load       the directory's new content is opened beside what serves, verified and warmed
+    activate   from one moment on leases are on the new content
+    drain      requests that began on the old one end on it
+    close      the old one gives up what it holds
+
+Whatever goes wrong before `activate` leaves the old content serving.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from inference_session.errors import ConfigurationError, ModelFormatError, UnavailableError
+from inference_session.formats import manifest
+from inference_session.formats.native import ModelSpec
+from inference_session.session import InferenceSession
+from inference_session.versions.model_version import ModelVersion
+
+MAX_RETRY_S = 60.0
+"""The longest time between two attempts at content that could not be loaded."""
+
+_GAUGES = frozenset({"rows", "capacity", "bytes", "cache_bytes"})
+"""Whole numbers in the statistics that are no counters."""
+
+_log = logging.getLogger(__name__)
+
+
+class VersionManager:
+    """Gives leases on the content that serves, and replaces it when the directory's manifest changes.
+
+    With `watch_interval_s` in the session's settings MANIFEST.json is looked at that often. All methods may be called
+    from any thread.
+    """
+
+    def __init__(self, directory: Path, open_session: Callable[[], InferenceSession]) -> None:
+        """Open what the directory holds now.
+
+        Args:
+            directory: the version directory, looked at again by its name.
+            open_session: opens it; called again for each new content.
+
+        Raises:
+            what `open_session` does; UnavailableError where the directory was written to meanwhile.
+        """
+        self._directory = directory
+        self._open_session = open_session
+        self._lock = threading.Lock()
+        self._replacing = threading.Lock()
+        self._past: dict[str, Any] = {}
+        """Counters of contents that have been closed."""
+        self._draining: ModelVersion | None = None
+        self._num_updates = 0
+        self._num_failed_updates = 0
+        session, self._served = self._load()
+        self._active = ModelVersion(session)
+        self._closing = threading.Event()
+        self._watcher: threading.Thread | None = None
+        if session.config.watch_interval_s:
+            self._watcher = threading.Thread(
+                target=self._watch, args=(session.config.watch_interval_s,), name="hotrow-watch", daemon=True
+            )
+            self._watcher.start()
+
+    @property
+    def spec(self) -> ModelSpec:
+        """What the model is; the same for every content in all that a client sees."""
+        return self._active.session.spec
+
+    def lease(self) -> ModelVersion:
+        """The content that serves now, to be used and given back by `with`."""
+        while not (version := self._active).take_lease():
+            pass  # replaced since it was read
+        return version
+
+    def update(self) -> bool:
+        """Serve what the directory holds now, unless that is served already; returns whether it took over.
+
+        Raises:
+            HotrowError: the new content cannot be served; the old one goes on.
+        """
+        with self._replacing:
+            if self._served == _manifest_of(self._directory):
+                return False
+            try:
+                self._active.session.save_hot_keys()
+                session, served = self._load()
+                with _closed_on_error(session):
+                    _check_same(self.spec, session.spec)
+            except BaseException:
+                self._num_failed_updates += 1
+                raise
+            self._activate(ModelVersion(session))
+            self._served = served
+            return True
+
+    def stats(self) -> dict[str, Any]:
+        """As InferenceSession.stats, counting what earlier contents have done too; and `in_place_updates`,
+        `failed_in_place_updates`.
+        """
+        with self._lock:
+            total = self._past
+            for version in filter(None, (self._draining, self._active)):
+                total = _added(total, version.session.stats())
+            updates = {"in_place_updates": self._num_updates, "failed_in_place_updates": self._num_failed_updates}
+        return {**total, **updates}
+
+    def close(self) -> None:
+        """Stop watching, wait for the leases, close the session. May be called twice."""
+        self._closing.set()
+        if self._watcher is not None:
+            self._watcher.join()
+        self._active.drain()
+        self._active.session.close()
+
+    def __enter__(self) -> VersionManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<VersionManager of {self._active!r}>"
+
+    def _load(self) -> tuple[InferenceSession, bytes]:
+        """Open the directory, and make sure that it was one and the same content all along."""
+        before = manifest.file_states(self._directory)
+        served = _manifest_of(self._directory)
+        session = self._open_session()
+        with _closed_on_error(session):
+            if manifest.file_states(self._directory) != before:
+                raise UnavailableError(f"{self._directory}: written to while it was opened")
+        return session, served
+
+    def _activate(self, new: ModelVersion) -> None:
+        """Let a content take over and the old one end. Must be called while holding `_replacing`."""
+        with self._lock:
+            old, self._active, self._draining = self._active, new, self._active
+            self._num_updates += 1
+        old.retire()
+        old.drain()
+        with self._lock:
+            self._past = _added(self._past, old.session.stats())
+            self._draining = None
+        old.session.close()
+
+    def _watch(self, interval_s: float) -> None:
+        """Update whenever the manifest has changed; what cannot be loaded is tried again, ever more seldom."""
+        failure = ""
+        pause_s = interval_s
+        while not self._closing.wait(pause_s):
+            failure = self._try_update(failure)
+            pause_s = min(2 * pause_s, max(MAX_RETRY_S, interval_s)) if failure else interval_s
+
+    def _try_update(self, last_failure: str) -> str:
+        """Update, or log once and return why not."""
+        try:
+            if self.update():
+                _log.info("%s: its new content serves", self._directory)
+        except Exception as error:  # noqa: BLE001 - whatever it was, the old content serves, and the watch goes on
+            failure = f"{type(error).__name__}: {error}"
+            if failure != last_failure:
+                _log.error("%s: its new content is not served, the old one goes on: %s", self._directory, failure)
+            return failure
+        return ""
+
+
+@contextlib.contextmanager
+def _closed_on_error(session: InferenceSession) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        session.close()
+        raise
+
+
+def _manifest_of(directory: Path) -> bytes:
+    """The manifest's text, which stands for all files; ModelFormatError where it cannot be read."""
+    path = directory / manifest.MANIFEST_FILE
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelFormatError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _check_same(served: ModelSpec, new: ModelSpec) -> None:
+    """Refuse what clients, or Triton's config.pbtxt, would see."""
+    for name in ("inputs", "outputs", "labels", "label_outputs", "batched", "joinable", "layout", "layout_options"):
+        if getattr(served, name) != getattr(new, name):
+            raise ConfigurationError(
+                f"the new content has other {name} than what is served: {getattr(new, name)!r}, not "
+                f"{getattr(served, name)!r}; publish it as a version of its own"
+            )
+
+
+def _added(past: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Statistics of two contents: counters add up, everything else is the newer one's."""
+    total = dict(now)
+    for name, value in now.items():
+        before = past.get(name)
+        if isinstance(value, Mapping) and isinstance(before, Mapping):
+            total[name] = _added(before, value)
+        elif type(value) is int and type(before) is int and name not in _GAUGES:
+            total[name] = before + value
+    return total

@@ -1,0 +1,226 @@
+"""Contents of a version directory taking each other's place while requests run."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from inference_session import InferenceSession
+from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError
+from inference_session.versions import VersionManager
+from tests import small_model
+
+RENAME_EXCHANGE = 2
+REQUEST = small_model.random_inputs(4, np.random.default_rng(0))
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Swap two folders in one step."""
+    arguments = (-100, os.fsencode(one), -100, os.fsencode(other), RENAME_EXCHANGE)
+    assert ctypes.CDLL(None, use_errno=True).renameat2(*arguments) == 0
+
+
+def manage(directory: Path, **settings: object) -> VersionManager:
+    """A manager of a version directory."""
+    return VersionManager(directory, partial(InferenceSession.open, directory, **settings))
+
+
+def await_true(condition: Callable[[], bool]) -> None:
+    """Wait for something that will be so soon."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A version directory with the content of seed 1."""
+    small_model.write(tmp_path / "model" / "1", seed=1)
+    return tmp_path / "model" / "1"
+
+
+def replace(directory: Path, seed: int) -> None:
+    """Put the content of another seed in the directory's place."""
+    beside = directory.with_name(f".tmp-{seed}")
+    small_model.write(beside, seed=seed)
+    exchange(beside, directory)
+    shutil.rmtree(beside)
+
+
+def answer(session: InferenceSession) -> np.ndarray:
+    """Its predictions for the one request."""
+    return session.predict(REQUEST)
+
+
+def expected(seed: int) -> np.ndarray:
+    """What the content of that seed answers."""
+    return small_model.expected(small_model.random_tables(seed), REQUEST)["OUTPUT0"]
+
+
+def test_new_content_takes_over_and_old_leases_end_on_the_old(directory: Path) -> None:
+    """A lease is on one content from its beginning to its end; the old session closes with its last lease."""
+    with manage(directory) as versions, ThreadPoolExecutor(1) as thread:
+        with versions.lease() as old:
+            replace(directory, 2)
+            updated = thread.submit(versions.update)
+            await_true(lambda: versions.stats()["in_place_updates"] == 1)
+            with versions.lease() as new:
+                np.testing.assert_allclose(answer(new), expected(2), rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(answer(old), expected(1), rtol=1e-5, atol=1e-6)
+            assert not updated.done()
+        assert updated.result()
+
+        assert repr(old).endswith("closed]>")
+        assert not versions.update()
+
+
+def test_counters_go_on_over_updates(directory: Path) -> None:
+    """What earlier contents have counted stays in the sums."""
+    with manage(directory) as versions:
+        for seed in (2, 3, 4):
+            with versions.lease() as session:
+                answer(session)
+            replace(directory, seed)
+            versions.update()
+        stats = versions.stats()
+
+    assert (stats["requests"], stats["samples"], stats["in_place_updates"]) == (3, 12, 3)
+    assert stats["tables"]["user_weight"]["lookup_keys"] == 24
+
+
+def test_requests_during_updates_are_each_answered_by_one_content(directory: Path) -> None:
+    """While contents change under requests of several threads, each answer is that of one content, and none fails."""
+    answers = [expected(seed) for seed in range(1, 7)]
+    done = threading.Event()
+
+    def ask(versions: VersionManager) -> int:
+        asked = 0
+        while not done.is_set():
+            with versions.lease() as session:
+                found = answer(session)
+            assert any(np.allclose(found, one, rtol=1e-5, atol=1e-6) for one in answers)
+            asked += 1
+        return asked
+
+    with manage(directory) as versions, ThreadPoolExecutor(3) as threads:
+        askers = [threads.submit(ask, versions) for _ in range(3)]
+        for seed in range(2, 7):
+            replace(directory, seed)
+            assert versions.update()
+        done.set()
+
+        assert min(asker.result() for asker in askers) > 0
+
+
+def test_the_watch_finds_new_content_and_goes_on_after_bad_one(
+    directory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With watch_interval_s content is taken over by itself; one that is damaged is logged, and the old one serves."""
+    with manage(directory, watch_interval_s=0.02, verify="full") as versions:
+        beside = directory.with_name(".tmp-2")
+        small_model.write(beside, seed=2)
+        with (beside / "dense.onnx").open("r+b") as file:
+            file.write(b"\0")
+        exchange(beside, directory)
+        await_true(lambda: versions.stats()["failed_in_place_updates"] > 0)
+        with versions.lease() as session:
+            np.testing.assert_allclose(answer(session), expected(1), rtol=1e-5, atol=1e-6)
+        assert "dense.onnx: damaged" in caplog.text
+
+        replace(directory, 3)
+        await_true(lambda: versions.stats()["in_place_updates"] == 1)
+        with versions.lease() as session:
+            np.testing.assert_allclose(answer(session), expected(3), rtol=1e-5, atol=1e-6)
+
+
+def test_files_may_be_replaced_one_by_one_with_the_manifest_last(directory: Path) -> None:
+    """Until the manifest is replaced nothing happens, whatever is renamed into place before it."""
+    beside = directory.with_name(".tmp-2")
+    small_model.write(beside, seed=2)
+    with manage(directory, verify="full") as versions:
+        files = sorted(path.relative_to(beside) for path in beside.rglob("*") if path.is_file())
+        for file in (file for file in files if file.name != "MANIFEST.json"):
+            (beside / file).replace(directory / file)
+            assert not versions.update()
+            with versions.lease() as session:
+                np.testing.assert_allclose(answer(session), expected(1), rtol=1e-5, atol=1e-6)
+        (beside / "MANIFEST.json").replace(directory / "MANIFEST.json")
+
+        assert versions.update()
+        with versions.lease() as session:
+            np.testing.assert_allclose(answer(session), expected(2), rtol=1e-5, atol=1e-6)
+
+
+def test_content_for_other_requests_is_refused(directory: Path) -> None:
+    """Triton and its clients have been told the inputs and outputs: these cannot change in place."""
+    session_json = directory / "session.json"
+    with manage(directory) as versions:
+        beside = directory.with_name(".tmp-2")
+        shutil.copytree(directory, beside)
+        text = session_json.read_text(encoding="utf-8").replace('"click"', '"clicks"')
+        (beside / "session.json").write_text(text, encoding="utf-8")
+        small_model.manifest.write_manifest(beside)
+        exchange(beside, directory)
+
+        with pytest.raises(HotrowError):
+            versions.update()
+        assert versions.stats()["failed_in_place_updates"] == 1
+        with versions.lease() as session:
+            np.testing.assert_allclose(answer(session), expected(1), rtol=1e-5, atol=1e-6)
+
+
+def test_other_labels_are_refused(directory: Path) -> None:
+    """The message says what differs, and what to do."""
+    with manage(directory) as versions:
+        beside = directory.with_name(".tmp-2")
+        shutil.copytree(directory, beside)
+        text = (beside / "session.json").read_text(encoding="utf-8")
+        (beside / "session.json").write_text(
+            text.replace('"labels": [\n  "click"', '"labels": [\n  "tap"'), encoding="utf-8"
+        )
+        small_model.manifest.write_manifest(beside)
+        exchange(beside, directory)
+
+        with pytest.raises(ConfigurationError, match=r"other labels .*'tap'.*version of its own"):
+            versions.update()
+
+
+def test_a_folder_that_is_gone_for_a_moment_is_no_harm(directory: Path) -> None:
+    """Between two renames there is no version directory: what serves goes on."""
+    with manage(directory) as versions:
+        directory.rename(directory.with_name("away"))
+        with pytest.raises(ModelFormatError, match="cannot be read"):
+            versions.update()
+        with versions.lease() as session:
+            answer(session)
+
+
+def test_updates_leave_nothing_behind(directory: Path) -> None:
+    """Thirty updates on, there are no more threads, file handles or mapped files than after the third."""
+
+    def held() -> tuple[int, int, int]:
+        maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(directory.parent) in line]
+        return threading.active_count(), len(os.listdir("/proc/self/fd")), len(maps)  # noqa: PTH208
+
+    with manage(directory) as versions:
+        counts = []
+        for seed in range(2, 33):
+            replace(directory, seed)
+            assert versions.update()
+            with versions.lease() as session:
+                answer(session)
+            del session
+            counts.append(held())
+
+    assert counts[-1] == counts[2]
