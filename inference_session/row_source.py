@@ -21,9 +21,12 @@ from inference_session.embedding_cache.kernels import cpu
 from inference_session.embedding_cache.kernels.hash_index import BUCKET_BYTES
 from inference_session.embedding_cache.kernels.layout import SEGMENT, TABLE, PoolingCode
 from inference_session.embedding_cache.kernels.missing import collect_keys, write_vectors
+from inference_session.embedding_cache.kernels.updated_table import UpdatedArrays, count_deleted
 from inference_session.embedding_cache.late_inserts import LateInserts
 from inference_session.embedding_cache.null_cache import NullEmbeddingCache, empty_tables
-from inference_session.errors import UnavailableError
+from inference_session.embedding_cache.readers import Readers
+from inference_session.embedding_cache.updated_table import UpdatedTable
+from inference_session.errors import StoreError, UnavailableError
 from inference_session.formats.native import TABLES_FOLDER, ModelSpec, TableSpec
 from inference_session.hot_keys import HotKeys
 from inference_session.mapped_pages import available_bytes, map_pages
@@ -51,6 +54,20 @@ class RowSource(ABC):
 
         Tables are counted in the order of the model's spec. Whoever filled the segments vouches for every address.
         """
+
+    def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:  # noqa: ARG002
+        """Replace or add rows of a table (its folder), wherever they are held: int64 [n], each key once, float32
+        [n, embedding_dim]. Look-ups that begin after this see them.
+
+        Raises:
+            UnavailableError: a store cannot take them at present; some may have been written.
+            StoreError: rows cannot be changed.
+        """
+        raise StoreError(f"table {table!r} is in files, which are never changed: {self!r} takes no rows")
+
+    def erase(self, table: str, keys: NDArray[np.int64]) -> None:  # noqa: ARG002
+        """Answer these keys with the default vector from now on, whatever is in the files. Errors as of `insert`."""
+        raise StoreError(f"table {table!r} is in files, which are never changed: {self!r} erases no rows")
 
     def refresh(self) -> None:  # noqa: B027
         """Read again what is cached, where anything is."""
@@ -114,6 +131,94 @@ class MappedRows(RowSource):
         """See RowSource. The files stay mapped for look-ups under way."""
         for table in self._tables:
             table.close()
+
+
+class UpdatableRows(MappedRows):
+    """The rows of a version's table files, and in front of them those that were changed since, in memory.
+
+    A table without changes is read as MappedRows does; otherwise keys are searched among the changed rows first.
+    """
+
+    def __init__(self, tables: Sequence[TableFile], *, num_threads: int) -> None:
+        """As MappedRows."""
+        super().__init__(tables, num_threads=num_threads)
+        self._specs = [table.spec for table in tables]
+        self._positions = {spec.folder: t for t, spec in enumerate(self._specs)}
+        self._readers = Readers()
+        defaults = [np.full(spec.embedding_dim, spec.default_vector, np.float32) for spec in self._specs]
+        self._updated = [UpdatedTable(default, self._readers) for default in defaults]
+        self._state = _UpdatedState(self._records, np.zeros(len(tables), np.int64), ())
+        self._writing = threading.Lock()
+        count_deleted(np.zeros(0, SEGMENT), self._records, self._state.deleted_addresses, _NO_POSITIONS)  # compiles
+
+    def look_up(
+        self,
+        segments: NDArray[np.void],
+        num_keys: NDArray[np.int64],  # noqa: ARG002
+        num_unknown: NDArray[np.int64],
+    ) -> None:
+        """See RowSource."""
+        reader = self._readers.enter()
+        try:
+            state = self._state
+            cpu.lookup(state.records, segments, num_unknown, _NO_POSITIONS, self._num_threads)
+            if state.deleted_addresses.any():
+                count_deleted(segments, state.records, state.deleted_addresses, num_unknown)
+        finally:
+            self._readers.leave(reader)
+
+    def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        """See RowSource."""
+        t = self._positions[table]
+        names, origins = self._all_names(t, keys)
+        with self._writing:
+            self._updated[t].insert(names, vectors[origins])
+            self._publish()
+
+    def erase(self, table: str, keys: NDArray[np.int64]) -> None:
+        """See RowSource."""
+        t = self._positions[table]
+        with self._writing:
+            self._updated[t].erase(self._all_names(t, keys)[0])
+            self._publish()
+
+    def stats(self) -> dict[str, Any]:
+        """See RowSource. The changed rows are under `updated`."""
+        updated = {
+            spec.folder: {"rows": table.num_rows, "bytes": table.num_bytes}
+            for spec, table in zip(self._specs, self._updated, strict=True)
+        }
+        return {**super().stats(), "updated": updated}
+
+    def _all_names(self, t: int, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.intp] | slice]:
+        """The keys, and the negative ones that mean the same rows; with each one's position among those given."""
+        spec = self._specs[t]
+        if spec.keys == "stored":
+            return keys, slice(None)
+        numbers = np.flatnonzero((keys >= 0) & (keys < spec.num_rows))
+        return np.concatenate([keys, keys[numbers] - spec.num_rows]), np.concatenate([np.arange(len(keys)), numbers])
+
+    def _publish(self) -> None:
+        """Have later look-ups find the changed rows. Must be called while holding `_writing`."""
+        num_tables = len(self._specs)
+        records = np.concatenate([self._records, self._records])
+        addresses = np.zeros(num_tables, np.int64)
+        for t, table in enumerate(self._updated):
+            if table.num_rows:
+                records[t] = table.record(self._records[t]["default_address"], num_tables + t)
+                addresses[t] = table.arrays.deleted.ctypes.data if table.any_deleted else 0
+        self._state = _UpdatedState(records, addresses, tuple(table.arrays for table in self._updated))
+
+
+class _UpdatedState(NamedTuple):
+    """What one look-up of UpdatableRows reads."""
+
+    records: NDArray[np.void]
+    """TABLE records to begin with, then those of the files behind them."""
+    deleted_addresses: NDArray[np.int64]
+    """By table, of UpdatedArrays.deleted; 0: nothing has been deleted."""
+    held: tuple[UpdatedArrays, ...]
+    """What the records lead to."""
 
 
 class CachedRows(RowSource):
@@ -373,7 +478,8 @@ def create_row_source(spec: ModelSpec, config: SessionConfig, directory: Path) -
     num_threads = config.num_lookup_threads
     if not config.has_store:
         files = [TableFile.open(directory / TABLES_FOLDER / table.folder, table) for table in spec.tables]
-        return MappedRows(files, num_threads=num_threads)
+        source = MappedRows if config.update_stream is None else UpdatableRows
+        return source(files, num_threads=num_threads)
     cache = _create_cache(spec, config)
     try:
         server = create_parameter_server(spec, config, directory)

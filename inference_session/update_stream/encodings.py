@@ -1,7 +1,7 @@
 """The two encodings in which HPS and its successors put rows into Kafka messages. Pure functions, no Kafka.
 
     row      Kafka key: the row's key, 8 or 4 bytes; value: float32 [embedding_dim]; no value: the row is deleted
-    batch    Kafka key: empty; value: "HCTR", uint32 bytes per vector, then of each row its key (8 or 4 bytes) and vector
+    batch    Kafka key: empty; value: "HCTR", uint32 bytes per vector, then of each row key (8 or 4 bytes) and vector
 
 All numbers are little endian; keys of 8 bytes are int64, of 4 bytes uint32. A batch does not say how wide its keys are:
 its length does, and where both widths fit, the one whose vectors look like vectors.
@@ -19,7 +19,7 @@ from inference_session.errors import InvalidRequestError
 
 MAGIC = b"HCTR"
 HEADER_BYTES = 8
-KEY_TYPES = {8: np.dtype("<i8"), 4: np.dtype("<u4")}
+KEY_TYPES: dict[int, np.dtype[np.int64] | np.dtype[np.uint32]] = {8: np.dtype("<i8"), 4: np.dtype("<u4")}
 """Types of keys by their width in bytes, the preferred one first."""
 REASONS = ("no_key", "key_width", "vector_width", "unknown_encoding", "truncated", "not_finite", "unknown_table")
 """Why a message may be refused."""
@@ -93,7 +93,7 @@ def decode(
     if rows is None:
         rows = _rows_one_by_one(messages, embedding_dim, refusals)
     if not allow_non_finite:
-        finite = np.isfinite(rows.vectors).all(axis=1)
+        finite: NDArray[np.bool_] = np.isfinite(rows.vectors).all(axis=1)
         rows = _refuse(rows, finite, "not_finite", "a row has NaN or infinite elements", refusals)
     if min_key is not None:
         rows = _refuse(rows, rows.keys >= min_key, "key_width", "a key below 0 is no row number", refusals)
@@ -104,7 +104,7 @@ def encode_batch(keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> bytes
     """One batch message: keys int64 [n], vectors float32 [n, embedding_dim]; keys are written with 8 bytes."""
     rows = np.empty(len(keys), _row_type(8, vectors.shape[1]))
     rows["key"], rows["vector"] = keys, vectors
-    return MAGIC + np.uint32(4 * vectors.shape[1]).tobytes() + rows.tobytes()
+    return b"".join([MAGIC, (4 * vectors.shape[1]).to_bytes(4, "little"), rows.tobytes()])
 
 
 def encode_keys(keys: NDArray[np.int64]) -> list[bytes]:

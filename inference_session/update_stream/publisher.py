@@ -279,4 +279,5 @@ def _crc32(keys: NDArray[np.int64]) -> NDArray[np.uint32]:
     remainder = np.full(len(keys), 0xFFFFFFFF, np.uint32)
     for column in keys.astype("<i8", copy=False).view(np.uint8).reshape(-1, 8).T:
         remainder = _CRC_TABLE[(remainder ^ column) & np.uint32(0xFF)] ^ (remainder >> np.uint32(8))
-    return np.bitwise_xor(remainder, np.uint32(0xFFFFFFFF), dtype=np.uint32)
+    checksums: NDArray[np.uint32] = remainder ^ np.uint32(0xFFFFFFFF)
+    return checksums
