@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -32,12 +32,14 @@ from inference_session.hot_keys import HotKeys
 from inference_session.mapped_pages import available_bytes, map_pages
 from inference_session.parameter_server.base import FetchRequest
 from inference_session.parameter_server.create import create_parameter_server
+from inference_session.parameter_server.recent_writes import RecentWrites
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.table_file import TableFile
 
 HostCache: TypeAlias = "CpuEmbeddingCache | NullEmbeddingCache"
 
 _KEYS_PER_BUCKET = 8
+_KEYS_PER_REFRESH = 1 << 14
 _LINE_BYTES = 64
 _CLOSE_S = 10.0
 _KEYS_PER_FETCH = 1 << 13
@@ -55,19 +57,31 @@ class RowSource(ABC):
         Tables are counted in the order of the model's spec. Whoever filled the segments vouches for every address.
         """
 
-    def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:  # noqa: ARG002
-        """Replace or add rows of a table (its folder), wherever they are held: int64 [n], each key once, float32
-        [n, embedding_dim]. Look-ups that begin after this see them.
+    def update(self, table: int, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:  # noqa: ARG002
+        """Write rows, keys int64 [n] and vectors float32 [n, embedding_dim]; look-ups that begin later answer them.
 
         Raises:
-            UnavailableError: a store cannot take them at present; some may have been written.
-            StoreError: rows cannot be changed.
+            StoreError: there is no store that takes writes.
+            UnavailableError: a store cannot take them at present.
         """
-        raise StoreError(f"table {table!r} is in files, which are never changed: {self!r} takes no rows")
+        raise StoreError("rows in table files are never changed; set update_stream, volatile_store or persistent_store")
 
-    def erase(self, table: str, keys: NDArray[np.int64]) -> None:  # noqa: ARG002
-        """Answer these keys with the default vector from now on, whatever is in the files. Errors as of `insert`."""
-        raise StoreError(f"table {table!r} is in files, which are never changed: {self!r} erases no rows")
+    def erase(self, table: int, keys: NDArray[np.int64]) -> None:  # noqa: ARG002
+        """Drop rows, as `update` writes them: their keys are answered with the default vector, whatever is in files."""
+        raise StoreError("rows in table files are never erased; set update_stream, volatile_store or persistent_store")
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether what `update` has written outlives this process: whether `save_note` works."""
+        return False
+
+    def note(self, table: int) -> str | None:  # noqa: ARG002
+        """The text kept beside the table's rows where they are durable; None: there is none."""
+        return None
+
+    def save_note(self, table: int, text: str) -> None:
+        """Keep a text beside the table's rows, once what has been written before it is durable; errors of `update`."""
+        raise StoreError(f"a note on table {table} cannot be kept: no persistent store takes writes ({text!r})")
 
     def refresh(self) -> None:  # noqa: B027
         """Read again what is cached, where anything is."""
@@ -143,7 +157,6 @@ class UpdatableRows(MappedRows):
         """As MappedRows."""
         super().__init__(tables, num_threads=num_threads)
         self._specs = [table.spec for table in tables]
-        self._positions = {spec.folder: t for t, spec in enumerate(self._specs)}
         self._readers = Readers()
         defaults = [np.full(spec.embedding_dim, spec.default_vector, np.float32) for spec in self._specs]
         self._updated = [UpdatedTable(default, self._readers) for default in defaults]
@@ -167,19 +180,17 @@ class UpdatableRows(MappedRows):
         finally:
             self._readers.leave(reader)
 
-    def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+    def update(self, table: int, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See RowSource."""
-        t = self._positions[table]
-        names, origins = self._all_names(t, keys)
+        aliases, original = _aliases(self._specs[table], keys)
         with self._writing:
-            self._updated[t].insert(names, vectors[origins])
+            self._updated[table].insert(aliases, vectors[original])
             self._publish()
 
-    def erase(self, table: str, keys: NDArray[np.int64]) -> None:
+    def erase(self, table: int, keys: NDArray[np.int64]) -> None:
         """See RowSource."""
-        t = self._positions[table]
         with self._writing:
-            self._updated[t].erase(self._all_names(t, keys)[0])
+            self._updated[table].erase(_aliases(self._specs[table], keys)[0])
             self._publish()
 
     def stats(self) -> dict[str, Any]:
@@ -189,14 +200,6 @@ class UpdatableRows(MappedRows):
             for spec, table in zip(self._specs, self._updated, strict=True)
         }
         return {**super().stats(), "updated": updated}
-
-    def _all_names(self, t: int, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.intp] | slice]:
-        """The keys, and the negative ones that mean the same rows; with each one's position among those given."""
-        spec = self._specs[t]
-        if spec.keys == "stored":
-            return keys, slice(None)
-        numbers = np.flatnonzero((keys >= 0) & (keys < spec.num_rows))
-        return np.concatenate([keys, keys[numbers] - spec.num_rows]), np.concatenate([np.arange(len(keys)), numbers])
 
     def _publish(self) -> None:
         """Have later look-ups find the changed rows. Must be called while holding `_writing`."""
@@ -259,6 +262,9 @@ class CachedRows(RowSource):
         _Overlay(self._dims, np.zeros(0, SEGMENT), _NO_POSITIONS, _NO_POSITIONS).write(_NO_POSITIONS)  # compiles
         self._async_from = math.inf if async_from is None else async_from
         self._late = None if async_from is None else LateInserts(self._insert_late)
+        self._updating = threading.Lock()
+        self._caching = threading.Lock()  # held while rows go into the cache; taken after `_updating`
+        self._writes = [RecentWrites() for _ in specs]
         self._closing = threading.Event()
         self._refresher: threading.Thread | None = None
         if refresh_interval_s:
@@ -292,11 +298,41 @@ class CachedRows(RowSource):
                 # Not before: these rows might have taken the place of some that were about to be pooled.
                 self._keep(overlay)
 
+    def update(self, table: int, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        """See RowSource. In the cache, of those rows only that it holds: nobody may ever ask for the others."""
+        folder = self._specs[table].folder
+        aliases, original = _aliases(self._specs[table], keys)
+        insert = partial(self._server.insert, folder, keys, vectors)
+        self._write(table, aliases, insert, partial(self._cache.update, folder, aliases, vectors[original]))
+
+    def erase(self, table: int, keys: NDArray[np.int64]) -> None:
+        """See RowSource."""
+        folder = self._specs[table].folder
+        aliases, _ = _aliases(self._specs[table], keys)
+        self._write(
+            table, aliases, partial(self._server.erase, folder, keys), partial(self._cache.erase, folder, aliases)
+        )
+
+    @property
+    def is_durable(self) -> bool:
+        """See RowSource."""
+        return self._server.is_durable
+
+    def note(self, table: int) -> str | None:
+        """See RowSource."""
+        return self._server.note(self._specs[table].folder)
+
+    def save_note(self, table: int, text: str) -> None:
+        """See RowSource."""
+        self._server.save_note(self._specs[table].folder, text)
+
     def refresh(self) -> None:
         """See RowSource. UnavailableError where a tier is down; rows that it may have stay as they are."""
         self._server.refresh()
-        for spec in self._specs:
-            self._cache.refresh(spec.folder, partial(self._fetch_surely, spec.folder))
+        for table, spec in enumerate(self._specs):
+            keys = self._cache.dump(spec.folder)
+            for begin in range(0, len(keys), _KEYS_PER_REFRESH):
+                self._refresh(table, keys[begin : begin + _KEYS_PER_REFRESH])
 
     def hot_keys(self) -> HotKeys:
         """See RowSource."""
@@ -341,9 +377,35 @@ class CachedRows(RowSource):
             with contextlib.suppress(UnavailableError):
                 self.refresh()
 
-    def _fetch_surely(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
-        """Fetch such that a key is not found only if no tier has it."""
-        return self._server.fetch_unique([FetchRequest(table, keys, out)], on_store_failure="error")[0]
+    def _write(self, table: int, keys: NDArray[np.int64], write: Callable[[], None], then: Callable[[], None]) -> None:
+        """Write to the stores, then to the cache: one write after the other, so that both see them in the same order.
+
+        Rows that were fetched before are not cached any more after it.
+        """
+        # Where stores fail they may have any of the rows.
+        to_cache: Callable[[], None] = partial(self._cache.erase, self._specs[table].folder, keys)
+        with self._updating:
+            try:
+                write()
+                to_cache = then
+            finally:
+                with self._caching:
+                    self._writes[table].add(keys)
+                    to_cache()
+
+    def _refresh(self, table: int, keys: NDArray[np.int64]) -> None:
+        """Read some cached rows again; those that are written meanwhile are left to that write."""
+        folder = self._specs[table].folder
+        request = FetchRequest(
+            folder, self._stored_keys(table, keys), np.empty((len(keys), self._specs[table].embedding_dim), np.float32)
+        )
+        moment = self._writes[table].moment
+        # A key is not found only if no tier has it.
+        found = self._server.fetch_unique([request], on_store_failure="error")[0]
+        with self._caching:
+            current = ~self._writes[table].written(keys, moment)
+            self._cache.update(folder, keys[found & current], request.out[found & current])
+            self._cache.erase(folder, keys[~found & current])
 
     def _finish(self, overlay: _Overlay, num_keys: NDArray[np.int64], num_unknown: NDArray[np.int64]) -> None:
         """Complete the segments that have missing keys from the overlay, whose vectors are there."""
@@ -384,6 +446,7 @@ class CachedRows(RowSource):
 
     def _fetch(self, overlay: _Overlay) -> None:
         """Fill in the vectors."""
+        overlay.moments = {t: self._writes[t].moment for t in overlay.parts}
         requests = [
             FetchRequest(self._specs[t].folder, self._stored_keys(t, part.keys), part.vectors)
             for t, part in overlay.parts.items()
@@ -393,12 +456,12 @@ class CachedRows(RowSource):
             part.vectors[~found] = self._defaults[t]
 
     def _keep(self, overlay: _Overlay) -> None:
-        """Cache the rows that were found."""
+        """Cache the rows that were found, and not written since."""
         for t, part in overlay.parts.items():
-            # A row number that counts from the end is not cached: an update would reach the row's other key alone.
-            cached = part.found if self._specs[t].keys == "stored" else part.found & (part.keys >= 0)
-            if cached.any():
-                self._cache.insert(self._specs[t].folder, part.keys[cached], part.vectors[cached])
+            with self._caching:
+                current = part.found & ~self._writes[t].written(part.keys, overlay.moments[t])
+                if current.any():
+                    self._cache.insert(self._specs[t].folder, part.keys[current], part.vectors[current])
 
     def _stored_keys(self, table: int, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """The keys that stores know: row numbers that count from the end become those that count from the start."""
@@ -449,6 +512,8 @@ class _Overlay:
         self.records["keys_address"] = _address(self._keys) + 8 * self._begins
         collect_keys(segments, counts, positions, self.records, self._rows)
         self.parts = self._allocate(dims)
+        self.moments: dict[int, int] = {}
+        """By table, how many writes there had been when the vectors were fetched."""
 
     def write(self, num_unknown: NDArray[np.int64]) -> None:
         """Copy the vectors to the outputs that are not pooled; num_unknown[s] receives the keys not found."""
@@ -495,6 +560,15 @@ def create_row_source(spec: ModelSpec, config: SessionConfig, directory: Path) -
         refresh_interval_s=config.refresh_interval_s,
         async_from=config.hit_rate_threshold if may_default else None,
     )
+
+
+def _aliases(spec: TableSpec, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """All keys that may mean these rows, also row numbers counted from the end; and each one's position in `keys`."""
+    every = np.arange(len(keys))
+    if spec.keys == "stored":
+        return keys, every
+    inside = np.flatnonzero((keys >= 0) & (keys < spec.num_rows))
+    return np.concatenate([keys, keys[inside] - spec.num_rows]), np.concatenate([every, inside])
 
 
 def _create_cache(spec: ModelSpec, config: SessionConfig) -> HostCache:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -35,6 +35,9 @@ from inference_session.lookup_plan import LookedUp, LookupPlan
 from inference_session.outputs import Answer, Outputs
 from inference_session.row_source import create_row_source
 from inference_session.stats import SessionStats
+
+if TYPE_CHECKING:
+    from inference_session.update_stream.kafka_stream import KafkaUpdateStream
 
 _WARM_UP_BATCHES = ((1, 1), (1, 64), (4, 1), (16, 1), (8, 64), (16, 1), (8, 64), (1, 64), (1, 1))
 """Requests and samples of each, run before a version serves: a network takes longer for a size that is new to it."""
@@ -76,6 +79,7 @@ class InferenceSession:
             session.close()
             raise
         session._start_counting()
+        session._follow_updates()
         session._stats.load_s = time.perf_counter() - begin
         return session
 
@@ -102,6 +106,7 @@ class InferenceSession:
         self._plan = LookupPlan(spec, self._rows)
         self._may_join = spec.batched and spec.joinable
         self._hot_keys: HotKeysWriter | None = None
+        self._updates: KafkaUpdateStream | None = None
         self._closed = False
 
     @property
@@ -182,12 +187,37 @@ class InferenceSession:
             UnavailableError: a store is down that may have one of the keys, and the settings want no default instead.
         """
         spec = self.spec.table(table)
-        wanted = np.asarray(keys)
-        if wanted.ndim != 1 or (wanted.size and not np.can_cast(wanted.dtype, np.int64, "safe")):
-            raise InvalidRequestError(f"keys are {wanted.dtype} {list(wanted.shape)}, expected int64 [n]")
+        wanted = _as_keys(keys)
         vectors = np.empty((len(wanted), spec.embedding_dim), np.float32)
-        self._rows.fetch(self.spec.tables.index(spec), np.ascontiguousarray(wanted, np.int64), vectors)
+        self._rows.fetch(self.spec.tables.index(spec), wanted, vectors)
         return vectors
+
+    def update(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
+        """Write rows to the stores, the persistent one first, and to the cache; look-ups that begin later answer them.
+
+        Args:
+            table: its name or folder.
+            keys: int64 [n]; of equal ones the last wins. In tables of row numbers, numbers from 0.
+            vectors: float32 [n, embedding_dim].
+
+        Raises:
+            StoreError: no store that takes writes belongs to the session.
+            UnavailableError: the persistent store cannot take them at present, for instance because another process is
+                the RocksDB's writer; any of the rows may have been written, and the call may be repeated.
+        """
+        spec = self.spec.table(table)
+        rows = np.ascontiguousarray(vectors)
+        wanted = _as_keys(keys)
+        if rows.shape != (len(wanted), spec.embedding_dim) or not np.can_cast(rows.dtype, np.float32, "same_kind"):
+            raise InvalidRequestError(
+                f"table {table!r}: vectors are {rows.dtype} {list(rows.shape)},"
+                f" expected float32 {[len(wanted), spec.embedding_dim]}"
+            )
+        self._rows.update(self.spec.tables.index(spec), wanted, rows.astype(np.float32, copy=False))
+
+    def erase(self, table: str, keys: ArrayLike) -> None:
+        """Drop rows, as `update` writes them: their keys, int64 [n], are unknown to the stores from now on."""
+        self._rows.erase(self.spec.tables.index(self.spec.table(table)), _as_keys(keys))
 
     def refresh(self) -> None:
         """Read the cached rows again from the stores; requests go on meanwhile. Without stores this does nothing.
@@ -207,7 +237,8 @@ class InferenceSession:
 
     def stats(self) -> dict[str, Any]:
         """Counters since `open`; docs/operations.md defines each key."""
-        return {**self._stats.snapshot(), **self._rows.stats()}
+        updates = {} if self._updates is None else self._updates.stats()
+        return {**self._stats.snapshot(), **self._rows.stats(), "updates": updates}
 
     def close(self) -> None:
         """Answer no more. May be called twice.
@@ -216,6 +247,8 @@ class InferenceSession:
         """
         if not self._closed:
             self._closed = True
+            if self._updates is not None:
+                self._updates.close()
             if self._hot_keys is not None:
                 self._hot_keys.close()
             self._rows.close()
@@ -291,6 +324,24 @@ class InferenceSession:
         if self.config.state_dir and self._rows.hot_keys():
             self._hot_keys = HotKeysWriter(self._hot_keys_file, self._rows.hot_keys, self._num_lookups)
 
+    def _follow_updates(self) -> None:
+        """Apply what changes from now on, and what has been published before, as far as that has not been done."""
+        if self.config.update_stream is None:
+            return
+        from inference_session.update_stream.kafka_stream import KafkaUpdateStream
+
+        folder = self.directory.resolve()
+        self._updates = KafkaUpdateStream(
+            self.config.update_stream,
+            folder.parent.name,
+            folder.name,
+            self.spec.tables,
+            self._rows,
+            topic_filter=self.config.update_filter,
+            allow_non_finite=self.config.non_finite_updates == "apply",
+        )
+        self._updates.wait_until_current(self.config.catch_up_s)
+
     @property
     def _hot_keys_file(self) -> Path:
         """All versions of a model have the same."""
@@ -312,6 +363,13 @@ def _check_links(spec: ModelSpec, directory: Path, dense: DenseEngine, keys: Onn
     ):
         if missing := sorted(wanted - given):
             raise ModelFormatError(f"{directory / SESSION_FILE}: {reader} reads {missing[0]!r}, which nothing provides")
+
+
+def _as_keys(keys: ArrayLike) -> NDArray[np.int64]:
+    wanted = np.asarray(keys)
+    if wanted.ndim != 1 or (wanted.size and not np.can_cast(wanted.dtype, np.int64, "safe")):
+        raise InvalidRequestError(f"keys are {wanted.dtype} {list(wanted.shape)}, expected int64 [n]")
+    return np.ascontiguousarray(wanted, np.int64)
 
 
 def _narrowed(array: NDArray[Any], expected: np.dtype[Any]) -> NDArray[Any]:

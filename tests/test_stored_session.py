@@ -17,6 +17,7 @@ from inference_session.embedding_cache.cpu_cache import CpuEmbeddingCache
 from inference_session.embedding_cache.null_cache import NullEmbeddingCache
 from inference_session.errors import (
     ConfigurationError,
+    InvalidRequestError,
     ModelFormatError,
     StoreError,
     UnavailableError,
@@ -32,6 +33,7 @@ from inference_session.parameter_server.table_push import TablePush
 from inference_session.parameter_server.wrappers import FaultStore
 from inference_session.row_source import CachedRows
 from tests import small_model
+from tests.parameter_server.hooked_store import HookedStore
 from tests.parameter_server.servers import wait_until
 
 DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
@@ -148,18 +150,16 @@ def test_lookup_answers_as_from_files(session: InferenceSession, version: tuple[
     np.testing.assert_array_equal(session.lookup("user.weight", []), np.empty((0, 4)))
 
 
-def test_default_vectors_and_rows_from_the_end_are_not_cached(version: tuple[Path, small_model.Arrays]) -> None:
-    """The cache holds nothing under a key that no tier has, nor a row under a second key."""
+def test_default_vectors_are_not_cached(version: tuple[Path, small_model.Arrays]) -> None:
+    """The cache holds nothing under a key that no tier has."""
     with InferenceSession.open(version[0], persistent_store=url_of(version[0]), cache_bytes=1 << 20) as session:
         session.lookup("hashed", [10**15])
         before = session.stats()["cache"]["tables"]
         session.lookup("hashed", [10**15])
-        session.lookup("code", [-2, -3])
 
         after = session.stats()["cache"]["tables"]
 
     assert after["hashed"]["rows"] == before["hashed"]["rows"]
-    assert after["code"]["rows"] == before["code"]["rows"]
     assert after["hashed"]["misses"] == before["hashed"]["misses"] + 1
 
 
@@ -238,6 +238,85 @@ def test_a_row_in_a_store_comes_before_the_files(tmp_path: Path) -> None:
         vectors = session.lookup("hashed", [first, second])
 
     np.testing.assert_array_equal(vectors, [[7, 7], tables["hashed"][1]])
+
+
+@pytest.mark.parametrize("cache_bytes", [0, TINY_CACHE_BYTES, 1 << 20])
+def test_what_is_updated_is_answered(tmp_path: Path, cache_bytes: int) -> None:
+    """Rows updated, erased and new are answered at once, in stores and cache, whichever way a row is counted."""
+    directory = tmp_path / "repository" / "small" / "1"
+    tables = small_model.write(directory)
+    url = f"rocksdb://{tmp_path}/db"
+    push(directory, url)
+    shutil.move(directory / TABLES_FOLDER, tmp_path / "tables")
+    first = int(tables["hashed/key"][0])
+    sevens = np.full((2, 3), 7, np.float32)
+    with InferenceSession.open(directory, persistent_store=url, cache_bytes=cache_bytes) as session:
+        for _ in range(2):
+            session.lookup("code", [39, -1, -40, 0, 5])
+            session.lookup("hashed", [first, 10**15])
+
+        session.update("code", [39, 0], sevens)
+        session.update("hashed", [10**15], np.array([[1, 2]], np.float32))
+        session.erase("hashed", [first])
+
+        for _ in range(2):
+            np.testing.assert_array_equal(session.lookup("code", [39, -1, -40, 0]), sevens[[0, 0, 0, 0]])
+            np.testing.assert_array_equal(session.lookup("hashed", [10**15, first]), [[1, 2], HASHED_DEFAULT])
+        np.testing.assert_array_equal(session.lookup("code", [5]), tables["code"][[5]])
+    with create_store(url, Namespace("small", "1"), DIMS) as store:
+        out = np.zeros((2, 2), np.float32)
+        assert store.fetch("hashed", np.array([10**15, first]), out).tolist() == [True, False]
+        np.testing.assert_array_equal(out[0], [1, 2])
+
+
+@pytest.mark.parametrize("refreshing", [False, True], ids=["look-up", "refresh"])
+@pytest.mark.parametrize("fails", [False, True], ids=["written", "failed"])
+def test_a_row_updated_while_it_is_fetched_is_not_cached(refreshing: bool, fails: bool) -> None:
+    """Neither a look-up nor a refresh under way puts an older row into the cache than the stores have."""
+    failures: list[Exception] = []
+    store = HookedStore(MemoryStore(DIMS))
+    store.insert("user_weight", np.arange(50), np.ones((50, 4), np.float32))
+    faulty = FaultStore(store, lambda verb: failures.pop() if verb == "erase" and failures else None)
+    server = ParameterServer([Tier("memory", faulty)])
+    rows = CachedRows(small_model.TABLES, CpuEmbeddingCache(DIMS, 1 << 16), server, num_threads=1)
+    out = np.zeros((50, 4), np.float32)
+    if refreshing:
+        rows.fetch(0, np.arange(50), out)
+
+    def write() -> None:
+        rows.update(0, np.array([3, 48]), np.full((2, 4), 7, np.float32))
+        if fails:
+            failures.append(UnavailableError("gone"))
+            with pytest.raises(UnavailableError):
+                rows.erase(0, np.array([5]))
+            store.erase("user_weight", np.array([5]))  # done all the same
+
+    store.hook = write
+    if refreshing:
+        rows.refresh()
+    else:
+        rows.fetch(0, np.arange(-50, 0), out)
+    rows.fetch(0, np.arange(-50, 0), out)
+
+    assert out[[3, 48]].tolist() == [[7] * 4] * 2
+    assert out[5].tolist() == ([0] * 4 if fails else [1] * 4)
+    rows.close()
+
+
+def test_updates_that_do_not_fit_are_refused(version: tuple[Path, small_model.Arrays], tmp_path: Path) -> None:
+    """Wrong shapes and types name what was expected; without a store there is nothing to write to."""
+    directory = tmp_path / "small" / "1"
+    small_model.write(directory)
+    with InferenceSession.open(directory) as session:
+        for vectors in (np.zeros((2, 3), np.float32), np.zeros((1, 4), np.float32), np.zeros((2, 4), np.complex64)):
+            with pytest.raises(InvalidRequestError, match=r"expected float32 \[2, 4\]"):
+                session.update("user.weight", [1, 2], vectors)
+        with pytest.raises(InvalidRequestError, match="keys are float64"):
+            session.erase("user.weight", [0.5])
+        with pytest.raises(StoreError, match="set volatile_store or persistent_store"):
+            session.update("user.weight", [1], np.zeros((1, 4), np.float32))
+        with pytest.raises(StoreError, match="set volatile_store or persistent_store"):
+            session.erase("user.weight", [1])
 
 
 class FailingRows:
@@ -342,9 +421,6 @@ def test_async_inserts_answer_by_default_and_then_by_row(
 
         first = session.run(inputs)
         defaults = session.stats()["tables"]["user_weight"]["default_vectors"]
-        assert rows._late.wait(30)
-        inputs["user"] %= 50  # row numbers from the end are never cached
-        session.run(inputs)
         assert rows._late.wait(30)
         second = session.run(inputs)
 

@@ -138,8 +138,7 @@ class EmbeddingCache(ABC):
     def refresh(self, table: str, fetch: Fetch) -> None:
         """Read the cached rows of a table again, from below; a row that is no longer there is erased.
 
-        Look-ups go on meanwhile. An `update` that comes between a fetch and its result would be lost: whoever updates
-        a table from a stream calls `refresh` from the same thread.
+        Look-ups go on meanwhile. For one writer: an `update` that comes between a fetch and its result is lost.
         """
         keys = self.dump(table)
         for begin in range(0, len(keys), _KEYS_PER_REFRESH):

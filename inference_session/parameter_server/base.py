@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,11 @@ from numpy.typing import NDArray
 from inference_session.errors import InvalidRequestError, StoreError
 
 Store = TypeVar("Store", bound="EmbeddingStore")
+Rows: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
+"""Keys [n], and their vectors [n, embedding_dim]."""
+
+SCAN_BYTES = 4 << 20
+"""Vectors in one batch of a scan, about."""
 
 
 class FetchRequest(NamedTuple):
@@ -43,6 +48,11 @@ class EmbeddingStore(ABC):
     def supports_writes(self) -> bool:
         """Whether `insert` and `erase` work."""
 
+    @property
+    def lags(self) -> bool:
+        """Whether what other processes write is seen only after `refresh`."""
+        return False
+
     @abstractmethod
     def embedding_dim(self, table: str) -> int:
         """Number of elements of the table's vectors."""
@@ -61,6 +71,13 @@ class EmbeddingStore(ABC):
     def fetch_many(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]]:
         """`fetch` for several tables, all in one go where the store can."""
         return [self.fetch(*request) for request in requests]
+
+    @abstractmethod
+    def scan(self, table: str) -> Iterator[Rows]:
+        """All rows of a table, in batches of some MiB and in no particular order.
+
+        A row that is there all the while comes at least once; one that is written or erased meanwhile may or may not.
+        """
 
     @abstractmethod
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
@@ -91,6 +108,9 @@ class EmbeddingStore(ABC):
 
     def refresh(self) -> None:  # noqa: B027
         """See what other processes have written since, where that does not happen by itself."""
+
+    def sync(self) -> None:  # noqa: B027
+        """Return when what has been inserted and erased survives the machine, where the store can tell."""
 
     def note(self, table: str) -> str | None:
         """The text kept beside a table, None if there is none: how far a push has come."""

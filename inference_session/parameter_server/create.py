@@ -9,6 +9,7 @@ from pathlib import Path
 from inference_session.config import SessionConfig
 from inference_session.errors import UnavailableError
 from inference_session.formats.native import TABLES_FOLDER, ModelSpec
+from inference_session.parameter_server.deletable_files import SUFFIX, DeletableFiles
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer, Tier
 from inference_session.parameter_server.store_url import create_store
@@ -31,19 +32,22 @@ def create_parameter_server(spec: ModelSpec, config: SessionConfig, directory: P
     folder = directory.resolve()
     namespace = Namespace(folder.parent.name, None if config.store_namespace == "shared" else folder.name)
     dims = {table.folder: table.embedding_dim for table in spec.tables}
+    has_files = (directory / TABLES_FOLDER).exists()
+    if has_files:
+        dims |= {table.folder + SUFFIX: 1 for table in spec.tables}
     tiers: list[Tier] = []
     with contextlib.ExitStack() as opened:
         for name, url in (("volatile", config.volatile_store), ("persistent", config.persistent_store)):
             if url is not None:
-                store = create_store(url, namespace, dims, timeout_ms=config.store_timeout_ms)
+                store = create_store(url, namespace, dims, writable="later", timeout_ms=config.store_timeout_ms)
                 opened.callback(store.close)
                 volatile = name == "volatile"
-                tiers.append(
-                    Tier(name, store, volatile=volatile, cache_missed_keys=volatile and config.cache_missed_keys)
-                )
+                missed = volatile and config.cache_missed_keys
+                durable = not volatile and store.supports_writes
+                tiers.append(Tier(name, store, volatile=volatile, durable=durable, cache_missed_keys=missed))
         _check(tiers)
-        if (directory / TABLES_FOLDER).exists():
-            tiers.append(Tier("files", TableFileStore(directory, spec)))
+        if has_files:
+            tiers.append(Tier("files", DeletableFiles(TableFileStore(directory, spec), tiers[-1].store)))
         opened.pop_all()
     return ParameterServer(
         tiers, on_store_failure="error" if config.unknown_keys == "reject" else config.on_store_failure

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import SessionClosedError, TableNotFoundError
-from inference_session.parameter_server.base import EmbeddingStore, check_fetch, check_insert
+from inference_session.parameter_server.base import EmbeddingStore, Rows, check_fetch, check_insert
 
 
 class MemoryStore(EmbeddingStore):
@@ -52,6 +52,14 @@ class MemoryStore(EmbeddingStore):
                 if key in rows:
                     out[i], found[i] = rows[key], True
         return found
+
+    def scan(self, table: str) -> Iterator[Rows]:
+        """See EmbeddingStore. All at once, as of one moment."""
+        rows = self._open(table)
+        with self._lock:
+            keys, vectors = np.array(list(rows), np.int64), list(rows.values())
+        if vectors:
+            yield keys, np.array(vectors)
 
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See EmbeddingStore."""

@@ -29,7 +29,14 @@ from inference_session.errors import (
     UnavailableError,
 )
 from inference_session.parameter_server import redis_layout as layout
-from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, check_fetch, check_insert
+from inference_session.parameter_server.base import (
+    SCAN_BYTES,
+    EmbeddingStore,
+    FetchRequest,
+    Rows,
+    check_fetch,
+    check_insert,
+)
 from inference_session.parameter_server.namespace import Namespace, StoredTable
 from inference_session.parameter_server.redis_connection import (
     Address,
@@ -211,6 +218,19 @@ class RedisStore(EmbeddingStore):
         self._run(reads, self._read_rows)
         return found
 
+    def scan(self, table: str) -> Iterator[Rows]:
+        """See EmbeddingStore. A row may come twice."""
+        row_bytes = 4 * self.embedding_dim(table)
+        count = max(1, SCAN_BYTES // row_bytes)
+        for name in self._names(table, layout.rows_name):
+            cursor = -1
+            while cursor:
+                [(cursor, fields)] = self._pipeline([("HSCAN", name, max(cursor, 0), "COUNT", count)])
+                if fields:
+                    self._refuse_other_widths(table, fields, row_bytes)
+                    keys = np.frombuffer(b"".join(fields), "<i8").astype(np.int64)
+                    yield keys, np.frombuffer(b"".join(fields.values()), "<f4").reshape(len(keys), -1)
+
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See EmbeddingStore. The time of each row is set as well, before the row itself."""
         check_insert(keys, vectors, self.embedding_dim(table))
@@ -316,6 +336,14 @@ class RedisStore(EmbeddingStore):
                 f" {layout.MAX_PROBED_PARTITIONS}; add ?partitions=N to the URL if you know it"
             )
         return count
+
+    def _refuse_other_widths(self, table: str, fields: Mapping[bytes, bytes], row_bytes: int) -> None:
+        other = next(((k, r) for k, r in fields.items() if len(k) != 8 or len(r) != row_bytes), None)
+        if other is not None:
+            raise StoreError(
+                f"table {table!r} in {str(self.url)!r} has a key of {len(other[0])} bytes with a row of"
+                f" {len(other[1])}, expected 8 and {row_bytes}"
+            )
 
     def _names(self, table: str, name: Callable[[str, int], bytes]) -> list[bytes]:
         return [name(self.namespace.tag(table), p) for p in range(self.num_partitions(table))]

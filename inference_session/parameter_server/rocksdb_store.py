@@ -13,8 +13,9 @@ import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ from inference_session.errors import (
     TableNotFoundError,
     UnavailableError,
 )
-from inference_session.parameter_server.base import EmbeddingStore, check_fetch, check_insert
+from inference_session.parameter_server.base import SCAN_BYTES, EmbeddingStore, Rows, check_fetch, check_insert
 from inference_session.parameter_server.namespace import Namespace, StoredTable
 
 try:
@@ -62,19 +63,27 @@ class RocksDbStore(EmbeddingStore):
     """The tables of one model in a RocksDB."""
 
     def __init__(
-        self, path: Path, namespace: Namespace, embedding_dims: Mapping[str, int], *, writable: bool = False
+        self,
+        path: Path,
+        namespace: Namespace,
+        embedding_dims: Mapping[str, int],
+        *,
+        writable: bool | Literal["later"] = False,
     ) -> None:
-        """See `store_url.create_store`. A writer makes the database if there is none."""
+        """See `store_url.create_store`. A writer from the beginning makes the database if there is none."""
         self.path = path
         self.namespace = namespace
-        self._writable = writable
+        self._is_writer = writable is True
+        self._may_write = writable is not False
         self._embedding_dims = dict(embedding_dims)
         self._lock = threading.Lock()
         self._families: dict[str, Any] = {}
+        self._present: set[str] = set()
+        """Tags of the column families that the open database knows; a reader's may not know all there are."""
         self._closed = False
-        self._secondary_path = None if writable else Path(tempfile.mkdtemp(prefix="hotrow-rocksdb-"))
+        self._secondary_path = None if self._is_writer else Path(tempfile.mkdtemp(prefix="hotrow-rocksdb-"))
         try:
-            self._db = self._open_database()
+            self._db = self._open_database(as_writer=self._is_writer)
         except BaseException:
             self._remove_secondary_path()
             raise
@@ -86,8 +95,13 @@ class RocksDbStore(EmbeddingStore):
 
     @property
     def supports_writes(self) -> bool:
-        """Whether this is the database's writer."""
-        return self._writable
+        """Whether this is the database's writer, or may become it."""
+        return self._may_write
+
+    @property
+    def lags(self) -> bool:
+        """A reader does."""
+        return not self._is_writer
 
     def embedding_dim(self, table: str) -> int:
         """Number of elements of the table's vectors."""
@@ -113,10 +127,26 @@ class RocksDbStore(EmbeddingStore):
                 found[part] = self._fetch(table, family, keys[part], out[part])
         return found
 
+    def scan(self, table: str) -> Iterator[Rows]:
+        """See EmbeddingStore. As of the moment when the first batch is asked for."""
+        family = self._family(table)
+        if family is None:
+            return
+        row_bytes = 4 * self.embedding_dim(table)
+        items = family.items()
+        while True:
+            with _translated(self.path):
+                batch = list(islice(items, max(1, SCAN_BYTES // row_bytes)))
+            if not batch:
+                return
+            vectors = np.empty((len(batch), row_bytes // 4), np.float32)
+            self._place(table, [row for _, row in batch], vectors)
+            yield np.frombuffer(b"".join(key for key, _ in batch), "<i8").astype(np.int64), vectors
+
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See EmbeddingStore."""
         check_insert(keys, vectors, self.embedding_dim(table))
-        self._refuse_unless_writable()
+        self._become_writer()
         if self._family(table) is None:
             self._create_family(table)
         step = max(1, _BYTES_PER_BATCH // (4 * vectors.shape[1]))
@@ -128,7 +158,7 @@ class RocksDbStore(EmbeddingStore):
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         """See EmbeddingStore."""
         self.embedding_dim(table)
-        self._refuse_unless_writable()
+        self._become_writer()
         if self._family(table) is None:
             return
         self._write(table, lambda batch: [batch.delete(key) for key in _as_bytes(keys)])
@@ -136,23 +166,23 @@ class RocksDbStore(EmbeddingStore):
     def clear(self, table: str) -> None:
         """See EmbeddingStore. Drops the column family; readers keep what they see until they refresh."""
         self.embedding_dim(table)
-        self._refuse_unless_writable()
+        self._become_writer()
         family = self._family(table)
         with _translated(self.path), self._lock:
             self._db.delete(_note_name(self.namespace.tag(table)))
             if family is not None:
-                self._families.pop(table, None)
                 self._db.drop_column_family(self.namespace.tag(table))
+                self._forget({self.namespace.tag(table)})
 
     def remove_versions(self, keep: Collection[str]) -> int:
         """See EmbeddingStore."""
-        self._refuse_unless_writable()
+        self._become_writer()
         with _translated(self.path), self._lock:
-            tags = [tag for tag in Rdict.list_cf(str(self.path)) if self.namespace.is_retired(tag, keep)]
+            tags = {tag for tag in Rdict.list_cf(str(self.path)) if self.namespace.is_retired(tag, keep)}
             for tag in tags:
                 self._db.drop_column_family(tag)
                 self._db.delete(_note_name(tag))
-            self._families = {t: f for t, f in self._families.items() if self.namespace.tag(t) not in tags}
+            self._forget(tags)
         return len(tags)
 
     def check(self) -> None:
@@ -164,15 +194,20 @@ class RocksDbStore(EmbeddingStore):
     def refresh(self) -> None:
         """See EmbeddingStore. Tables that were made since are found as well."""
         self._refuse_if_closed()
-        if self._writable:
+        if self._is_writer:
             return
         with _translated(self.path), self._lock:
-            present = set(Rdict.list_cf(str(self.path)))
-            known = {table for table, family in self._families.items() if family is not None}
-            if any((self.namespace.tag(t) in present) != (t in known) for t in self._families):
+            ours = {self.namespace.tag(table) for table in self._embedding_dims}
+            if ours & set(Rdict.list_cf(str(self.path))) != ours & self._present:
                 self._families = {}
-                self._db = self._open_database()
+                self._db = self._open_database(as_writer=False)
             self._db.try_catch_up_with_primary()
+
+    def sync(self) -> None:
+        """See EmbeddingStore."""
+        if self._is_writer:
+            with _translated(self.path):
+                self._db.flush_wal(sync=True)
 
     def note(self, table: str) -> str | None:
         """See EmbeddingStore."""
@@ -185,10 +220,10 @@ class RocksDbStore(EmbeddingStore):
     def set_note(self, table: str, text: str) -> None:
         """See EmbeddingStore. Waits until the disk has all that was inserted before."""
         self.embedding_dim(table)
-        self._refuse_unless_writable()
+        self._become_writer()
         with _translated(self.path):
             self._db.put(_note_name(self.namespace.tag(table)), text.encode())
-            self._db.flush_wal(sync=True)
+        self.sync()
 
     def close(self) -> None:
         """Close the database. A writer leaves no log that readers would have to go through."""
@@ -199,21 +234,36 @@ class RocksDbStore(EmbeddingStore):
             with _translated(self.path):
                 for family in self._families.values():
                     if family is not None:
-                        if self._writable:
+                        if self._is_writer:
                             family.flush()
                         family.close()
                 self._db.close()
         self._remove_secondary_path()
 
     def __repr__(self) -> str:
-        role = "writer" if self._writable else "reader"
+        role = "writer" if self._is_writer else "reader"
         return f"<RocksDbStore {str(self.path)!r} [{self.namespace}, {len(self._embedding_dims)} tables, {role}]>"
 
-    def _open_database(self) -> Any:
+    def _open_database(self, *, as_writer: bool) -> Any:
         with _translated(self.path):
-            if self._secondary_path is None:
-                return open_writer(self.path)
-            return open_reader(self.path, self._secondary_path)
+            present = set(_list_families(self.path))
+            if as_writer or self._secondary_path is None:
+                database = open_writer(self.path)
+            else:
+                database = open_reader(self.path, self._secondary_path)
+            self._present = present
+            return database
+
+    def _become_writer(self) -> None:
+        """Take the database's one place for a writer, if it is to be had and not ours already."""
+        self._refuse_if_closed()
+        if not self._may_write:
+            raise StoreError(f"{self!r} takes no writes: it was not opened as the database's writer")
+        with _translated(self.path), self._lock:
+            if not self._is_writer:
+                self._db = self._open_database(as_writer=True)
+                self._families = {}  # calls under way keep the reader's for as long as they last
+                self._is_writer = True
 
     def _family(self, table: str) -> Any:
         """The table's column family, None if it has none (yet)."""
@@ -222,14 +272,18 @@ class RocksDbStore(EmbeddingStore):
         if self._families.get(table) is None:
             tag = self.namespace.tag(table)
             with _translated(self.path), self._lock:
-                exists = tag in Rdict.list_cf(str(self.path)) if table not in self._families else False
-                self._families[table] = self._db.get_column_family(tag) if exists else None
+                self._families[table] = self._db.get_column_family(tag) if tag in self._present else None
         return self._families[table]
 
     def _create_family(self, table: str) -> None:
         with _translated(self.path), self._lock:
             if self._families.get(table) is None:
                 self._families[table] = self._db.create_column_family(self.namespace.tag(table), _options())
+
+    def _forget(self, tags: Collection[str]) -> None:
+        """Column families that were dropped. Must be called while holding the lock."""
+        self._present -= set(tags)
+        self._families = {t: f for t, f in self._families.items() if self.namespace.tag(t) not in tags}
 
     def _write(self, table: str, fill: Callable[[Any], object]) -> None:
         """Write a batch, which `fill` fills, to the table at once: all of it or nothing."""
@@ -273,11 +327,6 @@ class RocksDbStore(EmbeddingStore):
         out[found] = vectors
         return found
 
-    def _refuse_unless_writable(self) -> None:
-        self._refuse_if_closed()
-        if not self._writable:
-            raise StoreError(f"{self!r} takes no writes: it was not opened as the database's writer")
-
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise SessionClosedError(f"{self!r} has been closed")
@@ -290,9 +339,8 @@ class RocksDbStore(EmbeddingStore):
 def open_writer(path: Path) -> Any:
     """Open a database for writing, made if there is none."""
     path.mkdir(parents=True, exist_ok=True)
-    exists = (path / _CURRENT_FILE).exists()
-    names = Rdict.list_cf(str(path)) if exists else ["default"]
-    return Rdict(str(path), options=_options(), column_families={name: _options() for name in names})
+    families = {name: _options() for name in _list_families(path)}
+    return Rdict(str(path), options=_options(), column_families=families)
 
 
 def open_reader(path: Path, secondary_path: Path) -> Any:
@@ -304,6 +352,12 @@ def open_reader(path: Path, secondary_path: Path) -> Any:
         column_families={name: _options() for name in Rdict.list_cf(str(path))},
         access_type=AccessType.secondary(str(secondary_path)),
     )
+
+
+def _list_families(path: Path) -> list[str]:
+    """Names of a database's column families; of one that is yet to be made, those that it begins with."""
+    names: list[str] = Rdict.list_cf(str(path)) if (path / _CURRENT_FILE).exists() else ["default"]
+    return names
 
 
 def list_rocksdb_tables(path: Path) -> list[StoredTable]:

@@ -2,6 +2,7 @@
 
     fetch      tier 0, then tier 1 for what is missing, …; each key once per tier
     promote    what a lower tier had goes up to the volatile tiers above it, in the background
+    write      the lowest tier first, so that no tier is ever ahead of one that outlives it
     outage     a tier that fails is left out until it answers again, which is tried in the background
 
 Nothing here invents a row: keys that no tier has are not found, and it is the caller's to answer them. They are
@@ -15,6 +16,7 @@ import logging
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -24,12 +26,16 @@ from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, SessionClosedError, StoreError, UnavailableError
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
+from inference_session.parameter_server.recent_writes import RecentWrites
 from inference_session.parameter_server.unknown_keys import UnknownKeys
 
 OnStoreFailure = Literal["default_vector", "error"]
 
-MAX_PENDING_PROMOTIONS = 256
+MAX_PENDING_PROMOTIONS = 1024
+MAX_PENDING_BYTES = 64 << 20
 """Promotions that wait for their turn; further ones are dropped and counted, for the next miss brings them again."""
+PROMOTIONS_AT_ONCE = 64
+"""Promotions after which the rest of the background work has its turn."""
 MAX_UNWRITTEN_KEYS = 1_000_000
 """Keys of a table that are remembered for a volatile tier that is out; with more of them it drops the whole table."""
 MAX_REPORTED = 100
@@ -50,6 +56,8 @@ class Tier:
     store: EmbeddingStore
     volatile: bool = False
     """It may lose rows, and need not have what a tier below has."""
+    durable: bool = False
+    """What is written to it outlives all processes; it takes notes as well."""
     cache_missed_keys: bool = False
     """Whether rows found further down are inserted here."""
     failure: str | None = None
@@ -73,12 +81,17 @@ class Tier:
 class _Promotion(NamedTuple):
     """Rows on their way up."""
 
+    source: Tier
     tiers: Sequence[Tier]
     table: str
     keys: NDArray[np.int64]
     vectors: NDArray[np.float32]
-    generation: int
-    """Of the table, when the fetch began."""
+    moment: int
+    """Of the table's writes, when the fetch began."""
+
+    def rows(self, which: NDArray[np.bool_]) -> _Promotion:
+        """Some of them."""
+        return self._replace(keys=self.keys[which], vectors=self.vectors[which])
 
 
 @dataclass
@@ -92,7 +105,7 @@ class _Wanted:
     found: NDArray[np.bool_]
     left: NDArray[np.int64]
     """Positions of the keys that no tier has had so far; those known to be unknown are not among them."""
-    generation: int
+    moment: int
 
     def missing(self) -> FetchRequest:
         """A request for the keys that are left, straight to their place as long as these are all."""
@@ -120,13 +133,15 @@ class ParameterServer:
         found and counts them, `error` raises UnavailableError.
         """
         self._tiers = tuple(tiers)
+        self._durable = next((tier for tier in self._tiers if tier.durable), None)
         self._on_store_failure = on_store_failure
         self._lock = threading.Lock()
         self._writing = threading.Lock()  # held while rows are written; taken before `_lock`
-        self._generations: dict[str, int] = {}
+        self._writes: defaultdict[str, RecentWrites] = defaultdict(RecentWrites)
         self._unknown: dict[str, UnknownKeys] = {}
         self._reported: set[str] = set()
-        self._promotions: queue.Queue[_Promotion] = queue.Queue(MAX_PENDING_PROMOTIONS)
+        self._promotions: queue.Queue[_Promotion] = queue.Queue(MAX_PENDING_PROMOTIONS)  # put into under `_lock`
+        self._pending_bytes = 0
         self._dropped_promotions = 0
         self._degraded_keys = 0
         self._closing = threading.Event()
@@ -169,14 +184,42 @@ class ParameterServer:
         return [want.found for want in wanted]
 
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """Write rows to all tiers that take writes, the lowest first. A volatile tier that cannot take them is left
-        out until it has dropped what it has of these keys; any other's error is raised.
+        """Write rows to all tiers that take writes, the lowest first; of equal keys the last wins.
+
+        When this returns, every later fetch gives these rows. They survive this process, and the machine after `sync`.
+        A volatile tier that cannot take them is left out until it has dropped what it has of these keys.
+
+        Raises:
+            UnavailableError: a tier that is not volatile cannot take them at present, for instance because another
+                process is the RocksDB's writer; some of them may have been written.
+            StoreError: no tier takes writes, or one refuses these for good.
         """
         self._write(table, keys, lambda store: store.insert(table, keys, vectors))
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         """Drop rows from all tiers that take writes, as `insert` writes them."""
         self._write(table, keys, lambda store: store.erase(table, keys))
+
+    def sync(self) -> None:
+        """Return when what has been written survives the machine, in the tiers that are not volatile."""
+        for tier in self._tiers:
+            if not tier.volatile:
+                tier.store.sync()
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether there is a store whose rows outlive all processes."""
+        return self._durable is not None
+
+    def note(self, table: str) -> str | None:
+        """The text kept beside a table in the persistent store; None: there is none, or no such store."""
+        return None if self._durable is None else self._durable.store.note(table)
+
+    def save_note(self, table: str, text: str) -> None:
+        """Keep a text beside a table in the persistent store; whoever reads it finds all that was written before it."""
+        if self._durable is None:
+            raise StoreError(f"{self!r} has no persistent store that could keep a note on table {table!r}")
+        self._durable.store.set_note(table, text)
 
     def refresh(self) -> None:
         """Let stores see what others have written to them, and ask again for keys that were unknown."""
@@ -214,7 +257,9 @@ class ParameterServer:
         memory = self._unknown.get(table)
         unknown = None if memory is None else memory.holds(keys)
         left = np.arange(len(keys)) if unknown is None else np.flatnonzero(~unknown)
-        return _Wanted(table, keys, vectors, np.zeros(len(keys), np.bool_), left, self._generations.get(table, 0))
+        with self._lock:
+            moment = self._writes[table].moment
+        return _Wanted(table, keys, vectors, np.zeros(len(keys), np.bool_), left, moment)
 
     def _fetch_from(self, tier: Tier, above: Sequence[Tier], wanted: Sequence[_Wanted]) -> bool:
         """Fetch what is missing from one tier; whether it answered."""
@@ -240,7 +285,7 @@ class ParameterServer:
             return False
         for want, request, part in zip(asking, requests, found, strict=True):
             want.take(request, part)
-            self._promote(above, want, request, part)
+            self._promote(tier, above, want, request, part)
         return True
 
     def _settle(
@@ -262,50 +307,53 @@ class ParameterServer:
     def _remember_unknown(self, wanted: Sequence[_Wanted], now: float) -> None:
         """Must be called while holding `_lock`. `now`: the time before the tiers were asked."""
         for want in wanted:
-            # Where the table has been written to since, a key may be there by now.
-            if len(want.left) and self._generations.get(want.table, 0) == want.generation:
-                self._unknown.setdefault(want.table, UnknownKeys()).add(want.keys[want.left], now)
+            keys = want.keys[want.left]
+            if len(keys):
+                written = self._writes[want.table].written(keys, want.moment)  # and so may be there by now
+                self._unknown.setdefault(want.table, UnknownKeys()).add(keys[~written], now)
 
-    def _promote(self, above: Sequence[Tier], want: _Wanted, request: FetchRequest, hits: NDArray[np.bool_]) -> None:
+    def _promote(
+        self, source: Tier, above: Sequence[Tier], want: _Wanted, request: FetchRequest, hits: NDArray[np.bool_]
+    ) -> None:
         """Queue rows for the tiers above that keep what they missed; a full queue drops them, until the next miss."""
         tiers = [tier for tier in above if tier.cache_missed_keys and tier.failure is None]
         if not tiers or not hits.any():
             return
-        promotion = _Promotion(tiers, want.table, request.keys[hits], request.out[hits], want.generation)
-        try:
-            self._promotions.put_nowait(promotion)
-        except queue.Full:
-            with self._lock:
-                self._dropped_promotions += int(hits.sum())
+        promotion = _Promotion(source, tiers, want.table, request.keys[hits], request.out[hits], want.moment)
+        with self._lock:
+            if self._promotions.full() or self._pending_bytes > MAX_PENDING_BYTES:
+                self._dropped_promotions += len(promotion.keys)
+            else:
+                self._pending_bytes += promotion.vectors.nbytes
+                self._promotions.put(promotion)
 
     def _write(self, table: str, keys: NDArray[np.int64], write: Callable[[EmbeddingStore], None]) -> None:
+        if not any(tier.store.supports_writes for tier in self._tiers):
+            raise StoreError(f"table {table!r} cannot be written to: {self!r} has no store that takes writes")
         with self._writing:
-            # Promotions of rows that were fetched before this are not to be written after it, and keys that were
-            # asked for before it ends are not to be remembered as unknown.
-            self._begin_generation(table)
             try:
                 for tier in reversed(self._tiers):
                     if tier.store.supports_writes:
-                        error = self._try_write(tier, write)
+                        error = self._try(tier, write)
                         if error is not None and not tier.volatile:
                             raise error
                         if error is not None:
                             self._leave_out(tier, table, keys, error)
             finally:
-                self._begin_generation(table)
-
-    def _begin_generation(self, table: str) -> None:
-        with self._lock:
-            self._generations[table] = self._generations.get(table, 0) + 1
-            self._unknown.pop(table, None)
+                # Rows that were fetched before this are not to be promoted after it, and keys that were asked for
+                # before it not to be remembered as unknown.
+                with self._lock:
+                    self._writes[table].add(keys)
+                    if table in self._unknown:
+                        self._unknown[table].forget(keys)
 
     @staticmethod
-    def _try_write(tier: Tier, write: Callable[[EmbeddingStore], None]) -> HotrowError | None:
-        """Write to a tier, or say why not. A volatile tier that is out is not even tried."""
+    def _try(tier: Tier, act: Callable[[EmbeddingStore], None]) -> HotrowError | None:
+        """Do something to a tier's store, or say why not. A volatile tier that is out is not even tried."""
         if tier.failure is not None and tier.volatile:
             return UnavailableError(tier.failure)
         try:
-            write(tier.store)
+            act(tier.store)
         except (UnavailableError, StoreError) as error:
             return error
         return None
@@ -338,9 +386,9 @@ class ParameterServer:
         """Promote rows, bring back tiers that are out, and let readers catch up, until the server closes."""
         next_round = time.monotonic() + ROUND_INTERVAL_S
         while not self._closing.is_set():
-            with contextlib.suppress(queue.Empty):
-                promotion = self._promotions.get(timeout=ROUND_INTERVAL_S / 5)
-                self._survive(self._insert, promotion)
+            promotions = self._next_promotions()
+            self._survive(self._insert, promotions)
+            for _ in promotions:
                 self._promotions.task_done()
             if time.monotonic() >= next_round:
                 for tier in self._tiers:
@@ -351,6 +399,17 @@ class ParameterServer:
                 self._promotions.get_nowait()
                 self._promotions.task_done()
 
+    def _next_promotions(self) -> list[_Promotion]:
+        """Some that wait, none if there are none for a moment."""
+        promotions: list[_Promotion] = []
+        with contextlib.suppress(queue.Empty):
+            promotions.append(self._promotions.get(timeout=ROUND_INTERVAL_S / 5))
+            while len(promotions) < PROMOTIONS_AT_ONCE:
+                promotions.append(self._promotions.get_nowait())
+        with self._lock:
+            self._pending_bytes -= sum(promotion.vectors.nbytes for promotion in promotions)
+        return promotions
+
     @staticmethod
     def _survive(work: Callable[[Any], None], item: object) -> None:
         """Do a piece of background work; what goes wrong in it must not end all that comes after."""
@@ -359,19 +418,22 @@ class ParameterServer:
         except Exception:  # noqa: BLE001 - whatever it is, it is logged, and the next piece has nothing to do with it
             _log.exception("background work of the parameter server failed")
 
-    def _insert(self, promotion: _Promotion) -> None:
+    def _insert(self, promotions: Sequence[_Promotion]) -> None:
         with self._writing:
-            if self._generations.get(promotion.table, 0) != promotion.generation:
-                return  # the table has been written to meanwhile, perhaps these very rows
-            for tier in promotion.tiers:
-                if tier.failure is None and time.monotonic() >= tier.promoting_from:
-                    self._insert_into(tier, promotion)
+            current = [part for part in map(self._not_written_since, promotions) if len(part.keys)]
+            inserted = [(tier, part) for part in current for tier in part.tiers if self._insert_into(tier, part)]
+            self._drop_outdated([(tier, part) for tier, part in inserted if part.source.store.lags])
 
-    def _insert_into(self, tier: Tier, promotion: _Promotion) -> None:
+    def _not_written_since(self, promotion: _Promotion) -> _Promotion:
+        with self._lock:
+            written = self._writes[promotion.table].written(promotion.keys, promotion.moment)
+        return promotion.rows(~written)
+
+    def _insert_into(self, tier: Tier, promotion: _Promotion) -> bool:
         """A tier that refuses rows, being read-only or full, may still be read: it is left out by no failure here."""
-        error = self._try_write(
-            tier, lambda store: store.insert_absent(promotion.table, promotion.keys, promotion.vectors)
-        )
+        if tier.failure is not None or time.monotonic() < tier.promoting_from:
+            return False
+        error = self._try(tier, lambda store: store.insert_absent(promotion.table, promotion.keys, promotion.vectors))
         with self._lock:
             is_news = error is not None and not tier.promoting_from
             tier.failures += error is not None
@@ -379,6 +441,32 @@ class ParameterServer:
             tier.promoted += len(promotion.keys) if error is None else 0
         if is_news:
             _log.warning("tier %s of the parameter server takes no rows at present: %s", tier.name, error)
+        return error is None
+
+    def _drop_outdated(self, inserted: Sequence[tuple[Tier, _Promotion]]) -> None:
+        """Take rows back that another process has changed or erased, which the tier they came from showed too late.
+
+        That process writes the lower tier first: what it changes after this look, it will change above as well.
+        """
+        sources = {promotion.source for _, promotion in inserted}
+        seen = {source for source in sources if self._try(source, lambda store: store.refresh()) is None}
+        for tier, promotion in inserted:
+            keys = promotion.keys
+            outdated = keys[~self._are_current(promotion)] if promotion.source in seen else keys
+            error = self._try(tier, lambda store, p=promotion, k=outdated: store.erase(p.table, k))  # type: ignore[misc]
+            if error is not None:
+                self._leave_out(tier, promotion.table, outdated, error)
+
+    @staticmethod
+    def _are_current(promotion: _Promotion) -> NDArray[np.bool_]:
+        """Which of the rows are the same where they came from; none if that cannot be told."""
+        vectors = np.empty_like(promotion.vectors)
+        try:
+            found = promotion.source.store.fetch(promotion.table, promotion.keys, vectors)
+        except (UnavailableError, StoreError):
+            return np.zeros(len(promotion.keys), np.bool_)
+        same: NDArray[np.bool_] = found & (vectors.view(np.uint32) == promotion.vectors.view(np.uint32)).all(axis=1)
+        return same
 
     def _look_after(self, tier: Tier) -> None:
         """Bring a tier back if it answers; let one that is in use see what others have written."""

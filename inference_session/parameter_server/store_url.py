@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from inference_session.errors import ConfigurationError
@@ -138,7 +138,7 @@ def create_store(
     namespace: Namespace,
     embedding_dims: Mapping[str, int],
     *,
-    writable: bool = False,
+    writable: bool | Literal["later"] = False,
     timeout_ms: int = DEFAULT_TIMEOUT_MS,
 ) -> EmbeddingStore:
     """The store that a URL names, bound to one model's tables. Redis is first spoken to when it is first needed.
@@ -148,7 +148,7 @@ def create_store(
         namespace: whose tables; decides their tags.
         embedding_dims: the tables by folder, and the number of elements of their vectors.
         writable: whether `insert` and `erase` will be used. A RocksDB has one writer at a time, and any number of
-            readers beside it.
+            readers beside it; `later`: it is opened as a reader and becomes the writer when it is first written to.
         timeout_ms: longest time one call waits for Redis.
 
     Raises:

@@ -22,7 +22,7 @@ from inference_session.embedding_cache.kernels import cpu
 from inference_session.embedding_cache.kernels.layout import SEGMENT, TABLE, VectorCode
 from inference_session.errors import ModelFormatError, SessionClosedError, StoreError
 from inference_session.formats.native import TABLES_FOLDER, ModelSpec, TableSpec, VectorType
-from inference_session.parameter_server.base import EmbeddingStore, check_fetch
+from inference_session.parameter_server.base import SCAN_BYTES, EmbeddingStore, Rows, check_fetch
 from inference_session.parameter_server.table_index import (
     INDEX_FILE,
     IndexReport,
@@ -163,6 +163,16 @@ class TableFileStore(EmbeddingStore):
     def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
         """See EmbeddingStore."""
         return self._files[self._spec.table(table).folder].fetch(keys, out)
+
+    def scan(self, table: str) -> Iterator[Rows]:
+        """See EmbeddingStore. Of rows with equal keys the last one, each time."""
+        keys = self._files[self._spec.table(table).folder].keys()
+        step = max(1, SCAN_BYTES // (4 * self.embedding_dim(table)))
+        for begin in range(0, len(keys), step):
+            part = np.ascontiguousarray(keys[begin : begin + step])
+            vectors = np.empty((len(part), self.embedding_dim(table)), np.float32)
+            self.fetch(table, part, vectors)
+            yield part, vectors
 
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:  # noqa: ARG002
         """Refused."""

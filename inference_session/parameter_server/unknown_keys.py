@@ -35,6 +35,11 @@ class UnknownKeys:
             self._keys[places] = keys
             self._until[places] = self._any_until = now + MEMORY_S
 
+    def forget(self, keys: NDArray[np.int64]) -> None:
+        """These keys are known from now on."""
+        places = _places(keys)
+        self._until[places[self._keys[places] == keys]] = -np.inf
+
     def holds(self, keys: NDArray[np.int64]) -> NDArray[np.bool_] | None:
         """Which of the keys were unknown a moment ago; None: none of them."""
         now = self._clock()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
+from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, Rows
 
 Result = TypeVar("Result")
 
@@ -35,6 +35,11 @@ class WrapperStore(EmbeddingStore):
         """See EmbeddingStore."""
         return self.store.supports_writes
 
+    @property
+    def lags(self) -> bool:
+        """See EmbeddingStore."""
+        return self.store.lags
+
     def embedding_dim(self, table: str) -> int:
         """See EmbeddingStore."""
         return self.store.embedding_dim(table)
@@ -50,6 +55,10 @@ class WrapperStore(EmbeddingStore):
     def fetch_many(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]]:
         """See EmbeddingStore."""
         return self.around("fetch_many", lambda: self.store.fetch_many(requests))
+
+    def scan(self, table: str) -> Iterator[Rows]:
+        """See EmbeddingStore. Only its beginning is a call; batches come as they are."""
+        return self.around("scan", lambda: self.store.scan(table))
 
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See EmbeddingStore."""
@@ -78,6 +87,10 @@ class WrapperStore(EmbeddingStore):
     def refresh(self) -> None:
         """See EmbeddingStore."""
         self.around("refresh", self.store.refresh)
+
+    def sync(self) -> None:
+        """See EmbeddingStore."""
+        self.around("sync", self.store.sync)
 
     def note(self, table: str) -> str | None:
         """See EmbeddingStore."""

@@ -93,7 +93,7 @@ def decode(
     if rows is None:
         rows = _rows_one_by_one(messages, embedding_dim, refusals)
     if not allow_non_finite:
-        finite: NDArray[np.bool_] = np.isfinite(rows.vectors).all(axis=1)
+        finite = np.logical_and.reduce(np.isfinite(rows.vectors), axis=1)
         rows = _refuse(rows, finite, "not_finite", "a row has NaN or infinite elements", refusals)
     if min_key is not None:
         rows = _refuse(rows, rows.keys >= min_key, "key_width", "a key below 0 is no row number", refusals)

@@ -97,6 +97,12 @@ class ReadContract:
         assert found.all()
         assert_same_bits(out, np.repeat(vectors[:10], 3, axis=0))
 
+    def test_a_scan_gives_every_row(self, filled: EmbeddingStore) -> None:
+        """All rows of a table come, each with its bits, and none of another's."""
+        for table, (keys, vectors) in self.ROWS.items():
+            scanned = {k: row.tobytes() for part, rows in filled.scan(table) for k, row in zip(part, rows, strict=True)}
+            assert scanned == {key: row.tobytes() for key, row in zip(keys, vectors, strict=True)}
+
     def test_no_keys_give_no_rows(self, filled: EmbeddingStore) -> None:
         """An empty fetch is no error."""
         found, out = fetch(filled, "user", keys_of())
@@ -238,6 +244,15 @@ class StoreContract(ReadContract):
         vectors = random_vectors(6000, 128)
         store.insert("wide", keys, vectors)
         assert_same_bits(fetch(store, "wide", keys[:1000])[1], vectors[5000:])
+
+    def test_a_scan_comes_in_batches(self, store: EmbeddingStore) -> None:
+        """Every key of a large table comes, in arrays as promised; a table without rows has no batch."""
+        keys, vectors = random_keys(20_000), random_vectors(20_000, 128)
+        store.insert("wide", keys, vectors)
+        batches = list(store.scan("wide"))
+        assert sorted(set(np.concatenate([part for part, _ in batches]).tolist())) == keys.tolist()
+        assert all(part.dtype == np.int64 and rows.shape == (len(part), 128) for part, rows in batches)
+        assert list(store.scan("odd")) == []
 
     def test_many_rows_at_once(self, store: EmbeddingStore) -> None:
         """More rows than any batch, window or buffer holds, with gaps among the keys asked for."""

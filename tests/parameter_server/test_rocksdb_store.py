@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -29,7 +30,9 @@ from tests.parameter_server.contract import (
 NAMESPACE = Namespace("ctr", "7")
 
 
-def open_store(path: Path, namespace: Namespace = NAMESPACE, *, writable: bool = True) -> RocksDbStore:
+def open_store(
+    path: Path, namespace: Namespace = NAMESPACE, *, writable: bool | Literal["later"] = True
+) -> RocksDbStore:
     return RocksDbStore(path, namespace, DIMS, writable=writable)
 
 
@@ -38,14 +41,12 @@ class TestRocksDb(StoreContract):
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[RocksDbStore]:
-        self.families: dict[str, Rdict] = {}
         with open_store(tmp_path / "db") as self.bound:
             yield self.bound
 
     def put(self, table: str, key: int, row: bytes) -> None:
-        if table not in self.families:
-            self.families[table] = self.bound._db.create_column_family(NAMESPACE.tag(table), Options(raw_mode=True))
-        self.families[table].put(packed(key), row)
+        self.bound._create_family(table)
+        self.bound._families[table].put(packed(key), row)
 
     def get(self, table: str, key: int) -> bytes | None:
         path = self.bound.path
@@ -98,6 +99,27 @@ class TestReaders:
                 writer.refresh()
                 reader.refresh()
                 assert not fetch(reader, "odd", keys_of(1, 3))[0].any()
+
+    def test_a_reader_may_become_the_writer(self, tmp_path: Path) -> None:
+        """Opened to be written to later, it waits for the writer's place, and then reads what it wrote at once."""
+        keys, vectors = random_keys(100), random_vectors(100, 4)
+        with open_store(tmp_path) as writer, open_store(tmp_path, writable="later") as store:
+            writer.insert("user", keys, vectors)
+            assert store.supports_writes
+            assert store.lags
+            with pytest.raises(UnavailableError, match="being written by another process"):
+                store.erase("user", keys[:10])
+            store.refresh()
+            assert fetch(store, "user", keys)[0].all()
+            writer.close()
+
+            store.erase("user", keys[:10])
+            store.insert("odd", keys_of(1), np.ones((1, 1), np.float32))
+            store.sync()
+
+            assert fetch(store, "user", keys)[0].tolist() == [False] * 10 + [True] * 90
+            assert fetch(store, "odd", keys_of(1))[0].all()
+            assert not store.lags
 
     def test_a_reader_is_right_while_the_writer_compacts(self, tmp_path: Path) -> None:
         """Files that a compaction removes stay readable to those who have them open."""

@@ -21,6 +21,7 @@ from inference_session.parameter_server.server import ParameterServer, Tier
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.wrappers import FaultStore
 from tests.parameter_server.contract import DIMS, assert_same_bits, keys_of, random_keys, random_vectors
+from tests.parameter_server.hooked_store import HookedStore
 from tests.parameter_server.servers import RedisServer, wait_until
 
 KEYS, VECTORS = random_keys(200), random_vectors(200, 4)
@@ -102,11 +103,85 @@ def test_a_promotion_never_replaces_a_newer_row(make: Callable[..., Stack]) -> N
         stack.volatile.insert("user", KEYS[:5], -VECTORS[:5])
     stack.server.wait_for_promotions()
     assert_same_bits(stack.fetch(KEYS[:5])[1], -VECTORS[:5])
-    with stack.server._writing:
-        stack.fetch(KEYS[10:20])
-        stack.server._generations["user"] = stack.server._generations.get("user", 0) + 1
+
+
+class LaggingStore(HookedStore):
+    """Shows what is written to the store inside when it is refreshed, as a RocksDB's reader does."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(MemoryStore(DIMS))
+        self.behind = store
+        self.refresh()
+
+    @property
+    def lags(self) -> bool:
+        return True
+
+    def refresh(self) -> None:
+        shown = MemoryStore(DIMS)
+        for keys, vectors in self.behind.scan("user"):
+            shown.insert("user", keys, vectors)
+        self.store = shown
+
+
+def test_a_row_erased_while_it_is_fetched_is_not_promoted() -> None:
+    """Of rows that are on their way up, those written meanwhile stay where they are; the others arrive."""
+    volatile, persistent = MemoryStore(DIMS), HookedStore(MemoryStore(DIMS))
+    persistent.insert("user", KEYS, VECTORS)
+    tiers = [Tier("volatile", volatile, volatile=True, cache_missed_keys=True), Tier("persistent", persistent)]
+    server = ParameterServer(tiers)
+    persistent.hook = lambda: server.erase("user", KEYS[:5])
+
+    server.fetch([FetchRequest("user", KEYS[:20], np.empty((20, 4), np.float32))])
+    server.wait_for_promotions()
+
+    held = volatile.fetch("user", KEYS[:20], np.empty((20, 4), np.float32))
+    assert held.tolist() == [False] * 5 + [True] * 15
+    server.close()
+
+
+def test_rows_that_another_process_has_changed_are_not_promoted() -> None:
+    """What a tier that lags behind shows too late does not come back into the tier above."""
+    volatile, behind = MemoryStore(DIMS), MemoryStore(DIMS)
+    behind.insert("user", KEYS, VECTORS)
+    lagging = LaggingStore(behind)
+    tiers = [Tier("volatile", volatile, volatile=True, cache_missed_keys=True), Tier("persistent", lagging)]
+    server = ParameterServer(tiers)
+
+    def change() -> None:
+        behind.erase("user", KEYS[:5])
+        behind.insert("user", KEYS[5:8], -VECTORS[5:8])
+
+    lagging.hook = change
+    found = server.fetch([FetchRequest("user", KEYS[:20], np.empty((20, 4), np.float32))])[0]
+    server.wait_for_promotions()
+
+    assert found.all()
+    held = volatile.fetch("user", KEYS[:20], np.empty((20, 4), np.float32))
+    assert held.tolist() == [False] * 8 + [True] * 12
+    server.close()
+
+
+def test_promotions_are_bounded_in_bytes(make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that wait are dropped and counted once they take too much memory, however few requests they are of."""
+    monkeypatch.setattr(server_module, "MAX_PENDING_BYTES", 100)
+    stack = make()
+    with stack.server._writing:  # so that nothing is promoted meanwhile
+        for begin in range(0, 200, 20):
+            stack.fetch(KEYS[begin : begin + 20])
     stack.server.wait_for_promotions()
-    assert not stack.volatile.fetch("user", KEYS[10:20], np.zeros((10, 4), np.float32)).any()
+
+    dropped = stack.server.stats()["dropped_promotions"]
+    assert 0 < dropped < 200
+    assert stack.volatile.num_rows("user") == 200 - dropped
+
+
+def test_without_a_store_that_takes_writes_a_write_is_an_error() -> None:
+    """A row that goes nowhere is not accepted."""
+    server = ParameterServer([])
+    with pytest.raises(StoreError, match="'user' cannot be written to"):
+        server.insert("user", KEYS, VECTORS)
+    server.close()
 
 
 def test_a_tier_that_is_down_is_left_out_and_comes_back(
@@ -230,8 +305,9 @@ def test_a_tier_that_takes_no_rows_is_still_read(
 def test_promotions_are_bounded(make: Callable[..., Stack]) -> None:
     """What does not fit in the queue is dropped and counted; requests do not wait."""
     stack = make()
+    in_hand = server_module.PROMOTIONS_AT_ONCE
     with stack.server._writing:
-        for _ in range(server_module.MAX_PENDING_PROMOTIONS + 10):
+        for _ in range(server_module.MAX_PENDING_PROMOTIONS + in_hand + 10):
             assert stack.fetch(KEYS[:7])[0].all()
         assert stack.server.stats()["dropped_promotions"] >= 7 * 8
     stack.server.wait_for_promotions()

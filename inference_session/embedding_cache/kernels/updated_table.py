@@ -1,8 +1,8 @@
 """How rows that were updated since their files were written are kept, while look-ups read them.
 
 A table in front of the files: a hash index (hash_index.py) over keys and float32 vectors. A row that the index leads
-to is never written to: a newer one goes to a free row, then the index is changed by one aligned store, then the old row is
-retired, to be freed when the look-ups under way have ended. Keys are never taken out: one that was deleted has the
+to is never written to: a newer one goes to a free row, then the index is changed by one aligned store, then the old row
+is retired, to be freed when the look-ups under way have ended. Keys are never taken out: one that was deleted has the
 default vector, and a mark.
 
 Writers are serialised by the caller.

@@ -1,0 +1,43 @@
+"""Which keys were written of late: rows that were fetched before a write of theirs must not be kept after it."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_KEYS = 1 << 18
+"""Keys of a table that are remembered, 2 MiB."""
+
+
+class RecentWrites:
+    """The writes to one table. Whoever shares it brings the lock.
+
+    A reader notes the `moment` before it fetches, and asks later which of its keys have been written since. Of a moment
+    so long ago that the writes after it are forgotten, all keys count as written.
+    """
+
+    def __init__(self) -> None:
+        self.moment = 0
+        """How many writes there have been."""
+        self._keys: deque[NDArray[np.int64]] = deque()
+        self._num_keys = 0
+
+    def add(self, keys: NDArray[np.int64]) -> None:
+        """A write of these keys is done."""
+        self.moment += 1
+        self._keys.append(keys.copy())
+        self._num_keys += len(keys)
+        while self._num_keys > MAX_KEYS:
+            self._num_keys -= len(self._keys.popleft())
+
+    def written(self, keys: NDArray[np.int64], since: int) -> NDArray[np.bool_]:
+        """Which of the keys may have been written since a moment."""
+        num_writes = self.moment - since
+        if num_writes == 0:
+            return np.zeros(len(keys), np.bool_)
+        if num_writes > len(self._keys):
+            return np.ones(len(keys), np.bool_)
+        written: NDArray[np.bool_] = np.isin(keys, np.concatenate([self._keys[-i] for i in range(1, num_writes + 1)]))
+        return written

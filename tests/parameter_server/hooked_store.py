@@ -1,0 +1,24 @@
+"""A store in whose fetches a test has its say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.parameter_server.base import FetchRequest
+from inference_session.parameter_server.wrappers import WrapperStore
+
+
+class HookedStore(WrapperStore):
+    """Does something once, between a fetch and its return."""
+
+    hook: Callable[[], None] | None = None
+
+    def fetch_many(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]]:
+        found = super().fetch_many(requests)
+        if self.hook is not None:
+            hook, self.hook = self.hook, None
+            hook()
+        return found
