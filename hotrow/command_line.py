@@ -17,6 +17,8 @@ _COMMANDS = {
     "inspect": "inspect_version",
     "push": "push",
     "publish": "publish",
+    "size": "size",
+    "top": "top",
 }
 
 

@@ -35,6 +35,13 @@ def row_progress(title: str, total_rows: int) -> Iterator[Callable[[int], None]]
 
 
 @contextmanager
+def key_progress(title: str, total_keys: int | None = None) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr; yields the function that is told the keys done since the last call."""
+    with _progress(title, total_keys, TextColumn("{task.completed:,.0f} keys")) as advance:
+        yield advance
+
+
+@contextmanager
 def _progress(title: str, total: int | None, *columns: ProgressColumn) -> Iterator[Callable[[int], None]]:
     console = Console(stderr=True)
     all_columns = (TextColumn("{task.description}"), BarColumn(), *columns, TimeElapsedColumn())

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from inference_session.errors import ConfigurationError
@@ -90,6 +91,13 @@ def _device(value: Any) -> str:
     raise ValueError("allowed: auto, cpu, cuda:N (N the number of the GPU)")
 
 
+def _folder(value: Any) -> str:
+    """Empty: none."""
+    if value and not Path(str(value)).is_absolute():
+        raise ValueError("allowed: the absolute path of a folder")
+    return str(value or "")
+
+
 def _setting(default: Any, parse: Callable[[Any], Any]) -> Any:
     return field(default=default, metadata={"parse": parse})
 
@@ -133,8 +141,16 @@ class SessionConfig:
     """With `insert_mode` `async`: the hit rate from which on a look-up does not wait."""
     cache_missed_keys: bool = _setting(True, _flag)
     """Whether rows that the volatile store had not are copied there."""
+    touch_rows: bool = _setting(True, _flag)
+    """Whether rows that are read from the volatile store are marked as used there."""
+    keep_versions: int = _setting(2, _count(0))
+    """The newest versions up to this one whose rows stay in the volatile store. 0: all."""
     refresh_interval_s: float = _setting(0.0, _number(0, math.inf))
     """Time between two refreshes of the cache from the stores. 0: never by itself."""
+    record_keys: str = _setting("", _folder)
+    """Folder below which the keys that are looked up are recorded, for `hotrow size`. Empty: they are not."""
+    record_keys_bytes: int = _setting(256 << 20, _count(1 << 12))
+    """Size of one recording, an upper bound: of a longer one a sample is kept."""
 
     update_stream: KafkaUrl | None = _setting(None, _stream)  # noqa: RUF009  as the others
     """URL of the brokers from which changed rows come while serving."""

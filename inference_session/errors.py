@@ -35,6 +35,10 @@ class ModelFormatError(HotrowError, ValueError):
     """A model file or version directory is not what its format promises; the message names the file."""
 
 
+class TraceFormatError(HotrowError, ValueError):
+    """A file of keys is not what its format promises; the message names the file."""
+
+
 class UnsupportedModelError(HotrowError, ValueError):
     """The model is well-formed, but holds something that cannot be served; the message names it."""
 

@@ -64,11 +64,15 @@ class RowSource(ABC):
             StoreError: there is no store that takes writes.
             UnavailableError: a store cannot take them at present.
         """
-        raise StoreError("rows in table files are never changed; set update_stream, volatile_store or persistent_store")
+        raise StoreError(
+            "rows in table files are never changed; set volatile_store or persistent_store, or update_stream"
+        )
 
     def erase(self, table: int, keys: NDArray[np.int64]) -> None:  # noqa: ARG002
         """Drop rows, as `update` writes them: their keys are answered with the default vector, whatever is in files."""
-        raise StoreError("rows in table files are never erased; set update_stream, volatile_store or persistent_store")
+        raise StoreError(
+            "rows in table files are never erased; set volatile_store or persistent_store, or update_stream"
+        )
 
     @property
     def is_durable(self) -> bool:
@@ -571,13 +575,21 @@ def _aliases(spec: TableSpec, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64
     return np.concatenate([keys, keys[inside] - spec.num_rows]), np.concatenate([every, inside])
 
 
+def resolved_cache_bytes(spec: ModelSpec, config: SessionConfig) -> int:
+    """The bytes of the cache over stores that these settings ask for; 0: none."""
+    if config.cache_bytes is not None:
+        return config.cache_bytes
+    if not config.cache_fraction:
+        return 0
+    dims = {table.folder: table.embedding_dim for table in spec.tables}
+    parts = {table.folder: math.ceil(table.num_rows * config.cache_fraction) for table in spec.tables}
+    return bytes_to_hold(dims, parts)
+
+
 def _create_cache(spec: ModelSpec, config: SessionConfig) -> HostCache:
     dims = {table.folder: table.embedding_dim for table in spec.tables}
     num_rows = {table.folder: table.num_rows for table in spec.tables}
-    cache_bytes = config.cache_bytes
-    if cache_bytes is None:
-        parts = {table: math.ceil(rows * config.cache_fraction) for table, rows in num_rows.items()}
-        cache_bytes = bytes_to_hold(dims, parts) if config.cache_fraction else 0
+    cache_bytes = resolved_cache_bytes(spec, config)
     if cache_bytes == 0 or not dims:
         return NullEmbeddingCache(dims)
     return CpuEmbeddingCache(dims, cache_bytes, num_rows=num_rows, num_threads=config.num_lookup_threads)

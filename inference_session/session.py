@@ -31,6 +31,7 @@ from inference_session.errors import (
 from inference_session.formats import manifest
 from inference_session.formats.native import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec
 from inference_session.hot_keys import HotKeysWriter, read_hot_keys
+from inference_session.key_recorder import create_key_recorder
 from inference_session.lookup_plan import LookedUp, LookupPlan
 from inference_session.outputs import Answer, Outputs
 from inference_session.row_source import create_row_source
@@ -75,11 +76,11 @@ class InferenceSession:
             session._warm_up()
             if config.canary_requests:
                 check_canary(session.run, directory.parent / config.canary_requests, config.canary_tolerance)
+            session._start_counting()
+            session._follow_updates()
         except BaseException:
             session.close()
             raise
-        session._start_counting()
-        session._follow_updates()
         session._stats.load_s = time.perf_counter() - begin
         return session
 
@@ -95,6 +96,7 @@ class InferenceSession:
             self._dense = VectorEngine([lookup.dense_input for lookup in spec.lookups])
         else:
             self._dense = OnnxEngine(directory / DENSE_FILE, num_threads=config.num_dense_threads)
+            _check_outputs(spec, directory, self._dense.output_names)
         has_key_graph = (directory / KEYS_FILE).exists()
         self._keys = OnnxEngine(directory / KEYS_FILE, num_threads=1) if has_key_graph else None
         if spec.layout == "tensors":
@@ -104,7 +106,7 @@ class InferenceSession:
         self._stats = SessionStats(spec)
         self._rows = create_row_source(spec, config, directory)
         self._plan = LookupPlan(spec, self._rows)
-        self._may_join = spec.batched and spec.joinable
+        self._may_join = spec.joins_requests
         self._hot_keys: HotKeysWriter | None = None
         self._updates: KafkaUpdateStream | None = None
         self._closed = False
@@ -151,9 +153,8 @@ class InferenceSession:
 
     def _compute(self, requests: Sequence[CheckedRequest]) -> list[Answer]:
         """The path of every request: keys, look-up, dense network, split."""
-        num_samples = [request.num_samples for request in requests]
         wanted = [request.outputs for request in requests]
-        if self.spec.batched and sum(num_samples) == 0:
+        if self.spec.batched and not any(request.num_samples for request in requests):
             return [self._outputs.of_no_samples(outputs) for outputs in wanted]
         batch = self._layout.join(requests)
         if self._keys:
@@ -163,7 +164,7 @@ class InferenceSession:
         batch.add(looked_up.vectors)
         outputs = self._run(self._dense, batch, self._outputs.of_network(wanted))
         self._stats.count_batch(batch.num_samples, looked_up.num_keys, looked_up.num_unknown)
-        return self._outputs.split(outputs, wanted, num_samples)
+        return self._layout.split(outputs, requests)
 
     @staticmethod
     def _run(engine: DenseEngine, batch: JoinedBatch, outputs: Sequence[str]) -> Answer:
@@ -252,6 +253,8 @@ class InferenceSession:
             if self._hot_keys is not None:
                 self._hot_keys.close()
             self._rows.close()
+            if self._plan.recorder is not None:
+                self._plan.recorder.close()
 
     def __enter__(self) -> InferenceSession:
         return self
@@ -274,11 +277,11 @@ class InferenceSession:
         if self.spec.layout == "hugectr":
             from inference_session.formats.hugectr.request_layout import HugectrLayout
 
-            return HugectrLayout(self.spec, self._outputs)
+            return HugectrLayout(self.spec, self._outputs, max_elements=self.config.max_keys_per_request)
         if self.spec.layout == "hps":
             from inference_session.formats.hugectr.request_layout import HpsLayout
 
-            return HpsLayout(self.spec, self._outputs)
+            return HpsLayout(self.spec, self._outputs, max_elements=self.config.max_keys_per_request)
         network_inputs = self._dense.input_names | (self._keys.input_names if self._keys else frozenset())
         return TensorLayout(
             self.spec,
@@ -318,7 +321,8 @@ class InferenceSession:
             self._compute([self._layout.check(self._layout.made_up(num_samples))] * num_requests)
 
     def _start_counting(self) -> None:
-        """What comes from now on is counted, and makes rows hot."""
+        """What comes from now on is counted, makes rows hot, and is recorded if so wished."""
+        self._plan.recorder = create_key_recorder(self.spec, self.config, self.directory)
         self._stats = SessionStats(self.spec)
         self._rows.forget_lookups()
         if self.config.state_dir and self._rows.hot_keys():
@@ -363,6 +367,12 @@ def _check_links(spec: ModelSpec, directory: Path, dense: DenseEngine, keys: Onn
     ):
         if missing := sorted(wanted - given):
             raise ModelFormatError(f"{directory / SESSION_FILE}: {reader} reads {missing[0]!r}, which nothing provides")
+
+
+def _check_outputs(spec: ModelSpec, directory: Path, made: frozenset[str]) -> None:
+    """Refuse a network that lacks an output of the model, as `_check_links` one that lacks an input."""
+    if missing := [tensor.name for tensor in spec.outputs if tensor.name not in made]:
+        raise ModelFormatError(f"{directory / SESSION_FILE}: output {missing[0]!r} is none of {DENSE_FILE}'s")
 
 
 def _as_keys(keys: ArrayLike) -> NDArray[np.int64]:

@@ -23,11 +23,9 @@ from inference_session.formats.hugectr.ps_fields import PsJson, PsModel
 from inference_session.formats.hugectr.ps_json import read_ps_json
 from inference_session.formats.native import ModelSpec
 from triton_backend.model_config import describe
-from triton_backend.repository import SOURCE_LINK
+from triton_backend.repository import PS_VARIABLE, SOURCE_LINK, ps_variable
 
 Backend = Literal["hugectr", "hps"]
-
-PS_VARIABLE = "HOTROW_PS_CONFIG"
 
 _FILES = frozenset({"ps", "config", "sparse_files", "dense_file", "non_trainable_params_file", "keep_rows_of"})
 _FACTS = ("slots", "des_feature_num", "label_dim", "embedding_vector_size", "embeddingkey_long_type", "mixed_precision")
@@ -91,7 +89,7 @@ def read_model_folder(
     for key in ours:
         if key not in known:
             raise ConfigurationError(f"config.pbtxt: unknown parameter {key!r}; known: {', '.join(sorted(known))}")
-    ps_json = read_ps_json(_find_ps_json(folder, ours, environment))
+    ps_json = read_ps_json(_find_ps_json(folder, ours, environment, backend))
     return InPlaceModel(
         folder=folder,
         ps_json=ps_json,
@@ -129,11 +127,14 @@ def contradictions(model: InPlaceModel, spec: ModelSpec, *, max_batch_size: int)
     return found
 
 
-def _find_ps_json(folder: Path, parameters: Mapping[str, str], environment: Mapping[str, str]) -> Path:
+def _find_ps_json(
+    folder: Path, parameters: Mapping[str, str], environment: Mapping[str, str], backend: Backend
+) -> Path:
     if "ps" in parameters:
         return folder / parameters["ps"]
-    if environment.get(PS_VARIABLE):
-        return Path(environment[PS_VARIABLE])
+    for variable in (ps_variable(backend), PS_VARIABLE):
+        if environment.get(variable):
+            return Path(environment[variable])
     path = folder / "ps.json"
     if not path.exists():
         raise ConfigurationError(

@@ -8,8 +8,10 @@ a counter that the other has deleted, and an increment fails once its family is 
 
 from __future__ import annotations
 
+import resource
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -40,22 +42,32 @@ _TIER_COUNTERS = {
     "failures": ("hotrow_tier_failures_total", "Calls to a tier that failed"),
     "promoted": ("hotrow_tier_promoted_total", "Rows inserted into a tier because one below had them"),
 }
-_TIER_UPDATE_COUNTERS = {
+_UPDATE_COUNTERS = {
     "messages": ("hotrow_update_messages_total", "Messages of the update stream read, refused ones included"),
-    "rows": ("hotrow_update_rows_total", "Rows of the update stream applied; of several of a key in one go the last"),
+    "updated_rows": (
+        "hotrow_update_rows_total",
+        "Rows of the update stream applied; of several of a key in one go the last",
+    ),
     "deleted_rows": ("hotrow_update_deleted_rows_total", "Rows deleted by the update stream"),
     "failures": ("hotrow_update_failures_total", "Times that brokers or stores kept the update stream waiting"),
 }
 _UPDATE_GAUGES = {
     "lag_messages": ("hotrow_update_lag_messages", "Messages of the update stream published, and not applied yet"),
-    "staleness_s": ("hotrow_update_staleness_seconds", "Time from publishing to serving of the oldest row just applied"),
+    "staleness_s": (
+        "hotrow_update_staleness_seconds",
+        "Time from publishing to serving of the oldest row just applied",
+    ),
 }
 _REJECTED = {
     "rejected": ("hotrow_update_messages_rejected_total", "Messages of the update stream set aside, by reason"),
 }
-_GAUGES = {"up": ("hotrow_tier_up", "1 while the tier answers, 0 while it is down and requests go past it")}
+_TIER_GAUGES = {"up": ("hotrow_tier_up", "1 while the tier answers, 0 while it is down and requests go past it")}
 _GAUGES = {
     "load_s": ("hotrow_load_seconds", "Time it took to open the version"),
+    "resident_memory": (
+        "hotrow_resident_memory_bytes",
+        "Memory of the version's process, mapped pages of tables included",
+    ),
     "version_info": ("hotrow_model_version_info", "1 while this version is loaded"),
 }
 
@@ -101,6 +113,7 @@ class SessionMetrics:
         gauges["load_s"].set(first["load_s"])
         gauges["version_info"].set(1)
         self._version_info = gauges["version_info"]
+        self._resident_memory = gauges["resident_memory"]
         self._reported: dict[tuple[str, ...], int] = {}
         self._report()
         self._closing = threading.Event()
@@ -113,6 +126,7 @@ class SessionMetrics:
         self._thread.join()
         self._report()
         self._version_info.set(0)
+        self._resident_memory.set(0)
 
     def _work(self) -> None:
         while not self._closing.wait(INTERVAL_S):
@@ -138,6 +152,7 @@ class SessionMetrics:
             gauge.set(stats["updates"][key])
         for tier, gauge in self._tiers_up.items():
             gauge.set(int(stats["tiers"][tier]["failure"] is None))
+        self._resident_memory.set(_resident_bytes())
 
     def _of_table(self, stats: Mapping[str, Any], folder: str) -> dict[str, str]:
         return {**self._labels, "table": stats["tables"][folder]["name"]}
@@ -155,3 +170,8 @@ class SessionMetrics:
             self._families.append(family)
             metrics[key] = family.Metric(labels=dict(labels))
         return metrics
+
+
+def _resident_bytes() -> int:
+    num_pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(num_pages) * resource.getpagesize()

@@ -42,14 +42,14 @@ class TritonPythonModel:
         # Triton joins requests itself, and checks their size, where it knows which dimension counts samples; packed
         # requests say themselves how many they hold, and it joins them where it has been told to.
         packed = spec.layout != "tensors"
-        joins = spec.batched and ("dynamic_batching" not in config if packed else config["max_batch_size"] == 0)
+        come_alone = "dynamic_batching" not in config if packed else config["max_batch_size"] == 0
         self._answering = Answering(
             versions,
-            max_samples=max_samples if joins and not packed else 0,
+            max_samples=max_samples if spec.batched and come_alone and not packed else 0,
             device_id=int(args["model_instance_device_id"]),
         )
         self._joining: JoiningQueue | None = None
-        if joins and spec.joinable:
+        if come_alone and spec.joins_requests:
             self._joining = JoiningQueue(
                 self._answering.answer, _num_samples, max_samples=max_samples, name=args["model_name"]
             )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from inference_session.errors import ConfigurationError, UnsupportedModelError
@@ -55,6 +56,8 @@ class ModelConfig:
     inputs: tuple[TensorConfig, ...]
     outputs: tuple[TensorConfig, ...]
     default_model_filename: str
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """Those with a string_value."""
 
     @classmethod
     def read(cls, path: Path) -> ModelConfig:
@@ -74,7 +77,15 @@ def _parse(message: text_format.Message) -> ModelConfig:
         inputs=tuple(_tensor_config(tensor) for tensor in message.get("input", [])),
         outputs=tuple(_tensor_config(tensor) for tensor in message.get("output", [])),
         default_model_filename=_last(message, "default_model_filename"),
+        parameters=_parameters(message),
     )
+
+
+def _parameters(message: text_format.Message) -> dict[str, str]:
+    """Of `parameters { key: "k" value { string_value: "v" } }`, once or often."""
+    entries = [entry for entry in message.get("parameters", []) if isinstance(entry, dict)]
+    values = [(_last(entry, "key"), entry.get("value", [{}])[-1]) for entry in entries]
+    return {key: _last(value, "string_value") for key, value in values if isinstance(value, dict)}
 
 
 def _tensor_config(message: object) -> TensorConfig:

@@ -30,7 +30,7 @@ from urllib.parse import quote
 from inference_session.errors import HotrowError
 from triton_backend.installation import Installation, find_installation
 from triton_backend.ports import resolve_ports
-from triton_backend.repository import IN_PLACE_BACKENDS, ServableModel, find_models
+from triton_backend.repository import IN_PLACE_BACKENDS, ServableModel, find_models, ps_json_variables
 from triton_backend.repository_view import RepositoryView, has_gpu
 from triton_backend.server_log import ServerLog
 
@@ -116,7 +116,7 @@ class TritonServer:
                     f"--backend-config=python,shm-region-prefix-name={memory_prefix}",
                     *_flags(options, models),
                 ],
-                env=installation.environment(folder),
+                env={**installation.environment(folder), **ps_json_variables(options.extra_flags)},
                 cwd=folder,  # stubs import from their working directory first: it must not be the user's
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -269,6 +269,8 @@ def _flags(options: ServerOptions, models: list[ServableModel]) -> list[str]:
         f"--grpc-port={options.grpc_port}",
         f"--metrics-port={options.metrics_port}",
     ]
+    # Percentiles beside the averages; it costs nothing that could be measured.
+    flags.append("--metrics-config=summary_latencies=true")
     if not options.verbose:
         flags.append("--log-info=false")
     if not any(Path("/dev").glob("nvidia[0-9]*")):

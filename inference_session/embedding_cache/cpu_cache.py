@@ -216,6 +216,29 @@ def bytes_to_hold(dims: Mapping[str, int], num_rows: Mapping[str, int], dtype: V
     return sum(_num_bytes(_rows_to_hold(num_rows[table]), bytes_per_row(dim, dtype)) for table, dim in dims.items())
 
 
+def rows_held(
+    dims: Mapping[str, int],
+    cache_bytes: int,
+    num_rows: Mapping[str, int] | None = None,
+    dtype: VectorType = "float32",
+) -> dict[str, int]:
+    """The rows of each table that a cache of so many bytes keeps; ConfigurationError where it cannot keep any."""
+    row_bytes = [bytes_per_row(dim, dtype) for dim in dims.values()]
+    limits = [_rows_to_hold((num_rows or {}).get(table, _MOST_ROWS)) for table in dims]
+    rows = _rows_per_table(cache_bytes, row_bytes, limits)
+    return {table: n - _spare_rows(n) for table, n in zip(dims, rows, strict=True)}
+
+
+def count_hits(keys: NDArray[np.int64], *, capacity: int) -> int:
+    """How many of the keys, int64 [n], a cache would have had that is made to hold so many rows (bytes_to_hold) and
+    gets each missing one at once.
+    """
+    num_rows = _rows_to_hold(capacity)
+    arrays = _allocate(num_rows, row_bytes=0)
+    asked = np.require(keys, np.int64, _AS_COMPILED)
+    return int(cpu_cache.replay_keys(arrays, num_rows - _spare_rows(num_rows), asked))
+
+
 def _rows_to_hold(num_rows: int) -> int:
     """Rows, spare ones included, that a table of so many needs."""
     return min(num_rows + min(num_rows // (_SPARE_PARTS - 1), _MAX_SPARE_ROWS) + 2, _MOST_ROWS)

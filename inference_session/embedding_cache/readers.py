@@ -14,7 +14,8 @@ class Readers:
     def __init__(self) -> None:
         self._readers: set[Reader] = set()
         self._left = Event()
-        self._writer_waits = False
+        self.writer_waits = False
+        """Whether a writer waits for look-ups to end."""
 
     def enter(self) -> Reader:
         """A look-up begins: what it reads from here on stays as it is until it leaves."""
@@ -25,7 +26,7 @@ class Readers:
     def leave(self, reader: Reader) -> None:
         """A look-up has ended."""
         self._readers.discard(reader)
-        if self._writer_waits:
+        if self.writer_waits:
             self._left.set()
 
     @property
@@ -36,8 +37,8 @@ class Readers:
     def wait_for_those_under_way(self) -> None:
         """Wait until the look-ups under way have ended; later ones see what was written before."""
         under_way = self._readers.copy()
-        self._writer_waits = True
+        self.writer_waits = True
         while not under_way.isdisjoint(self._readers):
             self._left.wait()
             self._left.clear()
-        self._writer_waits = False
+        self.writer_waits = False

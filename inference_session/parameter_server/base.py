@@ -101,7 +101,7 @@ class EmbeddingStore(ABC):
         raise StoreError(f"{self!r} cannot clear table {table!r}: it takes no writes")
 
     def touch(self, table: str, keys: NDArray[np.int64]) -> None:  # noqa: B027
-        """Count these keys as used now, where the store evicts by time; elsewhere nothing."""
+        """Count these keys, which are held, as used now, where the store ranks its rows by use; elsewhere nothing."""
 
     def check(self) -> None:  # noqa: B027
         """Raise what a fetch would raise, if the store is down."""
@@ -120,10 +120,14 @@ class EmbeddingStore(ABC):
         """Keep a text beside a table; what was inserted before it is there whenever the note is."""
         raise StoreError(f"{self!r} keeps no notes on table {table!r}: it takes no writes ({text!r} was to be kept)")
 
-    def remove_versions(self, keep: Collection[str]) -> int:  # noqa: ARG002
-        """Drop the tables of all versions of this store's model but these; returns how many tables went.
+    def versions(self) -> set[str]:
+        """The versions of this store's model that have tables here."""
+        return set()
 
-        Rows that all versions share stay. Works in small steps, beside requests.
+    def remove_versions(self, versions: Collection[str]) -> int:  # noqa: ARG002
+        """Drop the tables of these versions of this store's model; returns how many tables went.
+
+        Works in small steps, beside requests.
         """
         return 0
 

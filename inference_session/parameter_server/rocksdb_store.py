@@ -174,11 +174,17 @@ class RocksDbStore(EmbeddingStore):
                 self._db.drop_column_family(self.namespace.tag(table))
                 self._forget({self.namespace.tag(table)})
 
-    def remove_versions(self, keep: Collection[str]) -> int:
+    def versions(self) -> set[str]:
+        """See EmbeddingStore."""
+        self._refuse_if_closed()
+        with _translated(self.path):
+            return set(filter(None, map(self.namespace.version_of, _list_families(self.path))))
+
+    def remove_versions(self, versions: Collection[str]) -> int:
         """See EmbeddingStore."""
         self._become_writer()
         with _translated(self.path), self._lock:
-            tags = {tag for tag in Rdict.list_cf(str(self.path)) if self.namespace.is_retired(tag, keep)}
+            tags = {tag for tag in _list_families(self.path) if self.namespace.version_of(tag) in versions}
             for tag in tags:
                 self._db.drop_column_family(tag)
                 self._db.delete(_note_name(tag))

@@ -2,6 +2,7 @@
 
     fetch      tier 0, then tier 1 for what is missing, …; each key once per tier
     promote    what a lower tier had goes up to the volatile tiers above it, in the background
+    touch      rows that were read are marked as used, in the background, where a tier ranks its rows by that
     write      the lowest tier first, so that no tier is ever ahead of one that outlives it
     outage     a tier that fails is left out until it answers again, which is tried in the background
 
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 from inference_session.errors import HotrowError, SessionClosedError, StoreError, UnavailableError
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
 from inference_session.parameter_server.recent_writes import RecentWrites
+from inference_session.parameter_server.retirement import Retirement
 from inference_session.parameter_server.unknown_keys import UnknownKeys
 
 OnStoreFailure = Literal["default_vector", "error"]
@@ -40,8 +42,10 @@ MAX_UNWRITTEN_KEYS = 1_000_000
 """Keys of a table that are remembered for a volatile tier that is out; with more of them it drops the whole table."""
 MAX_REPORTED = 100
 """Different errors that are logged; a store that makes up ever new ones does not fill the log."""
-PROMOTION_PAUSE_S = 5.0
-"""How long nothing is promoted to a tier that has just refused a row."""
+MAX_PENDING_TOUCHES = 1 << 20
+"""Keys read that wait to be marked as used; further ones are not."""
+PAUSE_S = 5.0
+"""How long nothing is promoted to, or touched in, a tier that has just refused it."""
 ROUND_INTERVAL_S = 0.5
 """How often tiers that are out are tried, and readers catch up."""
 
@@ -60,6 +64,8 @@ class Tier:
     """What is written to it outlives all processes; it takes notes as well."""
     cache_missed_keys: bool = False
     """Whether rows found further down are inserted here."""
+    touches: bool = False
+    """Whether rows that are read here are to be marked as used."""
     failure: str | None = None
     """Why the tier is left out at the moment; None: it is in use."""
     unwritten: dict[str, list[NDArray[np.int64]] | None] = field(default_factory=dict)
@@ -70,12 +76,14 @@ class Tier:
     skipped: int = 0
     """Keys that were not asked for here because the tier was left out or failed."""
     failures: int = 0
-    promoting_from: float = 0.0
-    """When rows may be inserted here again after one was refused; 0: now."""
+    paused_until: float = 0.0
+    """When rows may be promoted or touched here again after that was refused; 0: now."""
     outages: int = 0
     """Times that the tier was left out, the present one included."""
     promoted: int = 0
     """Rows inserted because a lower tier had them."""
+    touched: int = 0
+    """Rows marked as used."""
 
 
 class _Promotion(NamedTuple):
@@ -92,6 +100,16 @@ class _Promotion(NamedTuple):
     def rows(self, which: NDArray[np.bool_]) -> _Promotion:
         """Some of them."""
         return self._replace(keys=self.keys[which], vectors=self.vectors[which])
+
+
+class _Touch(NamedTuple):
+    """Rows that were read."""
+
+    tier: Tier
+    table: str
+    keys: NDArray[np.int64]
+    moment: int
+    """Of the table's writes, when the fetch began."""
 
 
 @dataclass
@@ -126,8 +144,14 @@ class _Wanted:
 class ParameterServer:
     """Fetches rows through all tiers. All methods may be called from any thread."""
 
-    def __init__(self, tiers: Sequence[Tier], *, on_store_failure: OnStoreFailure = "default_vector") -> None:
-        """`tiers` from the fastest to the one that has everything; they are closed with the server.
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        on_store_failure: OnStoreFailure = "default_vector",
+        retirement: Retirement | None = None,
+    ) -> None:
+        """`tiers` from the fastest to the one that has everything; they and `retirement` are closed with the server.
 
         on_store_failure: what becomes of keys that are not found while a tier is out: `default_vector` leaves them not
         found and counts them, `error` raises UnavailableError.
@@ -135,6 +159,7 @@ class ParameterServer:
         self._tiers = tuple(tiers)
         self._durable = next((tier for tier in self._tiers if tier.durable), None)
         self._on_store_failure = on_store_failure
+        self._retirement = retirement
         self._lock = threading.Lock()
         self._writing = threading.Lock()  # held while rows are written; taken before `_lock`
         self._writes: defaultdict[str, RecentWrites] = defaultdict(RecentWrites)
@@ -142,6 +167,8 @@ class ParameterServer:
         self._reported: set[str] = set()
         self._promotions: queue.Queue[_Promotion] = queue.Queue(MAX_PENDING_PROMOTIONS)  # put into under `_lock`
         self._pending_bytes = 0
+        self._touches: list[_Touch] = []
+        self._num_touches = 0
         self._dropped_promotions = 0
         self._degraded_keys = 0
         self._closing = threading.Event()
@@ -245,6 +272,8 @@ class ParameterServer:
         """End the background work and close all tiers. May be called twice."""
         self._closing.set()
         self._worker.join()
+        if self._retirement is not None:
+            self._retirement.close()
         for tier in self._tiers:
             tier.store.close()
 
@@ -285,6 +314,8 @@ class ParameterServer:
             return False
         for want, request, part in zip(asking, requests, found, strict=True):
             want.take(request, part)
+            if tier.touches:
+                self._remember_touch(_Touch(tier, want.table, request.keys[part], want.moment))
             self._promote(tier, above, want, request, part)
         return True
 
@@ -326,6 +357,12 @@ class ParameterServer:
             else:
                 self._pending_bytes += promotion.vectors.nbytes
                 self._promotions.put(promotion)
+
+    def _remember_touch(self, touch: _Touch) -> None:
+        with self._lock:
+            if self._num_touches <= MAX_PENDING_TOUCHES:
+                self._touches.append(touch)
+                self._num_touches += len(touch.keys)
 
     def _write(self, table: str, keys: NDArray[np.int64], write: Callable[[EmbeddingStore], None]) -> None:
         if not any(tier.store.supports_writes for tier in self._tiers):
@@ -393,6 +430,7 @@ class ParameterServer:
             if time.monotonic() >= next_round:
                 for tier in self._tiers:
                     self._survive(self._look_after, tier)
+                self._survive(self._touch, self._next_touches())
                 next_round = time.monotonic() + ROUND_INTERVAL_S
         with contextlib.suppress(queue.Empty):
             while True:
@@ -430,15 +468,47 @@ class ParameterServer:
         return promotion.rows(~written)
 
     def _insert_into(self, tier: Tier, promotion: _Promotion) -> bool:
-        """A tier that refuses rows, being read-only or full, may still be read: it is left out by no failure here."""
-        if tier.failure is not None or time.monotonic() < tier.promoting_from:
-            return False
-        error = self._try(tier, lambda store: store.insert_absent(promotion.table, promotion.keys, promotion.vectors))
+        inserted = self._try_if_welcome(
+            tier, lambda store: store.insert_absent(promotion.table, promotion.keys, promotion.vectors)
+        )
         with self._lock:
-            is_news = error is not None and not tier.promoting_from
+            tier.promoted += len(promotion.keys) if inserted else 0
+        return inserted
+
+    def _next_touches(self) -> list[_Touch]:
+        with self._lock:
+            touches, self._touches, self._num_touches = self._touches, [], 0
+        return touches
+
+    def _touch(self, touches: Sequence[_Touch]) -> None:
+        """Mark rows as used, but for those written since they were read: erased ones must get no mark."""
+        keys: defaultdict[tuple[Tier, str], list[NDArray[np.int64]]] = defaultdict(list)
+        with self._writing:
+            for touch in touches:
+                with self._lock:
+                    written = self._writes[touch.table].written(touch.keys, touch.moment)
+                keys[touch.tier, touch.table].append(touch.keys[~written])
+            for (tier, table), parts in keys.items():
+                used = np.concatenate(parts)
+                touched = self._try_if_welcome(tier, lambda store, t=table, k=used: store.touch(t, k))  # type: ignore[misc]
+                with self._lock:
+                    tier.touched += len(used) if touched else 0
+
+    def _try_if_welcome(self, tier: Tier, act: Callable[[EmbeddingStore], None]) -> bool:
+        """Write what need not be written. A tier that refuses it, being read-only or full, may still be read: it is
+        left out by no failure here, only written to no more for a while, unless it turns out to be down.
+        """
+        if tier.failure is not None or time.monotonic() < tier.paused_until:
+            return False
+        error = self._try(tier, act)
+        down = None if error is None else self._try(tier, lambda store: store.check())
+        if down is not None:
+            self._report(tier, down)
+            return False
+        with self._lock:
+            is_news = error is not None and not tier.paused_until
             tier.failures += error is not None
-            tier.promoting_from = 0.0 if error is None else time.monotonic() + PROMOTION_PAUSE_S
-            tier.promoted += len(promotion.keys) if error is None else 0
+            tier.paused_until = 0.0 if error is None else time.monotonic() + PAUSE_S
         if is_news:
             _log.warning("tier %s of the parameter server takes no rows at present: %s", tier.name, error)
         return error is None
@@ -496,4 +566,4 @@ class ParameterServer:
         del tier.unwritten[table]
 
 
-_COUNTERS = ("failure", "hits", "misses", "skipped", "failures", "outages", "promoted")
+_COUNTERS = ("failure", "hits", "misses", "skipped", "failures", "outages", "promoted", "touched")

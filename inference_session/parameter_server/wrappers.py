@@ -100,9 +100,13 @@ class WrapperStore(EmbeddingStore):
         """See EmbeddingStore."""
         self.around("set_note", lambda: self.store.set_note(table, text))
 
-    def remove_versions(self, keep: Collection[str]) -> int:
+    def versions(self) -> set[str]:
         """See EmbeddingStore."""
-        return self.around("remove_versions", lambda: self.store.remove_versions(keep))
+        return self.around("versions", self.store.versions)
+
+    def remove_versions(self, versions: Collection[str]) -> int:
+        """See EmbeddingStore."""
+        return self.around("remove_versions", lambda: self.store.remove_versions(versions))
 
     def close(self) -> None:
         """Close the store inside."""

@@ -104,7 +104,7 @@ class KafkaUpdateStream:
         self._current = threading.Event()
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(("messages", "rows", "deleted_rows", "failures"), 0)
+        self._counts = dict.fromkeys(("messages", "updated_rows", "deleted_rows", "failures"), 0)
         self._rejected = dict.fromkeys(REASONS, 0)
         self._set_aside: deque[str] = deque(maxlen=MAX_SET_ASIDE)
         self._lag: dict[Partition, int] = {}
@@ -287,7 +287,7 @@ class KafkaUpdateStream:
         self._refuse(topic, messages, updates.refusals)
         self._write(table, updates)
         with self._lock:
-            self._counts["rows"] += len(updates.keys)
+            self._counts["updated_rows"] += len(updates.keys)
             self._counts["deleted_rows"] += len(updates.deleted)
         if self._rows.is_durable:
             self._unsaved.add(table)

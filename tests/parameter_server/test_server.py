@@ -284,7 +284,7 @@ def test_a_tier_that_takes_no_rows_is_still_read(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A read-only or full Redis stays in use; that it refuses promotions is logged once, however often it does."""
-    monkeypatch.setattr(server_module, "PROMOTION_PAUSE_S", 0.0)
+    monkeypatch.setattr(server_module, "PAUSE_S", 0.0)
     volatile, persistent = MemoryStore(DIMS), MemoryStore(DIMS)
     volatile.insert("user", KEYS[:10], VECTORS[:10])
     persistent.insert("user", KEYS, VECTORS)

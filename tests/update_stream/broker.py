@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, Producer, TopicPartition
+from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
@@ -66,11 +66,13 @@ class Broker:
 
     def create_topic(self, name: str, num_partitions: int = 1) -> None:
         """Make a topic."""
-        self.admin().create_topics([NewTopic(name, num_partitions, 1)])[name].result(10)
+        admin = self.admin()
+        admin.create_topics([NewTopic(name, num_partitions, 1)])[name].result(10)
 
     def delete_topic(self, name: str) -> None:
         """Drop a topic and its messages."""
-        self.admin().delete_topics([name])[name].result(10)
+        admin = self.admin()
+        admin.delete_topics([name])[name].result(10)
 
     def send(self, topic: str, *messages: tuple[bytes | None, bytes | None], partition: int = 0) -> None:
         """Publish raw messages, (key, value), and wait until they are there."""
@@ -92,6 +94,17 @@ class Broker:
                 low += len(batch)
         consumer.close()
         return found
+
+    def committed(self, model: str) -> dict[str, int]:
+        """The offsets that the servers of a model have committed, by topic and partition."""
+        admin = self.admin()
+        groups = [group.group_id for group in admin.list_consumer_groups().result(10).valid]
+        found: dict[str, int] = {}
+        for group in groups:
+            if group.startswith(f"hotrow.{model}."):
+                offsets = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)])[group].result(10)
+                found |= {f"{one.topic}/{one.partition}": one.offset for one in offsets.topic_partitions}
+        return {name: offset for name, offset in found.items() if offset >= 0}
 
     def _answers(self) -> bool:
         assert self._process is not None

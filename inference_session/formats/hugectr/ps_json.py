@@ -139,11 +139,14 @@ class _Parser:
         try:
             return read(raw)
         except ValueError as error:
-            self._file.fail(at, f"value {_shown(raw)}; {error}")
+            shown = "***" if at[-1] == "password" else _shown(raw)
+            self._file.fail(at, f"value {shown}; {error}")
 
     def _block(self, kind: type[Block], at: FieldPath, raw: Any) -> Block:
         if not isinstance(raw, dict):
-            self._file.fail(at, f"an object is required, found {_shown(raw)}")
+            # What is there may be a password, in the wrong place.
+            what = "a string" if isinstance(raw, str) else "a list" if isinstance(raw, list) else repr(raw)
+            self._file.fail(at, f"an object is required, found {what}")
         known = {name for item in fields(kind) for name in item.metadata["names"]}
         self._unknown += [field_name((*at, name)) for name in raw if name not in known]
         found: dict[str, Any] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from inference_session.batch import CheckedRequest, Part, Ragged, Request, RequestLayout
@@ -16,28 +18,30 @@ from inference_session.formats.hugectr.csr import (
     decode_keys,
     decode_request,
 )
-from inference_session.formats.native import ModelSpec
-from inference_session.outputs import Outputs
+from inference_session.formats.native import PREDICTIONS, ModelSpec
+from inference_session.outputs import Answer, Outputs
 
 
 class HugectrLayout(RequestLayout):
     """DES, CATCOLUMN and ROWINDEX: dense features, and per table one ragged bag for each slot of each sample."""
 
-    def __init__(self, spec: ModelSpec, outputs: Outputs) -> None:
+    def __init__(self, spec: ModelSpec, outputs: Outputs, *, max_elements: int) -> None:
+        super().__init__(outputs, max_elements=max_elements)
         options = dict(spec.layout_options)
         try:
             self._dense_input = str(options.pop("dense_input"))
             self._format = RequestFormat(**{**options, "slots": tuple(options["slots"])})
         except (KeyError, TypeError) as error:
             raise ModelFormatError(f"layout_options {dict(spec.layout_options)!r} do not describe 'hugectr'") from error
-        self._outputs = outputs
+        self._parts = [(f"{KEYS}/{table}", slots) for table, slots in enumerate(self._format.slots)]
 
     def check(self, request: Request) -> CheckedRequest:
+        for name, array in request.inputs.items():
+            self._check_size(name, array)
         decoded = decode_request(request.inputs, self._format)
         parts: dict[str, Part] = {self._dense_input: decoded.dense}
-        for table, (bags, slots) in enumerate(zip(decoded.bags, self._format.slots, strict=True)):
-            shape = (decoded.num_samples, slots)
-            parts[f"{KEYS}/{table}"] = Ragged(decoded.keys, bags.begins, bags.ends, shape)
+        for (name, slots), bags in zip(self._parts, decoded.bags, strict=True):
+            parts[name] = Ragged(decoded.keys, bags.begins, bags.ends, (decoded.num_samples, slots), bags.num_keys)
         outputs = self._outputs.resolve(request.outputs)
         return CheckedRequest(parts, outputs, decoded.num_samples, shapes=())
 
@@ -51,21 +55,39 @@ class HugectrLayout(RequestLayout):
 
 
 class HpsLayout(RequestLayout):
-    """KEYS and NUMKEYS: the keys of each table, answered with the vectors themselves."""
+    """KEYS and NUMKEYS: the keys of each table, answered with the vectors themselves, flat, table by table."""
 
-    def __init__(self, spec: ModelSpec, outputs: Outputs) -> None:
-        self._num_tables = len(spec.tables)
-        self._outputs = outputs
+    def __init__(self, spec: ModelSpec, outputs: Outputs, *, max_elements: int) -> None:
+        super().__init__(outputs, max_elements=max_elements)
+        self._names = [f"{HPS_KEYS}/{table}" for table in range(len(spec.tables))]
+        self._dims = np.array([[table.embedding_dim] for table in spec.tables], np.int64)
 
     def check(self, request: Request) -> CheckedRequest:
-        keys, offsets = decode_keys(request.inputs, self._num_tables)
+        for name, array in request.inputs.items():
+            self._check_size(name, array)
+        keys, offsets = decode_keys(request.inputs, len(self._names))
         parts: dict[str, Part] = {
-            f"{HPS_KEYS}/{table}": keys[offsets[table] : offsets[table + 1]] for table in range(self._num_tables)
+            name: keys[offsets[table] : offsets[table + 1]] for table, name in enumerate(self._names)
         }
         outputs = self._outputs.resolve(request.outputs)
         return CheckedRequest(parts, outputs, num_samples=1, shapes=())
 
     def made_up(self, num_samples: int) -> Request:
         """So many keys per table."""
-        keys = np.zeros(num_samples * self._num_tables, np.int64)
-        return Request({HPS_KEYS: keys, HPS_COUNTS: np.full(self._num_tables, num_samples, np.int32)})
+        num_tables = len(self._names)
+        keys = np.zeros(num_samples * num_tables, np.int64)
+        return Request({HPS_KEYS: keys, HPS_COUNTS: np.full(num_tables, num_samples, np.int32)})
+
+    def split(self, computed: Answer, requests: Sequence[CheckedRequest]) -> list[Answer]:
+        """See RequestLayout. In a batch the vectors of all requests from one table stand together."""
+        if len(requests) == 1 or not computed:
+            return [{name: computed[name] for name in request.outputs} for request in requests]
+        num_keys = np.array([[request.inputs[name].shape[0] for request in requests] for name in self._names])
+        sizes = num_keys * self._dims
+        ends = np.cumsum(sizes).reshape(sizes.shape)
+        vectors = computed[PREDICTIONS]
+        answers: list[Answer] = []
+        for request, begin, end in zip(requests, (ends - sizes).T.tolist(), ends.T.tolist(), strict=True):
+            own = np.concatenate([vectors[b:e] for b, e in zip(begin, end, strict=True)])
+            answers.append(dict.fromkeys(request.outputs, own))
+        return answers
