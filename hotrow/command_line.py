@@ -17,8 +17,16 @@ _COMMANDS = {
     "inspect": "inspect_version",
     "push": "push",
     "publish": "publish",
+    "load": "load",
+    "smoke-test": "smoke_test",
+    "roll-back": "roll_back",
+    "versions": "versions",
+    "health": "health",
+    "record-canary": "record_canary",
+    "copy": "copy",
     "size": "size",
     "top": "top",
+    "doctor": "doctor",
 }
 
 

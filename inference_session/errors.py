@@ -51,6 +51,10 @@ class StoreError(HotrowError, RuntimeError):
     """A tier could not do what was asked of it."""
 
 
+class SourceError(HotrowError, OSError):
+    """A file cannot be read or written where it is kept; the message names place and file."""
+
+
 class UnavailableError(HotrowError, RuntimeError):
     """The answer cannot be given now, but may be later: a tier is down, or the queue is full."""
 

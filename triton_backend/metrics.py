@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import resource
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
+
+from triton_backend.stubs import RESTARTS_PARAMETER
 
 INTERVAL_S = 0.5
 
@@ -62,7 +65,12 @@ _REJECTED = {
     "rejected": ("hotrow_update_messages_rejected_total", "Messages of the update stream set aside, by reason"),
 }
 _TIER_GAUGES = {"up": ("hotrow_tier_up", "1 while the tier answers, 0 while it is down and requests go past it")}
+_RESTARTS = (
+    "hotrow_backend_restarts_total",
+    "Times that a dead or hung backend process was replaced",
+)
 _GAUGES = {
+    "loaded_at": ("hotrow_loaded_timestamp_seconds", "When the version was loaded, in seconds since 1970"),
     "load_s": ("hotrow_load_seconds", "Time it took to open the version"),
     "resident_memory": (
         "hotrow_resident_memory_bytes",
@@ -70,6 +78,20 @@ _GAUGES = {
     ),
     "version_info": ("hotrow_model_version_info", "1 while this version is loaded"),
 }
+
+
+_restarts: list[Any] = []
+"""The family: a metric fails once it is gone."""
+
+
+def count_restarts(config: Mapping[str, Any], model: str) -> None:
+    """Bring the counter up to what the watch-dog says. It is the model's, and outlives versions and processes."""
+    name, description = _RESTARTS
+    _restarts.append(pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.COUNTER))
+    counter = _restarts[-1].Metric(labels={"model": model})
+    said = int(config.get("parameters", {}).get(RESTARTS_PARAMETER, {"string_value": "0"})["string_value"])
+    if (more := said - counter.value()) > 0:
+        counter.increment(more)
 
 
 class SessionMetrics:
@@ -111,6 +133,7 @@ class SessionMetrics:
         }
         gauges = self._make(_GAUGES, pb_utils.MetricFamily.GAUGE, self._labels)
         gauges["load_s"].set(first["load_s"])
+        gauges["loaded_at"].set(time.time())
         gauges["version_info"].set(1)
         self._version_info = gauges["version_info"]
         self._resident_memory = gauges["resident_memory"]

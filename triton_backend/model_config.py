@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.formats.native import PREDICTIONS, ModelSpec, TensorSpec
+from inference_session.row_source import resolved_cache_bytes
 from triton_backend import text_format
 from triton_backend.text_format import quoted
 
@@ -86,6 +88,16 @@ def _parameters(message: text_format.Message) -> dict[str, str]:
     entries = [entry for entry in message.get("parameters", []) if isinstance(entry, dict)]
     values = [(_last(entry, "key"), entry.get("value", [{}])[-1]) for entry in entries]
     return {key: _last(value, "string_value") for key, value in values if isinstance(value, dict)}
+
+
+def configured_cache_bytes(spec: ModelSpec, version_dir: Path) -> int:
+    """The cache_bytes that config.pbtxt and session.json ask for; 0 where rows come from the table files."""
+    config_file = version_dir.absolute().parent / CONFIG_FILE
+    parameters = ModelConfig.read(config_file).parameters if config_file.exists() else {}
+    known = {setting.name for setting in fields(SessionConfig)}
+    ours = {name: value for name, value in parameters.items() if name in known}
+    config = SessionConfig.resolve(ours, spec.settings)
+    return resolved_cache_bytes(spec, config) if config.has_store else 0
 
 
 def _tensor_config(message: object) -> TensorConfig:

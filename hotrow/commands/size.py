@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -14,11 +14,9 @@ from numpy.typing import NDArray
 
 from hotrow.progress import key_progress
 from hotrow.sizing_report import SizingReport, TableReport, show
-from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError, ModelFormatError, TraceFormatError
 from inference_session.formats.native import SESSION_FILE, ModelSpec, TableSpec
 from inference_session.key_recorder import read_recording
-from inference_session.row_source import resolved_cache_bytes
 from inference_session.sizing import (
     DEFAULT_TARGET,
     TRACE_FORMATS,
@@ -31,7 +29,7 @@ from inference_session.sizing import (
     read_trace,
 )
 from inference_session.sizing.hit_rate import num_simulated_keys
-from triton_backend.model_config import CONFIG_FILE, ModelConfig
+from triton_backend.model_config import configured_cache_bytes
 from triton_backend.repository import is_version
 
 _SAMPLED_KEYS = 1 << 24
@@ -128,10 +126,14 @@ def command(
     for plot in plots:
         if plot.suffix not in (".png", ".html"):
             raise click.BadParameter(f"{str(plot)!r} ends in neither .png nor .html", param_hint="'--plot'")
+        if not plot.absolute().parent.is_dir():
+            raise click.BadParameter(f"{str(plot)!r}: there is no such folder", param_hint="'--plot'")
+    if plots and find_spec("matplotlib") is None:
+        raise ConfigurationError('--plot needs matplotlib: pip install "hotrow[report]"')
     version_dir = _version_dir(directory)
     spec = ModelSpec.read(version_dir)
     if cache_bytes is None:
-        cache_bytes = _configured_cache_bytes(spec, version_dir)
+        cache_bytes = configured_cache_bytes(spec, version_dir)
     parts = _trace_parts(spec, traces, trace_format)
     copies = {"num_processes": max(processes, devices), "num_devices": devices}
     report = SizingReport(
@@ -160,15 +162,6 @@ def _version_dir(directory: Path) -> Path:
             f"{directory}: neither a version directory, which holds {SESSION_FILE}, nor a model's folder with versions"
         )
     return directory / str(versions[-1])
-
-
-def _configured_cache_bytes(spec: ModelSpec, version_dir: Path) -> int:
-    """What config.pbtxt and session.json ask for; 0 where rows come from the table files."""
-    config_file = version_dir.absolute().parent / CONFIG_FILE
-    parameters = ModelConfig.read(config_file).parameters if config_file.exists() else {}
-    known = {field.name for field in fields(SessionConfig)}
-    config = SessionConfig.resolve({name: parameters[name] for name in parameters if name in known}, spec.settings)
-    return resolved_cache_bytes(spec, config) if config.has_store else 0
 
 
 def _trace_parts(spec: ModelSpec, traces: Iterable[str], trace_format: str) -> Iterator[tuple[TableSpec, TracePart]]:

@@ -37,10 +37,10 @@ def stage_version(repository: Path, model: str, version: int | None = None) -> I
     with _locked_folder(staging):
         try:
             yield staging, target
-            _flush(staging)
+            flush_tree(staging)
             _refuse_existing(target)
             staging.rename(target)
-            _flush_one(folder)
+            flush(folder)
         except BaseException as error:
             shutil.rmtree(staging, ignore_errors=True)
             for path in made:
@@ -95,13 +95,16 @@ def _is_same(folder: Path, handle: int) -> bool:
     return False
 
 
-def _flush(directory: Path) -> None:
-    """Bring everything to the disk: a rename must not outlive the files in a crash of the machine."""
-    for path in (*directory.rglob("*"), directory):
-        _flush_one(path)
+def flush_tree(path: Path) -> None:
+    """Bring a file, or a folder and all below it, to the disk: a rename must not outlive the files in a crash of the
+    machine.
+    """
+    for item in (*(path.rglob("*") if path.is_dir() else ()), path):
+        flush(item)
 
 
-def _flush_one(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Bring a file, or a folder's own entries, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -106,6 +106,10 @@ class EmbeddingStore(ABC):
     def check(self) -> None:  # noqa: B027
         """Raise what a fetch would raise, if the store is down."""
 
+    def incarnation(self) -> str:
+        """Changes when the store may have lost writes that it had taken, and show older rows again."""
+        return ""
+
     def refresh(self) -> None:  # noqa: B027
         """See what other processes have written since, where that does not happen by itself."""
 

@@ -14,7 +14,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
@@ -336,6 +336,15 @@ class RedisStore(EmbeddingStore):
         self._refuse_if_closed()
         self._servers.ping()
 
+    def incarnation(self) -> str:
+        """See EmbeddingStore. A process that was started again may come from an old snapshot, a replica that became
+        the master may not have heard of the last writes. Never changes for a user who may not ask (`INFO`).
+        """
+        self._refuse_if_closed()
+        with suppress(StoreError):
+            return self._servers.run_ids()
+        return ""
+
     def note(self, table: str) -> str | None:
         """See EmbeddingStore."""
         text = self._pipeline([("GET", layout.note_name(self.namespace.tag(table)))])[0]
@@ -539,12 +548,25 @@ class RedisServers:
             self._addresses = {}
 
     def ping(self) -> None:
-        """Raise unless all servers answer that have rows."""
+        """Raise unless all servers answer that have rows, by what a Cluster says now: one that hangs may have been
+        replaced, which the package learns from errors only that we do not leave to it.
+        """
+        self.refresh()
         with self.client() as client:
             if self._url.is_cluster:
                 client.ping(target_nodes=RedisCluster.PRIMARIES)
             else:
                 client.ping()
+
+    def run_ids(self) -> str:
+        """What tells the processes that have rows from those that came before or come after them."""
+        with self.client() as client:
+            if not self._url.is_cluster:
+                return str(client.info("server")["run_id"])
+            answers = client.info("server", target_nodes=RedisCluster.PRIMARIES)
+            # Of a single node the package gives its answer as it is.
+            nodes = [answers] if "run_id" in answers else answers.values()
+            return " ".join(sorted(str(node["run_id"]) for node in nodes))
 
     @contextmanager
     def client(self) -> Iterator[Any]:

@@ -68,6 +68,8 @@ class Tier:
     """Whether rows that are read here are to be marked as used."""
     failure: str | None = None
     """Why the tier is left out at the moment; None: it is in use."""
+    incarnation: str = ""
+    """Of the store, when it was last looked after."""
     unwritten: dict[str, list[NDArray[np.int64]] | None] = field(default_factory=dict)
     """Keys, by table, whose newest rows could not be written here; the tier is left out until it has dropped them.
     None: too many to remember, it drops the whole table."""
@@ -160,6 +162,7 @@ class ParameterServer:
         self._durable = next((tier for tier in self._tiers if tier.durable), None)
         self._on_store_failure = on_store_failure
         self._retirement = retirement
+        self._on_drop: Callable[[str, NDArray[np.int64] | None], None] = lambda _table, _keys: None
         self._lock = threading.Lock()
         self._writing = threading.Lock()  # held while rows are written; taken before `_lock`
         self._writes: defaultdict[str, RecentWrites] = defaultdict(RecentWrites)
@@ -247,6 +250,10 @@ class ParameterServer:
         if self._durable is None:
             raise StoreError(f"{self!r} has no persistent store that could keep a note on table {table!r}")
         self._durable.store.set_note(table, text)
+
+    def on_drop(self, tell: Callable[[str, NDArray[np.int64] | None], None]) -> None:
+        """Have a cache told of rows that it may have read too old: their table and keys, None for all of its rows."""
+        self._on_drop = tell
 
     def refresh(self) -> None:
         """Let stores see what others have written to them, and ask again for keys that were unknown."""
@@ -543,8 +550,10 @@ class ParameterServer:
         try:
             if tier.failure is None:
                 tier.store.refresh()
+                self._look_for_losses(tier)
                 return
             tier.store.check()
+            self._look_for_losses(tier)
             with self._writing:
                 for table in list(tier.unwritten):
                     self._drop_unwritten(tier, table)
@@ -554,6 +563,19 @@ class ParameterServer:
             self._report(tier, error, leave_out=tier.failure is not None)
         else:
             _log.info("tier %s of the parameter server answers again", tier.name)
+
+    def _look_for_losses(self, tier: Tier) -> None:
+        """Drop all that was written to a volatile tier whose store has forgotten some of it and shows older rows."""
+        if not tier.volatile or not any(writes.moment for writes in list(self._writes.values())):
+            return
+        incarnation = tier.store.incarnation()
+        if tier.incarnation and incarnation != tier.incarnation:
+            with self._writing:
+                for table, writes in list(self._writes.items()):
+                    tier.unwritten[table] = None if (keys := writes.keys()) is None else [keys]
+                    self._drop_unwritten(tier, table)
+                    self._on_drop(table, keys)
+        tier.incarnation = incarnation
 
     @staticmethod
     def _drop_unwritten(tier: Tier, table: str) -> None:
