@@ -63,13 +63,16 @@ try:
 except ImportError as missing:
     raise ConfigurationError("a Redis store needs the package `redis`: pip install 'hotrow[redis]'") from missing
 
-DEFAULT_CONNECTIONS = 2
-"""Connections to one server that a large call uses side by side."""
-_BYTES_PER_BATCH = 128 << 10
+DEFAULT_CONNECTIONS = 1
+"""Connections to one server that a call uses side by side. A server of one thread gains nothing by a second one, and
+the call has two sockets to wait for; calls of several threads have connections of their own anyway."""
+_BYTES_PER_BATCH = 512 << 10
 """Rows in one batch of commands: enough to be worth its system calls, and little for a server to do in one go."""
 _COMMANDS_PER_BATCH = 64
 _BYTES_UNDER_WAY = 1 << 20
 """Rows asked for and not yet read: enough to keep the servers busy, and little for them to hold in their buffers."""
+_MAX_IDLE = 16
+"""Connections to one server that are kept for the next calls, beside those of one call."""
 _MAX_ATTEMPTS = 3
 _MIN_REFRESH_S = 0.1
 _PROBE_FIELDS = 32
@@ -184,7 +187,7 @@ class RedisStore(EmbeddingStore):
         self._num_partitions: dict[str, int] = {}
         self._overflow = Overflow.of(url)
         self._servers = RedisServers(url, timeout_ms)
-        self._pool = ConnectionPool(Login.of(url), max_idle=2 * self._num_connections)
+        self._pool = ConnectionPool(Login.of(url), max_idle=_MAX_IDLE + self._num_connections)
         self._closed = False
 
     @property
