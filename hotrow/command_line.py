@@ -21,6 +21,7 @@ _COMMANDS = {
     "roll-back": "roll_back",
     "versions": "versions",
     "health": "health",
+    "record-canary": "record_canary",
     "copy": "copy",
     "size": "size",
     "top": "top",

@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from inference_session.errors import ConfigurationError, InvalidRequestError, TableNotFoundError
 from inference_session.formats.hugectr.csr import DENSE, KEYS, OFFSETS
+from inference_session.formats.hugectr.data_source import DataSource, DataSourceParams, DataSourceType_t
 from inference_session.formats.hugectr.import_cache import cached_import
 from inference_session.formats.hugectr.json_file import JsonFile
 from inference_session.formats.hugectr.ps_fields import PsJson, PsModel
@@ -30,6 +31,9 @@ from inference_session.session import InferenceSession
 __all__ = [
     "HPS",
     "CreateInferenceSession",
+    "DataSource",
+    "DataSourceParams",
+    "DataSourceType_t",
     "DatabaseOverflowPolicy_t",
     "DatabaseType_t",
     "InferenceParams",

@@ -238,14 +238,10 @@ class CachedRows(RowSource):
         capacities = {table: counts["capacity"] for table, counts in self._cache.stats()["tables"].items()}
         wanted = {table: hot_keys.get(table, _NO_POSITIONS)[:capacity] for table, capacity in capacities.items()}
         for begin in range(0, max(map(len, wanted.values()), default=0), _KEYS_PER_FETCH):
-            for table, (folder, keys) in enumerate(wanted.items()):
-                part = keys[begin : begin + _KEYS_PER_FETCH]
-                vectors = np.empty((len(part), self._dims[table]), np.float32)
-                request = FetchRequest(folder, self._stored_keys(table, part), vectors)
-                found = self._server.fetch_unique([request])[0]
-                self._cache.insert(folder, part[found], vectors[found])
+            for table, keys in enumerate(wanted.values()):
                 if time.monotonic() > deadline:
                     return
+                self._bring_in(table, keys[begin : begin + _KEYS_PER_FETCH])
 
     def forget_lookups(self) -> None:
         """See RowSource."""
@@ -324,6 +320,16 @@ class CachedRows(RowSource):
             current = ~self._writes[table].written(keys, moment)
             self._cache.update(folder, keys[found & current], request.out[found & current])
             self._cache.erase(folder, keys[~found & current])
+
+    def _bring_in(self, table: int, keys: NDArray[np.int64]) -> None:
+        """Cache the rows of some keys, as far as there are any, and they are not written meanwhile."""
+        folder = self._specs[table].folder
+        vectors = np.empty((len(keys), self._specs[table].embedding_dim), np.float32)
+        moment = self._writes[table].moment
+        found = self._server.fetch_unique([FetchRequest(folder, self._stored_keys(table, keys), vectors)])[0]
+        with self._caching:
+            current = found & ~self._writes[table].written(keys, moment)
+            self._cache.insert(folder, keys[current], vectors[current])
 
     def _finish(self, overlay: _Overlay, num_keys: NDArray[np.int64], num_unknown: NDArray[np.int64]) -> None:
         """Complete the segments that have missing keys from the overlay, whose vectors are there."""

@@ -30,6 +30,7 @@ from inference_session.errors import (
 )
 from inference_session.formats import manifest
 from inference_session.formats.native import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec
+from inference_session.formats.verified_files import VerifiedFiles
 from inference_session.hot_keys import HotKeysWriter, read_hot_keys
 from inference_session.key_recorder import create_key_recorder
 from inference_session.lookup_plan import LookedUp, LookupPlan
@@ -67,7 +68,10 @@ class InferenceSession:
         if config.device.startswith("cuda"):
             raise ConfigurationError(f"setting 'device' cannot be {config.device!r}: this version runs on the CPU only")
         absent = frozenset({TABLES_FOLDER}) if config.has_store else frozenset()
-        manifest.verify(directory, checksums=config.verify == "full", absent=absent)
+        known = VerifiedFiles(_state_file(config, directory, "verified")) if config.state_dir else None
+        manifest.verify(directory, checksums=config.verify == "full", absent=absent, known=known)
+        if known is not None:
+            known.save()
         session = cls(spec, config, directory)
         try:
             session._warm_up()
@@ -148,16 +152,15 @@ class InferenceSession:
 
     def _compute(self, requests: Sequence[CheckedRequest]) -> list[Answer]:
         """The path of every request: keys, look-up, dense network, split."""
-        wanted = [request.outputs for request in requests]
         if self.spec.batched and not any(request.num_samples for request in requests):
-            return [self._outputs.of_no_samples(outputs) for outputs in wanted]
+            return [self._outputs.of_no_samples(request.outputs) for request in requests]
         batch = self._layout.join(requests)
         if self._keys:
             batch.add(self._run(self._keys, batch, sorted(self._keys.output_names)))
         looked_up = self._plan.run(batch)
         self._refuse_unknown(looked_up)
         batch.add(looked_up.vectors)
-        outputs = self._run(self._dense, batch, self._outputs.of_network(wanted))
+        outputs = self._run(self._dense, batch, self._layout.wanted(requests))
         self._stats.count_batch(batch.num_samples, looked_up.num_keys, looked_up.num_unknown)
         return self._layout.split(outputs, requests)
 
@@ -317,16 +320,20 @@ class InferenceSession:
         self._plan.recorder = create_key_recorder(self.spec, self.config, self.directory)
         self._stats = SessionStats(self.spec)
         self._rows.forget_lookups()
-        if self.config.state_dir and self._rows.hot_keys():
+        if self.config.state_dir and self._rows.stats()["cache"].get("capacity"):
             self._hot_keys = HotKeysWriter(self._hot_keys_file, self._rows.hot_keys, self._num_lookups)
 
     @property
     def _hot_keys_file(self) -> Path:
-        """All versions of a model have the same."""
-        return Path(self.config.state_dir) / f"{self.directory.resolve().parent.name}.hot_keys"
+        return _state_file(self.config, self.directory, "hot_keys")
 
     def _num_lookups(self) -> int:
         return sum(table["lookup_keys"] for table in self._stats.snapshot()["tables"].values())
+
+
+def _state_file(config: SessionConfig, directory: Path, kind: str) -> Path:
+    """A file that all versions of the model share."""
+    return Path(config.state_dir) / f"{directory.resolve().parent.name}.{kind}"
 
 
 def _check_links(spec: ModelSpec, directory: Path, dense: DenseEngine, keys: OnnxEngine | None) -> None:

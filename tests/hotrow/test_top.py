@@ -43,9 +43,9 @@ def _page(time_s: float, *, version: int = 1, requests: int = 0, up: int = 1, hi
     return MetricsPage.parse(text, time_s)
 
 
-def _drawn(view: TopView) -> str:
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(view.render())
+def _drawn(view: TopView, width: int = 200) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(view.render(width))
     return console.export_text()
 
 
@@ -97,6 +97,20 @@ def test_rates_latency_and_hit_rates_are_drawn() -> None:
     assert "50.00%" in text
     assert "up" in text
     assert "messages behind" in text
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 150])
+def test_narrow_terminals_cut_no_name_short(width: int) -> None:
+    """Columns of less worth are left out rather than squeezed."""
+    view = TopView("here")
+    view.add(_page(10.0), [])
+    view.add(_page(11.0, requests=123_456, hits=61_728), [])
+
+    text = _drawn(view, width)
+
+    assert "…" not in text
+    assert "123,456" in text
+    assert "50.00%" in text
 
 
 def test_events_are_remembered() -> None:
