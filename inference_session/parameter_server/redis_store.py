@@ -25,13 +25,12 @@ from inference_session.errors import (
     ConfigurationError,
     SessionClosedError,
     StoreError,
-    TableNotFoundError,
     UnavailableError,
 )
 from inference_session.parameter_server import redis_layout as layout
 from inference_session.parameter_server.base import (
     SCAN_BYTES,
-    EmbeddingStore,
+    BoundStore,
     FetchRequest,
     Rows,
     check_fetch,
@@ -164,7 +163,7 @@ def _num_bytes(batch: list[Any]) -> int:
     return sum(command.num_bytes for command in batch)
 
 
-class RedisStore(EmbeddingStore):
+class RedisStore(BoundStore):
     """The tables of one model in a Redis. Nothing is sent before it is needed: a Redis that is down can be opened."""
 
     def __init__(
@@ -180,7 +179,7 @@ class RedisStore(EmbeddingStore):
         layout.compile_kernels()
         self.url = url
         self.namespace = namespace
-        self._embedding_dims = dict(embedding_dims)
+        super().__init__(embedding_dims)
         self._timeout_ms = timeout_ms
         self._num_connections = url.count("connections", DEFAULT_CONNECTIONS)
         self._given_partitions = url.count("partitions", 0) if "partitions" in url.options else 0
@@ -191,21 +190,9 @@ class RedisStore(EmbeddingStore):
         self._closed = False
 
     @property
-    def tables(self) -> tuple[str, ...]:
-        """The tables that the store was bound to, whether or not they have rows."""
-        return tuple(self._embedding_dims)
-
-    @property
     def supports_writes(self) -> bool:
         """Always, though a replica may refuse them."""
         return True
-
-    def embedding_dim(self, table: str) -> int:
-        """Number of elements of the table's vectors."""
-        if table not in self._embedding_dims:
-            known = ", ".join(map(repr, self._embedding_dims)) or "none"
-            raise TableNotFoundError(f"{self!r} has no table {table!r}; its tables: {known}")
-        return self._embedding_dims[table]
 
     def num_rows(self, table: str) -> int:
         """Number of rows, as Redis counts them."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -46,6 +47,10 @@ MAX_PENDING_TOUCHES = 1 << 20
 """Keys read that wait to be marked as used; further ones are not."""
 PAUSE_S = 5.0
 """How long nothing is promoted to, or touched in, a tier that has just refused it."""
+STEADY_S = 10.0
+"""A tier that was back for less than this is unsteady, and left out for longer each time."""
+MAX_RETRY_PAUSE_S = 16.0
+"""The longest that an unsteady tier is left out before it is tried again."""
 ROUND_INTERVAL_S = 0.5
 """How often tiers that are out are tried, and readers catch up."""
 
@@ -68,6 +73,11 @@ class Tier:
     """Why the tier is left out at the moment; None: it is in use."""
     incarnation: str = ""
     """Of the store, when it was last looked after."""
+    back_since: float = -math.inf
+    """When the tier last came back."""
+    retry_pause_s: float = 0.0
+    retry_at: float = 0.0
+    """When it is tried again."""
     unwritten: dict[str, list[NDArray[np.int64]] | None] = field(default_factory=dict)
     """Keys, by table, whose newest rows could not be written here; the tier is left out until it has dropped them.
     None: too many to remember, it drops the whole table."""
@@ -84,6 +94,15 @@ class Tier:
     """Rows inserted because a lower tier had them."""
     touched: int = 0
     """Rows marked as used."""
+
+    def begin_outage(self, failure: str) -> None:
+        """Leave the tier out. One that answers a check but no requests must not make them wait again and again."""
+        now = time.monotonic()
+        self.failure = failure
+        self.outages += 1
+        unsteady = now - self.back_since < STEADY_S
+        self.retry_pause_s = min(max(ROUND_INTERVAL_S, 2 * self.retry_pause_s), MAX_RETRY_PAUSE_S) if unsteady else 0.0
+        self.retry_at = now + self.retry_pause_s
 
 
 class _Promotion(NamedTuple):
@@ -399,8 +418,8 @@ class ParameterServer:
             tier.failures += 1
             is_news = tier.failure is None if leave_out or isinstance(error, UnavailableError) else True
             if leave_out or isinstance(error, UnavailableError):
-                tier.outages += tier.failure is None
-                tier.failure = tier.failure or str(error)
+                if tier.failure is None:
+                    tier.begin_outage(str(error))
             elif str(error) in self._reported or len(self._reported) >= MAX_REPORTED:
                 is_news = False
             else:
@@ -534,13 +553,15 @@ class ParameterServer:
                 tier.store.refresh()
                 self._look_for_losses(tier)
                 return
+            if time.monotonic() < tier.retry_at:
+                return
             tier.store.check()
             self._look_for_losses(tier)
             with self._writing:
                 for table in list(tier.unwritten):
                     self._drop_unwritten(tier, table)
                 with self._lock:
-                    tier.failure = None
+                    tier.failure, tier.back_since = None, time.monotonic()
         except (UnavailableError, StoreError) as error:
             self._report(tier, error, leave_out=tier.failure is not None)
         else:
