@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, SessionClosedError, StoreError, UnavailableError
-from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
+from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, Rows
 from inference_session.parameter_server.recent_writes import RecentWrites
 from inference_session.parameter_server.retirement import Retirement
 from inference_session.parameter_server.unknown_keys import UnknownKeys
@@ -245,6 +245,38 @@ class ParameterServer:
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         """Drop rows from all tiers that take writes, as `insert` writes them."""
         self._write(table, keys, lambda store: store.erase(table, keys))
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Hold back all writes and promotions, and keep readers from seeing what others write, until the context ends.
+
+        Fetches go on. What others write to a store that shows it at once is seen all the same.
+        """
+        self.refresh()
+        with self._writing:
+            yield
+
+    def scan(self, table: str) -> Iterator[Rows]:
+        """All rows of a table in batches, each from the first tier that has it; a row may come more than once.
+
+        Holds the keys of all tiers but the lowest in memory.
+
+        Raises:
+            UnavailableError: a tier is out, so that rows would be missing, or older than they are.
+        """
+        seen = np.empty(0, np.int64)
+        for tier in self._tiers:
+            if tier.failure is not None:
+                raise UnavailableError(f"table {table!r} cannot be read as a whole: {tier.name}: {tier.failure}")
+            found: list[NDArray[np.int64]] = []
+            for keys, vectors in tier.store.scan(table):
+                if self._closing.is_set():
+                    raise SessionClosedError(f"{self!r} has been closed")
+                new = ~_contains(seen, keys)
+                yield keys[new], vectors[new]
+                if tier is not self._tiers[-1]:
+                    found.append(keys[new])
+            seen = np.unique(np.concatenate([seen, *found]))
 
     def sync(self) -> None:
         """Return when what has been written survives the machine, in the tiers that are not volatile."""
@@ -550,7 +582,8 @@ class ParameterServer:
         """Bring a tier back if it answers; let one that is in use see what others have written."""
         try:
             if tier.failure is None:
-                tier.store.refresh()
+                with self._writing if tier.store.lags else contextlib.nullcontext():
+                    tier.store.refresh()
                 self._look_for_losses(tier)
                 return
             if time.monotonic() < tier.retry_at:
@@ -589,6 +622,15 @@ class ParameterServer:
         else:
             tier.store.erase(table, np.concatenate(keys))
         del tier.unwritten[table]
+
+
+def _contains(ordered: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether each key is in a sorted array."""
+    if not len(ordered):
+        return np.zeros(len(keys), np.bool_)
+    positions = np.minimum(np.searchsorted(ordered, keys), len(ordered) - 1)
+    found: NDArray[np.bool_] = ordered[positions] == keys
+    return found
 
 
 _COUNTERS = ("failure", "hits", "misses", "skipped", "failures", "outages", "promoted", "touched")
