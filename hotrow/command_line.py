@@ -24,6 +24,7 @@ _COMMANDS = {
     "health": "health",
     "record-canary": "record_canary",
     "copy": "copy",
+    "dump": "dump",
     "size": "size",
     "top": "top",
     "doctor": "doctor",

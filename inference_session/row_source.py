@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -30,7 +30,7 @@ from inference_session.errors import StoreError, UnavailableError
 from inference_session.formats.native import TABLES_FOLDER, ModelSpec, TableSpec
 from inference_session.hot_keys import HotKeys
 from inference_session.mapped_pages import available_bytes, map_pages
-from inference_session.parameter_server.base import FetchRequest
+from inference_session.parameter_server.base import FetchRequest, Rows
 from inference_session.parameter_server.create import create_parameter_server
 from inference_session.parameter_server.recent_writes import RecentWrites
 from inference_session.parameter_server.server import ParameterServer
@@ -90,6 +90,19 @@ class RowSource(ABC):
     def refresh(self) -> None:  # noqa: B027
         """Read again what is cached, where anything is."""
 
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Hold back all changes that this process makes to rows; look-ups go on."""
+        yield
+
+    @abstractmethod
+    def scan(self, table: int) -> Iterator[Rows]:
+        """All rows of a table in batches, as look-ups answer them; a row may come more than once.
+
+        Raises:
+            UnavailableError: a store is down.
+        """
+
     def hot_keys(self) -> HotKeys:
         """Which cached rows are hot; nothing where nothing is cached."""
         return {}
@@ -144,6 +157,10 @@ class MappedRows(RowSource):
         if sum(array.nbytes for array in arrays) <= available_bytes():
             for array in arrays:
                 map_pages(array, deadline)
+
+    def scan(self, table: int) -> Iterator[Rows]:
+        """See RowSource."""
+        return self._tables[table].scan()
 
     def close(self) -> None:
         """See RowSource. The files stay mapped for look-ups under way."""
@@ -338,6 +355,16 @@ class CachedRows(RowSource):
             keys = self._cache.dump(spec.folder)
             for begin in range(0, len(keys), _KEYS_PER_REFRESH):
                 self._refresh(table, keys[begin : begin + _KEYS_PER_REFRESH])
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """See RowSource."""
+        with self._server.frozen():
+            yield
+
+    def scan(self, table: int) -> Iterator[Rows]:
+        """See RowSource."""
+        return self._server.scan(self._specs[table].folder)
 
     def hot_keys(self) -> HotKeys:
         """See RowSource."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from inference_session.batch import CheckedRequest, JoinedBatch, Request, Reques
 from inference_session.canary import check_canary
 from inference_session.config import SessionConfig
 from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine
+from inference_session.dump import DumpReport, dump
 from inference_session.embedding_cache.kernels import cpu
 from inference_session.errors import (
     ConfigurationError,
@@ -238,6 +239,22 @@ class InferenceSession:
         """
         if self._hot_keys is not None:
             self._hot_keys.write()
+
+    def dump(self, target: str | Path, progress: Callable[[int], None] | None = None) -> DumpReport:
+        """Write all rows as they are served, updates applied, into a new folder with a sparse folder of HugeCTR per
+        table; see inference_session/dump.py. Requests are answered meanwhile, updates wait.
+
+        Args:
+            target: a path, or `hdfs://HOST:PORT/path`; appears when it is whole.
+            progress: told the number of rows read since the last call.
+
+        Raises:
+            ConfigurationError: the target exists.
+            UnavailableError: a store is down.
+        """
+        if self._closed:
+            raise SessionClosedError(f"the session of {str(self.directory)!r} has been closed")
+        return dump(self._rows, self.spec, target, progress)
 
     def stats(self) -> dict[str, Any]:
         """Counters since `open`; docs/operations.md defines each key."""

@@ -90,6 +90,6 @@ def _failure(tier: Tier) -> UnavailableError | None:
         tier.store.check()
     except UnavailableError as error:
         _log.warning("the version is opened without its %s store, which does not answer: %s", tier.name, error)
-        tier.failure, tier.outages = str(error), 1
+        tier.begin_outage(str(error))
         return error
     return None
