@@ -26,7 +26,7 @@ from inference_session.versions.model_version import ModelVersion
 MAX_RETRY_S = 60.0
 """The longest time between two attempts at content that could not be loaded."""
 
-_GAUGES = frozenset({"rows", "capacity", "bytes", "cache_bytes"})
+_GAUGES = frozenset({"rows", "capacity", "bytes", "cache_bytes", "lag_messages"})
 """Whole numbers in the statistics that are no counters."""
 
 _log = logging.getLogger(__name__)
