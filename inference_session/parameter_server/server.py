@@ -65,6 +65,8 @@ class Tier:
     store: EmbeddingStore
     volatile: bool = False
     """It may lose rows, and need not have what a tier below has."""
+    durable: bool = False
+    """What is written to it outlives all processes; it takes notes as well."""
     cache_missed_keys: bool = False
     """Whether rows found further down are inserted here."""
     touches: bool = False
@@ -176,6 +178,7 @@ class ParameterServer:
         found and counts them, `error` raises UnavailableError.
         """
         self._tiers = tuple(tiers)
+        self._durable = next((tier for tier in self._tiers if tier.durable), None)
         self._on_store_failure = on_store_failure
         self._retirement = retirement
         self._on_drop: Callable[[str, NDArray[np.int64] | None], None] = lambda _table, _keys: None
@@ -284,6 +287,21 @@ class ParameterServer:
         for tier in self._tiers:
             if not tier.volatile:
                 tier.store.sync()
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether there is a store whose rows outlive all processes."""
+        return self._durable is not None
+
+    def note(self, table: str) -> str | None:
+        """The text kept beside a table in the persistent store; None: there is none, or no such store."""
+        return None if self._durable is None else self._durable.store.note(table)
+
+    def save_note(self, table: str, text: str) -> None:
+        """Keep a text beside a table in the persistent store; whoever reads it finds all that was written before it."""
+        if self._durable is None:
+            raise StoreError(f"{self!r} has no persistent store that could keep a note on table {table!r}")
+        self._durable.store.set_note(table, text)
 
     def on_drop(self, tell: Callable[[str, NDArray[np.int64] | None], None]) -> None:
         """Have a cache told of rows that it may have read too old: their table and keys, None for all of its rows."""
