@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -38,6 +38,9 @@ from inference_session.lookup_plan import LookedUp, LookupPlan
 from inference_session.outputs import Answer, Outputs
 from inference_session.row_source import create_row_source
 from inference_session.stats import SessionStats
+
+if TYPE_CHECKING:
+    from inference_session.update_stream.kafka_stream import KafkaUpdateStream
 
 _WARM_UP_BATCHES = ((1, 1), (1, 64), (4, 1), (16, 1), (8, 64), (16, 1), (8, 64), (1, 64), (1, 1))
 """Requests and samples of each, run before a version serves: a network takes longer for a size that is new to it."""
@@ -79,6 +82,7 @@ class InferenceSession:
             if config.canary_requests:
                 check_canary(session.run, directory.parent / config.canary_requests, config.canary_tolerance)
             session._start_counting()
+            session._follow_updates()
         except BaseException:
             session.close()
             raise
@@ -109,6 +113,7 @@ class InferenceSession:
         self._plan = LookupPlan(spec, self._rows)
         self._may_join = spec.joins_requests
         self._hot_keys: HotKeysWriter | None = None
+        self._updates: KafkaUpdateStream | None = None
         self._closed = False
 
     @property
@@ -253,7 +258,8 @@ class InferenceSession:
 
     def stats(self) -> dict[str, Any]:
         """Counters since `open`; docs/operations.md defines each key."""
-        return {**self._stats.snapshot(), **self._rows.stats()}
+        updates = {} if self._updates is None else self._updates.stats()
+        return {**self._stats.snapshot(), **self._rows.stats(), "updates": updates}
 
     def close(self) -> None:
         """Answer no more. May be called twice.
@@ -262,6 +268,8 @@ class InferenceSession:
         """
         if not self._closed:
             self._closed = True
+            if self._updates is not None:
+                self._updates.close()
             if self._hot_keys is not None:
                 self._hot_keys.close()
             self._rows.close()
@@ -339,6 +347,24 @@ class InferenceSession:
         self._rows.forget_lookups()
         if self.config.state_dir and self._rows.stats()["cache"].get("capacity"):
             self._hot_keys = HotKeysWriter(self._hot_keys_file, self._rows.hot_keys, self._num_lookups)
+
+    def _follow_updates(self) -> None:
+        """Apply what changes from now on, and what has been published before, as far as that has not been done."""
+        if self.config.update_stream is None:
+            return
+        from inference_session.update_stream.kafka_stream import KafkaUpdateStream
+
+        folder = self.directory.resolve()
+        self._updates = KafkaUpdateStream(
+            self.config.update_stream,
+            folder.parent.name,
+            folder.name,
+            self.spec.tables,
+            self._rows,
+            topic_filter=self.config.update_filter,
+            allow_non_finite=self.config.non_finite_updates == "apply",
+        )
+        self._updates.wait_until_current(self.config.catch_up_s)
 
     @property
     def _hot_keys_file(self) -> Path:

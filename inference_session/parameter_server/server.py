@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
@@ -46,6 +47,10 @@ MAX_PENDING_TOUCHES = 1 << 20
 """Keys read that wait to be marked as used; further ones are not."""
 PAUSE_S = 5.0
 """How long nothing is promoted to, or touched in, a tier that has just refused it."""
+STEADY_S = 10.0
+"""A tier that was back for less than this is unsteady, and left out for longer each time."""
+MAX_RETRY_PAUSE_S = 16.0
+"""The longest that an unsteady tier is left out before it is tried again."""
 ROUND_INTERVAL_S = 0.5
 """How often tiers that are out are tried, and readers catch up."""
 
@@ -60,6 +65,8 @@ class Tier:
     store: EmbeddingStore
     volatile: bool = False
     """It may lose rows, and need not have what a tier below has."""
+    durable: bool = False
+    """What is written to it outlives all processes; it takes notes as well."""
     cache_missed_keys: bool = False
     """Whether rows found further down are inserted here."""
     touches: bool = False
@@ -68,6 +75,11 @@ class Tier:
     """Why the tier is left out at the moment; None: it is in use."""
     incarnation: str = ""
     """Of the store, when it was last looked after."""
+    back_since: float = -math.inf
+    """When the tier last came back."""
+    retry_pause_s: float = 0.0
+    retry_at: float = 0.0
+    """When it is tried again."""
     unwritten: dict[str, list[NDArray[np.int64]] | None] = field(default_factory=dict)
     """Keys, by table, whose newest rows could not be written here; the tier is left out until it has dropped them.
     None: too many to remember, it drops the whole table."""
@@ -84,6 +96,15 @@ class Tier:
     """Rows inserted because a lower tier had them."""
     touched: int = 0
     """Rows marked as used."""
+
+    def begin_outage(self, failure: str) -> None:
+        """Leave the tier out. One that answers a check but no requests must not make them wait again and again."""
+        now = time.monotonic()
+        self.failure = failure
+        self.outages += 1
+        unsteady = now - self.back_since < STEADY_S
+        self.retry_pause_s = min(max(ROUND_INTERVAL_S, 2 * self.retry_pause_s), MAX_RETRY_PAUSE_S) if unsteady else 0.0
+        self.retry_at = now + self.retry_pause_s
 
 
 class _Promotion(NamedTuple):
@@ -157,6 +178,7 @@ class ParameterServer:
         found and counts them, `error` raises UnavailableError.
         """
         self._tiers = tuple(tiers)
+        self._durable = next((tier for tier in self._tiers if tier.durable), None)
         self._on_store_failure = on_store_failure
         self._retirement = retirement
         self._on_drop: Callable[[str, NDArray[np.int64] | None], None] = lambda _table, _keys: None
@@ -264,6 +286,21 @@ class ParameterServer:
         for tier in self._tiers:
             if not tier.volatile:
                 tier.store.sync()
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether there is a store whose rows outlive all processes."""
+        return self._durable is not None
+
+    def note(self, table: str) -> str | None:
+        """The text kept beside a table in the persistent store; None: there is none, or no such store."""
+        return None if self._durable is None else self._durable.store.note(table)
+
+    def save_note(self, table: str, text: str) -> None:
+        """Keep a text beside a table in the persistent store; whoever reads it finds all that was written before it."""
+        if self._durable is None:
+            raise StoreError(f"{self!r} has no persistent store that could keep a note on table {table!r}")
+        self._durable.store.set_note(table, text)
 
     def on_drop(self, tell: Callable[[str, NDArray[np.int64] | None], None]) -> None:
         """Have a cache told of rows that it may have read too old: their table and keys, None for all of its rows."""
@@ -431,8 +468,8 @@ class ParameterServer:
             tier.failures += 1
             is_news = tier.failure is None if leave_out or isinstance(error, UnavailableError) else True
             if leave_out or isinstance(error, UnavailableError):
-                tier.outages += tier.failure is None
-                tier.failure = tier.failure or str(error)
+                if tier.failure is None:
+                    tier.begin_outage(str(error))
             elif str(error) in self._reported or len(self._reported) >= MAX_REPORTED:
                 is_news = False
             else:
@@ -567,13 +604,15 @@ class ParameterServer:
                     tier.store.refresh()
                 self._look_for_losses(tier)
                 return
+            if time.monotonic() < tier.retry_at:
+                return
             tier.store.check()
             self._look_for_losses(tier)
             with self._writing:
                 for table in list(tier.unwritten):
                     self._drop_unwritten(tier, table)
                 with self._lock:
-                    tier.failure = None
+                    tier.failure, tier.back_since = None, time.monotonic()
         except (UnavailableError, StoreError) as error:
             self._report(tier, error, leave_out=tier.failure is not None)
         else:
