@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotrow.sizing_report import SizingReport, TableReport, conclusions, facts, in_units, memory_lines
+from hotrow.sizing_report import SizingReport, TableReport, conclusions, facts, memory_lines
+from hotrow.units import in_units
 from inference_session.errors import ConfigurationError
 
 if TYPE_CHECKING:
