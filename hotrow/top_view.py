@@ -20,6 +20,12 @@ from hotrow.sizing_report import in_units
 _HISTORY = 40
 _MOST_EVENTS = 8
 _BLOCKS = " ▁▂▃▄▅▆▇█"
+_COUNTED_EVENTS = (
+    ("hotrow_backend_restarts_total", "its process died and was started again"),
+    ("hotrow_in_place_updates_total", "new content of its folder has taken over"),
+    ("hotrow_failed_in_place_updates_total", "new content of its folder is not fit to serve"),
+)
+_FAILURES = ("nv_inference_request_failure", "hotrow_failed_requests_total")
 _GOOD, _BAD, _DIM, _HEAD = "green", "bold red", "dim", "bold cyan"
 
 
@@ -161,7 +167,9 @@ class TopView:
     def _model_row(self, version: _Version) -> Iterator[str | Text]:
         window, labels = self._window, version.labels
         yield _number(window.per_second("nv_inference_request_success", **labels))
-        yield _alarm(window.per_second("nv_inference_request_failure", **labels))
+        # Triton counts those that we answer with an error as successes.
+        failures = (window.per_second(name, **labels) for name in _FAILURES)
+        yield _alarm(sum(rate or 0.0 for rate in failures))
         yield _number(window.per_second("nv_inference_count", **labels))
         yield _number(window.ratio("nv_inference_count", "nv_inference_exec_count", **labels))
         for duration in ("nv_inference_request_duration_us", "nv_inference_queue_duration_us"):
@@ -240,6 +248,12 @@ class TopView:
             if before.total("hotrow_tier_up", **labels) not in (None, up):
                 what = "answers again" if up else "is down"
                 self._note(f"{labels['model']} version {labels['version']}: tier {labels['tier']} {what}")
+
+        for name, what in _COUNTED_EVENTS:
+            for labels, value in after.values(name):
+                if value > (before.total(name, **labels) or 0):
+                    version = f" version {labels['version']}" if "version" in labels else ""
+                    self._note(f"{labels['model']}{version}: {what}")
 
     def _note(self, event: str) -> None:
         self._events.append(f"{time.strftime('%H:%M:%S')}  {event}")

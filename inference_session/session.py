@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,6 +17,7 @@ from inference_session.batch import CheckedRequest, JoinedBatch, Request, Reques
 from inference_session.canary import check_canary
 from inference_session.config import SessionConfig
 from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine
+from inference_session.dump import DumpReport, dump
 from inference_session.embedding_cache.kernels import cpu
 from inference_session.errors import (
     ConfigurationError,
@@ -37,6 +38,9 @@ from inference_session.lookup_plan import LookedUp, LookupPlan
 from inference_session.outputs import Answer, Outputs
 from inference_session.row_source import create_row_source
 from inference_session.stats import SessionStats
+
+if TYPE_CHECKING:
+    from inference_session.update_stream.kafka_stream import KafkaUpdateStream
 
 _WARM_UP_BATCHES = ((1, 1), (1, 64), (4, 1), (16, 1), (8, 64), (16, 1), (8, 64), (1, 64), (1, 1))
 """Requests and samples of each, run before a version serves: a network takes longer for a size that is new to it."""
@@ -67,17 +71,14 @@ class InferenceSession:
         config = SessionConfig.resolve(settings, spec.settings, defaults or {})
         if config.device.startswith("cuda"):
             raise ConfigurationError(f"setting 'device' cannot be {config.device!r}: this version runs on the CPU only")
-        absent = frozenset({TABLES_FOLDER}) if config.has_store else frozenset()
-        known = VerifiedFiles(_state_file(config, directory, "verified")) if config.state_dir else None
-        manifest.verify(directory, checksums=config.verify == "full", absent=absent, known=known)
-        if known is not None:
-            known.save()
+        _verify(config, directory)
         session = cls(spec, config, directory)
         try:
             session._warm_up()
             if config.canary_requests:
                 check_canary(session.run, directory.parent / config.canary_requests, config.canary_tolerance)
             session._start_counting()
+            session._follow_updates()
         except BaseException:
             session.close()
             raise
@@ -108,6 +109,7 @@ class InferenceSession:
         self._plan = LookupPlan(spec, self._rows)
         self._may_join = spec.joins_requests
         self._hot_keys: HotKeysWriter | None = None
+        self._updates: KafkaUpdateStream | None = None
         self._closed = False
 
     @property
@@ -234,9 +236,26 @@ class InferenceSession:
         if self._hot_keys is not None:
             self._hot_keys.write()
 
+    def dump(self, target: str | Path, progress: Callable[[int], None] | None = None) -> DumpReport:
+        """Write all rows as they are served, updates applied, into a new folder with a sparse folder of HugeCTR per
+        table; see inference_session/dump.py. Requests are answered meanwhile, updates wait.
+
+        Args:
+            target: a path, or `hdfs://HOST:PORT/path`; appears when it is whole.
+            progress: told the number of rows read since the last call.
+
+        Raises:
+            ConfigurationError: the target exists.
+            UnavailableError: a store is down.
+        """
+        if self._closed:
+            raise SessionClosedError(f"the session of {str(self.directory)!r} has been closed")
+        return dump(self._rows, self.spec, target, progress)
+
     def stats(self) -> dict[str, Any]:
         """Counters since `open`; docs/operations.md defines each key."""
-        return {**self._stats.snapshot(), **self._rows.stats()}
+        updates = {} if self._updates is None else self._updates.stats()
+        return {**self._stats.snapshot(), **self._rows.stats(), "updates": updates}
 
     def close(self) -> None:
         """Answer no more. May be called twice.
@@ -245,8 +264,11 @@ class InferenceSession:
         """
         if not self._closed:
             self._closed = True
+            if self._updates is not None:
+                self._updates.close()
             if self._hot_keys is not None:
                 self._hot_keys.close()
+                self._hot_keys = None  # it knows us: the memory would wait for the garbage collector
             self._rows.close()
             if self._plan.recorder is not None:
                 self._plan.recorder.close()
@@ -323,12 +345,39 @@ class InferenceSession:
         if self.config.state_dir and self._rows.stats()["cache"].get("capacity"):
             self._hot_keys = HotKeysWriter(self._hot_keys_file, self._rows.hot_keys, self._num_lookups)
 
+    def _follow_updates(self) -> None:
+        """Apply what changes from now on, and what has been published before, as far as that has not been done."""
+        if self.config.update_stream is None:
+            return
+        from inference_session.update_stream.kafka_stream import KafkaUpdateStream
+
+        folder = self.directory.resolve()
+        self._updates = KafkaUpdateStream(
+            self.config.update_stream,
+            folder.parent.name,
+            folder.name,
+            self.spec.tables,
+            self._rows,
+            topic_filter=self.config.update_filter,
+            allow_non_finite=self.config.non_finite_updates == "apply",
+        )
+        self._updates.wait_until_current(self.config.catch_up_s)
+
     @property
     def _hot_keys_file(self) -> Path:
         return _state_file(self.config, self.directory, "hot_keys")
 
     def _num_lookups(self) -> int:
         return sum(table["lookup_keys"] for table in self._stats.snapshot()["tables"].values())
+
+
+def _verify(config: SessionConfig, directory: Path) -> None:
+    """Compare the files with the manifest, as far as the settings want it and it has not been done before."""
+    absent = frozenset({TABLES_FOLDER}) if config.has_store else frozenset()
+    known = VerifiedFiles(_state_file(config, directory, "verified")) if config.state_dir else None
+    manifest.verify(directory, checksums=config.verify == "full", absent=absent, known=known)
+    if known is not None:
+        known.save()
 
 
 def _state_file(config: SessionConfig, directory: Path, kind: str) -> Path:

@@ -8,6 +8,7 @@ its process dies; what the note of a table vouches for survives the machine as w
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import tempfile
 import threading
@@ -24,10 +25,9 @@ from inference_session.errors import (
     ConfigurationError,
     SessionClosedError,
     StoreError,
-    TableNotFoundError,
     UnavailableError,
 )
-from inference_session.parameter_server.base import SCAN_BYTES, EmbeddingStore, Rows, check_fetch, check_insert
+from inference_session.parameter_server.base import SCAN_BYTES, BoundStore, Rows, check_fetch, check_insert
 from inference_session.parameter_server.namespace import Namespace, StoredTable
 
 try:
@@ -59,7 +59,7 @@ _CURRENT_FILE = "CURRENT"
 """What every RocksDB has; without it there is none."""
 
 
-class RocksDbStore(EmbeddingStore):
+class RocksDbStore(BoundStore):
     """The tables of one model in a RocksDB."""
 
     def __init__(
@@ -75,9 +75,11 @@ class RocksDbStore(EmbeddingStore):
         self.namespace = namespace
         self._is_writer = writable is True
         self._may_write = writable is not False
-        self._embedding_dims = dict(embedding_dims)
+        super().__init__(embedding_dims)
         self._lock = threading.Lock()
         self._families: dict[str, Any] = {}
+        self._seen: object = None
+        """The state of the files when a reader last caught up."""
         self._present: set[str] = set()
         """Tags of the column families that the open database knows; a reader's may not know all there are."""
         self._closed = False
@@ -89,11 +91,6 @@ class RocksDbStore(EmbeddingStore):
             raise
 
     @property
-    def tables(self) -> tuple[str, ...]:
-        """The tables that the store was bound to, whether or not they have rows."""
-        return tuple(self._embedding_dims)
-
-    @property
     def supports_writes(self) -> bool:
         """Whether this is the database's writer, or may become it."""
         return self._may_write
@@ -102,13 +99,6 @@ class RocksDbStore(EmbeddingStore):
     def lags(self) -> bool:
         """A reader does."""
         return not self._is_writer
-
-    def embedding_dim(self, table: str) -> int:
-        """Number of elements of the table's vectors."""
-        if table not in self._embedding_dims:
-            known = ", ".join(map(repr, self._embedding_dims)) or "none"
-            raise TableNotFoundError(f"{self!r} has no table {table!r}; its tables: {known}")
-        return self._embedding_dims[table]
 
     def num_rows(self, table: str) -> int:
         """Number of rows; reads all keys, for RocksDB itself does not know."""
@@ -203,11 +193,15 @@ class RocksDbStore(EmbeddingStore):
         if self._is_writer:
             return
         with _translated(self.path), self._lock:
+            state = _state_of_files(self.path)
+            if state == self._seen:
+                return
             ours = {self.namespace.tag(table) for table in self._embedding_dims}
             if ours & set(Rdict.list_cf(str(self.path))) != ours & self._present:
                 self._families = {}
                 self._db = self._open_database(as_writer=False)
             self._db.try_catch_up_with_primary()
+            self._seen = state
 
     def sync(self) -> None:
         """See EmbeddingStore."""
@@ -358,6 +352,21 @@ def open_reader(path: Path, secondary_path: Path) -> Any:
         column_families={name: _options() for name in Rdict.list_cf(str(path))},
         access_type=AccessType.secondary(str(secondary_path)),
     )
+
+
+def _state_of_files(path: Path) -> object:
+    """Differs once a writer has written anything. Catching up stops all threads of this process for some milliseconds,
+    so it is not done for nothing.
+    """
+    try:
+        with os.scandir(path) as entries:
+            return {
+                (entry.name, entry.stat().st_size, entry.stat().st_mtime_ns)
+                for entry in entries
+                if entry.name.endswith(".log") or entry.name.startswith("MANIFEST")
+            }
+    except FileNotFoundError:  # a log that has just been removed, so something has been written
+        return object()
 
 
 def _list_families(path: Path) -> list[str]:
