@@ -30,7 +30,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Literal, TypeAlias, get_args
 from urllib.parse import quote
 
-from inference_session.errors import HotrowError, UnavailableError
+from inference_session.errors import ConfigurationError, HotrowError, UnavailableError
 from triton_backend import heartbeat, reaper
 from triton_backend.installation import Installation, find_installation
 from triton_backend.ports import resolve_ports
@@ -306,9 +306,9 @@ class TritonServer:
             try:
                 with self._as_client() as server:
                     return server.load_with(model, config)
-            except UnavailableError:
+            except (UnavailableError, ConfigurationError):
                 if self.options.tls is None:
-                    raise  # else the authority of the clients may not be the server's own
+                    raise  # else the authority of the clients may not be the server's own, or the certificate is old
         body = json.dumps({"parameters": {"config": json.dumps(config)}}).encode()
         self.request("POST", f"v2/repository/models/{quote(model, safe='')}/load", body, timeout=LOAD_TIMEOUT_S)
         return None
