@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,13 @@ def model(tmp_path: Path) -> Path:
     assert result.exit_code == 0, result.output
     assert "4 outputs recorded" in result.output
     return tmp_path / "small"
+
+
+def npy() -> bytes:
+    """A file of one array, which is no archive."""
+    file = io.BytesIO()
+    np.save(file, np.zeros(3))
+    return file.getvalue()
 
 
 def break_click(directory: Path, operator: str) -> None:
@@ -70,13 +78,13 @@ def test_nan_is_refused_whatever_was_recorded(model: Path) -> None:
             InferenceSession.open(model / "2", canary_requests=f"../{file}", canary_tolerance=1e9)
 
 
-@pytest.mark.parametrize("content", [b"", b"PK nonsense", None])
+@pytest.mark.parametrize("content", [b"", b"PK nonsense", b"PK\3\4 nonsense", npy(), None])
 def test_a_file_that_is_none_is_a_wrong_setting(model: Path, content: bytes | None) -> None:
     """Named, with the reason; the version does not open unchecked."""
     path = model.parent / "other.npz"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(ConfigurationError, match=r"canary_requests .*other\.npz: cannot be read"):
+    with pytest.raises(ConfigurationError, match=r"canary requests .*other\.npz: cannot be read"):
         InferenceSession.open(model / "1", canary_requests="../other.npz")
 
 

@@ -134,7 +134,6 @@ class SessionMetrics:
         gauges = self._make(_GAUGES, pb_utils.MetricFamily.GAUGE, self._labels)
         gauges["load_s"].set(first["load_s"])
         gauges["loaded_at"].set(time.time())
-        gauges["version_info"].set(1)
         self._version_info = gauges["version_info"]
         self._resident_memory = gauges["resident_memory"]
         self._reported: dict[tuple[str, ...], int] = {}
@@ -175,6 +174,8 @@ class SessionMetrics:
             gauge.set(stats["updates"][key])
         for tier, gauge in self._tiers_up.items():
             gauge.set(int(stats["tiers"][tier]["failure"] is None))
+        # Again and again: a generation that this one replaced may set it to 0 after this one began.
+        self._version_info.set(1)
         self._resident_memory.set(_resident_bytes())
 
     def _of_table(self, stats: Mapping[str, Any], folder: str) -> dict[str, str]:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
 
 import click
-import numpy as np
-
-from inference_session.errors import ConfigurationError
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -31,13 +27,9 @@ def command(version_dir: Path, requests: Path, target: Path) -> None:
       parameters { key: "canary_requests" value { string_value: "/…/canary/ctr.npz" } }
     """
     from inference_session import InferenceSession
-    from inference_session.canary import record_canary
+    from inference_session.canary import read_arrays, record_canary
 
-    try:
-        with np.load(requests, allow_pickle=False) as archive:
-            inputs = dict(archive)
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ConfigurationError(f"{requests}: cannot be read as an .npz file: {error}") from error
+    inputs = read_arrays(requests)
     # Without the setting: a file that is to be recorded anew must not stand in its own way.
     with InferenceSession.open(version_dir, canary_requests="") as session:
         record_canary(session.run, inputs, target)
