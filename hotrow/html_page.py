@@ -6,7 +6,7 @@ import contextlib
 import html
 import io
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,9 +58,9 @@ def page_colors() -> Iterator[None]:
     """Within, figures are drawn in the page's colours, which `svg` has the page choose."""
     import matplotlib as mpl
 
-    roles = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
-    # A title's colour is Matplotlib's text colour unless it is said.
-    with mpl.rc_context({**dict.fromkeys(roles, _INK), "grid.color": FAINT}):
+    inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
+    colors: dict[Any, str] = {**dict.fromkeys(inked, _INK), "grid.color": FAINT}
+    with mpl.rc_context(colors):
         yield
 
 
