@@ -16,6 +16,18 @@ _COMMANDS = {
     "serve": "serve",
     "inspect": "inspect_version",
     "push": "push",
+    "publish": "publish",
+    "load": "load",
+    "smoke-test": "smoke_test",
+    "roll-back": "roll_back",
+    "versions": "versions",
+    "health": "health",
+    "record-canary": "record_canary",
+    "copy": "copy",
+    "dump": "dump",
+    "size": "size",
+    "top": "top",
+    "doctor": "doctor",
 }
 
 

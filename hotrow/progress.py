@@ -11,6 +11,7 @@ from rich.progress import (
     DownloadColumn,
     Progress,
     ProgressColumn,
+    SpinnerColumn,
     Task,
     TextColumn,
     TimeElapsedColumn,
@@ -31,6 +32,23 @@ def row_progress(title: str, total_rows: int) -> Iterator[Callable[[int], None]]
     """A bar on stderr; yields the function that is told the rows done since the last call."""
     rows = TextColumn("{task.completed:,.0f}/{task.total:,.0f} rows")
     with _progress(title, total_rows, rows, _RowsPerSecond()) as advance:
+        yield advance
+
+
+@contextmanager
+def waiting(title: str) -> Iterator[None]:
+    """A sign of life on stderr, and the time it has taken."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        progress.add_task(title, total=None)
+        yield
+
+
+@contextmanager
+def key_progress(title: str, total_keys: int | None = None) -> Iterator[Callable[[int], None]]:
+    """A bar on stderr; yields the function that is told the keys done since the last call."""
+    with _progress(title, total_keys, TextColumn("{task.completed:,.0f} keys")) as advance:
         yield advance
 
 

@@ -1,7 +1,7 @@
 """Requests: checked one by one, joined into one batch, split again.
 
 A *layout* says how a request carries its samples. This module holds the plain one (`TensorLayout`: the model's own
-inputs, by name); a session asks nothing of a layout but `check` and `join`.
+inputs, by name); a session asks nothing of a layout but `check`, `join` and `split`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ class Ragged(NamedTuple):
     begins: NDArray[np.int64]
     ends: NDArray[np.int64]
     shape: tuple[int, ...]
+    num_keys: int
+    """In all bags together."""
 
 
 Part: TypeAlias = "NDArray[Any] | Ragged"
@@ -91,7 +93,16 @@ class JoinedBatch:
 
 
 class RequestLayout(ABC):
-    """How requests of one model carry their samples."""
+    """How requests of one model carry their samples.
+
+    Args:
+        outputs: what clients may ask for.
+        max_elements: elements of one input of a request, at most.
+    """
+
+    def __init__(self, outputs: Outputs, *, max_elements: int) -> None:
+        self._outputs = outputs
+        self._max_elements = max_elements
 
     @abstractmethod
     def check(self, request: Request) -> CheckedRequest:
@@ -104,6 +115,22 @@ class RequestLayout(ABC):
     def join(self, requests: Sequence[CheckedRequest]) -> JoinedBatch:
         """Several requests of equal `shapes` as one batch."""
         return JoinedBatch.of(requests)
+
+    def wanted(self, requests: Sequence[CheckedRequest]) -> list[str]:
+        """What the network has to compute for a batch."""
+        return self._outputs.of_network([request.outputs for request in requests])
+
+    def split(self, computed: Answer, requests: Sequence[CheckedRequest]) -> list[Answer]:
+        """What each request of a batch asked for, out of what the network computed for all of them."""
+        wanted = [request.outputs for request in requests]
+        return self._outputs.split(computed, wanted, [request.num_samples for request in requests])
+
+    def _check_size(self, name: str, array: NDArray[Any]) -> None:
+        if array.size > self._max_elements:
+            raise InvalidRequestError(
+                f"input {name!r} has {array.size} elements, above the limit of {self._max_elements} "
+                "(max_keys_per_request)"
+            )
 
 
 def answer_jointly(
@@ -166,11 +193,10 @@ class TensorLayout(RequestLayout):
     """A request carries the model's own inputs, each [samples, …] where the model is batched."""
 
     def __init__(self, spec: ModelSpec, outputs: Outputs, *, network_inputs: frozenset[str], max_elements: int) -> None:
+        super().__init__(outputs, max_elements=max_elements)
         self._batched = spec.batched
-        self._max_elements = max_elements
         ragged = _ragged_inputs(spec, network_inputs)
         self._inputs = tuple(_expected(tensor, tensor.name in ragged) for tensor in spec.inputs)
-        self._outputs = outputs
 
     def check(self, request: Request) -> CheckedRequest:
         inputs = request.inputs
@@ -226,14 +252,11 @@ class TensorLayout(RequestLayout):
         raise InvalidRequestError(f"the model has no input {unknown[0]!r}; its inputs: {_listed(expected)}")
 
     def _explain_array(self, expected: _Expected, array: NDArray[Any]) -> None:
+        self._check_size(expected.name, array)
         where = f"input {expected.name!r}"
         if array.dtype != expected.dtype:
             raise InvalidRequestError(f"{where} has type {array.dtype}, expected {expected.dtype}")
-        if array.ndim != expected.rank:
-            raise InvalidRequestError(f"{where} has shape {list(array.shape)}, expected {expected.rank} dimensions")
-        raise InvalidRequestError(
-            f"{where} has {array.size} elements, above the limit of {self._max_elements} (max_keys_per_request)"
-        )
+        raise InvalidRequestError(f"{where} has shape {list(array.shape)}, expected {expected.rank} dimensions")
 
     def _explain_shape(self, expected: _Expected, array: NDArray[Any]) -> None:
         fixed = dict(expected.fixed)
@@ -269,7 +292,8 @@ def _even_out(arrays: Sequence[Any]) -> list[Part]:
     lengths = np.concatenate([np.full(math.prod(a.shape[:-1]), a.shape[-1], np.int64) for a in arrays])
     ends = np.cumsum(lengths)
     shape = (sum(len(a) for a in arrays), *arrays[0].shape[1:-1])
-    return [Ragged(np.concatenate(arrays, axis=None), ends - lengths, ends, shape)]
+    values = np.concatenate(arrays, axis=None)
+    return [Ragged(values, ends - lengths, ends, shape, values.size)]
 
 
 def _decoded(name: str, array: NDArray[Any]) -> NDArray[Any]:

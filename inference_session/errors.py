@@ -35,6 +35,10 @@ class ModelFormatError(HotrowError, ValueError):
     """A model file or version directory is not what its format promises; the message names the file."""
 
 
+class TraceFormatError(HotrowError, ValueError):
+    """A file of keys is not what its format promises; the message names the file."""
+
+
 class UnsupportedModelError(HotrowError, ValueError):
     """The model is well-formed, but holds something that cannot be served; the message names it."""
 
@@ -45,6 +49,10 @@ class CanaryError(HotrowError, ValueError):
 
 class StoreError(HotrowError, RuntimeError):
     """A tier could not do what was asked of it."""
+
+
+class SourceError(HotrowError, OSError):
+    """A file cannot be read or written where it is kept; the message names place and file."""
 
 
 class UnavailableError(HotrowError, RuntimeError):

@@ -18,6 +18,7 @@ from inference_session.batch import JoinedBatch, Part, Ragged
 from inference_session.embedding_cache.kernels.layout import SEGMENT, PoolingCode
 from inference_session.errors import InvalidRequestError
 from inference_session.formats.native import LookupSpec, ModelSpec
+from inference_session.key_recorder import KeyRecorder
 from inference_session.row_source import RowSource
 
 _MAX_GEOMETRIES = 1024
@@ -75,6 +76,8 @@ class LookupPlan:
     def __init__(self, spec: ModelSpec, rows: RowSource) -> None:
         self._lookups = spec.lookups
         self._rows = rows
+        self.recorder: KeyRecorder | None = None
+        """Is told all keys that were looked up."""
         position = {table.folder: i for i, table in enumerate(spec.tables)}
         self._table_positions = [position[lookup.table] for lookup in spec.lookups]
         self._table_specs = [spec.tables[i] for i in self._table_positions]
@@ -106,6 +109,8 @@ class LookupPlan:
             held += self._fill_loose(segments, batch, num_keys)
         num_unknown = np.zeros(len(segments), np.int64)
         self._rows.look_up(segments, num_keys, num_unknown)
+        if self.recorder is not None:
+            self.recorder.record(segments, num_keys)
         del held
         return LookedUp(self._inputs(vectors, batch), num_keys, num_unknown)
 
@@ -113,18 +118,24 @@ class LookupPlan:
         self, segments: NDArray[np.void], batch: JoinedBatch, num_keys: NDArray[np.int64]
     ) -> list[NDArray[Any]]:
         """Lay the keys that are no columns behind each other and enter where; returns what must stay alive."""
-        parts = {i: batch.parts(self._lookups[i].keys) for i in self._loose}
-        ragged = [i for i in self._loose if isinstance(parts[i][0], Ragged)]
-        held = [_laid_out([part for each in parts.values() for part in each if not isinstance(part, Ragged)])]
-        counts = num_keys[self._loose]
-        segments["keys_address"][self._loose] = _address(held[0]) + _KEY_BYTES * (np.cumsum(counts) - counts)
-        for i in ragged:
-            bags = _joined_bags([part for part in parts[i] if isinstance(part, Ragged)])
-            segments["keys_address"][i] = _address(bags.values)
-            segments["begins_address"][i] = _address(bags.begins)
-            segments["ends_address"][i] = _address(bags.ends)
-            num_keys[i] = int((bags.ends - bags.begins).sum())
-            held += [bags.values, bags.begins, bags.ends]
+        held: list[NDArray[Any]] = []
+        even: dict[int, list[Part]] = {}
+        for i in self._loose:
+            parts = batch.parts(self._lookups[i].keys)
+            if isinstance(parts[0], Ragged):
+                bags = _joined_bags(parts)  # type: ignore[arg-type]  # the others are ragged as well
+                num_keys[i] = bags.num_keys
+                segments["keys_address"][i] = _address(bags.values)
+                segments["begins_address"][i] = _address(bags.begins)
+                segments["ends_address"][i] = _address(bags.ends)
+                held += [bags.values, bags.begins, bags.ends]
+            else:
+                even[i] = parts
+        if even:
+            places = list(even)
+            held.append(_laid_out([part for parts in even.values() for part in parts]))  # type: ignore[misc]
+            counts = num_keys[places]
+            segments["keys_address"][places] = _address(held[-1]) + _KEY_BYTES * (np.cumsum(counts) - counts)
         return held
 
     def _fill_packed(self, segments: NDArray[np.void], batch: JoinedBatch) -> list[NDArray[Any]]:
@@ -284,11 +295,12 @@ def _joined_bags(parts: list[Ragged]) -> Ragged:
     """Ragged bags of several requests behind each other."""
     if len(parts) == 1:
         bags = parts[0]
-        return bags._replace(values=np.ascontiguousarray(bags.values, np.int64))
+        return bags if bags.values.dtype == np.int64 else bags._replace(values=bags.values.astype(np.int64))
     shifts = np.cumsum([0, *(part.values.size for part in parts[:-1])])
     begins = np.concatenate([part.begins + shift for part, shift in zip(parts, shifts, strict=True)])
     ends = np.concatenate([part.ends + shift for part, shift in zip(parts, shifts, strict=True)])
-    return Ragged(_laid_out([part.values for part in parts]), begins, ends, parts[0].shape)
+    num_keys = sum(part.num_keys for part in parts)
+    return Ragged(_laid_out([part.values for part in parts]), begins, ends, parts[0].shape, num_keys)
 
 
 def _address(array: NDArray[Any]) -> int:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.hadoop import Hdfs
 
 ROOT = Path(__file__).resolve().parent.parent
 _skipped: list[str] = []
@@ -18,6 +24,16 @@ def shared() -> Path:
     if not (folder / "models").is_dir():
         pytest.skip("no folder with real models beside this checkout")
     return folder
+
+
+@pytest.fixture(scope="session")
+def hdfs() -> Iterator[Hdfs]:
+    """A NameNode and a DataNode of this machine, for all tests that leave them as they were."""
+    from tests.hadoop import Hdfs
+
+    with pytest.MonkeyPatch.context() as patch, Hdfs() as cluster:
+        patch.setenv("HADOOP_USER_NAME", getpass.getuser())
+        yield cluster
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -24,6 +24,7 @@ from inference_session.errors import (
     UnknownKeyError,
 )
 from inference_session.formats.manifest import write_manifest
+from inference_session.formats.native import TensorSpec
 from tests import small_model
 
 
@@ -363,6 +364,17 @@ def test_networks_that_do_not_fit_session_json_are_refused(
     write_manifest(tmp_path / "1")
 
     with pytest.raises(ModelFormatError, match=rf"session\.json: {message}, which nothing provides"):
+        InferenceSession.open(tmp_path / "1")
+
+
+def test_an_output_that_no_network_makes_is_refused(tmp_path: Path) -> None:
+    """When the version is opened, not when a client asks for it."""
+    small_model.write(tmp_path / "1")
+    outputs = (*small_model.SPEC.outputs, TensorSpec("nowhere", "float32", (-1, 1)))
+    dataclasses.replace(small_model.SPEC, outputs=outputs).write(tmp_path / "1")
+    write_manifest(tmp_path / "1")
+
+    with pytest.raises(ModelFormatError, match=r"session\.json: output 'nowhere' is none of dense\.onnx's"):
         InferenceSession.open(tmp_path / "1")
 
 

@@ -15,6 +15,7 @@ from inference_session.outputs import Answer
 from inference_session.versions import VersionManager
 from triton_backend.errors import triton_error
 from triton_backend.packed import packed_response
+from triton_backend.probe import PROBE_PARAMETER, probe_request
 from triton_backend.tensors import read_array, write_tensor
 
 TritonRequest: TypeAlias = Any
@@ -57,6 +58,8 @@ class Answering:
             return [_failure(error)]
 
     def _read(self, request: TritonRequest) -> Request:
+        if PROBE_PARAMETER in request.parameters():
+            return Request(probe_request(self._versions.spec), request.requested_output_names())
         inputs = {tensor.name(): read_array(tensor) for tensor in request.inputs()}
         if self._max_samples:
             for name, array in inputs.items():

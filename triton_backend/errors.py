@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -27,3 +28,16 @@ def triton_error(error: Exception) -> Any:
             return pb_utils.TritonError(str(error), getattr(pb_utils.TritonError, code))
     message = f"the server failed ({type(error).__name__}); its log says more"
     return pb_utils.TritonError(message, pb_utils.TritonError.INTERNAL)
+
+
+def load_error(error: Exception) -> Exception:
+    """What `initialize` raises, so that whoever asked for the load reads the reason and nothing else.
+
+    The Python backend appends the place in our code to the message, and hands it on as a C string: the zero byte ends
+    it before that. An error that we did not raise on purpose leaves its traceback in the server's log.
+    """
+    if not isinstance(error, HotrowError):
+        pb_utils.Logger.log_error("".join(traceback.format_exception(error)))
+        error = HotrowError(f"{type(error).__name__}: {error}")
+    refusal: Exception = pb_utils.TritonModelException(f"{error}\0")
+    return refusal

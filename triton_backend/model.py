@@ -14,12 +14,14 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from inference_session import InferenceSession
-from inference_session.errors import ConfigurationError, HotrowError
+from inference_session.errors import ConfigurationError
 from inference_session.user_cache import state_folder
 from inference_session.versions import VersionManager
+from triton_backend import heartbeat
 from triton_backend.answering import Answering, TritonRequest, TritonResponse
+from triton_backend.errors import load_error
 from triton_backend.joining import JoiningQueue
-from triton_backend.metrics import SessionMetrics
+from triton_backend.metrics import SessionMetrics, count_restarts
 from triton_backend.repository import SOURCE_LINK
 from triton_backend.tensors import check_types
 
@@ -32,28 +34,29 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Open the version directory; `args` are Triton's, all of them strings, `model_config` as JSON."""
         config = json.loads(args["model_config"])
+        heartbeat.start()
         try:
             versions, max_samples = self._open(config, args)
             check_types((*versions.spec.inputs, *versions.spec.outputs))
-        except HotrowError as error:
-            raise pb_utils.TritonModelException(str(error)) from None
+        except Exception as error:  # noqa: BLE001  whatever it was, who asked for the load is told in plain words
+            raise load_error(error) from None
         self._versions = versions
         spec = versions.spec
         # Triton joins requests itself, and checks their size, where it knows which dimension counts samples; packed
         # requests say themselves how many they hold, and it joins them where it has been told to.
         packed = spec.layout != "tensors"
-        joins = spec.batched and ("dynamic_batching" not in config if packed else config["max_batch_size"] == 0)
+        come_alone = "dynamic_batching" not in config if packed else config["max_batch_size"] == 0
         self._answering = Answering(
             versions,
-            max_samples=max_samples if joins and not packed else 0,
+            max_samples=max_samples if spec.batched and come_alone and not packed else 0,
             device_id=int(args["model_instance_device_id"]),
         )
         self._joining: JoiningQueue | None = None
-        if joins and spec.joinable:
+        if come_alone and spec.joins_requests:
             self._joining = JoiningQueue(
                 self._answering.answer, _num_samples, max_samples=max_samples, name=args["model_name"]
             )
-        self._metrics = _metrics(self._answering, args)
+        self._metrics = _metrics(self._answering, config, args)
         # What has been loaded stays: no collection while serving has to walk through it again.
         gc.collect()
         gc.freeze()
@@ -120,9 +123,10 @@ def _num_samples(request: TritonRequest) -> int:
     return int(shape[0]) if shape else 1
 
 
-def _metrics(answering: Answering, args: Mapping[str, str]) -> SessionMetrics | None:
+def _metrics(answering: Answering, config: Mapping[str, Any], args: Mapping[str, str]) -> SessionMetrics | None:
     labels = {"model": args["model_name"], "version": args["model_version"]}
     try:
+        count_restarts(config, args["model_name"])
         return SessionMetrics(answering.stats, labels)
     except pb_utils.TritonModelException as error:  # the server runs with --allow-metrics=false
         pb_utils.Logger.log_warn(f"no hotrow_* metrics for {args['model_name']}: {error}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.formats.native import PREDICTIONS, ModelSpec, TensorSpec
+from inference_session.row_source import resolved_cache_bytes
 from triton_backend import text_format
 from triton_backend.text_format import quoted
 
@@ -55,6 +58,8 @@ class ModelConfig:
     inputs: tuple[TensorConfig, ...]
     outputs: tuple[TensorConfig, ...]
     default_model_filename: str
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """Those with a string_value."""
 
     @classmethod
     def read(cls, path: Path) -> ModelConfig:
@@ -74,7 +79,30 @@ def _parse(message: text_format.Message) -> ModelConfig:
         inputs=tuple(_tensor_config(tensor) for tensor in message.get("input", [])),
         outputs=tuple(_tensor_config(tensor) for tensor in message.get("output", [])),
         default_model_filename=_last(message, "default_model_filename"),
+        parameters=_parameters(message),
     )
+
+
+def _parameters(message: text_format.Message) -> dict[str, str]:
+    """Of `parameters { key: "k" value { string_value: "v" } }`, once or often."""
+    entries = [entry for entry in message.get("parameters", []) if isinstance(entry, dict)]
+    values = [(_last(entry, "key"), entry.get("value", [{}])[-1]) for entry in entries]
+    return {key: _last(value, "string_value") for key, value in values if isinstance(value, dict)}
+
+
+def configured_session(spec: ModelSpec, version_dir: Path, **settings: str) -> SessionConfig:
+    """The settings in config.pbtxt and session.json, after those given."""
+    config_file = version_dir.absolute().parent / CONFIG_FILE
+    parameters = ModelConfig.read(config_file).parameters if config_file.exists() else {}
+    known = {setting.name for setting in fields(SessionConfig)}
+    ours = {name: value for name, value in parameters.items() if name in known}
+    return SessionConfig.resolve(settings, ours, spec.settings)
+
+
+def configured_cache_bytes(spec: ModelSpec, version_dir: Path) -> int:
+    """The cache_bytes that config.pbtxt and session.json ask for; 0 where rows come from the table files."""
+    config = configured_session(spec, version_dir)
+    return resolved_cache_bytes(spec, config) if config.has_store else 0
 
 
 def _tensor_config(message: object) -> TensorConfig:

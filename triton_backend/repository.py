@@ -15,12 +15,29 @@ IN_PLACE_BACKENDS = frozenset({"hugectr", "hps"})
 """Serve model folders as HugeCTR's and HPS's users have them, through a view (repository_view.py)."""
 SOURCE_LINK = ".source"
 """In a model folder of the view: leads to the user's own."""
+PS_VARIABLE = "HOTROW_PS_CONFIG"
+"""Environment variable that names ps.json."""
+_PS_FLAG = re.compile(r"^--backend-config[=\n](hugectr|hps),ps=(.+)$", re.MULTILINE)
 _VERSION = re.compile(r"[1-9][0-9]*")
 
 
 def is_version(name: str) -> bool:
     """Whether a folder of that name in a model's folder is a version."""
     return _VERSION.fullmatch(name) is not None
+
+
+def ps_variable(backend: str) -> str:
+    """The environment variable that names ps.json for one backend alone."""
+    return f"{PS_VARIABLE}_{backend.upper()}"
+
+
+def ps_json_variables(flags: Sequence[str]) -> dict[str, str]:
+    """HugeCTR's own `--backend-config=hugectr,ps=FILE` (or `hps,ps=`) among tritonserver's flags, as variables.
+
+    Triton hands that flag to C++ backends only; Python sees the environment. Relative paths count from here.
+    """
+    found = _PS_FLAG.findall("\n".join(flags))
+    return {ps_variable(backend): str(Path(path).absolute()) for backend, path in found}
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,15 @@ What the server does not do by itself, and is done here:
 * it finds a taken port only after it has loaded its models; the ports are tried first;
 * a client's idle HTTP connection keeps it from unloading on SIGTERM, so models are unloaded before it is told to end;
 * killed, it leaves its stub processes and their shared memory: it runs in a process group of its own, and names its
-  shared memory by a prefix of its own, so that both can be found;
-* after a crash it can linger with its ports open: its last words are watched for.
+  shared memory by a prefix of its own, so that both can be found, by a reaper if we have been killed as well;
+* after a crash it can linger with its ports open: its last words are watched for;
+* it does not notice that a stub is dead or hung: watchdog.py does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -21,26 +23,32 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
+from typing import Any, Literal
 from urllib.parse import quote
 
 from inference_session.errors import HotrowError
+from triton_backend import heartbeat, reaper
 from triton_backend.installation import Installation, find_installation
 from triton_backend.ports import resolve_ports
-from triton_backend.repository import IN_PLACE_BACKENDS, ServableModel, find_models
+from triton_backend.reaper import remove_shared_memory
+from triton_backend.remote import RESTRICTED_HEADER, RemoteServer
+from triton_backend.repository import IN_PLACE_BACKENDS, ServableModel, find_models, ps_json_variables
 from triton_backend.repository_view import RepositoryView, has_gpu
 from triton_backend.server_log import ServerLog
+from triton_backend.watchdog import POLL_S, Watchdog
 
 UNLOAD_TIMEOUT_S = 12.0
 """How long a stop waits for requests under way and for models to close."""
+LOAD_TIMEOUT_S = 3600.0
+MAX_RESTARTS = 5
+"""How often a server that goes down with its backend processes is started again."""
 EXIT_TIMEOUT_S = 5
 """How long the server then waits for clients to hang up, before it is killed."""
 RESTRICTED_APIS = "model-repository,model-config,shared-memory,statistics,trace,logging"
-RESTRICTED_HEADER = "hotrow-key"
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where the Python backend keeps its tensors
 _POLL_S = 0.05
 
 
@@ -68,6 +76,28 @@ class ServerOptions:
     """Given to tritonserver as they are, after ours."""
 
 
+@dataclass(frozen=True)
+class _Command:
+    """How the server's program is run, and run again."""
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    folder: Path
+    """Its working directory: stubs import from theirs first, so it must not be the user's."""
+    memory_prefix: str
+
+    def start(self, models: Sequence[ServableModel]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*self.arguments, *(f"--load-model={model.name}" for model in models)],
+            env=self.environment,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
 class TritonServer:
     """A running server; a context manager that stops it."""
 
@@ -75,16 +105,18 @@ class TritonServer:
         self,
         options: ServerOptions,
         models: list[ServableModel],
-        process: subprocess.Popen[bytes],
-        log: ServerLog,
+        command: _Command,
         cleanup: contextlib.ExitStack,
     ) -> None:
         self.options = options
         """As asked, the ports resolved."""
         self.models = models
-        self._process = process
-        self._log = log
+        self._command = command
         self._cleanup = cleanup
+        self._process = command.start(models)
+        cleanup.callback(self._end)
+        self._log = ServerLog(self._process.stdout, verbose=options.verbose)  # type: ignore[arg-type]  # it is a PIPE
+        self._num_restarts = 0
 
     @classmethod
     def start(cls, options: ServerOptions, installation: Installation | None = None) -> TritonServer:
@@ -108,24 +140,24 @@ class TritonServer:
                 repository = cleanup.enter_context(_adapted(repository, folder / "adapted"))
             options = _with_ports(replace(options, repository=_plain_path(repository, folder)))
             memory_prefix = f"hotrow_{os.getpid()}_{secrets.token_hex(4)}_"
-            cleanup.callback(_remove_shared_memory, memory_prefix)
-            process = subprocess.Popen(
-                [
+            cleanup.enter_context(_reaper(memory_prefix, folder))
+            (folder / "heartbeats").mkdir()
+            command = _Command(
+                (
                     str(installation.executable),
                     f"--backend-directory={backends}",
                     f"--backend-config=python,shm-region-prefix-name={memory_prefix}",
-                    *_flags(options, models),
-                ],
-                env=installation.environment(folder),
-                cwd=folder,  # stubs import from their working directory first: it must not be the user's
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+                    *_flags(options),
+                ),
+                {
+                    **installation.environment(folder),
+                    **ps_json_variables(options.extra_flags),
+                    heartbeat.FOLDER_VARIABLE: str(folder / "heartbeats"),
+                },
+                folder,
+                memory_prefix,
             )
-            cleanup.callback(_kill_group, process)
-            log = ServerLog(process.stdout, verbose=options.verbose)  # type: ignore[arg-type]  # a PIPE was asked for
-            server = cls(options, models, process, log, cleanup)
+            server = cls(options, models, command, cleanup)
             server._await_ready()
             server._cleanup = cleanup.pop_all()
             return server
@@ -134,6 +166,16 @@ class TritonServer:
     def pid(self) -> int:
         """The server's process, which leads the process group of its stubs."""
         return self._process.pid
+
+    @property
+    def repository(self) -> Path:
+        """The model repository as the server sees it."""
+        return self.options.repository
+
+    @property
+    def heartbeats(self) -> Path:
+        """The folder where backend processes beat."""
+        return self._command.folder / "heartbeats"
 
     @property
     def endpoints(self) -> dict[str, str]:
@@ -146,10 +188,17 @@ class TritonServer:
         }
 
     def wait(self) -> None:
-        """Return never, unless the server ends by itself: then ServerError says how."""
-        while not self._has_ended():
-            time.sleep(0.2)
-        raise ServerError(self._explain_end())
+        """Look after the backend processes. Return never, unless the server ends by itself: ServerError says how."""
+        watchdog = Watchdog(self)
+        while True:
+            if not self._has_ended():
+                watchdog.look()
+            elif self._was_taken_down(watchdog):
+                self._restart()
+                watchdog.reload_all()
+            else:
+                raise ServerError(self._explain_end())
+            time.sleep(POLL_S)
 
     def stop(self) -> None:
         """Let requests under way end, unload the models, end the server and remove all it left. Idempotent.
@@ -180,10 +229,30 @@ class TritonServer:
             time.sleep(_POLL_S)
         self._log.server_is_ready()
 
+    def _was_taken_down(self, watchdog: Watchdog) -> bool:
+        """Whether it ended because a backend process was lost, and starting it again may help."""
+        code = self._process.poll()
+        crashed = code is None or code < 0
+        return crashed and self._num_restarts < MAX_RESTARTS and (self._log.lost_lock or watchdog.lost_one_lately())
+
+    def _restart(self) -> None:
+        """Start the server again on its ports, with no model loaded."""
+        self._num_restarts += 1
+        print("hotrow: tritonserver went down with a backend process, and is started again", file=sys.stderr)
+        self._end()
+        self._process = self._command.start([])
+        self._log = ServerLog(self._process.stdout, verbose=self.options.verbose)  # type: ignore[arg-type]
+        self._await_ready()
+
+    def _end(self) -> None:
+        """Kill what is left of the server and its stubs, and remove what they shared."""
+        _kill_group(self._process)
+        remove_shared_memory(self._command.memory_prefix)
+
     def _is_ready(self) -> bool:
         """Endpoints open once every model has been loaded."""
         try:
-            self._request("GET", "v2/health/ready")
+            self.request("GET", "v2/health/ready")
         except OSError:
             return False
         return True
@@ -201,25 +270,51 @@ class TritonServer:
         deadline = time.monotonic() + UNLOAD_TIMEOUT_S
         for name in self._loaded_models():
             path = f"v2/repository/models/{quote(name, safe='')}/unload"
-            self._request("POST", path, timeout=deadline - time.monotonic())
+            self.request("POST", path, timeout=deadline - time.monotonic())
         while time.monotonic() < deadline and self._loaded_models():
             time.sleep(_POLL_S)
 
     def _loaded_models(self) -> set[str]:
         """The models of which a version is loaded, being loaded or being unloaded."""
-        index = json.loads(self._request("POST", "v2/repository/index"))
+        index = json.loads(self.request("POST", "v2/repository/index"))
         return {entry["name"] for entry in index if entry.get("state", "UNAVAILABLE") != "UNAVAILABLE"}
 
-    def _request(self, method: str, path: str, *, timeout: float = 2.0) -> bytes:
-        everywhere = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104  an address to listen on, none to ask
-        host = everywhere.get(self.options.host, self.options.host)
-        request = urllib.request.Request(f"http://{host}:{self.options.http_port}/{path}", method=method)
+    def load(self, model: str, config: Mapping[str, Any]) -> None:
+        """Load a model with a configuration, however long it takes; HotrowError or OSError where that fails.
+
+        Over gRPC where that is possible: over HTTP other clients of the server would have to wait.
+        """
+        if importlib.util.find_spec("tritonclient") and importlib.util.find_spec("grpc"):
+            with RemoteServer(self._address("grpc"), restricted_key=self.options.restricted_key) as server:
+                return server.load_with(model, config)
+        body = json.dumps({"parameters": {"config": json.dumps(config)}}).encode()
+        self.request("POST", f"v2/repository/models/{quote(model, safe='')}/load", body, timeout=LOAD_TIMEOUT_S)
+        return None
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        timeout: float = 2.0,
+    ) -> bytes:
+        """Call the server's HTTP endpoint; OSError or HTTPException where it fails."""
+        url = f"http://{self._address('http')}/{path}"
+        request = urllib.request.Request(url, method=method, headers=dict(headers))
         if method == "POST":
-            request.data = b""
+            request.data = body
         if self.options.restricted_key is not None:
             request.add_header(RESTRICTED_HEADER, self.options.restricted_key)
         with _direct.open(request, timeout=max(timeout, 0.1)) as response:
             return bytes(response.read())
+
+    def _address(self, endpoint: Literal["http", "grpc"]) -> str:
+        everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  an address to listen on, none to ask
+        host = everywhere.get(self.options.host, self.options.host)
+        port = self.options.http_port if endpoint == "http" else self.options.grpc_port
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -255,11 +350,10 @@ def _with_ports(options: ServerOptions) -> ServerOptions:
     return replace(options, http_port=http, grpc_port=grpc, metrics_port=metrics)
 
 
-def _flags(options: ServerOptions, models: list[ServableModel]) -> list[str]:
+def _flags(options: ServerOptions) -> list[str]:
     flags = [
         f"--model-repository={options.repository}",
         "--model-control-mode=explicit",
-        *(f"--load-model={model.name}" for model in models),
         # Strict readiness turns false while a version is loaded, and for ever after a failed one.
         "--strict-readiness=false",
         "--disable-auto-complete-config",
@@ -269,6 +363,8 @@ def _flags(options: ServerOptions, models: list[ServableModel]) -> list[str]:
         f"--grpc-port={options.grpc_port}",
         f"--metrics-port={options.metrics_port}",
     ]
+    # Percentiles beside the averages; it costs nothing that could be measured.
+    flags.append("--metrics-config=summary_latencies=true")
     if not options.verbose:
         flags.append("--log-info=false")
     if not any(Path("/dev").glob("nvidia[0-9]*")):
@@ -279,9 +375,20 @@ def _flags(options: ServerOptions, models: list[ServableModel]) -> list[str]:
     return [*flags, *options.extra_flags]
 
 
-def _remove_shared_memory(prefix: str) -> None:
-    for leftover in _SHARED_MEMORY.glob(f"{prefix}*"):
-        leftover.unlink(missing_ok=True)
+@contextlib.contextmanager
+def _reaper(memory_prefix: str, folder: Path) -> Iterator[None]:
+    """Have somebody clear up after us, should we be killed."""
+    program = [sys.executable, "-I", "-S", reaper.__file__]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, cwd="/", text=True, start_new_session=True) as process:
+        assert process.stdin is not None  # noqa: S101  a PIPE was asked for
+        process.stdin.write(json.dumps({"memory_prefix": memory_prefix, "folder": str(folder)}) + "\n")
+        process.stdin.flush()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(BrokenPipeError):  # it has been killed itself
+                process.stdin.write("done\n")
+                process.stdin.flush()
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:

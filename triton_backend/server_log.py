@@ -10,9 +10,12 @@ import threading
 from collections import deque
 from typing import IO
 
+from triton_backend.load_errors import plain_reason
+
 _SIGNAL = re.compile(r"Signal \((\d+)\) received")
 _CRASH_SIGNALS = {str(int(s)) for s in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)}
 _LOAD_FAILURE = re.compile(r"\"failed to load '(.+?)' version (\d+): (.*)\"$")
+_LOST_LOCK = "boost::interprocess::lock_exception"
 _NOISE = (
     # Said on every machine without a GPU, and no error there.
     "CudaDriverHelper has not been initialized",
@@ -20,6 +23,8 @@ _NOISE = (
     "DCGM unable to start",
     # Said of the weights that HugeCTR's users keep in a model's folder.
     "ignore version directory",
+    # How a version that was chosen at run time is marked (remote.py).
+    "version 0 is specified for model",
     # The end that we asked for.
     "Signal (15) received",
 )
@@ -31,6 +36,8 @@ class ServerLog:
     def __init__(self, stream: IO[bytes], *, verbose: bool) -> None:
         self.crashed = threading.Event()
         """Set when the server says that a deadly signal reached it; it may linger afterwards."""
+        self.lost_lock = False
+        """Whether the server says that a lock it shares with a backend process was lost with that process."""
         self._verbose = verbose
         self._last_lines: deque[str] = deque(maxlen=20)
         self._starting = True
@@ -73,6 +80,8 @@ class ServerLog:
         if match := _LOAD_FAILURE.search(line):
             name, version, reason = match.groups()
             self._load_failures.append(f"model {name!r} version {version} failed to load: {_plain(reason)}")
+        elif _LOST_LOCK in line:
+            self.lost_lock = True
         elif line.startswith("error:"):
             self._errors.append(line.removeprefix("error: "))
         elif (signalled := _SIGNAL.match(line)) and signalled.group(1) in _CRASH_SIGNALS:
@@ -80,6 +89,5 @@ class ServerLog:
 
 
 def _plain(reason: str) -> str:
-    """A reason as the log escapes it, without the place in our code that the Python backend adds."""
-    text = reason.replace('\\"', '"').partition("\\n\\nAt:")[0].replace("\\n", "\n").strip()
-    return text.removeprefix("Internal: ").removeprefix("TritonModelException: ")
+    """A reason as the log escapes it."""
+    return plain_reason(reason.replace('\\"', '"').replace("\\n", "\n"))

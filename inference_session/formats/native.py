@@ -127,6 +127,11 @@ class ModelSpec:
     source: str = ""
     """Where the model came from, for people."""
 
+    @property
+    def joins_requests(self) -> bool:
+        """Whether several requests can be computed at once: those of HPS as well, which have no samples to count."""
+        return self.joinable and (self.batched or self.layout == "hps")
+
     def table(self, name: str) -> TableSpec:
         """The table of that original name or folder; TableNotFoundError otherwise."""
         for table in self.tables:

@@ -37,10 +37,10 @@ def stage_version(repository: Path, model: str, version: int | None = None) -> I
     with _locked_folder(staging):
         try:
             yield staging, target
-            _flush(staging)
+            flush_tree(staging)
             _refuse_existing(target)
             staging.rename(target)
-            _flush_one(folder)
+            flush(folder)
         except BaseException as error:
             shutil.rmtree(staging, ignore_errors=True)
             for path in made:
@@ -48,6 +48,28 @@ def stage_version(repository: Path, model: str, version: int | None = None) -> I
                     path.rmdir()
             if isinstance(error, OSError) and error.errno and not error.filename:
                 error.filename = str(staging)  # a full disk does not say where it is full
+            raise
+
+
+@contextmanager
+def stage_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder that becomes `target` when all went well; after an error nothing is left.
+
+    Raises:
+        ConfigurationError: the target exists.
+        UnavailableError: another process is writing it.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = target.parent / f".tmp-{target.name}"
+    with _locked_folder(staging):
+        try:
+            yield staging
+            flush_tree(staging)
+            _refuse_existing(target)
+            staging.rename(target)
+            flush(target.parent)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
             raise
 
 
@@ -95,13 +117,16 @@ def _is_same(folder: Path, handle: int) -> bool:
     return False
 
 
-def _flush(directory: Path) -> None:
-    """Bring everything to the disk: a rename must not outlive the files in a crash of the machine."""
-    for path in (*directory.rglob("*"), directory):
-        _flush_one(path)
+def flush_tree(path: Path) -> None:
+    """Bring a file, or a folder and all below it, to the disk: a rename must not outlive the files in a crash of the
+    machine.
+    """
+    for item in (*(path.rglob("*") if path.is_dir() else ()), path):
+        flush(item)
 
 
-def _flush_one(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Bring a file, or a folder's own entries, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import InvalidRequestError, StoreError
+from inference_session.errors import InvalidRequestError, StoreError, TableNotFoundError
 
 Store = TypeVar("Store", bound="EmbeddingStore")
 Rows: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
@@ -101,10 +101,14 @@ class EmbeddingStore(ABC):
         raise StoreError(f"{self!r} cannot clear table {table!r}: it takes no writes")
 
     def touch(self, table: str, keys: NDArray[np.int64]) -> None:  # noqa: B027
-        """Count these keys as used now, where the store evicts by time; elsewhere nothing."""
+        """Count these keys, which are held, as used now, where the store ranks its rows by use; elsewhere nothing."""
 
     def check(self) -> None:  # noqa: B027
         """Raise what a fetch would raise, if the store is down."""
+
+    def incarnation(self) -> str:
+        """Changes when the store may have lost writes that it had taken, and show older rows again."""
+        return ""
 
     def refresh(self) -> None:  # noqa: B027
         """See what other processes have written since, where that does not happen by itself."""
@@ -120,10 +124,14 @@ class EmbeddingStore(ABC):
         """Keep a text beside a table; what was inserted before it is there whenever the note is."""
         raise StoreError(f"{self!r} keeps no notes on table {table!r}: it takes no writes ({text!r} was to be kept)")
 
-    def remove_versions(self, keep: Collection[str]) -> int:  # noqa: ARG002
-        """Drop the tables of all versions of this store's model but these; returns how many tables went.
+    def versions(self) -> set[str]:
+        """The versions of this store's model that have tables here."""
+        return set()
 
-        Rows that all versions share stay. Works in small steps, beside requests.
+    def remove_versions(self, versions: Collection[str]) -> int:  # noqa: ARG002
+        """Drop the tables of these versions of this store's model; returns how many tables went.
+
+        Works in small steps, beside requests.
         """
         return 0
 
@@ -138,6 +146,26 @@ class EmbeddingStore(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+class BoundStore(EmbeddingStore):
+    """A store that is told its tables, whether or not they have rows."""
+
+    def __init__(self, embedding_dims: Mapping[str, int]) -> None:
+        """`embedding_dims`: the number of elements of each table's vectors."""
+        self._embedding_dims = dict(embedding_dims)
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The tables that the store was bound to."""
+        return tuple(self._embedding_dims)
+
+    def embedding_dim(self, table: str) -> int:
+        """Number of elements of the table's vectors."""
+        if table not in self._embedding_dims:
+            known = ", ".join(map(repr, self._embedding_dims)) or "none"
+            raise TableNotFoundError(f"{self!r} has no table {table!r}; its tables: {known}")
+        return self._embedding_dims[table]
 
 
 def check_fetch(keys: NDArray[np.int64], out: NDArray[np.float32], embedding_dim: int) -> None:

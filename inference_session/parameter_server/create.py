@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
 from inference_session.config import SessionConfig
 from inference_session.errors import UnavailableError
 from inference_session.formats.native import TABLES_FOLDER, ModelSpec
+from inference_session.parameter_server.deletable_files import SUFFIX, DeletableFiles
 from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.retirement import Retirement
 from inference_session.parameter_server.server import ParameterServer, Tier
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_file import TableFileStore
@@ -31,6 +34,9 @@ def create_parameter_server(spec: ModelSpec, config: SessionConfig, directory: P
     folder = directory.resolve()
     namespace = Namespace(folder.parent.name, None if config.store_namespace == "shared" else folder.name)
     dims = {table.folder: table.embedding_dim for table in spec.tables}
+    has_files = (directory / TABLES_FOLDER).exists()
+    if has_files:
+        dims |= {table.folder + SUFFIX: 1 for table in spec.tables}
     tiers: list[Tier] = []
     with contextlib.ExitStack() as opened:
         for name, url in (("volatile", config.volatile_store), ("persistent", config.persistent_store)):
@@ -38,16 +44,37 @@ def create_parameter_server(spec: ModelSpec, config: SessionConfig, directory: P
                 store = create_store(url, namespace, dims, writable="later", timeout_ms=config.store_timeout_ms)
                 opened.callback(store.close)
                 volatile = name == "volatile"
-                tiers.append(
-                    Tier(name, store, volatile=volatile, cache_missed_keys=volatile and config.cache_missed_keys)
-                )
+                promotes, touches = volatile and config.cache_missed_keys, volatile and config.touch_rows
+                durable = not volatile and store.supports_writes
+                tier = Tier(name, store, volatile, durable, cache_missed_keys=promotes, touches=touches)
+                tiers.append(tier)
         _check(tiers)
-        if (directory / TABLES_FOLDER).exists():
-            tiers.append(Tier("files", TableFileStore(directory, spec)))
+        if has_files:
+            tiers.append(Tier("files", DeletableFiles(TableFileStore(directory, spec), tiers[-1].store)))
         opened.pop_all()
     return ParameterServer(
-        tiers, on_store_failure="error" if config.unknown_keys == "reject" else config.on_store_failure
+        tiers,
+        on_store_failure="error" if config.unknown_keys == "reject" else config.on_store_failure,
+        retirement=_retirement(tiers, config, folder),
     )
+
+
+def _retirement(tiers: Sequence[Tier], config: SessionConfig, folder: Path) -> Retirement | None:
+    """The removal of older versions from the volatile store, where the version is one of several and has a tier below.
+
+    A version that is still in the repository stays unless its rows are somewhere else as well.
+    """
+    if not (config.keep_versions and folder.name.isdecimal() and config.store_namespace == "version"):
+        return None
+    if len(tiers) < 2 or not tiers[0].volatile:
+        return None
+
+    def is_safe(version: str) -> bool:
+        of_version = folder.parent / version
+        below = (tier.store.versions() for tier in tiers[1:])
+        return not of_version.exists() or (of_version / TABLES_FOLDER).exists() or any(version in v for v in below)
+
+    return Retirement(tiers[0].store, folder.name, config.keep_versions, is_safe)
 
 
 def _check(tiers: list[Tier]) -> None:
@@ -63,6 +90,6 @@ def _failure(tier: Tier) -> UnavailableError | None:
         tier.store.check()
     except UnavailableError as error:
         _log.warning("the version is opened without its %s store, which does not answer: %s", tier.name, error)
-        tier.failure, tier.outages = str(error), 1
+        tier.begin_outage(str(error))
         return error
     return None

@@ -7,7 +7,6 @@ hps_et.<model>.<table>              HPS's own: one set of rows for all versions,
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,10 +26,10 @@ class Namespace:
         version = "" if self.version is None else f"@{self.version}"
         return f"hps_et.{self.model}{version}.{table}"
 
-    def is_retired(self, tag: str, keep: Collection[str]) -> bool:
-        """Whether the tag is of this model and of a version that is not among these."""
+    def version_of(self, tag: str) -> str | None:
+        """The version that the tag's rows are of; None if they are another model's, or all versions'."""
         parts = split_tag(tag)
-        return parts is not None and parts[0].model == self.model and parts[0].version not in {None, *keep}
+        return parts[0].version if parts is not None and parts[0].model == self.model else None
 
     def __str__(self) -> str:
         return f"model {self.model!r}, " + ("all versions" if self.version is None else f"version {self.version}")

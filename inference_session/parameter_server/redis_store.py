@@ -14,8 +14,8 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import pairwise
+from contextlib import contextmanager, suppress
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,13 +25,12 @@ from inference_session.errors import (
     ConfigurationError,
     SessionClosedError,
     StoreError,
-    TableNotFoundError,
     UnavailableError,
 )
 from inference_session.parameter_server import redis_layout as layout
 from inference_session.parameter_server.base import (
     SCAN_BYTES,
-    EmbeddingStore,
+    BoundStore,
     FetchRequest,
     Rows,
     check_fetch,
@@ -47,6 +46,7 @@ from inference_session.parameter_server.redis_connection import (
     RedirectedError,
     RedisConnection,
 )
+from inference_session.parameter_server.redis_overflow import Eviction, Overflow, num_uses
 from inference_session.parameter_server.redis_replies import REPLY, compile_kernels
 from inference_session.parameter_server.store_url import DEFAULT_TIMEOUT_MS, StoreUrl
 
@@ -62,13 +62,16 @@ try:
 except ImportError as missing:
     raise ConfigurationError("a Redis store needs the package `redis`: pip install 'hotrow[redis]'") from missing
 
-DEFAULT_CONNECTIONS = 2
-"""Connections to one server that a large call uses side by side."""
-_BYTES_PER_BATCH = 128 << 10
+DEFAULT_CONNECTIONS = 1
+"""Connections to one server that a call uses side by side. A server of one thread gains nothing by a second one, and
+the call has two sockets to wait for; calls of several threads have connections of their own anyway."""
+_BYTES_PER_BATCH = 512 << 10
 """Rows in one batch of commands: enough to be worth its system calls, and little for a server to do in one go."""
 _COMMANDS_PER_BATCH = 64
 _BYTES_UNDER_WAY = 1 << 20
 """Rows asked for and not yet read: enough to keep the servers busy, and little for them to hold in their buffers."""
+_MAX_IDLE = 16
+"""Connections to one server that are kept for the next calls, beside those of one call."""
 _MAX_ATTEMPTS = 3
 _MIN_REFRESH_S = 0.1
 _PROBE_FIELDS = 32
@@ -160,7 +163,7 @@ def _num_bytes(batch: list[Any]) -> int:
     return sum(command.num_bytes for command in batch)
 
 
-class RedisStore(EmbeddingStore):
+class RedisStore(BoundStore):
     """The tables of one model in a Redis. Nothing is sent before it is needed: a Redis that is down can be opened."""
 
     def __init__(
@@ -176,31 +179,20 @@ class RedisStore(EmbeddingStore):
         layout.compile_kernels()
         self.url = url
         self.namespace = namespace
-        self._embedding_dims = dict(embedding_dims)
+        super().__init__(embedding_dims)
         self._timeout_ms = timeout_ms
         self._num_connections = url.count("connections", DEFAULT_CONNECTIONS)
         self._given_partitions = url.count("partitions", 0) if "partitions" in url.options else 0
         self._num_partitions: dict[str, int] = {}
+        self._overflow = Overflow.of(url)
         self._servers = RedisServers(url, timeout_ms)
-        self._pool = ConnectionPool(Login.of(url), max_idle=2 * self._num_connections)
+        self._pool = ConnectionPool(Login.of(url), max_idle=_MAX_IDLE + self._num_connections)
         self._closed = False
-
-    @property
-    def tables(self) -> tuple[str, ...]:
-        """The tables that the store was bound to, whether or not they have rows."""
-        return tuple(self._embedding_dims)
 
     @property
     def supports_writes(self) -> bool:
         """Always, though a replica may refuse them."""
         return True
-
-    def embedding_dim(self, table: str) -> int:
-        """Number of elements of the table's vectors."""
-        if table not in self._embedding_dims:
-            known = ", ".join(map(repr, self._embedding_dims)) or "none"
-            raise TableNotFoundError(f"{self!r} has no table {table!r}; its tables: {known}")
-        return self._embedding_dims[table]
 
     def num_rows(self, table: str) -> int:
         """Number of rows, as Redis counts them."""
@@ -232,15 +224,16 @@ class RedisStore(EmbeddingStore):
                     yield keys, np.frombuffer(b"".join(fields.values()), "<f4").reshape(len(keys), -1)
 
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """See EmbeddingStore. The time of each row is set as well, before the row itself."""
+        """See EmbeddingStore. The mark of each row is set as well, before the row itself; then room is made."""
         check_insert(keys, vectors, self.embedding_dim(table))
         writes: list[_Write | _WriteAbsent] = []
         tag = self.namespace.tag(table)
         for partition, part in self._parts(table, keys):
             rows = layout.row_fields(keys[part], vectors[part].astype("<f4", copy=False))
-            writes.append(_set_times(tag, partition, keys[part]))
+            writes.append(self._mark_new(tag, partition, keys[part]))
             writes.append(_Write(b"HSET", layout.rows_name(tag, partition), rows, 2))
         self._run(writes, self._read_numbers)
+        self._make_room(table, keys)
 
     def insert_absent(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See EmbeddingStore. No row is ever replaced, whoever writes at the same moment."""
@@ -251,8 +244,9 @@ class RedisStore(EmbeddingStore):
             name = layout.rows_name(tag, partition)
             head = layout.command_head(b"HSETNX", name, num_fields=2)
             rows = layout.row_fields(keys[part], vectors[part].astype("<f4", copy=False), before=head)
-            writes += [_set_times(tag, partition, keys[part]), _WriteAbsent(name, rows)]
+            writes += [self._mark_new(tag, partition, keys[part]), _WriteAbsent(name, rows)]
         self._run(writes, self._read_numbers)
+        self._make_room(table, keys)
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         """See EmbeddingStore."""
@@ -270,30 +264,76 @@ class RedisStore(EmbeddingStore):
         self._pipeline([("UNLINK", name) for name in (*names, layout.note_name(self.namespace.tag(table)))])
 
     def touch(self, table: str, keys: NDArray[np.int64]) -> None:
-        """Set the time of these keys, which must be held."""
-        tag = self.namespace.tag(table)
-        writes = [_set_times(tag, partition, keys[part]) for partition, part in self._parts(table, keys)]
-        self._run(writes, self._read_numbers)
+        """Set the time of these keys, or with `evict_least_used` add up their uses, one for each time they are named.
 
-    def remove_versions(self, keep: Collection[str]) -> int:
+        Of counts that several processes add to at the same moment some may be lost: they only rank rows.
+        """
+        tag = self.namespace.tag(table)
+        unique, counts = np.unique(keys, return_counts=True)
+        if self._overflow is None or not self._overflow.counts_uses:
+            writes = [_set_times(tag, partition, unique[part]) for partition, part in self._parts(table, unique)]
+            return self._run(writes, self._read_numbers)
+        for partition, part in self._parts(table, unique):
+            name, fields = layout.times_name(tag, partition), [key.tobytes() for key in unique[part]]
+            [marks] = self._pipeline([("HMGET", name, *fields)])
+            uses = [b"%d" % (num_uses(m) + n) for m, n in zip(marks, counts[part].tolist(), strict=True)]
+            self._pipeline([("HSET", name, *chain.from_iterable(zip(fields, uses, strict=True)))])
+        return None
+
+    def versions(self) -> set[str]:
+        """See EmbeddingStore. Looks through the whole key space."""
+        return {version for _, _, version in self._hashes_of_versions()}
+
+    def remove_versions(self, versions: Collection[str]) -> int:
         """See EmbeddingStore. Looks through the whole key space; Redis frees the memory in its own background."""
-        self._refuse_if_closed()
-        pattern = "hps_et{" + _GLOB.sub(r"\\\g<0>", f"hps_et.{self.namespace.model}@") + "*}[vt]"
         tags = set()
         with self._servers.client() as client:
-            for name in client.scan_iter(match=pattern, count=_SCAN_STEP):
-                parts = layout.split_name(name)
-                if parts is not None and self.namespace.is_retired(parts[0], keep):
-                    tags.add(parts[0])
+            for name, tag, version in self._hashes_of_versions():
+                if version in versions:
+                    tags.add(tag)
                     client.unlink(name)
             for tag in tags:
                 client.unlink(layout.note_name(tag))
         return len(tags)
 
+    def _hashes_of_versions(self) -> Iterator[tuple[bytes, str, str]]:
+        """Name, tag and version of every hash of this model's versions."""
+        self._refuse_if_closed()
+        pattern = "hps_et{" + _GLOB.sub(r"\\\g<0>", f"hps_et.{self.namespace.model}@") + "*}[vt]"
+        with self._servers.client() as client:
+            for name in client.scan_iter(match=pattern, count=_SCAN_STEP):
+                parts = layout.split_name(name)
+                version = None if parts is None else self.namespace.version_of(parts[0])
+                if parts is not None and version is not None:
+                    yield name, parts[0], version
+
+    def _mark_new(self, tag: str, partition: int, keys: NDArray[np.int64]) -> _Write | _WriteAbsent:
+        """The command that marks rows which are just being inserted: with the time, or as used once."""
+        if self._overflow is None or not self._overflow.counts_uses:
+            return _set_times(tag, partition, keys)
+        name = layout.times_name(tag, partition)
+        head = layout.command_head(b"HSETNX", name, num_fields=2)
+        return _WriteAbsent(name, layout.row_fields(keys, np.full((len(keys), 1), ord("1"), np.uint8), before=head))
+
+    def _make_room(self, table: str, keys: NDArray[np.int64]) -> None:
+        """Evict rows from those partitions of these keys that hold more than they may."""
+        if self._overflow is not None:
+            partitions = sorted({partition for partition, _ in self._parts(table, keys)})
+            Eviction(self._overflow, self._pipeline).make_room(self.namespace.tag(table), partitions)
+
     def check(self) -> None:
         """See EmbeddingStore. Asks every node that has rows."""
         self._refuse_if_closed()
         self._servers.ping()
+
+    def incarnation(self) -> str:
+        """See EmbeddingStore. A process that was started again may come from an old snapshot, a replica that became
+        the master may not have heard of the last writes. Never changes for a user who may not ask (`INFO`).
+        """
+        self._refuse_if_closed()
+        with suppress(StoreError):
+            return self._servers.run_ids()
+        return ""
 
     def note(self, table: str) -> str | None:
         """See EmbeddingStore."""
@@ -498,12 +538,25 @@ class RedisServers:
             self._addresses = {}
 
     def ping(self) -> None:
-        """Raise unless all servers answer that have rows."""
+        """Raise unless all servers answer that have rows, by what a Cluster says now: one that hangs may have been
+        replaced, which the package learns from errors only that we do not leave to it.
+        """
+        self.refresh()
         with self.client() as client:
             if self._url.is_cluster:
                 client.ping(target_nodes=RedisCluster.PRIMARIES)
             else:
                 client.ping()
+
+    def run_ids(self) -> str:
+        """What tells the processes that have rows from those that came before or come after them."""
+        with self.client() as client:
+            if not self._url.is_cluster:
+                return str(client.info("server")["run_id"])
+            answers = client.info("server", target_nodes=RedisCluster.PRIMARIES)
+            # Of a single node the package gives its answer as it is.
+            nodes = [answers] if "run_id" in answers else answers.values()
+            return " ".join(sorted(str(node["run_id"]) for node in nodes))
 
     @contextmanager
     def client(self) -> Iterator[Any]:

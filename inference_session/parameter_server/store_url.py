@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from inference_session.parameter_server.namespace import Namespace, StoredTable
 
 _TLS_OPTIONS = ("tls_ca_certificate", "tls_client_certificate", "tls_client_key", "tls_server_name")
-_REDIS_OPTIONS = ("partitions", "connections")
+_REDIS_OPTIONS = ("partitions", "connections", "overflow_margin", "overflow_policy", "overflow_resolution_target")
 OPTIONS = {
     "redis": _REDIS_OPTIONS,
     "rediss": (*_REDIS_OPTIONS, *_TLS_OPTIONS),

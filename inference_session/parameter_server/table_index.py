@@ -123,6 +123,11 @@ class TableIndex:
                 raise ModelFormatError(f"{path}: {name} does not match; the index or the `key` file is damaged")
 
 
+def index_bytes(num_rows: int) -> int:
+    """Size of the index file of a table with so many stored keys."""
+    return _file_size(_bucket_count(num_rows))
+
+
 def open_index(folder: Path, keys: NDArray[np.int64]) -> TableIndex:
     """Map the index file of a table; ModelFormatError where it is absent or belongs to other keys."""
     path = folder / INDEX_FILE

@@ -84,6 +84,10 @@ class WrapperStore(EmbeddingStore):
         """See EmbeddingStore."""
         self.around("check", self.store.check)
 
+    def incarnation(self) -> str:
+        """See EmbeddingStore."""
+        return self.around("incarnation", self.store.incarnation)
+
     def refresh(self) -> None:
         """See EmbeddingStore."""
         self.around("refresh", self.store.refresh)
@@ -100,9 +104,13 @@ class WrapperStore(EmbeddingStore):
         """See EmbeddingStore."""
         self.around("set_note", lambda: self.store.set_note(table, text))
 
-    def remove_versions(self, keep: Collection[str]) -> int:
+    def versions(self) -> set[str]:
         """See EmbeddingStore."""
-        return self.around("remove_versions", lambda: self.store.remove_versions(keep))
+        return self.around("versions", self.store.versions)
+
+    def remove_versions(self, versions: Collection[str]) -> int:
+        """See EmbeddingStore."""
+        return self.around("remove_versions", lambda: self.store.remove_versions(versions))
 
     def close(self) -> None:
         """Close the store inside."""

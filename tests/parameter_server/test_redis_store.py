@@ -199,7 +199,7 @@ def test_versions_are_apart(server: RedisServer) -> None:
 
 
 def test_retired_versions_are_removed(server: RedisServer, cluster: RedisClusterServers) -> None:
-    """Rows, times and notes of versions that are not kept go; other models and the shared name space stay."""
+    """Rows, times and notes of the versions named go; other models and the shared name space stay."""
     for place in (server, cluster):
         kept = [Namespace("old[*]", "3"), Namespace("old[*]"), Namespace("old[*]x", "1"), Namespace("oldy", "1")]
         for namespace in (Namespace("old[*]", "1"), Namespace("old[*]", "2"), *kept):
@@ -207,8 +207,10 @@ def test_retired_versions_are_removed(server: RedisServer, cluster: RedisCluster
                 store.insert("user", random_keys(50), random_vectors(50, 4))
                 store.set_note("user", "done")
         with open_store(place.url, kept[0]) as store:
-            assert store.remove_versions({"3"}) == 2
-            assert store.remove_versions({"3"}) == 0
+            assert store.versions() == {"1", "2", "3"}
+            assert store.remove_versions({"1", "2"}) == 2
+            assert store.remove_versions({"1", "2"}) == 0
+            assert store.versions() == {"3"}
         for namespace in (Namespace("old[*]", "1"), Namespace("old[*]", "2"), *kept):
             with open_store(place.url, namespace) as store:
                 assert store.num_rows("user") == (50 if namespace in kept else 0)

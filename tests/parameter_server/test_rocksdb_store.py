@@ -163,15 +163,17 @@ class TestReaders:
 
 
 def test_retired_versions_are_removed(tmp_path: Path) -> None:
-    """Rows and notes of versions that are not kept go; other models and the shared name space stay."""
+    """Rows and notes of the versions named go; other models and the shared name space stay."""
     kept = [Namespace("ctr", "3"), Namespace("ctr"), Namespace("ctr2", "1")]
     for namespace in (Namespace("ctr", "1"), Namespace("ctr", "2"), *kept):
         with open_store(tmp_path, namespace) as store:
             store.insert("user", random_keys(50), random_vectors(50, 4))
             store.set_note("user", "done")
     with open_store(tmp_path, kept[0]) as store:
-        assert store.remove_versions({"3"}) == 2
-        assert store.remove_versions({"3"}) == 0
+        assert store.versions() == {"1", "2", "3"}
+        assert store.remove_versions({"1", "2"}) == 2
+        assert store.remove_versions({"1", "2"}) == 0
+        assert store.versions() == {"3"}
     assert [table.tag for table in list_rocksdb_tables(tmp_path)] == sorted(n.tag("user") for n in kept)
     with open_store(tmp_path, Namespace("ctr", "1")) as store:
         assert store.note("user") is None

@@ -12,6 +12,7 @@ from inference_session.formats.native import ModelSpec, TensorSpec
 from tests.formats.hugectr.test_importer import Source
 from triton_backend.in_place import InPlaceModel, check_config, contradictions, read_model_folder
 from triton_backend.model_config import ModelConfig, TensorConfig, write_model_config
+from triton_backend.repository import ps_json_variables
 
 
 @pytest.fixture
@@ -50,6 +51,22 @@ def test_ps_json_is_found_in_three_places(source: Source, tmp_path: Path) -> Non
     by_parameter = read(source, environment=environment, ps="../elsewhere/a.json")
     assert by_parameter.ps_json.path.resolve() == elsewhere / "a.json"
     assert Path(by_parameter.model.dense_file).resolve() == elsewhere / "dense.model"
+
+
+def test_triton_s_flags_name_ps_json_by_backend(source: Source, tmp_path: Path) -> None:
+    """HugeCTR's `--backend-config=<backend>,ps=` counts before what is for all, and in either form of a flag."""
+    shutil.copyfile(source.folder / "ps.json", tmp_path / "flag.json")
+    flags = (
+        "--log-verbose=1",
+        f"--backend-config=hugectr,ps={tmp_path}/flag.json",
+        *("--backend-config", "hps,ps=there.json"),
+        "--backend-config=python,shm-default-byte-size=1",
+    )
+
+    environment = {"HOTROW_PS_CONFIG": "/nowhere.json", **ps_json_variables(flags)}
+
+    assert read(source, environment=environment).ps_json.path == tmp_path / "flag.json"
+    assert environment["HOTROW_PS_CONFIG_HPS"] == str(Path.cwd() / "there.json")
 
 
 def test_parameters_point_at_other_files(source: Source) -> None:

@@ -136,6 +136,27 @@ def free_retired(cache: Any) -> None:
 
 
 @kernel
+def replay_keys(cache: Any, capacity: int, keys: Any) -> int:
+    """Look keys up one after the other, and insert each that is missing, as rows of no content; returns the hits."""
+    hits = 0
+    for key in keys:
+        hashed = hash_key(key)
+        bucket = _bucket(cache, hashed)
+        slot = slot_of(bucket, tag_of(hashed), cache.keys.ctypes.data, len(cache.keys), key)
+        if slot >= 0:
+            row = load(bucket + ROWS_AT, np.uint32, slot)
+            cache.marks[row] = min(cache.marks[row] + 1, MAX_MARK)
+            hits += 1
+        else:
+            if cache.counts[FREE] == 0:
+                free_retired(cache)
+            row = _head(cache, FREE)
+            cache.keys[row] = key
+            _enter_row(cache, capacity, bucket, hashed, row)
+    return hits
+
+
+@kernel
 def _enter_row(cache: Any, capacity: int, bucket: int, hashed: Any, row: int) -> None:
     """Lead the index to a row whose key is new to it."""
     while cache.counts[SMALL] + cache.counts[MAIN] >= capacity:

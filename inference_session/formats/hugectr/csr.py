@@ -53,6 +53,8 @@ class Bags(NamedTuple):
 
     begins: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
+    num_keys: int
+    """In all of them."""
 
 
 class DecodedRequest(NamedTuple):
@@ -157,9 +159,10 @@ def _bags(offsets: npt.NDArray[np.int32], num_keys: int, slots: tuple[int, ...],
         _explain_offsets(offsets.astype(np.int64), num_keys, slots, num_samples)
     bags = []
     first = 0
-    for width in slots:
+    for table, width in enumerate(slots):
         last = first + num_samples * width
-        bags.append(Bags(begins[first:last], ends[first:last]))
+        # A block of offsets holds one more than the table has bags.
+        bags.append(Bags(begins[first:last], ends[first:last], int(offsets[last + table])))
         first = last
     return tuple(bags)
 

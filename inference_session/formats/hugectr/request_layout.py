@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from inference_session.batch import CheckedRequest, Part, Ragged, Request, RequestLayout
@@ -17,27 +19,29 @@ from inference_session.formats.hugectr.csr import (
     decode_request,
 )
 from inference_session.formats.native import ModelSpec
-from inference_session.outputs import Outputs
+from inference_session.outputs import Answer, Outputs
 
 
 class HugectrLayout(RequestLayout):
     """DES, CATCOLUMN and ROWINDEX: dense features, and per table one ragged bag for each slot of each sample."""
 
-    def __init__(self, spec: ModelSpec, outputs: Outputs) -> None:
+    def __init__(self, spec: ModelSpec, outputs: Outputs, *, max_elements: int) -> None:
+        super().__init__(outputs, max_elements=max_elements)
         options = dict(spec.layout_options)
         try:
             self._dense_input = str(options.pop("dense_input"))
             self._format = RequestFormat(**{**options, "slots": tuple(options["slots"])})
         except (KeyError, TypeError) as error:
             raise ModelFormatError(f"layout_options {dict(spec.layout_options)!r} do not describe 'hugectr'") from error
-        self._outputs = outputs
+        self._parts = [(f"{KEYS}/{table}", slots) for table, slots in enumerate(self._format.slots)]
 
     def check(self, request: Request) -> CheckedRequest:
+        for name, array in request.inputs.items():
+            self._check_size(name, array)
         decoded = decode_request(request.inputs, self._format)
         parts: dict[str, Part] = {self._dense_input: decoded.dense}
-        for table, (bags, slots) in enumerate(zip(decoded.bags, self._format.slots, strict=True)):
-            shape = (decoded.num_samples, slots)
-            parts[f"{KEYS}/{table}"] = Ragged(decoded.keys, bags.begins, bags.ends, shape)
+        for (name, slots), bags in zip(self._parts, decoded.bags, strict=True):
+            parts[name] = Ragged(decoded.keys, bags.begins, bags.ends, (decoded.num_samples, slots), bags.num_keys)
         outputs = self._outputs.resolve(request.outputs)
         return CheckedRequest(parts, outputs, decoded.num_samples, shapes=())
 
@@ -51,21 +55,40 @@ class HugectrLayout(RequestLayout):
 
 
 class HpsLayout(RequestLayout):
-    """KEYS and NUMKEYS: the keys of each table, answered with the vectors themselves."""
+    """KEYS and NUMKEYS: the keys of each table, answered with the vectors themselves, flat, table by table."""
 
-    def __init__(self, spec: ModelSpec, outputs: Outputs) -> None:
-        self._num_tables = len(spec.tables)
-        self._outputs = outputs
+    def __init__(self, spec: ModelSpec, outputs: Outputs, *, max_elements: int) -> None:
+        super().__init__(outputs, max_elements=max_elements)
+        self._names = [f"{HPS_KEYS}/{table}" for table in range(len(spec.tables))]
+        self._vectors = [lookup.dense_input for lookup in spec.lookups]
 
     def check(self, request: Request) -> CheckedRequest:
-        keys, offsets = decode_keys(request.inputs, self._num_tables)
+        for name, array in request.inputs.items():
+            self._check_size(name, array)
+        keys, offsets = decode_keys(request.inputs, len(self._names))
         parts: dict[str, Part] = {
-            f"{HPS_KEYS}/{table}": keys[offsets[table] : offsets[table + 1]] for table in range(self._num_tables)
+            name: keys[offsets[table] : offsets[table + 1]] for table, name in enumerate(self._names)
         }
         outputs = self._outputs.resolve(request.outputs)
         return CheckedRequest(parts, outputs, num_samples=1, shapes=())
 
     def made_up(self, num_samples: int) -> Request:
         """So many keys per table."""
-        keys = np.zeros(num_samples * self._num_tables, np.int64)
-        return Request({HPS_KEYS: keys, HPS_COUNTS: np.full(self._num_tables, num_samples, np.int32)})
+        num_tables = len(self._names)
+        keys = np.zeros(num_samples * num_tables, np.int64)
+        return Request({HPS_KEYS: keys, HPS_COUNTS: np.full(num_tables, num_samples, np.int32)})
+
+    def wanted(self, requests: Sequence[CheckedRequest]) -> list[str]:  # noqa: ARG002
+        """The vectors of each table."""
+        return self._vectors
+
+    def split(self, computed: Answer, requests: Sequence[CheckedRequest]) -> list[Answer]:
+        """See RequestLayout. In a batch the vectors of all requests from one table stand together."""
+        answers: list[Answer] = []
+        begins = [0] * len(self._names)
+        for request in requests:
+            ends = [begin + request.inputs[name].shape[0] for begin, name in zip(begins, self._names, strict=True)]
+            own = [computed[name][b:e] for name, b, e in zip(self._vectors, begins, ends, strict=True)]
+            answers.append(dict.fromkeys(request.outputs, np.concatenate(own, axis=None)))
+            begins = ends
+        return answers

@@ -61,10 +61,11 @@ def test_every_bag_is_found_again(
     assert decoded.num_samples == len(bags)
     assert decoded.dense.shape == (len(bags), dense_dim)
     assert decoded.keys.dtype == np.int64
-    for table, (begins, ends) in enumerate(decoded.bags):
+    for table, (begins, ends, num_keys) in enumerate(decoded.bags):
         found = [decoded.keys[begin:end].tolist() for begin, end in zip(begins, ends, strict=True)]
         assert found == [slot for sample in bags for slot in sample[table]]
         assert begins.dtype == ends.dtype == np.int64
+        assert num_keys == sum(map(len, found))
 
 
 def test_the_example_of_the_documentation_is_decoded() -> None:

@@ -242,7 +242,8 @@ def test_urls_stay_as_they_are(tmp_path: Path) -> None:
 WRONG: list[tuple[Document, str]] = [
     (changed(WDL, "supportlonglong", value=None), "'supportlonglong': required, but not there"),
     (changed(WDL, "supportlonglong", value="yes"), "'supportlonglong': value 'yes'; allowed: true or false"),
-    (changed(WDL, "models", value={}), "'models': a list is required, found {}"),
+    (changed(WDL, "models", value={}), "'models': a list of one model or more is required, found {}"),
+    (changed(WDL, "models", value=[]), r"'models': a list of one model or more is required, found \[\]"),
     (changed(WDL, "models", 0, value=5), r"'models\[0\]': an object is required, found 5"),
     (changed(WDL, "models", 0, "model", value="a/b"), r"model': 'a/b'; allowed: 1 to 120 letters"),
     (changed(WDL, "models", 0, "model", value=""), "allowed: 1 to 120 letters"),
@@ -264,7 +265,7 @@ WRONG: list[tuple[Document, str]] = [
     (changed(HPS, "models", 0, "embedding_vecsize_per_table", value=[1]), "1 values, but sparse_files has 2"),
     (changed(HPS, "models", 0, "embedding_vecsize_per_table", value=3), "value 3; allowed: a list"),
     (changed(HPS, "models", 0, "embedding_table_names", value=["a", "a"]), "a name is there twice"),
-    (changed(HPS, "volatile_db", value=[]), r"'volatile_db': an object is required, found \[\]"),
+    (changed(HPS, "volatile_db", value=[]), "'volatile_db': an object is required, found a list"),
     (
         changed(HPS, "volatile_db", "type", value="memcached"),
         "'volatile_db.type': value 'memcached'; allowed: disabled, ",
@@ -284,6 +285,15 @@ def test_a_wrong_value_is_named_with_file_line_field_and_what_is_allowed(
         read(document, tmp_path)
 
     assert str(error.value).startswith(f"{tmp_path / 'ps.json'}:")
+
+
+@pytest.mark.parametrize("block", [{"type": "redis", "password": 20406080}, [{"password": "20406080"}], "20406080"])
+def test_a_password_is_in_no_message(block: Any, tmp_path: Path) -> None:
+    """However the block that holds it is misshapen."""
+    with pytest.raises(ConfigurationError) as error:
+        read(changed(HPS, "volatile_db", value=block), tmp_path)
+
+    assert "20406080" not in str(error.value)
 
 
 def test_the_line_is_that_of_the_field_at_fault(tmp_path: Path) -> None:

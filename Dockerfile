@@ -1,0 +1,47 @@
+# Two images of hotrow, with the same command line:
+#
+#   docker build --target gpu -t hotrow .          on the official Triton image, for NVIDIA GPUs
+#   docker build --target cpu -t hotrow:cpu .      on a slim Python, with the tritonserver of the nvidia-pytriton wheel
+#
+# Give a digest instead of a tag where builds must be the same for ever: --build-arg TRITON_IMAGE=…@sha256:…
+ARG TRITON_IMAGE=nvcr.io/nvidia/tritonserver:25.08-py3
+ARG PYTHON_IMAGE=python:3.12-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS wheel
+WORKDIR /source
+RUN python3 -m venv /build
+COPY pyproject.toml README.md LICENSE ./
+COPY hotrow hotrow
+COPY inference_session inference_session
+COPY triton_backend triton_backend
+RUN /build/bin/python -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+
+FROM ${PYTHON_IMAGE} AS cpu
+# Triton's stub is linked against Python's shared library; the virtual environment's python3 comes first on its PATH.
+ENV PATH=/opt/hotrow/bin:$PATH NUMBA_CACHE_DIR=/var/cache/hotrow/kernels HOTROW_CACHE_DIR=/var/cache/hotrow
+RUN useradd --uid 1000 --create-home hotrow \
+ && install -d -o hotrow -g hotrow /models /var/cache/hotrow \
+ && python3 -m venv /opt/hotrow
+COPY --from=wheel /wheels /wheels
+RUN python3 -m pip install --no-cache-dir --no-compile "$(echo /wheels/hotrow-*.whl)[server,client,redis,rocksdb,hdfs,kafka]"
+USER hotrow
+# Compiled for the processor that builds; another one compiles anew when its first model is loaded.
+RUN python3 -c "from inference_session.embedding_cache.kernels.cpu import compile_kernels; compile_kernels()"
+EXPOSE 8000 8001 8002
+ENTRYPOINT ["hotrow"]
+CMD ["serve", "--host", "0.0.0.0", "--repository", "/models"]
+
+FROM ${TRITON_IMAGE} AS gpu
+ENV NUMBA_CACHE_DIR=/var/cache/hotrow/kernels HOTROW_CACHE_DIR=/var/cache/hotrow
+RUN install -d -o 1000 -g 1000 /models /var/cache/hotrow
+COPY --from=wheel /wheels /wheels
+RUN python3 -m pip install --no-cache-dir --no-compile --break-system-packages \
+    "$(echo /wheels/hotrow-*.whl)[client,redis,rocksdb,hdfs,kafka,gpu]"
+# For whoever starts tritonserver itself: `hotrow serve` lays out its own folder of backends.
+RUN for backend in hotrow hugectr hps; do \
+      cp -r "$(python3 -c 'import triton_backend; print(triton_backend.__path__[0])')/backends/$backend" /opt/tritonserver/backends/; \
+    done
+USER 1000
+EXPOSE 8000 8001 8002
+# Triton's own entry point prints a banner and runs what follows.
+CMD ["hotrow", "serve", "--host", "0.0.0.0", "--repository", "/models"]

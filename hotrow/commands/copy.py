@@ -1,0 +1,34 @@
+"""`hotrow copy`: files to HDFS, from HDFS, or from one place of this machine to another."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from hotrow.progress import byte_progress
+
+
+@click.command()
+@click.argument("source")
+@click.argument("target")
+def command(source: str, target: str) -> None:
+    """Copy a version directory, a table folder or any other folder or file: SOURCE becomes TARGET itself.
+
+    Both are paths or hdfs://HOST:PORT/path, where PORT is that of the NameNode's WebHDFS (9870 if absent) and the user
+    is HADOOP_USER_NAME. TARGET must not exist; it appears when it is whole, and every byte has been read back and
+    compared. A copy that failed goes on where it stopped when the same command is run again.
+
+    \b
+    Examples:
+      hotrow copy hdfs://namenode:9870/models/ctr/7 model_repository/ctr/7
+      hotrow copy model_repository/ctr/7 hdfs://namenode/models/ctr/7
+    """
+    from inference_session.model_source import Copy
+
+    begin = time.perf_counter()
+    with Copy(source, target) as copy, byte_progress(f"Copying {source}", copy.num_bytes) as progress:
+        report = copy.run(progress)
+    seconds = time.perf_counter() - begin
+    resumed = f" ({report.num_resumed_bytes} of them by an earlier run)" if report.num_resumed_bytes else ""
+    click.echo(f"{target}: {report.num_files} files, {report.num_bytes} bytes{resumed} in {seconds:.1f} s, verified")

@@ -1,0 +1,56 @@
+"""`hotrow doctor`: what on this machine would keep models from being served."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from hotrow.machine_checks import Finding, Plan, examine
+
+_PORT = click.IntRange(0, 65535)
+_MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "problem": ("PROBLEM", "red")}
+
+
+@click.command()
+@click.option(
+    "--repository", type=click.Path(path_type=Path), help="A model repository to be served: what its models need, too."
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address that `hotrow serve` would listen on.")
+@click.option("--http-port", type=_PORT, default=8000, show_default=True, help="0: any free port, here and below.")
+@click.option("--grpc-port", type=_PORT, default=8001, show_default=True)
+@click.option("--metrics-port", type=_PORT, default=8002, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+def command(
+    repository: Path | None, host: str, http_port: int, grpc_port: int, metrics_port: int, as_json: bool
+) -> None:
+    """Look for what usually goes wrong on a machine, and say how to mend it. Nothing is changed.
+
+    The exit code is 1 if there is a problem, that is, something that keeps models from being served.
+
+    \b
+    Example:
+      hotrow doctor --repository model_repository
+    """
+    found = []
+    for finding in examine(Plan(repository, host, (http_port, grpc_port, metrics_port))):
+        found.append(finding)
+        if not as_json:
+            _show(finding)
+    if as_json:
+        click.echo(json.dumps([asdict(finding) for finding in found], indent=1, ensure_ascii=False))
+    counts = Counter(finding.level for finding in found)
+    if not as_json:
+        click.echo(f"{counts['problem']} problems, {counts['warning']} warnings.")
+    sys.exit(1 if counts["problem"] else 0)
+
+
+def _show(finding: Finding) -> None:
+    mark, color = _MARKS[finding.level]
+    click.echo(f"{click.style(f'{mark:<8}', fg=color)} {finding.check:<16} {finding.message}")
+    if finding.fix:
+        click.echo(f"{'':<25} fix: {finding.fix}")

@@ -1,0 +1,37 @@
+"""`hotrow health`: does a model answer? For probes of Kubernetes and people."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+
+from hotrow.server_options import connect, server_options
+
+
+@click.command()
+@click.option("--model", required=True, help="The model that has to answer.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0.1),
+    default=6.0,
+    show_default=True,
+    help="Seconds that the answer may take, in all.",
+)
+@server_options
+def command(model: str, timeout_s: float, url: str, key_file: Path | None) -> None:
+    """Have a model answer a small request of our own making, and exit with 0 if it does.
+
+    Otherwise one line says what is wrong, and the exit code is 1: no server, no such model, no version loaded, a
+    backend process that is dead or hung, an error for an answer. The server's own readiness does not notice all that.
+
+    \b
+    Example, as a readiness probe of Kubernetes:
+      exec: {command: [hotrow, health, --model, ctr]}
+    """
+    begin = time.perf_counter()
+    with connect(url, key_file) as server:
+        version = server.probe(model, timeout_s=timeout_s)
+    click.echo(f"{model}: version {version} answers ({1000 * (time.perf_counter() - begin):.0f} ms)")

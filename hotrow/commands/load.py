@@ -1,0 +1,58 @@
+"""`hotrow load`: a version goes live in a running server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hotrow.progress import waiting
+from hotrow.server_options import connect, server_options
+from inference_session.errors import ConfigurationError
+from triton_backend.remote import RemoteError, RemoteServer
+
+
+@click.command()
+@click.argument("model")
+@click.option(
+    "--version",
+    type=click.IntRange(min=1),
+    help="Serve exactly this one.  [default: the newest, or what the version policy in config.pbtxt says]",
+)
+@click.option(
+    "--beside", is_flag=True, help="Keep the versions that are loaded, to compare --version with them before it serves."
+)
+@server_options
+def command(model: str, version: int | None, beside: bool, url: str, key_file: Path | None) -> None:
+    """Load a version of MODEL and wait until it serves; a new model is loaded in the same way.
+
+    The old version answers until the new one is ready, and goes on if the new one cannot be loaded: the reason is
+    printed, and the exit code is 1.
+
+    \b
+    Examples:
+      hotrow load ctr
+      hotrow load ctr --version 3 --url server:8001
+      hotrow load ctr --version 3 --beside && hotrow smoke-test ctr --version 3 --requests sample.jsonl
+    """
+    if beside and version is None:
+        raise ConfigurationError("--beside needs --version: which one is to be loaded beside those that are")
+    with connect(url, key_file) as server:
+        before = server.ready_versions(model) if server.has_model(model) else []
+        with waiting(f"Loading {model}" + (f" version {version}" if version else "")):
+            if version is None:
+                server.load(model)
+            else:
+                server.load_versions(model, [*(before if beside else ()), version])
+        _report(server, model, version, before)
+
+
+def _report(server: RemoteServer, model: str, version: int | None, before: list[int]) -> None:
+    """Say what is true now; an error unless the version asked for is ready."""
+    ready = server.ready_versions(model)
+    if not ready or (version is not None and version not in ready):
+        found = ", ".join(map(str, ready)) or "none"
+        raise RemoteError(f"{model}: version {version or 'asked for'} is not loaded; loaded: {found}")
+    others = "".join(f", {other} is loaded beside it" for other in ready[:-1])
+    was = f" (before: {before[-1]})" if before and before[-1] != ready[-1] else ""
+    click.echo(f"{model}: version {ready[-1]} serves{was}{others}")

@@ -1,0 +1,72 @@
+"""`hotrow smoke-test`: recorded requests to a version that does not serve yet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hotrow.progress import waiting
+from hotrow.server_options import connect, server_options
+from triton_backend.recorded_requests import RecordedRequest, largest_difference, not_finite, read_requests
+from triton_backend.remote import RemoteError, RemoteServer
+
+
+@click.command()
+@click.argument("model")
+@click.option("--version", type=click.IntRange(min=1), required=True, help="The version to test; it must be loaded.")
+@click.option(
+    "--requests",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    required=True,
+    help='A request per line, as JSON: {"inputs": [{"name": …, "shape": …, "datatype": …, "data": …}]}.',
+)
+@click.option("--compare-with", type=click.IntRange(min=1), metavar="OLD", help="Ask this version too, and compare.")
+@click.option("--tolerance", type=click.FloatRange(min=0), help="Largest difference allowed.  [default: any]")
+@server_options
+def command(
+    model: str,
+    version: int,
+    requests: Path,
+    compare_with: int | None,
+    tolerance: float | None,
+    url: str,
+    key_file: Path | None,
+) -> None:
+    """Send recorded requests to one version of MODEL, loaded with `hotrow load --beside`, and look at the answers.
+
+    An error, NaN or infinity, or a difference above --tolerance ends with exit code 1, naming the request.
+
+    \b
+    Example:
+      hotrow smoke-test ctr --version 3 --requests sample.jsonl --compare-with 2 --tolerance 0.2
+    """
+    recorded = list(read_requests(requests))
+    differences = [0.0]
+    with connect(url, key_file) as server, waiting(f"Testing {model} version {version}"):
+        for number, request in enumerate(recorded, 1):
+            difference = _test(server, model, request, version, compare_with, f"{requests}, request {number}")
+            differences.append(difference)
+            if tolerance is not None and not difference <= tolerance:
+                raise RemoteError(
+                    f"{requests}, request {number}: the answers of versions {version} and {compare_with} differ by "
+                    f"{difference:.6g}, more than {tolerance:.6g}"
+                )
+    compared = (
+        f"; versions {version} and {compare_with} differ by {max(differences):.6g} at most" if compare_with else ""
+    )
+    click.echo(f"{model}: version {version} answered {len(recorded)} requests{compared}")
+
+
+def _test(
+    server: RemoteServer, model: str, request: RecordedRequest, version: int, other: int | None, where: str
+) -> float:
+    """How far the answers of the two versions differ; RemoteError where one is an error or no number."""
+    try:
+        answer = server.ask(model, request.inputs, version=version, datatypes=request.datatypes)
+        old = server.ask(model, request.inputs, version=other, datatypes=request.datatypes) if other else answer
+    except RemoteError as error:
+        raise RemoteError(f"{where}: {error}") from error
+    if names := not_finite(answer):
+        raise RemoteError(f"{where}: version {version} answers NaN or infinity in {', '.join(map(repr, names))}")
+    return largest_difference(answer, old)

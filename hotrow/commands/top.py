@@ -1,0 +1,127 @@
+"""`hotrow top`: what a running server does, as it does it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+
+import click
+from rich.console import Console
+from rich.live import Live
+
+from hotrow.metrics_page import MetricsPage
+from hotrow.top_view import TopView, VersionState
+from inference_session.errors import ConfigurationError, UnavailableError
+
+_PLAIN_WIDTH = 200
+_TIMEOUT_S = 5.0
+
+
+@click.command()
+@click.option("--metrics-url", default="http://localhost:8002/metrics", show_default=True, help="The server's metrics.")
+@click.option(
+    "--url",
+    metavar="HOST:PORT",
+    help="The server's gRPC endpoint: shows versions that do not serve, and why.  [default: not asked]",
+)
+@click.option(
+    "--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds between two looks."
+)
+@click.option("--once", is_flag=True, help="Print what one interval shows, and end.")
+def command(metrics_url: str, url: str | None, interval: float, once: bool) -> None:
+    """Watch a running server: requests, latency, hit rates, tiers, updates, memory, versions that come and go.
+
+    Ctrl-C ends it. A server that goes away is waited for. In a pipe, one picture follows the other.
+
+    \b
+    Examples:
+      hotrow top
+      hotrow top --metrics-url http://recommender-3:8002/metrics --url recommender-3:8001 --once
+    """
+    if "://" not in metrics_url:
+        metrics_url = f"http://{metrics_url}"
+    view = TopView(metrics_url)
+    # The terminal's Ctrl-C is how one leaves; a reader that has seen enough closes the pipe.
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError), _index(url) as index:
+        if once:
+            _print_once(view, metrics_url, index, interval)
+        elif sys.stdout.isatty():
+            _watch(view, metrics_url, index, interval)
+        else:
+            _print_often(view, metrics_url, index, interval)
+
+
+class _RepositoryIndex:
+    """Asks a server which versions it has, over gRPC; without one there is nothing to say."""
+
+    def __init__(self, client: object | None) -> None:
+        self._client = client
+
+    def states(self) -> list[VersionState]:
+        """One per version; ConnectionError where the server does not answer."""
+        if self._client is None:
+            return []
+        from tritonclient.utils import InferenceServerException
+
+        try:
+            index = self._client.get_model_repository_index(client_timeout=_TIMEOUT_S)  # type: ignore[attr-defined]
+        except InferenceServerException as error:
+            raise ConnectionError(f"gRPC: {error.message()}") from error
+        return [VersionState(entry.name, entry.version, entry.state, entry.reason) for entry in index.models]
+
+
+@contextlib.contextmanager
+def _index(url: str | None) -> Iterator[_RepositoryIndex]:
+    if url is None:
+        yield _RepositoryIndex(None)
+        return
+    try:
+        from tritonclient.grpc import InferenceServerClient
+    except ImportError as error:
+        raise ConfigurationError('--url needs tritonclient: pip install "hotrow[client]"') from error
+    with InferenceServerClient(url) as client:
+        yield _RepositoryIndex(client)
+
+
+def _look(view: TopView, metrics_url: str, index: _RepositoryIndex) -> None:
+    """One look at the server, whatever comes of it."""
+    try:
+        view.add(MetricsPage.fetch(metrics_url, timeout_s=_TIMEOUT_S), index.states())
+    except (OSError, ValueError) as error:
+        view.lose(str(error))
+
+
+def _watch(view: TopView, metrics_url: str, index: _RepositoryIndex, interval: float) -> None:
+    console = Console()
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            _look(view, metrics_url, index)
+            live.update(view.render(console.width), refresh=True)
+            time.sleep(interval)
+
+
+def _print_often(view: TopView, metrics_url: str, index: _RepositoryIndex, interval: float) -> None:
+    console = _plain_console()
+    while True:
+        _look(view, metrics_url, index)
+        if view.has_rates:
+            console.print(view.render(console.width))
+            sys.stdout.flush()
+        time.sleep(interval)
+
+
+def _print_once(view: TopView, metrics_url: str, index: _RepositoryIndex, interval: float) -> None:
+    try:
+        view.add(MetricsPage.fetch(metrics_url, timeout_s=_TIMEOUT_S), index.states())
+        time.sleep(interval)
+        view.add(MetricsPage.fetch(metrics_url, timeout_s=_TIMEOUT_S), index.states())
+    except (OSError, ValueError) as error:
+        raise UnavailableError(f"{metrics_url}: no metrics of a server: {error}") from error
+    console = _plain_console()
+    console.print(view.render(console.width))
+
+
+def _plain_console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)

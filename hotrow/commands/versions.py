@@ -1,0 +1,88 @@
+"""`hotrow versions`: which versions of a model a server has, and which of them serves."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hotrow.metrics_page import MetricsPage
+from hotrow.server_options import connect, server_options
+from inference_session.errors import UnavailableError
+from triton_backend.remote import RemoteError, RemoteServer, VersionState
+
+
+@click.command()
+@click.argument("model")
+@server_options
+@click.option("--metrics-url", metavar="URL", help="http://HOST:8002/metrics: adds age and hit rate.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
+def command(model: str, url: str, key_file: Path | None, metrics_url: str | None, as_json: bool) -> None:
+    """List the versions of MODEL that the server has or had loaded, or failed to load: number, state, what is known.
+
+    Versions in the repository that nobody has asked this server to load yet are not known to it.
+
+    \b
+    Example:
+      hotrow versions ctr --metrics-url http://localhost:8002/metrics
+    """
+    with connect(url, key_file) as server:
+        states = server.versions(model)
+        requests = _requests(server, model)
+    page = _metrics(metrics_url) if metrics_url else MetricsPage()
+    serving = max((state.version for state in states if state.state == "READY"), default=None)
+    rows = [_facts(model, state, serving, requests.get(state.version), page) for state in states]
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+        return
+    if not rows:
+        click.echo(f"{model}: no version has been loaded")
+    for row in rows:
+        click.echo(_line(row))
+
+
+def _requests(server: RemoteServer, model: str) -> Mapping[int, Mapping[str, Any]]:
+    try:
+        return server.statistics(model)
+    except RemoteError:  # nothing is loaded, or the key to the statistics was not given
+        return {}
+
+
+def _metrics(url: str) -> MetricsPage:
+    try:
+        return MetricsPage.fetch(url)
+    except (OSError, ValueError) as error:
+        raise UnavailableError(f"{url}: no metrics there: {error}") from error
+
+
+def _facts(
+    model: str, state: VersionState, serving: int | None, statistics: Mapping[str, Any] | None, page: MetricsPage
+) -> dict[str, Any]:
+    facts: dict[str, Any] = {"version": state.version, "state": state.state, "serves": state.version == serving}
+    if state.reason:
+        facts["reason"] = state.reason
+    if statistics is not None:
+        facts["requests"] = int(statistics.get("inference_stats", {}).get("success", {}).get("count", 0))
+    labels = {"model": model, "version": str(state.version)}
+    loaded_at = page.total("hotrow_loaded_timestamp_seconds", **labels)
+    if state.state == "READY" and loaded_at:
+        facts["age_s"] = round(time.time() - loaded_at, 1)
+    hits, misses = (page.total(f"hotrow_cache_{kind}_total", **labels) or 0.0 for kind in ("hits", "misses"))
+    if hits + misses:
+        facts["hit_rate"] = round(hits / (hits + misses), 4)
+    return facts
+
+
+def _line(facts: Mapping[str, Any]) -> str:
+    known = [
+        "serves" if facts["serves"] else "",
+        f"{facts['requests']} requests" if "requests" in facts else "",
+        f"loaded {facts['age_s']:.0f} s ago" if "age_s" in facts else "",
+        f"hit rate {facts['hit_rate']}" if "hit_rate" in facts else "",
+        facts.get("reason", ""),
+    ]
+    return f"{facts['version']:<8}{facts['state']:<13}{', '.join(filter(None, known))}".rstrip()

@@ -1,0 +1,340 @@
+"""What `hotrow doctor` looks at: each check is a function that yields findings, and changes nothing on the machine."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from hotrow.sizing_report import in_units
+from inference_session.errors import ConfigurationError, HotrowError
+from inference_session.formats.native import SESSION_FILE, ModelSpec
+from inference_session.sizing import MemoryItem, bytes_in, memory_items
+from triton_backend.installation import Installation, ServerNotFoundError, find_installation, libpython_directory
+from triton_backend.model_config import CONFIG_FILE, ModelConfig, configured_cache_bytes
+from triton_backend.ports import resolve_ports
+from triton_backend.repository import find_models
+
+Level = Literal["ok", "warning", "problem"]
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where Triton's Python backend keeps its tensors
+LEAST_SHARED_BYTES = 64 << 20
+"""A container's default, enough for a few models and small requests."""
+LEAST_OPEN_FILES = 1024
+_NEWEST_PYTHON, _OLDEST_PYTHON = (3, 13), (3, 10)
+_START_S = 30
+_PACKAGES = {
+    "redis": ("redis", "stores redis:// and redis+cluster://", ("redis://", "rediss://", "redis+cluster://")),
+    "rocksdict": ("rocksdb", "store rocksdb://", ("rocksdb://",)),
+    "confluent_kafka": ("kafka", "update streams kafka://", ("kafka://",)),
+    "hdfs": ("hdfs", "sources hdfs://", ("hdfs://",)),
+    "tritonclient": ("client", "`hotrow top --url` and the examples", ()),
+    "matplotlib": ("report", "`hotrow size --plot`", ()),
+}
+"""By module: the extra of hotrow that brings it, what it is for, and the URLs in a model's settings that need it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    check: str
+    level: Level
+    """`problem`: models will not be served. `warning`: they will, but something will go wrong or slowly."""
+    message: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be served, and where."""
+
+    repository: Path | None = None
+    host: str = "127.0.0.1"
+    ports: tuple[int, int, int] = (8000, 8001, 8002)
+    """HTTP, gRPC, metrics."""
+
+
+def examine(plan: Plan) -> Iterator[Finding]:
+    """All findings, in the order in which one would mend them."""
+    yield from _python()
+    yield from _server()
+    yield from _numpy()
+    yield from _gpu()
+    yield from _shared_memory()
+    yield from _ports(plan)
+    yield from _limits()
+    yield from _kernel_cache()
+    if plan.repository is not None:
+        yield from _repository(plan.repository)
+    else:
+        yield from _packages(set())
+
+
+def _python() -> Iterator[Finding]:
+    version = sys.version_info[:2]
+    text = f"{sys.version.split()[0]} at {sys.executable}"
+    if _OLDEST_PYTHON <= version <= _NEWEST_PYTHON:
+        yield Finding("Python", "ok", text)
+    else:
+        yield Finding("Python", "warning", f"{text}; tested are 3.10 to 3.13", "use one of these")
+    try:
+        yield Finding("libpython", "ok", str(libpython_directory()))
+    except ServerNotFoundError as error:
+        message, _, fix = str(error).partition(". ")
+        yield Finding("libpython", "problem", message, fix)
+
+
+def _server() -> Iterator[Finding]:
+    try:
+        installation = find_installation()
+    except ServerNotFoundError as error:
+        message, _, fix = str(error).partition("; ")
+        yield Finding("tritonserver", "problem", message, fix or 'pip install "hotrow[server]"')
+        return
+    complaint = _try_to_start(installation)
+    if complaint:
+        fix = f"run it to see what it lacks: {installation.executable} --help"
+        yield Finding("tritonserver", "problem", f"{installation.executable} does not start: {complaint}", fix)
+    else:
+        yield Finding("tritonserver", "ok", f"{_server_version(installation)} at {installation.executable}")
+
+
+def _try_to_start(installation: Installation) -> str:
+    """Have the server print its help; what went wrong, empty if nothing."""
+    with tempfile.TemporaryDirectory(prefix="hotrow-doctor-") as folder:
+        try:
+            result = subprocess.run(
+                [str(installation.executable), "--help"],
+                env=installation.environment(Path(folder)),
+                capture_output=True,
+                timeout=_START_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+    printed = (result.stdout + result.stderr).decode(errors="replace")
+    return "" if "--model-repository" in printed else printed.strip()[-300:] or f"exit status {result.returncode}"
+
+
+def _server_version(installation: Installation) -> str:
+    version_file = installation.executable.parent.parent / "TRITON_VERSION"
+    if version_file.exists():
+        return f"Triton {version_file.read_text(encoding='utf-8').strip()}"
+    return f"nvidia-pytriton {metadata.version('nvidia-pytriton')}" if _is_bundled(installation) else "Triton"
+
+
+def _is_bundled(installation: Installation) -> bool:
+    return "pytriton" in installation.executable.parts
+
+
+def _numpy() -> Iterator[Finding]:
+    try:
+        bundled = _is_bundled(find_installation())
+    except ServerNotFoundError:
+        bundled = False
+    if bundled and not np.__version__.startswith("1."):
+        message = f"{np.__version__}, but the bundled server is built for NumPy 1: models with strings are refused"
+        yield Finding("NumPy", "warning", message, "if you have such models: pip install 'numpy<2'")
+    else:
+        yield Finding("NumPy", "ok", np.__version__)
+
+
+def _gpu() -> Iterator[Finding]:
+    driver = Path("/proc/driver/nvidia/version")
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        yield Finding("GPU", "ok", "none; models are served by the CPU")
+        if driver.exists():
+            fix = "give the container its GPUs: docker run --gpus all, or nvidia.com/gpu in Kubernetes"
+            yield Finding("GPU", "warning", "the machine has NVIDIA's driver, but no GPU can be seen from here", fix)
+        return
+    text = driver.read_text(encoding="utf-8").splitlines()[0] if driver.exists() else "NVIDIA, driver unknown"
+    yield Finding("GPU", "ok", text)
+    if find_spec("cupy") is None:
+        yield Finding("CuPy", "warning", "not installed: the GPU is left unused", 'pip install "hotrow[gpu]"')
+    else:
+        yield _cuda()
+
+
+def _cuda() -> Finding:
+    # In a process of its own: CUDA, once begun here, would hold the GPU's memory, and a broken one may crash.
+    code = "import cupy; print(cupy.cuda.runtime.getDeviceCount(), int(cupy.arange(3).sum()))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    if result.returncode == 0:
+        return Finding("CUDA", "ok", f"{result.stdout.split()[0]} usable")
+    reason = (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
+    fix = "install the CuPy that fits the driver: cupy-cuda12x or cupy-cuda13x; nvidia-smi shows the driver's CUDA"
+    return Finding("CUDA", "problem", f"CuPy cannot use it: {reason}", fix)
+
+
+def _shared_memory() -> Iterator[Finding]:
+    name = str(SHARED_MEMORY)
+    if not _may(SHARED_MEMORY, os.W_OK | os.X_OK):
+        yield Finding(
+            name, "problem", "is not there or cannot be written to", "mount a tmpfs there that you may write to"
+        )
+        return
+    usage = shutil.disk_usage(SHARED_MEMORY)
+    text = f"{in_units(usage.free)} free of {in_units(usage.total)}"
+    if usage.free < LEAST_SHARED_BYTES:
+        fix = "docker run --shm-size=1g; in Kubernetes an emptyDir of medium Memory mounted there"
+        level: Level = "problem" if usage.free < LEAST_SHARED_BYTES // 16 else "warning"
+        yield Finding(name, level, f"{text}; large requests will fail", fix)
+    else:
+        yield Finding(name, "ok", text)
+    if leftovers := sorted(path for path in SHARED_MEMORY.glob("hotrow_*") if _is_left_over(path)):
+        size = in_units(sum(path.stat().st_size for path in leftovers))
+        fix = "rm " + " ".join(map(str, leftovers))
+        yield Finding(name, "warning", f"{len(leftovers)} files, {size}, of servers that are gone", fix)
+
+
+def _is_left_over(path: Path) -> bool:
+    """Whether the `hotrow serve` that named the file by its process is gone."""
+    process = path.name.split("_")[1]
+    return process.isdecimal() and not Path("/proc", process).exists()
+
+
+def _ports(plan: Plan) -> Iterator[Finding]:
+    for flag, port in zip(("--http-port", "--grpc-port", "--metrics-port"), plan.ports, strict=True):
+        yield _port(plan.host, flag, port)
+
+
+def _port(host: str, flag: str, port: int) -> Finding:
+    try:
+        resolve_ports(host, {flag: port})
+    except ConfigurationError as error:
+        message, _, fix = str(error).partition("; ")
+        return Finding(f"port {port}", "problem", message, f"{fix}, or end what listens there (ss -ltnp)")
+    return Finding(f"port {port}", "ok", f"free on {host}")
+
+
+def _limits() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < LEAST_OPEN_FILES:
+        message = f"{soft} at most: each connection and each table takes some"
+        fix = f"ulimit -n {hard if hard != resource.RLIM_INFINITY else 65536}"
+        yield Finding("open files", "warning", message, fix)
+    else:
+        yield Finding("open files", "ok", "no limit" if soft == resource.RLIM_INFINITY else f"{soft} at most")
+
+
+def _kernel_cache() -> Iterator[Finding]:
+    """Where Numba keeps machine code, as it chooses (docs/configuration.md, NUMBA_CACHE_DIR)."""
+    from inference_session.embedding_cache import kernels
+
+    package = Path(next(iter(kernels.__path__)))
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~")) / ".cache")  # noqa: PTH111
+    candidates = [Path(chosen)] if chosen else [package / "__pycache__", package, user]
+    for folder in candidates:
+        if _may_write(folder):
+            yield Finding("compiled kernels", "ok", f"kept below {folder}")
+            return
+    message = f"cannot be kept in {candidates[0]}: every process compiles its own, about a minute"
+    yield Finding("compiled kernels", "warning", message, "set NUMBA_CACHE_DIR to a folder that can be written to")
+
+
+def _may_write(folder: Path) -> bool:
+    """Whether files can be made there, or the folder itself."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return _may(folder, os.W_OK | os.X_OK)
+
+
+def _repository(repository: Path) -> Iterator[Finding]:
+    try:
+        models = find_models(repository.absolute())
+        items = [item for model in models for item in _items(repository / model.name / str(model.versions[-1]))]
+        urls = {url for model in models for url in _urls(repository / model.name)}
+    except (HotrowError, OSError) as error:
+        yield Finding("repository", "problem", str(error), "mend or remove what is named; `hotrow import` makes models")
+        yield from _packages(set())
+        return
+    yield Finding("repository", "ok", f"{len(models)} models: {', '.join(model.name for model in models)}")
+    yield from _permissions(repository)
+    yield _memory(items)
+    yield from _packages(urls)
+
+
+def _permissions(repository: Path) -> Iterator[Finding]:
+    paths = [repository, *repository.rglob("*")]
+    closed = [path for path in paths if not _may(path, os.R_OK | (os.X_OK if path.is_dir() else 0))]
+    tables = [path.parent for path in paths if path.name == "key" and not (path.parent / "index").exists()]
+    unwritable = [folder for folder in tables if not _may(folder, os.W_OK)]
+    if closed:
+        message = f"{closed[0]} cannot be read by user {os.geteuid()}{_others(closed)}"
+        yield Finding("permissions", "problem", message, f"chmod -R a+rX {repository}")
+    if unwritable:
+        message = f"{unwritable[0]} has no index and takes none, so each process builds its own{_others(unwritable)}"
+        fix = "open the version once where its folder can be written to: InferenceSession.open leaves the index there"
+        yield Finding("permissions", "warning", message, fix)
+    if not closed and not unwritable:
+        yield Finding("permissions", "ok", f"all of {len(paths)} files and folders can be read")
+
+
+def _may(path: Path, mode: int) -> bool:
+    return os.access(path, mode, effective_ids=True)
+
+
+def _others(paths: list[Path]) -> str:
+    return f"; {len(paths) - 1} others likewise" if len(paths) > 1 else ""
+
+
+def _memory(items: list[MemoryItem]) -> Finding:
+    available = available_bytes()
+    private, files = bytes_in(items, "process"), bytes_in(items, "page cache")
+    text = f"{in_units(available)} available; processes need {in_units(private)}, tables {in_units(files)}"
+    fix = "more memory, a smaller cache_bytes, or fewer models on this machine; `hotrow size` tells what takes it"
+    if private > available:
+        return Finding("memory", "problem", f"{text}: too little", fix)
+    if private + files > available:
+        return Finding("memory", "warning", f"{text}: tables will be read from disk again and again", fix)
+    if 2 * (private + files) > available:
+        return Finding("memory", "warning", f"{text}: too little for two versions of each, as during swaps", fix)
+    return Finding("memory", "ok", text)
+
+
+def _items(version_dir: Path) -> Iterator[MemoryItem]:
+    if (version_dir / SESSION_FILE).exists():
+        spec = ModelSpec.read(version_dir)
+        yield from memory_items(spec, version_dir, cache_bytes=configured_cache_bytes(spec, version_dir))
+
+
+def available_bytes() -> int:
+    """Memory that processes may still take: the machine's, or what the container's limit leaves."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    available = int(fields["MemAvailable"].split()[0]) << 10
+    limit, current = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and current.exists() and (text := limit.read_text(encoding="ascii").strip()).isdecimal():
+        available = min(available, max(int(text) - int(current.read_text(encoding="ascii")), 0))
+    return available
+
+
+def _urls(model_folder: Path) -> Iterator[str]:
+    """What a model's settings name, its secrets and all: not to be shown."""
+    config = ModelConfig.read(model_folder / CONFIG_FILE)
+    yield from config.parameters.values()
+
+
+def _packages(urls: set[str]) -> Iterator[Finding]:
+    for module, (extra, purpose, schemes) in _PACKAGES.items():
+        needed = any(url.startswith(scheme) for url in urls for scheme in schemes)
+        if find_spec(module) is not None:
+            yield Finding(module, "ok", f"there, for {purpose}")
+        elif needed:
+            message = f"not installed, but models of the repository need it for {purpose}"
+            yield Finding(module, "problem", message, f'pip install "hotrow[{extra}]"')
+        else:
+            yield Finding(module, "ok", f'not installed; for {purpose}: pip install "hotrow[{extra}]"')

@@ -1,0 +1,116 @@
+"""A server's /metrics page: fetched, parsed (Prometheus's text format), and two of them compared."""
+
+from __future__ import annotations
+
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+Labels = frozenset[tuple[str, str]]
+
+_SAMPLE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
+_LABEL = re.compile(r'\s*([a-zA-Z_]\w*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*,?')
+_ESCAPED = re.compile(r"\\(.)")
+_MOST_BYTES = 64 << 20
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Servers that are watched are near; a proxy that the environment names is for what is far."""
+
+
+@dataclass(frozen=True)
+class MetricsPage:
+    """All samples at one moment."""
+
+    time_s: float = 0.0
+    samples: Mapping[str, Mapping[Labels, float]] = field(default_factory=dict)
+    """By metric, then by labels."""
+
+    @classmethod
+    def fetch(cls, url: str, *, timeout_s: float = 5.0) -> MetricsPage:
+        """The page as it is now.
+
+        Raises:
+            OSError: the server does not answer.
+            ValueError: what answers is no such page.
+        """
+        try:
+            with _direct.open(url, timeout=timeout_s) as response:
+                text = response.read(_MOST_BYTES).decode("utf-8")
+        except urllib.error.HTTPError as error:
+            error.close()
+            raise
+        return cls.parse(text, time.monotonic())
+
+    @classmethod
+    def parse(cls, text: str, time_s: float = 0.0) -> MetricsPage:
+        """The samples of a page; ValueError names the first line that is none."""
+        samples: dict[str, dict[Labels, float]] = {}
+        for line in text.splitlines():
+            if not line.strip() or line.startswith("#"):
+                continue
+            match = _SAMPLE.fullmatch(line.strip())
+            if match is None:
+                raise ValueError(f"not a line of Prometheus metrics: {line[:80]!r}")
+            name, labels, value = match.groups()
+            samples.setdefault(name, {})[_labels(labels or "")] = float(value)
+        return cls(time_s, samples)
+
+    def values(self, name: str, **labels: str) -> Iterator[tuple[dict[str, str], float]]:
+        """The samples of a metric that have these labels among theirs."""
+        wanted = set(labels.items())
+        for found, value in self.samples.get(name, {}).items():
+            if wanted <= found:
+                yield dict(found), value
+
+    def total(self, name: str, **labels: str) -> float | None:
+        """The sum of those samples; None where there are none."""
+        values = [value for _, value in self.values(name, **labels)]
+        return sum(values) if values else None
+
+
+@dataclass(frozen=True)
+class Window:
+    """What happened between two pages of one server."""
+
+    before: MetricsPage
+    after: MetricsPage
+
+    @property
+    def seconds(self) -> float:
+        """Between the two."""
+        return max(self.after.time_s - self.before.time_s, 1e-9)
+
+    def grown(self, name: str, **labels: str) -> float | None:
+        """What the counters of these labels have grown by; None where there are none.
+
+        One that has fallen began anew, with its server.
+        """
+        if self.after.total(name, **labels) is None:
+            return None
+        before = self.before.samples.get(name, {})
+        grown = 0.0
+        for found, value in self.after.samples[name].items():
+            if set(labels.items()) <= found:
+                earlier = before.get(found, 0.0)
+                grown += value - earlier if value >= earlier else value
+        return grown
+
+    def per_second(self, name: str, **labels: str) -> float | None:
+        """The rate of these counters."""
+        grown = self.grown(name, **labels)
+        return None if grown is None else grown / self.seconds
+
+    def ratio(self, part: str, *wholes: str, **labels: str) -> float | None:
+        """What one counter has grown by, over what others have in all; None where nothing was counted."""
+        whole = sum(self.grown(name, **labels) or 0.0 for name in wholes)
+        return (self.grown(part, **labels) or 0.0) / whole if whole else None
+
+
+def _labels(text: str) -> Labels:
+    return frozenset((name, _ESCAPED.sub(_unescaped, value)) for name, value in _LABEL.findall(text))
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    return "\n" if match[1] == "n" else match[1]

@@ -1,0 +1,156 @@
+"""The curves of `hotrow size`, as a picture (PNG) and as a page that needs nothing else (HTML with SVG in it)."""
+
+from __future__ import annotations
+
+import html
+import io
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hotrow.sizing_report import SizingReport, TableReport, conclusions, facts, in_units, memory_lines
+from inference_session.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_OURS, _LRU, _CHOSEN, _KNEE, _ASKED, _FAINT = "#0b6e4f", "#8d99ae", "#c1121f", "#f4a259", "#3d5a80", "#dde1e7"
+_NUM_POINTS = 200
+_COLUMNS = 3
+_MOST_TABLES = 12
+"""Tables with a plot of their own: those with the most keys."""
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #1d2433; max-width: 66rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+th, td { padding: .25rem .9rem .25rem 0; text-align: right; border-bottom: 1px solid #dde1e7 }
+th:first-child, td:first-child, td.word, th.word { text-align: left }
+svg { width: 100%; height: auto } .chosen { font-weight: 600; color: #c1121f }
+"""
+
+
+def write_picture(report: SizingReport, path: Path) -> None:
+    """Write the curves as PNG."""
+    _figure(report).savefig(path, dpi=144)
+
+
+def write_page(report: SizingReport, path: Path) -> None:
+    """Write everything as one HTML file."""
+    parts = [
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
+        f"<title>hotrow size {_text(report.version_dir)}</title><style>{_STYLE}</style></head><body>",
+        f"<h1>Sizing of {_text(report.version_dir)}</h1>",
+        *(_conclusions(report) if report.tables else ()),
+        "<h2>Memory</h2>",
+        _memory_table(report),
+        *(f"<p>{_text(line)}</p>" for line in memory_lines(report)),
+        *(f"<h2>Table {_text(t.spec.name)}</h2><p>{_text(facts(t))}</p>{_curve(t)}" for t in report.tables.values()),
+        "</body></html>\n",
+    ]
+    path.write_text("\n".join(parts), encoding="utf-8")
+
+
+def _conclusions(report: SizingReport) -> list[str]:
+    *others, chosen = conclusions(report)
+    return [f"<p class='chosen'>{_text(chosen)}</p>", *(f"<p>{_text(line)}</p>" for line in others), _svg(report)]
+
+
+def _svg(report: SizingReport) -> str:
+    written = io.StringIO()
+    _figure(report).savefig(written, format="svg", metadata={"Date": None})
+    return written.getvalue()[written.getvalue().index("<svg") :]
+
+
+def _memory_table(report: SizingReport) -> str:
+    rows = [
+        _row(item.name, item.place, item.each_bytes, in_units(item.each_bytes), item.copies, in_units(item.total_bytes))
+        for item in report.items
+    ]
+    total = report.total_bytes
+    rows.append(_row("one version", "", total, in_units(total), "", in_units(total)))
+    rows.append(_row("during a swap", "", 2 * total, in_units(2 * total), "", in_units(2 * total)))
+    heads = "<tr><th>part<th class='word'>where<th>bytes<th><th>copies<th>in all</tr>"
+    return f"<table>{heads}{''.join(rows)}</table>"
+
+
+def _row(name: str, place: str, *numbers: object) -> str:
+    cells = "".join(f"<td>{_text(number)}" for number in numbers)
+    return f"<tr><td>{_text(name)}<td class='word'>{_text(place)}{cells}</tr>"
+
+
+def _curve(table: TableReport) -> str:
+    rows = [
+        f"<tr><td>{rows:,}<td>{in_units(table.cache_bytes(rows))}<td>{table.lru.hit_rate(rows):.4f}"
+        f"<td>{table.ours.hit_rate(rows):.4f}</tr>"
+        for rows in table.sizes
+    ]
+    return f"<table><tr><th>rows<th>cache<th>LRU<th>hotrow</tr>{''.join(rows)}</table>"
+
+
+def _text(value: object) -> str:
+    return html.escape(str(value))
+
+
+def _figure(report: SizingReport) -> Figure:
+    from matplotlib.figure import Figure
+
+    if not report.tables:
+        raise ConfigurationError("--plot draws hit rates, which only a trace tells: give one with --trace")
+    tables = sorted(report.tables.values(), key=lambda table: -table.num_keys)[:_MOST_TABLES]
+    tables = tables if len(report.spec.tables) > 1 else []
+    num_rows = math.ceil(len(tables) / _COLUMNS)
+    figure = Figure(figsize=(10, 4.8 + 2.7 * num_rows), layout="constrained")
+    grid = figure.add_gridspec(1 + num_rows, _COLUMNS, height_ratios=[4.8, *[2.7] * num_rows])
+    _draw_plan(figure.add_subplot(grid[0, :]), report)
+    for i, table in enumerate(tables):
+        _draw_table(figure.add_subplot(grid[1 + i // _COLUMNS, i % _COLUMNS]), table)
+    return figure
+
+
+def _draw_plan(axes: Axes, report: SizingReport) -> None:
+    """The hit rate of all tables against the bytes of their cache, and the sizes worth naming."""
+    points = report.ours.points(_NUM_POINTS)
+    sizes = [point.cache_bytes for point in points]
+    axes.plot(sizes, [report.lru.hit_rate(size) for size in sizes], color=_LRU, lw=1.6, label="LRU")
+    axes.plot(sizes, [point.hit_rate for point in points], color=_OURS, lw=2.4, label="hotrow")
+    axes.axhline(report.ours.best_hit_rate, color=_LRU, lw=0.8, ls=":")
+    axes.annotate("best possible", (sizes[0], report.ours.best_hit_rate), (0, 3), textcoords="offset points", size=8)
+    _mark(axes, report.knee, "knee", _KNEE)
+    _mark(axes, report.recommended, "recommended", _CHOSEN)
+    if report.cache_bytes >= report.ours.least_bytes:
+        _mark(axes, (report.cache_bytes, report.ours.hit_rate(report.cache_bytes)), "as asked", _ASKED)
+    _finish(axes, "cache_bytes", lambda size, _: in_units(round(size)), base=4)
+    axes.set_title(f"Hit rate of a cache for {report.version_dir}", loc="left", fontweight="bold")
+    axes.legend(loc="lower right", edgecolor="none", framealpha=0.95)
+
+
+def _mark(axes: Axes, point: tuple[int, float], name: str, color: str) -> None:
+    size, hit_rate = point
+    axes.plot([size, size], [0, hit_rate], color=color, lw=1, ls="--")
+    label = f"{name}: {in_units(size)}, {hit_rate:.3f}"
+    axes.plot([size], [hit_rate], "o", color=color, ms=7, label=label)
+
+
+def _draw_table(axes: Axes, table: TableReport) -> None:
+    rows = np.unique(np.geomspace(table.sizes[0], table.sizes[-1], _NUM_POINTS).astype(int))
+    axes.plot(rows, [table.lru.hit_rate(size) for size in rows.tolist()], color=_LRU, lw=1.2)
+    axes.plot(table.ours.rows[1:], table.ours.hit_rates[1:], color=_OURS, lw=1.8)
+    _finish(axes, "rows", lambda size, _: f"{size:,.0f}", base=10)
+    axes.set_title(f"{table.spec.name} ({table.num_keys:,} keys)", loc="left", fontsize=9)
+    axes.tick_params(labelsize=7)
+
+
+def _finish(axes: Axes, label: str, tick: Any, base: int) -> None:
+    axes.set_xscale("log", base=base)
+    axes.minorticks_off()
+    axes.set_ylim(0, 1.03)
+    axes.set_xlabel(label)
+    axes.set_ylabel("hit rate")
+    axes.xaxis.set_major_formatter(tick)
+    axes.grid(color=_FAINT, lw=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

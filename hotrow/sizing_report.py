@@ -1,0 +1,298 @@
+"""What `hotrow size` found: as tables, as JSON, as a picture and as a page."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from inference_session.embedding_cache.cpu_cache import bytes_to_hold, rows_held
+from inference_session.formats.native import ModelSpec, TableSpec
+from inference_session.sizing import (
+    CachePlan,
+    CachePoint,
+    LruCurve,
+    MemoryItem,
+    SamplingError,
+    SimulatedCurve,
+    TracedTable,
+    bytes_in,
+)
+
+_NUM_ROWS_SHOWN = 12
+_BAR_LENGTH = 30
+_PLAIN_WIDTH = 200
+
+
+@dataclass(frozen=True)
+class TableReport:
+    """What a trace says of one table."""
+
+    spec: TableSpec
+    num_keys: int
+    num_unknown: int
+    """Further keys that the table does not have, and a cache therefore never."""
+    rate: float
+    """Part of the keys that was looked at."""
+    lru: LruCurve
+    ours: SimulatedCurve
+    error: SamplingError
+
+    @property
+    def sizes(self) -> list[int]:
+        """Rows, from few to all that were used."""
+        return [round(rows) for rows in self.ours.rows[1:].tolist()]
+
+    def cache_bytes(self, rows: int) -> int:
+        """Of a cache for so many rows of this table alone."""
+        return bytes_to_hold({"": self.spec.embedding_dim}, {"": rows})
+
+
+@dataclass(frozen=True)
+class SizingReport:
+    """All that is said of a version."""
+
+    version_dir: Path
+    spec: ModelSpec
+    cache_bytes: int
+    items: list[MemoryItem]
+    target: float
+    tables: dict[str, TableReport]
+    """By folder; empty without a trace."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Of one version on a machine."""
+        return sum(item.total_bytes for item in self.items)
+
+    @cached_property
+    def ours(self) -> CachePlan:
+        """Of hotrow's cache."""
+        return self._plan(lambda table: table.ours)
+
+    @cached_property
+    def lru(self) -> CachePlan:
+        """Of an LRU cache in the same memory."""
+        return self._plan(lambda table: table.lru)
+
+    @cached_property
+    def recommended(self) -> CachePoint:
+        """The smallest cache that reaches the target."""
+        return self.ours.recommended(self.target)
+
+    @cached_property
+    def knee(self) -> CachePoint:
+        """Where more memory begins to bring less."""
+        return self.ours.knee()
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether hit rates are estimates."""
+        return any(table.rate < 1 for table in self.tables.values())
+
+    def error(self, cache_bytes: int) -> float:
+        """How far the hit rate with that cache may be off, two standard errors."""
+        rows = rows_held(self._dims, cache_bytes, self._num_rows)
+        num_keys = sum(table.num_keys for table in self.tables.values())
+        errors = [table.num_keys * table.error.at(rows[folder]) for folder, table in self.tables.items()]
+        return float(np.hypot.reduce(errors)) / num_keys
+
+    def plot(self, path: Path) -> None:
+        """Write the curves as .png, or everything as .html."""
+        from hotrow.sizing_plot import write_page, write_picture
+
+        (write_page if path.suffix == ".html" else write_picture)(self, path)
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, for programs; docs/sizing.md says what each key means."""
+        document: dict[str, Any] = {
+            "version_dir": str(self.version_dir),
+            "cache_bytes": self.cache_bytes,
+            "memory": [{**item._asdict(), "total_bytes": item.total_bytes} for item in self.items],
+            "process_bytes": bytes_in(self.items, "process"),
+            "device_bytes": bytes_in(self.items, "device"),
+            "total_bytes": self.total_bytes,
+            "swap_bytes": 2 * self.total_bytes,
+        }
+        return {**document, "trace": self._trace_as_json()} if self.tables else document
+
+    def _trace_as_json(self) -> dict[str, Any]:
+        sizes = [point.cache_bytes for point in self.ours.points(_NUM_ROWS_SHOWN)]
+        document: dict[str, Any] = {
+            "sampled": self.is_sampled,
+            "error": self.error(self.recommended.cache_bytes),
+            "best_hit_rate": self.ours.best_hit_rate,
+            "target": self.target,
+            "recommended": self.recommended._asdict(),
+            "knee": self.knee._asdict(),
+            "hit_rates": [
+                {"cache_bytes": size, "lru": self.lru.hit_rate(size), "hotrow": self.ours.hit_rate(size)}
+                for size in sizes
+            ],
+            "tables": {folder: _table_as_json(table) for folder, table in self.tables.items()},
+        }
+        if self.cache_bytes:
+            document["hit_rate"] = self.ours.hit_rate(self.cache_bytes)
+        return document
+
+    def _plan(self, curve: Any) -> CachePlan:
+        traced = {
+            folder: TracedTable(table.num_keys, table.lru.num_distinct, table.sizes[0], curve(table))
+            for folder, table in self.tables.items()
+        }
+        return CachePlan(self._dims, self._num_rows, traced)
+
+    @property
+    def _dims(self) -> dict[str, int]:
+        return {table.folder: table.embedding_dim for table in self.spec.tables}
+
+    @property
+    def _num_rows(self) -> dict[str, int]:
+        return {table.folder: table.num_rows for table in self.spec.tables}
+
+
+def _table_as_json(table: TableReport) -> dict[str, Any]:
+    return {
+        "name": table.spec.name,
+        "keys": table.num_keys,
+        "distinct_keys": table.lru.num_distinct,
+        "unknown_keys": table.num_unknown,
+        "sample_rate": table.rate,
+        "hit_rates": [
+            {
+                "rows": rows,
+                "cache_bytes": table.cache_bytes(rows),
+                "lru": table.lru.hit_rate(rows),
+                "hotrow": table.ours.hit_rate(rows),
+                "error": table.error.at(rows),
+            }
+            for rows in table.sizes
+        ],
+    }
+
+
+def in_units(num_bytes: int) -> str:
+    """For people: `1.50 GiB`."""
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} {unit}" if size == round(size) else f"{size:.2f} {unit}"
+
+
+def show(report: SizingReport) -> None:
+    """Print all as tables."""
+    console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
+    console.print(f"[b]Memory[/b] of {escape(str(report.version_dir))}")
+    console.print(_memory_table(report))
+    for line in memory_lines(report):
+        console.print(line)
+    if not report.tables:
+        console.print("With --trace, a cache size is recommended from the keys that the model is really asked for.")
+        return
+    for table in report.tables.values():
+        console.print(f"\n[b]Table {escape(table.spec.name)}[/b]: {facts(table)}")
+        console.print(_curve_table("rows", _table_rows(table)))
+    if len(report.spec.tables) > 1:
+        console.print("\n[b]All tables[/b], as one cache")
+        console.print(_curve_table("cache_bytes", _plan_rows(report)))
+    for line in conclusions(report):
+        console.print(line)
+
+
+def _memory_table(report: SizingReport) -> Table:
+    table = Table("part", "where")
+    for heading in ("bytes", "", "copies", "in all"):
+        table.add_column(heading, justify="right")
+    for item in report.items:
+        numbers = (str(item.each_bytes), in_units(item.each_bytes), str(item.copies), in_units(item.total_bytes))
+        table.add_row(item.name, item.place, *numbers)
+    table.add_section()
+    total = report.total_bytes
+    table.add_row("one version", "", str(total), in_units(total), "", in_units(total))
+    table.add_row("during a swap", "", str(2 * total), in_units(2 * total), "", in_units(2 * total))
+    return table
+
+
+def memory_lines(report: SizingReport) -> Iterator[str]:
+    """What the table of memory adds up to."""
+    yield f"Per process: {in_units(bytes_in(report.items, 'process'))}, private."
+    if device := bytes_in(report.items, "device"):
+        yield f"Per device: {in_units(device)}."
+    files = bytes_in(report.items, "page cache")
+    yield (
+        f"Table files: {in_units(files)} on disk, mapped and shared by all processes; "
+        "as much page cache keeps them from being read again."
+    )
+    if not report.cache_bytes:
+        yield "No cache: look-ups read the table files, which a cache on the CPU would not make faster."
+
+
+def facts(table: TableReport) -> str:
+    """The trace of a table in a line."""
+    parts = [f"{table.num_keys:,} keys, {table.lru.num_distinct:,} distinct"]
+    if table.rate < 1:
+        parts.append(f"from a sample of 1 in {round(1 / table.rate)}, error up to {table.error.errors.max():.3f}")
+    if table.lru.num_distinct > table.spec.num_rows:
+        parts.append(f"more than the table's {table.spec.num_rows:,} rows: some of these keys are not its own")
+    if table.num_unknown:
+        parts.append(f"{table.num_unknown:,} further keys left out, which the table does not have")
+    return "; ".join(parts)
+
+
+def _table_rows(table: TableReport) -> Iterator[tuple[str, str, HitRates]]:
+    for rows in table.sizes:
+        rates = HitRates(table.lru.hit_rate(rows), table.ours.hit_rate(rows))
+        yield f"{rows:,}", in_units(table.cache_bytes(rows)), rates
+
+
+def _plan_rows(report: SizingReport) -> Iterator[tuple[str, str, HitRates]]:
+    for point in report.ours.points(_NUM_ROWS_SHOWN):
+        rates = HitRates(report.lru.hit_rate(point.cache_bytes), point.hit_rate)
+        yield str(point.cache_bytes), in_units(point.cache_bytes), rates
+
+
+@dataclass(frozen=True)
+class HitRates:
+    """Of one cache size."""
+
+    lru: float
+    ours: float
+
+
+def _curve_table(size: str, rows: Iterator[tuple[str, str, HitRates]]) -> Table:
+    table = Table()
+    for heading in (size, "cache" if size == "rows" else "", "LRU", "hotrow"):
+        table.add_column(heading, justify="right")
+    table.add_column("hit rate of hotrow")
+    for number, cache_bytes, rates in rows:
+        bar = "█" * round(rates.ours * _BAR_LENGTH)
+        table.add_row(number, cache_bytes, f"{rates.lru:.4f}", f"{rates.ours:.4f}", bar)
+    return table
+
+
+def conclusions(report: SizingReport) -> Iterator[str]:
+    """What to do, in sentences."""
+    best, knee, chosen = report.ours.best_hit_rate, report.knee, report.recommended
+    yield f"Best hit rate possible: {best:.4f}; the first use of a key is always a miss."
+    yield (
+        f"Knee: {knee.cache_bytes} bytes ({in_units(knee.cache_bytes)}), hit rate {knee.hit_rate:.4f}; "
+        "every further byte gains less than the average one does."
+    )
+    if report.cache_bytes:
+        rate = report.ours.hit_rate(report.cache_bytes)
+        yield f"As asked: cache_bytes {report.cache_bytes} ({in_units(report.cache_bytes)}), hit rate {rate:.4f}."
+    error = f" ± {report.error(chosen.cache_bytes):.4f}" if report.is_sampled else ""
+    yield (
+        f"Recommended: cache_bytes {chosen.cache_bytes} ({in_units(chosen.cache_bytes)}), hit rate "
+        f"{chosen.hit_rate:.4f}{error}: the smallest with {report.target:g} of the best possible."
+    )

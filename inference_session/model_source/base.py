@@ -1,0 +1,80 @@
+"""The contract of a place that holds files: what a copy needs of it, and no more."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import NamedTuple, TypeVar
+
+Source = TypeVar("Source", bound="ModelSource")
+
+
+class Entry(NamedTuple):
+    """A file or a folder as it is at one moment."""
+
+    path: str
+    """Relative to the source's root, `/` between its parts; empty for the root itself."""
+    num_bytes: int
+    """0 for a folder."""
+    stamp: str
+    """Differs for two states of a file, so that a change shows even where the size stays."""
+    is_folder: bool = False
+
+
+ChunksFrom = Callable[[int], Iterable[bytes]]
+"""Gives what a file is to hold from that byte on; called with the bytes that are there, again where a write is tried
+again."""
+
+
+class ModelSource(ABC):
+    """Files below a root. Paths are relative to it; all methods may be called from any thread.
+
+    What fails for good is an OSError that names the file (SourceError, where the file is not of this machine), what may
+    succeed later an UnavailableError; the latter is raised only after some attempts.
+    """
+
+    @abstractmethod
+    def name_of(self, path: str) -> str:
+        """The file's full name, for people."""
+
+    @abstractmethod
+    def stat(self, path: str) -> Entry | None:
+        """What is there; None for nothing."""
+
+    @abstractmethod
+    def entries(self, path: str = "") -> list[Entry]:
+        """All that lies below a folder, at any depth, sorted by path; a file is a list of itself."""
+
+    @abstractmethod
+    def read(self, path: str, begin: int, num_bytes: int) -> bytes:
+        """So many bytes of a file from byte `begin` on; an OSError where it ends before."""
+
+    @abstractmethod
+    def write(self, path: str, chunks_from: ChunksFrom) -> None:
+        """Write a file to its end, which is made if there is none. After an error some of it may be written: another
+        call goes on from there.
+        """
+
+    @abstractmethod
+    def make_folder(self, path: str) -> None:
+        """Make a folder and those above it; one that is there is no error."""
+
+    @abstractmethod
+    def rename(self, path: str, target: str) -> None:
+        """Move a file or folder to where nothing is (ConfigurationError otherwise), at once and safe from a crash."""
+
+    @abstractmethod
+    def remove(self, path: str) -> None:
+        """Remove a file, or a folder with all that it holds; nothing there is no error."""
+
+    def close(self) -> None:  # noqa: B027
+        """Give up connections. May be called more than once."""
+
+    def __enter__(self: Source) -> Source:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

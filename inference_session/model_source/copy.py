@@ -1,0 +1,144 @@
+"""A file or a folder from one source to another: parallel, resumable, verified, and at its target whole or not at all.
+
+Chunks are read ahead in parallel and written in their order, so that the size of a file says how far it has come: a
+second run goes on at that byte, unless the source has changed since. Every byte is read back from the target, and its
+SHA-256 compared with what was sent and with the MANIFEST.json that lists the file.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from types import TracebackType
+
+from inference_session.errors import ConfigurationError, ModelFormatError, SourceError, UnavailableError
+from inference_session.model_source.create import create_source, split_place
+from inference_session.model_source.inventory import Inventory
+from inference_session.model_source.staged_copy import StagedCopy
+from inference_session.model_source.transfer import NUM_CHUNKS, FileTransfer, Progress
+
+NUM_FILES = 4
+"""Files under way at a time; with NUM_CHUNKS of CHUNK_BYTES for each, what bounds the memory."""
+MAX_ROUNDS = 3
+"""How often the source is looked at again where it has changed meanwhile."""
+
+
+@dataclass(frozen=True)
+class CopyReport:
+    """What a copy did."""
+
+    num_files: int
+    num_bytes: int
+    num_resumed_bytes: int
+    """Of these, bytes that an earlier run had written."""
+
+
+class Copy:
+    """One copy. A context manager, which holds connections."""
+
+    def __init__(self, source: str | Path, target: str | Path) -> None:
+        """Look at both ends; nothing is written yet.
+
+        Raises:
+            ConfigurationError: the target exists, or lies in the source; a URL is malformed.
+            ModelFormatError: the source is not as its manifest says.
+            OSError, UnavailableError: the source cannot be read.
+        """
+        folder, self._name = split_place(target)
+        self._origin = create_source(source)
+        self._place = create_source(folder)
+        self._staged = StagedCopy(self._place, self._name)
+        try:
+            self._refuse_bad_target()
+            self._inventory = Inventory.of(self._origin)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all files."""
+        return self._inventory.num_bytes
+
+    def run(self, progress: Progress | None = None) -> CopyReport:
+        """Copy what an earlier run has not, and put it in place.
+
+        Raises:
+            ModelFormatError: a file is not what the manifest says; names it.
+            OSError: the source cannot be read, or the target not written.
+            UnavailableError: one of them does not answer, or the source changes all the time. Run it again.
+        """
+        num_resumed = 0
+        for _ in range(MAX_ROUNDS):
+            kept = self._staged.prepare(self._origin.name_of(""), self._inventory)
+            num_resumed = num_resumed or sum(kept.values())
+            failure = self._transfer(kept, progress or _ignore)
+            if self._is_unchanged():
+                if failure is not None:
+                    raise failure
+                self._staged.publish()
+                return CopyReport(len(self._inventory.files), self.num_bytes, num_resumed)
+        raise UnavailableError(f"{self._origin.name_of('')}: its files change while they are copied")
+
+    def close(self) -> None:
+        """Give up connections."""
+        self._origin.close()
+        self._place.close()
+
+    def __enter__(self) -> Copy:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _refuse_bad_target(self) -> None:
+        target = self._place.name_of(self._name)
+        if self._place.stat(self._name) is not None:
+            raise ConfigurationError(f"{target}: exists already; choose another target")
+        if target.startswith(f"{self._origin.name_of('').rstrip('/')}/"):
+            raise ConfigurationError(f"{target}: lies in {self._origin.name_of('')}, which was to be copied there")
+
+    def _transfer(self, kept: dict[str, int], progress: Progress) -> SourceError | ModelFormatError | None:
+        """Copy all files, some at a time. Returns the error where the source itself may have caused it by a change."""
+        stopped = Event()
+        with ThreadPoolExecutor(NUM_FILES * NUM_CHUNKS) as readers, ThreadPoolExecutor(NUM_FILES) as writers:
+            transfers = [
+                FileTransfer(
+                    self._origin,
+                    entry,
+                    self._place,
+                    self._staged.path_of(entry.path),
+                    num_staged=kept.get(entry.path),
+                    sha256=self._inventory.checksums.get(entry.path),
+                    readers=readers,
+                    progress=progress,
+                    stopped=stopped,
+                )
+                for entry in self._inventory.files
+            ]
+            futures = [writers.submit(transfer.run) for transfer in transfers]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+            except (SourceError, ModelFormatError) as error:
+                return error
+            finally:
+                stopped.set()
+                writers.shutdown(wait=False, cancel_futures=True)
+        return None
+
+    def _is_unchanged(self) -> bool:
+        """Whether the source is still as it was when it was looked at; looks at it anew."""
+        before = self._inventory
+        if before.entries == tuple(self._origin.entries()):
+            return True
+        self._inventory = Inventory.of(self._origin)
+        return False
+
+
+def _ignore(num_bytes: int) -> None:
+    """Nobody wants to know."""

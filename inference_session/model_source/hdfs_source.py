@@ -1,0 +1,302 @@
+"""Files on HDFS, through WebHDFS and the `hdfs` package.
+
+A NameNode says where a file's blocks are, a DataNode gives or takes the bytes. What may pass (a DataNode that has just
+died, a NameNode in safe mode) is tried again for some seconds, a read from the byte that it had reached. Messages never
+repeat those of the HTTP client: they show whole URLs, and these hold delegation tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from inference_session.errors import ConfigurationError, HotrowError, SourceError, UnavailableError
+from inference_session.model_source.base import ChunksFrom, Entry, ModelSource
+from inference_session.model_source.hdfs_url import HdfsUrl
+
+try:
+    import requests
+    from hdfs import Client, HdfsError, InsecureClient, TokenClient
+    from urllib3.exceptions import HTTPError
+except ImportError as missing:
+    raise ConfigurationError("hdfs:// needs the package `hdfs`: pip install 'hotrow[hdfs]'") from missing
+
+AUTHENTICATION = "HOTROW_HDFS_AUTH"
+TOKEN_FILE = "HOTROW_HDFS_TOKEN_FILE"  # noqa: S105  the name of a variable
+TIMEOUT_S = (5.0, 20.0)
+"""To connect; between two pieces of an answer."""
+PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0)
+"""Between attempts."""
+GIVE_UP_S = 45.0
+"""No attempt begins later than this after the first."""
+_MAX_CONNECTIONS = 32
+_READ_BYTES = 1 << 20
+_MAX_REASON = 300
+_PASSING = {"StandbyException", "RetriableException", "SafeModeException"}
+_LEASED = {"AlreadyBeingCreatedException", "RecoveryInProgressException"}
+
+Result = TypeVar("Result")
+
+
+class HdfsSource(ModelSource):
+    """A folder of HDFS, or one file."""
+
+    def __init__(self, url: HdfsUrl) -> None:
+        """Nothing is sent before it is needed. ConfigurationError where the environment asks for what is not there."""
+        self.url = url
+        self._session = requests.Session()
+        self._session.mount(
+            url.http_url, requests.adapters.HTTPAdapter(pool_connections=8, pool_maxsize=_MAX_CONNECTIONS)
+        )
+        self._client = _create_client(url, self._session)
+
+    def name_of(self, path: str) -> str:
+        """See ModelSource."""
+        return f"{str(self.url).rstrip('/')}/{path}".rstrip("/")
+
+    def stat(self, path: str) -> Entry | None:
+        """See ModelSource."""
+        return self._try(path, lambda: self._stat(path))
+
+    def entries(self, path: str = "") -> list[Entry]:
+        """See ModelSource."""
+        top = self.stat(path)
+        if top is None:
+            raise SourceError(f"{self.name_of(path)}: no such file or folder")
+        return sorted(self._below(path)) if top.is_folder else [top]
+
+    def _below(self, path: str) -> list[Entry]:
+        entries: list[Entry] = []
+        for entry in self._try(path, lambda: self._children(path)):
+            entries.append(entry)
+            if entry.is_folder:
+                entries += self._below(entry.path)
+        return entries
+
+    def _children(self, path: str) -> list[Entry]:
+        statuses = self._client.list(self._path(path), status=True)
+        return [_entry(f"{path}/{name}".lstrip("/"), status) for name, status in statuses]
+
+    def read(self, path: str, begin: int, num_bytes: int) -> bytes:
+        """See ModelSource."""
+        buffer = bytearray()
+        self._try(path, lambda: self._read_on(path, begin, num_bytes, buffer))
+        return bytes(buffer)
+
+    def _read_on(self, path: str, begin: int, num_bytes: int, buffer: bytearray) -> None:
+        """Read what the buffer has not yet."""
+        left = num_bytes - len(buffer)
+        if not left:
+            return
+        with self._client.read(self._path(path), offset=begin + len(buffer), length=left) as stream:
+            while left and (part := stream.read(min(left, _READ_BYTES))):
+                buffer += part
+                left -= len(part)
+        if left:
+            end = self._status(path)
+            if end is None or end["length"] < begin + num_bytes:
+                raise SourceError(f"{self.name_of(path)}: ends before byte {begin + num_bytes}; was it written to?")
+            raise UnavailableError(f"{self.name_of(path)}: the DataNode ended at byte {begin + len(buffer)}")
+
+    def write(self, path: str, chunks_from: ChunksFrom) -> None:
+        """See ModelSource. One request carries all that is left: HDFS has one writer per file."""
+        try:
+            failure = self._try(path, lambda: self._write_on(path, chunks_from))
+        except _LeasedError:
+            # The writer before us died with its DataNode, and holds the file for a minute. Begin it again.
+            self.remove(path)
+            failure = self._try(path, lambda: self._write_on(path, chunks_from))
+        if failure is not None:
+            raise failure
+
+    def _write_on(self, path: str, chunks_from: ChunksFrom) -> BaseException | None:
+        """Write from the file's end; returns what the chunks themselves failed by, which is not ours to try again."""
+        before = self._status(path)
+        begin = before["length"] if before else 0
+        sent = _Counted(chunks_from(begin))
+        try:
+            self._client.write(self._path(path), data=iter(sent), append=before is not None)
+        except (requests.RequestException, HTTPError, HotrowError, OSError):
+            if sent.failure is None:
+                raise
+            return sent.failure
+        after = self._status(path)
+        # A DataNode that runs into a quota, or has no room for a further block, may call that a success.
+        if after is None or after["length"] != begin + sent.num_bytes:
+            cause = "is the file system full, or its quota used up?"
+            if "%" in self._path(path):
+                cause = "some releases of Hadoop take the % in a name for an escape"
+            raise SourceError(
+                f"{self.name_of(path)}: {begin + sent.num_bytes} bytes were written, {after['length'] if after else 0}"
+                f" are there; {cause}"
+            )
+        return None
+
+    def make_folder(self, path: str) -> None:
+        """See ModelSource."""
+        self._try(path, lambda: self._client.makedirs(self._path(path)))
+
+    def rename(self, path: str, target: str) -> None:
+        """See ModelSource."""
+        self._refuse_existing(target)
+        name = path.rpartition("/")[2]
+        with self._translated(path):
+            renamed = self._client._rename(self._path(path), destination=self._path(target)).json()["boolean"]
+            inside = self._status(f"{target}/{name}") if renamed else None
+            if inside is not None and self._status(path) is None:
+                # Somebody has made a folder there meanwhile: HDFS moved ours into it. Take it back.
+                self._client._rename(self._path(f"{target}/{name}"), destination=self._path(path))
+                renamed = False
+        if not renamed:
+            self._refuse_existing(target)
+            raise SourceError(f"{self.name_of(path)}: cannot be renamed to {self.name_of(target)}")
+
+    def remove(self, path: str) -> None:
+        """See ModelSource."""
+        self._try(path, lambda: self._client.delete(self._path(path), recursive=True))
+
+    def close(self) -> None:
+        """See ModelSource."""
+        self._session.close()
+
+    def __repr__(self) -> str:
+        return f"<HdfsSource {str(self.url)!r}>"
+
+    def _path(self, path: str) -> str:
+        return f"{self.url.path.rstrip('/')}/{path}".rstrip("/") or "/"
+
+    def _stat(self, path: str) -> Entry | None:
+        status = self._status(path)
+        return None if status is None else _entry(path, status)
+
+    def _status(self, path: str) -> dict[str, Any] | None:
+        try:
+            status: dict[str, Any] = self._client.status(self._path(path))
+        except HdfsError as error:
+            if error.exception == "FileNotFoundException":
+                return None
+            raise
+        return status
+
+    def _refuse_existing(self, target: str) -> None:
+        if self.stat(target) is not None:
+            raise ConfigurationError(f"{self.name_of(target)}: exists already; choose another target")
+
+    def _try(self, path: str, work: Callable[[], Result]) -> Result:
+        """The result of some work, which is done again where a failure may pass."""
+        begin = time.monotonic()
+        for pause in PAUSES_S:
+            with contextlib.suppress(UnavailableError), self._translated(path):
+                return work()
+            if time.monotonic() + pause - begin > GIVE_UP_S:
+                break
+            time.sleep(pause)
+        with self._translated(path):
+            return work()
+
+    @contextlib.contextmanager
+    def _translated(self, path: str) -> Iterator[None]:
+        """Errors of the packages beneath as ours."""
+        try:
+            yield
+        except HotrowError:
+            raise
+        except HdfsError as error:
+            raise self._of_hdfs(path, error) from None
+        except (KeyError, TypeError, ValueError):  # an answer of another form, as of another web server
+            raise SourceError(f"{self.name_of(path)}: {self._not_webhdfs()}") from None
+        except (requests.RequestException, HTTPError) as error:
+            raise UnavailableError(f"{self.name_of(path)}: {self._of_http(error)}") from None
+
+    def _of_hdfs(self, path: str, error: HdfsError) -> HotrowError:
+        text = error.message.decode(errors="replace") if isinstance(error.message, bytes) else str(error.message)
+        reason = " ".join(text.split("\tat ")[0].split())[:_MAX_REASON]
+        if error.exception in _LEASED or any(name in text for name in _LEASED):
+            return _LeasedError(f"{self.name_of(path)}: {reason}")
+        if error.exception in _PASSING or "safe mode" in text:
+            return UnavailableError(f"{self.name_of(path)}: {reason}")
+        if "Authentication failure" in text:
+            return SourceError(f"{self.name_of(path)}: the NameNode refuses us; is {AUTHENTICATION} set as it wants?")
+        if error.exception is None:
+            return SourceError(f"{self.name_of(path)}: {self._not_webhdfs()}")
+        return SourceError(f"{self.name_of(path)}: {reason} ({error.exception})")
+
+    def _of_http(self, error: Exception) -> str:
+        """What failed, without the URL."""
+        request = getattr(error, "request", None)
+        node = urlsplit(getattr(request, "url", None) or self.url.http_url).netloc
+        what = "NameNode" if node == self.url.address else "DataNode"
+        if isinstance(error, requests.exceptions.SSLError):
+            return f"no TLS connection to the {what} at {node}"
+        if isinstance(error, requests.Timeout):
+            return f"the {what} at {node} does not answer in time"
+        if "NewConnectionError" in repr(error) or "NameResolutionError" in repr(error):
+            hint = "" if what == "DataNode" else "; PORT is that of its web page, 9870 unless it was changed"
+            return f"no connection to the {what} at {node}{hint}"
+        return f"the {what} at {node} broke off the connection"
+
+    def _not_webhdfs(self) -> str:
+        return f"{self.url.address} does not answer as WebHDFS does; is that the NameNode's HTTP port?"
+
+
+class _LeasedError(UnavailableError):
+    """Somebody else is writing the file, or was."""
+
+
+class _Counted:
+    """Chunks as they go by: how many bytes they were, and the error that ended them."""
+
+    def __init__(self, chunks: Iterable[bytes]) -> None:
+        self._chunks = chunks
+        self.num_bytes = 0
+        self.failure: BaseException | None = None
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            for chunk in self._chunks:
+                self.num_bytes += len(chunk)
+                yield chunk
+        except BaseException as error:
+            self.failure = error
+            raise
+
+
+def _entry(path: str, status: dict[str, Any]) -> Entry:
+    if status["type"] == "DIRECTORY":
+        return Entry(path, 0, "", is_folder=True)
+    return Entry(path, status["length"], f"{status['modificationTime']}-{status.get('fileId', '')}")
+
+
+def _create_client(url: HdfsUrl, session: requests.Session) -> Client:
+    """The client for the way of authentication that the environment names."""
+    kind = os.environ.get(AUTHENTICATION, "simple")
+    settings: dict[str, Any] = {"timeout": TIMEOUT_S, "session": session}
+    if kind == "simple":
+        return InsecureClient(url.http_url, user=os.environ.get("HADOOP_USER_NAME"), **settings)
+    if kind == "token":
+        return TokenClient(url.http_url, _token(), **settings)
+    if kind == "kerberos":
+        try:
+            from hdfs.ext.kerberos import KerberosClient
+        except ImportError as missing:
+            raise ConfigurationError(
+                f"{AUTHENTICATION}=kerberos needs the package `requests-kerberos`: pip install 'hotrow[kerberos]'"
+            ) from missing
+        return KerberosClient(url.http_url, **settings)
+    raise ConfigurationError(f"{AUTHENTICATION} cannot be {kind!r}; allowed: simple, token, kerberos")
+
+
+def _token() -> str:
+    """The delegation token in the file that the environment names."""
+    path = os.environ.get(TOKEN_FILE)
+    if not path:
+        raise ConfigurationError(f"{AUTHENTICATION}=token needs {TOKEN_FILE}, a file with a delegation token in it")
+    try:
+        return Path(path).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{TOKEN_FILE}: {path!r} cannot be read as text: {type(error).__name__}") from error

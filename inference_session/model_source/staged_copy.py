@@ -1,0 +1,86 @@
+"""Where a copy is put together before it becomes its target by one rename.
+
+.tmp-<name>/journal.json     which source it comes from, and the state of its files
+.tmp-<name>/content          what becomes the target
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from inference_session.model_source.base import Entry, ModelSource
+from inference_session.model_source.inventory import Inventory
+
+
+class StagedCopy:
+    """The folder beside the target. What a run that failed has left there is gone on with."""
+
+    def __init__(self, place: ModelSource, name: str) -> None:
+        """`place`: the folder that the target will be in; `name`: the target's."""
+        self.place = place
+        self._name = name
+        self._folder = f".tmp-{name}"
+        self._journal = f"{self._folder}/journal.json"
+
+    def path_of(self, path: str) -> str:
+        """Where a file of the source is put, in `place`."""
+        return f"{self._folder}/content/{path}".rstrip("/")
+
+    def prepare(self, source: str, inventory: Inventory) -> dict[str, int]:
+        """Make all folders, and remove what is not of this source in its present state; returns the bytes that are
+        there by file.
+        """
+        states = inventory.states()
+        earlier = self._read_journal(source)
+        if earlier is None:
+            self.place.remove(self._folder)
+        self.place.make_folder(self._folder)
+        kept = self._keep_good(states, earlier or {}, set(inventory.folders))
+        self._write_journal(source, states)
+        for folder in inventory.folders:
+            self.place.make_folder(self.path_of(folder))
+        return kept
+
+    def publish(self) -> None:
+        """Make it the target, and leave nothing beside; ConfigurationError where something is there by now."""
+        self.place.rename(self.path_of(""), self._name)
+        self.place.remove(self._folder)
+
+    def _keep_good(self, states: dict[str, Any], earlier: dict[str, Any], folders: set[str]) -> dict[str, int]:
+        kept: dict[str, int] = {}
+        for entry in self._staged():
+            path = entry.path.removeprefix(self.path_of("")).lstrip("/")
+            if entry.is_folder:
+                is_good = path in folders
+            else:
+                state = states.get(path)
+                is_good = state is not None and earlier.get(path) == state and entry.num_bytes <= state[0]
+            if not is_good:
+                self.place.remove(entry.path)
+            elif not entry.is_folder:
+                kept[path] = entry.num_bytes
+        return kept
+
+    def _staged(self) -> list[Entry]:
+        """All that is there, folders after what they hold."""
+        top = self.place.stat(self.path_of(""))
+        if top is None:
+            return []
+        return [*reversed(self.place.entries(top.path)), *([top] if top.is_folder else [])]
+
+    def _read_journal(self, source: str) -> dict[str, Any] | None:
+        """The states of the files that an earlier run copied from this source; None where there was none."""
+        entry = self.place.stat(self._journal)
+        try:
+            journal = json.loads(self.place.read(entry.path, 0, entry.num_bytes)) if entry else None
+        except ValueError:  # it was killed as it wrote
+            return None
+        if isinstance(journal, dict) and journal.get("source") == source:
+            return dict(journal["files"])
+        return None
+
+    def _write_journal(self, source: str, states: dict[str, Any]) -> None:
+        text = json.dumps({"source": source, "files": states}).encode()
+        self.place.remove(self._journal)
+        self.place.write(self._journal, lambda begin: [text[begin:]])

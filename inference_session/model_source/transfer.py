@@ -1,0 +1,136 @@
+"""One file from a source to another: read ahead in parallel, written in order, read back and compared."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from threading import Event
+
+from inference_session.errors import ModelFormatError, SourceError, UnavailableError
+from inference_session.formats.manifest import MANIFEST_FILE
+from inference_session.model_source.base import Entry, ModelSource
+
+Progress = Callable[[int], None]
+"""Told the number of bytes done since the last call, from any thread; less than none where some are done again."""
+
+CHUNK_BYTES = 8 << 20
+NUM_CHUNKS = 4
+"""Chunks of one file that are read ahead."""
+
+
+def read_ahead(
+    source: ModelSource, entry: Entry, readers: Executor, *, begin: int = 0, num_chunks: int = NUM_CHUNKS
+) -> Iterator[bytes]:
+    """A file's bytes from `begin` on, in chunks, of which so many are under way at a time."""
+    pending: deque[Future[bytes]] = deque()
+    try:
+        for offset in range(begin, entry.num_bytes, CHUNK_BYTES):
+            num_bytes = min(CHUNK_BYTES, entry.num_bytes - offset)
+            pending.append(readers.submit(source.read, entry.path, offset, num_bytes))
+            if len(pending) >= num_chunks:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    finally:
+        for future in pending:
+            future.cancel()
+
+
+class FileTransfer:
+    """The copy of one file."""
+
+    def __init__(
+        self,
+        origin: ModelSource,
+        entry: Entry,
+        place: ModelSource,
+        target: str,
+        *,
+        num_staged: int | None,
+        sha256: str | None,
+        readers: Executor,
+        progress: Progress,
+        stopped: Event,
+    ) -> None:
+        """Copy `entry` of `origin` to the path `target` of `place`.
+
+        Args:
+            num_staged: bytes that an earlier run has written there; None: there is no file.
+            sha256: what a manifest says.
+            stopped: ends the transfer before its next chunk.
+        """
+        self._origin, self._entry = origin, entry
+        self._place, self._target = place, target
+        self._num_staged = num_staged
+        self._expected = sha256
+        self._readers = readers
+        self._progress = progress
+        self._stopped = stopped
+        self._num_reported = 0
+        self._sent = hashlib.sha256()
+        self._num_hashed = 0
+
+    def run(self) -> None:
+        """Copy what is missing and compare all of it.
+
+        Raises:
+            ModelFormatError: the file is not what the manifest says.
+            OSError, UnavailableError: as of ModelSource.
+        """
+        if self._num_staged == self._entry.num_bytes:
+            self._report(self._entry.num_bytes)
+            if self._expected in (None, self._stored_sha256()):
+                return
+            self._place.remove(self._target)
+        self._place.write(self._target, self._chunks_from)
+        stored = self._stored_sha256()
+        if self._expected not in (None, stored) and self._num_staged:
+            # What an earlier run has left was damaged since: once more, from the start.
+            self._num_staged = 0
+            self._place.remove(self._target)
+            self._place.write(self._target, self._chunks_from)
+            stored = self._stored_sha256()
+        self._compare(stored)
+
+    def _compare(self, stored: str) -> None:
+        sent = self._sent.hexdigest()
+        if stored == sent and self._expected in (None, sent):
+            return
+        self._place.remove(self._target)
+        if self._expected not in (None, sent):
+            name = self._origin.name_of(self._entry.path)
+            raise ModelFormatError(f"{name}: damaged, its checksum is not the one in {MANIFEST_FILE}")
+        raise SourceError(f"{self._place.name_of(self._target)}: what is there is not what was written; run it again")
+
+    def _chunks_from(self, begin: int) -> Iterator[bytes]:
+        self._report(begin)
+        if begin != self._num_hashed:
+            self._sent = self._hash_stored(begin)
+            self._num_hashed = begin
+        for chunk in read_ahead(self._origin, self._entry, self._readers, begin=begin):
+            if self._stopped.is_set():
+                raise UnavailableError(f"{self._origin.name_of(self._entry.path)}: not copied, as others failed")
+            self._sent.update(chunk)
+            self._num_hashed += len(chunk)
+            yield chunk
+            self._report(self._num_hashed)
+
+    def _report(self, num_bytes: int) -> None:
+        self._progress(num_bytes - self._num_reported)
+        self._num_reported = num_bytes
+
+    def _stored_sha256(self) -> str:
+        """Of the file as it is at the target."""
+        stored = self._place.stat(self._target)
+        if stored is None or stored.num_bytes != self._entry.num_bytes:
+            return "not of that size"
+        return self._hash_stored(stored.num_bytes).hexdigest()
+
+    def _hash_stored(self, num_bytes: int) -> hashlib._Hash:
+        digest = hashlib.sha256()
+        if num_bytes:
+            for chunk in read_ahead(self._place, Entry(self._target, num_bytes, ""), self._readers):
+                digest.update(chunk)
+        return digest

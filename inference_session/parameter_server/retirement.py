@@ -1,0 +1,54 @@
+"""Retired versions leave the volatile store, where every version has rows of its own, once a newer one serves."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection
+
+from inference_session.errors import HotrowError
+from inference_session.parameter_server.base import EmbeddingStore
+
+DELAY_S = 10.0
+"""Time from a version's opening to its predecessors' removal: until then it may yet fail to serve."""
+_CLOSE_S = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+def retired_versions(versions: Collection[str], current: str, num_kept: int) -> list[str]:
+    """Those before the newest `num_kept` up to the current one. What is no number, or is newer, is kept."""
+    older = sorted((v for v in versions if v.isdecimal() and int(v) < int(current)), key=int)
+    return older[: max(0, len(older) - (num_kept - 1))]
+
+
+class Retirement:
+    """Removes the rows of retired versions, once, in a thread of its own. They are not to be lost with it: `is_safe`
+    says of a version whether what is below has its rows as well.
+    """
+
+    def __init__(self, store: EmbeddingStore, current: str, num_kept: int, is_safe: Callable[[str], bool]) -> None:
+        self._store = store
+        self._current = current
+        self._num_kept = num_kept
+        self._is_safe = is_safe
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="hotrow-retirement", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Begin nothing any more. May be called twice."""
+        self._closing.set()
+        self._thread.join(_CLOSE_S)
+
+    def _work(self) -> None:
+        if self._closing.wait(DELAY_S):
+            return
+        try:
+            retired = retired_versions(self._store.versions(), self._current, self._num_kept)
+            removable = [version for version in retired if self._is_safe(version)]
+            if removable and not self._closing.is_set():
+                num_tables = self._store.remove_versions(removable)
+                _log.info("removed %d tables of versions %s from %r", num_tables, ", ".join(removable), self._store)
+        except HotrowError as error:  # whatever is left, the next version's opening removes
+            _log.warning("retired versions could not be removed from %r: %s", self._store, error)

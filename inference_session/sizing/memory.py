@@ -1,0 +1,70 @@
+"""The memory that serving a version takes, part by part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from inference_session.formats.native import DENSE_FILE, KEYS_FILE, ModelSpec
+from inference_session.parameter_server.table_index import index_bytes
+
+Place = Literal["page cache", "process", "device", "shared memory"]
+
+PROCESS_BYTES = 110 << 20
+"""Private memory of a serving process before any model: Python, NumPy, Numba's kernels, ONNX Runtime (as measured)."""
+SHARED_MEMORY_BYTES = 1 << 20
+"""What Triton's Python backend sets up per process in /dev/shm; requests and answers under way come on top."""
+
+
+class MemoryItem(NamedTuple):
+    """One part of the memory that a served version takes."""
+
+    name: str
+    place: Place
+    """`page cache`: mapped files, which all processes of a machine share, and that are read again after memory was
+    short. `shared memory`: /dev/shm."""
+    each_bytes: int
+    """Of one copy."""
+    copies: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all copies on the machine."""
+        return self.each_bytes * self.copies
+
+
+def memory_items(
+    spec: ModelSpec, version_dir: Path, *, cache_bytes: int, num_processes: int = 1, num_devices: int = 0
+) -> list[MemoryItem]:
+    """What one version takes; during a swap two versions are loaded, each with all of it.
+
+    Args:
+        spec: of the version.
+        version_dir: where its networks are.
+        cache_bytes: of each process, or where there are devices, of each device.
+        num_processes: that serve the version.
+        num_devices: GPUs that hold cache and network; 0: the processes do.
+    """
+    stored = [table.num_rows for table in spec.tables if table.keys == "stored"]
+    networks = sum(_file_bytes(version_dir / name) for name in (DENSE_FILE, KEYS_FILE))
+    place: Place = "device" if num_devices else "process"
+    copies = num_devices or num_processes
+    return [
+        MemoryItem("vectors", "page cache", sum(table.num_rows * table.row_bytes for table in spec.tables), 1),
+        MemoryItem("keys", "page cache", 8 * sum(stored), 1),
+        MemoryItem("index", "page cache", sum(map(index_bytes, stored)), 1),
+        MemoryItem("cache", place, cache_bytes, copies),
+        MemoryItem("dense network", place, networks, copies),
+        MemoryItem("program", "process", PROCESS_BYTES, num_processes),
+        MemoryItem("tensors", "shared memory", SHARED_MEMORY_BYTES, num_processes),
+    ]
+
+
+def bytes_in(items: Iterable[MemoryItem], place: Place) -> int:
+    """What one process or device has of them; of `page cache`, what the machine has."""
+    return sum(item.each_bytes for item in items if item.place == place)
+
+
+def _file_bytes(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

@@ -1,0 +1,209 @@
+"""`hotrow doctor`: what it finds on this machine, and on one with a fault."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hotrow import machine_checks
+from hotrow.machine_checks import Finding, Plan, examine
+from inference_session import InferenceSession
+from inference_session.sizing import memory
+from tests import small_model
+from tests.integration.models import write_ctr
+from triton_backend import installation
+
+_ANY_PORTS = (0, 0, 0)
+
+
+@pytest.fixture
+def repository() -> Iterator[Path]:
+    """One with a model, where every user may look for it."""
+    folder = Path(tempfile.mkdtemp(prefix="hotrow-test-"))
+    folder.chmod(0o755)
+    write_ctr(folder / "ctr" / "1")
+    yield folder
+    shutil.rmtree(folder)
+
+
+def _findings(check: str, **plan: object) -> list[Finding]:
+    found = list(examine(Plan(ports=_ANY_PORTS, **plan)))  # type: ignore[arg-type]
+    return [finding for finding in found if finding.check == check]
+
+
+def _add_parameter(repository: Path, name: str, value: str) -> None:
+    config = repository / "ctr" / "config.pbtxt"
+    config.write_text(f'{config.read_text()}parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
+
+
+def test_every_warning_has_a_fix(repository: Path) -> None:
+    """What is not in order comes with what to do about it."""
+    for finding in examine(Plan(repository, ports=_ANY_PORTS)):
+        assert finding.message
+        assert finding.level == "ok" or finding.fix
+
+
+def test_a_taken_port_is_a_problem() -> None:
+    """By its number, and with the flag that chooses another."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        found = list(examine(Plan(ports=(0, port, 0))))
+
+    (finding,) = [finding for finding in found if finding.check == f"port {port}"]
+    assert finding.level == "problem"
+    assert "--grpc-port" in finding.fix
+
+
+def test_no_server_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither on PATH nor in the wheel: the fix installs one."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(installation, "INSTALLED", tmp_path)
+    monkeypatch.setattr(installation.importlib.util, "find_spec", lambda name: None)
+
+    (finding,) = _findings("tritonserver")
+
+    assert finding.level == "problem"
+    assert "pip install" in finding.fix
+
+
+def test_a_server_that_does_not_start_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its own words are repeated."""
+    program = tmp_path / "bin" / "tritonserver"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho libdcgm.so.3: cannot open shared object file >&2\nexit 127\n")
+    program.chmod(0o755)
+    stub = tmp_path / "backends" / "python" / installation.STUB
+    stub.parent.mkdir(parents=True)
+    stub.write_text(f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0")
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+
+    (finding,) = _findings("tritonserver")
+
+    assert finding.level == "problem"
+    assert "does not start: libdcgm.so.3: cannot open" in finding.message
+
+
+def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less than is needed is reported with the flags of containers."""
+    monkeypatch.setattr(machine_checks, "LEAST_SHARED_BYTES", 1 << 60)
+
+    finding = _findings(str(machine_checks.SHARED_MEMORY))[0]
+
+    assert finding.level != "ok"
+    assert "--shm-size" in finding.fix
+
+
+def test_shared_memory_of_servers_that_are_gone() -> None:
+    """A file that names a process which has ended is named, one of a process that runs is not."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    left = machine_checks.SHARED_MEMORY / f"hotrow_{ended.pid}_test"
+    used = machine_checks.SHARED_MEMORY / f"hotrow_{os.getpid()}_test"
+    left.touch()
+    used.touch()
+    try:
+        fixes = " ".join(finding.fix for finding in _findings(str(machine_checks.SHARED_MEMORY)))
+    finally:
+        left.unlink()
+        used.unlink()
+
+    assert str(left) in fixes
+    assert str(used) not in fixes
+
+
+def _as_nobody(check: Callable[[], list[Finding]]) -> list[Finding]:
+    """With a user's rights, also where tests run as root."""
+    if os.geteuid() != 0:
+        return check()
+    os.seteuid(65534)
+    try:
+        return check()
+    finally:
+        os.seteuid(0)
+
+
+def test_files_that_cannot_be_read(repository: Path) -> None:
+    """The first is named, and the command that opens them."""
+    path = repository / "ctr" / "1" / "dense.onnx"
+    path.chmod(0)
+
+    (finding,) = _as_nobody(lambda: list(machine_checks._permissions(repository)))
+
+    assert finding.level == "problem"
+    assert finding.message.startswith(str(path))
+    assert finding.fix == f"chmod -R a+rX {repository}"
+
+
+def test_an_index_that_cannot_be_kept(repository: Path) -> None:
+    """A table of stored keys without an index, in a folder that takes none, costs each process its own."""
+    small_model.write(repository / "small" / "1")
+    folder = repository / "small" / "1" / "tables" / "hashed"
+    folder.chmod(0o555)
+
+    (finding,) = _as_nobody(lambda: list(machine_checks._permissions(repository)))
+    assert (finding.level, str(folder) in finding.message) == ("warning", True)
+
+    folder.chmod(0o755)
+    InferenceSession.open(repository / "small" / "1").close()
+    (finding,) = machine_checks._permissions(repository)
+    assert finding.level == "ok"
+
+
+@pytest.mark.parametrize(("share", "level"), [(0.5, "problem"), (1.5, "warning"), (100, "ok")])
+def test_memory_that_models_need(repository: Path, monkeypatch: pytest.MonkeyPatch, share: float, level: str) -> None:
+    """Compared with what is available: for the processes, for the tables, for a swap."""
+    monkeypatch.setattr(machine_checks, "available_bytes", lambda: round(share * memory.PROCESS_BYTES))
+
+    (finding,) = _findings("memory", repository=repository)
+
+    assert finding.level == level
+
+
+def test_a_package_that_a_model_needs(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it the model would not load; a password in its URL is not shown."""
+    _add_parameter(repository, "volatile_store", "redis://:secret@127.0.0.1:1/0")
+    monkeypatch.setattr(machine_checks, "find_spec", lambda name: None if name == "redis" else name)
+
+    found = list(examine(Plan(repository, ports=_ANY_PORTS)))
+
+    (finding,) = [finding for finding in found if finding.check == "redis"]
+    assert (finding.level, finding.fix) == ("problem", 'pip install "hotrow[redis]"')
+    assert "secret" not in str(found)
+
+
+def test_a_repository_that_cannot_be_served(repository: Path) -> None:
+    """A bad setting or a missing version is found before a server meets it."""
+    _add_parameter(repository, "volatile_store", "redis://h")
+    _add_parameter(repository, "cache_bytes", "plenty")
+    (finding,) = _findings("repository", repository=repository)
+    assert (finding.level, "'plenty'" in finding.message) == ("problem", True)
+
+    shutil.rmtree(repository / "ctr" / "1")
+    (finding,) = _findings("repository", repository=repository)
+    assert "holds no version" in finding.message
+
+
+def test_as_a_process(repository: Path) -> None:
+    """Exit code 0 where all is well, 1 with a problem; JSON has the same findings."""
+    run = [sys.executable, "-m", "hotrow", "doctor", "--http-port=0", "--grpc-port=0", "--metrics-port=0"]
+
+    good = subprocess.run([*run, "--repository", repository], capture_output=True, text=True, check=False)
+    bad = subprocess.run([*run, "--repository", "nowhere", "--json"], capture_output=True, text=True, check=False)
+
+    assert (good.returncode, good.stderr) == (0, "")
+    assert good.stdout.splitlines()[-1].startswith("0 problems, ")
+    assert bad.returncode == 1
+    problems = [finding for finding in json.loads(bad.stdout) if finding["level"] == "problem"]
+    assert [finding["check"] for finding in problems] == ["repository"]
+    assert "no such folder" in problems[0]["message"]

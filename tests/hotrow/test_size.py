@@ -1,0 +1,182 @@
+"""`hotrow size`: what it says, as tables, JSON, picture and page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from hotrow.commands.size import command
+from inference_session import InferenceSession
+from inference_session.errors import HotrowError
+from inference_session.sizing import LruCurve
+from tests import small_model
+
+
+@pytest.fixture
+def version_dir(tmp_path: Path) -> Path:
+    """A model with three tables."""
+    small_model.write(tmp_path / "ctr" / "1")
+    return tmp_path / "ctr" / "1"
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """20,000 keys of `hashed`, 600 of them distinct."""
+    path = tmp_path / "keys.npy"
+    np.save(path, np.random.default_rng(0).zipf(1.3, 20_000) % 600)
+    return path
+
+
+def _run(*arguments: object) -> Result:
+    result = CliRunner().invoke(command, [str(argument) for argument in arguments])
+    if isinstance(result.exception, (HotrowError, OSError)):
+        raise result.exception
+    return result
+
+
+def _json(*arguments: object) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(_run(*arguments, "--json").stdout)
+    return document
+
+
+def test_memory_without_a_trace(version_dir: Path) -> None:
+    """Every part is there with its exact bytes, and a model's folder means its highest version."""
+    document = _json(version_dir.parent, "--processes", 3, "--cache-bytes", "1KiB")
+
+    parts = {item["name"]: item for item in document["memory"]}
+    assert parts["vectors"]["total_bytes"] == 50 * 4 * 4 + 40 * 3 * 2 + 30 * 2 * 4
+    assert parts["keys"]["total_bytes"] == 30 * 8
+    index = version_dir / "tables" / "hashed" / "index"
+    InferenceSession.open(version_dir).close()
+    assert parts["index"]["total_bytes"] == index.stat().st_size
+    assert (parts["cache"]["each_bytes"], parts["cache"]["total_bytes"]) == (1024, 3 * 1024)
+    assert document["total_bytes"] == sum(item["total_bytes"] for item in document["memory"])
+    assert document["swap_bytes"] == 2 * document["total_bytes"]
+    assert "trace" not in document
+
+
+def test_devices_hold_cache_and_network(version_dir: Path) -> None:
+    """With GPUs each has a process, and what it holds is counted per device."""
+    document = _json(version_dir, "--devices", 2, "--cache-bytes", 4096)
+
+    networks = sum((version_dir / name).stat().st_size for name in ("dense.onnx", "keys.onnx"))
+    assert document["device_bytes"] == 4096 + networks
+    assert all(item["copies"] == 2 for item in document["memory"] if item["place"] != "page cache")
+
+
+def test_settings_tell_the_cache(version_dir: Path) -> None:
+    """Without --cache-bytes the model's own settings count, of which a cache without stores is none."""
+    config = version_dir.parent / "config.pbtxt"
+    config.write_text('parameters { key: "cache_bytes" value { string_value: "5000" } }\nbackend: "hotrow"\n')
+    assert _json(version_dir)["cache_bytes"] == 0
+
+    config.write_text(config.read_text() + 'parameters { key: "volatile_store" value { string_value: "redis://h" } }')
+    assert _json(version_dir)["cache_bytes"] == 5000
+
+
+def test_hit_rates_of_a_trace(version_dir: Path, keys: Path) -> None:
+    """Rows shown have LRU's exact hit rate; the recommendation reaches its target."""
+    document = _json(version_dir, "--trace", f"hashed={keys}", "--cache-bytes", "8KiB", "--target", 0.5)
+
+    trace = document["trace"]
+    lru = LruCurve(np.load(keys))
+    table = trace["tables"]["hashed"]
+    assert (table["keys"], table["distinct_keys"], table["sample_rate"]) == (20_000, lru.num_distinct, 1)
+    assert all(point["lru"] == lru.hit_rate(point["rows"]) for point in table["hit_rates"])
+    assert trace["recommended"]["hit_rate"] >= 0.5 * trace["best_hit_rate"]
+    assert (trace["sampled"], trace["error"]) == (False, 0)
+    assert 0 < trace["hit_rate"] <= trace["best_hit_rate"]
+
+
+def test_tables_in_one_file_and_unknown_rows(version_dir: Path, tmp_path: Path) -> None:
+    """A CSV may hold several tables, by name or folder; row numbers that do not exist are counted apart."""
+    path = tmp_path / "keys.csv"
+    path.write_text("table,key\n" + "user.weight,1\nuser_weight,2\nhashed,7\nuser.weight,1\nuser.weight,50\n")
+
+    tables = _json(version_dir, "--trace", path)["trace"]["tables"]
+
+    assert (tables["user_weight"]["keys"], tables["user_weight"]["unknown_keys"]) == (3, 1)
+    assert tables["hashed"]["keys"] == 1
+
+
+def test_a_long_trace_is_sampled_and_says_so(version_dir: Path, keys: Path) -> None:
+    """The error is printed beside the figures that it concerns."""
+    result = _run(version_dir, "--trace", f"hashed={keys}", "--sampled-keys", 12_000)
+
+    assert "from a sample of 1 in" in result.stdout
+    assert "±" in result.stdout
+
+
+def test_a_recording_is_a_trace(version_dir: Path, tmp_path: Path) -> None:
+    """What a session recorded goes straight to `hotrow size`."""
+    rng = np.random.default_rng(0)
+    with InferenceSession.open(version_dir, record_keys=str(tmp_path / "keys")) as session:
+        for _ in range(5):
+            session.run(small_model.random_inputs(10, rng))
+    (recording,) = (tmp_path / "keys").iterdir()
+
+    tables = _json(version_dir, "--trace", recording)["trace"]["tables"]
+
+    # Negative row numbers, which the cache never holds, are not counted among its keys.
+    assert tables["hashed"]["keys"] == 250
+    assert tables["user_weight"]["keys"] + tables["user_weight"]["unknown_keys"] == 100
+
+
+def test_plots_are_a_picture_and_a_page(version_dir: Path, keys: Path, tmp_path: Path) -> None:
+    """The page needs nothing from elsewhere, and no name in it is taken for markup."""
+    picture, page = tmp_path / "curves.png", tmp_path / "curves.html"
+    session = version_dir / "session.json"
+    session.write_text(session.read_text().replace('"hashed"', '"<b>hashed"', 1))
+
+    result = _run(version_dir, "--trace", f"hashed={keys}", "--plot", picture, "--plot", page)
+
+    assert result.exit_code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    text = page.read_text()
+    assert "<svg" in text
+    assert "Recommended: cache_bytes" in text
+    assert "src=" not in text
+    assert "&lt;b&gt;hashed" in text
+    assert "<b>hashed" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--trace", "{keys}"], "whose keys are these\\? Write --trace TABLE=.*; tables: 'user.weight'"),
+        (["--trace", "nobody={keys}"], "nobody=.*"),
+        (["--plot", "x.png"], "only a trace tells"),
+    ],
+)
+def test_mistakes_are_explained(version_dir: Path, keys: Path, arguments: list[str], complaint: str) -> None:
+    """Each error says what to write instead."""
+    arguments = [argument.replace("{keys}", str(keys)) for argument in arguments]
+
+    with pytest.raises((HotrowError, FileNotFoundError), match=complaint):
+        _run(version_dir, *arguments)
+
+
+@pytest.mark.parametrize("value", ["x", "-1", "1.5.2", "3 zebras"])
+def test_bytes_that_are_none(version_dir: Path, value: str) -> None:
+    """Sizes are whole numbers, or numbers of KiB, MiB, GiB, TiB."""
+    assert "is no number of bytes" in _run(version_dir, f"--cache-bytes={value}").stderr
+
+
+def test_as_a_process(version_dir: Path, keys: Path) -> None:
+    """In a pipe it prints plain tables; a directory that is no model's is one line and exit code 1."""
+    run = [sys.executable, "-m", "hotrow", "size"]
+
+    good = subprocess.run([*run, version_dir, "--trace", f"hashed={keys}"], capture_output=True, text=True, check=True)
+    bad = subprocess.run([*run, keys.parent], capture_output=True, text=True, check=False)
+
+    assert "Recommended: cache_bytes" in good.stdout
+    assert "\x1b" not in good.stdout + good.stderr
+    assert bad.returncode == 1
+    assert bad.stderr.startswith(f"hotrow: {keys.parent}: neither a version directory")

@@ -1,0 +1,191 @@
+"""`hotrow top`: metrics pages read, compared and drawn; and where there is no server, said so."""
+
+from __future__ import annotations
+
+import io
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from hotrow.commands.top import command
+from hotrow.metrics_page import MetricsPage, Window
+from hotrow.top_view import TopView, VersionState
+from inference_session.errors import UnavailableError
+
+_PAGE = """
+# HELP hotrow_requests_total Requests
+# TYPE hotrow_requests_total counter
+nv_inference_request_success{{model="ctr",version="{version}"}} {requests}
+nv_inference_request_failure{{model="ctr",reason="OTHER",version="{version}"}} {failed}
+nv_inference_request_duration_us{{model="ctr",version="{version}"}} {duration}
+nv_inference_request_summary_us{{model="ctr",version="{version}",quantile="0.99"}} Nan
+hotrow_failed_requests_total{{model="ctr",version="{version}"}} {failed}
+hotrow_model_version_info{{model="ctr",version="{version}"}} 1
+hotrow_load_seconds{{model="ctr",version="{version}"}} 0.25
+hotrow_lookup_keys_total{{model="ctr",version="{version}",table="user \\"x\\""}} {requests}
+hotrow_cache_hits_total{{model="ctr",version="{version}",table="user \\"x\\""}} {hits}
+hotrow_cache_misses_total{{model="ctr",version="{version}",table="user \\"x\\""}} {misses}
+hotrow_tier_up{{model="ctr",version="{version}",tier="volatile"}} {up}
+hotrow_backend_restarts_total{{model="ctr"}} {restarts}
+hotrow_update_lag_messages{{model="ctr",version="{version}"}} 7
+"""
+
+
+def _page(
+    time_s: float, *, version: int = 1, requests: int = 0, up: int = 1, hits: int = 0, restarts: int = 0
+) -> MetricsPage:
+    derived = {"failed": requests // 10, "duration": requests * 1500, "misses": hits}
+    text = _PAGE.format(version=version, requests=requests, up=up, hits=hits, restarts=restarts, **derived)
+    return MetricsPage.parse(text, time_s)
+
+
+def _drawn(view: TopView, width: int = 200) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(view.render(width))
+    return console.export_text()
+
+
+def test_labels_are_unescaped() -> None:
+    """A table's name may hold quotes, backslashes, commas and braces."""
+    page = MetricsPage.parse('a{b="x\\"y\\\\z,\\n}",c="2"} 3 1700000000\na 4\n')
+
+    assert list(page.values("a", c="2")) == [({"b": 'x"y\\z,\n}', "c": "2"}, 3.0)]
+    assert page.total("a") == 7
+    assert page.total("nothing") is None
+
+
+@pytest.mark.parametrize("text", ["<html>", "a{b} x", "a 1 2 3"])
+def test_another_page_is_no_metrics_page(text: str) -> None:
+    """What is not Prometheus's format is a ValueError."""
+    with pytest.raises(ValueError, match=r"not a line of Prometheus|could not convert"):
+        MetricsPage.parse(text)
+
+
+@given(st.text(max_size=100))
+def test_any_text_is_a_page_or_a_value_error(text: str) -> None:
+    """Nothing else comes out of a foreign answer."""
+    try:
+        MetricsPage.parse(text)
+    except ValueError:
+        return
+
+
+def test_counters_that_fell_began_anew() -> None:
+    """A server that was restarted between two pages gives no negative rate."""
+    before, after = MetricsPage.parse('n{a="1"} 100\nn{a="2"} 5', 1.0), MetricsPage.parse('n{a="1"} 8\nn{a="2"} 6', 3.0)
+
+    assert Window(before, after).per_second("n") == (8 + 1) / 2
+    assert Window(before, after).per_second("n", a="2") == 0.5
+    assert Window(before, after).per_second("m") is None
+
+
+def test_rates_latency_and_hit_rates_are_drawn() -> None:
+    """What happened between two pages, per second."""
+    view = TopView("here")
+    view.add(_page(10.0), [])
+    view.add(_page(12.0, requests=500, hits=30), [])
+
+    models = re.search(r"^ *ctr +1 +(.*)$", text := _drawn(view), re.MULTILINE)
+    assert models is not None
+    assert models[1].split()[:2] == ["250", "50"]
+    assert "1.50 ms" in models[1]
+    assert 'user "x"' in text
+    assert "50.00%" in text
+    assert "up" in text
+    assert "messages behind" in text
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 150])
+def test_narrow_terminals_cut_no_name_short(width: int) -> None:
+    """Columns of less worth are left out rather than squeezed."""
+    view = TopView("here")
+    view.add(_page(10.0), [])
+    view.add(_page(11.0, requests=123_456, hits=61_728), [])
+
+    text = _drawn(view, width)
+
+    assert "…" not in text
+    assert "123,456" in text
+    assert "50.00%" in text
+
+
+def test_events_are_remembered() -> None:
+    """Versions that come, tiers that go down and return, a server that does not answer."""
+    view = TopView("here")
+    view.add(_page(10.0), [])
+    view.add(_page(11.0, version=2), [])
+    view.add(_page(12.0, version=2, up=0), [])
+    assert "DOWN" in _drawn(view)
+    view.lose("refused")
+    assert "no answer, trying again: refused" in _drawn(view)
+    view.add(_page(14.0, version=2, restarts=1), [])
+
+    text = _drawn(view)
+    for event in (
+        "ctr version 2 loaded in 0.25 s",
+        "ctr version 2: tier volatile is down",
+        "the server does not answer: refused",
+        "the server answers again",
+        "ctr version 2: tier volatile answers again",
+        "ctr: its process died and was started again",
+    ):
+        assert event in text
+    assert "trying again" not in text
+
+
+def test_versions_that_do_not_serve_are_shown_with_their_reason() -> None:
+    """The repository index tells of failed loads; what was unloaded on purpose is no news."""
+    view = TopView("here")
+    states = [
+        VersionState("ctr", "1", "READY", ""),
+        VersionState("ctr", "2", "UNAVAILABLE", "[checksum] differs"),
+        VersionState("old", "1", "UNAVAILABLE", "unloaded"),
+    ]
+    view.add(_page(10.0), states)
+
+    text = _drawn(view)
+    assert "[checksum] differs" in text
+    assert "old" not in text
+
+
+class _Endings(BaseHTTPRequestHandler):
+    """Answers once with metrics, then with an error, then with metrics again."""
+
+    num_answers = 0
+
+    def do_GET(self) -> None:
+        type(self).num_answers += 1
+        self.send_response(503 if self.num_answers == 2 else 200)
+        self.end_headers()
+        if self.num_answers != 2:
+            self.wfile.write(b'hotrow_model_version_info{model="ctr",version="1"} 1\n')
+
+    def log_message(self, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def failing_server() -> Iterator[str]:
+    """A metrics page that cannot always be had."""
+    _Endings.num_answers = 0
+    with HTTPServer(("127.0.0.1", 0), _Endings) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/metrics"
+        server.shutdown()
+        thread.join()
+
+
+def test_once_fails_where_no_server_answers(failing_server: str) -> None:
+    """The second look finds an error; the command says so rather than print half a picture."""
+    result = CliRunner().invoke(command, ["--metrics-url", failing_server, "--once", "--interval", "0.1"])
+
+    assert isinstance(result.exception, UnavailableError)
+    assert "no metrics of a server: HTTP Error 503" in str(result.exception)

@@ -1,0 +1,262 @@
+"""`hotrow copy`: what arrives, what does not, and what becomes of a copy that was interrupted."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from inference_session.errors import ConfigurationError, ModelFormatError, UnavailableError
+from inference_session.formats import manifest
+from inference_session.model_source import Copy, ModelSource, create_source, transfer
+from inference_session.parameter_server.table_file import write_table
+from tests import small_model
+from tests.hadoop import Hdfs
+from tests.model_source.test_sources import put
+from tests.parameter_server.servers import wait_until
+
+_numbers = itertools.count()
+_BIG = 5_000_000
+
+
+@pytest.fixture(params=["local", "hdfs"])
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A place that is not there yet, in a folder that is not either."""
+    if request.param == "local":
+        return str(tmp_path / "target" / "of" / "copy")
+    hdfs: Hdfs = request.getfixturevalue("hdfs")
+    return f"{hdfs.url}/copy/{os.getpid()}/{next(_numbers)}/copy"
+
+
+@pytest.fixture(params=["local", "hdfs"])
+def origin(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A table folder with one large file, a small one, an empty one and an empty folder."""
+    if request.param == "local":
+        place = str(tmp_path / "origin" / "table")
+    else:
+        place = f"{request.getfixturevalue('hdfs').url}/origin/{os.getpid()}/{next(_numbers)}/table"
+    with create_source(place) as source:
+        put(source, "emb_vector", np.random.default_rng(1).bytes(_BIG))
+        put(source, "key", np.arange(1000).tobytes())
+        put(source, "inner/empty file", b"")
+        source.make_folder("empty")
+    return place
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many chunks of a small file."""
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 300_000)
+
+
+class _InterruptError(Exception):
+    """What a test breaks a copy off with."""
+
+
+def contents(place: str) -> dict[str, bytes | None]:
+    """All files and folders of a place."""
+    with create_source(place) as source:
+        return {
+            entry.path: None if entry.is_folder else source.read(entry.path, 0, entry.num_bytes)
+            for entry in source.entries()
+        }
+
+
+def folder_of(place: str) -> list[str]:
+    """Names beside a place, its own among them."""
+    with create_source(place.rpartition("/")[0]) as source:
+        return [entry.path for entry in source.entries() if "/" not in entry.path]
+
+
+def copy(origin: str, target: str, progress: Callable[[int], None] | None = None) -> int:
+    """Copy; returns the bytes that an earlier run had written."""
+    with Copy(origin, target) as job:
+        return job.run(progress).num_resumed_bytes
+
+
+def interrupted_after(num_bytes: int) -> Callable[[int], None]:
+    """A progress that breaks the copy off when so much is done."""
+    done = [0]
+
+    def progress(count: int) -> None:
+        done[0] += count
+        if done[0] >= num_bytes:
+            raise _InterruptError
+
+    return progress
+
+
+def test_the_target_is_the_source(origin: str, target: str) -> None:
+    """All files and folders arrive, those that are empty too, nothing else is beside them, and all bytes are told."""
+    told: list[int] = []
+    copy(origin, target, told.append)
+    assert contents(target) == contents(origin)
+    assert folder_of(target) == ["copy"]
+    assert sum(told) == _BIG + 8000
+
+
+def test_a_single_file_is_copied(origin: str, target: str) -> None:
+    """A file becomes a file."""
+    copy(f"{origin}/key", target)
+    assert contents(target) == {"": np.arange(1000).tobytes()}
+
+
+def test_a_target_that_exists_is_refused(origin: str, target: str) -> None:
+    """Nothing is ever replaced, and nothing put into a folder that is there."""
+    copy(f"{origin}/key", target)
+    with pytest.raises(ConfigurationError, match="copy: exists already"):
+        copy(origin, target)
+    assert contents(target) == {"": np.arange(1000).tobytes()}
+
+
+def test_a_folder_is_not_copied_into_itself(origin: str) -> None:
+    """A target inside of its source is refused, as it would be copied too."""
+    with pytest.raises(ConfigurationError, match="lies in"):
+        copy(origin, f"{origin}/inner/again")
+
+
+def test_an_interrupted_copy_goes_on_at_its_byte(origin: str, target: str) -> None:
+    """After an interruption nothing is at the target; the next run reads only what is missing, and completes it."""
+    size = 6 * _BIG  # more than sockets hold, whose contents are lost
+    with create_source(origin) as source:
+        put(source, "large", np.random.default_rng(2).bytes(size))
+    with pytest.raises(_InterruptError):
+        copy(f"{origin}/large", target, interrupted_after(5 * _BIG))
+    with create_source(target.rpartition("/")[0]) as place:
+        assert place.stat("copy") is None
+        # A DataNode takes a moment to notice that its writer has gone, and to close the file.
+        wait_until(lambda: num_staged(place, "copy") > 0, "what was written to be counted")
+
+    resumed = copy(f"{origin}/large", target)
+
+    assert 0 < resumed < size
+    assert contents(target) == contents(f"{origin}/large")
+    assert folder_of(target) == ["copy"]
+
+
+def test_what_has_changed_since_is_copied_anew(origin: str, target: str) -> None:
+    """A file that is another by the time a copy goes on is begun again, and one that is gone leaves nothing."""
+    with pytest.raises(_InterruptError):
+        copy(origin, target, interrupted_after(3_000_000))
+    with create_source(origin) as source:
+        source.remove("emb_vector")
+        source.remove("inner")
+        put(source, "emb_vector", b"a" * 10_000)
+    copy(origin, target)
+    assert contents(target) == contents(origin)
+
+
+def test_a_source_that_changes_meanwhile_arrives_in_one_state(origin: str, target: str) -> None:
+    """A file that is written to while it is copied is copied again: what arrives is whole and the newest."""
+    changes = iter([True])
+
+    def change(num_bytes: int) -> None:
+        if next(changes, False):
+            with create_source(origin) as source:
+                source.remove("emb_vector")
+                put(source, "emb_vector", b"z" * 700_001)
+
+    copy(origin, target, change)
+    assert contents(target) == contents(origin)
+
+
+def test_a_source_that_never_rests_is_an_error(origin: str, target: str) -> None:
+    """A source that changes again and again is given up, and nothing is at the target."""
+    with create_source(origin) as source:
+
+        def change(num_bytes: int) -> None:
+            put(source, f"inner/file-{next(_numbers)}", b"")
+
+        with pytest.raises(UnavailableError, match="change while they are copied"):
+            copy(f"{origin}/inner", target, change)
+    with create_source(target) as place:
+        assert place.stat("") is None
+
+
+@pytest.fixture
+def version(tmp_path: Path) -> Path:
+    """A version directory."""
+    small_model.write(tmp_path / "model" / "1")
+    return tmp_path / "model" / "1"
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_damage_is_found_by_the_manifest(version: Path, target: str, resume: bool) -> None:
+    """A file that is not what MANIFEST.json says is named, and nothing is at the target, on the first run and after."""
+    vectors = version / "tables" / "hashed" / "emb_vector"
+    damaged = bytearray(vectors.read_bytes())
+    damaged[7] ^= 1
+    vectors.write_bytes(damaged)
+    for _ in range(1 + resume):
+        with pytest.raises(ModelFormatError, match="hashed/emb_vector: damaged"):
+            copy(str(version), target)
+    with create_source(target) as place:
+        assert place.stat("") is None
+
+
+def test_a_version_that_is_not_whole_is_refused_at_once(version: Path, target: str) -> None:
+    """A file of another size than MANIFEST.json says, or none, is named before anything is written."""
+    vectors = version / "tables" / "hashed" / "emb_vector"
+    vectors.write_bytes(b"1")
+    with pytest.raises(ModelFormatError, match=r"hashed/emb_vector: 1 bytes, MANIFEST.json says 240"):
+        copy(str(version), target)
+    vectors.unlink()
+    with pytest.raises(ModelFormatError, match="hashed/emb_vector: no such file"):
+        copy(str(version), target)
+
+
+def test_what_was_damaged_at_the_target_is_copied_anew(version: Path, target: str) -> None:
+    """Where an earlier run's files are no longer what they were, the manifest tells, and they are written again."""
+    total = sum(path.stat().st_size for path in version.rglob("*") if path.is_file())
+    with pytest.raises(_InterruptError):
+        copy(str(version), target, interrupted_after(total))
+    folder, _, name = target.rpartition("/")
+    with create_source(folder) as place:
+        staged = f".tmp-{name}/content/tables/hashed/emb_vector"
+        place.remove(staged)
+        put(place, staged, b"x" * 240)
+    copy(str(version), target)
+    assert contents(target) == contents(str(version))
+
+
+def test_a_version_served_from_stores_needs_no_tables(version: Path, tmp_path: Path) -> None:
+    """A version without its folder of tables is whole where a store holds the rows."""
+    copy(str(version), str(tmp_path / "a"))
+    for item in sorted((tmp_path / "a" / "tables").rglob("*"), reverse=True):
+        item.unlink() if item.is_file() else item.rmdir()
+    (tmp_path / "a" / "tables").rmdir()
+    copy(str(tmp_path / "a"), str(tmp_path / "b"))
+    manifest.verify(tmp_path / "b", checksums=True, absent=frozenset({"tables"}))
+
+
+def test_a_killed_command_is_completed_by_the_next(hdfs: Hdfs, tmp_path: Path) -> None:
+    """`hotrow copy` that is killed leaves nothing at the target; run once more it says what it reused."""
+    rows = np.random.default_rng(0).standard_normal((400_000, 64), np.float32)
+    write_table(tmp_path / "table", [rows], keys=[np.arange(len(rows))])
+    url = f"{hdfs.url}/killed/{os.getpid()}/table"
+    command = [sys.executable, "-m", "hotrow", "copy", str(tmp_path / "table"), url]
+
+    with create_source(url.rpartition("/")[0]) as place:
+        first = subprocess.Popen(command)
+        wait_until(lambda: num_staged(place, "table") > 0, "some bytes to arrive")
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        assert place.stat("table") is None
+
+    second = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "by an earlier run" in second.stdout
+    assert contents(url) == contents(str(tmp_path / "table"))
+
+
+def num_staged(place: ModelSource, name: str) -> int:
+    """Bytes that wait beside a target."""
+    if place.stat(f".tmp-{name}/content") is None:
+        return 0
+    return sum(entry.num_bytes for entry in place.entries(f".tmp-{name}/content"))

@@ -1,0 +1,159 @@
+"""HDFS when something is wrong with it: what is said, and how soon."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from inference_session.errors import ConfigurationError, SourceError, UnavailableError
+from inference_session.model_source import create_source, hdfs_source
+from inference_session.model_source.hdfs_url import HdfsUrl
+from tests.hadoop import Hdfs
+from tests.model_source.test_sources import CONTENT, put
+from tests.parameter_server.servers import answering, free_port, serving
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not try again for seconds what is known to fail."""
+    monkeypatch.setattr(hdfs_source, "PAUSES_S", (0.01, 0.01))
+
+
+def test_urls_have_a_port_if_none_is_given() -> None:
+    """9870 is the port of an hdfs:// URL without one, and the path is taken as it stands, normalised."""
+    assert str(HdfsUrl.parse("hdfs://name/a//b/")) == "hdfs://name:9870/a/b"
+    assert HdfsUrl.parse("hdfs://name:1234/a%20b?c#d").path == "/a%20b?c#d"
+    assert HdfsUrl.parse("swebhdfs://[::1]/a").http_url == "https://[::1]:9871"
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("s3://bucket/a", "s3://.*allowed: a path, hdfs://"),
+        ("hdfs:///a", "needs the NameNode's host"),
+        ("hdfs://name:9870", "no path"),
+        ("hdfs://name:port/a", "malformed"),
+        ("hdfs://name:0/a", "needs"),
+        ("hdfs://me:secret@name/a", "HADOOP_USER_NAME"),
+    ],
+)
+def test_wrong_urls_are_refused(url: str, said: str) -> None:
+    """A URL that cannot be meant is an error that says what is allowed, and shows no password."""
+    with pytest.raises(ConfigurationError, match=said) as refused:
+        create_source(url)
+    assert "secret" not in str(refused.value)
+
+
+def test_nobody_at_the_port(impatient: None) -> None:
+    """A host that is down is named with its port and the path, after some attempts."""
+    port = free_port()
+    with pytest.raises(UnavailableError, match=f"hdfs://127.0.0.1:{port}/a/b: no connection to the NameNode"):
+        create_source(f"hdfs://127.0.0.1:{port}/a/b").stat("")
+
+
+def test_the_wrong_port(hdfs: Hdfs) -> None:
+    """The NameNode's RPC port, which Hadoop's own hdfs:// URLs have, is told from the one that is needed."""
+    with pytest.raises(SourceError, match=f"127.0.0.1:{hdfs.rpc_port} does not answer as WebHDFS does"):
+        create_source(f"hdfs://127.0.0.1:{hdfs.rpc_port}/a").stat("")
+
+
+@pytest.mark.parametrize("body", [b"[]", b'{"FileStatus": 5}', b"<html>", b""])
+def test_another_web_server(body: bytes) -> None:
+    """A server that answers something else is no HDFS, whatever it says."""
+    answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (len(body), body)
+    with answering(answer) as port, pytest.raises(SourceError, match="does not answer as WebHDFS does"):
+        create_source(f"hdfs://127.0.0.1:{port}/a").stat("")
+
+
+def test_tokens_are_sent_and_never_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, impatient: None
+) -> None:
+    """With token authentication every request carries the token, and no error or log line does."""
+    received: list[bytes] = []
+
+    def hang_up(connection: socket.socket) -> None:
+        received.append(connection.recv(65_536))
+
+    (tmp_path / "token").write_text("SeCrEt\n")
+    monkeypatch.setenv("HOTROW_HDFS_AUTH", "token")
+    monkeypatch.setenv("HOTROW_HDFS_TOKEN_FILE", str(tmp_path / "token"))
+    with serving(hang_up) as port, pytest.raises(UnavailableError) as failed:
+        create_source(f"hdfs://127.0.0.1:{port}/a").stat("")
+    assert b"delegation=SeCrEt" in received[0]
+    assert "SeCrEt" not in "".join(map(str, (failed.value, failed.value.__cause__, caplog.text)))
+
+
+@pytest.mark.parametrize(("kind", "said"), [("ldap", "allowed: simple, token, kerberos"), ("token", "TOKEN_FILE")])
+def test_authentication_must_be_complete(kind: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way of authentication that is unknown, or lacks its file, is an error before anything is sent."""
+    monkeypatch.setenv("HOTROW_HDFS_AUTH", kind)
+    with pytest.raises(ConfigurationError, match=said):
+        create_source("hdfs://name/a")
+
+
+def test_permissions_are_those_of_the_user(hdfs: Hdfs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HADOOP_USER_NAME says who writes; who may not is told so."""
+    monkeypatch.setenv("HADOOP_USER_NAME", "somebody")
+    with create_source(hdfs.url + "/") as source, pytest.raises(SourceError, match="denied: user=somebody"):
+        source.make_folder("theirs")
+
+
+def test_safe_mode_is_named(hdfs: Hdfs, impatient: None) -> None:
+    """A NameNode in safe mode is waited for, and named if it stays there."""
+    with create_source(hdfs.url + "/safe") as source:
+        with hdfs.safe_mode(), pytest.raises(UnavailableError, match="safe mode"):
+            source.make_folder("a")
+        source.make_folder("a")
+
+
+def test_safe_mode_that_ends_is_waited_for(hdfs: Hdfs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a NameNode in safe mode refuses is done once it has left it."""
+    monkeypatch.setattr(hdfs_source, "PAUSES_S", (0.1,) * 100)
+    with create_source(hdfs.url + "/safe") as source:
+        with hdfs.safe_mode():
+            thread = threading.Thread(target=source.make_folder, args=("b",))
+            thread.start()
+            assert source.stat("b") is None
+        thread.join()
+        assert source.stat("b") is not None
+
+
+def test_a_full_target_is_named(hdfs: Hdfs) -> None:
+    """A file that does not fit in its folder's quota is an error, though the DataNode may say that all is well."""
+    with create_source(hdfs.url + "/small") as source:
+        source.make_folder("")
+        hdfs.admin("-setSpaceQuota", "6m", "/small")
+        with pytest.raises(
+            SourceError, match=r"small/file: 10240000 bytes were written, \d+ are there; is the .* full"
+        ):
+            put(source, "file", CONTENT)
+
+
+def test_a_datanode_that_dies_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads go on at their byte, and files can be written, when a DataNode that was killed is back."""
+    monkeypatch.setattr(hdfs_source, "PAUSES_S", (0.2,) * 150)
+    with Hdfs() as hdfs, create_source(hdfs.url + "/") as source:
+        monkeypatch.setenv("HADOOP_USER_NAME", "root")
+        put(source, "content", CONTENT)
+
+        hdfs.kill("DataNode")
+        read: list[bytes] = []
+        thread = threading.Thread(target=lambda: read.append(source.read("content", 0, len(CONTENT))))
+        thread.start()
+        hdfs.start("DataNode")
+        thread.join()
+        assert read == [CONTENT]
+
+        def chunks(begin: int) -> list[bytes]:
+            if not killed:
+                killed.append(True)
+                hdfs.kill("DataNode")
+                hdfs.start("DataNode")
+            return [CONTENT[begin:]]
+
+        killed: list[bool] = []
+        source.write("again", chunks)
+        assert source.read("again", 0, len(CONTENT)) == CONTENT

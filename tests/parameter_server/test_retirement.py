@@ -1,0 +1,72 @@
+"""Retired versions leave the volatile store, but for those whose rows would be lost with it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+
+from inference_session import InferenceSession
+from inference_session.parameter_server import retirement
+from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.retirement import retired_versions
+from inference_session.parameter_server.store_url import create_store
+from inference_session.parameter_server.table_push import TablePush
+from tests import small_model
+from tests.parameter_server.servers import RedisServer, wait_until
+
+DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
+
+
+@pytest.mark.parametrize(
+    ("versions", "num_kept", "retired"),
+    [
+        ("1 2 3 4 5", 2, "1 2"),
+        ("1 2 3 4 5", 1, "1 2 3"),
+        ("1 9 10", 2, ""),
+        ("4", 2, ""),
+        ("2 3 10 draft", 1, "2 3"),
+        ("", 3, ""),
+    ],
+)
+def test_the_newest_up_to_the_current_one_are_kept(versions: str, num_kept: int, retired: str) -> None:
+    """Of versions before 4, by number; later ones and other names are nobody's to remove."""
+    assert retired_versions(versions.split(), "4", num_kept) == retired.split()
+
+
+def push(directory: Path, url: str) -> None:
+    with create_store(url, Namespace("small", directory.name), DIMS, writable=True) as store:
+        for table in small_model.TABLES:
+            TablePush(directory, table, store).run()
+
+
+def versions_in(url: str) -> Collection[str]:
+    with create_store(url, Namespace("small", "1"), DIMS) as store:
+        return store.versions()
+
+
+def test_opening_a_version_retires_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Redis keeps the newest two, what comes later, and what nothing else has; rows below stay where they are."""
+    monkeypatch.setattr(retirement, "DELAY_S", 0.05)
+    repository, database = tmp_path / "small", f"rocksdb://{tmp_path}/db"
+    with RedisServer() as server:
+        for version in ("1", "2", "3", "4", "5", "6"):
+            small_model.write(repository / version)
+            push(repository / version, server.url)
+        push(repository / "1", database)
+        push(repository / "5", database)
+        for version in ("1", "2", "5"):
+            shutil.rmtree(repository / version / "tables")
+        shutil.rmtree(repository / "3")
+        stores = {"volatile_store": server.url, "persistent_store": database}
+
+        with InferenceSession.open(repository / "5", keep_versions=0, **stores):
+            assert len(versions_in(server.url)) == 6
+        with InferenceSession.open(repository / "5", **stores) as session:
+            wait_until(lambda: len(versions_in(server.url)) == 4, "old versions to be removed")
+            session.lookup("code", [1])
+
+        assert versions_in(server.url) == {"2", "4", "5", "6"}  # 1 is in the database, 3 is no more
+        assert versions_in(database) == {"1", "5"}

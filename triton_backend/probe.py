@@ -1,0 +1,88 @@
+"""A made-up request that any model should answer, to tell whether it still does.
+
+It is as small as the model's inputs allow: each open size 1, all values 0. That need not be a request which the model
+takes (HugeCTR's and HPS's tensors have to agree with one another), so hotrow's models know it by a parameter and answer
+a request of their own making instead.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.formats.hugectr.csr import DENSE, HPS_COUNTS, HPS_KEYS, KEYS, OFFSETS
+from inference_session.formats.native import ModelSpec, TensorSpec
+
+PROBE_PARAMETER = "hotrow_probe"
+DATATYPES = {
+    "BOOL": np.bool_,
+    "UINT8": np.uint8,
+    "UINT16": np.uint16,
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+    "INT8": np.int8,
+    "INT16": np.int16,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "FP64": np.float64,
+    "BF16": np.float32,
+}
+"""By the names of the inference protocol; BF16 is sent by way of FP32."""
+_NUM_BYTES = {**{name: np.dtype(of).itemsize for name, of in DATATYPES.items()}, "BF16": 2, "BYTES": 4}
+"""Of one element as it is sent."""
+
+
+def probe_inputs(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, NDArray[Any]] | None:
+    """The request for inputs of these names, types and shapes; None where one has a type that cannot be sent."""
+    inputs: dict[str, NDArray[Any]] = {}
+    for name, datatype, shape in tensors:
+        sizes = [max(size, 1) for size in shape]
+        if datatype == "BYTES":
+            inputs[name] = np.full(sizes, b"", object)
+        elif datatype in DATATYPES:
+            inputs[name] = np.zeros(sizes, DATATYPES[datatype])
+        else:
+            return None
+    return inputs
+
+
+def encode_probe(tensors: Iterable[Mapping[str, Any]]) -> tuple[dict[str, str], bytes]:
+    """The request over HTTP for inputs as a model's metadata describes them: headers and body.
+
+    Zeros of every type are zero bytes, and so is the length of an empty string.
+    """
+    inputs = []
+    values = b""
+    for tensor in tensors:
+        shape = [max(int(size), 1) for size in tensor["shape"]]
+        num_bytes = math.prod(shape) * _NUM_BYTES[tensor["datatype"]]
+        values += bytes(num_bytes)
+        inputs.append({**tensor, "shape": shape, "parameters": {"binary_data_size": num_bytes}})
+    header = json.dumps({"inputs": inputs, "parameters": {PROBE_PARAMETER: True}}).encode()
+    return {"Inference-Header-Content-Length": str(len(header))}, header + values
+
+
+def probe_request(spec: ModelSpec) -> dict[str, NDArray[Any]]:
+    """One sample that a model of hotrow's takes."""
+    if spec.layout == "hugectr":
+        options = spec.layout_options
+        return {
+            DENSE: np.zeros(options["dense_dim"], np.float32),
+            KEYS: np.zeros(sum(options["slots"]), options["key_type"]),
+            OFFSETS: np.concatenate([np.arange(slots + 1, dtype=np.int32) for slots in options["slots"]]),
+        }
+    if spec.layout == "hps":
+        return {HPS_KEYS: np.zeros(len(spec.tables), np.int64), HPS_COUNTS: np.ones(len(spec.tables), np.int32)}
+    return {tensor.name: _zeros(tensor) for tensor in spec.inputs}
+
+
+def _zeros(tensor: TensorSpec) -> NDArray[Any]:
+    shape = [max(size, 1) for size in tensor.shape]
+    return np.full(shape, "", object) if tensor.dtype == "object" else np.zeros(shape, tensor.dtype)

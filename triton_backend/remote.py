@@ -1,0 +1,230 @@
+"""A running server, whoever started it, as a client over gRPC sees and steers it.
+
+Over gRPC, because a load over HTTP stalls other HTTP clients of the server for as long as it takes.
+
+Triton loads models, not versions: which of a model's versions are loaded follows from its version policy. A load may
+bring a configuration of its own, and one that differs in its version policy alone leaves the versions alone that stay.
+So a version is chosen by loading the model's own configuration with the policy `specific`. Triton then holds on to that
+policy: a load without configuration does nothing until something in the model's folder changes. A policy of ours is
+told from one of config.pbtxt by version 0, which no model has, and which Triton passes over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from numpy.typing import NDArray
+
+from inference_session.errors import ConfigurationError, HotrowError, UnavailableError
+from triton_backend.load_errors import plain_reason
+from triton_backend.probe import PROBE_PARAMETER, probe_inputs
+
+CALL_TIMEOUT_S = 10.0
+"""How long a question to the server may take; loads take as long as they do."""
+RESTRICTED_HEADER = "hotrow-key"
+"""Bears the key to a server's management, where that is restricted."""
+CHOSEN = 0
+"""In a version policy: it was chosen at run time, and is not that of config.pbtxt."""
+_NO_SUCH_VERSION = "at least one version must be available"
+_NOT_POLLED = "failed to poll from model repository"
+
+
+class RemoteError(HotrowError, RuntimeError):
+    """The server refused what was asked of it; the message says why."""
+
+
+class NoSuchVersionError(RemoteError):
+    """The model's folder does not hold the version."""
+
+
+@dataclass(frozen=True)
+class VersionState:
+    """A version of a model, as the server lists it."""
+
+    version: int
+    state: str
+    """`LOADING`, `READY`, `UNLOADING` or `UNAVAILABLE`."""
+    reason: str = ""
+    """Why it is unavailable."""
+
+
+class RemoteServer:
+    """A server by its gRPC address; a context manager that hangs up. Methods raise RemoteError and UnavailableError.
+
+    Args:
+        url: `host:port`.
+        restricted_key: sent with each call, where the server was told to restrict its management.
+    """
+
+    def __init__(self, url: str, *, restricted_key: str | None = None) -> None:
+        if "/" in url or ":" not in url:
+            raise ConfigurationError(f"{url!r} is no address of a server; wanted: HOST:GRPC_PORT")
+        try:
+            from tritonclient import grpc
+            from tritonclient.utils import InferenceServerException
+        except ImportError as error:
+            raise ConfigurationError("tritonclient is not installed: pip install 'hotrow[client]'") from error
+        self._grpc = grpc
+        self._error = InferenceServerException
+        self._url = url
+        self._headers = {f"triton-grpc-protocol-{RESTRICTED_HEADER}": restricted_key} if restricted_key else {}
+        # Never by way of a proxy that the environment names for other purposes.
+        self._client = grpc.InferenceServerClient(url, channel_args=[("grpc.enable_http_proxy", 0)])
+
+    def __enter__(self) -> RemoteServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+
+    def has_model(self, model: str) -> bool:
+        """Whether the server has found the model's folder; one that came since it last looked, it finds on a load."""
+        return any(entry["name"] == model for entry in self._index())
+
+    def versions(self, model: str) -> list[VersionState]:
+        """The versions that the server knows of, ascending: those loaded, and those it had loaded or tried to."""
+        index = self._index()
+        entries = [entry for entry in index if entry["name"] == model]
+        if not entries:
+            known = ", ".join(sorted({repr(entry["name"]) for entry in index})) or "none"
+            raise RemoteError(f"the server at {self._url} has no model {model!r}; it has: {known}")
+        return sorted((_state(entry) for entry in entries if entry.get("version")), key=lambda state: state.version)
+
+    def ready_versions(self, model: str) -> list[int]:
+        """The versions that are loaded, ascending. Requests that name no version go to the last."""
+        return [state.version for state in self.versions(model) if state.state == "READY"]
+
+    def load(self, model: str) -> None:
+        """Load what the repository says: the newest version, unless config.pbtxt has another policy."""
+        before = self.ready_versions(model) if self.has_model(model) else []
+        self._load(model)
+        if before and self.ready_versions(model) == before:
+            self._load(model, without_choice(self._config(model)))
+
+    def load_versions(self, model: str, versions: Sequence[int]) -> None:
+        """Load these versions, and unload all others once their requests are answered.
+
+        Raises:
+            NoSuchVersionError: none of these versions is in the model's folder.
+        """
+        if not (self.has_model(model) and self.ready_versions(model)):
+            self._load(model)  # only the server can read the configuration of a model that is not loaded
+        self._load(model, with_versions(self._config(model), versions))
+
+    def load_with(self, model: str, config: Mapping[str, Any]) -> None:
+        """Load a model with a configuration of the caller's."""
+        self._load(model, config)
+
+    def ask(
+        self,
+        model: str,
+        inputs: Mapping[str, NDArray[Any]],
+        *,
+        version: int | None = None,
+        datatypes: Mapping[str, str] | None = None,
+    ) -> dict[str, NDArray[Any]]:
+        """The outputs of one request, by name; of the version that serves, unless one is named."""
+        result = self._infer(model, inputs, datatypes or {}, version, CALL_TIMEOUT_S)
+        names = [output.name for output in result.get_response().outputs]
+        return {name: result.as_numpy(name) for name in names}
+
+    def probe(self, model: str, *, timeout_s: float) -> str:
+        """Have the model answer a made-up request; returns the version that did.
+
+        Where no request can be made up for it, the server's word counts that it is ready.
+        """
+        metadata = self._call("get_model_metadata", model, timeout_s=timeout_s / 2)
+        inputs = probe_inputs((tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in metadata.inputs)
+        if inputs is None:
+            if not self._call("is_model_ready", model, timeout_s=timeout_s / 2):
+                raise UnavailableError(f"model {model!r} is not ready")
+            return str(max(metadata.versions, key=int))
+        datatypes = {tensor.name: tensor.datatype for tensor in metadata.inputs}
+        result = self._infer(model, inputs, datatypes, None, timeout_s / 2, parameters={PROBE_PARAMETER: True})
+        return str(result.get_response().model_version)
+
+    def statistics(self, model: str) -> dict[int, Mapping[str, Any]]:
+        """What the server counts, by version that is loaded."""
+        stats = self._call("get_inference_statistics", model, as_json=True).get("model_stats", [])
+        return {int(entry["version"]): entry for entry in stats}
+
+    def _infer(
+        self,
+        model: str,
+        inputs: Mapping[str, NDArray[Any]],
+        datatypes: Mapping[str, str],
+        version: int | None,
+        timeout_s: float,
+        **options: Any,
+    ) -> Any:
+        from tritonclient.utils import np_to_triton_dtype
+
+        tensors = []
+        for name, array in inputs.items():
+            tensor = self._grpc.InferInput(
+                name, list(array.shape), datatypes.get(name) or np_to_triton_dtype(array.dtype)
+            )
+            tensor.set_data_from_numpy(array)
+            tensors.append(tensor)
+        named = "" if version is None else str(version)
+        return self._call("infer", model, tensors, model_version=named, timeout_s=timeout_s, **options)
+
+    def _index(self) -> list[dict[str, str]]:
+        return list(self._call("get_model_repository_index", as_json=True).get("models", []))
+
+    def _config(self, model: str) -> dict[str, Any]:
+        config: dict[str, Any] = self._call("get_model_config", model, as_json=True)["config"]
+        return config
+
+    def _load(self, model: str, config: Mapping[str, Any] | None = None) -> None:
+        try:
+            text = None if config is None else json.dumps(config)
+            self._call("load_model", model, config=text, timeout_s=None)
+        except RemoteError as error:
+            if _NO_SUCH_VERSION in str(error):
+                raise NoSuchVersionError(f"the folder of model {model!r} has no such version") from error
+            if _NOT_POLLED in str(error):
+                raise RemoteError(
+                    f"model {model!r}: the server finds no such folder in its repository, or cannot read its "
+                    "config.pbtxt; its log says which"
+                ) from error
+            raise
+
+    def _call(self, method: str, *arguments: Any, timeout_s: float | None = CALL_TIMEOUT_S, **options: Any) -> Any:
+        try:
+            return getattr(self._client, method)(*arguments, headers=self._headers, client_timeout=timeout_s, **options)
+        except self._error as error:
+            raise self._translated(error, timeout_s) from error
+
+    def _translated(self, error: Any, timeout_s: float | None) -> HotrowError:
+        status, message = str(error.status()), str(error.message() or "")
+        if status == "StatusCode.DEADLINE_EXCEEDED" or "Deadline Exceeded" in message:
+            return UnavailableError(f"{self._url}: no answer within {timeout_s:.3g} seconds")
+        if status == "StatusCode.UNAVAILABLE" and ("connect" in message or "Socket closed" in message):
+            return UnavailableError(f"{self._url}: no server answers there (--url takes the gRPC port)")
+        if "restricted" in message:
+            return RemoteError(f"the server at {self._url} restricts this to clients with its key: --key-file")
+        return RemoteError(plain_reason(message))
+
+
+def _state(entry: Mapping[str, str]) -> VersionState:
+    state = entry.get("state", "UNAVAILABLE")
+    return VersionState(int(entry["version"]), state, plain_reason(entry.get("reason", "")))
+
+
+def with_versions(config: Mapping[str, Any], versions: Sequence[int]) -> dict[str, Any]:
+    """A model's configuration that chooses these versions."""
+    return {**config, "version_policy": {"specific": {"versions": [*versions, CHOSEN]}}}
+
+
+def without_choice(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's configuration that chooses no version: the policy of its own, else the newest."""
+    policy = config.get("version_policy", {})
+    is_ours = CHOSEN in map(int, policy.get("specific", {}).get("versions", []))
+    return {**config, "version_policy": {"latest": {"num_versions": 1}} if is_ours else policy}
