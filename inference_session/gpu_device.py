@@ -2,9 +2,39 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from typing import TYPE_CHECKING
 
 from inference_session.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from inference_session.gpu_context import GpuContext
+
+_log = logging.getLogger(__name__)
+
+
+def open_gpu(device: str) -> GpuContext | None:
+    """The GPU that a session's `device` means; None: the CPU, which `auto` falls back to.
+
+    Raises:
+        ConfigurationError: `cuda:N` was asked for and cannot be used; says why.
+    """
+    if device == "cpu":
+        return None
+    if device == "auto" and (reason := unusable(0) or _engine_unusable()):
+        _log.info("device auto: on the CPU, for %s", reason)
+        return None
+    device_id = 0 if device == "auto" else require_gpu(device)
+    from inference_session.gpu_context import GpuContext
+
+    return GpuContext(device_id)
+
+
+def _engine_unusable() -> str | None:
+    from inference_session.dense_engine.cuda_engine import unusable as engine_unusable
+
+    return engine_unusable()
 
 
 def require_gpu(device: str) -> int:

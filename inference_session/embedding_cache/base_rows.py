@@ -95,8 +95,8 @@ class BaseRows:
             dim: embedding_dim.
             code: what the rows are stored as.
         """
-        on_device = isinstance(vectors, cupy.ndarray)
-        self._pinned = None if on_device else PinnedArray(vectors)
+        self.on_device = isinstance(vectors, cupy.ndarray)
+        self._pinned = None if self.on_device else PinnedArray(vectors)
         self._vectors = vectors if self._pinned is not None else cupy.ascontiguousarray(vectors)
         self.num_rows = len(vectors)
         row_bytes = vectors.nbytes // self.num_rows if self.num_rows else 0
@@ -107,7 +107,7 @@ class BaseRows:
         self.by_number = keys is None
         if keys is not None and self.num_rows:
             self._build(keys)
-        if on_device:
+        if self.on_device:
             self.num_bytes += vectors.nbytes
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ __device__ __forceinline__ i64 find_base_row(const Table& table, i64 key, u64 ha
   }
   if (table.base.num_buckets == 0) return -1;
   const i64 slot = find_slot(table.base, key, hashed, policy);
-  return slot >= 0 ? __ldcg(table.base_numbers + slot) : -1;
+  return slot >= 0 ? (i64)__ldcg(table.base_numbers + slot) : -1;
 }
 
 __device__ __forceinline__ Source find_source(const Table& table, i64 key, u32 seed, u64 policy) {
