@@ -57,8 +57,10 @@ check: $(CHECK_VENV)/.ready
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/lookup.py
 	$(BIN)/python benchmarks/stores.py
+	$(BIN)/python benchmarks/hdfs.py
 	$(BIN)/python benchmarks/opening.py
 	$(BIN)/python benchmarks/triton.py
+	$(BIN)/python benchmarks/swap.py
 
 bench-report: $(VENV)/.test
 	$(BIN)/python benchmarks/report.py --out bench-report.html

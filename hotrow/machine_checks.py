@@ -212,7 +212,7 @@ def _ports(plan: Plan) -> Iterator[Finding]:
 
 def _port(host: str, flag: str, port: int) -> Finding:
     try:
-        resolve_ports(host, {flag: port})
+        resolve_ports({flag: (host, port)})
     except ConfigurationError as error:
         message, _, fix = str(error).partition("; ")
         return Finding(f"port {port}", "problem", message, f"{fix}, or end what listens there (ss -ltnp)")

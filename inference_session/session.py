@@ -69,11 +69,7 @@ class InferenceSession:
         directory = Path(directory)
         spec = ModelSpec.read(directory)
         config = SessionConfig.resolve(settings, spec.settings, defaults or {})
-        absent = frozenset({TABLES_FOLDER}) if config.has_store else frozenset()
-        known = VerifiedFiles(_state_file(config, directory, "verified")) if config.state_dir else None
-        manifest.verify(directory, checksums=config.verify == "full", absent=absent, known=known)
-        if known is not None:
-            known.save()
+        _verify(config, directory)
         session = cls(spec, config, directory)
         try:
             session._warm_up()
@@ -273,6 +269,7 @@ class InferenceSession:
                 self._updates.close()
             if self._hot_keys is not None:
                 self._hot_keys.close()
+                self._hot_keys = None  # it knows us: the memory would wait for the garbage collector
             self._rows.close()
             if self._plan.recorder is not None:
                 self._plan.recorder.close()
@@ -373,6 +370,15 @@ class InferenceSession:
 
     def _num_lookups(self) -> int:
         return sum(table["lookup_keys"] for table in self._stats.snapshot()["tables"].values())
+
+
+def _verify(config: SessionConfig, directory: Path) -> None:
+    """Compare the files with the manifest, as far as the settings want it and it has not been done before."""
+    absent = frozenset({TABLES_FOLDER}) if config.has_store else frozenset()
+    known = VerifiedFiles(_state_file(config, directory, "verified")) if config.state_dir else None
+    manifest.verify(directory, checksums=config.verify == "full", absent=absent, known=known)
+    if known is not None:
+        known.save()
 
 
 def _state_file(config: SessionConfig, directory: Path, kind: str) -> Path:

@@ -38,7 +38,8 @@ _MAX_CONNECTIONS = 32
 _READ_BYTES = 1 << 20
 _MAX_REASON = 300
 _PASSING = {"StandbyException", "RetriableException", "SafeModeException"}
-_LEASED = {"AlreadyBeingCreatedException", "RecoveryInProgressException"}
+_LEASED = ("AlreadyBeingCreatedException", "RecoveryInProgressException", "Cannot obtain block length")
+"""What is said of a file that a writer has not closed."""
 
 Result = TypeVar("Result")
 
@@ -84,30 +85,32 @@ class HdfsSource(ModelSource):
 
     def read(self, path: str, begin: int, num_bytes: int) -> bytes:
         """See ModelSource."""
-        buffer = bytearray()
-        self._try(path, lambda: self._read_on(path, begin, num_bytes, buffer))
-        return bytes(buffer)
+        parts: list[bytes] = []
+        self._try(path, lambda: self._read_on(path, begin, num_bytes, parts))
+        return b"".join(parts)
 
-    def _read_on(self, path: str, begin: int, num_bytes: int, buffer: bytearray) -> None:
-        """Read what the buffer has not yet."""
-        left = num_bytes - len(buffer)
+    def _read_on(self, path: str, begin: int, num_bytes: int, parts: list[bytes]) -> None:
+        """Read what is not among the parts yet."""
+        left = num_bytes - sum(map(len, parts))
         if not left:
             return
-        with self._client.read(self._path(path), offset=begin + len(buffer), length=left) as stream:
+        with self._client.read(self._path(path), offset=begin + num_bytes - left, length=left) as stream:
             while left and (part := stream.read(min(left, _READ_BYTES))):
-                buffer += part
+                parts.append(part)
                 left -= len(part)
         if left:
             end = self._status(path)
             if end is None or end["length"] < begin + num_bytes:
                 raise SourceError(f"{self.name_of(path)}: ends before byte {begin + num_bytes}; was it written to?")
-            raise UnavailableError(f"{self.name_of(path)}: the DataNode ended at byte {begin + len(buffer)}")
+            raise UnavailableError(f"{self.name_of(path)}: the DataNode ended at byte {begin + num_bytes - left}")
 
     def write(self, path: str, chunks_from: ChunksFrom) -> None:
         """See ModelSource. One request carries all that is left: HDFS has one writer per file."""
         try:
             failure = self._try(path, lambda: self._write_on(path, chunks_from))
-        except _LeasedError:
+        except _LeasedError as error:
+            failure = error
+        if isinstance(failure, _LeasedError):
             # The writer before us died with its DataNode, and holds the file for a minute. Begin it again.
             self.remove(path)
             failure = self._try(path, lambda: self._write_on(path, chunks_from))
@@ -216,7 +219,7 @@ class HdfsSource(ModelSource):
     def _of_hdfs(self, path: str, error: HdfsError) -> HotrowError:
         text = error.message.decode(errors="replace") if isinstance(error.message, bytes) else str(error.message)
         reason = " ".join(text.split("\tat ")[0].split())[:_MAX_REASON]
-        if error.exception in _LEASED or any(name in text for name in _LEASED):
+        if error.exception in _LEASED or any(part in text for part in _LEASED):
             return _LeasedError(f"{self.name_of(path)}: {reason}")
         if error.exception in _PASSING or "safe mode" in text:
             return UnavailableError(f"{self.name_of(path)}: {reason}")
