@@ -213,6 +213,7 @@ class LookupPlan:
         self, block: _Block, segments: NDArray[np.void], keys: Sequence[tuple[int, ...]]
     ) -> tuple[int, ...]:
         """Members side by side in one matrix; returns its shape."""
+        self._check_samples(block, keys)
         column = 0
         for i in block.members:
             num_samples, *rest = keys[i]
@@ -224,6 +225,16 @@ class LookupPlan:
             column += self._table_specs[i].embedding_dim * (1 if pooled else keys_per_sample)
         segments["output_stride"][list(block.members)] = column * _FLOAT_BYTES
         return (keys[block.members[0]][0], column)
+
+    def _check_samples(self, block: _Block, keys: Sequence[tuple[int, ...]]) -> None:
+        """Refuse keys that cannot stand side by side: the kernel would write beyond the matrix."""
+        first, *others = block.members
+        for i in others:
+            if keys[i][0] != keys[first][0]:
+                raise InvalidRequestError(
+                    f"keys {self._lookups[i].keys!r} are of {keys[i][0]} samples, but {self._lookups[first].keys!r}, "
+                    f"whose vectors stand beside theirs, of {keys[first][0]}"
+                )
 
     def _describe_alone(self, i: int, segments: NDArray[np.void], keys: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         """One look-up with an array of its own; returns that array's shape."""
