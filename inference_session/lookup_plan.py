@@ -101,7 +101,7 @@ class LookupPlan:
         for lookup in self._bagged:
             batch.replace(lookup.dense_input, [_cut(batch, lookup)])
         geometry = self._geometry(batch)
-        vectors = [np.empty(shape, np.float32) for shape in geometry.shapes]
+        vectors = [self._rows.empty(shape) for shape in geometry.shapes]
         segments = geometry.segments.copy()
         addresses = [_address(array) for array in vectors]
         segments["output_address"] += addresses[0] if len(addresses) == 1 else np.array(addresses)[self._block_of]
@@ -111,7 +111,7 @@ class LookupPlan:
         if self._loose:
             num_keys = num_keys.copy()
             held += self._fill_loose(segments, batch, num_keys)
-        num_unknown = np.zeros(len(segments), np.int64)
+        num_unknown = self._rows.counts(len(segments))
         self._rows.look_up(segments, num_keys, num_unknown)
         if self.recorder is not None:
             self.recorder.record(segments, num_keys)
@@ -129,15 +129,16 @@ class LookupPlan:
             if isinstance(parts[0], Ragged):
                 bags = _joined_bags(parts)  # type: ignore[arg-type]  # the others are ragged as well
                 num_keys[i] = bags.num_keys
-                segments["keys_address"][i] = _address(bags.values)
-                segments["begins_address"][i] = _address(bags.begins)
-                segments["ends_address"][i] = _address(bags.ends)
-                held += [bags.values, bags.begins, bags.ends]
+                staged = [self._rows.stage(array) for array in (bags.values, bags.begins, bags.ends)]
+                for field, array in zip(("keys_address", "begins_address", "ends_address"), staged, strict=True):
+                    segments[field][i] = _address(array)
+                held += staged
             else:
                 even[i] = parts
         if even:
             places = list(even)
-            held.append(_laid_out([part for parts in even.values() for part in parts]))  # type: ignore[misc]
+            keys = _laid_out([part for parts in even.values() for part in parts])  # type: ignore[misc]
+            held.append(self._rows.stage(keys))
             counts = num_keys[places]
             segments["keys_address"][places] = _address(held[-1]) + _KEY_BYTES * (np.cumsum(counts) - counts)
         return held
@@ -146,7 +147,7 @@ class LookupPlan:
         """Enter the keys that are columns of a matrix, where they lie; returns what must stay alive."""
         held = []
         for name, members in self._packed.items():
-            matrix = np.ascontiguousarray(batch.array(name))
+            matrix = self._rows.stage(np.ascontiguousarray(batch.array(name)))
             if len(members.lookups) == len(segments):
                 segments["keys_address"] += _address(matrix)
             else:
@@ -164,7 +165,7 @@ class LookupPlan:
                     f"keys {keys_name!r} have shape {list(keys.shape)}, but their factors, {weights_name!r}, "
                     f"have {list(weights.shape)}"
                 )
-            held.append(np.ascontiguousarray(weights, np.float32))
+            held.append(self._rows.stage(np.ascontiguousarray(weights, np.float32)))
             segments["weights_address"][i] = _address(held[-1])
         return held
 
@@ -333,6 +334,9 @@ def _joined_bags(parts: list[Ragged]) -> Ragged:
     return Ragged(_laid_out([part.values for part in parts]), begins, ends, parts[0].shape, num_keys)
 
 
-def _address(array: NDArray[Any]) -> int:
+def _address(array: Any) -> int:
+    """Of an array on the host, or on a GPU."""
+    if not isinstance(array, np.ndarray):
+        return int(array.data.ptr)
     address: int = array.__array_interface__["data"][0]
     return address
