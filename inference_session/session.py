@@ -393,7 +393,7 @@ def _check_links(spec: ModelSpec, directory: Path, dense: DenseEngine, keys: Onn
     looked_up = {lookup.dense_input for lookup in spec.lookups}
     for reader, wanted, given in (
         (KEYS_FILE, keys.input_names if keys else frozenset(), inputs),
-        ("a lookup", {name for lookup in spec.lookups for name in (lookup.keys, lookup.weights) if name}, known),
+        ("a lookup", {name for lookup in spec.lookups for name in lookup.reads}, known),
         (DENSE_FILE, dense.input_names, known | looked_up),
     ):
         if missing := sorted(wanted - given):
