@@ -10,7 +10,7 @@ from hotrow.progress import byte_progress
 from inference_session.formats.native import TABLES_FOLDER, ModelSpec, is_folder_name
 
 
-def _model_name(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
+def model_name(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
     if not is_folder_name(value.replace(".", "_")) or value.startswith("."):
         raise click.BadParameter(f"{value!r} may hold letters, digits, '_', '-' and '.' only")
     return value
@@ -34,7 +34,7 @@ def command() -> None:
 
 @command.command()
 @click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="MODEL.onnx")
-@click.option("--name", required=True, callback=_model_name, help="Name that clients will ask for.")
+@click.option("--name", required=True, callback=model_name, help="Name that clients will ask for.")
 @_repository
 @_version
 @click.option(

@@ -32,6 +32,7 @@ from inference_session.formats.native import (
     TensorSpec,
     folder_names,
 )
+from inference_session.formats.publishing import share_unchanged
 from inference_session.formats.staging import stage_version
 from inference_session.parameter_server.table_index import build_index
 
@@ -128,6 +129,7 @@ def import_hugectr(
     for item in models:
         with stage_version(repository, item.name, version) as (staging, version_dir):
             spec, num_parameters = write_version(settings, item, staging, keep_rows_of=keep_rows_of, progress=progress)
+            share_unchanged(staging)
             if complete:
                 complete(staging, spec, item)
         reports.append(
