@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALL := -m pip --disable-pip-version-check --quiet install
 PYTEST_ARGS ?=
 
-.PHONY: help demo test test-exporters check bench clean
+.PHONY: help demo test test-exporters check bench bench-report clean
 
 help:
 	@echo "make demo            set up, serve a real model on a real Triton, send real requests (KEEP=1 leaves it running)"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-exporters  the importer against PyTorch, JAX and Keras (downloads them)"
 	@echo "make check           formatting, lint, types"
 	@echo "make bench           benchmarks, each beside its ceiling or peer"
+	@echo "make bench-report    whole requests through Triton beside their peers: bench-report.html"
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -58,6 +59,9 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/stores.py
 	$(BIN)/python benchmarks/opening.py
 	$(BIN)/python benchmarks/triton.py
+
+bench-report: $(VENV)/.test
+	$(BIN)/python benchmarks/report.py --out bench-report.html
 
 clean:
 	rm -rf $(VENV) $(CHECK_VENV) $(EXPORTERS_VENV)

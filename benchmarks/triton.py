@@ -12,11 +12,15 @@ perf_analyzer sends over gRPC; rounds are interleaved, medians shown.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import statistics
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import onnx
@@ -29,8 +33,19 @@ from inference_session.formats.onnx_model import import_onnx
 from triton_backend.model_config import write_model_config
 from triton_backend.server import ServerOptions, TritonServer
 
-FEATURES, DIM, SAMPLES = 26, 16, 64
+FEATURES, SAMPLES = 26, 64
 MODELS = ("null", "hotrow", "take", "take_joined", "plain")
+
+
+class Network(NamedTuple):
+    """The model that is measured."""
+
+    rows_per_table: int
+    dim: int = 16
+    hidden: tuple[int, ...] = (64,)
+    """Widths of the layers between the vectors and the one output."""
+
+
 CONFIG = """
 backend: "python"
 max_batch_size: 1024
@@ -82,20 +97,16 @@ class TritonPythonModel:
 """
 
 
-def write_models(repository: Path, folder: Path, rows_per_table: int) -> None:
-    """The four models, of the same weights."""
+def write_models(repository: Path, folder: Path, network: Network) -> None:
+    """All models, of the same weights."""
     rng = np.random.default_rng(0)
-    tables = [rng.standard_normal((rows_per_table, DIM), np.float32) for _ in range(FEATURES)]
+    tables = [rng.standard_normal((network.rows_per_table, network.dim), np.float32) for _ in range(FEATURES)]
     for i, table in enumerate(tables):
         np.save(folder / f"{i}.npy", table)
-    layers = {
-        "w1": rng.standard_normal((FEATURES * DIM, 64), np.float32) / 20,
-        "b1": np.zeros(64, np.float32),
-        "w2": rng.standard_normal((64, 1), np.float32) / 8,
-        "b2": np.zeros(1, np.float32),
-    }
-    onnx.save(network(tables, layers), folder / "plain.onnx")
-    onnx.save(network(None, layers), folder / "take.onnx")
+    widths = (FEATURES * network.dim, *network.hidden, 1)
+    layers = [rng.standard_normal(shape, np.float32) / math.sqrt(shape[0]) for shape in itertools.pairwise(widths)]
+    onnx.save(graph(tables, layers), folder / "plain.onnx")
+    onnx.save(graph(None, layers), folder / "take.onnx")
     report = import_onnx(folder / "plain.onnx", repository, "hotrow")
     write_model_config(report.version_dir, report.spec, "hotrow")
     for kind in [model for model in MODELS if model != "hotrow"]:
@@ -105,17 +116,17 @@ def write_models(repository: Path, folder: Path, rows_per_table: int) -> None:
         (version.parent / "config.pbtxt").write_text(CONFIG, encoding="utf-8")
 
 
-def network(tables: list[NDArray[np.float32]] | None, layers: dict[str, NDArray[np.float32]]) -> onnx.ModelProto:
+def graph(tables: list[NDArray[np.float32]] | None, layers: list[NDArray[np.float32]]) -> onnx.ModelProto:
     """The whole model, or without tables the part behind the look-ups."""
-    mlp = [
-        helper.make_node("Gemm", ["vectors", "w1", "b1"], ["hidden"]),
-        helper.make_node("Relu", ["hidden"], ["activated"]),
-        helper.make_node("Gemm", ["activated", "w2", "b2"], ["logit"]),
-        helper.make_node("Sigmoid", ["logit"], ["click"]),
-    ]
-    weights = dict(layers)
+    mlp, weights, activated = [], {}, "vectors"
+    for i, layer in enumerate(layers):
+        weights |= {f"w{i}": layer, f"b{i}": np.zeros(layer.shape[1], np.float32)}
+        mlp.append(helper.make_node("Gemm", [activated, f"w{i}", f"b{i}"], [f"layer{i}"]))
+        is_last = i + 1 == len(layers)
+        activated = "click" if is_last else f"activated{i}"
+        mlp.append(helper.make_node("Sigmoid" if is_last else "Relu", [f"layer{i}"], [activated]))
     nodes = []
-    inputs = [helper.make_tensor_value_info("vectors", TensorProto.FLOAT, ["n", FEATURES * DIM])]
+    inputs = [helper.make_tensor_value_info("vectors", TensorProto.FLOAT, ["n", len(layers[0])])]
     if tables is not None:
         inputs = [helper.make_tensor_value_info("ids", TensorProto.INT64, ["n", FEATURES])]
         for i, table in enumerate(tables):
@@ -125,17 +136,17 @@ def network(tables: list[NDArray[np.float32]] | None, layers: dict[str, NDArray[
         nodes.append(helper.make_node("Concat", [f"vectors{i}" for i in range(FEATURES)], ["vectors"], axis=1))
     outputs = [helper.make_tensor_value_info("click", TensorProto.FLOAT, ["n", 1])]
     constants = [numpy_helper.from_array(array, name) for name, array in weights.items()]
-    graph = helper.make_graph([*nodes, *mlp], "benchmark", inputs, outputs, constants)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    whole = helper.make_graph([*nodes, *mlp], "benchmark", inputs, outputs, constants)
+    return helper.make_model(whole, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
-def check_answers(url: str, rows_per_table: int) -> None:
+def check_answers(url: str, rows_per_table: int, models: Sequence[str] = MODELS) -> None:
     """All models but the null one must agree before they are timed."""
     ids = np.random.default_rng(1).integers(0, rows_per_table, (SAMPLES, FEATURES))
     with tritonclient.grpc.InferenceServerClient(url) as client:
         tensor = tritonclient.grpc.InferInput("ids", list(ids.shape), "INT64")
         tensor.set_data_from_numpy(ids)
-        answers = [client.infer(model, [tensor]).as_numpy("click") for model in MODELS if model != "null"]
+        answers = [client.infer(model, [tensor]).as_numpy("click") for model in models if model != "null"]
     for answer in answers:
         np.testing.assert_allclose(answer, answers[-1], atol=1e-6)
 
@@ -149,7 +160,7 @@ def main() -> None:
     perf_analyzer()
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder) / "repository"
-        write_models(repository, Path(folder), rows_per_table)
+        write_models(repository, Path(folder), Network(rows_per_table))
         options = ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0)
         with TritonServer.start(options) as server:
             url = server.endpoints["gRPC"]
@@ -157,11 +168,16 @@ def main() -> None:
             run_rounds(url, Path(folder) / "requests.json", rows_per_table, rounds=1 if quick else 5)
 
 
+def write_requests(data: Path, rows_per_table: int, samples: int) -> None:
+    """Random requests for perf_analyzer."""
+    metadata = {"inputs": [{"name": "ids", "datatype": "INT64", "shape": [-1, FEATURES]}]}
+    requests = input_data(metadata, samples=samples, length=1, max_key=rows_per_table, batched=True)
+    data.write_text(json.dumps(requests), encoding="utf-8")
+
+
 def run_rounds(url: str, data: Path, rows_per_table: int, *, rounds: int) -> None:
     """Measure all models at all concurrencies, round by round, and report."""
-    metadata = {"inputs": [{"name": "ids", "datatype": "INT64", "shape": [-1, FEATURES]}]}
-    requests = input_data(metadata, samples=SAMPLES, length=1, max_key=rows_per_table, batched=True)
-    data.write_text(json.dumps(requests), encoding="utf-8")
+    write_requests(data, rows_per_table, SAMPLES)
     seen: dict[tuple[str, int, str], list[float]] = defaultdict(list)
     for _ in range(rounds):
         for concurrency in (1, 16, 64):

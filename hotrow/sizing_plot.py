@@ -96,10 +96,8 @@ def _text(value: object) -> str:
 
 
 def _figure(report: SizingReport) -> Figure:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigurationError('--plot needs matplotlib: pip install "hotrow[report]"') from error
+    from matplotlib.figure import Figure
+
     if not report.tables:
         raise ConfigurationError("--plot draws hit rates, which only a trace tells: give one with --trace")
     tables = sorted(report.tables.values(), key=lambda table: -table.num_keys)[:_MOST_TABLES]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rich import box
@@ -20,6 +20,12 @@ from hotrow.sizing_report import in_units
 _HISTORY = 40
 _MOST_EVENTS = 8
 _BLOCKS = " ▁▂▃▄▅▆▇█"
+_COUNTED_EVENTS = (
+    ("hotrow_backend_restarts_total", "its process died and was started again"),
+    ("hotrow_in_place_updates_total", "new content of its folder has taken over"),
+    ("hotrow_failed_in_place_updates_total", "new content of its folder is not fit to serve"),
+)
+_FAILURES = ("nv_inference_request_failure", "hotrow_failed_requests_total")
 _GOOD, _BAD, _DIM, _HEAD = "green", "bold red", "dim", "bold cyan"
 
 
@@ -39,6 +45,34 @@ class _Version(NamedTuple):
     @property
     def labels(self) -> dict[str, str]:
         return {"model": self.model, "version": self.version}
+
+
+class _Column(NamedTuple):
+    heading: str
+    from_width: int = 0
+    """It is left out on narrower terminals."""
+
+
+_MODEL_COLUMNS = (
+    _Column("requests/s"),
+    _Column("failed/s"),
+    _Column("samples/s", 80),
+    _Column("per batch", 130),
+    _Column("mean"),
+    _Column("queue", 90),
+    _Column("p50", 110),
+    _Column("p90", 130),
+    _Column("p99"),
+    _Column("memory", 110),
+    _Column("requests/s, lately", 170),
+)
+_TABLE_COLUMNS = (
+    _Column("keys/s"),
+    _Column("hit rate"),
+    _Column("defaults/s"),
+    _Column("misses/s", 90),
+    _Column("evictions/s", 110),
+)
 
 
 class TopView:
@@ -78,14 +112,15 @@ class TopView:
             self._note(f"the server does not answer: {reason}")
         self._is_lost = reason
 
-    def render(self) -> RenderableType:
-        """All of it."""
+    def render(self, width: int) -> RenderableType:
+        """All of it that goes into so many columns of a terminal."""
         parts: list[RenderableType] = [self._title()]
         if self._window.after.samples:
-            sections = (self._models(), self._tables(), self._tiers(), self._updates(), self._not_serving())
-            parts += [Text(""), *(section for section in sections if section is not None)]
+            sections = (self._models(width), self._tables(width), self._tiers(), self._updates(), self._not_serving())
+            for section in sections:
+                parts += [Text(""), section] if section is not None else []
         if self._events:
-            parts += [Text("Events", style=_HEAD), *(Text(f"  {event}") for event in self._events)]
+            parts += [Text(""), Text("Events", style=_HEAD), *(Text(f"  {event}") for event in self._events)]
         return Group(*parts)
 
     def _title(self) -> Text:
@@ -122,20 +157,19 @@ class TopView:
     def _is_asked(self, version: _Version) -> bool:
         return bool(self._window.grown("nv_inference_request_success", **version.labels))
 
-    def _models(self) -> Table:
-        table = _table("Models", "model", "version")
-        headings = "requests/s", "failed/s", "samples/s", "per batch", "mean", "queue", "p50", "p90", "p99", "memory"
-        for heading in headings:
-            table.add_column(heading, justify="right", no_wrap=True)
-        table.add_column("requests/s, lately", no_wrap=True)
+    def _models(self, width: int) -> Table:
+        table = _table("Models", "model", "version", numbers=_shown(_MODEL_COLUMNS, width))
         for version in self._versions():
-            table.add_row(*_names(version), *self._model_row(version), _sparkline(self._history[version]))
+            cells = zip(_MODEL_COLUMNS, self._model_row(version), strict=True)
+            table.add_row(*_names(version), *(cell for column, cell in cells if column.from_width <= width))
         return table
 
     def _model_row(self, version: _Version) -> Iterator[str | Text]:
         window, labels = self._window, version.labels
         yield _number(window.per_second("nv_inference_request_success", **labels))
-        yield _alarm(window.per_second("nv_inference_request_failure", **labels))
+        # Triton counts those that we answer with an error as successes.
+        failures = (window.per_second(name, **labels) for name in _FAILURES)
+        yield _alarm(sum(rate or 0.0 for rate in failures))
         yield _number(window.per_second("nv_inference_count", **labels))
         yield _number(window.ratio("nv_inference_count", "nv_inference_exec_count", **labels))
         for duration in ("nv_inference_request_duration_us", "nv_inference_queue_duration_us"):
@@ -144,29 +178,29 @@ class TopView:
             yield _duration(window.after.total("nv_inference_request_summary_us", quantile=quantile, **labels))
         memory = window.after.total("hotrow_resident_memory_bytes", **labels)
         yield in_units(int(memory)) if memory else "-"
+        yield _sparkline(self._history[version])
 
-    def _tables(self) -> Table | None:
-        table = _table("Tables", "model", "version", "table")
-        for heading in ("keys/s", "default vectors/s", "hit rate", "misses/s", "evictions/s"):
-            table.add_column(heading, justify="right", no_wrap=True)
+    def _tables(self, width: int) -> Table | None:
+        table = _table("Tables", "model", "version", "table", numbers=_shown(_TABLE_COLUMNS, width))
         for version in self._versions():
             for labels, _ in self._window.after.values("hotrow_lookup_keys_total", **version.labels):
-                table.add_row(*_names(version), escape(labels["table"]), *self._table_row(labels))
+                cells = zip(_TABLE_COLUMNS, self._table_row(labels), strict=True)
+                shown = (cell for column, cell in cells if column.from_width <= width)
+                table.add_row(*_names(version), escape(labels["table"]), *shown)
         return table if table.row_count else None
 
     def _table_row(self, labels: dict[str, str]) -> Iterator[str | Text]:
         window = self._window
         hits, misses = "hotrow_cache_hits_total", "hotrow_cache_misses_total"
         yield _number(window.per_second("hotrow_lookup_keys_total", **labels))
-        yield _alarm(window.per_second("hotrow_default_vectors_total", **labels), style="yellow")
         yield _percent(window.ratio(hits, hits, misses, **labels))
+        yield _alarm(window.per_second("hotrow_default_vectors_total", **labels), style="yellow")
         yield _number(window.per_second(misses, **labels))
         yield _number(window.per_second("hotrow_cache_evictions_total", **labels))
 
     def _tiers(self) -> Table | None:
-        table = _table("Tiers", "model", "version", "tier", "state")
-        for heading in ("keys/s", "found", "skipped/s", "failures/s"):
-            table.add_column(heading, justify="right", no_wrap=True)
+        numbers = ("keys/s", "found", "skipped/s", "failures/s")
+        table = _table("Tiers", "model", "version", "tier", "state", numbers=numbers)
         for version in self._versions():
             for labels, up in self._window.after.values("hotrow_tier_up", **version.labels):
                 state = Text("up", _GOOD) if up else Text("DOWN", _BAD)
@@ -183,9 +217,8 @@ class TopView:
         yield _alarm(window.per_second("hotrow_tier_failures_total", **labels))
 
     def _updates(self) -> Table | None:
-        table = _table("Updates", "model", "version")
-        for heading in ("messages behind", "seconds behind", "rejected/s"):
-            table.add_column(heading, justify="right", no_wrap=True)
+        numbers = ("messages behind", "seconds behind", "rejected/s")
+        table = _table("Updates", "model", "version", numbers=numbers)
         page = self._window.after
         for version in self._versions():
             lag = page.total("hotrow_update_lag_messages", **version.labels)
@@ -216,12 +249,33 @@ class TopView:
                 what = "answers again" if up else "is down"
                 self._note(f"{labels['model']} version {labels['version']}: tier {labels['tier']} {what}")
 
+        for name, what in _COUNTED_EVENTS:
+            for labels, value in after.values(name):
+                if value > (before.total(name, **labels) or 0):
+                    version = f" version {labels['version']}" if "version" in labels else ""
+                    self._note(f"{labels['model']}{version}: {what}")
+
     def _note(self, event: str) -> None:
         self._events.append(f"{time.strftime('%H:%M:%S')}  {event}")
 
 
-def _table(title: str, *columns: str) -> Table:
-    return Table(*columns, title=title, title_justify="left", title_style=_HEAD, box=box.SIMPLE_HEAD, pad_edge=False)
+def _table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
+    table = Table(
+        *columns,
+        title=title,
+        title_justify="left",
+        title_style=_HEAD,
+        box=box.HORIZONTALS,
+        show_edge=False,
+        padding=(0, 1),
+    )
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _shown(columns: Sequence[_Column], width: int) -> list[str]:
+    return [column.heading for column in columns if column.from_width <= width]
 
 
 def _names(version: _Version) -> tuple[str, str]:

@@ -116,6 +116,10 @@ class RequestLayout(ABC):
         """Several requests of equal `shapes` as one batch."""
         return JoinedBatch.of(requests)
 
+    def wanted(self, requests: Sequence[CheckedRequest]) -> list[str]:
+        """What the network has to compute for a batch."""
+        return self._outputs.of_network([request.outputs for request in requests])
+
     def split(self, computed: Answer, requests: Sequence[CheckedRequest]) -> list[Answer]:
         """What each request of a batch asked for, out of what the network computed for all of them."""
         wanted = [request.outputs for request in requests]

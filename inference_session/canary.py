@@ -7,6 +7,7 @@ NaN and infinities alone. `hotrow record-canary` writes one.
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ def record_canary(run: Run, inputs: Arrays, path: Path) -> None:
     for name, answer in outputs.items():
         _check_finite(name, answer)
     parts = {f"{INPUT}{name}": array for name, array in inputs.items()}
-    parts |= {f"{OUTPUT}{name}": array for name, array in outputs.items()}
+    # NumPy would pickle strings, which nobody should have to unpickle.
+    parts |= {f"{OUTPUT}{name}": array for name, array in outputs.items() if array.dtype != object}
     with path.open("wb") as file:
         np.savez(file, **parts)  # type: ignore[arg-type]  # its stub takes names for its flags
 
@@ -44,29 +46,37 @@ def check_canary(run: Run, path: Path, tolerance: float) -> None:
         CanaryError: says which output is not finite, or how far off.
         ConfigurationError: the file cannot be read, or is no request to this model.
     """
-    inputs, recorded = _read(path)
+    inputs, recorded = _split(read_arrays(path), path)
     try:
         outputs = run(inputs)
     except InvalidRequestError as error:
-        raise ConfigurationError(f"canary_requests {path}: the model does not take this request: {error}") from error
+        raise ConfigurationError(f"canary requests {path}: the model does not take this request: {error}") from error
     for name, answer in outputs.items():
         _check_finite(name, answer)
         if name in recorded:
             _check_near(name, answer, recorded[name], tolerance)
 
 
-def _read(path: Path) -> tuple[Arrays, Arrays]:
+def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of an .npz file; ConfigurationError where it is none."""
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = dict(archive)
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
-        raise ConfigurationError(f"canary_requests {path}: cannot be read: {error}") from error
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            return dict(archive)
+    except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        # NumPy's own words would advise to unpickle it.
+        raise ConfigurationError(f"canary requests {path}: cannot be read: no .npz file, or a damaged one") from error
+    except OSError as error:
+        raise ConfigurationError(f"canary requests {path}: cannot be read: {error.strerror}") from error
+
+
+def _split(arrays: Arrays, path: Path) -> tuple[Arrays, Arrays]:
+    """The inputs and the outputs in a file that `record_canary` has written."""
     inputs, outputs = (
         {name.removeprefix(kind): array for name, array in arrays.items() if name.startswith(kind)}
         for kind in (INPUT, OUTPUT)
     )
     if not inputs:
-        raise ConfigurationError(f"canary_requests {path}: holds no array {INPUT}NAME, so no request")
+        raise ConfigurationError(f"canary requests {path}: holds no array {INPUT}NAME, so no request")
     return inputs, outputs
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 from inference_session.errors import ConfigurationError
 from inference_session.parameter_server.store_url import DEFAULT_TIMEOUT_MS, StoreUrl
+from inference_session.update_stream.kafka_url import KafkaUrl
 
 
 def _choice(*allowed: str) -> Callable[[Any], str]:
@@ -63,6 +65,21 @@ def _store(value: Any) -> StoreUrl | None:
     if value is None or value == "" or isinstance(value, StoreUrl):
         return value or None
     return StoreUrl.parse(str(value))
+
+
+def _stream(value: Any) -> KafkaUrl | None:
+    """An update stream's URL, which errors never show, as it may hold a password. Empty: none."""
+    if value is None or value == "" or isinstance(value, KafkaUrl):
+        return value or None
+    return KafkaUrl.parse(str(value))
+
+
+def _pattern(value: Any) -> str:
+    try:
+        re.compile(str(value))
+    except re.error as error:
+        raise ValueError(f"allowed: regular expressions ({error})") from error
+    return str(value)
 
 
 def _device(value: Any) -> str:
@@ -134,6 +151,15 @@ class SessionConfig:
     """Folder below which the keys that are looked up are recorded, for `hotrow size`. Empty: they are not."""
     record_keys_bytes: int = _setting(256 << 20, _count(1 << 12))
     """Size of one recording, an upper bound: of a longer one a sample is kept."""
+
+    update_stream: KafkaUrl | None = _setting(None, _stream)  # noqa: RUF009  as the others
+    """URL of the brokers from which changed rows come while serving."""
+    update_filter: str = _setting(".+", _pattern)
+    """Regular expression: the topics of the model that are followed, among those of its tables."""
+    non_finite_updates: Literal["refuse", "apply"] = _setting("refuse", _choice("refuse", "apply"))
+    """What becomes of an update with NaN or infinite elements."""
+    catch_up_s: float = _setting(10.0, _number(0, math.inf))
+    """The longest that opening a version waits until it serves what had been published before."""
 
     warm_up_s: float = _setting(0.0, _number(0, math.inf))
     """The longest that opening a version spends on bringing hot rows in and on trying batches of several sizes."""

@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from inference_session.errors import ConfigurationError, InvalidRequestError, TableNotFoundError
 from inference_session.formats.hugectr.csr import DENSE, KEYS, OFFSETS
+from inference_session.formats.hugectr.data_source import DataSource, DataSourceParams, DataSourceType_t
 from inference_session.formats.hugectr.import_cache import cached_import
 from inference_session.formats.hugectr.json_file import JsonFile
 from inference_session.formats.hugectr.ps_fields import PsJson, PsModel
@@ -30,6 +31,9 @@ from inference_session.session import InferenceSession
 __all__ = [
     "HPS",
     "CreateInferenceSession",
+    "DataSource",
+    "DataSourceParams",
+    "DataSourceType_t",
     "DatabaseOverflowPolicy_t",
     "DatabaseType_t",
     "InferenceParams",
@@ -258,7 +262,7 @@ class HPS:
         if session is None:
             raise ConfigurationError(f"no model {model_name!r}; there are: {', '.join(map(repr, self._sessions))}")
         tables = session.spec.tables
-        if not 0 <= table_id < len(tables):
+        if not isinstance(table_id, (int, np.integer)) or not 0 <= table_id < len(tables):
             raise TableNotFoundError(f"model {model_name!r} has no table {table_id!r}; it has {len(tables)}, from 0")
         return session.lookup(tables[table_id].folder, _integers("keys", keys, np.dtype(np.int64)))
 
@@ -282,9 +286,13 @@ def _open(ps_json: PsJson, model: PsModel, owner: Path) -> InferenceSession:
 
 def _floats(name: str, values: ArrayLike) -> NDArray[np.float32]:
     try:
-        return np.asarray(values, np.float32).ravel()
-    except (TypeError, ValueError) as error:
+        array = np.asarray(values).ravel()
+    except ValueError as error:
         raise InvalidRequestError(f"{name} cannot become a flat array of float32: {error}") from error
+    if array.dtype.kind not in "fiu":
+        raise InvalidRequestError(f"{name} holds something but numbers")
+    with np.errstate(over="ignore"):  # what is too large for float32 is infinite, as over Triton
+        return array.astype(np.float32)
 
 
 def _integers(name: str, values: ArrayLike, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -21,13 +21,16 @@ from inference_session.embedding_cache.kernels import cpu
 from inference_session.embedding_cache.kernels.hash_index import BUCKET_BYTES
 from inference_session.embedding_cache.kernels.layout import SEGMENT, TABLE, PoolingCode
 from inference_session.embedding_cache.kernels.missing import collect_keys, write_vectors
+from inference_session.embedding_cache.kernels.updated_table import UpdatedArrays, count_deleted
 from inference_session.embedding_cache.late_inserts import LateInserts
 from inference_session.embedding_cache.null_cache import NullEmbeddingCache, empty_tables
+from inference_session.embedding_cache.readers import Readers
+from inference_session.embedding_cache.updated_table import UpdatedTable
 from inference_session.errors import StoreError, UnavailableError
 from inference_session.formats.native import TABLES_FOLDER, ModelSpec, TableSpec
 from inference_session.hot_keys import HotKeys
 from inference_session.mapped_pages import available_bytes, map_pages
-from inference_session.parameter_server.base import FetchRequest
+from inference_session.parameter_server.base import FetchRequest, Rows
 from inference_session.parameter_server.create import create_parameter_server
 from inference_session.parameter_server.recent_writes import RecentWrites
 from inference_session.parameter_server.server import ParameterServer
@@ -61,14 +64,44 @@ class RowSource(ABC):
             StoreError: there is no store that takes writes.
             UnavailableError: a store cannot take them at present.
         """
-        raise StoreError("rows in table files are never changed; set volatile_store or persistent_store")
+        raise StoreError(
+            "rows in table files are never changed; set volatile_store or persistent_store, or update_stream"
+        )
 
     def erase(self, table: int, keys: NDArray[np.int64]) -> None:  # noqa: ARG002
-        """Drop rows, as `update` writes them."""
-        raise StoreError("rows in table files are never erased; set volatile_store or persistent_store")
+        """Drop rows, as `update` writes them: their keys are answered with the default vector, whatever is in files."""
+        raise StoreError(
+            "rows in table files are never erased; set volatile_store or persistent_store, or update_stream"
+        )
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether what `update` has written outlives this process: whether `save_note` works."""
+        return False
+
+    def note(self, table: int) -> str | None:  # noqa: ARG002
+        """The text kept beside the table's rows where they are durable; None: there is none."""
+        return None
+
+    def save_note(self, table: int, text: str) -> None:
+        """Keep a text beside the table's rows, once what has been written before it is durable; errors of `update`."""
+        raise StoreError(f"a note on table {table} cannot be kept: no persistent store takes writes ({text!r})")
 
     def refresh(self) -> None:  # noqa: B027
         """Read again what is cached, where anything is."""
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Hold back all changes that this process makes to rows; look-ups go on."""
+        yield
+
+    @abstractmethod
+    def scan(self, table: int) -> Iterator[Rows]:
+        """All rows of a table in batches, as look-ups answer them; a row may come more than once.
+
+        Raises:
+            UnavailableError: a store is down.
+        """
 
     def hot_keys(self) -> HotKeys:
         """Which cached rows are hot; nothing where nothing is cached."""
@@ -125,10 +158,91 @@ class MappedRows(RowSource):
             for array in arrays:
                 map_pages(array, deadline)
 
+    def scan(self, table: int) -> Iterator[Rows]:
+        """See RowSource."""
+        return self._tables[table].scan()
+
     def close(self) -> None:
         """See RowSource. The files stay mapped for look-ups under way."""
         for table in self._tables:
             table.close()
+
+
+class UpdatableRows(MappedRows):
+    """The rows of a version's table files, and in front of them those that were changed since, in memory.
+
+    A table without changes is read as MappedRows does; otherwise keys are searched among the changed rows first.
+    """
+
+    def __init__(self, tables: Sequence[TableFile], *, num_threads: int) -> None:
+        """As MappedRows."""
+        super().__init__(tables, num_threads=num_threads)
+        self._specs = [table.spec for table in tables]
+        self._readers = Readers()
+        defaults = [np.full(spec.embedding_dim, spec.default_vector, np.float32) for spec in self._specs]
+        self._updated = [UpdatedTable(default, self._readers) for default in defaults]
+        self._state = _UpdatedState(self._records, np.zeros(len(tables), np.int64), ())
+        self._writing = threading.Lock()
+        count_deleted(np.zeros(0, SEGMENT), self._records, self._state.deleted_addresses, _NO_POSITIONS)  # compiles
+
+    def look_up(
+        self,
+        segments: NDArray[np.void],
+        num_keys: NDArray[np.int64],  # noqa: ARG002
+        num_unknown: NDArray[np.int64],
+    ) -> None:
+        """See RowSource."""
+        reader = self._readers.enter()
+        try:
+            state = self._state
+            cpu.lookup(state.records, segments, num_unknown, _NO_POSITIONS, self._num_threads)
+            if state.deleted_addresses.any():
+                count_deleted(segments, state.records, state.deleted_addresses, num_unknown)
+        finally:
+            self._readers.leave(reader)
+
+    def update(self, table: int, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        """See RowSource."""
+        aliases, original = _aliases(self._specs[table], keys)
+        with self._writing:
+            self._updated[table].insert(aliases, vectors[original])
+            self._publish()
+
+    def erase(self, table: int, keys: NDArray[np.int64]) -> None:
+        """See RowSource."""
+        with self._writing:
+            self._updated[table].erase(_aliases(self._specs[table], keys)[0])
+            self._publish()
+
+    def stats(self) -> dict[str, Any]:
+        """See RowSource. The changed rows are under `updated`."""
+        updated = {
+            spec.folder: {"rows": table.num_rows, "bytes": table.num_bytes}
+            for spec, table in zip(self._specs, self._updated, strict=True)
+        }
+        return {**super().stats(), "updated": updated}
+
+    def _publish(self) -> None:
+        """Have later look-ups find the changed rows. Must be called while holding `_writing`."""
+        num_tables = len(self._specs)
+        records = np.concatenate([self._records, self._records])
+        addresses = np.zeros(num_tables, np.int64)
+        for t, table in enumerate(self._updated):
+            if table.num_rows:
+                records[t] = table.record(self._records[t]["default_address"], num_tables + t)
+                addresses[t] = table.arrays.deleted.ctypes.data if table.any_deleted else 0
+        self._state = _UpdatedState(records, addresses, tuple(table.arrays for table in self._updated))
+
+
+class _UpdatedState(NamedTuple):
+    """What one look-up of UpdatableRows reads."""
+
+    records: NDArray[np.void]
+    """TABLE records to begin with, then those of the files behind them."""
+    deleted_addresses: NDArray[np.int64]
+    """By table, of UpdatedArrays.deleted; 0: nothing has been deleted."""
+    held: tuple[UpdatedArrays, ...]
+    """What the records lead to."""
 
 
 class CachedRows(RowSource):
@@ -172,6 +286,7 @@ class CachedRows(RowSource):
         self._updating = threading.Lock()
         self._caching = threading.Lock()  # held while rows go into the cache; taken after `_updating`
         self._writes = [RecentWrites() for _ in specs]
+        server.on_drop(self._forget)
         self._closing = threading.Event()
         self._refresher: threading.Thread | None = None
         if refresh_interval_s:
@@ -208,17 +323,30 @@ class CachedRows(RowSource):
     def update(self, table: int, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See RowSource. In the cache, of those rows only that it holds: nobody may ever ask for the others."""
         folder = self._specs[table].folder
-        aliases, original = self._aliases(table, keys)
+        aliases, original = _aliases(self._specs[table], keys)
         insert = partial(self._server.insert, folder, keys, vectors)
         self._write(table, aliases, insert, partial(self._cache.update, folder, aliases, vectors[original]))
 
     def erase(self, table: int, keys: NDArray[np.int64]) -> None:
         """See RowSource."""
         folder = self._specs[table].folder
-        aliases, _ = self._aliases(table, keys)
+        aliases, _ = _aliases(self._specs[table], keys)
         self._write(
             table, aliases, partial(self._server.erase, folder, keys), partial(self._cache.erase, folder, aliases)
         )
+
+    @property
+    def is_durable(self) -> bool:
+        """See RowSource."""
+        return self._server.is_durable
+
+    def note(self, table: int) -> str | None:
+        """See RowSource."""
+        return self._server.note(self._specs[table].folder)
+
+    def save_note(self, table: int, text: str) -> None:
+        """See RowSource."""
+        self._server.save_note(self._specs[table].folder, text)
 
     def refresh(self) -> None:
         """See RowSource. UnavailableError where a tier is down; rows that it may have stay as they are."""
@@ -227,6 +355,16 @@ class CachedRows(RowSource):
             keys = self._cache.dump(spec.folder)
             for begin in range(0, len(keys), _KEYS_PER_REFRESH):
                 self._refresh(table, keys[begin : begin + _KEYS_PER_REFRESH])
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """See RowSource."""
+        with self._server.frozen():
+            yield
+
+    def scan(self, table: int) -> Iterator[Rows]:
+        """See RowSource."""
+        return self._server.scan(self._specs[table].folder)
 
     def hot_keys(self) -> HotKeys:
         """See RowSource."""
@@ -237,14 +375,10 @@ class CachedRows(RowSource):
         capacities = {table: counts["capacity"] for table, counts in self._cache.stats()["tables"].items()}
         wanted = {table: hot_keys.get(table, _NO_POSITIONS)[:capacity] for table, capacity in capacities.items()}
         for begin in range(0, max(map(len, wanted.values()), default=0), _KEYS_PER_FETCH):
-            for table, (folder, keys) in enumerate(wanted.items()):
-                part = keys[begin : begin + _KEYS_PER_FETCH]
-                vectors = np.empty((len(part), self._dims[table]), np.float32)
-                request = FetchRequest(folder, self._stored_keys(table, part), vectors)
-                found = self._server.fetch_unique([request])[0]
-                self._cache.insert(folder, part[found], vectors[found])
+            for table, keys in enumerate(wanted.values()):
                 if time.monotonic() > deadline:
                     return
+                self._bring_in(table, keys[begin : begin + _KEYS_PER_FETCH])
 
     def forget_lookups(self) -> None:
         """See RowSource."""
@@ -287,16 +421,17 @@ class CachedRows(RowSource):
                     self._writes[table].add(keys)
                     to_cache()
 
-    def _aliases(self, table: int, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """All keys that these rows may be cached under, and for each its position in `keys`: row numbers may have been
-        counted from the end.
-        """
-        every = np.arange(len(keys))
-        spec = self._specs[table]
-        if spec.keys == "stored":
-            return keys, every
-        inside = np.flatnonzero((keys >= 0) & (keys < spec.num_rows))
-        return np.concatenate([keys, keys[inside] - spec.num_rows]), np.concatenate([every, inside])
+    def _forget(self, folder: str, keys: NDArray[np.int64] | None) -> None:
+        """Drop cached rows that the parameter server has had to drop from a tier."""
+        table = next(i for i, spec in enumerate(self._specs) if spec.folder == folder)
+        with self._caching:
+            if keys is None:
+                self._writes[table].add_all()
+                self._cache.clear(folder)
+            else:
+                aliases, _ = _aliases(self._specs[table], keys)
+                self._writes[table].add(aliases)
+                self._cache.erase(folder, aliases)
 
     def _refresh(self, table: int, keys: NDArray[np.int64]) -> None:
         """Read some cached rows again; those that are written meanwhile are left to that write."""
@@ -311,6 +446,16 @@ class CachedRows(RowSource):
             current = ~self._writes[table].written(keys, moment)
             self._cache.update(folder, keys[found & current], request.out[found & current])
             self._cache.erase(folder, keys[~found & current])
+
+    def _bring_in(self, table: int, keys: NDArray[np.int64]) -> None:
+        """Cache the rows of some keys, as far as there are any, and they are not written meanwhile."""
+        folder = self._specs[table].folder
+        vectors = np.empty((len(keys), self._specs[table].embedding_dim), np.float32)
+        moment = self._writes[table].moment
+        found = self._server.fetch_unique([FetchRequest(folder, self._stored_keys(table, keys), vectors)])[0]
+        with self._caching:
+            current = found & ~self._writes[table].written(keys, moment)
+            self._cache.insert(folder, keys[current], vectors[current])
 
     def _finish(self, overlay: _Overlay, num_keys: NDArray[np.int64], num_unknown: NDArray[np.int64]) -> None:
         """Complete the segments that have missing keys from the overlay, whose vectors are there."""
@@ -448,7 +593,8 @@ def create_row_source(spec: ModelSpec, config: SessionConfig, directory: Path) -
     num_threads = config.num_lookup_threads
     if not config.has_store:
         files = [TableFile.open(directory / TABLES_FOLDER / table.folder, table) for table in spec.tables]
-        return MappedRows(files, num_threads=num_threads)
+        source = MappedRows if config.update_stream is None else UpdatableRows
+        return source(files, num_threads=num_threads)
     cache = _create_cache(spec, config)
     try:
         server = create_parameter_server(spec, config, directory)
@@ -464,6 +610,15 @@ def create_row_source(spec: ModelSpec, config: SessionConfig, directory: Path) -
         refresh_interval_s=config.refresh_interval_s,
         async_from=config.hit_rate_threshold if may_default else None,
     )
+
+
+def _aliases(spec: TableSpec, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """All keys that may mean these rows, also row numbers counted from the end; and each one's position in `keys`."""
+    every = np.arange(len(keys))
+    if spec.keys == "stored":
+        return keys, every
+    inside = np.flatnonzero((keys >= 0) & (keys < spec.num_rows))
+    return np.concatenate([keys, keys[inside] - spec.num_rows]), np.concatenate([every, inside])
 
 
 def resolved_cache_bytes(spec: ModelSpec, config: SessionConfig) -> int:

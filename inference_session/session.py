@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -17,6 +17,7 @@ from inference_session.batch import CheckedRequest, JoinedBatch, Request, Reques
 from inference_session.canary import check_canary
 from inference_session.config import SessionConfig
 from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine
+from inference_session.dump import DumpReport, dump
 from inference_session.embedding_cache.kernels import cpu
 from inference_session.errors import (
     ConfigurationError,
@@ -30,12 +31,16 @@ from inference_session.errors import (
 )
 from inference_session.formats import manifest
 from inference_session.formats.native import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec
+from inference_session.formats.verified_files import VerifiedFiles
 from inference_session.hot_keys import HotKeysWriter, read_hot_keys
 from inference_session.key_recorder import create_key_recorder
 from inference_session.lookup_plan import LookedUp, LookupPlan
 from inference_session.outputs import Answer, Outputs
 from inference_session.row_source import create_row_source
 from inference_session.stats import SessionStats
+
+if TYPE_CHECKING:
+    from inference_session.update_stream.kafka_stream import KafkaUpdateStream
 
 _WARM_UP_BATCHES = ((1, 1), (1, 64), (4, 1), (16, 1), (8, 64), (16, 1), (8, 64), (1, 64), (1, 1))
 """Requests and samples of each, run before a version serves: a network takes longer for a size that is new to it."""
@@ -67,13 +72,17 @@ class InferenceSession:
         if config.device.startswith("cuda"):
             raise ConfigurationError(f"setting 'device' cannot be {config.device!r}: this version runs on the CPU only")
         absent = frozenset({TABLES_FOLDER}) if config.has_store else frozenset()
-        manifest.verify(directory, checksums=config.verify == "full", absent=absent)
+        known = VerifiedFiles(_state_file(config, directory, "verified")) if config.state_dir else None
+        manifest.verify(directory, checksums=config.verify == "full", absent=absent, known=known)
+        if known is not None:
+            known.save()
         session = cls(spec, config, directory)
         try:
             session._warm_up()
             if config.canary_requests:
                 check_canary(session.run, directory.parent / config.canary_requests, config.canary_tolerance)
             session._start_counting()
+            session._follow_updates()
         except BaseException:
             session.close()
             raise
@@ -104,6 +113,7 @@ class InferenceSession:
         self._plan = LookupPlan(spec, self._rows)
         self._may_join = spec.joins_requests
         self._hot_keys: HotKeysWriter | None = None
+        self._updates: KafkaUpdateStream | None = None
         self._closed = False
 
     @property
@@ -148,16 +158,15 @@ class InferenceSession:
 
     def _compute(self, requests: Sequence[CheckedRequest]) -> list[Answer]:
         """The path of every request: keys, look-up, dense network, split."""
-        wanted = [request.outputs for request in requests]
         if self.spec.batched and not any(request.num_samples for request in requests):
-            return [self._outputs.of_no_samples(outputs) for outputs in wanted]
+            return [self._outputs.of_no_samples(request.outputs) for request in requests]
         batch = self._layout.join(requests)
         if self._keys:
             batch.add(self._run(self._keys, batch, sorted(self._keys.output_names)))
         looked_up = self._plan.run(batch)
         self._refuse_unknown(looked_up)
         batch.add(looked_up.vectors)
-        outputs = self._run(self._dense, batch, self._outputs.of_network(wanted))
+        outputs = self._run(self._dense, batch, self._layout.wanted(requests))
         self._stats.count_batch(batch.num_samples, looked_up.num_keys, looked_up.num_unknown)
         return self._layout.split(outputs, requests)
 
@@ -231,9 +240,26 @@ class InferenceSession:
         if self._hot_keys is not None:
             self._hot_keys.write()
 
+    def dump(self, target: str | Path, progress: Callable[[int], None] | None = None) -> DumpReport:
+        """Write all rows as they are served, updates applied, into a new folder with a sparse folder of HugeCTR per
+        table; see inference_session/dump.py. Requests are answered meanwhile, updates wait.
+
+        Args:
+            target: a path, or `hdfs://HOST:PORT/path`; appears when it is whole.
+            progress: told the number of rows read since the last call.
+
+        Raises:
+            ConfigurationError: the target exists.
+            UnavailableError: a store is down.
+        """
+        if self._closed:
+            raise SessionClosedError(f"the session of {str(self.directory)!r} has been closed")
+        return dump(self._rows, self.spec, target, progress)
+
     def stats(self) -> dict[str, Any]:
         """Counters since `open`; docs/operations.md defines each key."""
-        return {**self._stats.snapshot(), **self._rows.stats()}
+        updates = {} if self._updates is None else self._updates.stats()
+        return {**self._stats.snapshot(), **self._rows.stats(), "updates": updates}
 
     def close(self) -> None:
         """Answer no more. May be called twice.
@@ -242,6 +268,8 @@ class InferenceSession:
         """
         if not self._closed:
             self._closed = True
+            if self._updates is not None:
+                self._updates.close()
             if self._hot_keys is not None:
                 self._hot_keys.close()
             self._rows.close()
@@ -317,16 +345,38 @@ class InferenceSession:
         self._plan.recorder = create_key_recorder(self.spec, self.config, self.directory)
         self._stats = SessionStats(self.spec)
         self._rows.forget_lookups()
-        if self.config.state_dir and self._rows.hot_keys():
+        if self.config.state_dir and self._rows.stats()["cache"].get("capacity"):
             self._hot_keys = HotKeysWriter(self._hot_keys_file, self._rows.hot_keys, self._num_lookups)
+
+    def _follow_updates(self) -> None:
+        """Apply what changes from now on, and what has been published before, as far as that has not been done."""
+        if self.config.update_stream is None:
+            return
+        from inference_session.update_stream.kafka_stream import KafkaUpdateStream
+
+        folder = self.directory.resolve()
+        self._updates = KafkaUpdateStream(
+            self.config.update_stream,
+            folder.parent.name,
+            folder.name,
+            self.spec.tables,
+            self._rows,
+            topic_filter=self.config.update_filter,
+            allow_non_finite=self.config.non_finite_updates == "apply",
+        )
+        self._updates.wait_until_current(self.config.catch_up_s)
 
     @property
     def _hot_keys_file(self) -> Path:
-        """All versions of a model have the same."""
-        return Path(self.config.state_dir) / f"{self.directory.resolve().parent.name}.hot_keys"
+        return _state_file(self.config, self.directory, "hot_keys")
 
     def _num_lookups(self) -> int:
         return sum(table["lookup_keys"] for table in self._stats.snapshot()["tables"].values())
+
+
+def _state_file(config: SessionConfig, directory: Path, kind: str) -> Path:
+    """A file that all versions of the model share."""
+    return Path(config.state_dir) / f"{directory.resolve().parent.name}.{kind}"
 
 
 def _check_links(spec: ModelSpec, directory: Path, dense: DenseEngine, keys: OnnxEngine | None) -> None:

@@ -138,11 +138,14 @@ def test_tables_are_described_in_python(source: Source) -> None:
 BAD: list[tuple[Callable[[Source], Any], str]] = [
     (lambda s: session_of(s).predict([1.0], [1], [0]), "ROWINDEX"),
     (lambda s: session_of(s).predict(flat(s)[0], [0.5] * 9, flat(s)[2]), "embeddingcolumns holds something but whole"),
-    (lambda s: session_of(s).predict(["x"], [1], [0]), "dense_feature cannot become"),
+    (lambda s: session_of(s).predict(["x"], [1], [0]), "dense_feature holds something but numbers"),
+    (lambda s: session_of(s).predict([None], [1], [0]), "dense_feature holds something but numbers"),
+    (lambda s: session_of(s).predict([[1], [2, 3]], [1], [0]), "dense_feature cannot become"),
     (lambda s: session_of(s).predict(flat(s)[0], [2**63] * 9, flat(s)[2]), "embeddingcolumns holds"),
     (lambda s: HPS(s.ps_json()).lookup([1], "other", 0), "no model 'other'; there are: 'small'"),
     (lambda s: HPS(s.ps_json()).lookup([1], "small", 2), "has no table 2; it has 2"),
     (lambda s: HPS(s.ps_json()).lookup([1], "small", -1), "has no table -1"),
+    (lambda s: HPS(s.ps_json()).lookup([1], "small", "0"), "has no table '0'"),  # type: ignore[arg-type]
     (lambda s: HPS(s.ps_json()).lookup(["a"], "small", 0), "keys holds something but whole numbers"),
     (lambda s: HPS(s.folder / "absent.json"), r"absent\.json"),
     (lambda s: session_of(s, volatile_db=VolatileDatabaseParams(type="floppy")), "volatile_db.type"),

@@ -22,6 +22,7 @@ from inference_session.formats.hugectr.import_cache import cached_import
 from inference_session.formats.hugectr.ps_fields import PsJson, PsModel
 from inference_session.formats.hugectr.ps_json import read_ps_json
 from inference_session.formats.native import ModelSpec
+from inference_session.model_source import is_url
 from triton_backend.model_config import describe
 from triton_backend.repository import PS_VARIABLE, SOURCE_LINK, ps_variable
 
@@ -152,14 +153,14 @@ def _with_files(model: PsModel, folder: Path, parameters: Mapping[str, str], bac
         ("non_trainable_params_file", "statistics_file"),
     ):
         if parameters.get(key):
-            changes[field] = str(folder / parameters[key])
+            changes[field] = _placed(folder, parameters[key])
     if sparse_files := _listed(parameters.get("sparse_files", "")):
         if len(sparse_files) != len(model.sparse_files):
             raise ConfigurationError(
                 f"config.pbtxt: parameter 'sparse_files' names {len(sparse_files)} folders, ps.json has "
                 f"{len(model.sparse_files)} for model {model.name!r}; one per table"
             )
-        changes["sparse_files"] = tuple(part if "://" in part else str(folder / part) for part in sparse_files)
+        changes["sparse_files"] = tuple(_placed(folder, part) for part in sparse_files)
     if backend == "hps":
         changes["graph_file"] = ""
     model = replace(model, **changes)
@@ -167,6 +168,10 @@ def _with_files(model: PsModel, folder: Path, parameters: Mapping[str, str], bac
         missing = "graph: 'network_file'" if not model.graph_file else "dense weights: 'dense_file'"
         raise ConfigurationError(f"model {model.name!r} has no {missing} of ps.json is empty; backend 'hps' needs none")
     return model
+
+
+def _placed(folder: Path, name: str) -> str:
+    return name if is_url(name) else str(folder / name)
 
 
 def _listed(names: str) -> Sequence[str]:

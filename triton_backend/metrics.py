@@ -45,6 +45,25 @@ _TIER_COUNTERS = {
     "failures": ("hotrow_tier_failures_total", "Calls to a tier that failed"),
     "promoted": ("hotrow_tier_promoted_total", "Rows inserted into a tier because one below had them"),
 }
+_UPDATE_COUNTERS = {
+    "messages": ("hotrow_update_messages_total", "Messages of the update stream read, refused ones included"),
+    "updated_rows": (
+        "hotrow_update_rows_total",
+        "Rows of the update stream applied; of several of a key in one go the last",
+    ),
+    "deleted_rows": ("hotrow_update_deleted_rows_total", "Rows deleted by the update stream"),
+    "failures": ("hotrow_update_failures_total", "Times that brokers or stores kept the update stream waiting"),
+}
+_UPDATE_GAUGES = {
+    "lag_messages": ("hotrow_update_lag_messages", "Messages of the update stream published, and not applied yet"),
+    "staleness_s": (
+        "hotrow_update_staleness_seconds",
+        "Time from publishing to serving of the oldest row just applied",
+    ),
+}
+_REJECTED = {
+    "rejected": ("hotrow_update_messages_rejected_total", "Messages of the update stream set aside, by reason"),
+}
 _TIER_GAUGES = {"up": ("hotrow_tier_up", "1 while the tier answers, 0 while it is down and requests go past it")}
 _RESTARTS = (
     "hotrow_backend_restarts_total",
@@ -105,10 +124,16 @@ class SessionMetrics:
             tier: self._make(_TIER_GAUGES, pb_utils.MetricFamily.GAUGE, {**self._labels, "tier": tier})["up"]
             for tier in first["tiers"]
         }
+        updates = first["updates"]
+        self._updates = self._make(_UPDATE_COUNTERS if updates else {}, pb_utils.MetricFamily.COUNTER, self._labels)
+        self._update_gauges = self._make(_UPDATE_GAUGES if updates else {}, pb_utils.MetricFamily.GAUGE, self._labels)
+        self._rejected = {
+            reason: self._make(_REJECTED, pb_utils.MetricFamily.COUNTER, {**self._labels, "reason": reason})["rejected"]
+            for reason in updates.get("rejected", ())
+        }
         gauges = self._make(_GAUGES, pb_utils.MetricFamily.GAUGE, self._labels)
         gauges["load_s"].set(first["load_s"])
         gauges["loaded_at"].set(time.time())
-        gauges["version_info"].set(1)
         self._version_info = gauges["version_info"]
         self._resident_memory = gauges["resident_memory"]
         self._reported: dict[tuple[str, ...], int] = {}
@@ -141,8 +166,16 @@ class SessionMetrics:
             for name, counters in members.items():
                 for key, counter in counters.items():
                     self._raise_to(counter, (group, name, key), values[name][key])
+        for key, counter in self._updates.items():
+            self._raise_to(counter, ("updates", key), stats["updates"][key])
+        for reason, counter in self._rejected.items():
+            self._raise_to(counter, ("updates", "rejected", reason), stats["updates"]["rejected"][reason])
+        for key, gauge in self._update_gauges.items():
+            gauge.set(stats["updates"][key])
         for tier, gauge in self._tiers_up.items():
             gauge.set(int(stats["tiers"][tier]["failure"] is None))
+        # Again and again: a generation that this one replaced may set it to 0 after this one began.
+        self._version_info.set(1)
         self._resident_memory.set(_resident_bytes())
 
     def _of_table(self, stats: Mapping[str, Any], folder: str) -> dict[str, str]:

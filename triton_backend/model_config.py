@@ -90,13 +90,18 @@ def _parameters(message: text_format.Message) -> dict[str, str]:
     return {key: _last(value, "string_value") for key, value in values if isinstance(value, dict)}
 
 
-def configured_cache_bytes(spec: ModelSpec, version_dir: Path) -> int:
-    """The cache_bytes that config.pbtxt and session.json ask for; 0 where rows come from the table files."""
+def configured_session(spec: ModelSpec, version_dir: Path, **settings: str) -> SessionConfig:
+    """The settings in config.pbtxt and session.json, after those given."""
     config_file = version_dir.absolute().parent / CONFIG_FILE
     parameters = ModelConfig.read(config_file).parameters if config_file.exists() else {}
     known = {setting.name for setting in fields(SessionConfig)}
     ours = {name: value for name, value in parameters.items() if name in known}
-    config = SessionConfig.resolve(ours, spec.settings)
+    return SessionConfig.resolve(settings, ours, spec.settings)
+
+
+def configured_cache_bytes(spec: ModelSpec, version_dir: Path) -> int:
+    """The cache_bytes that config.pbtxt and session.json ask for; 0 where rows come from the table files."""
+    config = configured_session(spec, version_dir)
     return resolved_cache_bytes(spec, config) if config.has_store else 0
 
 

@@ -1,6 +1,6 @@
 """Notices backend processes that are dead or hung, which the server does not, and has their models loaded anew.
 
-dead      a zombie child of the server (stubs.py)
+dead      a zombie child of the server (stubs.py) for `DEAD_S`: one that is unloaded is a zombie for a moment as well
 stopped   seen in state T for `STOPPED_S`
 hung      has not beaten for `SILENT_S` (heartbeat.py), and its version does not answer a request either: silence alone
           may be a long computation that holds the interpreter
@@ -40,6 +40,7 @@ from triton_backend.stubs import RESTARTS_PARAMETER, Stub
 POLL_S = 0.25
 OBSERVE_S = 2.0
 """How often the server is asked what it serves."""
+DEAD_S = 1.5
 STOPPED_S = 2.0
 SUSPICIOUS_S = 4.0
 """A silence of this length is logged."""
@@ -91,7 +92,8 @@ class Watchdog:
         """Those that were found dead or hung; each is dealt with once."""
         self._replaced: defaultdict[str, list[Stub]] = defaultdict(list)
         """By model: those to be ended once it has been loaded again."""
-        self._stopped_since: dict[int, float] = {}
+        self._since: dict[int, tuple[str, float]] = {}
+        """The state of each, and when it was first seen in it."""
         self._suspected: set[int] = set()
         self._examined: set[int] = set()
         self._loaded: dict[str, Loaded] = {}
@@ -106,6 +108,7 @@ class Watchdog:
         present = stubs.children(self._server.pid)
         for pid in set(self._stubs) - set(present):
             del self._stubs[pid]
+            self._since.pop(pid, None)
         self._lost.intersection_update(present)
         for pid in present:
             if pid not in self._stubs and (found := stubs.identify(pid)):
@@ -119,25 +122,26 @@ class Watchdog:
 
     def reload_all(self) -> None:
         """Load again what was loaded, into a server that has been started anew."""
-        for of in (self._stubs, self._lost, self._replaced, self._healing):
+        for of in (self._stubs, self._since, self._lost, self._replaced, self._healing):
             of.clear()
         for model in self._loaded:
             self._heal(model)
 
     def _judge(self, stub: Stub, state: str) -> None:
-        if state == "Z":
+        lasted_s = self._lasted_s(stub, state)
+        if state == "Z" and lasted_s > DEAD_S:
             self._lose(stub, "died")
-        elif self._is_stopped(stub, state):
+        elif state == "T" and lasted_s > STOPPED_S:
             self._lose(stub, "is stopped")
-        elif state != "T" and self._is_silent(stub):
+        elif state not in ("Z", "T") and self._is_silent(stub):
             self._examined.add(stub.pid)
             threading.Thread(target=self._examine, args=(stub,), name="hotrow-examine", daemon=True).start()
 
-    def _is_stopped(self, stub: Stub, state: str) -> bool:
-        if state != "T":
-            self._stopped_since.pop(stub.pid, None)
-            return False
-        return time.monotonic() - self._stopped_since.setdefault(stub.pid, time.monotonic()) > STOPPED_S
+    def _lasted_s(self, stub: Stub, state: str) -> float:
+        """How long a process has been in this state."""
+        if self._since.get(stub.pid, ("", 0.0))[0] != state:
+            self._since[stub.pid] = (state, time.monotonic())
+        return time.monotonic() - self._since[stub.pid][1]
 
     def _is_silent(self, stub: Stub) -> bool:
         """Whether it has been silent so long that it has to be examined, if it is not already."""

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from hotrow.progress import byte_progress
 from inference_session.formats.native import TABLES_FOLDER, ModelSpec, is_folder_name
+
+
+class FileOrUrl(click.Path):
+    """A file of this machine that exists, or a URL as it is."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, dir_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The path or URL."""
+        return str(value) if "://" in str(value) else str(super().convert(value, param, ctx))
 
 
 def model_name(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
@@ -33,7 +45,7 @@ def command() -> None:
 
 
 @command.command()
-@click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="MODEL.onnx")
+@click.argument("model", type=FileOrUrl(), metavar="MODEL.onnx")
 @click.option("--name", required=True, callback=model_name, help="Name that clients will ask for.")
 @_repository
 @_version
@@ -55,7 +67,7 @@ def command() -> None:
     "--standalone", is_flag=True, help="For a Triton without hotrow's backend folder: adds a one-line model.py."
 )
 def onnx(
-    model: Path,
+    model: str,
     name: str,
     repository: Path,
     version: int | None,
@@ -69,24 +81,26 @@ def onnx(
     rows; what cannot be taken out safely stays in the network, and the report says why.
 
     \b
-    Example:
+    Examples:
       hotrow import onnx model.onnx --name ctr --repository model_repository
+      hotrow import onnx hdfs://namenode:9870/models/model.onnx --name ctr --repository model_repository
     """
     from inference_session.formats.onnx_model import import_onnx
+    from inference_session.formats.onnx_model.remote_model import local_model
     from triton_backend.model_config import write_model_config
 
     def configure(version_dir: Path, spec: ModelSpec) -> None:
         write_model_config(version_dir, spec, name, max_batch_size=max_batch_size, standalone=standalone)
 
-    with byte_progress(f"Importing {model.name}") as progress:
+    with byte_progress(f"Importing {model}") as progress, local_model(model, progress) as path:
         report = import_onnx(
-            model, repository, name, version=version, min_rows=min_rows, progress=progress, complete=configure
+            path, repository, name, version=version, min_rows=min_rows, progress=progress, complete=configure
         )
     click.echo(str(report))
 
 
 @command.command()
-@click.argument("ps_json", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PS_JSON")
+@click.argument("ps_json", type=FileOrUrl(), metavar="PS_JSON")
 @click.option("--model", metavar="NAME", help="Import this model of ps.json only.  [default: all of them]")
 @_repository
 @_version
@@ -97,11 +111,12 @@ def onnx(
     help="An earlier version of the model: its rows stay where the new one has no row of that key, as HugeCTR's "
     "own update does it.  [default: a key that the new version does not have is unknown]",
 )
-def hugectr(ps_json: Path, model: str | None, repository: Path, version: int | None, keep_rows_of: Path | None) -> None:
+def hugectr(ps_json: str, model: str | None, repository: Path, version: int | None, keep_rows_of: Path | None) -> None:
     """Import models of HugeCTR or HPS: graph JSON, dense weights and sparse folders, as ps.json names them.
 
     Sparse folders become tables as they are, by hard links where the file system allows. Clients keep their requests:
-    DES, CATCOLUMN, ROWINDEX to OUTPUT0, or KEYS, NUMKEYS to OUTPUT0 for a model of tables alone.
+    DES, CATCOLUMN, ROWINDEX to OUTPUT0, or KEYS, NUMKEYS to OUTPUT0 for a model of tables alone. PS_JSON and the files
+    that it names may be on HDFS, hdfs://HOST:PORT/path, where PORT is that of the NameNode's WebHDFS.
 
     \b
     Example:
@@ -114,7 +129,7 @@ def hugectr(ps_json: Path, model: str | None, repository: Path, version: int | N
     def configure(version_dir: Path, spec: ModelSpec, item: PsModel) -> None:
         write_model_config(version_dir, spec, item.name, max_batch_size=item.max_batch_size)
 
-    with byte_progress(f"Importing {ps_json.name}") as progress:
+    with byte_progress(f"Importing {ps_json}") as progress:
         reports = import_hugectr(
             ps_json,
             repository,

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
+from hotrow.progress import byte_progress
 from inference_session.errors import ConfigurationError
+from inference_session.model_source import is_url
+from triton_backend.remote_repository import local_repository
 from triton_backend.server import ServerOptions, TritonServer
 
 _PORT = click.IntRange(0, 65535)
 
 
 @click.command(context_settings={"ignore_unknown_options": False})
-@click.option(
-    "--repository", type=click.Path(path_type=Path), required=True, help="The model repository, a folder per model."
-)
+@click.option("--repository", required=True, metavar="DIR|URL", help="The model repository, a folder per model.")
 @click.option("--model", "models", multiple=True, metavar="NAME", help="Serve this model only; may be repeated.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
 @click.option("--http-port", type=_PORT, default=8000, show_default=True, help="0: any free port, here and below.")
@@ -33,7 +37,7 @@ _PORT = click.IntRange(0, 65535)
 @click.option("--verbose", is_flag=True, help="Show the server's informational log lines as well.")
 @click.argument("flags", nargs=-1, metavar="[-- TRITONSERVER FLAGS]")
 def command(
-    repository: Path,
+    repository: str,
     models: tuple[str, ...],
     host: str,
     http_port: int,
@@ -45,11 +49,14 @@ def command(
 ) -> None:
     """Serve the models of a repository by a tritonserver in the foreground.
 
+    A repository on HDFS, hdfs://HOST:PORT/path, is copied to the user's cache folder first, what has changed of it, and
+    verified; `copy` says where it is served from.
+
     The server is the one on PATH or in /opt/tritonserver, else the one of the nvidia-pytriton package. Prints a line
     per endpoint and per model when all are ready; ends on SIGTERM or Ctrl-C. Flags behind `--` go to tritonserver.
     """
     options = ServerOptions(
-        repository=repository,
+        repository=Path(repository),
         models=models,
         host=host,
         http_port=http_port,
@@ -62,11 +69,22 @@ def command(
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
     try:
-        with TritonServer.start(options) as server:
+        with ExitStack() as stack:
+            folder = _enter_repository(stack, repository, models)
+            server = stack.enter_context(TritonServer.start(replace(options, repository=folder)))
             _announce(server)
             server.wait()
     except KeyboardInterrupt:
         sys.exit(0)
+
+
+def _enter_repository(stack: ExitStack, repository: str, models: Sequence[str]) -> Path:
+    if not is_url(repository):
+        return Path(repository)
+    with byte_progress(f"Reading {repository}") as progress:
+        folder = stack.enter_context(local_repository(repository, models, progress))
+    click.echo(f"copy     {folder}")
+    return folder
 
 
 def _interrupt(number: int, frame: object) -> None:

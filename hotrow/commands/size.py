@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -125,6 +126,10 @@ def command(
     for plot in plots:
         if plot.suffix not in (".png", ".html"):
             raise click.BadParameter(f"{str(plot)!r} ends in neither .png nor .html", param_hint="'--plot'")
+        if not plot.absolute().parent.is_dir():
+            raise click.BadParameter(f"{str(plot)!r}: there is no such folder", param_hint="'--plot'")
+    if plots and find_spec("matplotlib") is None:
+        raise ConfigurationError('--plot needs matplotlib: pip install "hotrow[report]"')
     version_dir = _version_dir(directory)
     spec = ModelSpec.read(version_dir)
     if cache_bytes is None:

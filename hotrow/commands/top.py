@@ -94,10 +94,11 @@ def _look(view: TopView, metrics_url: str, index: _RepositoryIndex) -> None:
 
 
 def _watch(view: TopView, metrics_url: str, index: _RepositoryIndex, interval: float) -> None:
-    with Live(console=Console(), screen=True, auto_refresh=False) as live:
+    console = Console()
+    with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             _look(view, metrics_url, index)
-            live.update(view.render(), refresh=True)
+            live.update(view.render(console.width), refresh=True)
             time.sleep(interval)
 
 
@@ -106,7 +107,7 @@ def _print_often(view: TopView, metrics_url: str, index: _RepositoryIndex, inter
     while True:
         _look(view, metrics_url, index)
         if view.has_rates:
-            console.print(view.render())
+            console.print(view.render(console.width))
             sys.stdout.flush()
         time.sleep(interval)
 
@@ -118,7 +119,8 @@ def _print_once(view: TopView, metrics_url: str, index: _RepositoryIndex, interv
         view.add(MetricsPage.fetch(metrics_url, timeout_s=_TIMEOUT_S), index.states())
     except (OSError, ValueError) as error:
         raise UnavailableError(f"{metrics_url}: no metrics of a server: {error}") from error
-    _plain_console().print(view.render())
+    console = _plain_console()
+    console.print(view.render(console.width))
 
 
 def _plain_console() -> Console:

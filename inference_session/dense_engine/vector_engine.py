@@ -12,15 +12,13 @@ from inference_session.dense_engine.base import DenseEngine
 
 
 class VectorEngine(DenseEngine):
-    """Every output is the vectors of all inputs, flat, one input behind the other."""
+    """Every output is the input of that name."""
 
     def __init__(self, input_names: Sequence[str]) -> None:
-        self._order = tuple(input_names)
         self.input_names = frozenset(input_names)
 
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> list[np.ndarray[Any, Any]]:
-        vectors = np.concatenate([inputs[name] for name in self._order], axis=None)
-        return [vectors for _ in outputs]
+        return [inputs[name] for name in outputs]
 
     def close(self) -> None:
         """There is nothing to free."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from threading import Event, Lock, get_ident
+from threading import Lock
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -20,6 +20,7 @@ from inference_session.embedding_cache.kernels import cpu, cpu_cache
 from inference_session.embedding_cache.kernels.cpu_cache import CacheArrays
 from inference_session.embedding_cache.kernels.hash_index import BUCKET_BYTES, MAX_ROWS
 from inference_session.embedding_cache.kernels.layout import MAX_MARK, SEGMENT, TABLE, VectorCode
+from inference_session.embedding_cache.readers import Readers
 from inference_session.errors import ConfigurationError, InvalidRequestError, SessionClosedError
 from inference_session.formats.native import VectorType
 from inference_session.parameter_server.table_file import bytes_per_row, quantise_int8
@@ -71,9 +72,7 @@ class CpuEmbeddingCache(EmbeddingCache):
         self._arrays = {t: _allocate(n, size) for t, n, size in zip(dims, rows, row_bytes, strict=True)}
         self._capacities = {table: n - _spare_rows(n) for table, n in zip(dims, rows, strict=True)}
         self._records = _describe(self._arrays.values(), dims.values(), dtype)
-        self._readers: set[tuple[int, object]] = set()
-        self._reader_left = Event()
-        self._writer_waits = False
+        self._readers = Readers()
         self._write_lock = Lock()
         cpu.compile_kernels()
         for arrays in self._arrays.values():
@@ -86,17 +85,14 @@ class CpuEmbeddingCache(EmbeddingCache):
         Short, and without writing to the cache inside: writers wait for it in the end. Its look-ups are reported to
         `count_lookups`.
         """
-        reader = get_ident(), object()
+        reader = self._readers.enter()
         try:
-            self._readers.add(reader)
             # Asked after we are in the set: `close` sets it, then waits for all that are in.
             if self._closed:
                 raise SessionClosedError("the embedding cache has been closed")
             yield self._records
         finally:
-            self._readers.discard(reader)
-            if self._writer_waits:
-                self._reader_left.set()
+            self._readers.leave(reader)
 
     def lookup(
         self,
@@ -184,14 +180,9 @@ class CpuEmbeddingCache(EmbeddingCache):
 
         Must be called while holding the write lock.
         """
-        under_way = self._readers.copy()
-        if any(thread == get_ident() for thread, _ in under_way):
+        if self._readers.includes_this_thread:
             raise InvalidRequestError("a thread cannot write to or close an embedding cache that it is reading()")
-        self._writer_waits = True
-        while not under_way.isdisjoint(self._readers):
-            self._reader_left.wait()
-            self._reader_left.clear()
-        self._writer_waits = False
+        self._readers.wait_for_those_under_way()
 
     def _encode(self, table: str, vectors: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
         """Vectors as rows of the cache: uint8 [n, row_bytes]."""

@@ -16,6 +16,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from inference_session.errors import ModelFormatError
+from inference_session.formats.verified_files import FileState, VerifiedFiles, file_state
+from inference_session.priority import yield_to_others
 
 MANIFEST_FILE = "MANIFEST.json"
 FORMAT = 1
@@ -76,12 +78,18 @@ def parse_manifest(name: str, content: bytes) -> tuple[FileEntry, ...]:
 
 
 def verify(
-    directory: Path, *, checksums: bool, absent: frozenset[str] = frozenset(), progress: Progress | None = None
+    directory: Path,
+    *,
+    checksums: bool,
+    absent: frozenset[str] = frozenset(),
+    known: VerifiedFiles | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Check the files of a version directory against its manifest.
 
     Args:
         checksums: read every byte, rather than look at sizes alone.
+        known: files that need not be read again; those that are read now are added.
         absent: first path components that may be missing as a whole (`tables`, where a store holds the rows).
 
     Raises:
@@ -89,24 +97,15 @@ def verify(
     """
     present = [entry for entry in read_manifest(directory) if _check_size(directory, entry, absent)]
     if checksums:
-        with ThreadPoolExecutor() as threads:
-            for _ in threads.map(partial(_check_sum, directory, progress=progress), present):
+        with ThreadPoolExecutor(initializer=yield_to_others) as threads:
+            for _ in threads.map(partial(_check_sum, directory, known=known, progress=progress), present):
                 pass
 
 
-def file_states(directory: Path) -> tuple[tuple[int, ...], ...]:
+def file_states(directory: Path) -> tuple[FileState, ...]:
     """Which file each entry of the manifest is at present, the manifest itself first: unequal if any was replaced."""
     paths = [directory / MANIFEST_FILE, *(directory / entry.path for entry in read_manifest(directory))]
-    return tuple(_state(path) for path in paths)
-
-
-def _state(path: Path) -> tuple[int, ...]:
-    """Identity, size and time of a file; empty where there is none."""
-    try:
-        stat = path.stat()
-    except FileNotFoundError:
-        return ()
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return tuple(file_state(path) for path in paths)
 
 
 def _check_size(directory: Path, entry: FileEntry, absent: frozenset[str]) -> bool:
@@ -124,10 +123,15 @@ def _check_size(directory: Path, entry: FileEntry, absent: frozenset[str]) -> bo
     return True
 
 
-def _check_sum(directory: Path, entry: FileEntry, progress: Progress | None) -> None:
+def _check_sum(directory: Path, entry: FileEntry, known: VerifiedFiles | None, progress: Progress | None) -> None:
     path = directory / entry.path
+    state = file_state(path)
+    if known is not None and known.holds(state, entry.sha256):
+        return
     if sha256_of(path, progress) != entry.sha256:
         raise ModelFormatError(f"{path}: damaged, its checksum is not the one in {MANIFEST_FILE}")
+    if known is not None and state == file_state(path):
+        known.add(state, entry.sha256)
 
 
 def _is_listed(path: Path, directory: Path) -> bool:

@@ -51,6 +51,28 @@ def stage_version(repository: Path, model: str, version: int | None = None) -> I
             raise
 
 
+@contextmanager
+def stage_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder that becomes `target` when all went well; after an error nothing is left.
+
+    Raises:
+        ConfigurationError: the target exists.
+        UnavailableError: another process is writing it.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = target.parent / f".tmp-{target.name}"
+    with _locked_folder(staging):
+        try:
+            yield staging
+            flush_tree(staging)
+            _refuse_existing(target)
+            staging.rename(target)
+            flush(target.parent)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+
+
 def next_version(folder: Path) -> int:
     """The version after the highest one in a model's folder."""
     versions = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import InvalidRequestError, StoreError
+from inference_session.errors import InvalidRequestError, StoreError, TableNotFoundError
 
 Store = TypeVar("Store", bound="EmbeddingStore")
 Rows: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
@@ -106,6 +106,10 @@ class EmbeddingStore(ABC):
     def check(self) -> None:  # noqa: B027
         """Raise what a fetch would raise, if the store is down."""
 
+    def incarnation(self) -> str:
+        """Changes when the store may have lost writes that it had taken, and show older rows again."""
+        return ""
+
     def refresh(self) -> None:  # noqa: B027
         """See what other processes have written since, where that does not happen by itself."""
 
@@ -142,6 +146,26 @@ class EmbeddingStore(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+class BoundStore(EmbeddingStore):
+    """A store that is told its tables, whether or not they have rows."""
+
+    def __init__(self, embedding_dims: Mapping[str, int]) -> None:
+        """`embedding_dims`: the number of elements of each table's vectors."""
+        self._embedding_dims = dict(embedding_dims)
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The tables that the store was bound to."""
+        return tuple(self._embedding_dims)
+
+    def embedding_dim(self, table: str) -> int:
+        """Number of elements of the table's vectors."""
+        if table not in self._embedding_dims:
+            known = ", ".join(map(repr, self._embedding_dims)) or "none"
+            raise TableNotFoundError(f"{self!r} has no table {table!r}; its tables: {known}")
+        return self._embedding_dims[table]
 
 
 def check_fetch(keys: NDArray[np.int64], out: NDArray[np.float32], embedding_dim: int) -> None:

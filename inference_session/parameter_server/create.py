@@ -10,6 +10,7 @@ from pathlib import Path
 from inference_session.config import SessionConfig
 from inference_session.errors import UnavailableError
 from inference_session.formats.native import TABLES_FOLDER, ModelSpec
+from inference_session.parameter_server.deletable_files import SUFFIX, DeletableFiles
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.retirement import Retirement
 from inference_session.parameter_server.server import ParameterServer, Tier
@@ -33,6 +34,9 @@ def create_parameter_server(spec: ModelSpec, config: SessionConfig, directory: P
     folder = directory.resolve()
     namespace = Namespace(folder.parent.name, None if config.store_namespace == "shared" else folder.name)
     dims = {table.folder: table.embedding_dim for table in spec.tables}
+    has_files = (directory / TABLES_FOLDER).exists()
+    if has_files:
+        dims |= {table.folder + SUFFIX: 1 for table in spec.tables}
     tiers: list[Tier] = []
     with contextlib.ExitStack() as opened:
         for name, url in (("volatile", config.volatile_store), ("persistent", config.persistent_store)):
@@ -41,10 +45,12 @@ def create_parameter_server(spec: ModelSpec, config: SessionConfig, directory: P
                 opened.callback(store.close)
                 volatile = name == "volatile"
                 promotes, touches = volatile and config.cache_missed_keys, volatile and config.touch_rows
-                tiers.append(Tier(name, store, volatile=volatile, cache_missed_keys=promotes, touches=touches))
+                durable = not volatile and store.supports_writes
+                tier = Tier(name, store, volatile, durable, cache_missed_keys=promotes, touches=touches)
+                tiers.append(tier)
         _check(tiers)
-        if (directory / TABLES_FOLDER).exists():
-            tiers.append(Tier("files", TableFileStore(directory, spec)))
+        if has_files:
+            tiers.append(Tier("files", DeletableFiles(TableFileStore(directory, spec), tiers[-1].store)))
         opened.pop_all()
     return ParameterServer(
         tiers,
@@ -84,6 +90,6 @@ def _failure(tier: Tier) -> UnavailableError | None:
         tier.store.check()
     except UnavailableError as error:
         _log.warning("the version is opened without its %s store, which does not answer: %s", tier.name, error)
-        tier.failure, tier.outages = str(error), 1
+        tier.begin_outage(str(error))
         return error
     return None

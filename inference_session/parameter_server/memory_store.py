@@ -8,35 +8,24 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import SessionClosedError, TableNotFoundError
-from inference_session.parameter_server.base import EmbeddingStore, Rows, check_fetch, check_insert
+from inference_session.errors import SessionClosedError
+from inference_session.parameter_server.base import BoundStore, Rows, check_fetch, check_insert
 
 
-class MemoryStore(EmbeddingStore):
+class MemoryStore(BoundStore):
     """Tables that live as long as the object."""
 
     def __init__(self, embedding_dims: Mapping[str, int]) -> None:
-        self._embedding_dims = dict(embedding_dims)
+        super().__init__(embedding_dims)
         self._rows: dict[str, dict[int, NDArray[np.float32]]] = {table: {} for table in embedding_dims}
         self._notes: dict[str, str] = {}
         self._lock = threading.Lock()
         self._closed = False
 
     @property
-    def tables(self) -> tuple[str, ...]:
-        """Names of the tables, with or without rows."""
-        return tuple(self._embedding_dims)
-
-    @property
     def supports_writes(self) -> bool:
         """Always."""
         return True
-
-    def embedding_dim(self, table: str) -> int:
-        """Number of elements of the table's vectors."""
-        if table not in self._embedding_dims:
-            raise TableNotFoundError(f"{self!r} has no table {table!r}; its tables: {', '.join(self._rows) or 'none'}")
-        return self._embedding_dims[table]
 
     def num_rows(self, table: str) -> int:
         """Number of rows."""

@@ -32,6 +32,18 @@ class RecentWrites:
         while self._num_keys > MAX_KEYS:
             self._num_keys -= len(self._keys.popleft())
 
+    def add_all(self) -> None:
+        """A write of any keys is done."""
+        self.moment += 1
+        self._keys.clear()
+        self._num_keys = 0
+
+    def keys(self) -> NDArray[np.int64] | None:
+        """The keys of all writes there have been; None if some are forgotten."""
+        if self.moment > len(self._keys):
+            return None
+        return np.unique(np.concatenate([np.empty(0, np.int64), *self._keys]))
+
     def written(self, keys: NDArray[np.int64], since: int) -> NDArray[np.bool_]:
         """Which of the keys may have been written since a moment."""
         num_writes = self.moment - since

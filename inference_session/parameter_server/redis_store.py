@@ -14,7 +14,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
@@ -25,13 +25,12 @@ from inference_session.errors import (
     ConfigurationError,
     SessionClosedError,
     StoreError,
-    TableNotFoundError,
     UnavailableError,
 )
 from inference_session.parameter_server import redis_layout as layout
 from inference_session.parameter_server.base import (
     SCAN_BYTES,
-    EmbeddingStore,
+    BoundStore,
     FetchRequest,
     Rows,
     check_fetch,
@@ -63,13 +62,16 @@ try:
 except ImportError as missing:
     raise ConfigurationError("a Redis store needs the package `redis`: pip install 'hotrow[redis]'") from missing
 
-DEFAULT_CONNECTIONS = 2
-"""Connections to one server that a large call uses side by side."""
-_BYTES_PER_BATCH = 128 << 10
+DEFAULT_CONNECTIONS = 1
+"""Connections to one server that a call uses side by side. A server of one thread gains nothing by a second one, and
+the call has two sockets to wait for; calls of several threads have connections of their own anyway."""
+_BYTES_PER_BATCH = 512 << 10
 """Rows in one batch of commands: enough to be worth its system calls, and little for a server to do in one go."""
 _COMMANDS_PER_BATCH = 64
 _BYTES_UNDER_WAY = 1 << 20
 """Rows asked for and not yet read: enough to keep the servers busy, and little for them to hold in their buffers."""
+_MAX_IDLE = 16
+"""Connections to one server that are kept for the next calls, beside those of one call."""
 _MAX_ATTEMPTS = 3
 _MIN_REFRESH_S = 0.1
 _PROBE_FIELDS = 32
@@ -161,7 +163,7 @@ def _num_bytes(batch: list[Any]) -> int:
     return sum(command.num_bytes for command in batch)
 
 
-class RedisStore(EmbeddingStore):
+class RedisStore(BoundStore):
     """The tables of one model in a Redis. Nothing is sent before it is needed: a Redis that is down can be opened."""
 
     def __init__(
@@ -177,32 +179,20 @@ class RedisStore(EmbeddingStore):
         layout.compile_kernels()
         self.url = url
         self.namespace = namespace
-        self._embedding_dims = dict(embedding_dims)
+        super().__init__(embedding_dims)
         self._timeout_ms = timeout_ms
         self._num_connections = url.count("connections", DEFAULT_CONNECTIONS)
         self._given_partitions = url.count("partitions", 0) if "partitions" in url.options else 0
         self._num_partitions: dict[str, int] = {}
         self._overflow = Overflow.of(url)
         self._servers = RedisServers(url, timeout_ms)
-        self._pool = ConnectionPool(Login.of(url), max_idle=2 * self._num_connections)
+        self._pool = ConnectionPool(Login.of(url), max_idle=_MAX_IDLE + self._num_connections)
         self._closed = False
-
-    @property
-    def tables(self) -> tuple[str, ...]:
-        """The tables that the store was bound to, whether or not they have rows."""
-        return tuple(self._embedding_dims)
 
     @property
     def supports_writes(self) -> bool:
         """Always, though a replica may refuse them."""
         return True
-
-    def embedding_dim(self, table: str) -> int:
-        """Number of elements of the table's vectors."""
-        if table not in self._embedding_dims:
-            known = ", ".join(map(repr, self._embedding_dims)) or "none"
-            raise TableNotFoundError(f"{self!r} has no table {table!r}; its tables: {known}")
-        return self._embedding_dims[table]
 
     def num_rows(self, table: str) -> int:
         """Number of rows, as Redis counts them."""
@@ -335,6 +325,15 @@ class RedisStore(EmbeddingStore):
         """See EmbeddingStore. Asks every node that has rows."""
         self._refuse_if_closed()
         self._servers.ping()
+
+    def incarnation(self) -> str:
+        """See EmbeddingStore. A process that was started again may come from an old snapshot, a replica that became
+        the master may not have heard of the last writes. Never changes for a user who may not ask (`INFO`).
+        """
+        self._refuse_if_closed()
+        with suppress(StoreError):
+            return self._servers.run_ids()
+        return ""
 
     def note(self, table: str) -> str | None:
         """See EmbeddingStore."""
@@ -539,12 +538,25 @@ class RedisServers:
             self._addresses = {}
 
     def ping(self) -> None:
-        """Raise unless all servers answer that have rows."""
+        """Raise unless all servers answer that have rows, by what a Cluster says now: one that hangs may have been
+        replaced, which the package learns from errors only that we do not leave to it.
+        """
+        self.refresh()
         with self.client() as client:
             if self._url.is_cluster:
                 client.ping(target_nodes=RedisCluster.PRIMARIES)
             else:
                 client.ping()
+
+    def run_ids(self) -> str:
+        """What tells the processes that have rows from those that came before or come after them."""
+        with self.client() as client:
+            if not self._url.is_cluster:
+                return str(client.info("server")["run_id"])
+            answers = client.info("server", target_nodes=RedisCluster.PRIMARIES)
+            # Of a single node the package gives its answer as it is.
+            nodes = [answers] if "run_id" in answers else answers.values()
+            return " ".join(sorted(str(node["run_id"]) for node in nodes))
 
     @contextmanager
     def client(self) -> Iterator[Any]:

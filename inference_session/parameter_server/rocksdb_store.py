@@ -24,10 +24,9 @@ from inference_session.errors import (
     ConfigurationError,
     SessionClosedError,
     StoreError,
-    TableNotFoundError,
     UnavailableError,
 )
-from inference_session.parameter_server.base import SCAN_BYTES, EmbeddingStore, Rows, check_fetch, check_insert
+from inference_session.parameter_server.base import SCAN_BYTES, BoundStore, Rows, check_fetch, check_insert
 from inference_session.parameter_server.namespace import Namespace, StoredTable
 
 try:
@@ -59,7 +58,7 @@ _CURRENT_FILE = "CURRENT"
 """What every RocksDB has; without it there is none."""
 
 
-class RocksDbStore(EmbeddingStore):
+class RocksDbStore(BoundStore):
     """The tables of one model in a RocksDB."""
 
     def __init__(
@@ -75,7 +74,7 @@ class RocksDbStore(EmbeddingStore):
         self.namespace = namespace
         self._is_writer = writable is True
         self._may_write = writable is not False
-        self._embedding_dims = dict(embedding_dims)
+        super().__init__(embedding_dims)
         self._lock = threading.Lock()
         self._families: dict[str, Any] = {}
         self._present: set[str] = set()
@@ -89,11 +88,6 @@ class RocksDbStore(EmbeddingStore):
             raise
 
     @property
-    def tables(self) -> tuple[str, ...]:
-        """The tables that the store was bound to, whether or not they have rows."""
-        return tuple(self._embedding_dims)
-
-    @property
     def supports_writes(self) -> bool:
         """Whether this is the database's writer, or may become it."""
         return self._may_write
@@ -102,13 +96,6 @@ class RocksDbStore(EmbeddingStore):
     def lags(self) -> bool:
         """A reader does."""
         return not self._is_writer
-
-    def embedding_dim(self, table: str) -> int:
-        """Number of elements of the table's vectors."""
-        if table not in self._embedding_dims:
-            known = ", ".join(map(repr, self._embedding_dims)) or "none"
-            raise TableNotFoundError(f"{self!r} has no table {table!r}; its tables: {known}")
-        return self._embedding_dims[table]
 
     def num_rows(self, table: str) -> int:
         """Number of rows; reads all keys, for RocksDB itself does not know."""

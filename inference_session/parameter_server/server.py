@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, SessionClosedError, StoreError, UnavailableError
-from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
+from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, Rows
 from inference_session.parameter_server.recent_writes import RecentWrites
 from inference_session.parameter_server.retirement import Retirement
 from inference_session.parameter_server.unknown_keys import UnknownKeys
@@ -46,6 +47,10 @@ MAX_PENDING_TOUCHES = 1 << 20
 """Keys read that wait to be marked as used; further ones are not."""
 PAUSE_S = 5.0
 """How long nothing is promoted to, or touched in, a tier that has just refused it."""
+STEADY_S = 10.0
+"""A tier that was back for less than this is unsteady, and left out for longer each time."""
+MAX_RETRY_PAUSE_S = 16.0
+"""The longest that an unsteady tier is left out before it is tried again."""
 ROUND_INTERVAL_S = 0.5
 """How often tiers that are out are tried, and readers catch up."""
 
@@ -60,12 +65,21 @@ class Tier:
     store: EmbeddingStore
     volatile: bool = False
     """It may lose rows, and need not have what a tier below has."""
+    durable: bool = False
+    """What is written to it outlives all processes; it takes notes as well."""
     cache_missed_keys: bool = False
     """Whether rows found further down are inserted here."""
     touches: bool = False
     """Whether rows that are read here are to be marked as used."""
     failure: str | None = None
     """Why the tier is left out at the moment; None: it is in use."""
+    incarnation: str = ""
+    """Of the store, when it was last looked after."""
+    back_since: float = -math.inf
+    """When the tier last came back."""
+    retry_pause_s: float = 0.0
+    retry_at: float = 0.0
+    """When it is tried again."""
     unwritten: dict[str, list[NDArray[np.int64]] | None] = field(default_factory=dict)
     """Keys, by table, whose newest rows could not be written here; the tier is left out until it has dropped them.
     None: too many to remember, it drops the whole table."""
@@ -82,6 +96,15 @@ class Tier:
     """Rows inserted because a lower tier had them."""
     touched: int = 0
     """Rows marked as used."""
+
+    def begin_outage(self, failure: str) -> None:
+        """Leave the tier out. One that answers a check but no requests must not make them wait again and again."""
+        now = time.monotonic()
+        self.failure = failure
+        self.outages += 1
+        unsteady = now - self.back_since < STEADY_S
+        self.retry_pause_s = min(max(ROUND_INTERVAL_S, 2 * self.retry_pause_s), MAX_RETRY_PAUSE_S) if unsteady else 0.0
+        self.retry_at = now + self.retry_pause_s
 
 
 class _Promotion(NamedTuple):
@@ -155,8 +178,10 @@ class ParameterServer:
         found and counts them, `error` raises UnavailableError.
         """
         self._tiers = tuple(tiers)
+        self._durable = next((tier for tier in self._tiers if tier.durable), None)
         self._on_store_failure = on_store_failure
         self._retirement = retirement
+        self._on_drop: Callable[[str, NDArray[np.int64] | None], None] = lambda _table, _keys: None
         self._lock = threading.Lock()
         self._writing = threading.Lock()  # held while rows are written; taken before `_lock`
         self._writes: defaultdict[str, RecentWrites] = defaultdict(RecentWrites)
@@ -224,11 +249,62 @@ class ParameterServer:
         """Drop rows from all tiers that take writes, as `insert` writes them."""
         self._write(table, keys, lambda store: store.erase(table, keys))
 
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Hold back all writes and promotions, and keep readers from seeing what others write, until the context ends.
+
+        Fetches go on. What others write to a store that shows it at once is seen all the same.
+        """
+        self.refresh()
+        with self._writing:
+            yield
+
+    def scan(self, table: str) -> Iterator[Rows]:
+        """All rows of a table in batches, each from the first tier that has it; a row may come more than once.
+
+        Holds the keys of all tiers but the lowest in memory.
+
+        Raises:
+            UnavailableError: a tier is out, so that rows would be missing, or older than they are.
+        """
+        seen = np.empty(0, np.int64)
+        for tier in self._tiers:
+            if tier.failure is not None:
+                raise UnavailableError(f"table {table!r} cannot be read as a whole: {tier.name}: {tier.failure}")
+            found: list[NDArray[np.int64]] = []
+            for keys, vectors in tier.store.scan(table):
+                if self._closing.is_set():
+                    raise SessionClosedError(f"{self!r} has been closed")
+                new = ~_contains(seen, keys)
+                yield keys[new], vectors[new]
+                if tier is not self._tiers[-1]:
+                    found.append(keys[new])
+            seen = np.unique(np.concatenate([seen, *found]))
+
     def sync(self) -> None:
         """Return when what has been written survives the machine, in the tiers that are not volatile."""
         for tier in self._tiers:
             if not tier.volatile:
                 tier.store.sync()
+
+    @property
+    def is_durable(self) -> bool:
+        """Whether there is a store whose rows outlive all processes."""
+        return self._durable is not None
+
+    def note(self, table: str) -> str | None:
+        """The text kept beside a table in the persistent store; None: there is none, or no such store."""
+        return None if self._durable is None else self._durable.store.note(table)
+
+    def save_note(self, table: str, text: str) -> None:
+        """Keep a text beside a table in the persistent store; whoever reads it finds all that was written before it."""
+        if self._durable is None:
+            raise StoreError(f"{self!r} has no persistent store that could keep a note on table {table!r}")
+        self._durable.store.set_note(table, text)
+
+    def on_drop(self, tell: Callable[[str, NDArray[np.int64] | None], None]) -> None:
+        """Have a cache told of rows that it may have read too old: their table and keys, None for all of its rows."""
+        self._on_drop = tell
 
     def refresh(self) -> None:
         """Let stores see what others have written to them, and ask again for keys that were unknown."""
@@ -392,8 +468,8 @@ class ParameterServer:
             tier.failures += 1
             is_news = tier.failure is None if leave_out or isinstance(error, UnavailableError) else True
             if leave_out or isinstance(error, UnavailableError):
-                tier.outages += tier.failure is None
-                tier.failure = tier.failure or str(error)
+                if tier.failure is None:
+                    tier.begin_outage(str(error))
             elif str(error) in self._reported or len(self._reported) >= MAX_REPORTED:
                 is_news = False
             else:
@@ -524,18 +600,36 @@ class ParameterServer:
         """Bring a tier back if it answers; let one that is in use see what others have written."""
         try:
             if tier.failure is None:
-                tier.store.refresh()
+                with self._writing if tier.store.lags else contextlib.nullcontext():
+                    tier.store.refresh()
+                self._look_for_losses(tier)
+                return
+            if time.monotonic() < tier.retry_at:
                 return
             tier.store.check()
+            self._look_for_losses(tier)
             with self._writing:
                 for table in list(tier.unwritten):
                     self._drop_unwritten(tier, table)
                 with self._lock:
-                    tier.failure = None
+                    tier.failure, tier.back_since = None, time.monotonic()
         except (UnavailableError, StoreError) as error:
             self._report(tier, error, leave_out=tier.failure is not None)
         else:
             _log.info("tier %s of the parameter server answers again", tier.name)
+
+    def _look_for_losses(self, tier: Tier) -> None:
+        """Drop all that was written to a volatile tier whose store has forgotten some of it and shows older rows."""
+        if not tier.volatile or not any(writes.moment for writes in list(self._writes.values())):
+            return
+        incarnation = tier.store.incarnation()
+        if tier.incarnation and incarnation != tier.incarnation:
+            with self._writing:
+                for table, writes in list(self._writes.items()):
+                    tier.unwritten[table] = None if (keys := writes.keys()) is None else [keys]
+                    self._drop_unwritten(tier, table)
+                    self._on_drop(table, keys)
+        tier.incarnation = incarnation
 
     @staticmethod
     def _drop_unwritten(tier: Tier, table: str) -> None:
@@ -546,6 +640,15 @@ class ParameterServer:
         else:
             tier.store.erase(table, np.concatenate(keys))
         del tier.unwritten[table]
+
+
+def _contains(ordered: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Whether each key is in a sorted array."""
+    if not len(ordered):
+        return np.zeros(len(keys), np.bool_)
+    positions = np.minimum(np.searchsorted(ordered, keys), len(ordered) - 1)
+    found: NDArray[np.bool_] = ordered[positions] == keys
+    return found
 
 
 _COUNTERS = ("failure", "hits", "misses", "skipped", "failures", "outages", "promoted", "touched")

@@ -112,6 +112,16 @@ class TableFile:
         """
         return _fetch(self.record(), keys, out)
 
+    def scan(self) -> Iterator[Rows]:
+        """All rows in batches; of rows with equal keys the last one, each time."""
+        keys = self.keys()
+        step = max(1, SCAN_BYTES // (4 * self.spec.embedding_dim))
+        for begin in range(0, len(keys), step):
+            part = np.ascontiguousarray(keys[begin : begin + step])
+            vectors = np.empty((len(part), self.spec.embedding_dim), np.float32)
+            self.fetch(part, vectors)
+            yield part, vectors
+
     def verify(self, folder: Path) -> None:
         """Raise ModelFormatError where the index is not what its keys give; reads all of both."""
         if self._index is not None:
@@ -166,13 +176,7 @@ class TableFileStore(EmbeddingStore):
 
     def scan(self, table: str) -> Iterator[Rows]:
         """See EmbeddingStore. Of rows with equal keys the last one, each time."""
-        keys = self._files[self._spec.table(table).folder].keys()
-        step = max(1, SCAN_BYTES // (4 * self.embedding_dim(table)))
-        for begin in range(0, len(keys), step):
-            part = np.ascontiguousarray(keys[begin : begin + step])
-            vectors = np.empty((len(part), self.embedding_dim(table)), np.float32)
-            self.fetch(table, part, vectors)
-            yield part, vectors
+        return self._files[self._spec.table(table).folder].scan()
 
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:  # noqa: ARG002
         """Refused."""

@@ -84,6 +84,10 @@ class WrapperStore(EmbeddingStore):
         """See EmbeddingStore."""
         self.around("check", self.store.check)
 
+    def incarnation(self) -> str:
+        """See EmbeddingStore."""
+        return self.around("incarnation", self.store.incarnation)
+
     def refresh(self) -> None:
         """See EmbeddingStore."""
         self.around("refresh", self.store.refresh)

@@ -13,20 +13,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from inference_session.errors import ConfigurationError, ModelFormatError, UnavailableError
+from inference_session.errors import ConfigurationError, UnavailableError
 from inference_session.formats import manifest
-from inference_session.formats.native import ModelSpec
+from inference_session.formats.manifest import FileEntry
+from inference_session.formats.native import TABLES_FOLDER, ModelSpec
 from inference_session.session import InferenceSession
 from inference_session.versions.model_version import ModelVersion
 
 MAX_RETRY_S = 60.0
 """The longest time between two attempts at content that could not be loaded."""
 
-_GAUGES = frozenset({"rows", "capacity", "bytes", "cache_bytes"})
+_GAUGES = frozenset({"rows", "capacity", "bytes", "cache_bytes", "lag_messages"})
 """Whole numbers in the statistics that are no counters."""
 
 _log = logging.getLogger(__name__)
@@ -86,13 +87,15 @@ class VersionManager:
             HotrowError: the new content cannot be served; the old one goes on.
         """
         with self._replacing:
-            if self._served == _manifest_of(self._directory):
+            if self._served == manifest.read_manifest(self._directory):
                 return False
             try:
                 self._active.session.save_hot_keys()
                 session, served = self._load()
                 with _closed_on_error(session):
                     _check_same(self.spec, session.spec)
+                    if session.config.has_store:
+                        _check_same_tables(self._served, served)
             except BaseException:
                 self._num_failed_updates += 1
                 raise
@@ -128,10 +131,10 @@ class VersionManager:
     def __repr__(self) -> str:
         return f"<VersionManager of {self._active!r}>"
 
-    def _load(self) -> tuple[InferenceSession, bytes]:
+    def _load(self) -> tuple[InferenceSession, tuple[FileEntry, ...]]:
         """Open the directory, and make sure that it was one and the same content all along."""
         before = manifest.file_states(self._directory)
-        served = _manifest_of(self._directory)
+        served = manifest.read_manifest(self._directory)
         session = self._open_session()
         with _closed_on_error(session):
             if manifest.file_states(self._directory) != before:
@@ -180,15 +183,6 @@ def _closed_on_error(session: InferenceSession) -> Iterator[None]:
         raise
 
 
-def _manifest_of(directory: Path) -> bytes:
-    """The manifest's text, which stands for all files; ModelFormatError where it cannot be read."""
-    path = directory / manifest.MANIFEST_FILE
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ModelFormatError(f"{path}: cannot be read: {error.strerror}") from error
-
-
 def _check_same(served: ModelSpec, new: ModelSpec) -> None:
     """Refuse what clients, or Triton's config.pbtxt, would see."""
     for name in ("inputs", "outputs", "labels", "label_outputs", "batched", "joinable", "layout", "layout_options"):
@@ -197,6 +191,17 @@ def _check_same(served: ModelSpec, new: ModelSpec) -> None:
                 f"the new content has other {name} than what is served: {getattr(new, name)!r}, not "
                 f"{getattr(served, name)!r}; publish it as a version of its own"
             )
+
+
+def _check_same_tables(served: Iterable[FileEntry], new: Iterable[FileEntry]) -> None:
+    """Refuse other rows where stores, which know versions by their numbers, hold and outlive those of this one."""
+    before, after = ({e for e in entries if e.path.parts[0] == TABLES_FOLDER} for entries in (served, new))
+    if before != after:
+        changed = min(str(entry.path) for entry in before ^ after)
+        raise ConfigurationError(
+            f"the new content has other rows ({changed}), but the stores hold the old ones under the same version; "
+            "publish it as a version of its own"
+        )
 
 
 def _added(past: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

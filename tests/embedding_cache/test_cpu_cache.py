@@ -170,7 +170,7 @@ def test_a_row_is_not_written_to_while_it_may_be_read() -> None:
         before = arrays.vectors[cached].copy()
         writer = threading.Thread(target=write)
         writer.start()
-        while not cache._writer_waits:
+        while not cache._readers.writer_waits:
             assert not written.is_set()
         assert np.array_equal(arrays.vectors[cached], before)
     writer.join()
@@ -212,7 +212,7 @@ def test_closing_waits_for_readers() -> None:
     with cache.reading():
         closer = threading.Thread(target=cache.close)
         closer.start()
-        while not cache._writer_waits:
+        while not cache._readers.writer_waits:
             assert closer.is_alive()
         assert cache._arrays
     closer.join()

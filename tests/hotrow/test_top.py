@@ -23,29 +23,32 @@ _PAGE = """
 # HELP hotrow_requests_total Requests
 # TYPE hotrow_requests_total counter
 nv_inference_request_success{{model="ctr",version="{version}"}} {requests}
-nv_inference_request_failure{{model="ctr",reason="OTHER",version="{version}"}} {failures}
+nv_inference_request_failure{{model="ctr",reason="OTHER",version="{version}"}} {failed}
 nv_inference_request_duration_us{{model="ctr",version="{version}"}} {duration}
 nv_inference_request_summary_us{{model="ctr",version="{version}",quantile="0.99"}} Nan
+hotrow_failed_requests_total{{model="ctr",version="{version}"}} {failed}
 hotrow_model_version_info{{model="ctr",version="{version}"}} 1
 hotrow_load_seconds{{model="ctr",version="{version}"}} 0.25
 hotrow_lookup_keys_total{{model="ctr",version="{version}",table="user \\"x\\""}} {requests}
 hotrow_cache_hits_total{{model="ctr",version="{version}",table="user \\"x\\""}} {hits}
 hotrow_cache_misses_total{{model="ctr",version="{version}",table="user \\"x\\""}} {misses}
 hotrow_tier_up{{model="ctr",version="{version}",tier="volatile"}} {up}
+hotrow_backend_restarts_total{{model="ctr"}} {restarts}
 hotrow_update_lag_messages{{model="ctr",version="{version}"}} 7
 """
 
 
-def _page(time_s: float, *, version: int = 1, requests: int = 0, up: int = 1, hits: int = 0) -> MetricsPage:
-    text = _PAGE.format(
-        version=version, requests=requests, failures=0, duration=requests * 1500, hits=hits, misses=hits, up=up
-    )
+def _page(
+    time_s: float, *, version: int = 1, requests: int = 0, up: int = 1, hits: int = 0, restarts: int = 0
+) -> MetricsPage:
+    derived = {"failed": requests // 10, "duration": requests * 1500, "misses": hits}
+    text = _PAGE.format(version=version, requests=requests, up=up, hits=hits, restarts=restarts, **derived)
     return MetricsPage.parse(text, time_s)
 
 
-def _drawn(view: TopView) -> str:
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(view.render())
+def _drawn(view: TopView, width: int = 200) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(view.render(width))
     return console.export_text()
 
 
@@ -91,12 +94,26 @@ def test_rates_latency_and_hit_rates_are_drawn() -> None:
 
     models = re.search(r"^ *ctr +1 +(.*)$", text := _drawn(view), re.MULTILINE)
     assert models is not None
-    assert models[1].split()[:2] == ["250", "0"]
+    assert models[1].split()[:2] == ["250", "50"]
     assert "1.50 ms" in models[1]
     assert 'user "x"' in text
     assert "50.00%" in text
     assert "up" in text
     assert "messages behind" in text
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 150])
+def test_narrow_terminals_cut_no_name_short(width: int) -> None:
+    """Columns of less worth are left out rather than squeezed."""
+    view = TopView("here")
+    view.add(_page(10.0), [])
+    view.add(_page(11.0, requests=123_456, hits=61_728), [])
+
+    text = _drawn(view, width)
+
+    assert "…" not in text
+    assert "123,456" in text
+    assert "50.00%" in text
 
 
 def test_events_are_remembered() -> None:
@@ -108,7 +125,7 @@ def test_events_are_remembered() -> None:
     assert "DOWN" in _drawn(view)
     view.lose("refused")
     assert "no answer, trying again: refused" in _drawn(view)
-    view.add(_page(14.0, version=2), [])
+    view.add(_page(14.0, version=2, restarts=1), [])
 
     text = _drawn(view)
     for event in (
@@ -117,6 +134,7 @@ def test_events_are_remembered() -> None:
         "the server does not answer: refused",
         "the server answers again",
         "ctr version 2: tier volatile answers again",
+        "ctr: its process died and was started again",
     ):
         assert event in text
     assert "trying again" not in text

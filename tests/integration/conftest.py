@@ -71,12 +71,12 @@ class Served:
 Serve = Callable[..., Served]
 
 
-def start(repository: Path, *flags: str) -> Served:
+def start(repository: Path | str, *flags: str) -> Served:
     """Run `hotrow serve` on free ports and return when it has announced its models."""
     ports = [argument for name in ("http", "grpc", "metrics") for argument in (f"--{name}-port", "0")]
     process = subprocess.Popen(
         [sys.executable, "-m", "hotrow", "serve", "--repository", str(repository), *ports, *flags],
-        env={"HOTROW_CACHE_DIR": str(repository.parent / "cache"), **os.environ},
+        env={"HOTROW_CACHE_DIR": str(Path(repository).parent / "cache"), **os.environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -86,7 +86,7 @@ def start(repository: Path, *flags: str) -> Served:
     errors: list[str] = []
     reader = threading.Thread(target=errors.extend, args=(process.stderr,), daemon=True)
     reader.start()
-    served = Served(process, repository, "", "", "", errors, reader)
+    served = Served(process, Path(repository), "", "", "", errors, reader)
     for line in process.stdout:
         name, _, value = line.strip().partition(" ")
         if name == "model":
@@ -110,7 +110,7 @@ def serve(tritonserver: None) -> Iterator[Serve]:
     """Starts servers of the test's own, and stops those that still run."""
     started: list[Served] = []
 
-    def serve(repository: Path, *flags: str) -> Served:
+    def serve(repository: Path | str, *flags: str) -> Served:
         started.append(start(repository, *flags))
         return started[-1]
 

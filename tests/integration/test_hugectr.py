@@ -190,6 +190,23 @@ def test_requests_at_once_are_joined(in_place: Served, shared: Path, concurrency
         assert counts["execution_count"] < len(names)
 
 
+def test_requests_of_hps_at_once_are_joined(in_place: Served, shared: Path) -> None:
+    """Keys of many requests in one execute call are one look-up, and each gets its own vectors."""
+    folder = shared / "models/hugectr_wdl"
+    requests = requests_of(folder / "hps_requests.npz")
+    names = [name for _ in range(20) for name in requests]
+    with np.load(folder / "hps_expected.npz") as archive:
+        answers = dict(archive)
+    with in_place.grpc_client() as client, ThreadPoolExecutor(16) as threads:
+        for name, found in zip(
+            names, threads.map(lambda name: ask(client, "hugectr_wdl_hps", requests[name]), names), strict=True
+        ):
+            np.testing.assert_array_equal(found, answers[name].ravel())
+        counts = client.get_inference_statistics("hugectr_wdl_hps", as_json=True)["model_stats"][0]
+
+    assert int(counts["execution_count"]) < int(counts["inference_count"])
+
+
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
 def test_tables_of_few_rows_are_served(in_place: Served, tmp_path: Path, num_rows: int) -> None:
     """None, one, two, and around the size of a set of HugeCTR's cache."""

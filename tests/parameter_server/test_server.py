@@ -302,6 +302,28 @@ def test_a_tier_that_takes_no_rows_is_still_read(
     assert caplog.text.count("READONLY") == 1
 
 
+def test_a_tier_that_answers_checks_only_is_tried_less_and_less(make: Callable[..., Stack]) -> None:
+    """Requests need not find out again and again; after a steady time it is tried as soon as any other."""
+    stack = make()
+    stack.volatile.insert("user", KEYS, VECTORS)
+    tier = stack.server._tiers[0]
+    faulty = FaultStore(stack.volatile, lambda verb: UnavailableError("late") if verb == "fetch_many" else None)
+    sound, tier.store = tier.store, faulty
+    pauses = []
+    for _ in range(4):
+        wait_until(lambda: tier.failure is None, "the tier to come back")
+        assert stack.fetch(KEYS)[0].all()
+        pauses.append(tier.retry_pause_s)
+    assert pauses == [0, 0.02, 0.04, 0.08]
+
+    tier.store = sound
+    wait_until(lambda: tier.failure is None, "the tier to come back")
+    tier.back_since -= server_module.STEADY_S
+    stack.faults["volatile"] = UnavailableError("gone")
+    stack.fetch(KEYS)
+    assert tier.retry_pause_s == 0
+
+
 def test_promotions_are_bounded(make: Callable[..., Stack]) -> None:
     """What does not fit in the queue is dropped and counted; requests do not wait."""
     stack = make()

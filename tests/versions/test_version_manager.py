@@ -13,12 +13,14 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError
 from inference_session.versions import VersionManager
 from tests import small_model
+from tests.test_stored_session import push
 
 RENAME_EXCHANGE = 2
 REQUEST = small_model.random_inputs(4, np.random.default_rng(0))
@@ -196,11 +198,37 @@ def test_other_labels_are_refused(directory: Path) -> None:
             versions.update()
 
 
+def test_other_rows_are_refused_where_stores_hold_the_old_ones(directory: Path) -> None:
+    """Rows in stores belong to a version's number: a new network may take over in place, new tables may not."""
+    with manage(directory, persistent_store=f"rocksdb://{pushed(directory)}") as versions:
+        replace(directory, 2)
+        with pytest.raises(ConfigurationError, match=r"other rows \(tables/.*version of its own"):
+            versions.update()
+
+        beside = directory.with_name(".tmp-3")
+        small_model.write(beside, seed=1)
+        network = onnx.load(beside / "dense.onnx")
+        network.producer_name = "another training"
+        onnx.save(network, beside / "dense.onnx")
+        small_model.manifest.write_manifest(beside)
+        exchange(beside, directory)
+        assert versions.update()
+        with versions.lease() as session:
+            np.testing.assert_allclose(answer(session), expected(1), rtol=1e-5, atol=1e-6)
+
+
+def pushed(directory: Path) -> Path:
+    """A RocksDB with the rows of a version."""
+    database = directory.parent.parent / "db"
+    push(directory, f"rocksdb://{database}")
+    return database
+
+
 def test_a_folder_that_is_gone_for_a_moment_is_no_harm(directory: Path) -> None:
     """Between two renames there is no version directory: what serves goes on."""
     with manage(directory) as versions:
         directory.rename(directory.with_name("away"))
-        with pytest.raises(ModelFormatError, match="cannot be read"):
+        with pytest.raises(ModelFormatError, match="no such file"):
             versions.update()
         with versions.lease() as session:
             answer(session)
@@ -223,4 +251,4 @@ def test_updates_leave_nothing_behind(directory: Path) -> None:
             del session
             counts.append(held())
 
-    assert counts[-1] == counts[2]
+    assert all(last <= early for last, early in zip(counts[-1], counts[2], strict=True))

@@ -35,7 +35,7 @@ BUCKET_BYTES = 64
 SLOTS = 12
 MAX_ROWS = 2**32 - 1
 
-_OVERFLOW_AT = 12
+OVERFLOW_AT = 12
 ROWS_AT = 16
 ALL_SLOTS = (1 << SLOTS) - 1
 _AHEAD = 24
@@ -84,7 +84,7 @@ def find_row(index_address: int, num_buckets: int, keys_address: int, num_rows: 
         row = _row_in(bucket, tag, keys_address, num_rows, key)
         if row >= 0:
             return row
-        if load(bucket, np.uint8, _OVERFLOW_AT) == 0:
+        if load(bucket, np.uint8, OVERFLOW_AT) == 0:
             return -1
         position = position + 1 if position + 1 < num_buckets else 0
     return -1
@@ -146,7 +146,7 @@ def _insert_row(index_address: int, num_buckets: int, keys_address: int, num_row
             publish()  # a slot counts from its tag on, and the process may be killed in between
             store(bucket, np.uint8, slot, tag)
             return
-        store(bucket, np.uint8, _OVERFLOW_AT, np.uint8(1))
+        store(bucket, np.uint8, OVERFLOW_AT, np.uint8(1))
         position = position + 1 if position + 1 < num_buckets else 0
 
 

@@ -26,6 +26,7 @@ from inference_session.errors import ConfigurationError, ModelFormatError, Unava
 from inference_session.formats import manifest, native
 from inference_session.formats.hugectr.importer import Progress, write_version
 from inference_session.formats.hugectr.ps_fields import PsJson, PsModel
+from inference_session.formats.hugectr.remote_files import with_local_files
 from inference_session.formats.manifest import sha256_of
 from inference_session.formats.staging import stage_version
 from inference_session.user_cache import user_cache_folder
@@ -68,6 +69,7 @@ def cached_import(
         was written to meanwhile.
     """
     folder = folder or default_cache_folder()
+    model = with_local_files(model, progress)
     imports = folder / f"{model.name}-{_hash(str(owner.resolve()))[:12]}"
     sources = _files(model, keep_rows_of)
     before = _states(sources)

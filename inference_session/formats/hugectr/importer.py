@@ -15,12 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.config import SessionConfig
-from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError
+from inference_session.errors import ConfigurationError, ModelFormatError
 from inference_session.formats.hugectr.csr import DENSE, HPS_COUNTS, HPS_KEYS, KEYS, OFFSETS, RequestFormat
 from inference_session.formats.hugectr.graph import Graph, read_graph
 from inference_session.formats.hugectr.onnx_graph import DenseNetwork, build_dense_network
 from inference_session.formats.hugectr.ps_fields import KeyType, PsJson, PsModel
 from inference_session.formats.hugectr.ps_json import read_ps_json
+from inference_session.formats.hugectr.remote_files import remote_files, with_local_files
 from inference_session.formats.manifest import write_manifest
 from inference_session.formats.native import (
     DENSE_FILE,
@@ -34,6 +35,7 @@ from inference_session.formats.native import (
 )
 from inference_session.formats.publishing import share_unchanged
 from inference_session.formats.staging import stage_version
+from inference_session.model_source.fetch import forget
 from inference_session.parameter_server.table_index import build_index
 
 Progress = Callable[[int], None]
@@ -97,7 +99,7 @@ class _Job:
 
 
 def import_hugectr(
-    ps_json: Path,
+    ps_json: str | Path,
     repository: Path,
     *,
     model: str | None = None,
@@ -111,6 +113,7 @@ def import_hugectr(
     Tables are hard links where the file system allows, else copies; they are never converted.
 
     Args:
+        ps_json: a path or an `hdfs://` URL, as are the files that it names.
         model: its name in ps.json; None: all.
         version: None: the one after the highest there is.
         keep_rows_of: see `write_version`.
@@ -122,13 +125,15 @@ def import_hugectr(
         ConfigurationError: ps.json is wrong, or the version exists.
         ModelFormatError: a file is missing, damaged, or does not belong to the graph; names file and field.
         UnsupportedModelError: names the layer that cannot be served.
+        OSError, UnavailableError: a file on HDFS cannot be had.
     """
     settings = read_ps_json(ps_json)
     models = settings.models if model is None else (settings.model(model),)
     reports = []
     for item in models:
         with stage_version(repository, item.name, version) as (staging, version_dir):
-            spec, num_parameters = write_version(settings, item, staging, keep_rows_of=keep_rows_of, progress=progress)
+            local = with_local_files(item, progress)
+            spec, num_parameters = write_version(settings, local, staging, keep_rows_of=keep_rows_of, progress=progress)
             share_unchanged(staging)
             if complete:
                 complete(staging, spec, item)
@@ -142,6 +147,8 @@ def import_hugectr(
                 settings.unknown,
             )
         )
+        for url in remote_files(item):
+            forget(url)
     return reports
 
 
@@ -232,7 +239,7 @@ def _tables_alone(job: _Job) -> ModelSpec:
     """A model of HPS: its answer is the vectors themselves."""
     settings, model = job.settings, job.model
     names = model.table_names or tuple(f"sparse_embedding{i}" for i in range(len(model.sparse_files)))
-    folders = [_local(model, name) for name in model.sparse_files]
+    folders = [Path(name) for name in model.sparse_files]
     dims = model.embedding_dims or tuple(_embedding_dim(settings, model, folder) for folder in folders)
     tables = _write_tables(job, names, dims)
     return ModelSpec(
@@ -265,16 +272,10 @@ def _embedding_dim(settings: PsJson, model: PsModel, folder: Path) -> int:
     return max(1, _size(folder / "emb_vector") // _FLOAT_BYTES // num_rows)
 
 
-def _local(model: PsModel, name: str) -> Path:
-    if "://" in name:
-        raise UnsupportedModelError(f"model {model.name!r}: {name!r} is not on this machine; copy it here first")
-    return Path(name)
-
-
 def _write_tables(job: _Job, names: Sequence[str], dims: Sequence[int]) -> tuple[TableSpec, ...]:
     model, num_tables = job.model, len(names)
     sources = [
-        _SourceTable(name, _local(model, folder), tuple(job.keep_rows_of[i::num_tables]), dim, model.default_value(i))
+        _SourceTable(name, Path(folder), tuple(job.keep_rows_of[i::num_tables]), dim, model.default_value(i))
         for i, (name, folder, dim) in enumerate(zip(names, model.sparse_files, dims, strict=True))
     ]
     return tuple(

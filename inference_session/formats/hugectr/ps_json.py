@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from dataclasses import fields, replace
 from pathlib import Path
@@ -21,6 +22,9 @@ from inference_session.formats.hugectr.ps_fields import (
     UpdateSource,
     VolatileStore,
 )
+from inference_session.model_source import is_url
+from inference_session.model_source.create import split_place
+from inference_session.model_source.fetch import fetch
 
 _log = logging.getLogger(__name__)
 
@@ -28,17 +32,18 @@ _MODEL_NAME = re.compile(r"[a-zA-Z0-9_\-]{1,120}")
 _MAX_TABLES = 10_000
 
 
-def read_ps_json(path: Path) -> PsJson:
-    """Read and check ps.json; relative files count from its own folder.
+def read_ps_json(place: str | Path) -> PsJson:
+    """Read and check ps.json, a path or an `hdfs://` URL; relative files count from its own folder.
 
     ConfigurationError names file, line, field, value and what is allowed. Fields that nobody knows are logged once.
     """
-    return parse_ps_json(read_json(path.absolute(), ConfigurationError))
+    file = read_json(fetch(place).absolute(), ConfigurationError)
+    return parse_ps_json(file, folder=split_place(place)[0] if is_url(place) else None)
 
 
-def parse_ps_json(file: JsonFile) -> PsJson:
-    """The same for what has been read already."""
-    parsed = _Parser(file).parse()
+def parse_ps_json(file: JsonFile, *, folder: str | None = None) -> PsJson:
+    """The same for what has been read already. `folder`: where relative files count from; None: the file's own."""
+    parsed = _Parser(file, folder or str(file.path.parent)).parse()
     if parsed.unknown:
         _log.warning("%s: unknown fields are ignored: %s", file.path, ", ".join(parsed.unknown))
     return parsed
@@ -51,8 +56,9 @@ _TOP_IGNORED = frozenset({"db_type", "fuse_embedding_table"})
 
 
 class _Parser:
-    def __init__(self, file: JsonFile) -> None:
+    def __init__(self, file: JsonFile, folder: str) -> None:
         self._file = file
+        self._folder = folder
         self._ignored: list[str] = []
         self._unknown: list[str] = []
         self._generation = self._recognise()
@@ -100,8 +106,8 @@ class _Parser:
 
     def _models(self) -> tuple[PsModel, ...]:
         raw_models = self._file.document.get("models")
-        if not isinstance(raw_models, list):
-            self._file.fail(("models",), f"a list is required, found {_shown(raw_models)}")
+        if not isinstance(raw_models, list) or not raw_models:
+            self._file.fail(("models",), f"a list of one model or more is required, found {_shown(raw_models)}")
         models = tuple(self._model(("models", i), raw) for i, raw in enumerate(raw_models))
         names = [model.name for model in models]
         for i, name in enumerate(names):
@@ -165,7 +171,7 @@ class _Parser:
         """Local files, relative to the folder of ps.json; URLs and empty names stay."""
         if isinstance(files, tuple):
             return tuple(self._located(name) for name in files)
-        return files if not files or "://" in files else str(self._file.path.parent / files)
+        return files if not files or is_url(files) else os.path.join(self._folder, files)  # noqa: PTH118  or a URL
 
 
 _BLOCKS: dict[str, type[Any]] = {

@@ -18,7 +18,7 @@ from inference_session.formats.hugectr.csr import (
     decode_keys,
     decode_request,
 )
-from inference_session.formats.native import PREDICTIONS, ModelSpec
+from inference_session.formats.native import ModelSpec
 from inference_session.outputs import Answer, Outputs
 
 
@@ -60,7 +60,7 @@ class HpsLayout(RequestLayout):
     def __init__(self, spec: ModelSpec, outputs: Outputs, *, max_elements: int) -> None:
         super().__init__(outputs, max_elements=max_elements)
         self._names = [f"{HPS_KEYS}/{table}" for table in range(len(spec.tables))]
-        self._dims = np.array([[table.embedding_dim] for table in spec.tables], np.int64)
+        self._vectors = [lookup.dense_input for lookup in spec.lookups]
 
     def check(self, request: Request) -> CheckedRequest:
         for name, array in request.inputs.items():
@@ -78,16 +78,17 @@ class HpsLayout(RequestLayout):
         keys = np.zeros(num_samples * num_tables, np.int64)
         return Request({HPS_KEYS: keys, HPS_COUNTS: np.full(num_tables, num_samples, np.int32)})
 
+    def wanted(self, requests: Sequence[CheckedRequest]) -> list[str]:  # noqa: ARG002
+        """The vectors of each table."""
+        return self._vectors
+
     def split(self, computed: Answer, requests: Sequence[CheckedRequest]) -> list[Answer]:
         """See RequestLayout. In a batch the vectors of all requests from one table stand together."""
-        if len(requests) == 1 or not computed:
-            return [{name: computed[name] for name in request.outputs} for request in requests]
-        num_keys = np.array([[request.inputs[name].shape[0] for request in requests] for name in self._names])
-        sizes = num_keys * self._dims
-        ends = np.cumsum(sizes).reshape(sizes.shape)
-        vectors = computed[PREDICTIONS]
         answers: list[Answer] = []
-        for request, begin, end in zip(requests, (ends - sizes).T.tolist(), ends.T.tolist(), strict=True):
-            own = np.concatenate([vectors[b:e] for b, e in zip(begin, end, strict=True)])
-            answers.append(dict.fromkeys(request.outputs, own))
+        begins = [0] * len(self._names)
+        for request in requests:
+            ends = [begin + request.inputs[name].shape[0] for begin, name in zip(begins, self._names, strict=True)]
+            own = [computed[name][b:e] for name, b, e in zip(self._vectors, begins, ends, strict=True)]
+            answers.append(dict.fromkeys(request.outputs, np.concatenate(own, axis=None)))
+            begins = ends
         return answers

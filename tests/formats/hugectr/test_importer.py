@@ -370,7 +370,7 @@ DAMAGES: list[tuple[Callable[[Source], None], type[Exception], str]] = [
     (_set("dense_file", "none.model"), ModelFormatError, "none.model: cannot be read"),
     (_set("network_file", "none.json"), ModelFormatError, "none.json: cannot be read"),
     (_set("sparse_files", ["0_sparse.model"]), ConfigurationError, "has 1 sparse_files, but .* has 2 embedding layers"),
-    (_set("sparse_files", ["hdfs://a/b", "c"]), UnsupportedModelError, "'hdfs://a/b' is not on this machine"),
+    (_set("sparse_files", ["s3://a/b", "c"]), ConfigurationError, "files cannot be read from a s3:// URL"),
     (_cut_graph, UnsupportedModelError, "layers of type 'GRU' are not supported"),
 ]
 

@@ -242,7 +242,8 @@ def test_urls_stay_as_they_are(tmp_path: Path) -> None:
 WRONG: list[tuple[Document, str]] = [
     (changed(WDL, "supportlonglong", value=None), "'supportlonglong': required, but not there"),
     (changed(WDL, "supportlonglong", value="yes"), "'supportlonglong': value 'yes'; allowed: true or false"),
-    (changed(WDL, "models", value={}), "'models': a list is required, found {}"),
+    (changed(WDL, "models", value={}), "'models': a list of one model or more is required, found {}"),
+    (changed(WDL, "models", value=[]), r"'models': a list of one model or more is required, found \[\]"),
     (changed(WDL, "models", 0, value=5), r"'models\[0\]': an object is required, found 5"),
     (changed(WDL, "models", 0, "model", value="a/b"), r"model': 'a/b'; allowed: 1 to 120 letters"),
     (changed(WDL, "models", 0, "model", value=""), "allowed: 1 to 120 letters"),

@@ -1,5 +1,7 @@
 """Entry point of Triton's Python-based backend `hugectr`: the code is the package's, installed beside this folder."""
 
-from triton_backend.hugectr_model import TritonPythonModel
+from triton_backend.quiet_loading import load_quietly
+
+TritonPythonModel = load_quietly("triton_backend.hugectr_model", "TritonPythonModel")
 
 __all__ = ["TritonPythonModel"]

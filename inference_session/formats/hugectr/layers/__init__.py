@@ -39,8 +39,8 @@ _EMITTERS: dict[str, Emitter] = {
 }
 
 _REASONS = {
-    "GRU": "its weights are stored as cuDNN packs them, which no file describes",
-    "Gather": "it picks rows of the whole batch, so that an answer would depend on its neighbours",
+    "GRU": "it reads the rows of a whole batch as steps of time, so that samples mix, by weights as cuDNN packs them",
+    "Gather": "it picks rows of the whole batch by number, so that an answer would depend on its neighbours",
 }
 
 

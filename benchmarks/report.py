@@ -1,0 +1,152 @@
+"""The published report: hotrow through a real Triton beside its peers, as one HTML page.
+
+    python benchmarks/report.py                      bench-report.html, about a quarter of an hour
+    python benchmarks/report.py --quick              a few small measurements
+    python benchmarks/report.py --figure FILE.png    the main figure as a picture, too
+
+For each network, batch size and number of requests at once, perf_analyzer sends random requests over gRPC to Python
+models of the same weights in one server: `null` answers zeros, the least that a Python model costs; `plain` is ONNX
+Runtime on the whole graph, tables inside, which is what one writes today; `hotrow` is that graph imported. Rounds are
+interleaved, medians shown, because machines change while they are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from importlib import metadata
+from itertools import product
+from pathlib import Path
+
+from perf_analyzer import measure, perf_analyzer
+from report_page import write_figure, write_page
+from triton import FEATURES, Network, check_answers, write_models, write_requests
+
+from triton_backend.server import ServerOptions, TritonServer
+
+MODELS = ("null", "hotrow", "plain")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured."""
+
+    networks: dict[str, Network]
+    samples: tuple[int, ...]
+    """Per request."""
+    concurrencies: tuple[int, ...]
+    """Requests at once."""
+    rounds: int
+
+
+FULL = Plan(
+    {
+        "4 M rows x 16, MLP 64": Network(4_000_000 // FEATURES),
+        "1 M rows x 64, MLP 512-256": Network(1_000_000 // FEATURES, dim=64, hidden=(512, 256)),
+    },
+    samples=(1, 64, 512),
+    concurrencies=(1, 4, 16, 64),
+    rounds=3,
+)
+QUICK = Plan({"26 k rows x 16, MLP 64": Network(1000)}, samples=(1, 64), concurrencies=(1, 8), rounds=1)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """The medians of one model in one case."""
+
+    network: str
+    samples: int
+    concurrency: int
+    model: str
+    requests_per_s: float
+    p50_us: float
+    p99_us: float
+
+
+def main() -> None:
+    """Measure, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--rounds", type=int, help="of which medians are taken")
+    parser.add_argument("--out", type=Path, default=Path("bench-report.html"), metavar="FILE.html")
+    parser.add_argument("--figure", type=Path, metavar="FILE.png")
+    arguments = parser.parse_args()
+    perf_analyzer()
+    before = machine()
+    plan = QUICK if arguments.quick else FULL
+    figures = list(run(replace(plan, rounds=arguments.rounds or plan.rounds)))
+    results = {"machine": before, "figures": [asdict(figure) for figure in figures]}
+    write_page(results, arguments.out)
+    arguments.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if arguments.figure:
+        write_figure(results, arguments.figure)
+    print(f"{arguments.out} and {arguments.out.with_suffix('.json')}")
+
+
+def run(plan: Plan) -> Iterator[Figure]:
+    """Serve each network in turn, and measure all of it."""
+    for name, network in plan.networks.items():
+        with tempfile.TemporaryDirectory() as folder:
+            repository = Path(folder) / "repository"
+            write_models(repository, Path(folder), network)
+            options = ServerOptions(repository, models=MODELS, http_port=0, grpc_port=0, metrics_port=0)
+            with TritonServer.start(options) as server:
+                url = server.endpoints["gRPC"]
+                check_answers(url, network.rows_per_table, MODELS)
+                yield from run_rounds(name, network, plan, url, Path(folder))
+
+
+def run_rounds(name: str, network: Network, plan: Plan, url: str, folder: Path) -> Iterator[Figure]:
+    """Measure one network, all models in turn in each round."""
+    for samples in plan.samples:
+        write_requests(folder / f"{samples}.json", network.rows_per_table, samples)
+    seen: dict[tuple[int, int, str], list[dict[str, float]]] = defaultdict(list)
+    for _, samples, concurrency, model in product(range(plan.rounds), plan.samples, plan.concurrencies, MODELS):
+        data = folder / f"{samples}.json"
+        result = measure(model, url, "grpc", data=data, batch=samples, concurrency=concurrency, seconds=1.0)
+        seen[samples, concurrency, model].append(result)
+        print(f"{name}: {samples} samples, {concurrency} at once, {model}: {result['requests/s']:.0f} requests/s")
+    for (samples, concurrency, model), results in seen.items():
+        medians = [statistics.median(result[key] for result in results) for key in ("requests/s", "p50", "p99")]
+        yield Figure(name, samples, concurrency, model, *medians)
+
+
+def machine() -> dict[str, str]:
+    """What the figures were measured on, and with."""
+    processor = "unknown"
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            processor = line.partition(":")[2].strip()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    packages = ("hotrow", "numpy", "onnxruntime", "nvidia-pytriton")
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "processor": processor,
+        "cores": str(len(os.sched_getaffinity(0))),
+        "load before": f"{os.getloadavg()[0]:.1f}",
+        "memory": f"{memory:.0f} GiB",
+        "system": f"{platform.system()} {platform.release()}",
+        "Python": platform.python_version(),
+        **{package: version(package) for package in packages},
+    }
+
+
+def version(package: str) -> str:
+    """Of an installed package."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+if __name__ == "__main__":
+    main()

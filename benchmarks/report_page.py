@@ -1,0 +1,182 @@
+"""The page of report.py: plots and figures in one HTML file that needs no other."""
+
+from __future__ import annotations
+
+import html
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLORS = {"null": "#8d99ae", "hotrow": "#0b6e4f", "plain": "#c1121f"}
+MEANINGS = {
+    "null": "a Python model that answers zeros: the least that one costs",
+    "hotrow": "the model, imported by hotrow",
+    "plain": "ONNX Runtime on the whole model, tables inside, in a Python model",
+}
+METHOD = "perf_analyzer sends random requests over gRPC to one server; models take turns, and medians are shown."
+MAIN_CONCURRENCY = 16
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #1d2433; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.5rem }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+th, td { padding: .2rem 1rem .2rem 0; text-align: right; border-bottom: 1px solid #dde1e7 }
+th:first-child, td:first-child { text-align: left }
+.hotrow td { font-weight: 600 } svg { width: 100%; height: auto } .lead { font-size: 1.1rem }
+"""
+Rows = list[dict[str, Any]]
+
+
+def write_page(results: dict[str, Any], path: Path) -> None:
+    """Write the page of these results, as report.py gathers them."""
+    figures: Rows = results["figures"]
+    networks = list(dict.fromkeys(row["network"] for row in figures))
+    parts = [
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>hotrow: benchmark report</title>",
+        f"<style>{STYLE}</style></head><body><h1>hotrow through Triton, beside its peers</h1>",
+        f"<p class='lead'>{text(headline(figures))}</p>{svg(main_figure(figures))}",
+        "<ul>",
+        *(f"<li><b>{text(name)}</b>: {text(meaning)}</li>" for name, meaning in MEANINGS.items()),
+        f"</ul><p>{METHOD}</p>",
+        "<h2>Machine</h2><table>",
+        *(f"<tr><td>{text(name)}<td>{text(value)}</tr>" for name, value in results["machine"].items()),
+        "</table>",
+    ]
+    for network in networks:
+        rows = [row for row in figures if row["network"] == network]
+        parts += [f"<h2>{text(network)}</h2>", svg(network_figure(rows)), table(rows)]
+    path.write_text("\n".join([*parts, "</body></html>\n"]), encoding="utf-8")
+
+
+def write_figure(results: dict[str, Any], path: Path) -> None:
+    """Write the main figure as a picture."""
+    main_figure(results["figures"]).savefig(path, dpi=120)
+
+
+def headline(figures: Rows) -> str:
+    """The main figure in a sentence."""
+    cases = [row for row in figures if row["model"] == "hotrow" and row["concurrency"] == main_concurrency(figures)]
+    ratios = [row["requests_per_s"] / of_model(figures, row, "plain")["requests_per_s"] for row in cases]
+    shares = [row["requests_per_s"] / of_model(figures, row, "null")["requests_per_s"] for row in cases]
+    return (
+        f"With {main_concurrency(figures)} requests at once hotrow answers {min(ratios):.2f} to {max(ratios):.2f} "
+        "times as many requests per second as plain ONNX Runtime, and "
+        f"{min(shares):.2f} to {max(shares):.2f} of what a model does that only answers zeros."
+    )
+
+
+def main_concurrency(figures: Rows) -> int:
+    """The one that the main figure shows: as near to 16 as was measured."""
+    return int(min((row["concurrency"] for row in figures), key=lambda n: abs(n - MAIN_CONCURRENCY)))
+
+
+def of_model(figures: Rows, like: dict[str, Any], model: str) -> dict[str, Any]:
+    """The row of another model in the same case."""
+    same = ("network", "samples", "concurrency")
+    return next(row for row in figures if row["model"] == model and all(row[key] == like[key] for key in same))
+
+
+def main_figure(figures: Rows) -> Figure:
+    """Samples per second of each model, in every network and batch size, as bars."""
+    concurrency = main_concurrency(figures)
+    shown = [row for row in figures if row["concurrency"] == concurrency]
+    cases = list(dict.fromkeys((row["network"], row["samples"]) for row in shown))
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    width = 0.8 / len(COLORS)
+    for m, (model, color) in enumerate(COLORS.items()):
+        rates = {(row["network"], row["samples"]): row["requests_per_s"] for row in shown if row["model"] == model}
+        places = [i + (m - 1) * width for i in range(len(cases))]
+        bars = axes.bar(places, [rates[case] for case in cases], width * 0.92, color=color, label=model)
+        axes.bar_label(bars, [f"{rates[case]:,.0f}" for case in cases], fontsize=7, padding=2)
+    axes.set_xticks(range(len(cases)), [f"samples: {samples}\n{network}" for network, samples in cases], fontsize=8)
+    axes.set_ylabel("requests/s")
+    axes.set_title(f"Requests per second, {concurrency} at once", loc="left", fontweight="bold")
+    axes.legend(frameon=False, ncols=len(COLORS), loc="lower right", bbox_to_anchor=(1, 1))
+    finish(axes)
+    return figure
+
+
+def network_figure(rows: Rows) -> Figure:
+    """Of one network: throughput and latency against the number of requests at once, a column per batch size."""
+    sizes = sorted({row["samples"] for row in rows})
+    figure = Figure(figsize=(10, 5.6), layout="constrained")
+    grid = figure.subplots(2, len(sizes), squeeze=False, sharex=True)
+    for column, samples in enumerate(sizes):
+        cases = [row for row in rows if row["samples"] == samples]
+        rates, latencies = grid[0][column], grid[1][column]
+        rates.set_title(f"samples per request: {samples}", loc="left", fontsize=10)
+        draw(rates, cases, "requests_per_s", "requests/s")
+        rates.set_ylim(bottom=0)
+        latencies.set_yscale("log")
+        draw(latencies, cases, "p50_us", "p50 and p99 (dotted), us")
+        draw_dotted(latencies, cases)
+        latencies.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        latencies.yaxis.set_major_formatter(plain_number)
+        latencies.yaxis.set_minor_locator(NullLocator())
+        latencies.set_xlabel("requests at once")
+    grid[0][0].legend(frameon=False)
+    return figure
+
+
+def draw(axes: Axes, rows: Rows, key: str, label: str) -> None:
+    """One line per model."""
+    for model, color in COLORS.items():
+        line = sorted((row["concurrency"], row[key]) for row in rows if row["model"] == model)
+        axes.plot(*zip(*line, strict=True), "o-", color=color, ms=4, lw=2 if model == "hotrow" else 1.3, label=model)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted({row["concurrency"] for row in rows}))
+    axes.xaxis.set_major_formatter(plain_number)
+    axes.set_ylabel(label, fontsize=8)
+    axes.tick_params(labelsize=8)
+    finish(axes)
+
+
+def plain_number(value: float, _position: object) -> str:
+    """A tick's label, on logarithmic axes as well."""
+    return f"{value:,.0f}"
+
+
+def draw_dotted(axes: Axes, rows: Rows) -> None:
+    """The 99th percentiles."""
+    for model, color in COLORS.items():
+        line = sorted((row["concurrency"], row["p99_us"]) for row in rows if row["model"] == model)
+        axes.plot(*zip(*line, strict=True), ":", color=color, lw=1)
+
+
+def finish(axes: Axes) -> None:
+    """What all plots have in common."""
+    axes.grid(color="#dde1e7", lw=0.6, axis="y")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def table(rows: Rows) -> str:
+    """All figures, with what they are beside the null model and plain ONNX Runtime."""
+    heads = "samples", "at once", "model", "requests/s", "of null", "of plain", "p50 us", "p99 us"
+    lines = ["<table><tr>" + "".join(f"<th>{head}" for head in heads) + "</tr>"]
+    for row in sorted(rows, key=lambda row: (row["samples"], row["concurrency"], list(COLORS).index(row["model"]))):
+        rate = row["requests_per_s"]
+        ratios = [f"{rate / of_model(rows, row, model)['requests_per_s']:.2f}" for model in ("null", "plain")]
+        numbers = row["samples"], row["concurrency"], row["model"], f"{rate:,.0f}", *ratios
+        latencies = f"{row['p50_us']:,.0f}", f"{row['p99_us']:,.0f}"
+        cells = "".join(f"<td>{text(number)}" for number in (*numbers, *latencies))
+        lines.append(f"<tr class='{text(row['model'])}'>{cells}</tr>")
+    return "".join([*lines, "</table>"])
+
+
+def svg(figure: Figure) -> str:
+    """A figure as it goes into a page."""
+    written = io.StringIO()
+    figure.savefig(written, format="svg", metadata={"Date": None})
+    return written.getvalue()[written.getvalue().index("<svg") :]
+
+
+def text(value: object) -> str:
+    """For HTML."""
+    return html.escape(str(value))

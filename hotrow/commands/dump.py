@@ -1,0 +1,65 @@
+"""`hotrow dump`: the rows of a model as they are served, back into HugeCTR's sparse folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from hotrow.progress import row_progress
+from inference_session.formats.native import ModelSpec
+
+_READING_ONLY = {
+    "cache_bytes": "0",
+    "cache_missed_keys": "false",
+    "touch_rows": "false",
+    "keep_versions": "0",
+    "refresh_interval_s": "0",
+    "store_timeout_ms": "30000",
+}
+"""Settings of a session that leaves the stores as they are."""
+
+
+@click.command()
+@click.argument("version_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--to", "target", required=True, metavar="DIR|URL", help="New folder, or hdfs://HOST:PORT/path.")
+@click.option("--volatile-store", metavar="STORE_URL", help="[default: as in config.pbtxt]")
+@click.option("--persistent-store", metavar="STORE_URL", help="[default: as in config.pbtxt]")
+@click.option(
+    "--namespace", type=click.Choice(["version", "shared"]), help="Whose rows of the stores.  [default: as there]"
+)
+def command(
+    version_dir: Path,
+    target: str,
+    volatile_store: str | None,
+    persistent_store: str | None,
+    namespace: str | None,
+) -> None:
+    """Write the rows of VERSION_DIR, <repository>/<model>/<version>, as they are served: a folder per table with `key`
+    and `emb_vector`, which HugeCTR loads and `hotrow import hugectr` imports.
+
+    Rows come from the model's stores, those that they have not from its files; the model may be served meanwhile. Of a
+    RocksDB they are those of one moment. Redis has no such moment: what is written to it meanwhile may be in or not.
+
+    \b
+    Example:
+      hotrow dump model_repository/ctr/1 --to hdfs://namenode:9870/dumps/ctr-1
+    """
+    from inference_session.dump import dump
+    from inference_session.row_source import create_row_source
+    from triton_backend.model_config import configured_session
+
+    given = {"volatile_store": volatile_store, "persistent_store": persistent_store, "store_namespace": namespace}
+    settings = {name: value for name, value in given.items() if value is not None}
+    spec = ModelSpec.read(version_dir)
+    config = configured_session(spec, version_dir, **settings, **_READING_ONLY)
+    num_rows = sum(table.num_rows for table in spec.tables)
+    rows = create_row_source(spec, config, version_dir)
+    try:
+        with row_progress(f"Dumping {version_dir}", num_rows) as progress:
+            report = dump(rows, spec, target, progress)
+    finally:
+        rows.close()
+    for folder, count in report.num_rows.items():
+        click.echo(f"{folder}: {count} rows")
+    click.echo(f"{sum(report.num_rows.values())} rows in {target}")

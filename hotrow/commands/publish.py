@@ -1,0 +1,106 @@
+"""`hotrow publish`: rows into a Kafka update stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from hotrow.progress import row_progress
+from inference_session.errors import ConfigurationError
+from inference_session.formats.native import SESSION_FILE, folder_names
+from inference_session.update_stream.kafka_url import KafkaUrl
+from inference_session.update_stream.publisher import Encoding, Publisher
+from inference_session.update_stream.table_changes import Changes, Table, open_folder, open_tables
+
+_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+@click.command()
+@click.argument("source", metavar="VERSION_DIR|TABLE_FOLDER", type=_FOLDER)
+@click.option("--to", "url", required=True, metavar="KAFKA_URL", help="kafka://HOST:PORT[,HOST:PORT]")
+@click.option("--model", required=True, help="The model's name in the repository that serves it.")
+@click.option("--table", help="Publish this table alone; needed with a table folder.")
+@click.option("--since", metavar="OLD_VERSION", type=_FOLDER, help="Publish only what differs from this version.")
+@click.option(
+    "--encoding",
+    type=click.Choice(["row", "batch"]),
+    default="row",
+    show_default=True,
+    help="A message for each row, which brokers can compact, or many rows to a message, which is faster.",
+)
+def command(source: Path, url: str, model: str, table: str | None, since: Path | None, encoding: Encoding) -> None:
+    """Publish rows to the servers that follow a model's update stream, and wait until the brokers have confirmed them.
+
+    SOURCE is a version directory, or with --table a folder with the files `key` and `emb_vector`. With --since, rows
+    that are equal in both versions are left out, and rows that are gone are deleted. Of a version directory sizes are
+    checked, checksums not. Publishing once more is harmless.
+
+    \b
+    Examples:
+      hotrow publish trained/user --to kafka://127.0.0.1:9092 --model ctr --table user
+      hotrow publish model_repository/ctr/2 --since model_repository/ctr/1 --to kafka://127.0.0.1:9092 --model ctr
+    """
+    parsed = KafkaUrl.parse(url)
+    sources = _sources(source, table, since)
+    begin = time.perf_counter()
+    num_rows = 0
+    with Publisher(parsed, model, encoding=encoding) as publisher:
+        for one in sources:
+            counts = _publish(one, publisher)
+            num_rows += sum(counts)
+            click.echo(f"{one.table.spec.folder}: {counts[0]} rows published, {counts[1]} deleted")
+    seconds = time.perf_counter() - begin
+    click.echo(f"{num_rows} rows confirmed in {seconds:.1f} s, {num_rows / max(seconds, 1e-9):.0f} rows/s")
+
+
+class _Source(NamedTuple):
+    table: Table
+    num_rows: int
+    """Rows to be looked at."""
+    changes: Callable[[], Iterator[Changes]]
+
+
+def _sources(source: Path, table: str | None, since: Path | None) -> list[_Source]:
+    if not (source / SESSION_FILE).exists():
+        if table is None or since is not None:
+            raise ConfigurationError(
+                f"{source}: no version directory, it has no {SESSION_FILE}; a folder with a table's files"
+                " needs --table, and cannot be compared by --since"
+            )
+        return [_whole(open_folder(source, folder_names([table])[0]))]
+    tables = [one for one in open_tables(source) if table is None or table in (one.spec.name, one.spec.folder)]
+    if not tables:
+        raise ConfigurationError(f"{source}: there is no table {table!r}")
+    if since is None:
+        return [_whole(one) for one in tables]
+    old = {one.spec.folder: one for one in open_tables(since)}
+    return [_difference(one, old[one.spec.folder]) if one.spec.folder in old else _whole(one) for one in tables]
+
+
+def _whole(table: Table) -> _Source:
+    return _Source(table, table.spec.num_rows, table.all_rows)
+
+
+def _difference(new: Table, old: Table) -> _Source:
+    return _Source(new, new.spec.num_rows + old.spec.num_rows, lambda: new.changes_since(old))
+
+
+def _publish(source: _Source, publisher: Publisher) -> tuple[int, int]:
+    """Publish one table; returns the rows inserted and deleted."""
+    inserted = deleted = 0
+    folder = source.table.spec.folder
+    with row_progress(f"Publishing {folder}", source.num_rows) as progress:
+        for keys, vectors, num_done in source.changes():
+            if vectors is None:
+                publisher.delete(folder, keys)
+                deleted += len(keys)
+            else:
+                publisher.publish(folder, keys, vectors)
+                inserted += len(keys)
+            progress(num_done)
+        publisher.flush()
+    return inserted, deleted

@@ -1,0 +1,100 @@
+"""HugeCTR's `DataSourceParams` and `DataSource`: model files between HDFS and this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from inference_session.errors import ConfigurationError
+from inference_session.model_source import Copy
+
+_RPC_PORTS = frozenset({9000, 8020, 9820})
+"""Ports at which Hadoop's own protocol is usually spoken, which HugeCTR uses."""
+_WEB_PORT = 9870
+
+
+class DataSourceType_t(str, Enum):  # noqa: N801  HugeCTR's name
+    """Where files are, for releases from 3.9 on."""
+
+    Local = "local"
+    HDFS = "hdfs"
+
+
+@dataclass
+class DataSourceParams:
+    """The parameters of 3.4, and `type` and `server` of later releases, which come before `use_hdfs` and `namenode`.
+
+    `port` is that of WebHDFS. The usual ports of Hadoop's own protocol (9000, HugeCTR's default, 8020, 9820) mean 9870.
+    """
+
+    use_hdfs: bool = False
+    namenode: str = "localhost"
+    port: int = 9000
+    hdfs_train_source: str = ""
+    hdfs_train_filelist: str = ""
+    hdfs_eval_source: str = ""
+    hdfs_eval_filelist: str = ""
+    hdfs_dense_model: str = ""
+    hdfs_dense_opt_states: str = ""
+    hdfs_sparse_model: Sequence[str] = ()
+    hdfs_sparse_opt_states: Sequence[str] = ()
+    local_train_source: str = ""
+    local_train_filelist: str = ""
+    local_eval_source: str = ""
+    local_eval_filelist: str = ""
+    local_dense_model: str = ""
+    local_dense_opt_states: str = ""
+    local_sparse_model: Sequence[str] = ()
+    local_sparse_opt_states: Sequence[str] = ()
+    hdfs_model_home: str = ""
+    local_model_home: str = ""
+    type: DataSourceType_t | None = None
+    server: str | None = None
+
+    @property
+    def is_hdfs(self) -> bool:
+        """Whether files are on HDFS."""
+        return self.use_hdfs if self.type is None else self.type is DataSourceType_t.HDFS
+
+    def place_of(self, path: str) -> str:
+        """What a path means by these parameters: itself, or a URL."""
+        if not self.is_hdfs or "://" in path:
+            return path
+        port = _WEB_PORT if self.port in _RPC_PORTS else self.port
+        return f"hdfs://{self.server or self.namenode}:{port}/{path.lstrip('/')}"
+
+
+class DataSource:
+    """The files that a DataSourceParams names."""
+
+    def __init__(self, params: DataSourceParams) -> None:
+        self._params = params
+
+    def move_to_local(self) -> None:
+        """Copy all that is named on both sides from HDFS to this machine; files that are there already are refused.
+
+        Raises:
+            ConfigurationError: lists of different lengths, a file that exists, or files that are not on HDFS.
+            OSError, UnavailableError: HDFS cannot be read; run it again to go on.
+        """
+        if not self._params.is_hdfs:
+            raise ConfigurationError("DataSourceParams: use_hdfs is False, so that nothing can be moved here")
+        for source, target in self._pairs():
+            with Copy(self._params.place_of(source), target) as copy:
+                copy.run()
+
+    def _pairs(self) -> Iterator[tuple[str, str]]:
+        names = [name for name in DataSourceParams.__dataclass_fields__ if name.startswith("hdfs_")]
+        for name in names:
+            local = name.replace("hdfs_", "local_")
+            sources, targets = (_listed(getattr(self._params, side)) for side in (name, local))
+            if sources and targets and len(sources) != len(targets):
+                raise ConfigurationError(f"DataSourceParams: {len(sources)} {name}, but {len(targets)} {local}")
+            yield from zip(sources, targets, strict=False)
+
+
+def _listed(value: str | Sequence[str]) -> Sequence[str]:
+    if isinstance(value, str):
+        return (value,) if value else ()
+    return value

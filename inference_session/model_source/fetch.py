@@ -1,0 +1,104 @@
+"""Files of HDFS for readers that want files of this machine: copied into the user's cache folder, and kept there.
+
+<cache>/sources/<hash of the URL>/
+  lock                     held by whoever copies
+  <hash of the state>/     one per state of the source: its files, their sizes and stamps
+    <name>                 the file or folder
+
+A state that is there is not copied again; only the newest ones are kept.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from inference_session.errors import ConfigurationError
+from inference_session.model_source.copy import Copy
+from inference_session.model_source.create import create_source, is_url, split_place
+from inference_session.model_source.inventory import Inventory
+from inference_session.model_source.transfer import Progress
+
+NUM_KEPT = 2
+"""States of one source that are kept: the newest, and the one before it, which others may be reading."""
+
+
+def cache_folder() -> Path:
+    """`HOTROW_CACHE_DIR`, else `hotrow` in the user's cache folder; there `sources`."""
+    if chosen := os.environ.get("HOTROW_CACHE_DIR"):
+        return Path(chosen) / "sources"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotrow" / "sources"
+
+
+def fetch(place: str | Path, progress: Progress | None = None) -> Path:
+    """The path of a file or folder on this machine: a path as it is, what a URL names as a verified copy of it.
+
+    Raises:
+        as `Copy`; ConfigurationError also where the cache cannot be written.
+    """
+    if not is_url(place):
+        return Path(place)
+    url = str(place)
+    with create_source(url) as source:
+        states = json.dumps(sorted(Inventory.of(source).states().items()))
+    folder = _folder_of(url)
+    with _locked(folder):
+        target = folder / _hash(states) / split_place(url)[1]
+        if not target.exists():
+            with Copy(url, target) as copy:
+                copy.run(progress)
+        os.utime(target.parent)
+        _remove_old(folder)
+    return target
+
+
+def forget(place: str | Path) -> None:
+    """Remove the copies of a URL, if there are any."""
+    if is_url(place) and _folder_of(str(place)).is_dir():
+        with _locked(_folder_of(str(place))):
+            _remove_old(_folder_of(str(place)), num_kept=0)
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """Make a file, or a folder with all its files, appear at another place of the same file system, as hard links."""
+    if source.is_dir():
+        shutil.copytree(source, target, copy_function=os.link)
+    else:
+        target.hardlink_to(source)
+
+
+def _folder_of(url: str) -> Path:
+    return cache_folder() / _hash(url)
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{folder}: copies cannot be kept there ({error.strerror}); set HOTROW_CACHE_DIR to a folder that can"
+        ) from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _remove_old(folder: Path, num_kept: int = NUM_KEPT) -> None:
+    """Must be called while holding the lock."""
+    states = sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime_ns)
+    for path in states[: len(states) - num_kept]:
+        shutil.rmtree(path)

@@ -1,0 +1,74 @@
+"""Table files below a store that remembers which of their rows were erased: files themselves are never changed.
+
+The keys that were erased are rows of a table beside the one they were erased from, in the store, one element wide. They
+outlive this process as the store's rows do, and every other process that reads the store sees them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import StoreError, UnavailableError
+from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, Rows
+from inference_session.parameter_server.wrappers import WrapperStore
+
+SUFFIX = "~erased"
+"""Behind a table's name: the table of the keys that were erased from its files."""
+
+
+class DeletableFiles(WrapperStore):
+    """The rows of files but for those that were erased. What is inserted is in the store, which is asked first."""
+
+    def __init__(self, files: EmbeddingStore, store: EmbeddingStore) -> None:
+        """`store` has a table `<table>~erased` of embedding_dim 1 for every table of the files; others close it."""
+        super().__init__(files)
+        self._memory = store
+        self._any_erased = dict.fromkeys(files.tables, False)
+        self.refresh()
+
+    @property
+    def supports_writes(self) -> bool:
+        """Rows can be erased."""
+        return True
+
+    def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """See EmbeddingStore. While the store is down, what was erased from the files is there again."""
+        found = self.store.fetch(table, keys, out)
+        if self._any_erased[table] and found.any():
+            with contextlib.suppress(UnavailableError, StoreError):
+                found[found] = ~self._erased(table, keys[found])
+        return found
+
+    def fetch_many(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]]:
+        """See EmbeddingStore."""
+        return [self.fetch(*request) for request in requests]
+
+    def scan(self, table: str) -> Iterator[Rows]:
+        """See EmbeddingStore."""
+        for keys, vectors in self.store.scan(table):
+            left = ~self._erased(table, keys)
+            yield keys[left], vectors[left]
+
+    def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        """Nothing: the store above has the rows, and comes before the files."""
+
+    def erase(self, table: str, keys: NDArray[np.int64]) -> None:
+        """See EmbeddingStore."""
+        held = self.store.fetch(table, keys, np.empty((len(keys), self.embedding_dim(table)), np.float32))
+        if held.any():
+            self._memory.insert(table + SUFFIX, keys[held], np.ones((int(held.sum()), 1), np.float32))
+            self._any_erased[table] = True
+
+    def refresh(self) -> None:
+        """See whether others have erased rows of a table from which none were erased so far."""
+        with contextlib.suppress(UnavailableError, StoreError):
+            for table, known in self._any_erased.items():
+                self._any_erased[table] = known or self._memory.num_rows(table + SUFFIX) > 0
+
+    def _erased(self, table: str, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
+        keys = np.ascontiguousarray(keys)
+        return self._memory.fetch(table + SUFFIX, keys, np.empty((len(keys), 1), np.float32))

@@ -1,0 +1,417 @@
+"""The consumer's side of an update stream: messages from Kafka to the rows of one session, in order per key.
+
+    discover    topics of this model's tables, every second: new ones from where their rows are durable up to, else
+                from the oldest message; ones that have vanished are left, and begin anew when they come back
+    consume     many messages at once, of all partitions
+    decode      by table; messages that cannot be applied are set aside, counted, and logged once per reason
+    apply       to every tier and the cache; while a store is down, again and again: nothing is dropped
+    save        where rows are durable, once a second: how far they are, beside the rows, then the same to the brokers
+
+Partitions are assigned, not shared out by a consumer group: every process keeps its own cache up to date, and so has to
+see every message. Where the rows are not durable, nothing is saved, and the stream is read from its beginning at start.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import socket
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import ConfigurationError, StoreError, UnavailableError
+from inference_session.formats.native import TableSpec
+from inference_session.update_stream.encodings import REASONS, Message, Refusal, Updates, decode
+from inference_session.update_stream.kafka_url import KafkaUrl, table_of
+
+try:
+    from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
+except ImportError as missing:
+    raise ConfigurationError(
+        "an update stream needs the package `confluent-kafka`: pip install 'hotrow[kafka]'"
+    ) from missing
+
+DISCOVERY_S = 1.0
+MAX_MESSAGES = 10_000
+MAX_SET_ASIDE = 100
+"""Refused messages of which the statistics tell."""
+_POLL_S = 0.05
+_SAVE_S = 1.0
+_BROKER_S = 2.0
+"""How long a question to the brokers may take."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+_CLOSE_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+Partition = tuple[str, int]
+Result = TypeVar("Result")
+
+
+class UpdatedRows(Protocol):
+    """What updates are applied to: a session's RowSource."""
+
+    @property
+    def is_durable(self) -> bool: ...
+    def update(self, table: int, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None: ...
+    def erase(self, table: int, keys: NDArray[np.int64]) -> None: ...
+    def note(self, table: int) -> str | None: ...
+    def save_note(self, table: int, text: str) -> None: ...
+
+
+class KafkaUpdateStream:
+    """Applies a model's updates from a thread of its own, until closed."""
+
+    def __init__(
+        self,
+        url: KafkaUrl,
+        model: str,
+        version: str,
+        tables: Sequence[TableSpec],
+        rows: UpdatedRows,
+        *,
+        topic_filter: str = ".+",
+        allow_non_finite: bool = False,
+    ) -> None:
+        """Begin to follow the topics of a model. Brokers that do not answer are waited for, in the background.
+
+        Args:
+            url: the brokers.
+            model: name of the model, which is in the topics' names.
+            version: for the name under which offsets are committed.
+            tables: in the order in which `rows` counts them.
+            rows: takes the updates.
+            topic_filter: regular expression; of the model's topics, those that it matches somewhere are followed.
+            allow_non_finite: whether rows with NaN or infinite elements are applied.
+        """
+        self._model = model
+        self._tables = {spec.folder: t for t, spec in enumerate(tables)}
+        self._specs = tables
+        self._rows = rows
+        self._filter = re.compile(topic_filter)
+        self._allow_non_finite = allow_non_finite
+        self._positions: dict[Partition, int] = {}
+        """Of the partitions followed, the next offset; OFFSET_BEGINNING where nothing has come yet."""
+        self._behind: set[Partition] | None = None
+        """Partitions found at first whose end has not been seen yet; None: nothing has been found out."""
+        self._current = threading.Event()
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(("messages", "updated_rows", "deleted_rows", "failures"), 0)
+        self._rejected = dict.fromkeys(REASONS, 0)
+        self._set_aside: deque[str] = deque(maxlen=MAX_SET_ASIDE)
+        self._lag: dict[Partition, int] = {}
+        self._staleness_s = 0.0
+        self._oldest_pending_s: float | None = None
+        self._failure: str | None = None
+        self._unsaved: set[int] = set()
+        self._save_at = self._discover_at = 0.0
+        self._consumer = _create_consumer(url, f"hotrow.{model}.{version}.{socket.gethostname()}")
+        self._url = url
+        self._thread = threading.Thread(target=self._work, name="hotrow-update-stream", daemon=True)
+        self._thread.start()
+
+    def wait_until_current(self, timeout_s: float) -> bool:
+        """Wait until all messages that were there at the beginning are applied; returns whether that was in time.
+
+        Does not wait for brokers that cannot be reached.
+        """
+        return self._current.wait(timeout_s)
+
+    def stats(self) -> dict[str, Any]:
+        """What has been done so far (docs/operations.md)."""
+        with self._lock:
+            pending, now = self._oldest_pending_s, time.time()
+            return {
+                **self._counts,
+                "lag_messages": sum(self._lag.values()),
+                "staleness_s": self._staleness_s if pending is None else max(now - pending, 0.0),
+                "topics": sorted({topic for topic, _ in self._positions}),
+                "rejected": dict(self._rejected),
+                "set_aside": list(self._set_aside),
+                "failure": self._failure,
+            }
+
+    def close(self) -> None:
+        """Apply no more, and save how far it came. May be called more than once."""
+        self._closing.set()
+        self._thread.join(_CLOSE_S)
+        if self._thread.is_alive():
+            _log.warning("%r is still busy with its last messages; they come again at the next start", self)
+
+    def __repr__(self) -> str:
+        return f"<KafkaUpdateStream of model {self._model!r} from {str(self._url)!r}>"
+
+    def _work(self) -> None:
+        try:
+            while not self._closing.is_set():
+                self._survive(self._step)
+            self._survive(self._save)
+        finally:
+            self._consumer.close()
+
+    def _survive(self, work: Callable[[], None]) -> None:
+        """Do a piece of work; what goes wrong in it is logged, and must not end all that comes after."""
+        try:
+            work()
+        except KafkaException as error:
+            self._report(f"the brokers: {error.args[0].str()}")
+            self._closing.wait(_FIRST_PAUSE_S)
+        except (UnavailableError, StoreError) as error:  # closing: what is not applied comes again at the next start
+            self._report(str(error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is logged, and the same messages come again
+            self._report(f"{type(error).__name__}: {error}")
+            _log.exception("the update stream of model %r failed, and tries again", self._model)
+            self._assign()
+            self._closing.wait(_LONGEST_PAUSE_S)
+
+    def _step(self) -> None:
+        if time.monotonic() >= self._discover_at:
+            self._discover()
+            self._discover_at = time.monotonic() + DISCOVERY_S
+        by_topic, oldest_ms, ends = self._consume()
+        if by_topic:
+            self._apply_all(by_topic, oldest_ms)
+        self._note_ends(ends)
+        if self._unsaved and time.monotonic() >= self._save_at:
+            self._save()
+
+    def _discover(self) -> None:
+        """Follow the topics that there are now."""
+        try:
+            topics = self._consumer.list_topics(timeout=_BROKER_S).topics
+        except KafkaException as error:
+            self._report(f"no broker answers at {self._url}: {error.args[0].str()}")
+            self._current.set()
+            return
+        self._recovered()
+        found = {
+            (name, partition)
+            for name, topic in topics.items()
+            if topic.error is None and table_of(name, self._model) and self._filter.search(name)
+            for partition in topic.partitions
+        }
+        vanished, new = self._positions.keys() - found, found - self._positions.keys()
+        if vanished:
+            self._leave(vanished)
+        if new:
+            self._follow(new)
+        if self._behind is None:
+            self._behind = new
+        self._note_ends(())
+        self._measure_lag()
+
+    def _leave(self, partitions: Collection[Partition]) -> None:
+        for topic, partition in sorted(partitions):
+            _log.warning(
+                "topic %r, partition %d, has vanished or begun anew: what comes back is read", topic, partition
+            )
+            with self._lock:
+                del self._positions[topic, partition]
+                self._lag.pop((topic, partition), None)
+            if self._rows.is_durable and (table := table_of(topic, self._model)) in self._tables:
+                self._unsaved.add(self._tables[table or ""])
+        self._note_ends(partitions)
+        self._assign()
+
+    def _follow(self, partitions: Iterable[Partition]) -> None:
+        for topic, partition in sorted(partitions):
+            offset = self._saved_offset(topic, partition)
+            _log.info("following topic %r, partition %d, from offset %d", topic, partition, offset)
+            with self._lock:
+                self._positions[topic, partition] = offset
+        self._assign()
+
+    def _assign(self) -> None:
+        self._consumer.assign([TopicPartition(*one, offset) for one, offset in self._positions.items()])
+
+    def _saved_offset(self, topic: str, partition: int) -> int:
+        table = self._tables.get(table_of(topic, self._model) or "")
+        if table is None or not self._rows.is_durable:
+            return OFFSET_BEGINNING
+        text = self._persist(lambda: self._rows.note(table))
+        offset = _offsets(text).get(topic, {}).get(str(partition), OFFSET_BEGINNING)
+        return offset if isinstance(offset, int) and offset >= 0 else OFFSET_BEGINNING
+
+    def _consume(self) -> tuple[dict[str, list[Any]], int, list[Partition]]:
+        """Messages by topic; the time in ms at which the oldest was published; partitions whose end was reached."""
+        by_topic: defaultdict[str, list[Any]] = defaultdict(list)
+        ends: list[Partition] = []
+        for message in self._consumer.consume(MAX_MESSAGES, _POLL_S):
+            error, topic = message.error(), message.topic() or ""
+            if error is None:
+                by_topic[topic].append(message)
+            elif error.code() == KafkaError._PARTITION_EOF:
+                ends.append((topic, message.partition() or 0))
+            else:
+                self._report(f"topic {topic!r}: {error.str()}")
+                self._discover_at = 0.0
+        oldest_ms = min((messages[0].timestamp()[1] for messages in by_topic.values()), default=0)
+        return by_topic, oldest_ms, ends
+
+    def _apply_all(self, by_topic: Mapping[str, list[Any]], oldest_ms: int) -> None:
+        published_s = oldest_ms / 1000 if oldest_ms > 0 else time.time()
+        with self._lock:
+            self._oldest_pending_s = published_s
+        for topic, messages in by_topic.items():
+            self._apply(topic, messages)
+        with self._lock:
+            self._counts["messages"] += sum(map(len, by_topic.values()))
+            self._staleness_s = max(time.time() - published_s, 0.0)
+            self._oldest_pending_s = None
+            for reached in self._consumer.position([TopicPartition(*one) for one in self._positions]):
+                if reached.offset >= 0:
+                    self._positions[reached.topic, reached.partition] = reached.offset
+        self._measure_lag()
+
+    def _apply(self, topic: str, messages: Sequence[Any]) -> None:
+        table = self._tables.get(table_of(topic, self._model) or "")
+        if table is None:
+            text = f"the model has no table of that name, but {', '.join(map(repr, self._tables)) or 'none'}"
+            self._refuse(topic, messages, [Refusal(i, "unknown_table", text) for i in range(len(messages))])
+            return
+        spec = self._specs[table]
+        updates = decode(
+            [Message(message.key(), message.value()) for message in messages],
+            spec.embedding_dim,
+            allow_non_finite=self._allow_non_finite,
+            min_key=0 if spec.keys == "row_number" else None,
+        )
+        self._refuse(topic, messages, updates.refusals)
+        self._write(table, updates)
+        with self._lock:
+            self._counts["updated_rows"] += len(updates.keys)
+            self._counts["deleted_rows"] += len(updates.deleted)
+        if self._rows.is_durable:
+            self._unsaved.add(table)
+
+    def _write(self, table: int, updates: Updates) -> None:
+        if len(updates.keys):
+            self._persist(lambda: self._rows.update(table, updates.keys, updates.vectors))
+        if len(updates.deleted):
+            self._persist(lambda: self._rows.erase(table, updates.deleted))
+
+    def _persist(self, work: Callable[[], Result]) -> Result:
+        """Do something with the stores, again and again until they can: no update is ever passed over."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                result = work()
+            except (UnavailableError, StoreError) as error:
+                self._report(str(error))
+                self._measure_lag()
+                if self._closing.wait(pause_s):
+                    raise
+            else:
+                self._recovered()
+                return result
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _refuse(self, topic: str, messages: Sequence[Any], refusals: Iterable[Refusal]) -> None:
+        """Set messages aside."""
+        for refusal in refusals:
+            message = messages[refusal.position]
+            text = f"{topic!r}, partition {message.partition()}, offset {message.offset()}: {refusal.text}"
+            with self._lock:
+                is_first = not self._rejected[refusal.reason]
+                self._rejected[refusal.reason] += 1
+                self._set_aside.append(f"{refusal.reason}: {text}")
+            if is_first:
+                _log.warning("an update is refused (%s; further ones are only counted): %s", refusal.reason, text)
+
+    def _note_ends(self, ends: Iterable[Partition]) -> None:
+        if self._behind is not None and not self._current.is_set():
+            self._behind.difference_update(ends)
+            if not self._behind:
+                self._current.set()
+
+    def _measure_lag(self) -> None:
+        """How many messages each partition has beyond those that are applied, as the brokers said last.
+
+        One that ends before them was made anew, and is read from its beginning.
+        """
+        cut = []
+        for (topic, partition), position in self._positions.items():
+            _, end = self._consumer.get_watermark_offsets(TopicPartition(topic, partition), cached=True)
+            with self._lock:
+                self._lag[topic, partition] = max(end - position, 0) if position >= 0 else max(end, 0)
+            if 0 <= end < position:
+                cut.append((topic, partition))
+        if cut:
+            self._leave(cut)
+            self._discover_at = 0.0
+
+    def _save(self) -> None:
+        """Keep, beside the rows, up to where they have been applied, and tell the brokers."""
+        self._save_at = time.monotonic() + _SAVE_S
+        for table in sorted(self._unsaved):
+            self._persist(lambda table=table: self._save_table(table))  # type: ignore[misc]
+        reached = [TopicPartition(*one, offset) for one, offset in self._positions.items() if offset >= 0]
+        if self._unsaved and reached:
+            self._consumer.commit(offsets=reached, asynchronous=True)
+        self._unsaved.clear()
+
+    def _save_table(self, table: int) -> None:
+        """Rows that are pushed anew lose this note with them, and so get their updates again."""
+        offsets: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        for (topic, partition), offset in self._positions.items():
+            if self._tables.get(table_of(topic, self._model) or "") == table and offset >= 0:
+                offsets[topic][str(partition)] = offset
+        note = {**_note(self._rows.note(table)), "offsets": offsets}
+        self._rows.save_note(table, json.dumps(note))
+
+    def _report(self, failure: str) -> None:
+        with self._lock:
+            is_news = self._failure is None
+            self._counts["failures"] += 1
+            self._failure = failure
+        if is_news:
+            _log.warning("the update stream of model %r waits: %s", self._model, failure)
+
+    def _recovered(self) -> None:
+        with self._lock:
+            was_down, self._failure = self._failure is not None, None
+        if was_down:
+            _log.info("the update stream of model %r goes on", self._model)
+
+
+def _create_consumer(url: KafkaUrl, group: str) -> Consumer:
+    settings: dict[str, Any] = {
+        **url.client_settings(),
+        "group.id": group,  # which nobody joins: offsets are committed under its name
+        "enable.auto.commit": False,
+        "enable.auto.offset.store": False,
+        "auto.offset.reset": "earliest",
+        "enable.partition.eof": True,
+        "fetch.wait.max.ms": 100,
+        "fetch.error.backoff.ms": 200,
+        "reconnect.backoff.max.ms": 1000,
+        "queued.max.messages.kbytes": 32 << 10,
+        "log_level": 0,  # what matters is logged here
+        "error_cb": lambda _: None,
+    }
+    try:
+        return Consumer(settings)
+    except KafkaException as error:
+        raise ConfigurationError(f"settings of {str(url)!r} are refused: {error.args[0].str()}") from error
+
+
+def _note(text: str | None) -> dict[str, Any]:
+    """A table's note, which a push may have begun; {} where it is none of ours."""
+    try:
+        note = json.loads(text or "{}")
+    except ValueError:
+        return {}
+    return note if isinstance(note, dict) else {}
+
+
+def _offsets(text: str | None) -> dict[str, dict[str, Any]]:
+    offsets = _note(text).get("offsets", {})
+    return offsets if isinstance(offsets, dict) and all(isinstance(one, dict) for one in offsets.values()) else {}

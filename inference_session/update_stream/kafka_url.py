@@ -1,0 +1,110 @@
+"""The brokers of an update stream by URL, and the topics of a model.
+
+    kafka://[user:password@]host[:port][,host[:port]…][?option=value&…]
+
+Options: `security_protocol` (plaintext, ssl, sasl_plaintext, sasl_ssl), `sasl_mechanism` (PLAIN, SCRAM-SHA-256 …), and
+`tls_ca_certificate`, `tls_client_certificate`, `tls_client_key` (files). No text made of a URL shows a password.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from urllib.parse import parse_qsl, unquote
+
+from inference_session.errors import ConfigurationError
+
+SCHEME = "kafka"
+DEFAULT_PORT = 9092
+PREFIXES = ("hps_et", "hctr_et")
+"""What topics begin with: HPS's name, which we publish under, and HugeCTR's of 3.4, which we follow as well."""
+
+_OPTIONS = {
+    "security_protocol": "security.protocol",
+    "sasl_mechanism": "sasl.mechanism",
+    "tls_ca_certificate": "ssl.ca.location",
+    "tls_client_certificate": "ssl.certificate.location",
+    "tls_client_key": "ssl.key.location",
+}
+_BROKER = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+)(:(?P<port>\d{1,5}))?")
+_TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
+
+
+@dataclass(frozen=True)
+class KafkaUrl:
+    """The parts of a stream's URL."""
+
+    brokers: tuple[str, ...]
+    """host:port of each broker to begin with."""
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    options: Mapping[str, str] = field(default_factory=dict)
+
+    def client_settings(self) -> dict[str, str]:
+        """The settings of librdkafka that reach these brokers."""
+        settings = {"bootstrap.servers": ",".join(self.brokers)}
+        if self.user is not None:
+            settings |= {"sasl.username": self.user, "sasl.password": self.password or ""}
+            settings |= {"security.protocol": "sasl_plaintext", "sasl.mechanism": "PLAIN"}
+        return settings | {_OPTIONS[name]: value for name, value in self.options.items()}
+
+    def __str__(self) -> str:
+        """The URL with `***` for the password."""
+        login = "" if self.user is None else f"{self.user}:***@"
+        options = "&".join(f"{name}={value}" for name, value in self.options.items())
+        return f"{SCHEME}://{login}{','.join(self.brokers)}{'?' if options else ''}{options}"
+
+    @classmethod
+    def parse(cls, text: str) -> KafkaUrl:
+        """Take a URL apart; ConfigurationError says what is wrong, without ever showing a password."""
+        scheme, separator, rest = text.partition("://")
+        if not separator or scheme != SCHEME:
+            found = f"scheme {scheme!r} is unknown" if separator else "it has no scheme"
+            raise ConfigurationError(f"not an update stream's URL: {found}; allowed: kafka://HOST:PORT[,HOST:PORT]")
+        place, _, query = rest.partition("?")
+        login, separator, hosts = place.rpartition("@")
+        user, _, password = login.partition(":")
+        return cls(
+            tuple(_broker(host) for host in hosts.rstrip("/").split(",")),
+            user=unquote(user) if separator else None,
+            password=unquote(password) if separator else None,
+            options=_options(query),
+        )
+
+
+def topic_name(model: str, table: str, prefix: str = PREFIXES[0]) -> str:
+    """The topic of a table (its folder name); ConfigurationError where Kafka allows no such name."""
+    topic = f"{prefix}.{model}.{table}"
+    if not _TOPIC.fullmatch(topic):
+        raise ConfigurationError(
+            f"{topic!r} is no name for a Kafka topic: allowed are up to 249 letters, digits, '.', '_' and '-'"
+        )
+    return topic
+
+
+def table_of(topic: str, model: str) -> str | None:
+    """The table whose updates a topic carries, None where it is none of this model's."""
+    for prefix in PREFIXES:
+        begin = f"{prefix}.{model}."
+        table = topic[len(begin) :]
+        if topic.startswith(begin) and table and "." not in table:
+            return table
+    return None
+
+
+def _broker(text: str) -> str:
+    match = _BROKER.fullmatch(text)
+    if match is None or not 0 < int(match["port"] or DEFAULT_PORT) < 2**16:
+        raise ConfigurationError("a kafka:// URL has a malformed host or port; allowed: kafka://HOST:PORT[,HOST:PORT]")
+    return f"{match['host']}:{match['port'] or DEFAULT_PORT}"
+
+
+def _options(query: str) -> dict[str, str]:
+    options = dict(parse_qsl(query, keep_blank_values=True))
+    unknown = sorted(set(options) - set(_OPTIONS))
+    if unknown:
+        raise ConfigurationError(
+            f"a kafka:// URL has the unknown option {unknown[0]!r}; allowed: {', '.join(_OPTIONS)}"
+        )
+    return options

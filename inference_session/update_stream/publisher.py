@@ -1,0 +1,283 @@
+"""The producer's side of an update stream: rows from a trainer to the servers, every one of them confirmed."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from inference_session.errors import ConfigurationError, InvalidRequestError, StoreError, UnavailableError
+from inference_session.formats.native import folder_names
+from inference_session.update_stream.encodings import check_rows, encode_batch, encode_keys, encode_vectors
+from inference_session.update_stream.kafka_url import KafkaUrl, topic_name
+
+try:
+    from confluent_kafka import KafkaError, KafkaException, Producer
+    from confluent_kafka.admin import AdminClient
+    from confluent_kafka.cimpl import NewTopic
+except ImportError as missing:
+    raise ConfigurationError("publishing needs the package `confluent-kafka`: pip install 'hotrow[kafka]'") from missing
+
+Encoding = Literal["row", "batch"]
+
+DEFAULT_TIMEOUT_S = 15.0
+_BATCH_BYTES = 256 << 10
+"""Rows in one batch message, about: well below the 1 MiB that brokers take by default."""
+_ROWS_BETWEEN_POLLS = 1000
+_QUEUE_BYTES = 64 << 20
+_TOPIC_SETTINGS = {"cleanup.policy": "compact", "delete.retention.ms": str(10 * 365 * 24 * 3600 * 1000)}
+"""Of topics that we make: the last row of every key stays, and so does the word that it was deleted."""
+
+
+class Publisher:
+    """Publishes rows of one model's tables. To be used by one thread at a time, and as a context manager.
+
+        with Publisher("kafka://broker:9092", "ctr") as publisher:
+            publisher.publish("user", keys, vectors)
+            publisher.delete("user", keys_that_are_gone)
+
+    Rows of one key arrive in the order in which they were published: all messages of a key go to one partition, by
+    the CRC-32 of its 8 bytes, as librdkafka's own default does.
+    """
+
+    def __init__(
+        self, url: str | KafkaUrl, model: str, *, encoding: Encoding = "row", timeout_s: float = DEFAULT_TIMEOUT_S
+    ) -> None:
+        """Reach the brokers.
+
+        Args:
+            url: kafka://HOST:PORT[,HOST:PORT].
+            model: name of the model, as in the repository.
+            encoding: `row`, a message for each row, which brokers can compact; `batch`, many rows to a message, which
+                is several times as fast. Deletions are messages of their own in both.
+            timeout_s: the longest that the brokers may take to answer, and to confirm a message.
+
+        Raises:
+            UnavailableError: no broker answers.
+            ConfigurationError: the URL or the encoding is not allowed.
+        """
+        if encoding not in get_args(Encoding):
+            raise ConfigurationError(f"encoding {encoding!r} is none of {', '.join(get_args(Encoding))}")
+        self.url = KafkaUrl.parse(url) if isinstance(url, str) else url
+        self.model = model
+        self.encoding = encoding
+        self.num_confirmed = 0
+        """Messages that the brokers have confirmed."""
+        self._timeout_s = timeout_s
+        self._failure: KafkaError | None = None
+        self._num_partitions: dict[str, int] = {}
+        self._settings: dict[str, Any] = {
+            **self.url.client_settings(),
+            "log_level": 0,  # what goes wrong is raised
+            "error_cb": lambda _: None,
+        }
+        # Its own errors, such as of an unknown option's value, come first.
+        self._producer = _translated(self._create_producer, f"settings of {str(self.url)!r} are refused")
+        self._admin = AdminClient(self._settings)
+        self._topics()
+
+    def publish(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
+        """Queue rows, replacing those whose keys are held; of equal keys the last wins.
+
+        Args:
+            table: the table's name, or that of its folder.
+            keys: integers [n].
+            vectors: floats [n, embedding_dim].
+
+        Raises:
+            InvalidRequestError: these are no such arrays.
+            UnavailableError: the brokers have stopped answering.
+            StoreError: they refuse a message.
+        """
+        rows = _as_keys(keys), np.ascontiguousarray(vectors, np.float32)
+        check_rows(*rows)
+        topic = self._topic(table)
+        count = self._partitions(topic)
+        if self.encoding == "row":
+            self._produce(
+                topic, zip(encode_keys(rows[0]), encode_vectors(rows[1]), _partition(rows[0], count), strict=True)
+            )
+        else:
+            self._produce(topic, _batches(*rows, count))
+
+    def delete(self, table: str, keys: ArrayLike) -> None:
+        """Queue deletions: the rows of these keys, integers [n], become the default vector. Errors as of `publish`."""
+        gone = _as_keys(keys)
+        topic = self._topic(table)
+        partitions = _partition(gone, self._partitions(topic))
+        self._produce(topic, ((key, None, p) for key, p in zip(encode_keys(gone), partitions, strict=True)))
+
+    def flush(self) -> None:
+        """Return when the brokers have confirmed all that was queued; errors as of `publish`."""
+        # A message that is not delivered in time fails, so this comes to an end.
+        while self._producer.flush(1.0) and self._failure is None:
+            pass
+        self._raise_failure()
+
+    def close(self) -> None:
+        """`flush`, then take no more. May be called more than once."""
+        self.flush()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+
+    def __repr__(self) -> str:
+        return f"<Publisher of model {self.model!r} to {str(self.url)!r}>"
+
+    def _create_producer(self) -> Producer:
+        timeout_ms = int(self._timeout_s * 1000)
+        return Producer(
+            {
+                **self._settings,
+                # In order and without duplicates, whatever has to be sent again.
+                "enable.idempotence": True,
+                "linger.ms": 5,
+                "delivery.timeout.ms": timeout_ms,
+                "socket.timeout.ms": timeout_ms,
+                "queue.buffering.max.messages": 500_000,
+                "queue.buffering.max.kbytes": _QUEUE_BYTES >> 10,
+                "on_delivery": self._on_delivery,
+            }
+        )
+
+    def _on_delivery(self, error: KafkaError | None, _message: object) -> None:
+        if error is None:
+            self.num_confirmed += 1
+        elif self._failure is None:
+            self._failure = error
+
+    def _produce(self, topic: str, messages: Iterable[tuple[bytes | None, bytes | None, int]]) -> None:
+        for number, (key, value, partition) in enumerate(messages):
+            if number % _ROWS_BETWEEN_POLLS == 0:
+                self._producer.poll(0)
+                self._raise_failure()
+            while not self._queue(topic, key, value, partition):
+                self._producer.poll(0.1)  # until the brokers have taken some, or their silence is a failure
+                self._raise_failure()
+
+    def _queue(self, topic: str, key: bytes | None, value: bytes | None, partition: int) -> bool:
+        """Queue a message; False: the queue is full."""
+        try:
+            self._producer.produce(topic, value, key, partition)
+        except BufferError:
+            return False
+        except KafkaException as error:
+            raise StoreError(f"a message of topic {topic!r} was refused: {error.args[0].str()}") from error
+        return True
+
+    def _raise_failure(self) -> None:
+        if self._failure is None:
+            return
+        reason = self._failure.str()
+        self._producer.purge()
+        self._producer.flush(0)
+        kind = StoreError if self._failure.code() in _REFUSALS else UnavailableError
+        raise kind(f"a message to {self._where()} was not delivered: {reason}")
+
+    def _partitions(self, topic: str) -> int:
+        """How many partitions a topic has; one that does not exist is made."""
+        if topic not in self._num_partitions:
+            found = self._topics().get(topic, 0)
+            if not found:
+                self._create_topic(topic)
+                found = self._await_topic(topic)
+            self._num_partitions[topic] = found
+        return self._num_partitions[topic]
+
+    def _create_topic(self, topic: str) -> None:
+        new = NewTopic(topic, num_partitions=-1, replication_factor=-1, config=_TOPIC_SETTINGS)
+        try:
+            self._admin.create_topics([new], request_timeout=self._timeout_s)[topic].result()
+        except KafkaException as error:
+            if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                text = f"topic {topic!r} does not exist, and cannot be made at {self._where()}"
+                raise StoreError(f"{text}: {error.args[0].str()}") from error
+
+    def _await_topic(self, topic: str) -> int:
+        end = time.monotonic() + self._timeout_s
+        while time.monotonic() < end:
+            if found := self._topics().get(topic, 0):
+                return found
+            time.sleep(0.05)
+        raise UnavailableError(f"topic {topic!r} was made at {self._where()}, but has no partitions yet")
+
+    def _topics(self) -> dict[str, int]:
+        """All topics, with the number of their partitions."""
+        try:
+            topics = self._admin.list_topics(timeout=self._timeout_s).topics
+        except KafkaException as error:
+            raise UnavailableError(
+                f"no Kafka broker answers at {self._where()} within {self._timeout_s:g} s: {error.args[0].str()}"
+            ) from error
+        return {name: len(topic.partitions) for name, topic in topics.items() if topic.error is None}
+
+    def _topic(self, table: str) -> str:
+        return topic_name(self.model, folder_names([table])[0])
+
+    def _where(self) -> str:
+        return ", ".join(self.url.brokers)
+
+
+_REFUSALS = (
+    KafkaError.MSG_SIZE_TOO_LARGE,
+    KafkaError.INVALID_RECORD,
+    KafkaError.TOPIC_AUTHORIZATION_FAILED,
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+    KafkaError._UNKNOWN_TOPIC,
+    KafkaError._UNKNOWN_PARTITION,
+)
+
+
+def _translated(create: Any, what: str) -> Any:
+    try:
+        return create()
+    except KafkaException as error:
+        raise ConfigurationError(f"{what}: {error.args[0].str()}") from error
+
+
+def _as_keys(keys: ArrayLike) -> NDArray[np.int64]:
+    array = np.asarray(keys)
+    if array.ndim != 1 or (array.size and not np.can_cast(array.dtype, np.int64, "safe")):
+        raise InvalidRequestError(
+            f"keys are {array.dtype} {list(array.shape)}, expected int64 or narrower integers [n]"
+        )
+    return np.ascontiguousarray(array, np.int64)
+
+
+def _partition(keys: NDArray[np.int64], count: int) -> list[int]:
+    """The partition of each key."""
+    partitions: list[int] = (_crc32(keys) % np.uint32(count)).tolist()
+    return partitions
+
+
+def _batches(keys: NDArray[np.int64], vectors: NDArray[np.float32], count: int) -> Iterator[tuple[None, bytes, int]]:
+    partitions = _crc32(keys) % np.uint32(count)
+    step = max(1, _BATCH_BYTES // (8 + 4 * vectors.shape[1]))
+    for partition in range(count):
+        members = np.flatnonzero(partitions == partition)
+        for begin in range(0, len(members), step):
+            part = members[begin : begin + step]
+            yield None, encode_batch(keys[part], vectors[part]), partition
+
+
+_CRC_TABLE = np.array([zlib.crc32(bytes([i])) ^ zlib.crc32(b"\0") for i in range(256)], np.uint32)
+
+
+def _crc32(keys: NDArray[np.int64]) -> NDArray[np.uint32]:
+    """zlib.crc32 of the 8 bytes of each key, of all keys at once."""
+    remainder = np.full(len(keys), 0xFFFFFFFF, np.uint32)
+    for column in keys.astype("<i8", copy=False).view(np.uint8).reshape(-1, 8).T:
+        remainder = _CRC_TABLE[(remainder ^ column) & np.uint32(0xFF)] ^ (remainder >> np.uint32(8))
+    checksums: NDArray[np.uint32] = remainder ^ np.uint32(0xFFFFFFFF)
+    return checksums

@@ -1,0 +1,184 @@
+"""Alerts and dashboard, tried on a real Prometheus that scrapes a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import requests
+import tritonclient.grpc as grpc_client
+import yaml
+from click.testing import CliRunner
+from tritonclient.utils import InferenceServerException
+
+from hotrow.command_line import cli
+from tests.integration.conftest import Serve, Served
+from tests.integration.models import write_ctr
+from tests.parameter_server.servers import RedisServer, free_port, wait_until
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+RULES = DEPLOY / "prometheus/rules.yml"
+STREAM_METRICS = "hotrow_update_"
+"""What only a model with an update stream has begins so."""
+
+pytestmark = pytest.mark.triton
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prometheus() -> None:
+    """Skip where Debian's package `prometheus` is not installed."""
+    if not (shutil.which("prometheus") and shutil.which("promtool")):
+        pytest.skip("no prometheus and promtool on this machine: apt-get install prometheus")
+
+
+def test_every_alert_fires_by_its_fault_and_none_without() -> None:
+    """Promtool plays the faults to the rules; the configuration is sound as well, and no alert goes untested."""
+    folder = RULES.parent
+    subprocess.run(["promtool", "check", "config", folder / "prometheus.yml"], check=True, capture_output=True)
+    subprocess.run(["promtool", "test", "rules", folder / "rules_test.yml"], check=True, capture_output=True)
+    tested = yaml.safe_load((folder / "rules_test.yml").read_text(encoding="utf-8"))["tests"]
+    for test in tested:
+        assert {case["alertname"] for case in test["alert_rule_test"]} == alerts().keys()
+
+
+class Monitored:
+    """A server whose model reads Redis over RocksDB, under load, and a Prometheus that scrapes it each second."""
+
+    def __init__(self, served: Served, redis: RedisServer, folder: Path) -> None:
+        self.served = served
+        self.redis = redis
+        self._url = f"http://127.0.0.1:{free_port()}"
+        target = served.metrics.split("/")[2]
+        config = {
+            "global": {"scrape_interval": "1s"},
+            "scrape_configs": [{"job_name": "hotrow", "static_configs": [{"targets": [target]}]}],
+        }
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
+        flags = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+        flags += [f"--web.listen-address={self._url.removeprefix('http://')}", "--log.level=error"]
+        self._process = subprocess.Popen(["prometheus", *flags])
+        self._stopping = threading.Event()
+        self._load = threading.Thread(target=self._ask, daemon=True)
+        self._load.start()
+
+    def has_data(self, query: str) -> bool:
+        """Whether Prometheus answers the query with anything; a query that it refuses is an error."""
+        try:
+            answer = requests.get(f"{self._url}/api/v1/query", params={"query": query}, timeout=10)
+        except requests.ConnectionError:  # it is starting
+            return False
+        if answer.status_code == requests.codes.service_unavailable:
+            return False
+        assert answer.ok, f"{query}: {answer.text}"
+        return bool(answer.json()["data"]["result"])
+
+    def close(self) -> None:
+        """Stop asking, and Prometheus."""
+        self._stopping.set()
+        self._load.join()
+        self._process.terminate()
+        self._process.wait()
+
+    def _ask(self) -> None:
+        """Requests that are well, that hold unknown keys, and that are larger than the model allows, in turn."""
+        requested = 0
+        with self.served.grpc_client() as client:
+            while not self._stopping.wait(0.02):
+                requested += 1
+                ids = np.full((4 if requested % 7 else 5, 3), requested % 5 if requested % 2 else 10**6)
+                inputs = [("ids", ids, "INT64"), ("dense", np.zeros((len(ids), 2), np.float32), "FP32")]
+                tensors = []
+                for name, array, datatype in inputs:
+                    tensors.append(grpc_client.InferInput(name, list(array.shape), datatype))
+                    tensors[-1].set_data_from_numpy(array)
+                try:
+                    client.infer("ctr", tensors)
+                except InferenceServerException:
+                    continue
+
+
+@pytest.fixture
+def monitored(serve: Serve, tmp_path: Path) -> Iterator[Monitored]:
+    """A server under load, and a Prometheus."""
+    repository = tmp_path / "repository"
+    version_dir = repository / "ctr" / "1"
+    write_ctr(version_dir)
+    database = f"rocksdb://{tmp_path}/db"
+    with RedisServer() as redis:
+        for url in (redis.url, database):
+            result = CliRunner().invoke(cli, ["push", str(version_dir), "--to", url], catch_exceptions=False)
+            assert result.exit_code == 0, result.output
+        with (repository / "ctr" / "config.pbtxt").open("a") as config:
+            stores = {"volatile_store": redis.url, "persistent_store": database}
+            for name, value in {**stores, "max_keys_per_request": "12"}.items():
+                config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
+        monitored = Monitored(serve(repository), redis, tmp_path)
+        yield monitored
+        monitored.close()
+
+
+def alerts() -> dict[str, str]:
+    """The condition of every alert, by name."""
+    groups = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    return {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
+
+
+def panels() -> dict[str, list[str]]:
+    """The queries of every panel of the dashboard, by title, with Grafana's variables filled in."""
+    dashboard = json.loads((DEPLOY / "grafana/dashboards/hotrow.json").read_text(encoding="utf-8"))
+    queries: dict[str, list[str]] = {}
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", ()):
+            expression = target["expr"].replace("$__rate_interval", "10s")
+            for variable in ("$instance", "$model"):
+                expression = expression.replace(variable, ".*")
+            queries.setdefault(panel["title"], []).append(expression)
+    return queries
+
+
+def test_every_panel_shows_data_and_real_faults_raise_alerts(monitored: Monitored) -> None:
+    """While requests run, each query has an answer; each fault then makes the condition of its alert true."""
+    for title, queries in panels().items():
+        for query in queries:
+            if STREAM_METRICS not in query:
+                wait_until(lambda query=query: monitored.has_data(query), f"data in panel {title!r}")  # type: ignore[misc]
+    conditions = alerts()
+    for name, cause in faults(monitored).items():
+        if cause is not None:
+            assert not monitored.has_data(conditions[name])
+            cause()
+        wait_until(lambda name=name: monitored.has_data(conditions[name]), f"alert {name}")  # type: ignore[misc]
+
+
+def faults(monitored: Monitored) -> dict[str, Any]:
+    """What makes each alert fire, in the order in which it is done; None: the requests do so all along."""
+    return {
+        "HotrowDefaultVectors": None,
+        "HotrowRequestsFail": None,
+        "HotrowTierDown": monitored.redis.stop,
+        "HotrowBackendRestarted": lambda: kill_stub(monitored.served),
+        "HotrowModelNotServed": lambda: unload(monitored.served),
+        "HotrowServerDown": monitored.served.stop,
+    }
+
+
+def kill_stub(served: Served) -> None:
+    """Kill the backend process."""
+    (stub,) = [process for process in served.family() if "stub" in process.name()]
+    os.kill(stub.pid, signal.SIGKILL)
+
+
+def unload(served: Served) -> None:
+    """Unload the model, as soon as the server lets us."""
+    with served.grpc_client() as client:
+        wait_until(lambda: client.is_model_ready("ctr"), "the model to serve again")
+        client.unload_model("ctr")

@@ -1,0 +1,328 @@
+"""Versions swapped on a real server under load: every answer is one version's, and none fails, whatever is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from numpy.typing import NDArray
+from tritonclient.utils import InferenceServerException
+
+from hotrow.command_line import cli
+from inference_session import InferenceSession
+from inference_session.formats.manifest import write_manifest
+from inference_session.formats.onnx_model import import_onnx
+from tests.formats.hugectr.test_importer import requests_of
+from tests.integration.conftest import Serve, Served
+from tests.integration.models import ctr_answer, write_ctr
+from tests.integration.test_requests import DENSE, IDS, ask, counters
+from tests.integration.test_stores import hotrow
+from tests.parameter_server.servers import RedisServer, wait_until
+from triton_backend.model_config import write_model_config
+
+pytestmark = pytest.mark.triton
+
+Inputs = Mapping[str, NDArray[Any]]
+Tell = Callable[[NDArray[Any], int], int]
+"""tell(answer, request) → the version that gives this answer to that request; an assertion fails if there is none."""
+CTR = {"ids": IDS, "dense": DENSE}
+
+
+@contextlib.contextmanager
+def load_of_requests(
+    served: Served, model: str, requests: list[Inputs], tell: Tell, *, num_clients: int = 3
+) -> Iterator[Callable[[], list[list[int]]]]:
+    """Clients that ask as fast as they can; the function ends them and gives the versions that each was answered by."""
+    done = threading.Event()
+
+    def ask_on(first: int) -> list[int]:
+        versions = []
+        with served.grpc_client() as client:
+            while not done.is_set():
+                i = (first + len(versions)) % len(requests)
+                versions.append(tell(ask(client, model, requests[i]).as_numpy("OUTPUT0"), i))
+        return versions
+
+    with ThreadPoolExecutor(num_clients) as threads:
+        clients: list[Future[list[int]]] = [threads.submit(ask_on, first) for first in range(num_clients)]
+
+        def stop() -> list[list[int]]:
+            done.set()
+            return [client.result() for client in clients]
+
+        try:
+            yield stop
+        finally:
+            done.set()
+
+
+def telling(answers: Mapping[int, list[NDArray[Any]]], atol: float) -> Tell:
+    """Compares with the answers of each version."""
+
+    def tell(answer: NDArray[Any], request: int) -> int:
+        fitting = [
+            version
+            for version, known in answers.items()
+            if np.allclose(answer.ravel(), known[request].ravel(), rtol=0, atol=atol)
+        ]
+        assert len(fitting) == 1, f"request {request} was answered as by versions {fitting}"
+        return fitting[0]
+
+    return tell
+
+
+def tell_ctr(answer: NDArray[Any], request: int) -> int:
+    """Version n of `ctr` scales by 2n - 1."""
+    return telling({n: [ctr_answer(IDS, DENSE, scale=2 * n - 1)] for n in range(1, 8)}, 0)(answer, request)
+
+
+def test_hugectr_versions_swap_whole(serve: Serve, shared: Path, tmp_path: Path) -> None:
+    """Dense weights and tables of hugectr_wdl change together: no answer has new weights with old rows."""
+    source, repository = shared / "models/hugectr_wdl", tmp_path / "repository"
+    hotrow("import", "hugectr", source / "ps.json", "--repository", repository)
+    hotrow("import", "hugectr", source / "v2" / "ps.json", "--repository", tmp_path / "next", "--version", 2)
+    named = {name: inputs for name, inputs in requests_of(source / "requests.npz").items() if inputs["DES"].size}
+    answers = {}
+    for version, folder in ((1, source), (2, source / "v2")):
+        with np.load(folder / "expected.npz") as expected:
+            answers[version] = [expected[name] for name in named]
+    differing = [i for i, (one, two) in enumerate(zip(*answers.values(), strict=True)) if abs(one - two).max() > 1e-3]
+    requests = [list(named.values())[i] for i in differing]
+    tell = telling({version: [known[i] for i in differing] for version, known in answers.items()}, 1e-5)
+    served = serve(repository)
+    one, two = repository / "hugectr_wdl/1", repository / "hugectr_wdl/2"
+
+    with served.grpc_client() as client, load_of_requests(served, "hugectr_wdl", requests, tell) as stop:
+        for _ in range(3):
+            shutil.copytree(tmp_path / "next/hugectr_wdl/2", two.with_name(".tmp-2"))
+            two.with_name(".tmp-2").rename(two)
+            client.load_model("hugectr_wdl")
+            shutil.rmtree(two)
+            os.utime(one)
+            client.load_model("hugectr_wdl")
+        seen = stop()
+
+    assert all({1, 2} == set(versions) for versions in seen)
+
+
+def test_versions_of_a_multi_task_model_swap_whole(serve: Serve, shared: Path, tmp_path: Path) -> None:
+    """KuaiRand's model and another training of it: sums of the old tables' and the new ones' rows never show."""
+    folder, name = shared / "models/kuairand_mmoe_torch", "kuairand_mmoe_torch"
+    repository = tmp_path / "repository"
+    report = import_onnx(folder / "model.onnx", repository, name, min_rows=100)
+    write_model_config(report.version_dir, report.spec, name)
+    perturbed = tmp_path / "next"
+    shutil.copytree(report.version_dir, perturbed)
+    rng = np.random.default_rng(0)
+    for file in perturbed.glob("tables/*/emb_vector"):
+        vectors = np.fromfile(file, np.float32)
+        (vectors + rng.normal(0, 0.3, vectors.shape).astype(np.float32)).tofile(file)
+    write_manifest(perturbed)
+    inputs = dict(np.load(folder / "requests.npz"))
+    requests = [{key: array[i : i + 32] for key, array in inputs.items()} for i in range(0, 512, 32)]
+    answers = {}
+    for version, directory in ((1, report.version_dir), (2, perturbed)):
+        with InferenceSession.open(directory) as session:
+            answers[version] = [session.predict(request) for request in requests]
+    served = serve(repository)
+
+    with (
+        served.grpc_client() as client,
+        load_of_requests(served, name, requests, telling(answers, 1e-5)) as stop,
+    ):
+        shutil.copytree(perturbed, repository / name / ".tmp-2")
+        (repository / name / ".tmp-2").rename(repository / name / "2")
+        client.load_model(name)
+        seen = stop()
+
+    assert all(versions == sorted(versions) and set(versions) == {1, 2} for versions in seen)
+
+
+def stubs(served: Served) -> list[psutil.Process]:
+    """The backend's processes."""
+    return [process for process in served.family() if "stub" in process.name()]
+
+
+def damage(version_dir: Path, file: str, content: bytes | None = None) -> None:
+    """Change a file's first byte, or all of it; without a word in the manifest."""
+    path = version_dir / file
+    old = path.read_bytes()
+    path.write_bytes(bytes([old[0] ^ 1]) + old[1:] if content is None else content)
+
+
+def lie_of_size(version_dir: Path) -> None:
+    """A table that says it has more rows than its file, or any memory, could hold."""
+    damage(
+        version_dir, "session.json", (version_dir / "session.json").read_bytes().replace(b": 50", b": 50000000000000")
+    )
+    write_manifest(version_dir)
+
+
+BAD: dict[str, Callable[[Path], None]] = {
+    "checksum": lambda folder: damage(folder, "tables/item/emb_vector"),
+    "short table": lambda folder: damage(folder, "tables/item/emb_vector", b"1234"),
+    "missing file": lambda folder: (folder / "dense.onnx").unlink(),
+    "session.json": lambda folder: damage(folder, "session.json", b"{"),
+    "manifest": lambda folder: (folder / "MANIFEST.json").unlink(),
+    "too many rows": lie_of_size,
+}
+
+
+def test_bad_versions_never_disturb_the_good_one(serve: Serve, tmp_path: Path) -> None:
+    """Each kind is refused under load, while all requests are answered by the old version; then a good one loads."""
+    repository = tmp_path / "repository"
+    write_ctr(repository / "ctr" / "1")
+    served = serve(repository)
+
+    with served.grpc_client() as client, load_of_requests(served, "ctr", [CTR], tell_ctr) as stop:
+        for name, spoil in BAD.items():
+            version = repository / "ctr" / "2"
+            write_ctr(tmp_path / "next" / "ctr" / "2", scale=3)
+            spoil(tmp_path / "next" / "ctr" / "2")
+            (tmp_path / "next" / "ctr" / "2").rename(version)
+            with pytest.raises(InferenceServerException) as refused:
+                client.load_model("ctr")
+            assert str(version) in str(refused.value), name
+            shutil.rmtree(version)
+        assert tell_ctr(ask(client, "ctr", CTR).as_numpy("OUTPUT0"), 0) == 1
+        write_ctr(repository / "ctr" / "2", scale=3)
+        client.load_model("ctr")
+        assert tell_ctr(ask(client, "ctr", CTR).as_numpy("OUTPUT0"), 0) == 2
+        seen = stop()
+
+    assert all(versions == sorted(versions) and set(versions) <= {1, 2} for versions in seen)
+    wait_until(lambda: len(stubs(served)) == 1, "the stubs of all other versions to end")
+
+
+def test_a_stub_that_is_killed_while_it_loads_takes_nothing_with_it(serve: Serve, tmp_path: Path) -> None:
+    """A kill -9 in the middle of a load: the load fails, the old version answers all along, the next load works."""
+    repository = tmp_path / "repository"
+    write_ctr(repository / "ctr" / "1")
+    served = serve(repository)
+    old = stubs(served)
+
+    def kill_new() -> None:
+        def young() -> list[psutil.Process]:
+            return [process for process in stubs(served) if process not in old]
+
+        wait_until(lambda: len(young()) > 0, "a new stub")
+        # It has imported NumPy and is on its way: killed in its first milliseconds, Triton would wait for ever.
+        wait_until(lambda: young()[0].cpu_times().user > 0.25, "the new stub to be at work")
+        young()[0].kill()
+
+    with (
+        served.grpc_client() as client,
+        load_of_requests(served, "ctr", [CTR], tell_ctr, num_clients=2) as stop,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        write_ctr(repository / "ctr" / "2", scale=3)
+        killer = thread.submit(kill_new)
+        with pytest.raises(InferenceServerException):
+            client.load_model("ctr")
+        killer.result()
+        assert tell_ctr(ask(client, "ctr", CTR).as_numpy("OUTPUT0"), 0) == 1
+        client.load_model("ctr")
+        assert tell_ctr(ask(client, "ctr", CTR).as_numpy("OUTPUT0"), 0) == 2
+        seen = stop()
+
+    assert all(set(versions) <= {1, 2} for versions in seen)
+
+
+def test_wild_answers_to_canary_requests_refuse_a_version(serve: Serve, tmp_path: Path) -> None:
+    """The load says which output is off by how much; the old version goes on; one near enough is taken."""
+    from click.testing import CliRunner
+
+    repository = tmp_path / "repository"
+    write_ctr(repository / "ctr" / "1")
+    np.savez(tmp_path / "requests.npz", **CTR)
+    arguments = [repository / "ctr" / "1", tmp_path / "requests.npz", "--to", tmp_path / "canary.npz"]
+    assert CliRunner().invoke(cli, ["record-canary", *map(str, arguments)]).exit_code == 0
+    with (repository / "ctr" / "config.pbtxt").open("a", encoding="utf-8") as config:
+        config.write(f'parameters {{ key: "canary_requests" value {{ string_value: "{tmp_path}/canary.npz" }} }}\n')
+    served = serve(repository)
+
+    with served.grpc_client() as client:
+        write_ctr(repository / "ctr" / "2", scale=100)
+        with pytest.raises(InferenceServerException, match=r"canary requests: output 'click' differs"):
+            client.load_model("ctr")
+        assert tell_ctr(ask(client, "ctr", CTR).as_numpy("OUTPUT0"), 0) == 1
+        shutil.rmtree(repository / "ctr" / "2")
+        write_ctr(repository / "ctr" / "2", scale=1.001)
+        client.load_model("ctr")
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Swap two folders in one step."""
+    arguments = (-100, os.fsencode(one), -100, os.fsencode(other), 2)
+    assert ctypes.CDLL(None, use_errno=True).renameat2(*arguments) == 0
+
+
+def test_content_is_replaced_in_place_under_load(serve: Serve, tmp_path: Path) -> None:
+    """With watch_interval_s new content of the same version serves without a new process; a damaged one does not."""
+    repository = tmp_path / "repository"
+    write_ctr(repository / "ctr" / "1")
+    with (repository / "ctr" / "config.pbtxt").open("a", encoding="utf-8") as config:
+        config.write('parameters { key: "watch_interval_s" value { string_value: "0.1" } }\n')
+    served = serve(repository)
+    before = stubs(served)
+
+    def counted(name: str) -> float:
+        return counters(served, model="ctr", version="1")[f"hotrow_{name}_total"]
+
+    with load_of_requests(served, "ctr", [CTR], tell_ctr) as stop:
+        for number in range(2, 6):
+            beside = tmp_path / "next" / "ctr" / "1"
+            write_ctr(beside, scale=2 * number - 1)
+            exchange(beside, repository / "ctr" / "1")
+            wait_until(lambda number=number: counted("in_place_updates") == number - 1, "the update")
+            shutil.rmtree(beside)
+        write_ctr(beside, scale=11)
+        damage(beside, "tables/item/emb_vector")
+        exchange(beside, repository / "ctr" / "1")
+        wait_until(lambda: counted("failed_in_place_updates") > 0, "the failed update")
+        seen = stop()
+
+    assert all(versions == sorted(versions) and versions[-1] == 5 for versions in seen)
+    assert stubs(served) == before
+    wait_until(lambda: counted("requests") == sum(map(len, seen)), "all requests to be counted")
+    assert any("emb_vector: damaged" in line for line in served.errors)
+
+
+def test_the_new_version_starts_with_the_hot_rows(serve: Serve, tmp_path: Path) -> None:
+    """Over Redis, what the old version had cached is in the new one's cache before a request, also after a restart."""
+    repository = tmp_path / "repository"
+    write_ctr(repository / "ctr" / "1")
+    with RedisServer() as redis:
+        with (repository / "ctr" / "config.pbtxt").open("a", encoding="utf-8") as config:
+            for name, value in {"volatile_store": redis.url, "cache_fraction": "1"}.items():
+                config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
+        served = serve(repository)
+
+        def hits_and_misses(version: str) -> tuple[float, float]:
+            found = counters(served, model="ctr", version=version)
+            return found["hotrow_cache_hits_total"], found["hotrow_cache_misses_total"]
+
+        with served.grpc_client() as client:
+            ask(client, "ctr", CTR)
+            wait_until(lambda: sum(hits_and_misses("1")) == IDS.size, "the first keys to be counted")
+            state = next((tmp_path / "cache" / "state").iterdir()) / "ctr.hot_keys"
+            wait_until(state.exists, "hot keys to be kept")
+            write_ctr(repository / "ctr" / "2", scale=3)
+            client.load_model("ctr")
+            assert tell_ctr(ask(client, "ctr", CTR).as_numpy("OUTPUT0"), 0) == 2
+            wait_until(lambda: hits_and_misses("2") == (IDS.size, 0), "hits alone")
+        assert served.stop() == 0
+        served = serve(repository)
+        with served.grpc_client() as client:
+            assert tell_ctr(ask(client, "ctr", CTR).as_numpy("OUTPUT0"), 0) == 2
+        wait_until(lambda: hits_and_misses("2") == (IDS.size, 0), "hits alone")

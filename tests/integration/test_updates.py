@@ -1,0 +1,65 @@
+"""A real model on a real server whose rows change through a real broker, by the command line alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from inference_session.formats import manifest
+from tests import small_model
+from tests.integration.conftest import Serve, Served
+from tests.integration.test_stores import hotrow, metric
+from tests.parameter_server.servers import wait_until
+from tests.update_stream.broker import Broker
+from triton_backend.model_config import write_model_config
+
+pytestmark = pytest.mark.triton
+
+
+def answer(served: Served, inputs: small_model.Arrays) -> small_model.Arrays:
+    import tritonclient.grpc as grpc_client
+
+    client = served.grpc_client()
+    tensors = []
+    for name, array in inputs.items():
+        kind = {"int64": "INT64", "int32": "INT32", "float32": "FP32"}[array.dtype.name]
+        tensors.append(grpc_client.InferInput(name, list(array.shape), kind))
+        tensors[-1].set_data_from_numpy(array)
+    result = client.infer("small", tensors)
+    client.close()
+    return {tensor.name: result.as_numpy(tensor.name) for tensor in result.get_response().outputs}
+
+
+def test_published_rows_are_served(serve: Serve, tmp_path: Path) -> None:
+    """A diff of two versions changes the answers of the old one into the new one's, and metrics tell of it."""
+    repository = tmp_path / "repository"
+    version, newer = repository / "small" / "1", tmp_path / "newer"
+    small_model.write(version)
+    tables = small_model.write(newer, seed=1)
+    inputs = small_model.random_inputs(40, np.random.default_rng(2), num_items=3)
+    expected = small_model.expected(tables, inputs)
+    with Broker() as broker:
+        path = write_model_config(version, small_model.SPEC, "small")
+        with path.open("a") as config:
+            config.write(f'parameters {{ key: "update_stream" value {{ string_value: "{broker.url}" }} }}\n')
+        manifest.verify(version, checksums=True)
+        served = serve(repository)
+
+        hotrow("publish", newer, "--since", version, "--to", broker.url, "--model", "small")
+        broker.send("hps_et.small.user_weight", (b"odd", b"message"))
+
+        def changed() -> bool:
+            answers = answer(served, inputs)
+            return all(np.allclose(answers[name], expected[name], atol=1e-2) for name in ("click", "stay", "wide"))
+
+        wait_until(changed, "the new rows to be served")
+        labels = '{model="small",version="1"}'
+        wait_until(
+            lambda: metric(served, 'hotrow_update_messages_rejected_total{model="small",reason="key_width"') == 1,
+            "the refused message to be counted",
+        )
+        assert metric(served, f"hotrow_update_lag_messages{labels}") == 0
+        assert metric(served, f"hotrow_update_rows_total{labels}") >= 50 + 40
+        assert 0 < metric(served, f"hotrow_update_staleness_seconds{labels}") < 60

@@ -1,0 +1,248 @@
+"""Stores that die, hang, fail over, fill up or come back with old rows while they are read and written.
+
+Each row of one table holds its own version number. Writers count it up, readers see that what they are answered is
+no older than the last update that had returned before they asked, and no newer than the last that has begun.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from inference_session import InferenceSession
+from inference_session.errors import UnavailableError
+from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.store_url import create_store
+from inference_session.parameter_server.table_push import TablePush
+from tests import small_model
+from tests.parameter_server.servers import RedisClusterServers, RedisServer, wait_until
+
+DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
+NUM_ROWS, NUM_READERS = 50, 3
+EVERY = np.arange(NUM_ROWS)
+
+
+def push(directory: Path, url: str) -> None:
+    with create_store(url, Namespace("small", "1"), DIMS, writable=True) as store:
+        for table in small_model.TABLES:
+            TablePush(directory, table, store).run()
+
+
+@contextlib.contextmanager
+def opened(tmp_path: Path, url: str, **settings: object) -> Iterator[InferenceSession]:
+    """The small model over a Redis and a RocksDB that have its rows, its files gone."""
+    directory = tmp_path / "repository" / "small" / "1"
+    small_model.write(directory)
+    database = f"rocksdb://{tmp_path}/db"
+    push(directory, database)
+    push(directory, url)
+    shutil.rmtree(directory / "tables")
+    stores = {"volatile_store": url, "persistent_store": database, "store_timeout_ms": 400}
+    with InferenceSession.open(directory, **stores, **settings) as session:
+        yield session
+
+
+class WrittenRows:
+    """Readers and a writer of `user_weight`."""
+
+    def __init__(self, session: InferenceSession) -> None:
+        self._session = session
+        self._begun, self._done = np.zeros(NUM_ROWS), np.zeros(NUM_ROWS)
+        self._ending = threading.Event()
+        self.faults: list[BaseException] = []
+        self.num_reads = self.num_writes = 0
+        self.write(EVERY)
+
+    def write(self, keys: NDArray[np.int64]) -> None:
+        """Count rows up."""
+        self._begun[keys] += 1
+        vectors = np.repeat(self._begun[keys].astype(np.float32), 4).reshape(-1, 4)
+        self._session.update("user_weight", keys, vectors)
+        self._done[keys] = self._begun[keys]
+        self.num_writes += 1
+
+    def read(self, keys: NDArray[np.int64]) -> None:
+        """Compare rows."""
+        oldest = self._done[keys]
+        vectors = self._session.lookup("user_weight", keys)
+        assert (vectors == vectors[:, :1]).all(), "a row of two updates"
+        assert (vectors[:, 0] >= oldest).all(), "a row older than its last update"
+        assert (vectors[:, 0] <= self._begun[keys]).all(), "a row of no update"
+        self.num_reads += 1
+
+    def assert_settled(self) -> None:
+        """Every row is its last one, in each of the stores that has it."""
+        self.read(EVERY)
+        server = self._session._rows._server  # type: ignore[attr-defined]
+        for tier in server._tiers:
+            vectors = np.empty((NUM_ROWS, 4), np.float32)
+            found = tier.store.fetch("user_weight", EVERY, vectors)
+            assert (vectors[found, 0] == self._done[found]).all(), f"old rows in {tier.store!r}"
+            assert tier.volatile or found.all()
+
+    def pass_on(self, count: int = 30) -> None:
+        """Let there be so many more reads and writes."""
+        reads, writes = self.num_reads + 4 * count, self.num_writes + count
+        wait_until(lambda: self.num_reads >= reads and self.num_writes >= writes, "reads and writes")
+
+    @contextlib.contextmanager
+    def under_load(self) -> Iterator[None]:
+        works = [self.write, *[self.read] * NUM_READERS]
+        threads = [threading.Thread(target=self._repeat, args=(work, seed)) for seed, work in enumerate(works)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._ending.set()
+            for thread in threads:
+                thread.join()
+        assert not self.faults, self.faults[0]
+
+    def _repeat(self, work: Callable[[NDArray[np.int64]], None], seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        try:
+            while not self._ending.is_set() and not self.faults:
+                work(rng.choice(NUM_ROWS, 8, replace=False))
+        except BaseException as error:  # noqa: BLE001  raised in the test's own thread
+            self.faults.append(error)
+
+
+def is_up(session: InferenceSession) -> bool:
+    return session.stats()["tiers"]["volatile"]["failure"] is None
+
+
+def hits(session: InferenceSession) -> int:
+    count: int = session.stats()["tiers"]["volatile"]["hits"]
+    return count
+
+
+def wait_for_redis(session: InferenceSession) -> None:
+    wait_until(lambda: is_up(session), "Redis to be used again")
+    before = hits(session)
+    wait_until(lambda: hits(session) > before, "Redis to have rows again")
+
+
+@pytest.mark.parametrize(
+    ("number", "cache_bytes"), [(signal.SIGKILL, 2000), (signal.SIGSTOP, 0)], ids=["killed, cache", "stopped, no cache"]
+)
+def test_a_cluster_fails_over_while_it_is_written(tmp_path: Path, number: signal.Signals, cache_bytes: int) -> None:
+    """Masters go and their replicas take over: no answer is old, none is an error, and no old row stays."""
+    with RedisClusterServers() as cluster, opened(tmp_path, cluster.url, cache_bytes=cache_bytes) as session:
+        rows = WrittenRows(session)
+        with rows.under_load():
+            for master in cluster.masters[:2]:
+                rows.pass_on()
+                master.send_signal(number)
+                wait_until(lambda: not is_up(session), "the outage to be noticed")
+                rows.pass_on()
+                wait_for_redis(session)
+                master.send_signal(signal.SIGCONT) if number == signal.SIGSTOP else None
+                rows.pass_on()
+        rows.assert_settled()
+
+
+def test_a_redis_comes_back_with_an_old_snapshot(tmp_path: Path) -> None:
+    """What it held at an earlier time is not answered: rows written since are dropped from it first."""
+    with RedisServer() as server, opened(tmp_path, server.url, cache_bytes=2000) as session:
+        rows = WrittenRows(session)
+        with rows.under_load():
+            rows.pass_on()
+            with server.client() as client:
+                client.save()
+            rows.pass_on()
+            server.stop(signal.SIGKILL)
+            wait_until(lambda: not is_up(session), "the outage to be noticed")
+            rows.pass_on()
+            server.start()
+            wait_for_redis(session)
+            rows.pass_on()
+        rows.assert_settled()
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 20], ids=["no cache", "all cached"])
+def test_an_old_snapshot_is_not_believed(tmp_path: Path, cache_bytes: int) -> None:
+    """Nobody asked while Redis was started again from it: soon the rows written since are answered all the same."""
+    with RedisServer() as server, opened(tmp_path, server.url, cache_bytes=cache_bytes) as session:
+        rows = WrittenRows(session)
+        with server.client() as client:
+            client.save()
+        rows.write(EVERY[:40])
+        tier = session._rows._server._tiers[0]  # type: ignore[attr-defined]
+        wait_until(lambda: bool(tier.incarnation), "Redis to be looked after")
+        server.stop(signal.SIGKILL)
+        server.start()
+
+        wait_until(lambda: bool((session.lookup("user_weight", EVERY[:40])[:, 0] == 2).all()), "new rows")
+
+        rows.assert_settled()
+
+
+def test_a_redis_is_full(tmp_path: Path) -> None:
+    """Rows that it does not take are answered from below, and the older ones that it has are not."""
+    with RedisServer() as server, opened(tmp_path, server.url, cache_bytes=0) as session, server.client() as client:
+        rows = WrittenRows(session)
+        with rows.under_load():
+            rows.pass_on()
+            client.config_set("maxmemory", "1")
+            wait_until(lambda: session.stats()["tiers"]["volatile"]["outages"] > 1, "Redis to refuse rows")
+            rows.pass_on()
+            client.config_set("maxmemory", "0")
+            wait_for_redis(session)
+            rows.pass_on()
+        rows.assert_settled()
+
+
+def test_a_redis_becomes_read_only(tmp_path: Path) -> None:
+    """A master that is made a replica of another answers nothing until it can be written to again."""
+    with RedisServer() as other, RedisServer() as server, opened(tmp_path, server.url, cache_bytes=0) as session:
+        rows = WrittenRows(session)
+        with rows.under_load(), server.client() as client:
+            rows.pass_on()
+            client.replicaof("127.0.0.1", other.port)
+            wait_until(lambda: not is_up(session), "Redis to refuse rows")
+            rows.pass_on()
+            client.replicaof("NO", "ONE")
+            wait_for_redis(session)
+            rows.pass_on()
+        rows.assert_settled()
+
+
+def test_a_rocksdb_is_damaged(tmp_path: Path) -> None:
+    """Rows that Redis has are answered as ever; those that only the damaged files have are UNAVAILABLE."""
+    with RedisServer() as server, opened(tmp_path, server.url, cache_bytes=0, on_store_failure="error") as session:
+        expected = session.lookup("code", [0, 1])
+        for file in (tmp_path / "db").glob("*.sst"):
+            content = bytearray(file.read_bytes())
+            content[: len(content) // 2] = bytes(len(content) // 2)
+            file.write_bytes(content)
+
+        np.testing.assert_array_equal(session.lookup("code", [0, 1]), expected)
+        with server.client() as client:
+            client.flushall()
+        with pytest.raises(UnavailableError, match="cannot be fetched while a store is out"):
+            session.lookup("code", [0, 1, 30])
+        assert session.stats()["tiers"]["persistent"]["failures"] > 0
+        assert is_up(session)
+
+
+def test_a_rocksdb_has_another_writer(tmp_path: Path) -> None:
+    """Updates wait for their turn with an error that says so; answers stay as they are in every tier."""
+    with RedisServer() as server, opened(tmp_path, server.url, cache_bytes=2000) as session:
+        with create_store(f"rocksdb://{tmp_path}/db", Namespace("other", "1"), DIMS, writable=True):
+            before = session.lookup("code", [3])
+            with pytest.raises(UnavailableError, match="being written by another process"):
+                session.update("code", [3], np.ones((1, 3), np.float32))
+            np.testing.assert_array_equal(session.lookup("code", [3]), before)
+
+        session.update("code", [3], np.ones((1, 3), np.float32))
+
+        np.testing.assert_array_equal(session.lookup("code", [3]), [[1, 1, 1]])

@@ -1,0 +1,276 @@
+"""A session that follows the topics of a real broker."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from inference_session import InferenceSession
+from inference_session.errors import ConfigurationError
+from inference_session.formats.native import TABLES_FOLDER
+from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.store_url import create_store
+from inference_session.update_stream import Publisher
+from inference_session.update_stream.encodings import encode_batch
+from tests import small_model
+from tests.parameter_server.servers import RedisServer, wait_until
+from tests.test_stored_session import DIMS, push
+from tests.update_stream.broker import Broker
+from tests.update_stream.conftest import SmallVersion
+
+DEFAULT = [0.5, -0.5]
+
+
+def packed(*keys: int) -> list[bytes]:
+    return [key.to_bytes(8, "little", signed=True) for key in keys]
+
+
+def vectors(value: float, *, rows: int = 1, dim: int = 4) -> NDArray[np.float32]:
+    return np.full((rows, dim), value, np.float32)
+
+
+def await_rows(session: InferenceSession, table: str, keys: object, expected: object) -> None:
+    wait_until(
+        lambda: np.array_equal(
+            session.lookup(table, keys), np.broadcast_to(expected, np.shape(session.lookup(table, keys)))
+        ),
+        f"rows of {table} to be served ({session.stats()['updates']})",
+    )
+
+
+def rejected(session: InferenceSession) -> dict[str, int]:
+    return {reason: count for reason, count in session.stats()["updates"]["rejected"].items() if count}
+
+
+def test_updates_come_in_front_of_table_files(broker: Broker, small: SmallVersion) -> None:
+    """Both topics, both encodings; rows of numbers also when counted from the end; deletions; float16 tables."""
+    hashed = small.tables["hashed/key"]
+    with InferenceSession.open(small.directory, update_stream=broker.url) as session:
+        with Publisher(broker.url, small.model) as publisher:
+            publisher.publish("user.weight", [3, 49, 60], vectors(7, rows=3))
+            publisher.publish("code", np.array([1], np.int16), np.full((1, 3), 70000.0))
+            publisher.delete("hashed", hashed[:2])
+        with Publisher(broker.url, small.model, encoding="batch") as publisher:
+            publisher.publish("hashed", hashed[2:], vectors(2, rows=len(hashed) - 2, dim=2))
+        broker.send(small.topic("user_weight", "hctr_et"), (packed(5)[0][:4], vectors(5).tobytes()))
+
+        await_rows(session, "user.weight", [3, 49, 60, -1], 7)
+        await_rows(session, "user.weight", [5, 5 - 50], 5)
+        await_rows(session, "code", [1], 70000)
+        await_rows(session, "hashed", hashed[:2], DEFAULT)
+        await_rows(session, "hashed", hashed[2:], 2)
+        np.testing.assert_array_equal(session.lookup("user.weight", [4]), small.tables["user_weight"][[4]])
+
+
+def test_requests_see_updates_and_count_deleted_keys(broker: Broker, small: SmallVersion) -> None:
+    """Pooled, joined and plain look-ups all read the updated rows; a deleted key is an unknown one."""
+    tables, deleted = dict(small.tables), small.tables["hashed/key"][3]
+    with InferenceSession.open(small.directory, update_stream=broker.url) as session:
+        with Publisher(broker.url, small.model) as publisher:
+            publisher.publish("user.weight", np.arange(25), vectors(3, rows=25))
+            publisher.publish("hashed", tables["hashed/key"][:3], vectors(4, rows=3, dim=2))
+            publisher.delete("hashed", [deleted])
+        await_rows(session, "hashed", [deleted], DEFAULT)
+        await_rows(session, "hashed", tables["hashed/key"][:3], 4)
+        await_rows(session, "user.weight", np.arange(25), 3)
+        tables["user_weight"] = np.concatenate([vectors(3, rows=25), tables["user_weight"][25:]])
+        hashed = tables["hashed"].copy()
+        hashed[:3], hashed[3] = 4, DEFAULT
+        tables["hashed"] = hashed
+        for seed in range(20):
+            inputs = small_model.random_inputs(50, np.random.default_rng(seed), num_items=4)
+            inputs["items"][:, 0] = tables["hashed/key"][np.abs(tables["hashed/key"]) < 2**31][0]
+            for name, answer in small_model.expected(tables, inputs).items():
+                np.testing.assert_allclose(session.run(inputs)[name], answer, atol=1e-5, rtol=1e-5)
+
+        before = session.stats()["tables"]["hashed"]["default_vectors"]
+        inputs = small_model.random_inputs(6, np.random.default_rng(0), num_items=3)
+        inputs["items"][:] = next(key for key in tables["hashed/key"][4:] if abs(key) < 2**31)
+        session.run(inputs)
+        assert session.stats()["tables"]["hashed"]["default_vectors"] == before
+
+
+def test_updates_never_tear_or_hide_rows(broker: Broker, small: SmallVersion) -> None:
+    """While the updated rows grow and are replaced, every look-up finds each row whole, old or new."""
+    num_keys = 3000
+    with InferenceSession.open(small.directory, update_stream=broker.url) as session:
+        source = session._rows
+        source.update(
+            0, np.arange(num_keys), np.repeat(np.arange(1, 2, dtype=np.float32), num_keys)[:, None] * vectors(1)
+        )
+        done, failures = threading.Event(), []
+
+        def look() -> None:
+            keys, last = np.arange(num_keys), 0.0
+            while not done.is_set():
+                rows = session.lookup("user.weight", keys)
+                if not (rows == rows[:, :1]).all() or rows.min() < last:
+                    failures.append(rows)
+                last = float(rows.min())
+
+        readers = [threading.Thread(target=look) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        for value in range(2, 60):
+            source.update(0, np.arange(num_keys), vectors(value, rows=num_keys))
+            source.update(0, np.arange(num_keys * value, num_keys * value + 500), vectors(value, rows=500))
+        done.set()
+        for reader in readers:
+            reader.join()
+        assert not failures
+        assert (session.lookup("user.weight", np.arange(num_keys)) == 59).all()
+
+
+def test_the_stream_is_replayed_where_nothing_is_durable(broker: Broker, small: SmallVersion) -> None:
+    """Before `open` returns, in the order of the stream, and nothing is committed."""
+    with Publisher(broker.url, small.model) as publisher:
+        for value in range(5):
+            publisher.publish("user.weight", [1, 2], vectors(value, rows=2))
+        publisher.delete("user.weight", [2])
+    for _ in range(2):
+        with InferenceSession.open(small.directory, update_stream=broker.url) as session:
+            np.testing.assert_array_equal(session.lookup("user.weight", [1]), vectors(4))
+            np.testing.assert_array_equal(session.lookup("user.weight", [2]), vectors(0))
+            assert session.stats()["updates"]["lag_messages"] == 0
+    assert not broker.committed(small.model)
+
+
+def test_poison_is_set_aside(broker: Broker, small: SmallVersion, caplog: pytest.LogCaptureFixture) -> None:
+    """Each bad message is counted by its reason, kept with a text, and logged once; good ones go on."""
+    topic, hashed = small.topic("user_weight"), small.topic("hashed")
+    good = (packed(1)[0], vectors(1).tobytes())
+    with InferenceSession.open(small.directory, update_stream=broker.url) as session:
+        nan = vectors(1)
+        nan[0, 2] = np.nan
+        broker.send(topic, good, (packed(2)[0], nan.tobytes()), (packed(3)[0], b"\0" * 12), (b"abc", b"\0" * 16))
+        broker.send(
+            topic, (None, b"HCTR"), (None, b"junk" * 9), (None, encode_batch(np.arange(2), vectors(1, rows=2))[:-3])
+        )
+        broker.send(topic, (packed(-4)[0], vectors(1).tobytes()), (None, None), (None, b"HCTR\x10\0\0\0"))
+        broker.send(topic, *[(b"x", b"y")] * 200)
+        broker.send(small.topic("nobody"), good, good)
+        broker.send(hashed, (packed(-4)[0], vectors(6, dim=2).tobytes()))
+        broker.send(topic, (packed(9)[0], vectors(9).tobytes()))
+
+        await_rows(session, "user.weight", [9], 9)
+        await_rows(session, "user.weight", [1], 1)
+        await_rows(session, "hashed", [-4], 6)
+        counts = {"no_key": 1, "key_width": 202, "vector_width": 1, "unknown_encoding": 1, "truncated": 2}
+        wait_until(lambda: rejected(session) == {**counts, "not_finite": 1, "unknown_table": 2}, "all to be counted")
+        assert len(session.stats()["updates"]["set_aside"]) == 100
+        np.testing.assert_array_equal(
+            session.lookup("user.weight", [2, 3, -4]), small.tables["user_weight"][[2, 3, -4]]
+        )
+    refusals = [record for record in caplog.records if "an update is refused" in record.getMessage()]
+    assert len(refusals) == 7
+
+
+def test_non_finite_rows_can_be_asked_for(broker: Broker, small: SmallVersion) -> None:
+    """With the setting, they are rows as any other."""
+    with InferenceSession.open(small.directory, update_stream=broker.url, non_finite_updates="apply") as session:
+        broker.send(small.topic("user_weight"), (packed(2)[0], vectors(np.inf).tobytes()))
+        await_rows(session, "user.weight", [2], np.inf)
+
+
+def test_topics_are_filtered(broker: Broker, small: SmallVersion) -> None:
+    """Only those that the regular expression matches are followed."""
+    settings = {"update_stream": broker.url, "update_filter": r"^hps_et\..*\.user_weight$"}
+    with InferenceSession.open(small.directory, **settings) as session:
+        broker.send(small.topic("user_weight", "hctr_et"), (packed(2)[0], vectors(8).tobytes()))
+        broker.send(small.topic("hashed"), (packed(2)[0], vectors(8, dim=2).tobytes()))
+        broker.send(small.topic("user_weight"), (packed(2)[0], vectors(2).tobytes()))
+        await_rows(session, "user.weight", [2], 2)
+        assert session.stats()["updates"]["topics"] == [small.topic("user_weight")]
+    with pytest.raises(ConfigurationError, match="'update_filter' cannot be"):
+        InferenceSession.open(small.directory, update_stream=broker.url, update_filter="(")
+
+
+def test_duplicates_and_old_rows_that_come_again_do_no_harm(broker: Broker, small: SmallVersion) -> None:
+    """What counts is the order in the topic: after a repetition the last row is the last one again."""
+    sent = [(packed(i % 3)[0], vectors(i).tobytes()) for i in range(9)]
+    with InferenceSession.open(small.directory, update_stream=broker.url) as session:
+        broker.send(small.topic("user_weight"), *sent)
+        broker.send(small.topic("user_weight"), *sent[:4], *sent)
+        wait_until(lambda: session.stats()["updates"]["messages"] == 22, "all to be read")
+        np.testing.assert_array_equal(session.lookup("user.weight", [0, 1, 2])[:, 0], [6, 7, 8])
+
+
+def test_a_lost_broker_is_survived(small: SmallVersion) -> None:
+    """Serving goes on meanwhile, the failure is told, and what comes later is served."""
+    with Broker() as broker, InferenceSession.open(small.directory, update_stream=broker.url) as session:
+        topic = small.topic("user_weight")
+        broker.send(topic, (packed(1)[0], vectors(1).tobytes()), (packed(2)[0], vectors(2).tobytes()))
+        await_rows(session, "user.weight", [2], 2)
+        broker.stop()
+        wait_until(lambda: "no broker answers" in str(session.stats()["updates"]["failure"]), "the failure to be told")
+        np.testing.assert_array_equal(session.lookup("user.weight", [1, 2])[:, 0], [1, 2])
+        broker.start()
+        broker.send(topic, (packed(4)[0], vectors(4).tobytes()))
+        await_rows(session, "user.weight", [4], 4)
+        wait_until(lambda: session.stats()["updates"]["failure"] is None, "the failure to be over")
+
+
+def test_a_version_opens_without_its_broker(small: SmallVersion) -> None:
+    """At once, and follows it when it comes."""
+    broker = Broker()
+    with InferenceSession.open(small.directory, update_stream=broker.url, catch_up_s=1000) as session, broker:
+        broker.send(small.topic("user_weight"), (packed(4)[0], vectors(4).tobytes()))
+        await_rows(session, "user.weight", [4], 4)
+
+
+@pytest.mark.parametrize("with_files", [True, False], ids=["files", "no_files"])
+def test_updates_reach_every_tier_and_the_cache(
+    broker: Broker, small: SmallVersion, tmp_path: Path, with_files: bool
+) -> None:
+    """Redis over RocksDB: rows and deletions, also of rows in files, and they are there without Kafka afterwards."""
+    database = f"rocksdb://{tmp_path}/db"
+    push(small.directory, database)
+    if not with_files:
+        (small.directory / TABLES_FOLDER).rename(tmp_path / "away")
+    keys = small.tables["hashed/key"]
+    with RedisServer() as redis:
+        stores = {"volatile_store": redis.url, "persistent_store": database}
+        with InferenceSession.open(small.directory, **stores, update_stream=broker.url) as session:
+            session.lookup("hashed", keys)
+            session.lookup("user.weight", np.arange(-50, 50))
+            with Publisher(broker.url, small.model) as publisher:
+                publisher.publish("hashed", keys[:3], vectors(4, rows=3, dim=2))
+                publisher.delete("hashed", keys[3:6])
+                publisher.publish("user.weight", [1, 49, 77], vectors(5, rows=3))
+            await_rows(session, "hashed", keys[:3], 4)
+            await_rows(session, "hashed", keys[3:6], DEFAULT)
+            await_rows(session, "user.weight", [1, 49, 77, -1, -49], 5)
+            wait_until(lambda: bool(broker.committed(small.model)), "offsets to be committed")
+        with InferenceSession.open(small.directory, **stores, cache_bytes=0) as session:
+            np.testing.assert_array_equal(session.lookup("hashed", keys[3:6]), [DEFAULT] * 3)
+        for url in stores.values():
+            with create_store(url, Namespace(small.model, "1"), DIMS) as store:
+                out = np.zeros((6, 2), np.float32)
+                assert store.fetch("hashed", keys[:6], out).tolist() == [True] * 3 + [False] * 3
+                assert (out[:3] == 4).all()
+        with InferenceSession.open(small.directory, **stores, update_stream=broker.url) as session:
+            assert session.stats()["updates"]["messages"] == 0
+
+
+def test_updates_wait_for_a_store_that_is_down(broker: Broker, small: SmallVersion) -> None:
+    """Nothing is passed over: they are applied, in order, once it is back."""
+    with RedisServer() as redis:
+        push(small.directory, redis.url)
+        settings = {"persistent_store": redis.url, "update_stream": broker.url, "store_timeout_ms": 500}
+        with InferenceSession.open(small.directory, **settings) as session:
+            with Publisher(broker.url, small.model) as publisher:
+                publisher.publish("user.weight", [1], vectors(9))
+                publisher.flush()
+                await_rows(session, "user.weight", [1], 9)
+                redis.stop()
+                for value in range(3):
+                    publisher.publish("user.weight", [1], vectors(value))
+            wait_until(lambda: session.stats()["updates"]["failure"] is not None, "the outage to be noticed")
+            wait_until(lambda: session.stats()["updates"]["staleness_s"] > 0.1, "the delay to show")
+            redis.start()
+            await_rows(session, "user.weight", [1], 2)
+            wait_until(lambda: session.stats()["updates"]["failure"] is None, "the outage to be over")

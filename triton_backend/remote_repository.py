@@ -1,0 +1,49 @@
+"""A model repository on HDFS, as a folder of this machine that a server can read."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from inference_session.errors import ConfigurationError
+from inference_session.model_source import create_source, is_url
+from inference_session.model_source.fetch import cache_folder, fetch, link_tree
+from inference_session.model_source.transfer import Progress
+
+
+@contextmanager
+def local_repository(place: str | Path, models: Sequence[str] = (), progress: Progress | None = None) -> Iterator[Path]:
+    """Yield a repository of this machine: a path as it is, for a URL a copy of its models, or of those wanted.
+
+    Every version is copied once and kept in the cache folder, verified; what is yielded are links to these copies. It
+    is as the repository was at the start: whoever wants a version that comes later copies it there, and loads it.
+
+    Raises:
+        ConfigurationError: the repository has no such model.
+        ModelFormatError, OSError, UnavailableError: it cannot be read, or is damaged.
+    """
+    if not is_url(place):
+        yield Path(place)
+        return
+    url = str(place).rstrip("/")
+    parts = _parts(url, models)
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache_folder(), prefix="repository-") as folder:
+        for part in parts:
+            target = Path(folder) / part
+            target.parent.mkdir(exist_ok=True)
+            link_tree(fetch(f"{url}/{part}", progress), target)
+        yield Path(folder)
+
+
+def _parts(url: str, models: Sequence[str]) -> list[str]:
+    """What lies directly in the folders of the models: versions, config.pbtxt …, as `<model>/<name>`."""
+    with create_source(url) as source:
+        paths = [entry.path for entry in source.entries() if entry.path.count("/") == 1]
+    present = sorted({path.partition("/")[0] for path in paths if not path.startswith((".", "_"))})
+    for name in models:
+        if name not in present:
+            raise ConfigurationError(f"{url} has no model {name!r}; it has: {', '.join(present) or 'none'}")
+    return [path for path in paths if path.partition("/")[0] in (models or present) and "/." not in path]
