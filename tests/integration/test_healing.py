@@ -79,9 +79,8 @@ def test_a_lost_backend_process_is_replaced(serve: Serve, repository: Path, numb
     lost = stub_of(served, "ctr")
 
     lost.send_signal(number)
-    until(
-        lambda: any(f"backend process {lost.pid} of model 'ctr' version 2 {how}" in line for line in served.errors), 5
-    )
+    said = f"backend process {lost.pid} of model 'ctr' version 2 {how}"
+    until(lambda: any(said in line for line in served.errors))
     until(lambda: scale_of(served) == 3)
 
     assert health(served).returncode == 0
