@@ -57,6 +57,7 @@ check: $(CHECK_VENV)/.ready
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/lookup.py
 	$(BIN)/python benchmarks/stores.py
+	$(BIN)/python benchmarks/hdfs.py
 	$(BIN)/python benchmarks/opening.py
 	$(BIN)/python benchmarks/triton.py
 

@@ -141,7 +141,15 @@ def content(rng: np.random.Generator, datatype: str, shape: list[int], max_key: 
 
 
 def measure(
-    model: str, url: str, protocol: str, *, data: Path, batch: int | None, concurrency: int, seconds: float = 2.0
+    model: str,
+    url: str,
+    protocol: str,
+    *,
+    data: Path,
+    batch: int | None,
+    concurrency: int,
+    seconds: float = 2.0,
+    timeout_s: float | None = None,
 ) -> dict[str, float]:
     """One run of perf_analyzer: `infer/s` (requests), and latencies `p50`, `p99` in microseconds."""
     with tempfile.TemporaryDirectory() as folder:
@@ -149,7 +157,7 @@ def measure(
         batching = ["-b", str(batch)] if batch else []
         stop = ["-p", str(int(seconds * 1000)), "-s", "60", "-r", "12"]  # lax: rounds and medians take care of noise
         command = ["-m", model, "-u", url, "-i", protocol, "--input-data", str(data), *batching, *stop]
-        run([*perf_analyzer(), *command, "--concurrency-range", str(concurrency), "-f", str(table)])
+        run([*perf_analyzer(), *command, "--concurrency-range", str(concurrency), "-f", str(table)], timeout=timeout_s)
         with table.open(encoding="utf-8") as file:
             row = next(csv.DictReader(file))
     requests = float(row["Inferences/Second"]) / (batch or 1)

@@ -2,13 +2,12 @@
 
 A recording is a folder:
 
-    trace.json         per table: `num_keys` looked up, and `halvings`: 2**-halvings is the part of all keys whose uses
-                       are in its file; `dropped_keys`: looked up while too many waited to be written
-    <table>.keys       int64, little endian, in the order of the look-ups
+    trace.json           per table: `num_keys` looked up; `dropped_keys`: while too many waited to be written
+    <table>.<n>.keys     int64, little endian, in the order of the look-ups: all uses of 2**-n of the keys
 
 Which keys are recorded is told by a hash (sizing/key_sample.py). When a file has grown to its share of the bytes, half
-of the keys that are left go: it stays a fair sample of everything since the beginning. trace.json is brought up to date
-once a second, and always before keys leave a file, so that whoever reads one can leave out what was to go.
+of the keys that are left go, into a file of the next n: it stays a fair sample of everything since the beginning.
+trace.json is brought up to date once a second.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from inference_session.config import SessionConfig
 from inference_session.embedding_cache.kernels.keys import copy_keys
 from inference_session.embedding_cache.kernels.layout import SEGMENT
 from inference_session.errors import ConfigurationError, TraceFormatError
-from inference_session.formats.native import ModelSpec
+from inference_session.formats.native import ModelSpec, is_folder_name
 from inference_session.sizing.key_sample import sampled_keys
 from inference_session.sizing.trace_file import TracePart, read_trace
 
@@ -60,7 +59,7 @@ class KeyRecorder:
         """Start a recording in `folder`, which exists, of these tables, in `max_bytes` in all."""
         copy_keys(np.zeros(0, SEGMENT), np.empty(0, np.int64))  # compiles
         self.folder = folder
-        self._files = [_KeyFile(folder / f"{table}{_KEYS_SUFFIX}", max_bytes // len(tables)) for table in tables]
+        self._files = [_KeyFile(folder, table, max_bytes // len(tables)) for table in tables]
         self._tables = tables
         self._waiting: deque[_Batch] = deque()
         self._waiting_bytes = 0
@@ -108,8 +107,6 @@ class KeyRecorder:
             file = self._files[t]
             file.append(keys)
             while file.is_full:
-                file.halvings += 1
-                self._write_summary()
                 file.thin()
         if batches:
             self._write_summary()
@@ -120,10 +117,7 @@ class KeyRecorder:
             yield from zip(batch.tables.tolist(), parts, strict=True)
 
     def _write_summary(self) -> None:
-        tables = {
-            table: {"num_keys": file.num_keys, "halvings": file.halvings}
-            for table, file in zip(self._tables, self._files, strict=True)
-        }
+        tables = {table: {"num_keys": file.num_keys} for table, file in zip(self._tables, self._files, strict=True)}
         written = self.folder / f".{RECORDING_FILE}"
         written.write_text(json.dumps({"tables": tables, "dropped_keys": self._num_dropped}, indent=1) + "\n")
         written.replace(self.folder / RECORDING_FILE)
@@ -132,30 +126,40 @@ class KeyRecorder:
 class _KeyFile:
     """The sampled keys of one table."""
 
-    def __init__(self, path: Path, max_bytes: int) -> None:
+    def __init__(self, folder: Path, table: str, max_bytes: int) -> None:
         self.num_keys = 0
-        self.halvings = 0
-        self._path = path
+        self._halvings = 0
+        self._folder = folder
+        self._table = table
         self._max_bytes = max_bytes
-        self._file: IO[bytes] = path.open("wb", buffering=0)
+        self._file: IO[bytes] = self._path.open("wb", buffering=0)
 
     @property
     def is_full(self) -> bool:
-        return self._file.tell() > self._max_bytes and self.halvings < _MOST_HALVINGS
+        return self._file.tell() > self._max_bytes and self._halvings < _MOST_HALVINGS
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"{self._table}.{self._halvings}{_KEYS_SUFFIX}"
 
     def append(self, keys: NDArray[np.int64]) -> None:
         self.num_keys += len(keys)
-        self._file.write(sampled_keys(keys, self.halvings).astype("<i8", copy=False).data)
+        self._write(sampled_keys(keys, self._halvings))
 
     def thin(self) -> None:
-        """Keep the keys that a sample of `halvings` has."""
-        kept = sampled_keys(np.fromfile(self._path, "<i8").astype(np.int64, copy=False), self.halvings)
-        thinned = self._path.with_name(f".{self._path.name}")
-        file = thinned.open("wb", buffering=0)
-        file.write(kept.astype("<i8", copy=False).data)
-        thinned.replace(self._path)
+        """Keep half of the keys, in a file of their own, which readers find once it is complete."""
+        old = self._path
         self._file.close()
-        self._file = file
+        self._halvings += 1
+        kept = sampled_keys(np.fromfile(old, "<i8").astype(np.int64, copy=False), self._halvings)
+        unfinished = self._path.with_name(f".{self._path.name}")
+        self._file = unfinished.open("wb", buffering=0)
+        self._write(kept)
+        unfinished.replace(self._path)
+        old.unlink()
+
+    def _write(self, keys: NDArray[np.int64]) -> None:
+        self._file.write(keys.astype("<i8", copy=False).data)
 
     def close(self) -> None:
         self._file.close()
@@ -184,23 +188,33 @@ def read_recording(folder: Path) -> Iterator[TracePart]:
     Raises:
         TraceFormatError: the folder is no recording; names it.
     """
-    for table, num_keys, halvings in _read_summary(folder):
+    for table, num_keys in _read_summary(folder):
+        halvings, path = _newest_file(folder, table)
         yield TracePart(table, np.empty(0, np.int64), num_keys, halvings)
-        for part in read_trace(folder / f"{table}{_KEYS_SUFFIX}", "int64"):
-            # A file from which keys were about to go when it was read holds too many.
-            yield TracePart(table, sampled_keys(part.keys, halvings), 0, halvings)
+        for part in read_trace(path, "int64"):
+            yield TracePart(table, part.keys, 0, halvings)
 
 
-def _read_summary(folder: Path) -> list[tuple[str, int, int]]:
+def _newest_file(folder: Path, table: str) -> tuple[int, Path]:
+    """The file of the fewest keys: others are about to go."""
+    found = {path.name.split(".")[-2]: path for path in folder.glob(f"{table}.*{_KEYS_SUFFIX}")}
+    numbered = [(int(number), path) for number, path in found.items() if number.isdecimal()]
+    if not numbered or (newest := max(numbered))[0] > _MOST_HALVINGS:
+        raise TraceFormatError(f"{folder}: {RECORDING_FILE} names table {table!r}, but there is no file of its keys")
+    return newest
+
+
+def _read_summary(folder: Path) -> list[tuple[str, int]]:
+    """Tables and how many keys were looked up in each."""
     path = folder / RECORDING_FILE
     try:
         tables = json.loads(path.read_text(encoding="utf-8"))["tables"]
-        summary = [(str(name), int(table["num_keys"]), int(table["halvings"])) for name, table in tables.items()]
+        summary = [(str(name), int(table["num_keys"])) for name, table in tables.items()]
     except FileNotFoundError as error:
         below = ", ".join(sorted(str(found.parent) for found in folder.glob(f"*/{RECORDING_FILE}"))) or "none"
         raise TraceFormatError(f"{folder}: no recording, for it has no {RECORDING_FILE}; below it: {below}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise TraceFormatError(f"{path}: not readable as a recording's summary: {error}") from error
-    if any(num_keys < 0 or not 0 <= halvings <= _MOST_HALVINGS or "/" in name for name, num_keys, halvings in summary):
-        raise TraceFormatError(f"{path}: a table's name, num_keys or halvings cannot be as it is")
+    if any(num_keys < 0 or not is_folder_name(name) for name, num_keys in summary):
+        raise TraceFormatError(f"{path}: a table's name or num_keys cannot be as it is")
     return summary

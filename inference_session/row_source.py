@@ -214,6 +214,22 @@ class UpdatableRows(MappedRows):
             self._updated[table].erase(_aliases(self._specs[table], keys)[0])
             self._publish()
 
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """See RowSource."""
+        with self._writing:
+            yield
+
+    def scan(self, table: int) -> Iterator[Rows]:
+        """See RowSource."""
+        changed, vectors, deleted = self._updated[table].held()
+        # A row number that counts from the end is the row's other key.
+        kept = ~deleted if self._specs[table].keys == "stored" else ~deleted & (changed >= 0)
+        yield changed[kept], vectors[kept]
+        for keys, rows in self._tables[table].scan():
+            unchanged = ~np.isin(keys, changed)
+            yield keys[unchanged], rows[unchanged]
+
     def stats(self) -> dict[str, Any]:
         """See RowSource. The changed rows are under `updated`."""
         updated = {

@@ -272,6 +272,7 @@ class InferenceSession:
                 self._updates.close()
             if self._hot_keys is not None:
                 self._hot_keys.close()
+                self._hot_keys = None  # it knows us: the memory would wait for the garbage collector
             self._rows.close()
             if self._plan.recorder is not None:
                 self._plan.recorder.close()

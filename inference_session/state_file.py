@@ -28,6 +28,7 @@ def write_state(path: Path, content: bytes) -> None:
     # Several processes may write the same state: each renames a file of its own.
     staged = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     try:
+        staged.touch(0o600)  # keys may be people
         with staged.open("wb") as file:
             file.write(_MAGIC + hashlib.sha256(content).digest())
             file.write(content)

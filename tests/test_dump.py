@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from hotrow.command_line import cli
 from inference_session import InferenceSession
+from inference_session.dump import dump
 from inference_session.errors import ConfigurationError, SessionClosedError, StoreError, UnavailableError
 from inference_session.formats import manifest
 from inference_session.formats.native import ModelSpec
@@ -23,7 +24,9 @@ from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer, Tier
 from inference_session.parameter_server.store_url import create_store
+from inference_session.parameter_server.table_file import TableFile
 from inference_session.parameter_server.wrappers import WrapperStore
+from inference_session.row_source import UpdatableRows
 from tests import small_model
 from tests.hadoop import Hdfs
 from tests.parameter_server.servers import RedisServer
@@ -142,6 +145,35 @@ def test_a_target_that_exists_is_refused(version: Path, tmp_path: Path) -> None:
     assert not list((tmp_path / "dump").iterdir())
     with pytest.raises(SessionClosedError):
         session.dump(tmp_path / "other")
+
+
+def test_rows_changed_in_memory_are_dumped(version: Path, tmp_path: Path) -> None:
+    """Of a model without stores, rows changed by its update stream are dumped so, erased ones not at all."""
+    expected = of_files(version)
+    first, second = list(expected["hashed"])[:2]
+    spec = ModelSpec.read(version)
+    files = [TableFile.open(version / "tables" / table.folder, table) for table in spec.tables]
+    source = UpdatableRows(files, num_threads=1)
+    source.update(2, *rows(first, 77, value=4))
+    source.erase(2, np.array([second, 77, 79]))
+    source.update(0, *rows(7, dim=4, value=3))
+    source.erase(0, np.array([9]))
+
+    dump(source, spec, tmp_path / "dump")
+    source.close()
+
+    expected["hashed"][first] = [4, 4]
+    expected["user_weight"][7] = [3, 3, 3, 3]
+    del expected["hashed"][second], expected["user_weight"][9]
+    assert read_all(tmp_path / "dump") == expected
+
+
+def test_the_command_does_not_miss_updates_in_memory(version: Path, tmp_path: Path) -> None:
+    """Where updates are in a server's memory alone, the command says so, rather than dump what was before them."""
+    parameter = '{ key: "update_stream" value: { string_value: "kafka://127.0.0.1:9092" } }'
+    (version.parent / "config.pbtxt").write_text(f'backend: "hotrow"\nparameters [ {parameter} ]\n')
+    with pytest.raises(ConfigurationError, match="in the memory of the process that serves it"):
+        run("dump", str(version), "--to", str(tmp_path / "dump"))
 
 
 class _Hooked(WrapperStore):

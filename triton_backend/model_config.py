@@ -99,10 +99,10 @@ def configured_session(spec: ModelSpec, version_dir: Path, **settings: str) -> S
     return SessionConfig.resolve(settings, ours, spec.settings)
 
 
-def configured_cache_bytes(spec: ModelSpec, version_dir: Path) -> int:
-    """The cache_bytes that config.pbtxt and session.json ask for; 0 where rows come from the table files."""
+def configured_cache_bytes(spec: ModelSpec, version_dir: Path, *, on_device: bool = False) -> int:
+    """The cache_bytes that config.pbtxt and session.json ask for; 0 where the processor reads the table files."""
     config = configured_session(spec, version_dir)
-    return resolved_cache_bytes(spec, config) if config.has_store else 0
+    return resolved_cache_bytes(spec, config) if config.has_store or on_device else 0
 
 
 def _tensor_config(message: object) -> TensorConfig:

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from hotrow.progress import row_progress
+from inference_session.errors import ConfigurationError
 from inference_session.formats.native import ModelSpec
 
 _READING_ONLY = {
@@ -53,6 +54,11 @@ def command(
     settings = {name: value for name, value in given.items() if value is not None}
     spec = ModelSpec.read(version_dir)
     config = configured_session(spec, version_dir, **settings, **_READING_ONLY)
+    if config.update_stream is not None and not config.has_store:
+        raise ConfigurationError(
+            f"{version_dir}: what its update stream has changed is in the memory of the process that serves it;"
+            " dump it there with InferenceSession.dump(), or serve it with a persistent_store"
+        )
     num_rows = sum(table.num_rows for table in spec.tables)
     rows = create_row_source(spec, config, version_dir)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -45,7 +46,7 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generi
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(?:i?b)?|b)?", str(value).strip().lower())
         if match is None:
             self.fail(f"{value!r} is no number of bytes; examples: 1073741824, 512MiB, 1.5GiB", param, ctx)
-        return int(float(match[1]) * _UNITS[match[2]]) if match[2] else int(float(match[1]))
+        return int(Decimal(match[1]) * _UNITS[match[2] or ""])
 
 
 @click.command()
@@ -133,7 +134,7 @@ def command(
     version_dir = _version_dir(directory)
     spec = ModelSpec.read(version_dir)
     if cache_bytes is None:
-        cache_bytes = configured_cache_bytes(spec, version_dir)
+        cache_bytes = configured_cache_bytes(spec, version_dir, on_device=devices > 0)
     parts = _trace_parts(spec, traces, trace_format)
     copies = {"num_processes": max(processes, devices), "num_devices": devices}
     report = SizingReport(

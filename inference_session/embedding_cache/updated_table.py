@@ -70,6 +70,12 @@ class UpdatedTable:
         record["default_address"], record["next_table"] = default_address, next_table
         return record
 
+    def held(self) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.bool_]]:
+        """Copies of all keys, of their vectors, and which of them were deleted."""
+        with self._lock:
+            rows = _held(self.arrays)
+            return self.arrays.keys[rows], self.arrays.vectors[rows], self.arrays.deleted[rows] != 0
+
     def _put(self, keys: NDArray[np.int64], vectors: NDArray[np.float32], deleted: NDArray[np.uint8]) -> None:
         """Must be called while holding the lock."""
         done = put_rows(self.arrays, keys, vectors, deleted, 0)
@@ -84,12 +90,18 @@ class UpdatedTable:
     def _grown(self, num_new: int) -> UpdatedArrays:
         """The same rows in arrays twice as large; look-ups under way keep the old ones."""
         old = self.arrays
-        held = np.ones(len(old.keys), np.bool_)
-        for kind in (FREE, RETIRED):
-            held[old.unused[kind, : old.counts[kind]]] = False
+        held = _held(old)
         new = _allocate(2 * max(len(old.keys), num_new), old.vectors.shape[1])
         put_rows(new, old.keys[held], old.vectors[held], old.deleted[held], 0)
         return new
+
+
+def _held(arrays: UpdatedArrays) -> NDArray[np.bool_]:
+    """Which rows have a key."""
+    held = np.ones(len(arrays.keys), np.bool_)
+    for kind in (FREE, RETIRED):
+        held[arrays.unused[kind, : arrays.counts[kind]]] = False
+    return held
 
 
 def _rows(

@@ -84,24 +84,24 @@ class HdfsSource(ModelSource):
 
     def read(self, path: str, begin: int, num_bytes: int) -> bytes:
         """See ModelSource."""
-        buffer = bytearray()
-        self._try(path, lambda: self._read_on(path, begin, num_bytes, buffer))
-        return bytes(buffer)
+        parts: list[bytes] = []
+        self._try(path, lambda: self._read_on(path, begin, num_bytes, parts))
+        return b"".join(parts)
 
-    def _read_on(self, path: str, begin: int, num_bytes: int, buffer: bytearray) -> None:
-        """Read what the buffer has not yet."""
-        left = num_bytes - len(buffer)
+    def _read_on(self, path: str, begin: int, num_bytes: int, parts: list[bytes]) -> None:
+        """Read what is not among the parts yet."""
+        left = num_bytes - sum(map(len, parts))
         if not left:
             return
-        with self._client.read(self._path(path), offset=begin + len(buffer), length=left) as stream:
+        with self._client.read(self._path(path), offset=begin + num_bytes - left, length=left) as stream:
             while left and (part := stream.read(min(left, _READ_BYTES))):
-                buffer += part
+                parts.append(part)
                 left -= len(part)
         if left:
             end = self._status(path)
             if end is None or end["length"] < begin + num_bytes:
                 raise SourceError(f"{self.name_of(path)}: ends before byte {begin + num_bytes}; was it written to?")
-            raise UnavailableError(f"{self.name_of(path)}: the DataNode ended at byte {begin + len(buffer)}")
+            raise UnavailableError(f"{self.name_of(path)}: the DataNode ended at byte {begin + num_bytes - left}")
 
     def write(self, path: str, chunks_from: ChunksFrom) -> None:
         """See ModelSource. One request carries all that is left: HDFS has one writer per file."""

@@ -15,7 +15,7 @@ from inference_session.model_source.base import Entry, ModelSource
 Progress = Callable[[int], None]
 """Told the number of bytes done since the last call, from any thread; less than none where some are done again."""
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 16 << 20
 NUM_CHUNKS = 4
 """Chunks of one file that are read ahead."""
 

@@ -8,6 +8,7 @@ its process dies; what the note of a table vouches for survives the machine as w
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import tempfile
 import threading
@@ -77,6 +78,8 @@ class RocksDbStore(BoundStore):
         super().__init__(embedding_dims)
         self._lock = threading.Lock()
         self._families: dict[str, Any] = {}
+        self._seen: object = None
+        """The state of the files when a reader last caught up."""
         self._present: set[str] = set()
         """Tags of the column families that the open database knows; a reader's may not know all there are."""
         self._closed = False
@@ -190,11 +193,15 @@ class RocksDbStore(BoundStore):
         if self._is_writer:
             return
         with _translated(self.path), self._lock:
+            state = _state_of_files(self.path)
+            if state == self._seen:
+                return
             ours = {self.namespace.tag(table) for table in self._embedding_dims}
             if ours & set(Rdict.list_cf(str(self.path))) != ours & self._present:
                 self._families = {}
                 self._db = self._open_database(as_writer=False)
             self._db.try_catch_up_with_primary()
+            self._seen = state
 
     def sync(self) -> None:
         """See EmbeddingStore."""
@@ -345,6 +352,21 @@ def open_reader(path: Path, secondary_path: Path) -> Any:
         column_families={name: _options() for name in Rdict.list_cf(str(path))},
         access_type=AccessType.secondary(str(secondary_path)),
     )
+
+
+def _state_of_files(path: Path) -> object:
+    """Differs once a writer has written anything. Catching up stops all threads of this process for some milliseconds,
+    so it is not done for nothing.
+    """
+    try:
+        with os.scandir(path) as entries:
+            return {
+                (entry.name, entry.stat().st_size, entry.stat().st_mtime_ns)
+                for entry in entries
+                if entry.name.endswith(".log") or entry.name.startswith("MANIFEST")
+            }
+    except FileNotFoundError:  # a log that has just been removed, so something has been written
+        return object()
 
 
 def _list_families(path: Path) -> list[str]:

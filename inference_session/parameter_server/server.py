@@ -188,6 +188,7 @@ class ParameterServer:
         self._unknown: dict[str, UnknownKeys] = {}
         self._reported: set[str] = set()
         self._promotions: queue.Queue[_Promotion] = queue.Queue(MAX_PENDING_PROMOTIONS)  # put into under `_lock`
+        self._unverified: list[tuple[Tier, _Promotion]] = []  # the worker's alone
         self._pending_bytes = 0
         self._touches: list[_Touch] = []
         self._num_touches = 0
@@ -488,8 +489,10 @@ class ParameterServer:
             if time.monotonic() >= next_round:
                 for tier in self._tiers:
                     self._survive(self._look_after, tier)
+                self._survive(self._drop_outdated, self._next_unverified())
                 self._survive(self._touch, self._next_touches())
                 next_round = time.monotonic() + ROUND_INTERVAL_S
+        self._survive(self._drop_outdated, self._next_unverified())
         with contextlib.suppress(queue.Empty):
             while True:
                 self._promotions.get_nowait()
@@ -518,7 +521,16 @@ class ParameterServer:
         with self._writing:
             current = [part for part in map(self._not_written_since, promotions) if len(part.keys)]
             inserted = [(tier, part) for part in current for tier in part.tiers if self._insert_into(tier, part)]
-            self._drop_outdated([(tier, part) for tier, part in inserted if part.source.store.lags])
+        unverified = [(tier, part) for tier, part in inserted if part.source.store.lags]
+        self._unverified += unverified
+        with self._lock:
+            self._pending_bytes += sum(part.vectors.nbytes for _, part in unverified)
+
+    def _next_unverified(self) -> list[tuple[Tier, _Promotion]]:
+        unverified, self._unverified = self._unverified, []
+        with self._lock:
+            self._pending_bytes -= sum(part.vectors.nbytes for _, part in unverified)
+        return unverified
 
     def _not_written_since(self, promotion: _Promotion) -> _Promotion:
         with self._lock:
@@ -574,16 +586,18 @@ class ParameterServer:
     def _drop_outdated(self, inserted: Sequence[tuple[Tier, _Promotion]]) -> None:
         """Take rows back that another process has changed or erased, which the tier they came from showed too late.
 
-        That process writes the lower tier first: what it changes after this look, it will change above as well.
+        That process writes the lower tier first: what it changes after this look, it will change above as well. Done
+        once a round, for a tier that catches up may hold up all threads of this process meanwhile.
         """
         sources = {promotion.source for _, promotion in inserted}
         seen = {source for source in sources if self._try(source, lambda store: store.refresh()) is None}
-        for tier, promotion in inserted:
-            keys = promotion.keys
-            outdated = keys[~self._are_current(promotion)] if promotion.source in seen else keys
-            error = self._try(tier, lambda store, p=promotion, k=outdated: store.erase(p.table, k))  # type: ignore[misc]
-            if error is not None:
-                self._leave_out(tier, promotion.table, outdated, error)
+        with self._writing:
+            for tier, promotion in inserted:
+                keys = promotion.keys
+                outdated = keys[~self._are_current(promotion)] if promotion.source in seen else keys
+                error = self._try(tier, lambda store, p=promotion, k=outdated: store.erase(p.table, k))  # type: ignore[misc]
+                if error is not None:
+                    self._leave_out(tier, promotion.table, outdated, error)
 
     @staticmethod
     def _are_current(promotion: _Promotion) -> NDArray[np.bool_]:

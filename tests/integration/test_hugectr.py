@@ -22,6 +22,8 @@ from inference_session.formats.hugectr import import_hugectr
 from tests.formats.hugectr.evaluator import Evaluator
 from tests.formats.hugectr.test_importer import Requests, Source, _array, requests_of
 from tests.integration.conftest import Serve, Served, start
+from tests.parameter_server.servers import wait_until
+from tests.update_stream.broker import Broker
 from triton_backend.model_config import write_model_config
 
 pytestmark = pytest.mark.triton
@@ -328,3 +330,28 @@ def test_an_imported_model_keeps_its_requests(serve: Serve, shared: Path, tmp_pa
             dcn, wdl = models / "hugectr_dcn", models / "hugectr_wdl"
             assert_answers(client, "hugectr_dcn", requests_of(dcn / "requests.npz"), dcn / "expected.npz")
             assert_answers(client, "hugectr_wdl_hps", requests_of(wdl / "hps_requests.npz"), wdl / "hps_expected.npz")
+
+
+def test_updates_come_from_the_brokers_of_ps_json(serve: Serve, tmp_path: Path) -> None:
+    """What a trainer publishes to HugeCTR's topics is served, with nothing said of it in config.pbtxt."""
+    newer = Source(tmp_path / "newer")
+    newer.vectors[1] += 1
+    newer.write_table(1)
+    newer.ps_json()
+    (report,) = import_hugectr(newer.folder / "ps.json", tmp_path / "imported")
+    request = newer.request()
+    expected = Evaluator(report.version_dir).predict(request).ravel()
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    with Broker() as broker:
+        source = Source(repository / "small")
+        source.settings["update_source"] = {"type": "kafka_message_queue", "brokers": broker.address}
+        place_small(source.folder, source)
+        rows = zip(newer.keys[1], newer.vectors[1], strict=True)
+        broker.send("hctr_et.small.deep", *((key.tobytes(), vector.tobytes()) for key, vector in rows))
+        served = serve(repository)
+        with served.grpc_client() as client:
+            wait_until(
+                lambda: np.allclose(ask(client, "small", request), expected, rtol=0, atol=1e-5),
+                "the published rows to be served",
+            )

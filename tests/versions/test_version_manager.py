@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -205,16 +207,43 @@ def test_other_rows_are_refused_where_stores_hold_the_old_ones(directory: Path) 
         with pytest.raises(ConfigurationError, match=r"other rows \(tables/.*version of its own"):
             versions.update()
 
-        beside = directory.with_name(".tmp-3")
-        small_model.write(beside, seed=1)
-        network = onnx.load(beside / "dense.onnx")
-        network.producer_name = "another training"
-        onnx.save(network, beside / "dense.onnx")
-        small_model.manifest.write_manifest(beside)
-        exchange(beside, directory)
+        retrain(directory)
         assert versions.update()
         with versions.lease() as session:
             np.testing.assert_allclose(answer(session), expected(1), rtol=1e-5, atol=1e-6)
+
+
+def test_a_replaced_session_is_gone_at_once(directory: Path, tmp_path: Path) -> None:
+    """Its memory does not wait for the garbage collector, which under Triton never looks at what was loaded first."""
+    settings = {
+        "persistent_store": f"rocksdb://{pushed(directory)}",
+        "cache_bytes": 1 << 20,
+        "state_dir": str(tmp_path / "state"),
+        "warm_up_s": 10,
+    }
+    gc.disable()
+    try:
+        with manage(directory, **settings) as versions:
+            with versions.lease() as session:
+                answer(session)
+            replaced = weakref.ref(session)
+            del session
+            retrain(directory)
+            assert versions.update()
+            assert replaced() is None
+    finally:
+        gc.enable()
+
+
+def retrain(directory: Path) -> None:
+    """Put another network in place, over the same tables."""
+    beside = directory.with_name(".tmp-3")
+    small_model.write(beside, seed=1)
+    network = onnx.load(beside / "dense.onnx")
+    network.producer_name = "another training"
+    onnx.save(network, beside / "dense.onnx")
+    small_model.manifest.write_manifest(beside)
+    exchange(beside, directory)
 
 
 def pushed(directory: Path) -> Path:

@@ -6,6 +6,8 @@ or a model without `network_file`, is taken as 24.06; any other as 3.4. `PsJson.
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,8 +41,15 @@ _EVICTION_POLICIES = {
 }
 _CACHE_KINDS = {"dynamic": "dynamic", "static": "static", "uvm": "uvm", "stochastic": "stochastic"}
 
-TAKEN_OVER = frozenset({"cache_fraction", "cache_missed_keys", "hit_rate_threshold", "refresh_interval_s"})
-"""Settings of a session that `PsJson.session_settings` fills from ps.json."""
+_OF_UPDATES = frozenset({"update_stream", "update_filter"})
+TAKEN_OVER = _OF_UPDATES | {"cache_fraction", "cache_missed_keys", "hit_rate_threshold", "refresh_interval_s"}
+"""Settings of a session that `PsJson.session_settings` fills from ps.json, where it can."""
+
+
+def acting_settings() -> frozenset[str]:
+    """Those of them that have an effect in this environment: updates need the package `confluent-kafka`."""
+    has_kafka = importlib.util.find_spec("confluent_kafka") is not None
+    return TAKEN_OVER if has_kafka else TAKEN_OVER - _OF_UPDATES
 
 
 def _setting(
@@ -64,6 +73,7 @@ def _setting(
 _volatile = partial(_setting, acts_on="volatile_store")
 _persistent = partial(_setting, acts_on="persistent_store")
 _update = partial(_setting, acts_on="update_stream")
+_filter = partial(_setting, "update_filters", values.list_of(values.text), (".+",), default_24_06=("^hps_.+$",))
 
 
 @dataclass(frozen=True)
@@ -98,9 +108,8 @@ class VolatileStore:
     overflow_resolution_target: float = _volatile("overflow_resolution_target", values.number(0, 1), 0.8)
     """Fraction of `overflow_margin` that is left after an eviction."""
     cache_missed_keys: bool = _setting("cache_missed_embeddings", values.flag, False, acts_on="cache_missed_keys")
-    update_filters: tuple[str, ...] = _volatile(
-        "update_filters", values.list_of(values.text), (".+",), default_24_06=("^hps_.+$",)
-    )
+    update_filters: tuple[str, ...] = _filter(acts_on="update_filter")
+    """Regular expressions of the topics whose updates this tier takes."""
     algorithm: str = _setting("algorithm", values.text, "phm", acts_on="nothing")
     allocation_rate: int = _setting("+allocation_rate", values.whole(0), 256 << 20, acts_on="nothing")
     shared_memory_bytes: int = _setting("+shared_memory_size", values.whole(0), 16 << 30, acts_on="nothing")
@@ -128,9 +137,8 @@ class PersistentStore:
     max_insert_keys: int = _persistent(
         "max_set_batch_size +max_batch_size", values.whole(1), 10_000, default_24_06=65_536
     )
-    update_filters: tuple[str, ...] = _persistent(
-        "update_filters", values.list_of(values.text), (".+",), default_24_06=("^hps_.+$",)
-    )
+    update_filters: tuple[str, ...] = _filter(acts_on="update_filter")
+    """Regular expressions of the topics whose updates this tier takes."""
     initialize_after_startup: bool = _setting("+initialize_after_startup", values.flag, True, acts_on="nothing")
 
 
@@ -142,8 +150,8 @@ class UpdateSource:
     """`disabled` or `kafka`."""
     brokers: str = _update("brokers", values.text, "127.0.0.1:9092")
     """`host:port`, several with semicolons."""
-    metadata_refresh_ms: int = _update("+metadata_refresh_interval_ms", values.whole(0), 30_000)
-    poll_timeout_ms: int = _update("poll_timeout_ms", values.whole(0), 500)
+    metadata_refresh_ms: int = _setting("+metadata_refresh_interval_ms", values.whole(0), 30_000, acts_on="nothing")
+    poll_timeout_ms: int = _setting("poll_timeout_ms", values.whole(0), 500, acts_on="nothing")
     receive_buffer: int = _setting(
         "max_receive_buffer_size +receive_buffer_size",
         values.whole(1),
@@ -152,9 +160,9 @@ class UpdateSource:
         acts_on="nothing",
     )
     """Messages in 3.4, bytes in 24.06."""
-    max_insert_keys: int = _update("max_batch_size", values.whole(1), 1000, default_24_06=8192)
-    failure_backoff_ms: int = _update("failure_backoff_ms", values.whole(0), 50)
-    max_commit_interval: int = _update("+max_commit_interval", values.whole(0), 32)
+    max_insert_keys: int = _setting("max_batch_size", values.whole(1), 1000, default_24_06=8192, acts_on="nothing")
+    failure_backoff_ms: int = _setting("failure_backoff_ms", values.whole(0), 50, acts_on="nothing")
+    max_commit_interval: int = _setting("+max_commit_interval", values.whole(0), 32, acts_on="nothing")
 
 
 @dataclass(frozen=True)
@@ -251,11 +259,21 @@ class PsJson:
         raise ConfigurationError(f"{self.path}: holds no model {name!r}; its models: {known}")
 
     def session_settings(self, model: PsModel) -> dict[str, str]:
-        """ps.json in the words of hotrow's own settings, those of `TAKEN_OVER`."""
-        return {
+        """ps.json in the words of hotrow's own settings, those of `acting_settings`."""
+        settings = {
             "cache_fraction": str(model.cache_fraction if model.use_cache else 0.0),
             "cache_missed_keys": str(self.volatile.cache_missed_keys).lower(),
             # Above 1, as HPS may have it, means what 1 does: no look-up that misses a key is good enough.
             "hit_rate_threshold": str(min(model.hit_rate_threshold, 1.0)),
             "refresh_interval_s": str(model.refresh_interval_s),
         }
+        if self.updates.kind == "kafka":
+            settings["update_stream"] = f"kafka://{','.join(re.split('[;,]', self.updates.brokers))}"
+            settings["update_filter"] = "|".join(f"(?:{pattern})" for pattern in self._update_filters())
+        return {name: value for name, value in settings.items() if name in acting_settings()}
+
+    def _update_filters(self) -> tuple[str, ...]:
+        """Those of all tiers that are switched on: what one of them takes is followed."""
+        tiers: tuple[VolatileStore | PersistentStore, ...] = (self.volatile, self.persistent)
+        found = [pattern for tier in tiers if tier.kind != "disabled" for pattern in tier.update_filters]
+        return tuple(dict.fromkeys(found or self.volatile.update_filters))

@@ -14,13 +14,13 @@ from inference_session.errors import ConfigurationError
 from inference_session.formats.hugectr import values
 from inference_session.formats.hugectr.json_file import FieldPath, JsonFile, field_name, read_json
 from inference_session.formats.hugectr.ps_fields import (
-    TAKEN_OVER,
     Generation,
     PersistentStore,
     PsJson,
     PsModel,
     UpdateSource,
     VolatileStore,
+    acting_settings,
 )
 from inference_session.model_source import is_url
 from inference_session.model_source.create import split_place
@@ -63,7 +63,7 @@ class _Parser:
         self._unknown: list[str] = []
         self._generation = self._recognise()
         # What this release has no setting for has no effect, and must not be passed over in silence.
-        self._acting = {"import"} | TAKEN_OVER & {item.name for item in fields(SessionConfig)}
+        self._acting = {"import"} | acting_settings() & {item.name for item in fields(SessionConfig)}
 
     def parse(self) -> PsJson:
         document = self._file.document

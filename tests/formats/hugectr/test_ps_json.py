@@ -21,6 +21,7 @@ from inference_session.formats.hugectr.ps_fields import (
     PsModel,
     UpdateSource,
     VolatileStore,
+    acting_settings,
 )
 from inference_session.formats.hugectr.ps_json import read_ps_json
 
@@ -217,7 +218,25 @@ def test_settings_of_ours_are_filled_from_the_file(tmp_path: Path) -> None:
         "refresh_interval_s": "0.0",
     }
     assert off.session_settings(off.models[0])["cache_fraction"] == "0.0"
-    assert set(parsed.session_settings(parsed.models[0])) == TAKEN_OVER
+
+
+@pytest.mark.parametrize(
+    ("tiers", "pattern"),
+    [
+        ({}, "(?:.+)"),
+        ({"volatile_db": {"type": "disabled"}, "persistent_db": {"type": "rocks_db"}}, "(?:.+)"),
+        ({"volatile_db": {"update_filters": ["^a$", "^b$"]}}, "(?:^a$)|(?:^b$)"),
+        ({"volatile_db": {"type": "hash_map", "num_node_connections": 3}}, "(?:^hps_.+$)"),
+    ],
+)
+def test_updates_are_followed_where_the_file_says(tiers: dict[str, Any], pattern: str, tmp_path: Path) -> None:
+    """Brokers stand between semicolons; the filters are those of the tiers that are on, or the generation's own."""
+    source = {"type": "kafka_message_queue", "brokers": "one:9092;two"}
+    parsed = read({**WDL, **tiers, "update_source": source}, tmp_path)
+    settings = parsed.session_settings(parsed.models[0])
+    assert set(settings) == acting_settings() == TAKEN_OVER
+    assert settings["update_stream"] == "kafka://one:9092,two"
+    assert settings["update_filter"] == pattern
 
 
 def test_unknown_fields_are_listed_and_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
