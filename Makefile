@@ -60,6 +60,7 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/hdfs.py
 	$(BIN)/python benchmarks/opening.py
 	$(BIN)/python benchmarks/triton.py
+	$(BIN)/python benchmarks/swap.py
 
 bench-report: $(VENV)/.test
 	$(BIN)/python benchmarks/report.py --out bench-report.html

@@ -71,11 +71,7 @@ class InferenceSession:
         config = SessionConfig.resolve(settings, spec.settings, defaults or {})
         if config.device.startswith("cuda"):
             raise ConfigurationError(f"setting 'device' cannot be {config.device!r}: this version runs on the CPU only")
-        absent = frozenset({TABLES_FOLDER}) if config.has_store else frozenset()
-        known = VerifiedFiles(_state_file(config, directory, "verified")) if config.state_dir else None
-        manifest.verify(directory, checksums=config.verify == "full", absent=absent, known=known)
-        if known is not None:
-            known.save()
+        _verify(config, directory)
         session = cls(spec, config, directory)
         try:
             session._warm_up()
@@ -373,6 +369,15 @@ class InferenceSession:
 
     def _num_lookups(self) -> int:
         return sum(table["lookup_keys"] for table in self._stats.snapshot()["tables"].values())
+
+
+def _verify(config: SessionConfig, directory: Path) -> None:
+    """Compare the files with the manifest, as far as the settings want it and it has not been done before."""
+    absent = frozenset({TABLES_FOLDER}) if config.has_store else frozenset()
+    known = VerifiedFiles(_state_file(config, directory, "verified")) if config.state_dir else None
+    manifest.verify(directory, checksums=config.verify == "full", absent=absent, known=known)
+    if known is not None:
+        known.save()
 
 
 def _state_file(config: SessionConfig, directory: Path, kind: str) -> Path:

@@ -38,7 +38,8 @@ _MAX_CONNECTIONS = 32
 _READ_BYTES = 1 << 20
 _MAX_REASON = 300
 _PASSING = {"StandbyException", "RetriableException", "SafeModeException"}
-_LEASED = {"AlreadyBeingCreatedException", "RecoveryInProgressException"}
+_LEASED = ("AlreadyBeingCreatedException", "RecoveryInProgressException", "Cannot obtain block length")
+"""What is said of a file that a writer has not closed."""
 
 Result = TypeVar("Result")
 
@@ -107,7 +108,9 @@ class HdfsSource(ModelSource):
         """See ModelSource. One request carries all that is left: HDFS has one writer per file."""
         try:
             failure = self._try(path, lambda: self._write_on(path, chunks_from))
-        except _LeasedError:
+        except _LeasedError as error:
+            failure = error
+        if isinstance(failure, _LeasedError):
             # The writer before us died with its DataNode, and holds the file for a minute. Begin it again.
             self.remove(path)
             failure = self._try(path, lambda: self._write_on(path, chunks_from))
@@ -216,7 +219,7 @@ class HdfsSource(ModelSource):
     def _of_hdfs(self, path: str, error: HdfsError) -> HotrowError:
         text = error.message.decode(errors="replace") if isinstance(error.message, bytes) else str(error.message)
         reason = " ".join(text.split("\tat ")[0].split())[:_MAX_REASON]
-        if error.exception in _LEASED or any(name in text for name in _LEASED):
+        if error.exception in _LEASED or any(part in text for part in _LEASED):
             return _LeasedError(f"{self.name_of(path)}: {reason}")
         if error.exception in _PASSING or "safe mode" in text:
             return UnavailableError(f"{self.name_of(path)}: {reason}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from inference_session.errors import ConfigurationError, SourceError, UnavailableError
-from inference_session.model_source import create_source, hdfs_source
+from inference_session.model_source import Copy, create_source, hdfs_source, transfer
 from inference_session.model_source.hdfs_url import HdfsUrl
 from tests.hadoop import Hdfs
 from tests.model_source.test_sources import CONTENT, put
@@ -157,3 +157,27 @@ def test_a_datanode_that_dies_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
         killed: list[bool] = []
         source.write("again", chunks)
         assert source.read("again", 0, len(CONTENT)) == CONTENT
+
+
+def test_a_file_whose_writer_died_is_begun_again(impatient: None, tmp_path: Path) -> None:
+    """A copy whose DataNode died amid a file fails, and the next one completes it, though HDFS holds that file open."""
+    (tmp_path / "table").mkdir()
+    (tmp_path / "table" / "emb_vector").write_bytes(CONTENT * 5)
+    with Hdfs() as hdfs, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HADOOP_USER_NAME", "root")
+        patch.setattr(transfer, "CHUNK_BYTES", 1 << 20)
+        done = [0]
+
+        def kill(num_bytes: int) -> None:
+            done[0] += num_bytes
+            if done[0] > 3 * len(CONTENT) and done[0] - num_bytes <= 3 * len(CONTENT):
+                hdfs.kill("DataNode")
+
+        with Copy(tmp_path / "table", f"{hdfs.url}/table") as copy, pytest.raises(UnavailableError, match="DataNode"):
+            copy.run(kill)
+        hdfs.start("DataNode")
+        patch.setattr(hdfs_source, "PAUSES_S", (0.2,) * 50)
+        with Copy(tmp_path / "table", f"{hdfs.url}/table") as copy:
+            copy.run()
+        with create_source(f"{hdfs.url}/table") as source:
+            assert source.read("emb_vector", 0, 5 * len(CONTENT)) == CONTENT * 5
