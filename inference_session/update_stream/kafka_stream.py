@@ -46,6 +46,7 @@ _POLL_S = 0.05
 _SAVE_S = 1.0
 _BROKER_S = 2.0
 """How long a question to the brokers may take."""
+_BEGINNING: int = OFFSET_BEGINNING
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _CLOSE_S = 10.0
 
@@ -98,7 +99,7 @@ class KafkaUpdateStream:
         self._filter = re.compile(topic_filter)
         self._allow_non_finite = allow_non_finite
         self._positions: dict[Partition, int] = {}
-        """Of the partitions followed, the next offset; OFFSET_BEGINNING where nothing has come yet."""
+        """Of the partitions followed, the next offset; _BEGINNING where nothing has come yet."""
         self._behind: set[Partition] | None = None
         """Partitions found at first whose end has not been seen yet; None: nothing has been found out."""
         self._current = threading.Event()
@@ -235,10 +236,10 @@ class KafkaUpdateStream:
     def _saved_offset(self, topic: str, partition: int) -> int:
         table = self._tables.get(table_of(topic, self._model) or "")
         if table is None or not self._rows.is_durable:
-            return OFFSET_BEGINNING
+            return _BEGINNING
         text = self._persist(lambda: self._rows.note(table))
-        offset = _offsets(text).get(topic, {}).get(str(partition), OFFSET_BEGINNING)
-        return offset if isinstance(offset, int) and offset >= 0 else OFFSET_BEGINNING
+        offset = _offsets(text).get(topic, {}).get(str(partition))
+        return offset if isinstance(offset, int) and offset >= 0 else _BEGINNING
 
     def _consume(self) -> tuple[dict[str, list[Any]], int, list[Partition]]:
         """Messages by topic; the time in ms at which the oldest was published; partitions whose end was reached."""
@@ -266,9 +267,9 @@ class KafkaUpdateStream:
             self._counts["messages"] += sum(map(len, by_topic.values()))
             self._staleness_s = max(time.time() - published_s, 0.0)
             self._oldest_pending_s = None
-            for reached in self._consumer.position([TopicPartition(*one) for one in self._positions]):
-                if reached.offset >= 0:
-                    self._positions[reached.topic, reached.partition] = reached.offset
+            for topic, messages in by_topic.items():
+                # Not what the client says, which counts the end of a partition as a message.
+                self._positions |= {(topic, message.partition()): message.offset() + 1 for message in messages}
         self._measure_lag()
 
     def _apply(self, topic: str, messages: Sequence[Any]) -> None:

@@ -199,6 +199,19 @@ def test_duplicates_and_old_rows_that_come_again_do_no_harm(broker: Broker, smal
         np.testing.assert_array_equal(session.lookup("user.weight", [0, 1, 2])[:, 0], [6, 7, 8])
 
 
+def test_a_vanished_topic_is_survived(broker: Broker, small: SmallVersion) -> None:
+    """Its rows stay, the loss shows, and when it is back it is read from its beginning."""
+    topic = small.topic("user_weight")
+    with InferenceSession.open(small.directory, update_stream=broker.url) as session:
+        broker.send(topic, (packed(1)[0], vectors(1).tobytes()), (packed(2)[0], vectors(2).tobytes()))
+        await_rows(session, "user.weight", [2], 2)
+        broker.delete_topic(topic)
+        wait_until(lambda: not session.stats()["updates"]["topics"], "the loss to be noticed")
+        np.testing.assert_array_equal(session.lookup("user.weight", [1]), vectors(1))
+        broker.send(topic, (packed(3)[0], vectors(3).tobytes()))
+        await_rows(session, "user.weight", [3], 3)
+
+
 def test_a_lost_broker_is_survived(small: SmallVersion) -> None:
     """Serving goes on meanwhile, the failure is told, and what comes later is served."""
     with Broker() as broker, InferenceSession.open(small.directory, update_stream=broker.url) as session:

@@ -1,0 +1,124 @@
+"""What `hotrow publish` and the Publisher send, by what a real broker holds afterwards."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from numpy.typing import NDArray
+
+from hotrow.command_line import cli
+from inference_session.errors import ConfigurationError, InvalidRequestError, StoreError, UnavailableError
+from inference_session.formats import manifest
+from inference_session.formats.native import TABLES_FOLDER
+from inference_session.update_stream import Publisher
+from inference_session.update_stream.encodings import Message, Updates, decode
+from tests import small_model
+from tests.update_stream.broker import Broker
+from tests.update_stream.conftest import SmallVersion
+
+
+def published(broker: Broker, topic: str, dim: int) -> Updates:
+    """The rows of a topic, as a server reads them."""
+    return decode([Message(message.key(), message.value()) for message in broker.messages(topic)], dim)
+
+
+def rows_of(updates: Updates) -> dict[int, list[float]]:
+    return dict(zip(updates.keys.tolist(), updates.vectors.tolist(), strict=True))
+
+
+def as_rows(keys: NDArray[np.int64], vectors: NDArray[np.floating]) -> dict[int, list[float]]:
+    return dict(zip(keys.tolist(), vectors.astype(np.float32).tolist(), strict=True))
+
+
+def hotrow(*arguments: object) -> str:
+    result = CliRunner().invoke(cli, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("encoding", ["row", "batch"])
+def test_a_version_is_published_whole(broker: Broker, small: SmallVersion, encoding: str) -> None:
+    """Every table, keys stored or row numbers, vectors of any type as float32."""
+    output = hotrow("publish", small.directory, "--to", broker.url, "--model", small.model, "--encoding", encoding)
+
+    assert "120 rows confirmed" in output
+    for table, dim in (("user_weight", 4), ("code", 3), ("hashed", 2)):
+        keys = small.tables["hashed/key"] if table == "hashed" else np.arange(len(small.tables[table]))
+        assert rows_of(published(broker, small.topic(table), dim)) == as_rows(keys, small.tables[table])
+
+
+def test_a_table_folder_is_published(broker: Broker, small: SmallVersion, tmp_path: Path) -> None:
+    """A bare folder of HugeCTR's two files, under the name given; one without keys is refused."""
+    folder = tmp_path / "dumped"
+    folder.mkdir()
+    for name in ("key", "emb_vector"):
+        shutil.copy(small.directory / TABLES_FOLDER / "hashed" / name, folder)
+    hotrow("publish", folder, "--to", broker.url, "--model", small.model, "--table", "my.table")
+
+    found = published(broker, small.topic("my_table"), 2)
+    assert rows_of(found) == as_rows(small.tables["hashed/key"], small.tables["hashed"])
+    assert sorted(path.name for path in folder.iterdir()) == ["emb_vector", "key"]
+    (folder / "key").unlink()
+    with pytest.raises(ConfigurationError, match="publish a version directory, or a folder with the files"):
+        hotrow("publish", folder, "--to", broker.url, "--model", small.model, "--table", "t")
+
+
+def test_only_what_differs_is_published(broker: Broker, small: SmallVersion, tmp_path: Path) -> None:
+    """Changed and new rows, and deletions of those that are gone; nothing of tables that are equal."""
+    newer = tmp_path / "newer"
+    small_model.write(newer)
+    folder = newer / TABLES_FOLDER / "hashed"
+    keys, vectors = small.tables["hashed/key"].copy(), small.tables["hashed"].copy()
+    gone = keys[7]
+    keys[7], vectors[3] = 123_456_789, [9, -9]
+    keys.tofile(folder / "key")
+    vectors.tofile(folder / "emb_vector")
+    manifest.write_manifest(newer)
+
+    output = hotrow("publish", newer, "--since", small.directory, "--to", broker.url, "--model", small.model)
+
+    assert "hashed: 2 rows published, 1 deleted" in output
+    assert "user_weight: 0 rows published, 0 deleted" in output
+    found = published(broker, small.topic("hashed"), 2)
+    assert rows_of(found) == {int(keys[3]): [9, -9], 123_456_789: vectors[7].tolist()}
+    assert found.deleted.tolist() == [gone]
+
+
+def test_a_silent_or_absent_broker_is_an_error(small: SmallVersion) -> None:
+    """It is named, in time, whether nobody listens or nobody answers."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        with pytest.raises(UnavailableError, match=f"no Kafka broker answers at 127.0.0.1:{port} within 1 s"):
+            Publisher(f"kafka://127.0.0.1:{port}", small.model, timeout_s=1)
+    with pytest.raises(UnavailableError, match=f"no Kafka broker answers at 127.0.0.1:{port}"):
+        Publisher(f"kafka://127.0.0.1:{port}", small.model, timeout_s=1)
+
+
+def test_a_broker_that_dies_is_no_silent_loss(small: SmallVersion) -> None:
+    """What it had not confirmed is an error at the latest when the publisher is closed."""
+    with Broker() as broker, Publisher(broker.url, small.model, timeout_s=2) as publisher:
+        publisher.publish("hashed", [1], np.zeros((1, 2)))
+        publisher.flush()
+        broker.stop()
+        publisher.publish("hashed", [2], np.zeros((1, 2)))
+        with pytest.raises((UnavailableError, StoreError), match="was not delivered"):
+            publisher.flush()
+        publisher._failure = None  # the loss has been told
+
+
+def test_what_is_no_rows_is_refused(broker: Broker, small: SmallVersion) -> None:
+    """Before anything is sent."""
+    with Publisher(broker.url, small.model) as publisher:
+        with pytest.raises(InvalidRequestError, match="keys are float64"):
+            publisher.publish("hashed", [0.5], np.zeros((1, 2)))
+        with pytest.raises(InvalidRequestError, match=r"found int64 \[1\] and float32 \[2, 2\]"):
+            publisher.publish("hashed", [1], np.zeros((2, 2)))
+    with pytest.raises(ConfigurationError, match="encoding 'csv' is none of row, batch"):
+        Publisher(broker.url, small.model, encoding="csv")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="needs --table"):
+        hotrow("publish", small.directory.parent, "--to", broker.url, "--model", "m")
