@@ -247,7 +247,7 @@ def test_health_of_what_is_not_there(server: Served, model: str) -> None:
     assert "unknown model: 'absent'" in fail("health", "--model", "absent", "--url", server.grpc)
     assert model in fail("health", "--model", model, "--url", server.grpc)
     assert "no server answers" in fail("health", "--model", model, "--url", "127.0.0.1:1")
-    assert "no server answers" in fail("health", "--model", model, "--url", server.http)
+    assert "not its gRPC port" in fail("health", "--model", model, "--url", server.http)
     assert "wanted: HOST:GRPC_PORT" in fail("health", "--model", model, "--url", "http://localhost:8001")
 
 
