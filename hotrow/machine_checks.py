@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from hotrow.sizing_report import in_units
+from hotrow.units import in_units
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.formats.native import SESSION_FILE, ModelSpec
 from inference_session.sizing import MemoryItem, bytes_in, memory_items
@@ -212,7 +212,7 @@ def _ports(plan: Plan) -> Iterator[Finding]:
 
 def _port(host: str, flag: str, port: int) -> Finding:
     try:
-        resolve_ports(host, {flag: port})
+        resolve_ports({flag: (host, port)})
     except ConfigurationError as error:
         message, _, fix = str(error).partition("; ")
         return Finding(f"port {port}", "problem", message, f"{fix}, or end what listens there (ss -ltnp)")

@@ -2,28 +2,77 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
+from inference_session.errors import ConfigurationError
 from triton_backend.remote import RemoteServer
+from triton_backend.tls import ClientTls
+
+PEM_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """Where a server is, and how to get in."""
+
+    url: str
+    key_file: Path | None = None
+    tls: ClientTls | None = None
+
+    def connect(self) -> RemoteServer:
+        """The server; nothing is sent yet."""
+        key = self.key_file.read_text(encoding="utf-8").strip() if self.key_file else None
+        return RemoteServer(self.url, restricted_key=key, tls=self.tls)
 
 
 def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options `--url` and `--key-file` of a click command; it gets them as `url` and `key_file`."""
+    """Options of a click command that say which server; it gets them as `address`."""
     url = click.option(
         "--url", default="localhost:8001", show_default=True, metavar="HOST:GRPC_PORT", help="The server's gRPC port."
     )
-    key_file = click.option(
-        "--key-file",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
-        help="The key of a server that was started with `hotrow serve --restrict-apis`.",
-    )
-    return url(key_file(command))
+    return url(access_options(command))
 
 
-def connect(url: str, key_file: Path | None) -> RemoteServer:
-    """The server that the options name; nothing is sent yet."""
-    return RemoteServer(url, restricted_key=key_file.read_text(encoding="utf-8").strip() if key_file else None)
+def access_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """As `server_options`, for a command that has a `--url` of its own; `address` is None where that is."""
+
+    @functools.wraps(command)
+    def with_address(
+        *arguments: Any,
+        url: str | None,
+        key_file: Path | None,
+        tls_ca: Path | None,
+        tls_certificate: Path | None,
+        tls_key: Path | None,
+        **options: Any,
+    ) -> Any:
+        tls = _client_tls(tls_ca, tls_certificate, tls_key)
+        return command(*arguments, address=None if url is None else ServerAddress(url, key_file, tls), **options)
+
+    decorated: Callable[..., Any] = with_address
+    for option in (
+        click.option("--tls-key", type=PEM_FILE, help="The key of --tls-certificate."),
+        click.option("--tls-certificate", type=PEM_FILE, help="A certificate of ours, for a server that asks for one."),
+        click.option("--tls-ca", type=PEM_FILE, help="Speak TLS; who may have signed the server's certificate."),
+        click.option(
+            "--key-file", type=PEM_FILE, help="The key of a server started with `hotrow serve --restrict-apis`."
+        ),
+    ):
+        decorated = option(decorated)
+    return decorated
+
+
+def _client_tls(ca: Path | None, certificate: Path | None, key: Path | None) -> ClientTls | None:
+    if ca is not None:
+        return ClientTls(ca, certificate, key)
+    if certificate or key:
+        raise ConfigurationError(
+            "--tls-certificate and --tls-key need --tls-ca: the authority of the server's certificate"
+        )
+    return None

@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from inference_session.errors import ConfigurationError
 
 
-def resolve_ports(host: str, ports: Mapping[str, int]) -> dict[str, int]:
-    """The ports by the name of their flag, 0 resolved to a free one.
+def resolve_ports(wanted: Mapping[str, tuple[str, int]]) -> dict[str, int]:
+    """The ports of hosts and ports by the name of their flag, 0 resolved to a free one.
 
     Raises:
         ConfigurationError: one is taken, by somebody else or by another of these; the message names it.
     """
     with contextlib.ExitStack() as stack:  # all are held until the last one is known, so that no two are the same
-        return {flag: _listen(stack, host, port, flag) for flag, port in ports.items()}
+        return {flag: _listen(stack, host, port, flag) for flag, (host, port) in wanted.items()}
 
 
 def _listen(stack: contextlib.ExitStack, host: str, port: int, flag: str) -> int:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from inference_session.errors import ConfigurationError, HotrowError, UnavailableError
 from triton_backend.load_errors import plain_reason
 from triton_backend.probe import PROBE_PARAMETER, probe_inputs
+from triton_backend.tls import ClientTls
 
 CALL_TIMEOUT_S = 10.0
 """How long a question to the server may take; loads take as long as they do."""
@@ -31,6 +32,14 @@ CHOSEN = 0
 """In a version policy: it was chosen at run time, and is not that of config.pbtxt."""
 _NO_SUCH_VERSION = "at least one version must be available"
 _NOT_POLLED = "failed to poll from model repository"
+_NOT_CONNECTED = {
+    "Hostname Verification": "the server's certificate is for another host name: call it by that in --url",
+    "CERTIFICATE_VERIFY_FAILED": "the server's certificate was not signed by the authority of --tls-ca, or has expired",
+    "WRONG_VERSION_NUMBER": "the server speaks no TLS: leave --tls-ca out",
+    "Socket closed": "the server hung up: it has gone down, or this is not its gRPC port, or it wants TLS (--tls-ca, "
+    "--tls-certificate)",
+}
+"""What gRPC says where somebody is there, and what that means."""
 
 
 class RemoteError(HotrowError, RuntimeError):
@@ -58,9 +67,10 @@ class RemoteServer:
     Args:
         url: `host:port`.
         restricted_key: sent with each call, where the server was told to restrict its management.
+        tls: for a server that has TLS. None: plain text.
     """
 
-    def __init__(self, url: str, *, restricted_key: str | None = None) -> None:
+    def __init__(self, url: str, *, restricted_key: str | None = None, tls: ClientTls | None = None) -> None:
         if "/" in url or ":" not in url:
             raise ConfigurationError(f"{url!r} is no address of a server; wanted: HOST:GRPC_PORT")
         try:
@@ -73,7 +83,9 @@ class RemoteServer:
         self._url = url
         self._headers = {f"triton-grpc-protocol-{RESTRICTED_HEADER}": restricted_key} if restricted_key else {}
         # Never by way of a proxy that the environment names for other purposes.
-        self._client = grpc.InferenceServerClient(url, channel_args=[("grpc.enable_http_proxy", 0)])
+        channel_args = [("grpc.enable_http_proxy", 0), *(tls.channel_args() if tls else ())]
+        options = tls.client_options() if tls else {}
+        self._client = grpc.InferenceServerClient(url, channel_args=channel_args, **options)
 
     def __enter__(self) -> RemoteServer:
         return self
@@ -83,13 +95,19 @@ class RemoteServer:
     ) -> None:
         self._client.close()
 
+    def repository_index(self) -> list[dict[str, str]]:
+        """What the server has found in its repository: `name`, and of what it has or had loaded `version`, `state`
+        and, where there is one, `reason`.
+        """
+        return list(self._call("get_model_repository_index", as_json=True).get("models", []))
+
     def has_model(self, model: str) -> bool:
         """Whether the server has found the model's folder; one that came since it last looked, it finds on a load."""
-        return any(entry["name"] == model for entry in self._index())
+        return any(entry["name"] == model for entry in self.repository_index())
 
     def versions(self, model: str) -> list[VersionState]:
         """The versions that the server knows of, ascending: those loaded, and those it had loaded or tried to."""
-        index = self._index()
+        index = self.repository_index()
         entries = [entry for entry in index if entry["name"] == model]
         if not entries:
             known = ", ".join(sorted({repr(entry["name"]) for entry in index})) or "none"
@@ -175,9 +193,6 @@ class RemoteServer:
         named = "" if version is None else str(version)
         return self._call("infer", model, tensors, model_version=named, timeout_s=timeout_s, **options)
 
-    def _index(self) -> list[dict[str, str]]:
-        return list(self._call("get_model_repository_index", as_json=True).get("models", []))
-
     def _config(self, model: str) -> dict[str, Any]:
         config: dict[str, Any] = self._call("get_model_config", model, as_json=True)["config"]
         return config
@@ -206,11 +221,18 @@ class RemoteServer:
         status, message = str(error.status()), str(error.message() or "")
         if status == "StatusCode.DEADLINE_EXCEEDED" or "Deadline Exceeded" in message:
             return UnavailableError(f"{self._url}: no answer within {timeout_s:.3g} seconds")
-        if status == "StatusCode.UNAVAILABLE" and ("connect" in message or "Socket closed" in message):
-            return UnavailableError(f"{self._url}: no server answers there (--url takes the gRPC port)")
+        if status == "StatusCode.UNAVAILABLE" and ("connect" in message.lower() or "Socket closed" in message):
+            return UnavailableError(f"{self._url}: {_why_not_connected(message)}")
         if "restricted" in message:
             return RemoteError(f"the server at {self._url} restricts this to clients with its key: --key-file")
         return RemoteError(plain_reason(message))
+
+
+def _why_not_connected(message: str) -> str:
+    for sign, reason in _NOT_CONNECTED.items():
+        if sign in message:
+            return reason
+    return "no server answers there (--url takes the gRPC port)"
 
 
 def _state(entry: Mapping[str, str]) -> VersionState:

@@ -27,10 +27,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args
 from urllib.parse import quote
 
-from inference_session.errors import HotrowError
+from inference_session.errors import ConfigurationError, HotrowError, UnavailableError
 from triton_backend import heartbeat, reaper
 from triton_backend.installation import Installation, find_installation
 from triton_backend.ports import resolve_ports
@@ -39,6 +39,7 @@ from triton_backend.remote import RESTRICTED_HEADER, RemoteServer
 from triton_backend.repository import IN_PLACE_BACKENDS, ServableModel, find_models, ps_json_variables
 from triton_backend.repository_view import RepositoryView, has_gpu
 from triton_backend.server_log import ServerLog
+from triton_backend.tls import ServerTls
 from triton_backend.watchdog import POLL_S, Watchdog
 
 UNLOAD_TIMEOUT_S = 12.0
@@ -50,6 +51,8 @@ EXIT_TIMEOUT_S = 5
 """How long the server then waits for clients to hang up, before it is killed."""
 RESTRICTED_APIS = "model-repository,model-config,shared-memory,statistics,trace,logging"
 _POLL_S = 0.05
+_THIS_MACHINE = "127.0.0.1"
+Endpoint: TypeAlias = Literal["http", "grpc", "metrics"]
 
 
 class ServerError(HotrowError, RuntimeError):
@@ -68,12 +71,26 @@ class ServerOptions:
     """0 for any of the ports: a free one is chosen."""
     grpc_port: int = 8001
     metrics_port: int = 8002
+    http_host: str | None = None
+    """Where HTTP listens, if not as the others: it has no TLS. None: as `host`, with `tls` on this machine only."""
+    tls: ServerTls | None = None
+    """Of the gRPC endpoint. None: plain text."""
     restricted_key: str | None = None
     """A secret that clients send as header `hotrow-key` to use the management APIs. None: these are open."""
     verbose: bool = False
     """Show the server's informational log lines too."""
     extra_flags: tuple[str, ...] = ()
     """Given to tritonserver as they are, after ours."""
+
+    def host_of(self, endpoint: Endpoint) -> str:
+        """The address that an endpoint listens on."""
+        if endpoint != "http":
+            return self.host
+        return self.http_host or (self.host if self.tls is None else _THIS_MACHINE)
+
+    def port_of(self, endpoint: Endpoint) -> int:
+        """The port that an endpoint listens on."""
+        return {"http": self.http_port, "grpc": self.grpc_port, "metrics": self.metrics_port}[endpoint]
 
 
 @dataclass(frozen=True)
@@ -117,6 +134,7 @@ class TritonServer:
         cleanup.callback(self._end)
         self._log = ServerLog(self._process.stdout, verbose=options.verbose)  # type: ignore[arg-type]  # it is a PIPE
         self._num_restarts = 0
+        self._watchdog = Watchdog(self)
 
     @classmethod
     def start(cls, options: ServerOptions, installation: Installation | None = None) -> TritonServer:
@@ -159,6 +177,7 @@ class TritonServer:
             )
             server = cls(options, models, command, cleanup)
             server._await_ready()
+            server._watchdog.look()  # before anybody learns that it serves: what is lost from now on is missed
             server._cleanup = cleanup.pop_all()
             return server
 
@@ -180,22 +199,19 @@ class TritonServer:
     @property
     def endpoints(self) -> dict[str, str]:
         """Where it is served: `HTTP`, `gRPC`, `metrics`."""
-        host = f"[{self.options.host}]" if ":" in self.options.host else self.options.host
-        return {
-            "HTTP": f"http://{host}:{self.options.http_port}",
-            "gRPC": f"{host}:{self.options.grpc_port}",
-            "metrics": f"http://{host}:{self.options.metrics_port}/metrics",
-        }
+        http, grpc, metrics = (
+            _address(self.options.host_of(endpoint), self.options.port_of(endpoint)) for endpoint in get_args(Endpoint)
+        )
+        return {"HTTP": f"http://{http}", "gRPC": grpc, "metrics": f"http://{metrics}/metrics"}
 
     def wait(self) -> None:
         """Look after the backend processes. Return never, unless the server ends by itself: ServerError says how."""
-        watchdog = Watchdog(self)
         while True:
             if not self._has_ended():
-                watchdog.look()
-            elif self._was_taken_down(watchdog):
+                self._watchdog.look()
+            elif self._was_taken_down():
                 self._restart()
-                watchdog.reload_all()
+                self._watchdog.reload_all()
             else:
                 raise ServerError(self._explain_end())
             time.sleep(POLL_S)
@@ -229,11 +245,13 @@ class TritonServer:
             time.sleep(_POLL_S)
         self._log.server_is_ready()
 
-    def _was_taken_down(self, watchdog: Watchdog) -> bool:
+    def _was_taken_down(self) -> bool:
         """Whether it ended because a backend process was lost, and starting it again may help."""
         code = self._process.poll()
         crashed = code is None or code < 0
-        return crashed and self._num_restarts < MAX_RESTARTS and (self._log.lost_lock or watchdog.lost_one_lately())
+        return (
+            crashed and self._num_restarts < MAX_RESTARTS and (self._log.lost_lock or self._watchdog.lost_one_lately())
+        )
 
     def _restart(self) -> None:
         """Start the server again on its ports, with no model loaded."""
@@ -285,8 +303,12 @@ class TritonServer:
         Over gRPC where that is possible: over HTTP other clients of the server would have to wait.
         """
         if importlib.util.find_spec("tritonclient") and importlib.util.find_spec("grpc"):
-            with RemoteServer(self._address("grpc"), restricted_key=self.options.restricted_key) as server:
-                return server.load_with(model, config)
+            try:
+                with self._as_client() as server:
+                    return server.load_with(model, config)
+            except (UnavailableError, ConfigurationError):
+                if self.options.tls is None:
+                    raise  # else the authority of the clients may not be the server's own, or the certificate is old
         body = json.dumps({"parameters": {"config": json.dumps(config)}}).encode()
         self.request("POST", f"v2/repository/models/{quote(model, safe='')}/load", body, timeout=LOAD_TIMEOUT_S)
         return None
@@ -301,7 +323,7 @@ class TritonServer:
         timeout: float = 2.0,
     ) -> bytes:
         """Call the server's HTTP endpoint; OSError or HTTPException where it fails."""
-        url = f"http://{self._address('http')}/{path}"
+        url = f"http://{self._own_address('http')}/{path}"
         request = urllib.request.Request(url, method=method, headers=dict(headers))
         if method == "POST":
             request.data = body
@@ -310,11 +332,18 @@ class TritonServer:
         with _direct.open(request, timeout=max(timeout, 0.1)) as response:
             return bytes(response.read())
 
-    def _address(self, endpoint: Literal["http", "grpc"]) -> str:
-        everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  an address to listen on, none to ask
-        host = everywhere.get(self.options.host, self.options.host)
-        port = self.options.http_port if endpoint == "http" else self.options.grpc_port
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    def _as_client(self) -> RemoteServer:
+        tls = self.options.tls.own_client() if self.options.tls else None
+        return RemoteServer(self._own_address("grpc"), restricted_key=self.options.restricted_key, tls=tls)
+
+    def _own_address(self, endpoint: Endpoint) -> str:
+        everywhere = {"0.0.0.0": _THIS_MACHINE, "::": "::1"}  # noqa: S104  addresses to listen on, none to ask
+        host = self.options.host_of(endpoint)
+        return _address(everywhere.get(host, host), self.options.port_of(endpoint))
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -341,12 +370,8 @@ def _plain_path(repository: Path, folder: Path) -> Path:
 
 
 def _with_ports(options: ServerOptions) -> ServerOptions:
-    ports = {
-        "--http-port": options.http_port,
-        "--grpc-port": options.grpc_port,
-        "--metrics-port": options.metrics_port,
-    }
-    http, grpc, metrics = resolve_ports(options.host, ports).values()
+    wanted = {f"--{name}-port": (options.host_of(name), options.port_of(name)) for name in get_args(Endpoint)}
+    http, grpc, metrics = resolve_ports(wanted).values()
     return replace(options, http_port=http, grpc_port=grpc, metrics_port=metrics)
 
 
@@ -358,11 +383,11 @@ def _flags(options: ServerOptions) -> list[str]:
         "--strict-readiness=false",
         "--disable-auto-complete-config",
         f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
-        *(f"--{name}-address={options.host}" for name in ("http", "grpc", "metrics")),
-        f"--http-port={options.http_port}",
-        f"--grpc-port={options.grpc_port}",
-        f"--metrics-port={options.metrics_port}",
     ]
+    for endpoint in get_args(Endpoint):
+        flags += [f"--{endpoint}-address={options.host_of(endpoint)}", f"--{endpoint}-port={options.port_of(endpoint)}"]
+    if options.tls is not None:
+        flags += options.tls.flags()
     # Percentiles beside the averages; it costs nothing that could be measured.
     flags.append("--metrics-config=summary_latencies=true")
     if not options.verbose:

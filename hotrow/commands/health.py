@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import click
 
-from hotrow.server_options import connect, server_options
+from hotrow.server_options import ServerAddress, server_options
 
 
 @click.command()
@@ -21,7 +20,7 @@ from hotrow.server_options import connect, server_options
     help="Seconds that the answer may take, in all.",
 )
 @server_options
-def command(model: str, timeout_s: float, url: str, key_file: Path | None) -> None:
+def command(model: str, timeout_s: float, address: ServerAddress) -> None:
     """Have a model answer a small request of our own making, and exit with 0 if it does.
 
     Otherwise one line says what is wrong, and the exit code is 1: no server, no such model, no version loaded, a
@@ -32,6 +31,6 @@ def command(model: str, timeout_s: float, url: str, key_file: Path | None) -> No
       exec: {command: [hotrow, health, --model, ctr]}
     """
     begin = time.perf_counter()
-    with connect(url, key_file) as server:
+    with address.connect() as server:
         version = server.probe(model, timeout_s=timeout_s)
     click.echo(f"{model}: version {version} answers ({1000 * (time.perf_counter() - begin):.0f} ms)")

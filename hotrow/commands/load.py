@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from hotrow.progress import waiting
-from hotrow.server_options import connect, server_options
+from hotrow.server_options import ServerAddress, server_options
 from inference_session.errors import ConfigurationError
 from triton_backend.remote import RemoteError, RemoteServer
 
@@ -23,7 +21,7 @@ from triton_backend.remote import RemoteError, RemoteServer
     "--beside", is_flag=True, help="Keep the versions that are loaded, to compare --version with them before it serves."
 )
 @server_options
-def command(model: str, version: int | None, beside: bool, url: str, key_file: Path | None) -> None:
+def command(model: str, version: int | None, beside: bool, address: ServerAddress) -> None:
     """Load a version of MODEL and wait until it serves; a new model is loaded in the same way.
 
     The old version answers until the new one is ready, and goes on if the new one cannot be loaded: the reason is
@@ -37,7 +35,7 @@ def command(model: str, version: int | None, beside: bool, url: str, key_file: P
     """
     if beside and version is None:
         raise ConfigurationError("--beside needs --version: which one is to be loaded beside those that are")
-    with connect(url, key_file) as server:
+    with address.connect() as server:
         before = server.ready_versions(model) if server.has_model(model) else []
         with waiting(f"Loading {model}" + (f" version {version}" if version else "")):
             if version is None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from hotrow.progress import waiting
-from hotrow.server_options import connect, server_options
+from hotrow.server_options import ServerAddress, server_options
 from triton_backend.roll_back import roll_back
 
 
 @click.command()
 @click.argument("model")
 @server_options
-def command(model: str, url: str, key_file: Path | None) -> None:
+def command(model: str, address: ServerAddress) -> None:
     """Serve the version of MODEL before the one that serves: the next lower number in the model's folder.
 
     The version that serves now answers until the other is ready. It stays in the repository: `hotrow load MODEL` brings
@@ -24,6 +22,6 @@ def command(model: str, url: str, key_file: Path | None) -> None:
     Example:
       hotrow roll-back ctr --url server:8001
     """
-    with connect(url, key_file) as server, waiting(f"Rolling back {model}"):
+    with address.connect() as server, waiting(f"Rolling back {model}"):
         left, target = roll_back(server, model)
     click.echo(f"{model}: version {target} serves (before: {left})")

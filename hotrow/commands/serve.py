@@ -12,10 +12,12 @@ from pathlib import Path
 import click
 
 from hotrow.progress import byte_progress
+from hotrow.server_options import PEM_FILE
 from inference_session.errors import ConfigurationError
 from inference_session.model_source import is_url
 from triton_backend.remote_repository import local_repository
 from triton_backend.server import ServerOptions, TritonServer
+from triton_backend.tls import ServerTls
 
 _PORT = click.IntRange(0, 65535)
 
@@ -34,6 +36,16 @@ _PORT = click.IntRange(0, 65535)
     help="Allow loading, configuration, statistics, logging and shared memory only to clients that send the key in "
     "this file as header `hotrow-key` (gRPC: `triton-grpc-protocol-hotrow-key`).",
 )
+@click.option("--tls-certificate", type=PEM_FILE, help="Have gRPC speak TLS, with this certificate; needs --tls-key.")
+@click.option("--tls-key", type=PEM_FILE, help="The certificate's key, not encrypted.")
+@click.option(
+    "--tls-client-ca", type=PEM_FILE, help="Let gRPC clients in only if this authority signed their certificate."
+)
+@click.option(
+    "--http-host",
+    metavar="ADDRESS",
+    help="Where HTTP listens, which has no TLS.  [default: as --host; with --tls-certificate 127.0.0.1]",
+)
 @click.option("--verbose", is_flag=True, help="Show the server's informational log lines as well.")
 @click.argument("flags", nargs=-1, metavar="[-- TRITONSERVER FLAGS]")
 def command(
@@ -44,6 +56,10 @@ def command(
     grpc_port: int,
     metrics_port: int,
     key_file: Path | None,
+    tls_certificate: Path | None,
+    tls_key: Path | None,
+    tls_client_ca: Path | None,
+    http_host: str | None,
     verbose: bool,
     flags: tuple[str, ...],
 ) -> None:
@@ -54,6 +70,12 @@ def command(
 
     The server is the one on PATH or in /opt/tritonserver, else the one of the nvidia-pytriton package. Prints a line
     per endpoint and per model when all are ready; ends on SIGTERM or Ctrl-C. Flags behind `--` go to tritonserver.
+
+    \b
+    Examples:
+      hotrow serve --repository model_repository
+      hotrow serve --repository model_repository --model ctr --host 0.0.0.0 --restrict-apis /run/secrets/hotrow.key
+      hotrow serve --repository model_repository --host 0.0.0.0 --tls-certificate tls.crt --tls-key tls.key
     """
     options = ServerOptions(
         repository=Path(repository),
@@ -62,6 +84,8 @@ def command(
         http_port=http_port,
         grpc_port=grpc_port,
         metrics_port=metrics_port,
+        http_host=http_host,
+        tls=_tls(tls_certificate, tls_key, tls_client_ca),
         restricted_key=_read_key(key_file) if key_file else None,
         verbose=verbose,
         extra_flags=flags,
@@ -99,6 +123,14 @@ def _announce(server: TritonServer) -> None:
         click.echo(f"{name:<8} {url}")
     for model in server.models:
         click.echo(f"model    {model.name} (versions {', '.join(map(str, model.versions))})")
+
+
+def _tls(certificate: Path | None, key: Path | None, client_ca: Path | None) -> ServerTls | None:
+    if certificate and key:
+        return ServerTls(certificate, key, client_ca)
+    if certificate or key or client_ca:
+        raise ConfigurationError("TLS needs both --tls-certificate and --tls-key")
+    return None
 
 
 def _read_key(path: Path) -> str:

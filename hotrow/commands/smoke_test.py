@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from hotrow.progress import waiting
-from hotrow.server_options import connect, server_options
+from hotrow.server_options import ServerAddress, server_options
 from triton_backend.recorded_requests import RecordedRequest, largest_difference, not_finite, read_requests
 from triton_backend.remote import RemoteError, RemoteServer
 
@@ -30,8 +30,7 @@ def command(
     requests: Path,
     compare_with: int | None,
     tolerance: float | None,
-    url: str,
-    key_file: Path | None,
+    address: ServerAddress,
 ) -> None:
     """Send recorded requests to one version of MODEL, loaded with `hotrow load --beside`, and look at the answers.
 
@@ -43,7 +42,7 @@ def command(
     """
     recorded = list(read_requests(requests))
     differences = [0.0]
-    with connect(url, key_file) as server, waiting(f"Testing {model} version {version}"):
+    with address.connect() as server, waiting(f"Testing {model} version {version}"):
         for number, request in enumerate(recorded, 1):
             difference = _test(server, model, request, version, compare_with, f"{requests}, request {number}")
             differences.append(difference)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ from rich.console import Console
 from rich.live import Live
 
 from hotrow.metrics_page import MetricsPage
+from hotrow.server_options import ServerAddress, access_options
 from hotrow.top_view import TopView, VersionState
-from inference_session.errors import ConfigurationError, UnavailableError
+from inference_session.errors import HotrowError, UnavailableError
+from triton_backend.remote import RemoteServer
 
 _PLAIN_WIDTH = 200
 _TIMEOUT_S = 5.0
@@ -30,7 +33,8 @@ _TIMEOUT_S = 5.0
     "--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds between two looks."
 )
 @click.option("--once", is_flag=True, help="Print what one interval shows, and end.")
-def command(metrics_url: str, url: str | None, interval: float, once: bool) -> None:
+@access_options
+def command(metrics_url: str, address: ServerAddress | None, interval: float, once: bool) -> None:
     """Watch a running server: requests, latency, hit rates, tiers, updates, memory, versions that come and go.
 
     Ctrl-C ends it. A server that goes away is waited for. In a pipe, one picture follows the other.
@@ -44,7 +48,7 @@ def command(metrics_url: str, url: str | None, interval: float, once: bool) -> N
         metrics_url = f"http://{metrics_url}"
     view = TopView(metrics_url)
     # The terminal's Ctrl-C is how one leaves; a reader that has seen enough closes the pipe.
-    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError), _index(url) as index:
+    with contextlib.suppress(KeyboardInterrupt, BrokenPipeError), _index(address) as index:
         if once:
             _print_once(view, metrics_url, index, interval)
         elif sys.stdout.isatty():
@@ -56,33 +60,27 @@ def command(metrics_url: str, url: str | None, interval: float, once: bool) -> N
 class _RepositoryIndex:
     """Asks a server which versions it has, over gRPC; without one there is nothing to say."""
 
-    def __init__(self, client: object | None) -> None:
-        self._client = client
+    def __init__(self, server: RemoteServer | None) -> None:
+        self._server = server
 
     def states(self) -> list[VersionState]:
         """One per version; ConnectionError where the server does not answer."""
-        if self._client is None:
-            return []
-        from tritonclient.utils import InferenceServerException
-
         try:
-            index = self._client.get_model_repository_index(client_timeout=_TIMEOUT_S)  # type: ignore[attr-defined]
-        except InferenceServerException as error:
-            raise ConnectionError(f"gRPC: {error.message()}") from error
-        return [VersionState(entry.name, entry.version, entry.state, entry.reason) for entry in index.models]
+            index = [] if self._server is None else self._server.repository_index()
+        except HotrowError as error:
+            raise ConnectionError(f"gRPC: {error}") from error
+        return [
+            VersionState(*(entry.get(key, "") for key in ("name", "version", "state", "reason"))) for entry in index
+        ]
 
 
 @contextlib.contextmanager
-def _index(url: str | None) -> Iterator[_RepositoryIndex]:
-    if url is None:
+def _index(address: ServerAddress | None) -> Iterator[_RepositoryIndex]:
+    if address is None:
         yield _RepositoryIndex(None)
         return
-    try:
-        from tritonclient.grpc import InferenceServerClient
-    except ImportError as error:
-        raise ConfigurationError('--url needs tritonclient: pip install "hotrow[client]"') from error
-    with InferenceServerClient(url) as client:
-        yield _RepositoryIndex(client)
+    with address.connect() as server:
+        yield _RepositoryIndex(server)
 
 
 def _look(view: TopView, metrics_url: str, index: _RepositoryIndex) -> None:
@@ -95,6 +93,7 @@ def _look(view: TopView, metrics_url: str, index: _RepositoryIndex) -> None:
 
 def _watch(view: TopView, metrics_url: str, index: _RepositoryIndex, interval: float) -> None:
     console = Console()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the terminal is left as it was
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             _look(view, metrics_url, index)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import click
 
 from hotrow.metrics_page import MetricsPage
-from hotrow.server_options import connect, server_options
+from hotrow.server_options import ServerAddress, server_options
 from inference_session.errors import UnavailableError
 from triton_backend.remote import RemoteError, RemoteServer, VersionState
 
@@ -21,7 +20,7 @@ from triton_backend.remote import RemoteError, RemoteServer, VersionState
 @server_options
 @click.option("--metrics-url", metavar="URL", help="http://HOST:8002/metrics: adds age and hit rate.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
-def command(model: str, url: str, key_file: Path | None, metrics_url: str | None, as_json: bool) -> None:
+def command(model: str, address: ServerAddress, metrics_url: str | None, as_json: bool) -> None:
     """List the versions of MODEL that the server has or had loaded, or failed to load: number, state, what is known.
 
     Versions in the repository that nobody has asked this server to load yet are not known to it.
@@ -30,7 +29,7 @@ def command(model: str, url: str, key_file: Path | None, metrics_url: str | None
     Example:
       hotrow versions ctr --metrics-url http://localhost:8002/metrics
     """
-    with connect(url, key_file) as server:
+    with address.connect() as server:
         states = server.versions(model)
         requests = _requests(server, model)
     page = _metrics(metrics_url) if metrics_url else MetricsPage()

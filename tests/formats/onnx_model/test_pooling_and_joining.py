@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from inference_session import InferenceSession
+from inference_session.errors import InvalidRequestError
 from inference_session.formats.onnx_model import ImportReport
 
 from .models import Arrays, check, import_model, model_of, table
@@ -210,3 +212,21 @@ def test_concat_over_samples_is_not_joined(tmp_path: Path) -> None:
     report = check(tmp_path, model_of(graph, {"w": table()}), {"a": KEYS[:, 0], "c": KEYS[:, 1]})
 
     assert not any(lookup.joined for lookup in report.spec.lookups)
+
+
+def test_neighbours_of_unequal_length_are_refused(tmp_path: Path) -> None:
+    """What no Concat would join is no reason to write beyond the matrix."""
+    graph = """m (int64[n] a, int64[k] c, float[8, 1] f) => (float[n, 1] y) {
+        u = Gather(w, a)  v = Gather(w, c)  x = Concat<axis = 1>(u, v)  y = MatMul(x, f) }"""
+    report = import_model(tmp_path, model_of(graph, {"w": table()}))
+    assert [lookup.joined for lookup in report.spec.lookups] == [True, True]
+
+    with InferenceSession.open(report.version_dir) as session:
+        for num_left, num_right in ((4, 5000), (5000, 4), (0, 1)):
+            inputs = {
+                "a": np.zeros(num_left, np.int64),
+                "c": np.zeros(num_right, np.int64),
+                "f": np.ones((8, 1), np.float32),
+            }
+            with pytest.raises(InvalidRequestError, match=f"'c' are of {num_right} samples, but 'a'.* of {num_left}"):
+                session.run(inputs)

@@ -1,0 +1,98 @@
+"""docs/metrics.md, compared with what a real server reports and with the alerts."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from hotrow.command_line import cli
+from tests.integration.conftest import Serve
+from tests.integration.models import write_ctr
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+METRIC = re.compile(r"\b(?:hotrow|nv)_[a-z_]+[a-z]\b")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What is said of a metric: its kind, as Prometheus names it, its labels, and the alerts that read it."""
+
+    kind: str
+    labels: frozenset[str]
+    alerts: frozenset[str] = frozenset()
+
+
+def documented() -> dict[str, Metric]:
+    """The rows of the page's tables, by metric."""
+    metrics = {}
+    for row in re.findall(r"^\| `(?:hotrow|nv)_.*$", PAGE, re.MULTILINE):
+        named, kind, _, _, alerts = (cell.strip() for cell in row.strip("|").split("|"))
+        name, _, labels = named.strip("`").rstrip("}").partition("{")
+        of_all = {label for label in ("model", "version") if f"no `{label}`" not in row}
+        metrics[name] = Metric(
+            kind.split(",")[0],
+            frozenset(of_all | set(filter(None, labels.split(",")))),
+            frozenset(re.findall(r"Hotrow\w+", alerts)),
+        )
+    return metrics
+
+
+def reported(text: str) -> dict[str, Metric]:
+    """What is on a server's metrics page."""
+    kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
+    labels: dict[str, frozenset[str]] = {}
+    for name, values in re.findall(r"^(\w+)(?:\{(.*?)\})? \S+$", text, re.MULTILINE):
+        labels[name] = frozenset(re.findall(r'(\w+)="', values))
+    return {name: Metric(kind, labels.get(name, frozenset())) for name, kind in kinds.items()}
+
+
+def alerts() -> dict[str, str]:
+    """The conditions of all alerts, by name."""
+    rules = yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text(encoding="utf-8"))
+    return {rule["alert"]: rule["expr"] for group in rules["groups"] for rule in group["rules"]}
+
+
+@pytest.mark.triton
+def test_the_page_has_each_metric_of_a_server_with_its_kind_and_labels(serve: Serve, tmp_path: Path) -> None:
+    """Of a model with a store and an update stream, which has them all; and the page has none that do not exist."""
+    version_dir, database = tmp_path / "repository/ctr/1", f"rocksdb://{tmp_path}/db"
+    write_ctr(version_dir)
+    CliRunner().invoke(cli, ["push", str(version_dir), "--to", database], catch_exceptions=False)
+    with (version_dir.parent / "config.pbtxt").open("a") as config:
+        # Nobody listens there, which is no reason not to serve.
+        for name, value in {"persistent_store": database, "update_stream": "kafka://127.0.0.1:1"}.items():
+            config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
+    served = serve(tmp_path / "repository")
+
+    with urllib.request.urlopen(served.metrics) as page:  # noqa: S310  a page of ours
+        found = reported(page.read().decode())
+    described = {name: Metric(metric.kind, metric.labels) for name, metric in documented().items()}
+    assert described.items() <= found.items()
+    assert {name for name in found if name.startswith("hotrow_")} <= described.keys()
+
+
+def test_the_page_has_each_alert_its_first_steps_and_what_it_reads() -> None:
+    """No alert without a section, no section without an alert, and beside each metric the alerts that read it."""
+    assert set(re.findall(r"^### (\w+)$", PAGE, re.MULTILINE)) == alerts().keys()
+    reading: dict[str, set[str]] = {}
+    for alert, condition in alerts().items():
+        for name in METRIC.findall(condition):
+            reading.setdefault(name, set()).add(alert)
+    assert {name: set(metric.alerts) for name, metric in documented().items() if metric.alerts} == reading
+
+
+def test_the_page_has_all_that_is_looked_at() -> None:
+    """What the dashboard and the scaling rule query is described."""
+    dashboard = json.loads((ROOT / "deploy/grafana/dashboards/hotrow.json").read_text(encoding="utf-8"))
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    scaling = yaml.safe_load((ROOT / "deploy/kubernetes/adapter.yaml").read_text(encoding="utf-8"))
+    queries += [rule[query] for rule in scaling["rules"]["custom"] for query in ("seriesQuery", "metricsQuery")]
+    assert {name for query in queries for name in METRIC.findall(query)} <= documented().keys()

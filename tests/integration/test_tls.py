@@ -1,0 +1,176 @@
+"""TLS of the gRPC endpoint: a real server with certificates made here, asked by the command line and by clients."""
+
+from __future__ import annotations
+
+import os
+import signal
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import tritonclient.grpc as grpc_client
+import trustme
+from click.testing import CliRunner, Result
+
+from hotrow.command_line import cli
+from inference_session.errors import ConfigurationError, UnavailableError
+from tests.integration.conftest import Serve, Served
+from tests.integration.models import write_ctr
+from tests.parameter_server.servers import wait_until
+from triton_backend.tls import ClientTls, ServerTls
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A certificate and its key, in files."""
+
+    file: Path
+    key: Path
+
+
+@dataclass(frozen=True)
+class Authority:
+    """Somebody who signs certificates."""
+
+    folder: Path
+    ca: trustme.CA
+
+    @property
+    def file(self) -> Path:
+        """Its own certificate."""
+        return self.folder / "ca.pem"
+
+    def issue(self, name: str) -> Certificate:
+        """A certificate for a host."""
+        issued = self.ca.issue_cert(name)
+        made = Certificate(self.folder / f"{name}.pem", self.folder / f"{name}.key")
+        made.file.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+        made.key.write_bytes(issued.private_key_pem.bytes())
+        return made
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    """The one that servers' and clients' certificates come from."""
+    return new_authority(tmp_path / "authority")
+
+
+def new_authority(folder: Path) -> Authority:
+    """One that nobody knows yet."""
+    folder.mkdir()
+    authority = Authority(folder, trustme.CA())
+    authority.ca.cert_pem.write_to_path(str(authority.file))
+    return authority
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """A repository with one model."""
+    write_ctr(tmp_path / "repository" / "ctr" / "1")
+    return tmp_path / "repository"
+
+
+def flags(certificate: Certificate) -> tuple[str, ...]:
+    """Options that show a certificate, of `serve` and of commands that ask a server."""
+    return ("--tls-certificate", str(certificate.file), "--tls-key", str(certificate.key))
+
+
+def ask(served: Served, *options: object, host: str = "localhost") -> Result:
+    """`hotrow versions ctr` of a server by its host's name. A name may stand for several addresses, of which the one
+    that is not listened on may be what an error is about: where the reason is looked at, call an address.
+    """
+    port = served.grpc.rpartition(":")[2]
+    return CliRunner().invoke(cli, ["versions", "ctr", "--url", f"{host}:{port}", *map(str, options)])
+
+
+def lose_backend_process(served: Served) -> None:
+    """Kill it, and wait until the launcher has loaded its model again."""
+    (stub,) = [process for process in served.family() if "stub" in process.name()]
+    os.kill(stub.pid, signal.SIGKILL)
+    wait_until(lambda: any("serves again" in line for line in served.errors), f"the model again: {served.errors}")
+
+
+@pytest.mark.triton
+def test_a_server_with_tls_answers_those_who_know_its_authority(
+    serve: Serve, repository: Path, authority: Authority, tmp_path: Path
+) -> None:
+    """Only TLS is spoken over gRPC, HTTP stays on this machine, and whoever is refused is told why."""
+    served = serve(repository, "--host", "0.0.0.0", *flags(authority.issue("localhost")))  # noqa: S104  of this test
+    stranger = new_authority(tmp_path / "stranger")
+
+    assert "serves" in ask(served, "--tls-ca", authority.file).output
+    for options, reason in (
+        ((), "it may want TLS"),
+        (("--tls-ca", stranger.file), "not signed by the authority"),
+        (("--tls-ca", authority.file), "another host name"),
+    ):
+        refused = ask(served, *options, host="127.0.0.1")
+        assert isinstance(refused.exception, UnavailableError)
+        assert reason in str(refused.exception)
+    assert served.http.startswith("127.0.0.1:")
+    assert served.metrics.startswith("http://0.0.0.0:")
+    _, _, port = served.grpc.rpartition(":")
+    with grpc_client.InferenceServerClient(
+        f"localhost:{port}", ssl=True, root_certificates=str(authority.file)
+    ) as client:
+        assert client.is_model_ready("ctr")
+
+
+@pytest.mark.triton
+def test_a_server_with_mutual_tls_wants_a_certificate_and_heals_itself(
+    serve: Serve, repository: Path, authority: Authority
+) -> None:
+    """Clients need a certificate of the authority's; the launcher has one, and reloads a model whose process died."""
+    known = flags(authority.issue("client.example.org"))
+    served = serve(repository, *flags(authority.issue("localhost")), "--tls-client-ca", str(authority.file))
+
+    assert isinstance(ask(served, "--tls-ca", authority.file).exception, UnavailableError)
+    assert "serves" in ask(served, "--tls-ca", authority.file, *known).output
+    lose_backend_process(served)
+    health = ["health", "--model", "ctr", "--url", served.grpc.replace("127.0.0.1", "localhost")]
+    answer = CliRunner().invoke(cli, [*health, "--tls-ca", str(authority.file), *known])
+    assert "answers" in answer.output
+    assert not any("cannot be loaded again" in line for line in served.errors)
+
+
+@pytest.mark.triton
+def test_the_launcher_is_not_locked_out_by_an_authority_of_clients_only(
+    serve: Serve, repository: Path, authority: Authority, tmp_path: Path
+) -> None:
+    """Where clients' certificates come from elsewhere than the server's, the launcher takes its own HTTP endpoint."""
+    of_clients = new_authority(tmp_path / "clients")
+    served = serve(repository, *flags(authority.issue("127.0.0.1")), "--tls-client-ca", str(of_clients.file))
+
+    lose_backend_process(served)
+    with urllib.request.urlopen(f"http://{served.http}/v2/models/ctr/ready") as answer:
+        assert answer.status == 200
+
+
+def test_what_cannot_be_used_is_said_before_the_start(authority: Authority, tmp_path: Path) -> None:
+    """A key of another certificate, a file that is none, and half of a pair are errors that name the file."""
+    one, other = authority.issue("one.example.org"), authority.issue("other.example.org")
+    text = tmp_path / "text.pem"
+    text.write_text("no certificate", encoding="utf-8")
+
+    with pytest.raises(ConfigurationError, match=r"one.example.org.pem.*other.example.org.key.*cannot be used"):
+        ServerTls(one.file, other.key)
+    with pytest.raises(ConfigurationError, match=r"text.pem' cannot be used"):
+        ServerTls(one.file, one.key, client_ca=text)
+    with pytest.raises(ConfigurationError, match="needed together"):
+        ClientTls(authority.file, one.file)
+    serving = CliRunner().invoke(cli, ["serve", "--repository", str(tmp_path), "--tls-certificate", str(one.file)])
+    assert "both --tls-certificate and --tls-key" in str(serving.exception)
+    asking = CliRunner().invoke(cli, ["versions", "ctr", *flags(one)])
+    assert "need --tls-ca" in str(asking.exception)
+
+
+@pytest.mark.parametrize("name", ["localhost", "*.example.org", "127.0.0.1"])
+def test_the_launcher_knows_a_name_that_its_certificate_is_good_for(authority: Authority, name: str) -> None:
+    """Whatever the certificate is for, the launcher's own client looks for that and not for the address it calls."""
+    issued = authority.ca.issue_cert(name)
+    certificate, key = authority.folder / "certificate.pem", authority.folder / "key.pem"
+    certificate.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    key.write_bytes(issued.private_key_pem.bytes())
+
+    assert ServerTls(certificate, key).own_client().server_name == name.replace("*", "hotrow")
