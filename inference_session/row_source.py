@@ -98,6 +98,9 @@ class RowSource(ABC):
             "rows in table files are never erased; set volatile_store or persistent_store, or update_stream"
         )
 
+    def forget(self, table: int, keys: NDArray[np.int64]) -> None:  # noqa: B027
+        """Have look-ups that begin later read these rows anew, which another process has changed in the stores."""
+
     @property
     def is_durable(self) -> bool:
         """Whether what `update` has written outlives this process: whether `save_note` works."""
@@ -387,6 +390,11 @@ class CachedRows(RowSource):
     def save_note(self, table: int, text: str) -> None:
         """See RowSource."""
         self._server.save_note(self._specs[table].folder, text)
+
+    def forget(self, table: int, keys: NDArray[np.int64]) -> None:
+        """See RowSource."""
+        self._server.forget(self._specs[table].folder, keys)
+        self._forget(self._specs[table].folder, keys)
 
     def refresh(self) -> None:
         """See RowSource. UnavailableError where a tier is down; rows that it may have stay as they are."""
