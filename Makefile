@@ -17,7 +17,7 @@ help:
 	@echo "make fuzz            every reader of foreign files, a minute each on other files each time (FUZZ_SECONDS)"
 	@echo "make check           formatting, lint, types"
 	@echo "make bench           benchmarks, each beside its ceiling or peer"
-	@echo "make bench-report    whole requests through Triton beside their peers: bench-report.html"
+	@echo "make bench-report    whole requests through Triton beside their peers: bench-report.html and the README's figure"
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -68,7 +68,7 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/swap.py
 
 bench-report: $(VENV)/.test
-	$(BIN)/python benchmarks/report.py --out bench-report.html
+	$(BIN)/python benchmarks/report.py --out bench-report.html --figure docs/images/bench-report.png
 
 clean:
 	rm -rf $(VENV) $(CHECK_VENV) $(EXPORTERS_VENV)

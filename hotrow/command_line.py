@@ -16,6 +16,7 @@ _COMMANDS = {
     "serve": "serve",
     "inspect": "inspect_version",
     "push": "push",
+    "publish-version": "publish_version",
     "publish": "publish",
     "load": "load",
     "smoke-test": "smoke_test",

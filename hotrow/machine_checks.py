@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy as np
 
-from hotrow.sizing_report import in_units
+from hotrow.units import in_units
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.formats.native import SESSION_FILE, ModelSpec
 from inference_session.sizing import MemoryItem, bytes_in, memory_items

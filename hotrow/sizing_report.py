@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hotrow.units import in_units
 from inference_session.embedding_cache.cpu_cache import bytes_to_hold, rows_held
 from inference_session.formats.native import ModelSpec, TableSpec
 from inference_session.sizing import (
@@ -177,16 +178,6 @@ def _table_as_json(table: TableReport) -> dict[str, Any]:
             for rows in table.sizes
         ],
     }
-
-
-def in_units(num_bytes: int) -> str:
-    """For people: `1.50 GiB`."""
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if size == round(size) else f"{size:.2f} {unit}"
 
 
 def show(report: SizingReport) -> None:

@@ -113,6 +113,8 @@ class SessionConfig:
     unknown_keys: Literal["default_vector", "reject"] = _setting("default_vector", _choice("default_vector", "reject"))
     """What becomes of a key that its table does not hold: answered with the table's default vector and counted,
     or the request that holds it is rejected, alone."""
+    dense_precision: Literal["float32", "tf32"] = _setting("float32", _choice("float32", "tf32"))
+    """How exactly a GPU computes the dense network: `tf32` is faster, with relative errors of about 1e-3."""
     dense_threads: int = _setting(0, _count(0))
     """Threads of the dense network for one batch. 0: half the processor's cores, at least one, at most eight."""
     lookup_threads: int = _setting(0, _count(0))

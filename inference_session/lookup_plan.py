@@ -85,6 +85,8 @@ class LookupPlan:
         self._block_of = np.empty(len(spec.lookups), np.intp)
         for number, block in enumerate(self._blocks):
             self._block_of[list(block.members)] = number
+        self._key_names = [lookup.dense_input if lookup.bags else lookup.keys for lookup in spec.lookups]
+        self._bagged = [lookup for lookup in spec.lookups if lookup.bags]
         self._weighted = [(i, lookup.keys, lookup.weights) for i, lookup in enumerate(spec.lookups) if lookup.weights]
         self._packed = _packed(spec)
         self._loose = [i for i, lookup in enumerate(spec.lookups) if lookup.columns is None]
@@ -96,8 +98,10 @@ class LookupPlan:
         """Look up all keys of a batch at once; raises what RowSource.look_up does."""
         if not self._lookups:
             return LookedUp({}, _NO_COUNTS, _NO_COUNTS)
+        for lookup in self._bagged:
+            batch.replace(lookup.dense_input, [_cut(batch, lookup)])
         geometry = self._geometry(batch)
-        vectors = [np.empty(shape, np.float32) for shape in geometry.shapes]
+        vectors = [self._rows.empty(shape) for shape in geometry.shapes]
         segments = geometry.segments.copy()
         addresses = [_address(array) for array in vectors]
         segments["output_address"] += addresses[0] if len(addresses) == 1 else np.array(addresses)[self._block_of]
@@ -107,7 +111,7 @@ class LookupPlan:
         if self._loose:
             num_keys = num_keys.copy()
             held += self._fill_loose(segments, batch, num_keys)
-        num_unknown = np.zeros(len(segments), np.int64)
+        num_unknown = self._rows.counts(len(segments))
         self._rows.look_up(segments, num_keys, num_unknown)
         if self.recorder is not None:
             self.recorder.record(segments, num_keys)
@@ -121,19 +125,20 @@ class LookupPlan:
         held: list[NDArray[Any]] = []
         even: dict[int, list[Part]] = {}
         for i in self._loose:
-            parts = batch.parts(self._lookups[i].keys)
+            parts = batch.parts(self._key_names[i])
             if isinstance(parts[0], Ragged):
                 bags = _joined_bags(parts)  # type: ignore[arg-type]  # the others are ragged as well
                 num_keys[i] = bags.num_keys
-                segments["keys_address"][i] = _address(bags.values)
-                segments["begins_address"][i] = _address(bags.begins)
-                segments["ends_address"][i] = _address(bags.ends)
-                held += [bags.values, bags.begins, bags.ends]
+                staged = [self._rows.stage(array) for array in (bags.values, bags.begins, bags.ends)]
+                for field, array in zip(("keys_address", "begins_address", "ends_address"), staged, strict=True):
+                    segments[field][i] = _address(array)
+                held += staged
             else:
                 even[i] = parts
         if even:
             places = list(even)
-            held.append(_laid_out([part for parts in even.values() for part in parts]))  # type: ignore[misc]
+            keys = _laid_out([part for parts in even.values() for part in parts])  # type: ignore[misc]
+            held.append(self._rows.stage(keys))
             counts = num_keys[places]
             segments["keys_address"][places] = _address(held[-1]) + _KEY_BYTES * (np.cumsum(counts) - counts)
         return held
@@ -142,7 +147,7 @@ class LookupPlan:
         """Enter the keys that are columns of a matrix, where they lie; returns what must stay alive."""
         held = []
         for name, members in self._packed.items():
-            matrix = np.ascontiguousarray(batch.array(name))
+            matrix = self._rows.stage(np.ascontiguousarray(batch.array(name)))
             if len(members.lookups) == len(segments):
                 segments["keys_address"] += _address(matrix)
             else:
@@ -160,7 +165,7 @@ class LookupPlan:
                     f"keys {keys_name!r} have shape {list(keys.shape)}, but their factors, {weights_name!r}, "
                     f"have {list(weights.shape)}"
                 )
-            held.append(np.ascontiguousarray(weights, np.float32))
+            held.append(self._rows.stage(np.ascontiguousarray(weights, np.float32)))
             segments["weights_address"][i] = _address(held[-1])
         return held
 
@@ -168,13 +173,13 @@ class LookupPlan:
         """The blocks by name; keys without a first dimension were given one, which goes again."""
         inputs = {}
         for block, array in zip(self._blocks, vectors, strict=True):
-            lookup = self._lookups[block.members[0]]
-            bare = not block.joined and _is_bare(batch.parts(lookup.keys)[0], lookup)
+            first = block.members[0]
+            bare = not block.joined and _is_bare(batch.parts(self._key_names[first])[0], self._lookups[first])
             inputs[block.dense_input] = array[0] if bare else array
         return inputs
 
     def _shape(self, i: int, batch: JoinedBatch) -> tuple[int, ...]:
-        return _shape(batch.parts(self._lookups[i].keys), self._lookups[i])
+        return _shape(batch.parts(self._key_names[i]), self._lookups[i])
 
     def _geometry(self, batch: JoinedBatch) -> _Geometry:
         """The geometry of a batch, which the shapes of its requests and of the irregular keys determine."""
@@ -302,6 +307,21 @@ def _laid_out(keys: list[NDArray[Any]]) -> NDArray[np.int64]:
     return np.concatenate(keys, axis=None, dtype=np.int64) if keys else _NO_COUNTS
 
 
+def _cut(batch: JoinedBatch, lookup: LookupSpec) -> Ragged:
+    """The bags of a list of keys, cut as by ONNX's Slice: beyond the end is the end, negative counts from it."""
+    keys, *offsets = (batch.array(name) for name in (lookup.keys, *(lookup.bags or ())))
+    begins, ends = (np.where(at < 0, at + len(keys), at).clip(0, len(keys)) for at in offsets)
+    if begins.ndim != 1 or begins.shape != ends.shape:
+        raise InvalidRequestError(
+            f"bags of {lookup.keys!r} begin at {list(begins.shape)} and end at {list(ends.shape)}"
+        )
+    ends = np.maximum(begins, ends)
+    num_keys = int((ends - begins).sum())
+    if num_keys > len(keys):
+        raise InvalidRequestError(f"bags of {lookup.keys!r} overlap: they hold {num_keys} keys, of {len(keys)}")
+    return Ragged(keys, begins, ends, begins.shape, num_keys)
+
+
 def _joined_bags(parts: list[Ragged]) -> Ragged:
     """Ragged bags of several requests behind each other."""
     if len(parts) == 1:
@@ -314,6 +334,9 @@ def _joined_bags(parts: list[Ragged]) -> Ragged:
     return Ragged(_laid_out([part.values for part in parts]), begins, ends, parts[0].shape, num_keys)
 
 
-def _address(array: NDArray[Any]) -> int:
+def _address(array: Any) -> int:
+    """Of an array on the host, or on a GPU."""
+    if not isinstance(array, np.ndarray):
+        return int(array.data.ptr)
     address: int = array.__array_interface__["data"][0]
     return address

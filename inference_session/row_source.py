@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,9 @@ from inference_session.parameter_server.recent_writes import RecentWrites
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.table_file import TableFile
 
+if TYPE_CHECKING:
+    from inference_session.gpu_context import GpuContext
+
 HostCache: TypeAlias = "CpuEmbeddingCache | NullEmbeddingCache"
 
 _KEYS_PER_BUCKET = 8
@@ -57,6 +60,27 @@ class RowSource(ABC):
         Tables are counted in the order of the model's spec. Whoever filled the segments vouches for every address.
         """
 
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """What a request holds from its look-up to its predictions: a GPU, where the rows are on one."""
+        yield
+
+    def empty(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """An array that `look_up` may write vectors to."""
+        return np.empty(shape, np.float32)
+
+    def stage(self, array: NDArray[Any]) -> NDArray[Any]:
+        """The contiguous array where `look_up` can read it, until the request ends."""
+        return array
+
+    def counts(self, num_segments: int) -> NDArray[np.int64]:
+        """Zeros that `look_up` may count in."""
+        return np.zeros(num_segments, np.int64)
+
+    def settled(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Counts of a look-up once it is done, for use after the request."""
+        return counts
+
     def update(self, table: int, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:  # noqa: ARG002
         """Write rows, keys int64 [n] and vectors float32 [n, embedding_dim]; look-ups that begin later answer them.
 
@@ -73,6 +97,9 @@ class RowSource(ABC):
         raise StoreError(
             "rows in table files are never erased; set volatile_store or persistent_store, or update_stream"
         )
+
+    def forget(self, table: int, keys: NDArray[np.int64]) -> None:  # noqa: B027
+        """Have look-ups that begin later read these rows anew, which another process has changed in the stores."""
 
     @property
     def is_durable(self) -> bool:
@@ -364,6 +391,11 @@ class CachedRows(RowSource):
         """See RowSource."""
         self._server.save_note(self._specs[table].folder, text)
 
+    def forget(self, table: int, keys: NDArray[np.int64]) -> None:
+        """See RowSource."""
+        self._server.forget(self._specs[table].folder, keys)
+        self._forget(self._specs[table].folder, keys)
+
     def refresh(self) -> None:
         """See RowSource. UnavailableError where a tier is down; rows that it may have stay as they are."""
         self._server.refresh()
@@ -601,14 +633,22 @@ class _Overlay:
         return parts
 
 
-def create_row_source(spec: ModelSpec, config: SessionConfig, directory: Path) -> RowSource:
+def create_row_source(
+    spec: ModelSpec, config: SessionConfig, directory: Path, gpu: GpuContext | None = None
+) -> RowSource:
     """The rows of a version directory: its own files, or with a store in the settings that store's, through a cache.
+
+    With a GPU, rows that do not change are looked up there, others on the host.
 
     Raises what `TableFile.open`, `create_parameter_server` and `create_embedding_cache` do.
     """
     num_threads = config.num_lookup_threads
     if not config.has_store:
         files = [TableFile.open(directory / TABLES_FOLDER / table.folder, table) for table in spec.tables]
+        if gpu is not None and config.update_stream is None:
+            from inference_session.gpu_rows import GpuRows
+
+            return GpuRows(files, gpu, num_threads=num_threads, cache_bytes=config.cache_bytes)
         source = MappedRows if config.update_stream is None else UpdatableRows
         return source(files, num_threads=num_threads)
     cache = _create_cache(spec, config)

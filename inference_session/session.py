@@ -16,11 +16,10 @@ from numpy.typing import ArrayLike, NDArray
 from inference_session.batch import CheckedRequest, JoinedBatch, Request, RequestLayout, TensorLayout, answer_jointly
 from inference_session.canary import check_canary
 from inference_session.config import SessionConfig
-from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine
+from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine, create_engine
 from inference_session.dump import DumpReport, dump
 from inference_session.embedding_cache.kernels import cpu
 from inference_session.errors import (
-    ConfigurationError,
     HotrowError,
     InvalidRequestError,
     ModelFormatError,
@@ -32,6 +31,7 @@ from inference_session.errors import (
 from inference_session.formats import manifest
 from inference_session.formats.native import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec
 from inference_session.formats.verified_files import VerifiedFiles
+from inference_session.gpu_device import open_gpu
 from inference_session.hot_keys import HotKeysWriter, read_hot_keys
 from inference_session.key_recorder import create_key_recorder
 from inference_session.lookup_plan import LookedUp, LookupPlan
@@ -69,8 +69,6 @@ class InferenceSession:
         directory = Path(directory)
         spec = ModelSpec.read(directory)
         config = SessionConfig.resolve(settings, spec.settings, defaults or {})
-        if config.device.startswith("cuda"):
-            raise ConfigurationError(f"setting 'device' cannot be {config.device!r}: this version runs on the CPU only")
         _verify(config, directory)
         session = cls(spec, config, directory)
         try:
@@ -92,11 +90,12 @@ class InferenceSession:
         self.directory = directory
         self._closed = True  # until everything below is there
         cpu.compile_kernels()
+        self._gpu = open_gpu(config.device)
         self._dense: DenseEngine
         if spec.layout == "hps":
             self._dense = VectorEngine([lookup.dense_input for lookup in spec.lookups])
         else:
-            self._dense = OnnxEngine(directory / DENSE_FILE, num_threads=config.num_dense_threads)
+            self._dense = create_engine(directory / DENSE_FILE, config, self._gpu)
             _check_outputs(spec, directory, self._dense.output_names)
         has_key_graph = (directory / KEYS_FILE).exists()
         self._keys = OnnxEngine(directory / KEYS_FILE, num_threads=1) if has_key_graph else None
@@ -105,7 +104,7 @@ class InferenceSession:
         self._outputs = Outputs(spec)
         self._layout = self._create_layout()
         self._stats = SessionStats(spec)
-        self._rows = create_row_source(spec, config, directory)
+        self._rows = create_row_source(spec, config, directory, self._gpu)
         self._plan = LookupPlan(spec, self._rows)
         self._may_join = spec.joins_requests
         self._hot_keys: HotKeysWriter | None = None
@@ -159,10 +158,12 @@ class InferenceSession:
         batch = self._layout.join(requests)
         if self._keys:
             batch.add(self._run(self._keys, batch, sorted(self._keys.output_names)))
-        looked_up = self._plan.run(batch)
+        with self._rows.request():
+            looked_up = self._plan.run(batch)
+            batch.add(looked_up.vectors)
+            outputs = self._run(self._dense, batch, self._layout.wanted(requests))
+            looked_up = looked_up._replace(num_unknown=self._rows.settled(looked_up.num_unknown))
         self._refuse_unknown(looked_up)
-        batch.add(looked_up.vectors)
-        outputs = self._run(self._dense, batch, self._layout.wanted(requests))
         self._stats.count_batch(batch.num_samples, looked_up.num_keys, looked_up.num_unknown)
         return self._layout.split(outputs, requests)
 
@@ -392,7 +393,7 @@ def _check_links(spec: ModelSpec, directory: Path, dense: DenseEngine, keys: Onn
     looked_up = {lookup.dense_input for lookup in spec.lookups}
     for reader, wanted, given in (
         (KEYS_FILE, keys.input_names if keys else frozenset(), inputs),
-        ("a lookup", {name for lookup in spec.lookups for name in (lookup.keys, lookup.weights) if name}, known),
+        ("a lookup", {name for lookup in spec.lookups for name in lookup.reads}, known),
         (DENSE_FILE, dense.input_names, known | looked_up),
     ):
         if missing := sorted(wanted - given):

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
     from tests.hadoop import Hdfs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,8 +38,18 @@ def hdfs() -> Iterator[Hdfs]:
         yield cluster
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A Chromium; not kept for all tests, since while Playwright runs, the thread has an event loop."""
+    from tests.browser import started_browser
+
+    with started_browser() as browser:
+        yield browser
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.skipped and not hasattr(report, "wasxfail"):
+    # Tests of the GPU are for machines that have one.
+    if report.skipped and not hasattr(report, "wasxfail") and "gpu" not in report.keywords:
         _skipped.append(report.nodeid)
 
 

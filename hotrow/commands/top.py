@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -92,6 +93,7 @@ def _look(view: TopView, metrics_url: str, index: _RepositoryIndex) -> None:
 
 def _watch(view: TopView, metrics_url: str, index: _RepositoryIndex, interval: float) -> None:
     console = Console()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the terminal is left as it was
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             _look(view, metrics_url, index)

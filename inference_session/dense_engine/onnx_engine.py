@@ -32,7 +32,7 @@ _VALUE_ERRORS = (ort_errors.InvalidArgument, ort_errors.Fail, ort_errors.Runtime
 class OnnxEngine(DenseEngine):
     """One ONNX file on the CPU, with a thread pool of its own that does not spin."""
 
-    def __init__(self, path: Path, *, num_threads: int) -> None:
+    def __init__(self, path: Path, *, num_threads: int, providers: Sequence[Any] = ("CPUExecutionProvider",)) -> None:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = num_threads
         options.inter_op_num_threads = 1
@@ -42,7 +42,7 @@ class OnnxEngine(DenseEngine):
         try:
             # Its fallback prints to stdout and tries the same provider again.
             self._session: Any = onnxruntime.InferenceSession(
-                path, options, providers=["CPUExecutionProvider"], enable_fallback=0
+                path, options, providers=list(providers), enable_fallback=0
             )
             self.input_names = frozenset(tensor.name for tensor in self._session.get_inputs())
             self.output_names = frozenset(tensor.name for tensor in self._session.get_outputs())
@@ -57,14 +57,17 @@ class OnnxEngine(DenseEngine):
         if not outputs:  # ONNX Runtime takes this for all of them
             return []
         try:
-            # Contiguous arrays are bound as they are: ONNX Runtime copies nothing on the CPU.
-            results: list[np.ndarray[Any, Any]] = session.run(outputs, inputs)
+            return self._compute(session, inputs, outputs)
         except _VALUE_ERRORS as error:
             raise InvalidRequestError(f"the network cannot compute these values: {_first_line(error)}") from error
-        return results
 
     def close(self) -> None:
         self._session = None
+
+    def _compute(self, session: Any, inputs: Mapping[str, Any], outputs: Sequence[str]) -> list[np.ndarray[Any, Any]]:
+        # Contiguous arrays are bound as they are: ONNX Runtime copies nothing on the CPU.
+        results: list[np.ndarray[Any, Any]] = session.run(outputs, inputs)
+        return results
 
 
 def _first_line(error: Exception) -> str:

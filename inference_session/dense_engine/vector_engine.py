@@ -18,7 +18,12 @@ class VectorEngine(DenseEngine):
         self.input_names = frozenset(input_names)
 
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> list[np.ndarray[Any, Any]]:
-        return [inputs[name] for name in outputs]
+        return [_on_host(inputs[name]) for name in outputs]
 
     def close(self) -> None:
         """There is nothing to free."""
+
+
+def _on_host(array: Any) -> NDArray[Any]:
+    """The array, or a copy of one that lies on a GPU."""
+    return array if isinstance(array, np.ndarray) else array.get()

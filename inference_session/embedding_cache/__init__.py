@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike
 from inference_session.embedding_cache.base import EmbeddingCache, LookupResult
 from inference_session.errors import ConfigurationError
 from inference_session.formats.native import VectorType
+from inference_session.gpu_device import require_gpu
 
 __all__ = ["EmbeddingCache", "LookupResult", "create_embedding_cache"]
 
@@ -27,22 +28,28 @@ def create_embedding_cache(
 
     Args:
         dims: embedding_dim of each table.
-        device: `cpu`; a GPU cache is not in this version.
+        device: `cpu`, or `cuda:N` for the GPU of number N, where arrays in and out are CuPy's.
         cache_bytes: upper bound on all memory that the cache allocates; 0 caches nothing.
         dtype: how rows are held; look-ups answer float32 all the same.
-        backing: rows that misses are served from, a GPU cache's; None here.
+        backing: keys int64 [n] and vectors float32 [n, embedding_dim] by table, rows in pinned host memory that a GPU
+            cache's misses are served from; the index over their keys is not part of cache_bytes.
         num_rows: rows that tables have in all, as far as known, so that none is given more than it can use.
-        num_threads: threads over which a large look-up is split.
+        num_threads: threads over which a large look-up on the CPU is split.
 
     Raises:
-        ConfigurationError: a value is not allowed, or cache_bytes too small for the tables.
+        ConfigurationError: a value is not allowed, cache_bytes too small for the tables, or there is no such GPU.
     """
     # Imported here because the parameter server, which the caches build on, imports the kernels of this package.
     from inference_session.embedding_cache.cpu_cache import CpuEmbeddingCache
     from inference_session.embedding_cache.null_cache import NullEmbeddingCache
 
     if device != "cpu":
-        raise ConfigurationError(f"device cannot be {device!r}: this version has no GPU cache yet, use 'cpu'")
+        device_id = require_gpu(device)
+        from inference_session.embedding_cache.gpu_cache import GpuEmbeddingCache
+
+        return GpuEmbeddingCache(
+            dims, cache_bytes, device_id=device_id, dtype=dtype, backing=backing, num_rows=num_rows
+        )
     if backing is not None:
         raise ConfigurationError("backing is for a GPU cache: on the CPU, look missing keys up in their TableFile")
     if cache_bytes == 0:

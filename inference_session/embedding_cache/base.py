@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inference_session.errors import ConfigurationError, InvalidRequestError, SessionClosedError, TableNotFoundError
+from inference_session.formats.native import VectorType
 
 Fetch = Callable[[NDArray[np.int64], NDArray[np.float32]], NDArray[np.bool_]]
 """fetch(keys, out) → found[n], as EmbeddingStore.fetch of one table."""
@@ -30,15 +31,17 @@ Cache = TypeVar("Cache", bound="EmbeddingCache")
 
 ROW_COUNTS = ("inserts", "updates", "evictions", "erases", "rows", "capacity", "bytes")
 _KEYS_PER_REFRESH = 1 << 14
+_FLOAT16_END = 65520.0
+"""The least that float16 rounds to infinity."""
 
 
 class LookupResult(NamedTuple):
-    """What a look-up found, by table."""
+    """What a look-up found, by table; arrays are CuPy's where the cache is on a GPU."""
 
     vectors: dict[str, NDArray[np.float32]]
     """[n, embedding_dim]. Rows of missing keys are as they were in `out`, or zeros where none was given."""
-    missing: dict[str, NDArray[np.int64]]
-    """Positions of the keys that are not there, ascending."""
+    missing: Mapping[str, NDArray[np.int64]]
+    """Positions of the keys that are not there, ascending. A GPU cache's are worked out, and waited for, when read."""
 
 
 class EmbeddingCache(ABC):
@@ -169,10 +172,7 @@ class EmbeddingCache(ABC):
         """Keys as int64 [n], at any distance."""
         self._check(table)
         array = np.asarray(keys)
-        if array.ndim != 1 or (array.size and not np.can_cast(array.dtype, np.int64, "safe")):
-            raise InvalidRequestError(
-                f"table {table!r}: keys are {array.dtype} {list(array.shape)}, expected int64 or narrower integers [n]"
-            )
+        check_keys(table, array)
         return array.astype(np.int64, copy=False)
 
     def _checked_rows(
@@ -181,12 +181,7 @@ class EmbeddingCache(ABC):
         """Keys as int64 [n] and vectors as floats [n, embedding_dim]."""
         checked = self._checked_keys(table, keys)
         array = np.asarray(vectors)
-        shape = (len(checked), self.dims[table])
-        if array.shape != shape or not np.issubdtype(array.dtype, np.floating):
-            raise InvalidRequestError(
-                f"table {table!r}: vectors are {array.dtype} {list(array.shape)},"
-                f" expected floats {list(shape)} for {len(checked)} keys"
-            )
+        check_vectors(table, array, (len(checked), self.dims[table]))
         return checked, array
 
     @abstractmethod
@@ -210,3 +205,31 @@ class EmbeddingCache(ABC):
         if not out.flags.writeable or (out.size and out.strides[1] != out.itemsize):
             raise InvalidRequestError(f"table {table!r}: out must be writeable, the elements of a row adjacent")
         return out
+
+
+def check_keys(table: str, keys: Any) -> None:
+    """InvalidRequestError for keys, NumPy's or CuPy's, that are not int64 [n] or narrower."""
+    if keys.ndim != 1 or (keys.size and not np.can_cast(keys.dtype, np.int64, "safe")):
+        raise InvalidRequestError(
+            f"table {table!r}: keys are {keys.dtype} {list(keys.shape)}, expected int64 or narrower integers [n]"
+        )
+
+
+def check_vectors(table: str, vectors: Any, shape: tuple[int, int]) -> None:
+    """InvalidRequestError for vectors, NumPy's or CuPy's, that are not floats of that shape."""
+    if vectors.shape != shape or not np.issubdtype(vectors.dtype, np.floating):
+        raise InvalidRequestError(
+            f"table {table!r}: vectors are {vectors.dtype} {list(vectors.shape)},"
+            f" expected floats {list(shape)} for {shape[0]} keys"
+        )
+
+
+def check_range(table: str, vectors: Any, dtype: VectorType, array_module: Any) -> None:
+    """InvalidRequestError for vectors, of that array module, with elements that rows of `dtype` cannot hold."""
+    if dtype == "int8" and not array_module.isfinite(vectors).all():
+        what = "NaN or infinite elements, which int8 cannot hold"
+    elif dtype == "float16" and (array_module.abs(vectors) >= _FLOAT16_END)[array_module.isfinite(vectors)].any():
+        what = "an element beyond the range of float16 (65504)"
+    else:
+        return
+    raise InvalidRequestError(f"table {table!r}: vectors hold {what}; a float32 cache can")

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from inference_session.embedding_cache.base import ROW_COUNTS, EmbeddingCache, LookupResult
+from inference_session.embedding_cache.base import ROW_COUNTS, EmbeddingCache, LookupResult, check_range
 from inference_session.embedding_cache.kernels import cpu, cpu_cache
 from inference_session.embedding_cache.kernels.cpu_cache import CacheArrays
 from inference_session.embedding_cache.kernels.hash_index import BUCKET_BYTES, MAX_ROWS
@@ -186,20 +186,11 @@ class CpuEmbeddingCache(EmbeddingCache):
 
     def _encode(self, table: str, vectors: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
         """Vectors as rows of the cache: uint8 [n, row_bytes]."""
+        check_range(table, vectors, self.dtype, np)
         if self.dtype == "int8":
-            self._refuse(table, np.isfinite(vectors).all(), "NaN or infinite elements, which int8 cannot hold")
             return quantise_int8(vectors)
         with np.errstate(over="ignore"):
-            rows = np.require(vectors, self.dtype, _AS_COMPILED)
-        if self.dtype == "float16":
-            same = np.array_equal(np.isfinite(rows), np.isfinite(vectors))
-            self._refuse(table, same, "an element beyond the range of float16 (65504)")
-        return rows.view(np.uint8)
-
-    @staticmethod
-    def _refuse(table: str, allowed: Any, what: str) -> None:
-        if not allowed:
-            raise InvalidRequestError(f"table {table!r}: vectors hold {what}; a float32 cache can")
+            return np.require(vectors, self.dtype, _AS_COMPILED).view(np.uint8)
 
     def _row_counts(self, table: str) -> dict[str, int]:
         with self._write_lock:

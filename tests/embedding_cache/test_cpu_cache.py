@@ -221,10 +221,12 @@ def test_closing_waits_for_readers() -> None:
     assert repr(cache) == "<CpuEmbeddingCache closed>"
 
 
-def test_a_gpu_is_refused_clearly() -> None:
-    """There is a cache on the CPU only, and the error says so; one of an unknown dtype says which there are."""
-    with pytest.raises(ConfigurationError, match=r"device cannot be 'cuda:0': .*no GPU cache yet"):
-        create_embedding_cache({"t": 4}, "cuda:0", cache_bytes=1 << 20)
+def test_what_cannot_be_is_refused_clearly() -> None:
+    """A device that there is not, a dtype that there is not, backing on the CPU: errors that say what there is."""
+    with pytest.raises(ConfigurationError, match=r"device cannot be 'gpu'; allowed: cpu, cuda:N"):
+        create_embedding_cache({"t": 4}, "gpu", cache_bytes=1 << 20)
+    with pytest.raises(ConfigurationError, match=r"device cannot be 'cuda:77': (CuPy is not|this machine|CUDA says)"):
+        create_embedding_cache({"t": 4}, "cuda:77", cache_bytes=1 << 20)
     with pytest.raises(ConfigurationError, match="dtype 'float64' is none of float32, float16, int8"):
         create_embedding_cache({"t": 4}, cache_bytes=1 << 20, dtype="float64")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="backing is for a GPU cache"):

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from playwright.sync_api import Browser
 
 from hotrow.commands.size import command
 from inference_session import InferenceSession
 from inference_session.errors import HotrowError
 from inference_session.sizing import LruCurve
 from tests import small_model
+from tests.browser import Look
 
 
 @pytest.fixture
@@ -145,6 +147,19 @@ def test_plots_are_a_picture_and_a_page(version_dir: Path, keys: Path, tmp_path:
     assert "src=" not in text
     assert "&lt;b&gt;hashed" in text
     assert "<b>hashed" not in text
+
+
+def test_the_page_in_a_browser(browser: Browser, version_dir: Path, keys: Path, tmp_path: Path) -> None:
+    """It draws the curves, fits a phone, complains of nothing and asks for nothing else."""
+    page = tmp_path / "curves.html"
+    _run(version_dir, "--trace", f"hashed={keys}", "--plot", page)
+
+    look = Look(browser, page, width=390, dark=True)
+
+    assert look.tab.evaluate("document.documentElement.scrollWidth") == 390
+    assert look.tab.locator("svg").is_visible()
+    assert look.requests == [page.as_uri()]
+    assert look.complaints == []
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,9 @@ def grpc(served: Served) -> Iterator[Any]:
         yield client
 
 
-def ask(client: Any, model: str, arrays: Mapping[str, NDArray[Any]], outputs: list[str] | None = None) -> Any:
+def ask(
+    client: Any, model: str, arrays: Mapping[str, NDArray[Any]], outputs: list[str] | None = None, **options: Any
+) -> Any:
     """One request over gRPC or HTTP, whichever the client speaks."""
     module = tritonclient.grpc if "grpc" in type(client).__module__ else tritonclient.http
     tensors = []
@@ -48,7 +50,7 @@ def ask(client: Any, model: str, arrays: Mapping[str, NDArray[Any]], outputs: li
         tensor.set_data_from_numpy(array)
         tensors.append(tensor)
     wanted = [module.InferRequestedOutput(name) for name in outputs] if outputs else None
-    return client.infer(model, tensors, outputs=wanted)
+    return client.infer(model, tensors, outputs=wanted, **options)
 
 
 def post(served: Served, model: str, body: bytes, **headers: str) -> tuple[int, Any]:

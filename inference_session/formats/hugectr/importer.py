@@ -33,6 +33,7 @@ from inference_session.formats.native import (
     TensorSpec,
     folder_names,
 )
+from inference_session.formats.publishing import share_unchanged
 from inference_session.formats.staging import stage_version
 from inference_session.model_source.fetch import forget
 from inference_session.parameter_server.table_index import build_index
@@ -133,6 +134,7 @@ def import_hugectr(
         with stage_version(repository, item.name, version) as (staging, version_dir):
             local = with_local_files(item, progress)
             spec, num_parameters = write_version(settings, local, staging, keep_rows_of=keep_rows_of, progress=progress)
+            share_unchanged(staging)
             if complete:
                 complete(staging, spec, item)
         reports.append(

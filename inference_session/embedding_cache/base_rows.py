@@ -1,0 +1,164 @@
+"""Rows that a GPU look-up reads where they lie when the cache lacks them: pinned in host memory, or on the device.
+
+An index over all their keys is kept on the device, so that one kernel answers hits and misses alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+from numpy.typing import ArrayLike, NDArray
+
+from inference_session.embedding_cache.kernels import gpu
+from inference_session.embedding_cache.kernels.gpu_layout import (
+    EVENTS,
+    INDEX,
+    ROWS,
+    SLOTS,
+    index_bytes,
+    is_wide,
+)
+from inference_session.embedding_cache.kernels.layout import VectorCode
+from inference_session.errors import ConfigurationError
+
+_CHUNK_KEYS = 1 << 20
+_LOAD = 0.55
+"""Of the slots of an index over all keys: each finds a place then, nearly always at the first attempt."""
+_REGISTER_MAPPED, _REGISTER_READ_ONLY = 2, 8
+_ELEMENT_BYTES = {VectorCode.FLOAT32: 4, VectorCode.FLOAT16: 2, VectorCode.INT8: 1}
+
+
+class PinnedArray:
+    """An array in host memory that the device can read: where it lies if it can be pinned there, else a pinned copy.
+
+    Managed memory is never used: it moves pages when a kernel touches them.
+    """
+
+    def __init__(self, array: NDArray[Any]) -> None:
+        self._registered = 0
+        contiguous = np.ascontiguousarray(array)
+        self.array = contiguous if contiguous.nbytes == 0 or self._pin(contiguous) else pinned_copy(contiguous)
+        self.address = _device_address(self.array) if contiguous.nbytes else 0
+        """The device's own address of the same memory."""
+
+    def close(self) -> None:
+        """Unpin what was pinned here. Nothing on the device may read it any more."""
+        if self._registered:
+            runtime.hostUnregister(self._registered)
+            self._registered = 0
+
+    def _pin(self, array: NDArray[Any]) -> bool:
+        if runtime.pointerGetAttributes(array.ctypes.data).type == runtime.memoryTypeHost:
+            return True
+        flags = _REGISTER_MAPPED | (0 if array.flags.writeable else _REGISTER_READ_ONLY)
+        try:
+            runtime.hostRegister(array.ctypes.data, array.nbytes, flags)
+        except runtime.CUDARuntimeError:  # memory of a kind that cannot be pinned, as that of mapped files
+            return False
+        self._registered = array.ctypes.data
+        return True
+
+
+def _device_address(array: NDArray[Any]) -> int:
+    address: int = runtime.pointerGetAttributes(array.ctypes.data).devicePointer
+    return address
+
+
+def pinned_copy(array: NDArray[Any]) -> NDArray[Any]:
+    """The same contents in pinned memory."""
+    copy = pinned_empty(array.shape, array.dtype)
+    copy[...] = array
+    return copy
+
+
+def pinned_empty(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+    """An array in pinned host memory, whose addresses the device knows as well."""
+    num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = cupy.cuda.PinnedMemoryPointer(cupy.cuda.PinnedMemory(max(num_bytes, 1)), 0)
+    return np.frombuffer(memory, dtype, num_bytes // np.dtype(dtype).itemsize).reshape(shape)
+
+
+class BaseRows:
+    """All rows of one table, for the look-up kernel: keys by an index on the device, or as row numbers."""
+
+    def __init__(
+        self, keys: ArrayLike | None, vectors: Any, dim: int, *, code: VectorCode = VectorCode.FLOAT32
+    ) -> None:
+        """Index the rows; of equal keys the last row counts.
+
+        Args:
+            keys: int64 [n]; None: the numbers of the rows, negative ones counted from the end.
+            vectors: rows as `bytes_per_row` says, [n, ...]: an array on the device, which is kept, or on the host.
+            dim: embedding_dim.
+            code: what the rows are stored as.
+        """
+        self.on_device = isinstance(vectors, cupy.ndarray)
+        self._pinned = None if self.on_device else PinnedArray(vectors)
+        self._vectors = vectors if self._pinned is not None else cupy.ascontiguousarray(vectors)
+        self.num_rows = len(vectors)
+        row_bytes = vectors.nbytes // self.num_rows if self.num_rows else 0
+        address = self._vectors.data.ptr if self._pinned is None else self._pinned.address
+        wide = is_wide(dim, _ELEMENT_BYTES[code], address, row_bytes)
+        self.rows = np.array((address, row_bytes, int(code), int(wide)), ROWS)
+        self.index, self.numbers_address, self.num_bytes = np.zeros((), INDEX), 0, 0
+        self.by_number = keys is None
+        if keys is not None and self.num_rows:
+            self._build(keys)
+        if self.on_device:
+            self.num_bytes += vectors.nbytes
+
+    def close(self) -> None:
+        """Give back what was pinned. No look-up may be under way."""
+        if self._pinned is not None:
+            self._pinned.close()
+
+    def describe(self, table: np.void) -> None:
+        """Enter the rows in a GPU_TABLE record."""
+        table["base"], table["base_rows"] = self.index, self.rows
+        table["base_numbers_address"], table["num_base_rows"] = self.numbers_address, self.num_rows
+        table["base_by_number"] = int(self.by_number)
+
+    def _build(self, keys: ArrayLike) -> None:
+        num_buckets = int(self.num_rows / (SLOTS * _LOAD)) + 1
+        while not self._fill(keys, num_buckets):
+            num_buckets += num_buckets // 8 + 1
+
+    def _fill(self, keys: Any, num_buckets: int) -> bool:
+        """Index all keys in so many buckets; False where one found no place."""
+        self._memory = cupy.zeros(index_bytes(num_buckets, marks=False, numbers=True), np.uint8)
+        events = cupy.zeros(len(EVENTS), np.uint64)
+        tags_address = self._memory.data.ptr
+        keys_address = tags_address + index_bytes(num_buckets, marks=False, numbers=False) - 8 * SLOTS * num_buckets
+        self.numbers_address = keys_address + 8 * SLOTS * num_buckets
+        numbers = cupy.ndarray(
+            SLOTS * num_buckets, np.uint32, self._memory.data + (self.numbers_address - tags_address)
+        )
+        self.index = np.array((tags_address, keys_address, 0, num_buckets), INDEX)
+        self.num_bytes = self._memory.nbytes
+        writer = gpu.Writer(self.index, events.data.ptr, 0)
+        for begin in range(0, self.num_rows, _CHUNK_KEYS):
+            chunk = cupy.asarray(np.ascontiguousarray(keys[begin : begin + _CHUNK_KEYS], np.int64))
+            claims = writer.claim(chunk, may_insert=True, may_evict=False)
+            writer.write_numbers(numbers, chunk, begin, claims)
+        return int(events[EVENTS.index("refused")]) == 0
+
+
+def check_base(table: str, keys: ArrayLike, vectors: ArrayLike, dim: int) -> tuple[NDArray[np.int64], Any]:
+    """Backing rows of a table as int64 [n] and float32 [n, dim]; ConfigurationError where they are not."""
+    key_array = cupy.asnumpy(keys) if isinstance(keys, cupy.ndarray) else np.asarray(keys)
+    rows = vectors if isinstance(vectors, cupy.ndarray) else np.asarray(vectors)
+    if key_array.ndim != 1 or (key_array.size and not np.can_cast(key_array.dtype, np.int64, "safe")):
+        raise ConfigurationError(
+            f"backing of table {table!r}: keys are {key_array.dtype} {list(key_array.shape)}, expected int64 [n]"
+        )
+    if rows.size == 0:
+        rows = np.zeros((len(rows), dim), np.float32)
+    if rows.dtype != np.float32 or rows.shape != (len(key_array), dim):
+        raise ConfigurationError(
+            f"backing of table {table!r}: vectors are {rows.dtype} {list(rows.shape)},"
+            f" expected float32 {[len(key_array), dim]}"
+        )
+    return key_array.astype(np.int64, copy=False), rows

@@ -1,0 +1,530 @@
+"""GpuEmbeddingCache: rows in device memory, looked up by one kernel launch for all tables of a request.
+
+Look-ups run on whatever stream is CuPy's current one and wait for nobody. Writers take turns, also across streams, and
+wait on the device until the look-ups that may still read a replaced row have ended (kernels/cuda/write.cu): the host
+waits for neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from threading import Lock
+from typing import Any, NamedTuple, get_args
+
+import cupy
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from inference_session.embedding_cache.base import (
+    ROW_COUNTS,
+    EmbeddingCache,
+    Fetch,
+    LookupResult,
+    check_keys,
+    check_range,
+    check_vectors,
+)
+from inference_session.embedding_cache.base_rows import BaseRows, check_base
+from inference_session.embedding_cache.kernels import gpu
+from inference_session.embedding_cache.kernels.gpu_layout import (
+    BUCKET_BYTES,
+    EVENTS,
+    GPU_TABLE,
+    INDEX,
+    READERS_BYTES,
+    ROWS,
+    SLOTS,
+    Tiles,
+    divide,
+    index_bytes,
+    is_wide,
+)
+from inference_session.embedding_cache.kernels.layout import SEGMENT, VectorCode
+from inference_session.errors import ConfigurationError, InvalidRequestError, SessionClosedError
+from inference_session.formats.native import VectorType
+from inference_session.parameter_server.table_file import bytes_per_row
+
+_ALIGNMENT = 256
+_LOAD = 0.7
+"""Of all slots, those that a table with a known number of rows is made to need: hardly a key is evicted then."""
+_MOST_BUCKETS = (2**32 - 2) // SLOTS
+_KEYS_PER_WRITE = 1 << 20
+_MAX_GEOMETRIES = 1024
+_MAX_REMEMBERED = 64
+_REFRESH_KEYS = 1 << 14
+_INT64, _INT32, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
+
+
+class _Geometry:
+    """All that follows from which tables are asked for how many keys, in arrays of which strides."""
+
+    def __init__(self, tables: Sequence[str], segments: NDArray[np.void], tiles: Tiles) -> None:
+        self.tables = tuple(tables)
+        self.num_keys = segments["num_rows"].tolist()
+        self.segments = segments
+        self.tiles = tiles
+        self.num_calls = 0
+
+
+class _Prepared(NamedTuple):
+    """A look-up of certain arrays, ready to launch."""
+
+    geometry: _Geometry
+    launch: gpu.Launch
+    copies: Sequence[Any]
+    """Keys that it reads which are not the caller's own arrays: they must live until it has been launched."""
+    watched: Sequence[weakref.ref[Any]] = ()
+
+
+class Missing(Mapping[str, Any]):
+    """The positions of missing keys by table, int64 on the device, ascending. Reading one waits for the look-up."""
+
+    def __init__(self, geometry: _Geometry, bits: Any, stream: Any) -> None:
+        self._geometry = geometry
+        self._bits = bits
+        self._stream = stream
+        self._known: dict[str, Any] = {}
+
+    def __getitem__(self, table: str) -> Any:
+        if table not in self._known:
+            self._known[table] = self._positions(self._geometry.tables.index(table))
+        return self._known[table]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._geometry.tables)
+
+    def __len__(self) -> int:
+        return len(self._geometry.tables)
+
+    def _positions(self, s: int) -> Any:
+        tiles = self._geometry.tiles
+        with self._stream:
+            words = self._bits[int(tiles.first[s]) : int(tiles.first[s + 1])]
+            bits = cupy.unpackbits(words.view(np.uint8), bitorder="little").reshape(-1, 32)[:, : tiles.keys_per_tile]
+            return cupy.flatnonzero(bits.ravel()[: self._geometry.num_keys[s]])
+
+
+class GpuEmbeddingCache(EmbeddingCache):
+    """The GPU twin: CuPy arrays in and out, NumPy's are copied. Tables have the same number of rows, or all they need.
+
+    It caches within sets of 62 rows, not freely as the CPU twin does: from about seven tenths of its capacity on, a row
+    may be evicted while there is space elsewhere.
+    """
+
+    def __init__(
+        self,
+        dims: Mapping[str, int],
+        cache_bytes: int,
+        *,
+        device_id: int = 0,
+        dtype: VectorType = "float32",
+        backing: Mapping[str, tuple[ArrayLike, ArrayLike]] | None = None,
+        num_rows: Mapping[str, int] | None = None,
+    ) -> None:
+        """Allocate the cache, and index the backing rows.
+
+        Args:
+            dims: embedding_dim of each table by name.
+            cache_bytes: upper bound on all memory that the cache allocates and keeps on the device; the index over
+                backing rows (some 15 bytes a row) is not part of it, nor are results, nor what a write needs meanwhile.
+            device_id: number of the GPU.
+            dtype: how rows are held. float16 rounds to nearest, int8 as `quantise_int8` says.
+            backing: keys int64 [n] and vectors float32 [n, embedding_dim] that misses are served from, by table. They
+                are pinned where they lie, or where that cannot be, copied to pinned memory.
+            num_rows: rows that tables have in all, as far as known; what they leave over goes to the others.
+
+        Raises:
+            ConfigurationError: cache_bytes is too small for the tables, or the device has too little memory free; the
+                message says how much there is.
+        """
+        super().__init__(dims)
+        if dtype not in get_args(VectorType):
+            raise ConfigurationError(f"dtype {dtype!r} is none of {', '.join(get_args(VectorType))}")
+        for table in backing or {}:
+            self._check(table)
+        self.cache_bytes = cache_bytes
+        self.dtype = dtype
+        self.device = cupy.cuda.Device(device_id)
+        self._row_bytes = [bytes_per_row(dim, dtype) for dim in dims.values()]
+        limits = [_buckets_to_hold((num_rows or {}).get(table)) for table in dims]
+        self._num_buckets = _buckets_per_table(cache_bytes, self._row_bytes, limits)
+        self._write_lock = Lock()
+        self._geometries: dict[Any, _Geometry] = {}
+        self._num_keys_before = np.zeros(len(dims), np.int64)
+        self._remembered: dict[Any, _Prepared] = {}
+        self._seeds = itertools.count()
+        with self.device:
+            gpu.compile_kernels()
+            self._allocate(VectorCode[dtype.upper()])
+            self._base = self._index_backing(backing or {})
+            self._written = cupy.cuda.Event(disable_timing=True)
+            self._upload_tables()
+            cupy.cuda.get_current_stream().synchronize()
+
+    def lookup(
+        self, keys: Mapping[str, ArrayLike], out: Mapping[str, Any] | None = None, wait: bool = False
+    ) -> LookupResult:
+        """See EmbeddingCache. One launch on CuPy's current stream; nothing is waited for but what `wait` says, unless
+        keys are on the host. `missing` waits when it is read.
+        """
+        if self._closed:
+            raise SessionClosedError("the embedding cache has been closed")
+        with self._on_device():
+            prepared, vectors = self._prepare(keys, out)
+            geometry, launch = prepared.geometry, prepared.launch
+            stream = cupy.cuda.get_current_stream()
+            request = launch.request.copy()
+            bits = cupy.empty(launch.num_tiles, np.uint32)
+            request["missing_bits_address"], request["seed"] = bits.data.ptr, next(self._seeds) & 0xFFFFFFFF
+            request["fill"] = out is None
+            launch.run(request)
+            with self._count_lock:
+                geometry.num_calls += 1
+            if wait:
+                stream.synchronize()
+        return LookupResult(vectors, Missing(geometry, bits, stream))
+
+    def insert(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
+        """See EmbeddingCache. On CuPy's current stream, after the writes before; the host does not wait for it."""
+        self._write(table, keys, vectors, may_insert=True)
+
+    def update(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
+        """See EmbeddingCache; runs as `insert` does."""
+        self._write(table, keys, vectors, may_insert=False)
+
+    def erase(self, table: str, keys: ArrayLike) -> None:
+        """See EmbeddingCache; runs as `insert` does."""
+        checked = self._checked_keys(table, keys)
+        with self._writing(table) as writer:
+            if len(checked) and writer is not None:
+                writer.erase(_on_device(checked, np.int64))
+
+    def dump(self, table: str) -> Any:
+        """See EmbeddingCache: int64 [n] on the device."""
+        with self._writing(table) as writer:
+            return cupy.empty(0, np.int64) if writer is None else writer.dump()
+
+    def refresh(self, table: str, fetch: Fetch) -> None:
+        """See EmbeddingCache. `fetch` gets NumPy arrays."""
+        keys = cupy.asnumpy(self.dump(table))
+        for begin in range(0, len(keys), _REFRESH_KEYS):
+            part = keys[begin : begin + _REFRESH_KEYS]
+            vectors = np.empty((len(part), self.dims[table]), np.float32)
+            found = fetch(part, vectors)
+            self.update(table, part[found], vectors[found])
+            self.erase(table, part[~found])
+
+    def stats(self) -> dict[str, Any]:
+        """See EmbeddingCache. `misses` counts keys that backing rows answered as well. Waits for the current stream."""
+        with self._write_lock:
+            if self._closed:
+                raise SessionClosedError("the embedding cache has been closed")
+            with self.device:
+                self._counts = self._read_events()
+            with self._count_lock:
+                self._num_keys[:], self._num_missing[:] = self._keys_asked(), self._counts[:, EVENTS.index("misses")]
+        return super().stats()
+
+    def close(self) -> None:
+        """See EmbeddingCache."""
+        with self._write_lock:
+            if self._closed:
+                return
+            self._closed = True
+            with self.device:
+                self.device.synchronize()
+                for base in self._base.values():
+                    base.close()
+                self._remembered.clear()
+                del self._memory
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return "<GpuEmbeddingCache closed>"
+        stats = self.stats()
+        return f"<GpuEmbeddingCache [{len(self.dims)} tables, {stats['rows']} of {stats['capacity']} rows]>"
+
+    @property
+    def table_records(self) -> NDArray[np.void]:
+        """GPU_TABLE records, in the order of `dims`, for look-ups of other kinds over the same rows."""
+        records: NDArray[np.void] = self._records.copy()
+        return records
+
+    @property
+    def tables_address(self) -> int:
+        """Where the device has these records."""
+        return self._events_address + _aligned(len(self.dims) * len(EVENTS) * 8)
+
+    @property
+    def readers_address(self) -> int:
+        """What look-ups over these records have to be given."""
+        return self._readers_address
+
+    def _allocate(self, code: VectorCode) -> None:
+        """One piece of device memory for everything."""
+        sizes = [_table_bytes(*pair) for pair in zip(self._num_buckets, self._row_bytes, strict=True)]
+        self._fixed_bytes = _fixed_bytes(len(sizes))
+        total = self._fixed_bytes + sum(sizes)
+        check_free(total, self.device.id, "cache_bytes")
+        self._memory = cupy.cuda.MemoryPointer(cupy.cuda.Memory(total), 0)
+        self._memory.memset_async(0, self._fixed_bytes)
+        self._readers_address: int = self._memory.ptr
+        self._events_address: int = self._memory.ptr + _ALIGNMENT
+        self._records = np.zeros(len(sizes), GPU_TABLE)
+        offset = self._fixed_bytes
+        for t, (num_buckets, row_bytes, size) in enumerate(zip(self._num_buckets, self._row_bytes, sizes, strict=True)):
+            self._describe(t, offset, num_buckets, row_bytes, code)
+            (self._memory + offset).memset_async(0, 2 * BUCKET_BYTES * num_buckets)
+            offset += size
+
+    def _describe(self, t: int, offset: int, num_buckets: int, row_bytes: int, code: VectorCode) -> None:
+        """Enter a table's part of the memory in its record."""
+        tags = self._memory.ptr + offset
+        marks = tags + num_buckets * BUCKET_BYTES
+        keys = marks + num_buckets * BUCKET_BYTES
+        vectors = tags + _aligned(index_bytes(num_buckets, marks=True, numbers=False))
+        dim = list(self.dims.values())[t]
+        wide = is_wide(
+            dim, {VectorCode.FLOAT32: 4, VectorCode.FLOAT16: 2, VectorCode.INT8: 1}[code], vectors, row_bytes
+        )
+        record = self._records[t]
+        record["cached"] = (tags, keys, marks, num_buckets)
+        record["cached_rows"] = (vectors, row_bytes, int(code), int(wide))
+        record["base_rows"]["wide"] = 1
+        record["embedding_dim"] = dim
+        record["events_address"] = self._events_address + t * len(EVENTS) * 8
+
+    def _index_backing(self, backing: Mapping[str, tuple[ArrayLike, ArrayLike]]) -> dict[str, BaseRows]:
+        rows = {}
+        for table, (keys, vectors) in backing.items():
+            rows[table] = BaseRows(*check_base(table, keys, vectors, self.dims[table]), self.dims[table])
+            rows[table].describe(self._records[self._positions[table]])
+        return rows
+
+    def _upload_tables(self) -> None:
+        num_bytes = self._records.nbytes
+        place = self._memory + (self.tables_address - self._memory.ptr)
+        cupy.ndarray(num_bytes, np.uint8, place).set(self._records.view(np.uint8).reshape(-1))
+
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Nothing, where this device is the current one already: switching costs more than a look-up's launch."""
+        current = cupy.cuda.runtime.getDevice() == self.device.id
+        return contextlib.nullcontext() if current else self.device
+
+    def _prepare(
+        self, keys: Mapping[str, ArrayLike], out: Mapping[str, Any] | None
+    ) -> tuple[_Prepared, dict[str, Any]]:
+        """What to launch, and the arrays that take the vectors."""
+        if out is None:
+            return self._prepare_new(keys, None)
+        try:
+            known = (*keys, *map(id, keys.values()), *[id(out[table]) for table in keys])
+        except KeyError:
+            return self._prepare_new(keys, out)
+        prepared = self._remembered.get(known)
+        if prepared is not None:
+            return prepared, {table: out[table] for table in keys}
+        prepared, vectors = self._prepare_new(keys, out)
+        arrays = [*keys.values(), *vectors.values()]
+        if not prepared.copies and len(self._remembered) < _MAX_REMEMBERED:
+            # The same arrays, with other contents, are likely to be asked about again; they are forgotten as they go.
+            forget = partial(_forget, weakref.ref(self), known)
+            prepared = prepared._replace(watched=[weakref.ref(array, forget) for array in arrays])
+            self._remembered[known] = prepared
+        return prepared, vectors
+
+    def _prepare_new(
+        self, keys: Mapping[str, ArrayLike], out: Mapping[str, Any] | None
+    ) -> tuple[_Prepared, dict[str, Any]]:
+        checked = {table: self._device_keys(table, asked) for table, asked in keys.items()}
+        vectors = {table: self._output(table, len(asked), out) for table, asked in checked.items()}
+        described = tuple(
+            [
+                (table, len(asked), asked.strides[0] if asked.size else 0, asked.itemsize, vectors[table].strides[0])
+                for table, asked in checked.items()
+            ]
+        )
+        geometry = self._geometries.get(described) or self._new_geometry(described)
+        segments = geometry.segments.copy()
+        segments["keys_address"] = [array.data.ptr for array in checked.values()]
+        segments["output_address"] = [array.data.ptr for array in vectors.values()]
+        launch = gpu.Launch(segments, geometry.tiles)
+        launch.request["tables_address"], launch.request["readers_address"] = self.tables_address, self._readers_address
+        copies = [array for table, array in checked.items() if array is not keys[table]]
+        return _Prepared(geometry, launch, copies), vectors
+
+    def _new_geometry(self, described: Any) -> _Geometry:
+        segments = np.zeros(len(described), SEGMENT)
+        for segment, (table, count, stride, key_bytes, output_stride) in zip(segments, described, strict=True):
+            segment["table"], segment["num_rows"], segment["row_stride"] = self._positions[table], count, stride
+            segment["key_bytes"], segment["keys_per_row"], segment["output_stride"] = key_bytes, 1, output_stride
+        geometry = _Geometry([each[0] for each in described], segments, divide(segments))
+        with self._count_lock:
+            if len(self._geometries) >= _MAX_GEOMETRIES:
+                self._num_keys_before = self._keys_asked()
+                self._geometries.clear()
+            self._geometries[described] = geometry
+        return geometry
+
+    def _keys_asked(self) -> NDArray[np.int64]:
+        """Keys looked up so far, by table: a geometry counts its calls only. Must be called while holding the lock."""
+        asked: NDArray[np.int64] = self._num_keys_before.copy()
+        for geometry in self._geometries.values():
+            for table, count in zip(geometry.tables, geometry.num_keys, strict=True):
+                asked[self._positions[table]] += geometry.num_calls * count
+        return asked
+
+    def _device_keys(self, table: str, keys: ArrayLike) -> Any:
+        """Keys as an int64 or int32 array [n] on the device, at any distance."""
+        if isinstance(keys, cupy.ndarray) and keys.ndim == 1 and keys.dtype in (_INT64, _INT32):
+            self._check(table)
+            return keys
+        return _on_device(self._checked_keys(table, keys), np.int64)
+
+    def _checked_keys(self, table: str, keys: ArrayLike) -> Any:
+        if not isinstance(keys, cupy.ndarray):
+            return super()._checked_keys(table, keys)
+        self._check(table)
+        check_keys(table, keys)
+        return keys
+
+    def _checked_rows(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> tuple[Any, Any]:
+        checked = self._checked_keys(table, keys)
+        array = vectors if isinstance(vectors, cupy.ndarray) else np.asarray(vectors)
+        check_vectors(table, array, (len(checked), self.dims[table]))
+        return checked, array
+
+    def _output(self, table: str, num_keys: int, out: Mapping[str, Any] | None) -> Any:
+        if out is None:
+            return cupy.empty((num_keys, self.dims[table]), np.float32)
+        return super()._output(table, num_keys, out)
+
+    def _checked_out(self, table: str, num_keys: int, out: Any) -> Any:
+        shape = (num_keys, self.dims[table])
+        if not isinstance(out, cupy.ndarray) or out.dtype != _FLOAT32 or out.shape != shape:
+            whose = {cupy.ndarray: "CuPy's", np.ndarray: "NumPy's"}.get(type(out))
+            found = f"{whose} {out.dtype} {list(out.shape)}" if whose else type(out).__name__
+            raise InvalidRequestError(f"table {table!r}: out is {found}, expected CuPy's float32 {list(shape)}")
+        if out.size and out.strides[1] != out.itemsize:
+            raise InvalidRequestError(f"table {table!r}: out must be writeable, the elements of a row adjacent")
+        return out
+
+    def _write(self, table: str, keys: ArrayLike, vectors: ArrayLike, *, may_insert: bool) -> None:
+        checked, floats = self._checked_rows(table, keys, vectors)
+        with self.device:
+            check_range(table, floats, self.dtype, cupy.get_array_module(floats))
+        with self._writing(table) as writer:
+            if writer is None:
+                return
+            rows = np.array(self._records[self._positions[table]]["cached_rows"], ROWS)
+            for begin in range(0, len(checked), _KEYS_PER_WRITE):
+                part = slice(begin, begin + _KEYS_PER_WRITE)
+                part_keys, part_rows = _on_device(checked[part], np.int64), _on_device(floats[part], np.float32)
+                claims = writer.claim(part_keys, may_insert=may_insert, may_evict=may_insert)
+                writer.write_rows(rows, part_keys, part_rows, claims)
+
+    @contextlib.contextmanager
+    def _writing(self, table: str) -> Iterator[gpu.Writer | None]:
+        """The one writer, after the writes before it; None where a table has no room for rows."""
+        with self._write_lock, self.device:
+            self._check(table)
+            record = self._records[self._positions[table]]
+            if record["cached"]["num_buckets"] == 0:
+                yield None
+                return
+            stream = cupy.cuda.get_current_stream()
+            stream.wait_event(self._written)
+            index = np.array(record["cached"], INDEX)
+            yield gpu.Writer(index, int(record["events_address"]), self._readers_address)
+            self._written.record(stream)
+
+    def _read_events(self) -> NDArray[np.int64]:
+        """Counts by table and event, at one moment between two writes."""
+        stream = cupy.cuda.get_current_stream()
+        stream.wait_event(self._written)
+        memory = self._memory + (self._events_address - self._memory.ptr)
+        counts = cupy.ndarray((len(self.dims), len(EVENTS)), np.int64, memory)
+        return np.asarray(cupy.asnumpy(counts))
+
+    def _row_counts(self, table: str) -> dict[str, int]:
+        t = self._check(table) and self._positions[table]
+        inserts, updates, evictions, erases = self._counts[t, :4].tolist()
+        num_buckets = self._num_buckets[t]
+        num_bytes = _table_bytes(num_buckets, self._row_bytes[t]) + (self._fixed_bytes if t == 0 else 0)
+        rows = inserts - evictions - erases
+        return dict(
+            zip(ROW_COUNTS, (inserts, updates, evictions, erases, rows, SLOTS * num_buckets, num_bytes), strict=True)
+        )
+
+
+def check_free(num_bytes: int, device_id: int, setting: str) -> None:
+    """ConfigurationError where a GPU has not so much memory free; of the current device."""
+    free, total = cupy.cuda.runtime.memGetInfo()
+    if num_bytes > free:
+        cupy.get_default_memory_pool().free_all_blocks()
+        free, total = cupy.cuda.runtime.memGetInfo()
+    if num_bytes > free:
+        raise ConfigurationError(
+            f"{setting} needs {num_bytes} bytes on cuda:{device_id}, which has {free} free of {total}:"
+            " ask for less, or free some"
+        )
+
+
+def _forget(cache: weakref.ref[GpuEmbeddingCache], known: Any, _gone: object) -> None:
+    if (alive := cache()) is not None:
+        alive._remembered.pop(known, None)
+
+
+def _on_device(array: Any, dtype: Any) -> Any:
+    return cupy.ascontiguousarray(cupy.asarray(array), dtype)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _fixed_bytes(num_tables: int) -> int:
+    """What a cache takes beside its tables: the count of readers, those of events, and the records."""
+    assert READERS_BYTES <= _ALIGNMENT  # noqa: S101  what follows lies behind it
+    return _ALIGNMENT + _aligned(num_tables * len(EVENTS) * 8) + _aligned(num_tables * GPU_TABLE.itemsize)
+
+
+def _table_bytes(num_buckets: int, row_bytes: int) -> int:
+    index = _aligned(index_bytes(num_buckets, marks=True, numbers=False))
+    return index + _aligned(SLOTS * num_buckets * row_bytes)
+
+
+def _buckets_to_hold(num_rows: int | None) -> int:
+    """Buckets such that so many rows all find room, but for the unlucky."""
+    return _MOST_BUCKETS if num_rows is None else min(int(num_rows / (SLOTS * _LOAD)) + 1, _MOST_BUCKETS)
+
+
+def bytes_to_hold(dims: Mapping[str, int], num_rows: Mapping[str, int], dtype: VectorType = "float32") -> int:
+    """The cache_bytes that a GPU cache for so many rows of each table takes."""
+    tables = (_table_bytes(_buckets_to_hold(num_rows[t]), bytes_per_row(dim, dtype)) for t, dim in dims.items())
+    return _fixed_bytes(len(dims)) + sum(tables)
+
+
+def _buckets_per_table(cache_bytes: int, row_bytes: Sequence[int], limits: Sequence[int]) -> list[int]:
+    """The same number of buckets for each table, or its limit, such that all fit; none for 0 bytes."""
+    if cache_bytes == 0:
+        return [0] * len(row_bytes)
+
+    def needed(most: int) -> int:
+        sizes = [_table_bytes(min(most, limit), size) for size, limit in zip(row_bytes, limits, strict=True)]
+        return _fixed_bytes(len(row_bytes)) + sum(sizes)
+
+    if cache_bytes < needed(1):
+        raise ConfigurationError(
+            f"cache_bytes is {cache_bytes}, too little for {len(row_bytes)} tables on a GPU: at least {needed(1)},"
+            " or 0 for no cache"
+        )
+    low, high = 1, max(limits, default=1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if needed(middle) <= cache_bytes else (low, middle - 1)
+    return [min(low, limit) for limit in limits]

@@ -1,0 +1,139 @@
+// Rows as vectors of float32, whatever they are stored as. Lanes of a warp share a row: each takes four elements of it at a
+// time (`WIDE`), or one where dimension or alignment allow no more.
+
+#ifndef IN_FLIGHT
+#define IN_FLIGHT 8
+#endif
+
+__device__ __forceinline__ float widen(u32 half_bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"((unsigned short)half_bits));
+  return value;
+}
+
+__device__ __forceinline__ u32 narrow(float value) {
+  unsigned short half_bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half_bits) : "f"(value));
+  return half_bits;
+}
+
+__device__ __forceinline__ float load_unaligned_float(const u8* address) {
+  u32 bits = 0;
+  for (int i = 0; i < 4; ++i) bits |= (u32)__ldcg(address + i) << (8 * i);
+  return __uint_as_float(bits);
+}
+
+// How many lanes share a row of so many steps: a power of two.
+__device__ __forceinline__ int lanes_per_row(int steps) { return steps >= LANES ? LANES : 1 << (32 - __clz(steps - 1)); }
+
+template <bool WIDE>
+struct Elements;
+
+template <>
+struct Elements<true> {
+  static constexpr int COUNT = 4;
+  float4 values;
+
+  __device__ __forceinline__ static Elements all(float value) { return {make_float4(value, value, value, value)}; }
+
+  template <int CODE>
+  __device__ __forceinline__ static Elements load(const u8* row, int step, int dim) {
+    if constexpr (CODE == FLOAT32) {
+      return {__ldcg(reinterpret_cast<const float4*>(row) + step)};
+    } else if constexpr (CODE == FLOAT16) {
+      const uint2 bits = __ldcg(reinterpret_cast<const uint2*>(row) + step);
+      return {make_float4(widen(bits.x & 0xffff), widen(bits.x >> 16), widen(bits.y & 0xffff), widen(bits.y >> 16))};
+    } else {
+      const u32 bits = __ldcg(reinterpret_cast<const u32*>(row) + step);
+      const float scale = __ldcg(reinterpret_cast<const float*>(row + dim));
+      const float bias = __ldcg(reinterpret_cast<const float*>(row + dim) + 1);
+      return {make_float4(scaled(bits, scale, bias), scaled(bits >> 8, scale, bias), scaled(bits >> 16, scale, bias),
+                          scaled(bits >> 24, scale, bias))};
+    }
+  }
+
+  __device__ __forceinline__ static float scaled(u32 bits, float scale, float bias) {
+    return __fadd_rn(__fmul_rn((float)(signed char)(bits & 0xff), scale), bias);
+  }
+
+  __device__ __forceinline__ void store(u8* output, int step) const {
+    __stcs(reinterpret_cast<float4*>(output) + step, values);
+  }
+
+  template <typename Operation>
+  __device__ __forceinline__ Elements with(const Elements& other, Operation operation) const {
+    return {make_float4(operation(values.x, other.values.x), operation(values.y, other.values.y),
+                        operation(values.z, other.values.z), operation(values.w, other.values.w))};
+  }
+
+  __device__ __forceinline__ Elements from_lane(int distance) const {
+    return {make_float4(__shfl_xor_sync(ALL_LANES, values.x, distance), __shfl_xor_sync(ALL_LANES, values.y, distance),
+                        __shfl_xor_sync(ALL_LANES, values.z, distance), __shfl_xor_sync(ALL_LANES, values.w, distance))};
+  }
+};
+
+template <>
+struct Elements<false> {
+  static constexpr int COUNT = 1;
+  float values;
+
+  __device__ __forceinline__ static Elements all(float value) { return {value}; }
+
+  template <int CODE>
+  __device__ __forceinline__ static Elements load(const u8* row, int step, int dim) {
+    if constexpr (CODE == FLOAT32) {
+      return {__ldcg(reinterpret_cast<const float*>(row) + step)};
+    } else if constexpr (CODE == FLOAT16) {
+      return {widen(__ldcg(reinterpret_cast<const unsigned short*>(row) + step))};
+    } else {
+      const float scale = load_unaligned_float(row + dim), bias = load_unaligned_float(row + dim + 4);
+      return {__fadd_rn(__fmul_rn((float)(signed char)__ldcg(row + step), scale), bias)};
+    }
+  }
+
+  __device__ __forceinline__ void store(u8* output, int step) const {
+    __stcs(reinterpret_cast<float*>(output) + step, values);
+  }
+
+  template <typename Operation>
+  __device__ __forceinline__ Elements with(const Elements& other, Operation operation) const {
+    return {operation(values, other.values)};
+  }
+
+  __device__ __forceinline__ Elements from_lane(int distance) const {
+    return {__shfl_xor_sync(ALL_LANES, values, distance)};
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ T* from_lane(T* address, int lane) {
+  return reinterpret_cast<T*>(__shfl_sync(ALL_LANES, reinterpret_cast<u64>(address), lane));
+}
+
+// Copy one row per lane, all lanes of the warp working on every row: `row` to `output`, both per lane. No output: nothing
+// is copied; no row: zeros are.
+template <int CODE, bool WIDE>
+__device__ __forceinline__ void copy_rows(const u8* row, u8* output, int dim, int num_keys) {
+  const int lane = threadIdx.x % LANES;
+  const int steps = dim / Elements<WIDE>::COUNT;
+  const int width = lanes_per_row(steps), rows_at_once = LANES / width;
+  const int member = lane & (width - 1), group = lane / width;
+  for (int first = 0; first < num_keys; first += rows_at_once * IN_FLIGHT) {
+    for (int step = member; step - member < steps; step += width) {
+      Elements<WIDE> elements[IN_FLIGHT];
+#pragma unroll
+      for (int i = 0; i < IN_FLIGHT; ++i) {
+        const int key = first + i * rows_at_once + group;
+        const u8* from = from_lane(row, key & (LANES - 1));
+        const bool there = from != nullptr && key < num_keys && step < steps;
+        elements[i] = there ? Elements<WIDE>::template load<CODE>(from, step, dim) : Elements<WIDE>::all(0.0f);
+      }
+#pragma unroll
+      for (int i = 0; i < IN_FLIGHT; ++i) {
+        const int key = first + i * rows_at_once + group;
+        u8* to = from_lane(output, key & (LANES - 1));
+        if (to != nullptr && key < num_keys && step < steps) elements[i].store(to, step);
+      }
+    }
+  }
+}

@@ -1,0 +1,272 @@
+// How rows are put in, in four kernels on one stream, one batch at a time over all streams:
+//
+//   note_last      of equal keys in the batch, the last is the one that counts
+//   claim          each key takes a slot: a free one, or where there is none, that of the row that was hit least
+//   await_readers  until the look-ups have ended that may still read what a slot held before
+//   write_rows     fill the slots, then publish them: the tag comes last
+//
+// An update takes a free slot of its bucket if there is one, and frees the old one once the new one is published, so that
+// the key can be found at every moment; one slot of each bucket is kept from inserts for that. In a bucket without a free
+// slot the row is away until it is published again.
+
+constexpr u8 FIRST_MARK = 1;
+
+struct Claim {
+  u32 slot;  // plus 1; 0: none
+  u32 old;   // plus 1; slot that gives way when the new one is published; 0: none
+};
+
+// seen: a hash set of positions (plus 1) in the batch, cleared, of a power of two of places, above n.
+extern "C" __global__ void note_last(const i64* keys, u32 n, u32* seen, u32 mask, u32* places) {
+  const u32 i = n - 1 - (blockIdx.x * blockDim.x + threadIdx.x);
+  if (i >= n) return;
+  const i64 key = keys[i];
+  u32 place = (u32)(hash_key(key) >> 16) & mask;
+  for (;;) {
+    u32 found = *(volatile u32*)(seen + place);
+    if (found == 0) {
+      found = atomicCAS(seen + place, 0, i + 1);
+      if (found == 0) break;
+    }
+    if (keys[found - 1] == key) {
+      if (found < i + 1) atomicMax(seen + place, i + 1);
+      break;
+    }
+    place = (place + 1) & mask;
+  }
+  places[i] = place;
+}
+
+__device__ __forceinline__ bool swap_tag(u8* bucket, int slot, u32 expected, u32 wanted) {
+  u32* word = reinterpret_cast<u32*>(bucket) + slot / 4;
+  const int shift = 8 * (slot % 4);
+  u32 found = *(volatile u32*)word;
+  while ((found >> shift & 255) == expected) {
+    const u32 before = found;
+    found = atomicCAS(word, before, (before & ~(255u << shift)) | wanted << shift);
+    if (found == before) return true;
+  }
+  return false;
+}
+
+// The first of some slots from a given one on, round the end.
+__device__ __forceinline__ int first_from(u64 slots, u32 start) {
+  const u64 later = slots & (ALL_SLOTS << start);
+  return __ffsll(later != 0 ? later : slots) - 1;
+}
+
+// Takes a free slot, if more than `reserved` are free; -1: none.
+__device__ __forceinline__ int take_free(u8* bucket, int reserved, u32 start, u64 policy) {
+  for (;;) {
+    const u64 free_slots = match_slots(load_bucket(bucket, policy), FREE);
+    if (__popcll(free_slots) <= reserved) return -1;
+    const int slot = first_from(free_slots, start);
+    if (swap_tag(bucket, slot, FREE, BUSY)) return slot;
+  }
+}
+
+// Four bytes of 0 or 1 from four bits.
+__device__ __forceinline__ u32 spread(u32 bits) { return ((bits & 15) * 0x00204081u) & 0x01010101u; }
+
+// A clock whose hand begins anywhere: takes the first row with the lowest mark, and lowers the marks that it passes.
+__device__ __forceinline__ int take_evicted(u8* bucket, u8* marks, u32 start, u64 policy) {
+  for (int attempt = 0; attempt < 8; ++attempt) {
+    const Bucket tags = load_bucket(bucket, policy), marked = load_bucket(marks, policy);
+    const u64 live = ALL_SLOTS & ~(match_slots(tags, FREE) | match_slots(tags, BUSY));
+    if (live == 0) return -1;
+    u64 candidates = 0;
+    for (u32 mark = 0; mark < MAX_MARK && candidates == 0; ++mark) candidates = match_slots(marked, mark) & live;
+    const int slot = first_from(candidates != 0 ? candidates : live, start);
+    const u32 word = reinterpret_cast<const u32*>(&tags)[slot / 4];
+    if (!swap_tag(bucket, slot, word >> (8 * (slot % 4)) & 255, BUSY)) continue;
+    const u64 before = (1ull << slot) - 1, from = ALL_SLOTS << start;
+    const u64 passed = (u32)slot >= start ? before & from : before | from;
+    for (int i = 0; i < BUCKET_BYTES / 4; ++i) {
+      u32* mark = reinterpret_cast<u32*>(marks) + i;
+      *mark = __vsubus4(*mark, spread((u32)(passed >> (4 * i))));
+    }
+    return slot;
+  }
+  return -1;
+}
+
+__device__ __forceinline__ void count(u64* events, Event event, bool happened) {
+  const u32 active = __activemask();
+  const u32 those = __ballot_sync(active, happened);
+  if (those != 0 && threadIdx.x % LANES == __ffs(active) - 1) atomicAdd(events + event, (u64)__popc(those));
+}
+
+// may_insert: keys that are not there take a slot; may_evict: also where that costs another row its.
+extern "C" __global__ void claim(Index index, u64* events, const i64* keys, u32 n, const u32* seen, const u32* places,
+                                 Claim* claims, u32 may_insert, u32 may_evict) {
+  const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  Claim taken = {0, 0};
+  bool inserted = false, updated = false, evicted = false, refused = false;
+  if (seen[places[i]] == i + 1) {
+    const u64 policy = keeping_policy();
+    const i64 key = keys[i];
+    const u64 hashed = hash_key(key);
+    const u32 tag = tag_of(hashed), start = (u32)(hashed >> 24) % SLOTS;
+    const i64 slot = find_slot(index, key, hashed, policy);
+    if (slot >= 0) {
+      const i64 number = slot / SLOTS;
+      u8* bucket = index.tags + number * BUCKET_BYTES;
+      const int fresh = take_free(bucket, 0, start, policy);
+      updated = fresh >= 0 || swap_tag(bucket, (int)(slot % SLOTS), tag, BUSY);
+      if (fresh >= 0) taken = {(u32)(number * SLOTS + fresh) + 1, (u32)slot + 1};
+      else if (updated) taken = {(u32)slot + 1, 0};
+    }
+    if (!updated && may_insert) {
+      const i64 number = bucket_of(hashed, index.num_buckets);
+      u8* bucket = index.tags + number * BUCKET_BYTES;
+      int free_slot = take_free(bucket, 1, start, policy);
+      if (free_slot < 0 && may_evict) {
+        free_slot = take_evicted(bucket, index.marks + number * BUCKET_BYTES, start, policy);
+        evicted = free_slot >= 0;
+      }
+      inserted = free_slot >= 0;
+      refused = !inserted;
+      if (inserted) taken.slot = (u32)(number * SLOTS + free_slot) + 1;
+    }
+  }
+  claims[i] = taken;
+  count(events, INSERTS, inserted);
+  count(events, UPDATES, updated);
+  count(events, EVICTIONS, evicted);
+  count(events, REFUSED, refused);
+}
+
+extern "C" __global__ void await_readers(Readers* readers) {
+  const u64 epoch = *(volatile u64*)&readers->arrivals >> 32;
+  const u64 arrived = atomicExch(&readers->arrivals, (epoch + 1) << 32) & 0xffffffffull;
+  volatile u64* departed = &readers->departures[epoch & 1];
+  while (*departed != arrived) __nanosleep(500);
+  *departed = 0;
+  __threadfence();
+}
+
+// A key that was claimed is there from now on, and no longer where it was.
+__device__ __forceinline__ void publish(const Index& index, u64* events, i64 key, Claim claim) {
+  const u32 slot = claim.slot - 1, tag = tag_of(hash_key(key));
+  index.tags[slot / SLOTS * BUCKET_BYTES + slot % SLOTS] = (u8)tag;
+  if (claim.old == 0) return;
+  const u32 old = claim.old - 1;
+  u8* bucket = index.tags + (u64)(old / SLOTS) * BUCKET_BYTES;
+  const bool ours = *(volatile u8*)(bucket + old % SLOTS) == tag;
+  __threadfence();
+  if (ours && *(volatile i64*)(index.keys + old) == key && swap_tag(bucket, old % SLOTS, tag, FREE)) return;
+  // It was evicted in this batch: what began as an update has become an insert.
+  atomicAdd(events + INSERTS, 1ull);
+  atomicAdd(events + UPDATES, ~0ull);
+}
+
+template <int CODE>
+__device__ __forceinline__ void encode_row(const float* vector, u8* row, int dim);
+
+template <>
+__device__ __forceinline__ void encode_row<FLOAT16>(const float* vector, u8* row, int dim) {
+  for (int d = threadIdx.x % LANES; d < dim; d += LANES) {
+    reinterpret_cast<unsigned short*>(row)[d] = (unsigned short)narrow(__ldcs(vector + d));
+  }
+}
+
+__device__ __forceinline__ void store_unaligned_float(u8* address, float value) {
+  const u32 bits = __float_as_uint(value);
+  for (int i = 0; i < 4; ++i) address[i] = (u8)(bits >> (8 * i));
+}
+
+// As quantise_int8 of table_file.py, in the same precision.
+template <>
+__device__ __forceinline__ void encode_row<INT8>(const float* vector, u8* row, int dim) {
+  const int lane = threadIdx.x % LANES;
+  float low = vector[0], high = vector[0];
+  for (int d = lane; d < dim; d += LANES) {
+    low = fminf(low, vector[d]);
+    high = fmaxf(high, vector[d]);
+  }
+  for (int distance = 1; distance < LANES; distance *= 2) {
+    low = fminf(low, __shfl_xor_sync(ALL_LANES, low, distance));
+    high = fmaxf(high, __shfl_xor_sync(ALL_LANES, high, distance));
+  }
+  const float scale = (float)(((double)high - (double)low) / 255.0);
+  const float bias = (float)((double)low + 128.0 * (double)scale);
+  for (int d = lane; d < dim; d += LANES) {
+    const double value = scale > 0 ? rint(((double)vector[d] - (double)bias) / (double)scale) : 0.0;
+    row[d] = (u8)(signed char)fmin(fmax(value, -128.0), 127.0);
+  }
+  if (lane == 0) {
+    store_unaligned_float(row + dim, scale);
+    store_unaligned_float(row + dim + 4, bias);
+  }
+}
+
+template <int CODE>
+__device__ __forceinline__ void encode_rows(const float* vector, u8* row, int dim, int num_keys) {
+  for (int i = 0; i < num_keys; ++i) {
+    const float* from = from_lane(vector, i);
+    u8* to = from_lane(row, i);
+    if (to != nullptr) encode_row<CODE>(from, to, dim);
+  }
+}
+
+// vectors: float32 [n, dim], contiguous. A warp writes 32 rows.
+extern "C" __global__ void write_rows(Index index, Rows rows, u64* events, const i64* keys, const float* vectors, u32 n,
+                                      u32 dim, const Claim* claims) {
+  const u32 lane = threadIdx.x % LANES, begin = (blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES) * LANES;
+  if (begin >= n) return;
+  const u32 i = begin + lane, num_keys = min(n - begin, (u32)LANES);
+  const Claim claim = i < n ? claims[i] : Claim{0, 0};
+  const i64 key = i < n ? keys[i] : 0;
+  const float* vector = vectors + (u64)i * dim;
+  u8* row = claim.slot != 0 ? rows.vectors + (u64)(claim.slot - 1) * rows.row_bytes : nullptr;
+  if (rows.code == FLOAT16) encode_rows<FLOAT16>(vector, row, dim, num_keys);
+  else if (rows.code == INT8) encode_rows<INT8>(vector, row, dim, num_keys);
+  else if (rows.wide && (reinterpret_cast<u64>(vectors) & 15) == 0)
+    copy_rows<FLOAT32, true>(reinterpret_cast<const u8*>(vector), row, dim, num_keys);
+  else copy_rows<FLOAT32, false>(reinterpret_cast<const u8*>(vector), row, dim, num_keys);
+  if (claim.slot != 0) {
+    const u32 slot = claim.slot - 1;
+    index.keys[slot] = key;
+    index.marks[slot / SLOTS * BUCKET_BYTES + slot % SLOTS] = FIRST_MARK;
+  }
+  __threadfence();
+  __syncwarp();
+  if (claim.slot != 0) publish(index, events, key, claim);
+}
+
+// For an index over rows that lie elsewhere: key i is row first + i.
+extern "C" __global__ void write_numbers(Index index, u32* numbers, const i64* keys, u32 n, u32 first, u64* events,
+                                         const Claim* claims) {
+  const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n || claims[i].slot == 0) return;
+  const u32 slot = claims[i].slot - 1;
+  index.keys[slot] = keys[i];
+  numbers[slot] = first + i;
+  __threadfence();
+  publish(index, events, keys[i], claims[i]);
+}
+
+extern "C" __global__ void erase(Index index, u64* events, const i64* keys, u32 n) {
+  const u32 i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  const u64 hashed = hash_key(keys[i]);
+  const i64 slot = find_slot(index, keys[i], hashed, keeping_policy());
+  const bool erased =
+      slot >= 0 && swap_tag(index.tags + slot / SLOTS * BUCKET_BYTES, (int)(slot % SLOTS), tag_of(hashed), FREE);
+  count(events, ERASES, erased);
+}
+
+// The keys that are held, in any order; num_keys is zero before, and then how many there are.
+extern "C" __global__ void dump(Index index, i64* keys, u64* num_keys) {
+  const u64 slot = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+  const u32 lane = threadIdx.x % LANES;
+  const bool exists = slot < (u64)index.num_buckets * SLOTS;
+  const u32 tag = exists ? index.tags[slot / SLOTS * BUCKET_BYTES + slot % SLOTS] : FREE;
+  const bool held = tag != FREE && tag != BUSY;
+  const u32 those = __ballot_sync(ALL_LANES, held);
+  u64 place = 0;
+  if (lane == 0 && those != 0) place = atomicAdd(num_keys, (u64)__popc(those));
+  place = __shfl_sync(ALL_LANES, place, 0) + __popc(those & ((1u << lane) - 1));
+  if (held) keys[place] = index.keys[slot];
+}

@@ -1,0 +1,128 @@
+"""The CUDA kernels (cuda/*.cu) as functions: compiled by NVRTC on first use, kept by CuPy in its kernel cache.
+
+All run on CuPy's current stream and return at once. Addresses are plain integers: whoever passes one keeps the memory
+behind it alive until the stream has come so far.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.embedding_cache.kernels.gpu_layout import (
+    MAX_INLINE_SEGMENTS,
+    REQUEST,
+    SLOTS,
+    Tiles,
+    request_of,
+)
+
+THREADS = 256
+_WARPS = THREADS // 32
+_RAW_REQUEST = np.dtype((np.void, REQUEST.itemsize))
+"""A request without its fields: CuPy spells those out in a Python list whenever it is given any."""
+_SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "write.cu")
+_KERNELS = ("look_up", "look_up_and_pool", "note_last", "claim", "await_readers", "write_rows", "write_numbers")
+
+
+def source() -> str:
+    """The kernels' whole source: one translation unit, so that CuPy's cache sees every change."""
+    folder = Path(__file__).parent / "cuda"
+    return "\n".join((folder / name).read_text(encoding="utf-8") for name in _SOURCES)
+
+
+@cache
+def _module() -> Any:
+    return cupy.RawModule(code=source(), options=("-std=c++17",))
+
+
+@cache
+def _kernel(name: str) -> Any:
+    return _module().get_function(name)
+
+
+def compile_kernels() -> None:
+    """Compile, or load from CuPy's cache, for the current device: no request waits for it later."""
+    for name in (*_KERNELS, "erase", "dump"):
+        _kernel(name).compile()
+
+
+class Launch:
+    """A look-up that is ready to run, often: its REQUEST record, and what that leads to on the device."""
+
+    def __init__(self, segments: NDArray[np.void], tiles: Tiles) -> None:
+        self.request = request_of(segments, tiles)
+        self.num_tiles = int(tiles.first[-1])
+        few = len(segments) <= MAX_INLINE_SEGMENTS
+        self._kernel = _kernel("look_up" if few and not tiles.pooled else "look_up_and_pool")
+        self._grid = (-(-self.num_tiles // _WARPS),)
+        self._held: tuple[Any, ...] = ()
+        if not few:
+            self._held = cupy.asarray(segments.view(np.uint8)), cupy.asarray(tiles.first)
+            self.request["segments_address"], self.request["first_tiles_address"] = (a.data.ptr for a in self._held)
+
+    def run(self, request: NDArray[np.void]) -> None:
+        """Launch with this REQUEST record: a copy of `request` with more filled in."""
+        if self.num_tiles:
+            self._kernel(self._grid, (THREADS,), (request.view(_RAW_REQUEST),))
+
+
+class Writer:
+    """Puts batches of keys into one index. One batch at a time: its kernels rely on nobody else writing."""
+
+    def __init__(self, index: NDArray[np.void], events_address: int, readers_address: int) -> None:
+        """`index`: an INDEX record, as an array of one; `readers_address` 0: nobody reads meanwhile."""
+        self._num_slots = int(index["num_buckets"]) * SLOTS
+        self._index = _raw(index)
+        self._events = np.uint64(events_address)
+        self._readers = np.uint64(readers_address)
+
+    def claim(self, keys: Any, *, may_insert: bool, may_evict: bool) -> Any:
+        """Take slots for keys, int64 [n] on the device; returns who got which, for one of the functions below."""
+        n = len(keys)
+        num_places = 1 << (2 * n - 1).bit_length()
+        seen, places = cupy.zeros(num_places, np.uint32), cupy.empty(n, np.uint32)
+        claims = cupy.empty((n, 2), np.uint32)
+        _run("note_last", n, keys, np.uint32(n), seen, np.uint32(num_places - 1), places)
+        flags = np.uint32(may_insert), np.uint32(may_evict)
+        _run("claim", n, self._index, self._events, keys, np.uint32(n), seen, places, claims, *flags)
+        if self._readers:
+            _kernel("await_readers")((1,), (1,), (self._readers,))
+        return claims
+
+    def write_rows(self, rows: NDArray[np.void], keys: Any, vectors: Any, claims: Any) -> None:
+        """Fill claimed slots and publish them; `rows`: a ROWS record, vectors: float32 [n, embedding_dim]."""
+        n, dim = vectors.shape
+        sizes = np.uint32(n), np.uint32(dim)
+        grid = (-(-n // (32 * _WARPS)),)
+        _kernel("write_rows")(grid, (THREADS,), (self._index, _raw(rows), self._events, keys, vectors, *sizes, claims))
+
+    def write_numbers(self, numbers: Any, keys: Any, first: int, claims: Any) -> None:
+        """Publish slots of an index over rows elsewhere: keys[i] is row first + i. `numbers`: uint32, one per slot."""
+        n = len(keys)
+        _run("write_numbers", n, self._index, numbers, keys, np.uint32(n), np.uint32(first), self._events, claims)
+
+    def erase(self, keys: Any) -> None:
+        """Drop keys, int64 [n] on the device."""
+        _run("erase", len(keys), self._index, self._events, keys, np.uint32(len(keys)))
+
+    def dump(self) -> Any:
+        """All keys, int64 on the device. Waits for their number."""
+        keys, num_keys = cupy.empty(self._num_slots, np.int64), cupy.zeros(1, np.uint64)
+        if self._num_slots:
+            _run("dump", self._num_slots, self._index, keys, num_keys)
+        return keys[: int(num_keys[0])].copy()
+
+
+def _run(name: str, num_threads: int, *arguments: Any) -> None:
+    _kernel(name)((-(-num_threads // THREADS),), (THREADS,), arguments)
+
+
+def _raw(record: NDArray[np.void]) -> NDArray[np.void]:
+    """A record as a kernel's argument, see _RAW_REQUEST."""
+    return record.view(np.dtype((np.void, record.dtype.itemsize)))

@@ -1,0 +1,113 @@
+"""What the CUDA kernels read beside SEGMENT records, field by field as in cuda/layout.cuh; how a request is cut up.
+
+Nothing here needs a GPU: tests/embedding_cache/gpu_model.py computes what the kernels do from the same records.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.embedding_cache.kernels.layout import SEGMENT, PoolingCode
+
+SLOTS = 62
+BUCKET_BYTES = 64
+MAX_INLINE_SEGMENTS = 32
+"""Segments that travel as a kernel's parameter; more are copied to the device first."""
+EVENTS = ("inserts", "updates", "evictions", "erases", "misses", "unknown", "refused")
+
+INDEX = np.dtype([(name, np.int64) for name in ("tags_address", "keys_address", "marks_address", "num_buckets")])
+ROWS = np.dtype([(name, np.int64) for name in ("vectors_address", "row_bytes", "vector_code", "wide")])
+GPU_TABLE = np.dtype(
+    [
+        ("cached", INDEX),
+        ("cached_rows", ROWS),
+        ("base", INDEX),
+        ("base_rows", ROWS),
+        ("base_numbers_address", np.int64),
+        ("num_base_rows", np.int64),
+        ("base_by_number", np.int64),
+        ("embedding_dim", np.int64),
+        ("default_address", np.int64),
+        ("events_address", np.int64),
+    ]
+)
+READERS_BYTES = 24
+REQUEST = np.dtype(
+    [
+        ("tables_address", np.int64),
+        ("segments_address", np.int64),
+        ("first_tiles_address", np.int64),
+        ("readers_address", np.int64),
+        ("missing_bits_address", np.int64),
+        ("num_unknown_address", np.int64),
+        ("missing_address", np.int64),
+        ("num_segments", np.uint32),
+        ("num_tiles", np.uint32),
+        ("keys_per_tile", np.uint32),
+        ("seed", np.uint32),
+        ("fill", np.uint32),
+        ("few_tiles", np.uint32, (MAX_INLINE_SEGMENTS + 1,)),
+        ("few_segments", SEGMENT, (MAX_INLINE_SEGMENTS,)),
+    ],
+    align=True,
+)
+
+MAX_KEYS_PER_TILE = 32
+_MANY_KEYS, _FEW_KEYS_PER_TILE = 1 << 17, 8
+_MOST_TILES = 2**31 - 1
+
+
+class Tiles(NamedTuple):
+    """How the segments of a request are divided among warps."""
+
+    first: NDArray[np.uint32]
+    """[segments + 1], the tile that each segment begins with; the last one is the number of tiles."""
+    keys_per_tile: int
+    """Of segments without pooling; with pooling, a tile is a bag."""
+    pooled: bool
+    """Whether any segment is."""
+
+
+def divide(segments: NDArray[np.void]) -> Tiles:
+    """Tiles for these SEGMENT records. Small requests get small tiles, so that more warps work on them."""
+    num_keys = segments["num_rows"] * segments["keys_per_row"]
+    pooled = segments["pooling"] != PoolingCode.NONE
+    keys_per_tile = MAX_KEYS_PER_TILE if num_keys.sum() >= _MANY_KEYS else _FEW_KEYS_PER_TILE
+    num_tiles = np.where(pooled, segments["num_rows"], -(-num_keys // keys_per_tile))
+    ends = np.cumsum(num_tiles)
+    if len(ends) and max(ends[-1], num_keys.max()) > _MOST_TILES:
+        raise ValueError(f"a request of {num_keys.sum()} keys is more than one launch can answer")
+    return Tiles(np.concatenate([[0], ends]).astype(np.uint32), keys_per_tile, bool(pooled.any()))
+
+
+def request_of(segments: NDArray[np.void], tiles: Tiles) -> NDArray[np.void]:
+    """A REQUEST record for these segments, complete but for addresses; they are in it if they are few enough."""
+    request = np.zeros((), REQUEST)
+    request["num_segments"], request["num_tiles"] = len(segments), tiles.first[-1]
+    request["keys_per_tile"] = tiles.keys_per_tile
+    if len(segments) <= MAX_INLINE_SEGMENTS:
+        request["few_tiles"][: len(tiles.first)] = tiles.first
+        request["few_segments"][: len(segments)] = segments
+    return request
+
+
+def index_bytes(num_buckets: int, *, marks: bool, numbers: bool) -> int:
+    """Memory of an index."""
+    return num_buckets * (BUCKET_BYTES * (2 if marks else 1) + SLOTS * (8 + (4 if numbers else 0)))
+
+
+def is_wide(dim: int, element_bytes: int, address: int, row_bytes: int) -> bool:
+    """Whether four elements of a row may be loaded at once: aligned, and no rest."""
+    unit = 4 * element_bytes
+    return dim % 4 == 0 and address % unit == 0 and row_bytes % unit == 0
+
+
+def record(dtype: np.dtype[Any], **values: Any) -> np.void:
+    """One record of a dtype, of named fields; the others are 0."""
+    made: np.void = np.zeros(1, dtype)[0]
+    for name, value in values.items():
+        made[name] = value
+    return made

@@ -1,0 +1,156 @@
+"""GpuRows: the rows of a version's table files, looked up by one kernel launch into device memory.
+
+Tables lie in device memory as far as `cache_bytes`, or else most of what is free, allows, smallest first; the others in
+pinned host memory, where the same kernel reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.embedding_cache.base_rows import BaseRows
+from inference_session.embedding_cache.kernels import gpu
+from inference_session.embedding_cache.kernels.gpu_layout import GPU_TABLE, Tiles, divide
+from inference_session.embedding_cache.kernels.layout import VectorCode
+from inference_session.errors import ConfigurationError
+from inference_session.gpu_context import GpuContext
+from inference_session.parameter_server.table_file import TableFile
+from inference_session.row_source import MappedRows
+
+_MAX_SHAPES = 1024
+_FREE_FRACTION = 0.8
+"""Of the free device memory, what tables may take where no setting says: the network and requests need some too."""
+
+
+class GpuRows(MappedRows):
+    """The rows of table files on a GPU. Look-ups run within `GpuContext.request`, which waits for them."""
+
+    def __init__(
+        self, tables: Sequence[TableFile], context: GpuContext, *, num_threads: int, cache_bytes: int | None = None
+    ) -> None:
+        """Upload what fits, pin the rest.
+
+        Args:
+            tables: the version's.
+            context: of the GPU.
+            num_threads: of `fetch`, which reads the files.
+            cache_bytes: most device memory for tables and their indexes; None: most of what is free.
+
+        Raises:
+            ConfigurationError: cache_bytes is more than the device has free.
+        """
+        super().__init__(tables, num_threads=num_threads)
+        self._context = context
+        self._tiles: dict[bytes, Tiles] = {}
+        with cupy.cuda.Device(context.device_id), context.stream:
+            gpu.compile_kernels()
+            self._bases = _upload(tables, _budget(cache_bytes, context.device_id))
+            self._gpu_records = self._describe(tables)
+            context.stream.synchronize()
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """See RowSource."""
+        with self._context.request():
+            yield
+
+    def empty(self, shape: tuple[int, ...]) -> Any:
+        """See RowSource."""
+        return cupy.empty(shape, np.float32)
+
+    def stage(self, array: NDArray[Any]) -> NDArray[Any]:
+        """See RowSource."""
+        return self._context.stage(array)
+
+    def look_up(
+        self,
+        segments: NDArray[np.void],
+        num_keys: NDArray[np.int64],  # noqa: ARG002
+        num_unknown: NDArray[np.int64],
+    ) -> None:
+        """See RowSource: launched, not waited for. What the segments lead to has been staged."""
+        shapes = b"".join(segments[name].tobytes() for name in ("num_rows", "keys_per_row", "pooling"))
+        tiles = self._tiles.get(shapes)
+        if tiles is None:
+            if len(self._tiles) >= _MAX_SHAPES:
+                self._tiles.clear()
+            tiles = self._tiles[shapes] = divide(segments)
+        launch = gpu.Launch(segments, tiles)
+        launch.request["tables_address"] = self._gpu_records.data.ptr
+        launch.request["num_unknown_address"] = num_unknown.ctypes.data
+        launch.run(launch.request)
+
+    def counts(self, num_segments: int) -> NDArray[np.int64]:
+        """See RowSource: in pinned memory."""
+        return self._context.stage(np.zeros(num_segments, np.int64))
+
+    def settled(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See RowSource."""
+        self._context.stream.synchronize()
+        settled: NDArray[np.int64] = counts.copy()
+        return settled
+
+    def fetch(self, table: int, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+        """See RowSource: from the files."""
+        MappedRows(self._tables, num_threads=self._num_threads).fetch(table, keys, out)
+
+    def stats(self) -> dict[str, Any]:
+        """See RowSource. `gpu`: bytes on the device, and tables that are read from host memory."""
+        on_host = [t.spec.folder for t, base in zip(self._tables, self._bases, strict=True) if not base.on_device]
+        num_bytes = sum(base.num_bytes for base in self._bases)
+        return {**super().stats(), "gpu": {"device": self._context.device_id, "bytes": num_bytes, "on_host": on_host}}
+
+    def close(self) -> None:
+        """See RowSource."""
+        with self._context.request():
+            pass
+        for base in self._bases:
+            base.close()
+        super().close()
+
+    def _describe(self, tables: Sequence[TableFile]) -> Any:
+        """GPU_TABLE records, and the default vectors they lead to, on the device."""
+        records = np.zeros(len(tables), GPU_TABLE)
+        defaults = [np.full(table.spec.embedding_dim, table.spec.default_vector, np.float32) for table in tables]
+        dims = np.array([table.spec.embedding_dim for table in tables], np.int64)
+        begins = np.cumsum(-(-dims // 4) * 4) - -(-dims // 4) * 4
+        self._defaults = cupy.zeros(int(begins[-1] + dims[-1]) if len(dims) else 0, np.float32)
+        for record, base, default, begin in zip(records, self._bases, defaults, begins.tolist(), strict=True):
+            base.describe(record)
+            self._defaults[begin : begin + len(default)] = cupy.asarray(default)
+            record["cached_rows"]["wide"] = 1
+            record["embedding_dim"] = len(default)
+            record["default_address"] = self._defaults.data.ptr + 4 * begin
+        return cupy.asarray(records.view(np.uint8).reshape(-1))
+
+
+def _budget(cache_bytes: int | None, device_id: int) -> int:
+    free, total = cupy.cuda.runtime.memGetInfo()
+    if cache_bytes is None:
+        return int(free * _FREE_FRACTION)
+    if cache_bytes > free:
+        raise ConfigurationError(
+            f"cache_bytes needs {cache_bytes} bytes on cuda:{device_id}, which has {free} free of {total}:"
+            " ask for less, or free some"
+        )
+    return cache_bytes
+
+
+def _upload(tables: Sequence[TableFile], budget: int) -> list[BaseRows]:
+    """The rows of each table, on the device while the budget lasts."""
+    bases: dict[int, BaseRows] = {}
+    for t in sorted(range(len(tables)), key=lambda t: tables[t].vectors.nbytes):
+        table = tables[t]
+        keys = None if table.spec.keys == "row_number" else table.keys()
+        fits = table.vectors.nbytes <= budget
+        vectors = cupy.asarray(np.ascontiguousarray(table.vectors)) if fits else table.vectors
+        code = VectorCode[table.spec.dtype.upper()]
+        bases[t] = BaseRows(keys, vectors, table.spec.embedding_dim, code=code)
+        budget -= bases[t].num_bytes
+    return [bases[t] for t in range(len(tables))]
