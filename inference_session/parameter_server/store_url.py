@@ -160,7 +160,8 @@ def create_store(
     Raises:
         ConfigurationError: the URL is malformed, or the package that the store needs is not installed.
         UnavailableError: the RocksDB is in use by another writer.
-        StoreError: the RocksDB cannot be read.
+        StoreError: the RocksDB is not there, or cannot be written to. One that is damaged is an UnavailableError of
+            each call to a reader.
     """
     url = StoreUrl.parse(url) if isinstance(url, str) else url
     if url.scheme == "rocksdb":

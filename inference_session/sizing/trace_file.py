@@ -71,7 +71,8 @@ def read_trace(path: Path, trace_format: str = "auto") -> Iterator[TracePart]:
         try:
             yield from _READERS[trace_format](stream)
         except (*_BROKEN, ValueError, OverflowError, csv.Error) as error:
-            raise TraceFormatError(f"{path}: not a trace of format {trace_format!r}: {error}") from error
+            reason = "a number takes more than 64 bits" if isinstance(error, OverflowError) else error
+            raise TraceFormatError(f"{path}: not a trace of format {trace_format!r}: {reason}") from error
 
 
 @contextlib.contextmanager
