@@ -13,6 +13,8 @@ import pytest
 
 from hotrow import command_line
 from hotrow.command_line import main
+from inference_session.parameter_server.table_index import ensure_index
+from tests import small_model
 from tests.formats.onnx_model.models import model_of, table
 
 Run = Callable[..., tuple[int, str, str]]
@@ -179,6 +181,21 @@ def test_inspect_names_the_damaged_file(run: Run, version_dir: Path, file: str, 
     assert code == 1
     assert err.startswith(f"hotrow: {version_dir / file}: ")
     assert err.count("\n") == 1
+
+
+def test_inspect_names_a_damaged_index(run: Run, tmp_path: Path) -> None:
+    """Index files are in no manifest, yet `--verify` reads them; one that is missing is no damage."""
+    small_model.write(tmp_path / "1")
+    index = tmp_path / "1" / "tables" / "hashed" / "index"
+
+    assert run("inspect", tmp_path / "1", "--verify")[0] == 0
+    ensure_index(index.parent, np.fromfile(index.with_name("key"), np.int64))
+    assert run("inspect", tmp_path / "1", "--verify")[0] == 0
+    _flip(index)
+    code, _, err = run("inspect", tmp_path / "1", "--verify")
+
+    assert code == 1
+    assert err.startswith(f"hotrow: {index}: ")
 
 
 def test_inspect_of_another_folder_says_what_is_missing(run: Run, tmp_path: Path) -> None:

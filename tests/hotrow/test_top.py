@@ -102,6 +102,41 @@ def test_rates_latency_and_hit_rates_are_drawn() -> None:
     assert "messages behind" in text
 
 
+def test_packed_requests_count_with_all_their_samples() -> None:
+    """Triton takes one for one sample; hotrow's own counter knows better."""
+    counters = "nv_inference_request_success{{{0}}} {1}\nnv_inference_count{{{0}}} {1}\nhotrow_samples_total{{{0}}} {2}"
+    labels = 'model="wdl",version="1"'
+    view = TopView("here")
+    view.add(MetricsPage.parse(counters.format(labels, 0, 0), 1.0), [])
+    view.add(MetricsPage.parse(counters.format(labels, 10, 640), 2.0), [])
+
+    row = re.search(r"^ *wdl +1 +10 +0 +640 ", _drawn(view), re.MULTILINE)
+    assert row is not None
+
+
+def test_rates_are_those_of_the_last_looks() -> None:
+    """Counters that move once a second give steady rates, and what was long ago is forgotten."""
+    view = TopView("here")
+    for second, requests in enumerate([0, 1000, 1000, 1020, 1020, 1040, 1040]):
+        view.add(_page(10.0 + second, requests=requests), [])
+
+    row = re.search(r"^ *ctr +1 +(\S+) ", _drawn(view), re.MULTILINE)
+    assert row is not None
+    assert float(row[1]) == 40 / 4
+
+
+def test_what_may_be_long_comes_last() -> None:
+    """A terminal that has no lines left cuts tables, not events."""
+    view = TopView("here")
+    view.add(_page(10.0), [])
+    view.add(_page(11.0, up=0), [])
+
+    text = _drawn(view)
+
+    places = [text.index(heading) for heading in ("Models", "Tiers", "Updates", "Events", "Tables")]
+    assert places == sorted(places)
+
+
 @pytest.mark.parametrize("width", [80, 100, 120, 150])
 def test_narrow_terminals_cut_no_name_short(width: int) -> None:
     """Columns of less worth are left out rather than squeezed."""
@@ -114,6 +149,16 @@ def test_narrow_terminals_cut_no_name_short(width: int) -> None:
     assert "…" not in text
     assert "123,456" in text
     assert "50.00%" in text
+
+
+@pytest.mark.parametrize("width", [20, 40])
+def test_the_narrowest_terminal_shows_names(width: int) -> None:
+    """Shortened, but never gone."""
+    view = TopView("here")
+    view.add(_page(10.0), [])
+    view.add(_page(11.0, requests=123_456, hits=61_728), [])
+
+    assert re.search(r"^ *ctr ", _drawn(view, width), re.MULTILINE)
 
 
 def test_events_are_remembered() -> None:

@@ -362,6 +362,22 @@ class TestOutages:
         assert found.tolist() == [False, True]
         assert_same_bits(out[1:], row)
 
+    def test_a_password_in_a_file_lets_in(self, tmp_path: Path) -> None:
+        """Both ways to the server, and a wrong one is refused as any other."""
+        secret = tmp_path / "secret"
+        with RedisServer("--requirepass", "right-secret") as server:
+            url = f"redis://127.0.0.1:{server.port}?password_file={secret}"
+            for content, lets_in in (("right-secret\n", True), ("wrong-secret", False)):
+                secret.write_text(content, encoding="utf-8")
+                for text in (url, f"{url}&partitions=1"):
+                    with open_store(text) as store:
+                        if lets_in:
+                            assert not fetch(store, "user", keys_of(1))[0].any()
+                            continue
+                        with pytest.raises(StoreError, match=r"WRONGPASS|invalid") as caught:
+                            fetch(store, "user", keys_of(1))
+                        assert "wrong-secret" not in str(caught.value)
+
     def test_a_wrong_password_is_said_without_showing_it(self) -> None:
         """The error names the server and what it answered, and no secret is in it or anywhere near."""
         with RedisServer("--requirepass", "right-secret") as server:
