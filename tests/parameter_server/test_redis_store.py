@@ -393,6 +393,22 @@ class TestOutages:
         assert found.tolist() == [False, True]
         assert_same_bits(out[1:], row)
 
+    def test_a_password_in_a_file_lets_in(self, tmp_path: Path) -> None:
+        """Both ways to the server, and a wrong one is refused as any other."""
+        secret = tmp_path / "secret"
+        with RedisServer("--requirepass", "right-secret") as server:
+            url = f"redis://127.0.0.1:{server.port}?password_file={secret}"
+            for content, lets_in in (("right-secret\n", True), ("wrong-secret", False)):
+                secret.write_text(content, encoding="utf-8")
+                for text in (url, f"{url}&partitions=1"):
+                    with open_store(text) as store:
+                        if lets_in:
+                            assert not fetch(store, "user", keys_of(1))[0].any()
+                            continue
+                        with pytest.raises(StoreError, match=r"WRONGPASS|invalid") as caught:
+                            fetch(store, "user", keys_of(1))
+                        assert "wrong-secret" not in str(caught.value)
+
     def test_a_wrong_password_is_said_without_showing_it(self) -> None:
         """The error names the server and what it answered, and no secret is in it or anywhere near."""
         with RedisServer("--requirepass", "right-secret") as server:
@@ -451,9 +467,9 @@ class TestOutages:
 
     def test_what_is_no_redis_fails_a_check(self) -> None:
         """As long as something else listens there, the store counts as down, which may pass."""
-        url = "redis://127.0.0.1:{}"
-        with answering(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port, open_store(url.format(port)) as store:
-            with pytest.raises(UnavailableError, match=str(port)):
+        with answering(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
+            store = open_store(f"redis://127.0.0.1:{port}")
+            with store, pytest.raises(UnavailableError, match=str(port)):
                 store.check()
 
     def test_a_cluster_that_is_not_called_one_is_recognised(self, cluster: RedisClusterServers) -> None:
