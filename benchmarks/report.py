@@ -148,10 +148,18 @@ def machine() -> dict[str, str]:
         "processor": processor,
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": f"{memory:.0f} GiB",
+        "GPU": gpus(),
         "system": f"{platform.system()} {platform.release()}",
         "Python": platform.python_version(),
         **{package: version(package) for package in packages},
     }
+
+
+def gpus() -> str:
+    """By the names that NVIDIA's driver knows them by."""
+    files = Path("/proc/driver/nvidia/gpus").glob("*/information")
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    return ", ".join(line.partition(":")[2].strip() for line in lines if line.startswith("Model:")) or "none"
 
 
 def load() -> str:
