@@ -1,4 +1,6 @@
-"""`python -m tests.fuzz.coverage_guided TARGET`: as `python -m tests.fuzz`, by atheris, which keeps what reaches new code.
+"""`python -m tests.fuzz.coverage_guided TARGET`: as `python -m tests.fuzz`, by atheris.
+
+It keeps what reaches new code, and goes on from there. `pip install atheris`, where its authors have built it.
 
 A file is fed as its number among the target's files, one byte, then what it holds. What goes wrong is printed, and kept
 in the folder as `crash-…`, `timeout-…` or `oom-…`.
@@ -7,6 +9,7 @@ in the folder as `crash-…`, `timeout-…` or `oom-…`.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -17,15 +20,22 @@ import onnxruntime
 
 from tests.fuzz.mutator import Mutator
 
-READERS = ("inference_session.formats", "inference_session.sizing", "inference_session.update_stream")
-READERS += ("inference_session.canary", "inference_session.config", "inference_session.key_recorder")
-READERS += ("triton_backend", "hotrow.metrics_page", "json", "zipfile", "csv")
-KERNELS = ("inference_session.formats.hugectr.bag_kernel", "inference_session.sizing.kernels")
-"""These are compiled by Numba, which knows no instruments."""
+READERS = ("inference_session", "triton_backend", "hotrow")
+COMPILED = re.compile(r"^@\w*kernel|^import numba|^from numba", re.MULTILINE)
+"""In modules that Numba compiles, which knows no instruments."""
 MEMORY_MIB = 4096
 HANG_S = 60
 
-with atheris.instrument_imports(include=READERS, exclude=KERNELS):
+
+def kernel_modules() -> list[str]:
+    """Names of the modules that Numba compiles."""
+    root = Path(__file__).parents[2]
+    sources = (path for reader in READERS for path in (root / reader).rglob("*.py"))
+    kernels = (path for path in sources if COMPILED.search(path.read_text(encoding="utf-8")))
+    return [".".join(path.relative_to(root).with_suffix("").parts) for path in kernels]
+
+
+with atheris.instrument_imports(include=READERS, exclude=kernel_modules()):
     from tests.fuzz.__main__ import replace
     from tests.fuzz.targets import TARGETS
 
