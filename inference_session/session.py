@@ -37,6 +37,7 @@ from inference_session.hot_keys import HotKeysWriter, read_hot_keys
 from inference_session.key_recorder import create_key_recorder
 from inference_session.lookup_plan import LookedUp, LookupPlan
 from inference_session.outputs import Answer, Outputs
+from inference_session.parameter_server.namespace import version_path
 from inference_session.row_source import create_row_source
 from inference_session.stages import Mark, unmarked
 from inference_session.stats import SessionStats
@@ -358,7 +359,7 @@ class InferenceSession:
             return
         from inference_session.update_stream.kafka_stream import KafkaUpdateStream
 
-        folder = self.directory.resolve()
+        folder = version_path(self.directory)
         self._updates = KafkaUpdateStream(
             self.config.update_stream,
             folder.parent.name,
@@ -389,7 +390,7 @@ def _verify(config: SessionConfig, directory: Path) -> None:
 
 def _state_file(config: SessionConfig, directory: Path, kind: str) -> Path:
     """A file that all versions of the model share."""
-    return Path(config.state_dir) / f"{directory.resolve().parent.name}.{kind}"
+    return Path(config.state_dir) / f"{version_path(directory).parent.name}.{kind}"
 
 
 def _check_links(spec: ModelSpec, directory: Path, dense: DenseEngine, keys: OnnxEngine | None) -> None:
