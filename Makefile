@@ -15,7 +15,7 @@ help:
 	@echo "make test            set up and run the tests"
 	@echo "make test-exporters  the importer against PyTorch, JAX and Keras (downloads them)"
 	@echo "make fuzz            every reader of foreign files, a minute each on other files each time (FUZZ_SECONDS)"
-	@echo "make check           formatting, lint, types"
+	@echo "make check           formatting, lint, types, known vulnerabilities"
 	@echo "make bench           benchmarks, each beside its ceiling or peer"
 	@echo "make bench-report    whole requests through Triton beside their peers: bench-report.html and the README's figure"
 
@@ -58,6 +58,7 @@ check: $(CHECK_VENV)/.ready
 	$(CHECK_VENV)/bin/ruff format --check .
 	$(CHECK_VENV)/bin/ruff check .
 	$(CHECK_VENV)/bin/mypy
+	$(CHECK_VENV)/bin/python .ci/audit.py
 
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/lookup.py

@@ -16,12 +16,16 @@ from inference_session.errors import ConfigurationError
 from inference_session.formats import manifest
 from inference_session.formats.native import TABLES_FOLDER, ModelSpec, TensorSpec
 from inference_session.parameter_server.namespace import StoredTable, split_tag
+from inference_session.parameter_server.store_url import OPTIONS as URL_OPTIONS
 from inference_session.parameter_server.store_url import StoreUrl, list_tables
+
+_NUMBERS_WIDTH = 80
+"""Columns that are enough for everything in a line but a table's tag: programs that read it want it unbroken."""
 
 
 def _target(ctx: click.Context, parameter: click.Parameter, value: str) -> Path | StoreUrl:
     """A directory that exists, or a store's URL."""
-    if "://" in value:
+    if "://" in value or value.partition(":")[0] in URL_OPTIONS:  # a mistyped URL is not to be repeated in an error
         return StoreUrl.parse(value)
     path: Path = click.Path(exists=True, file_okay=False, path_type=Path).convert(value, parameter, ctx)
     return path
@@ -60,7 +64,8 @@ def _inspect_store(url: StoreUrl, *, as_json: bool) -> None:
         shown.add_column(heading, justify="right")
     for table in tables:
         shown.add_row(table.tag, str(table.num_rows), str(table.embedding_dim or "?"))
-    Console(width=None if sys.stdout.isatty() else 200).print(shown)
+    longest = max((len(table.tag) for table in tables), default=0)
+    Console(width=None if sys.stdout.isatty() else longest + _NUMBERS_WIDTH).print(shown)
 
 
 def _stored_table(table: StoredTable) -> dict[str, Any]:

@@ -175,6 +175,11 @@ def ensure_index(
             _file_size(_bucket_count(len(keys))),
             error,
         )
+    return index_in_memory(keys, progress)
+
+
+def index_in_memory(keys: NDArray[np.int64], progress: Progress | None = None) -> TableIndex:
+    """An index that is in no file. Of rows with equal keys the last wins."""
     content = np.frombuffer(mmap.mmap(-1, _file_size(_bucket_count(len(keys)))), np.uint8)
     _fill(content, keys, progress)
     return TableIndex(content)

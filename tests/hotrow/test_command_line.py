@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import numpy as np
 import onnx
 import pytest
@@ -60,10 +61,19 @@ def test_everything_has_help(run: Run, path: tuple[str, ...]) -> None:
     assert out.startswith(" ".join(("Usage: hotrow", *path)))
 
 
-@pytest.mark.parametrize("name", command_line._COMMANDS)
+@pytest.mark.parametrize("name", command_line.cli.list_commands(click.Context(command_line.cli)))
 def test_every_command_can_be_loaded(run: Run, name: str) -> None:
     """The names in the list of commands are those of modules."""
     assert run(name, "--help")[0] == 0
+
+
+def test_help_shows_every_command_with_a_sentence(run: Run) -> None:
+    """None is broken off in the middle."""
+    out = run("--help")[1]
+
+    for name in command_line.cli.list_commands(click.Context(command_line.cli)):
+        assert f"\n  {name} " in out
+    assert "..." not in out.split("Models:")[1]
 
 
 def test_import_reports_and_numbers_versions(run: Run, model: Path, version_dir: Path) -> None:

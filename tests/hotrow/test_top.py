@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -75,6 +76,25 @@ def test_any_text_is_a_page_or_a_value_error(text: str) -> None:
         MetricsPage.parse(text)
     except ValueError:
         return
+
+
+def test_a_page_of_oddities_is_drawn() -> None:
+    """Labels that are missing, numbers that are none, and names that would command a terminal."""
+    text = (
+        'nv_inference_request_success{model="\x1b[31mred",version="1"} 5\n'
+        "nv_inference_request_success 1\nhotrow_model_version_info 1\nhotrow_lookup_keys_total 5\n"
+        'hotrow_lookup_keys_total{model="\x1b[31mred",version="1"} NaN\nhotrow_tier_up{model="a",version="1"} 1\n'
+        'hotrow_resident_memory_bytes{model="\x1b[31mred",version="1"} NaN\nnv_cpu_memory_total_bytes +Inf\n'
+        "hotrow_backend_restarts_total 3\n"
+    )
+    view = TopView("here")
+    view.add(MetricsPage.parse(text, 1.0), [])
+    view.add(MetricsPage.parse(text.replace(" 5", " 6"), 2.0), [])
+
+    drawn = _drawn(view)
+
+    assert "\N{REPLACEMENT CHARACTER}[31mred" in drawn
+    assert "\x1b" not in drawn
 
 
 def test_counters_that_fell_began_anew() -> None:
@@ -198,6 +218,26 @@ def test_versions_that_do_not_serve_are_shown_with_their_reason() -> None:
     text = _drawn(view)
     assert "[checksum] differs" in text
     assert "old" not in text
+
+
+def test_what_speaks_no_http_is_said() -> None:
+    """Such as the gRPC port, given by mistake."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"\x00\x00\x06\x04\x00 not http\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
+        result = CliRunner().invoke(command, ["--metrics-url", url, "--once"])
+        thread.join()
+
+    assert isinstance(result.exception, UnavailableError)
+    assert "no answer in HTTP" in str(result.exception)
 
 
 class _Endings(BaseHTTPRequestHandler):
