@@ -39,6 +39,11 @@ class GpuContext:
         self._used = 0
         self._full: list[NDArray[np.uint8]] = []
 
+    @property
+    def failure(self) -> str | None:
+        """Why the device can be used no more; None: it can."""
+        return self._broken
+
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
         """The device and its stream for one request; on leaving, all that was launched has ended.

@@ -18,7 +18,7 @@ from inference_session.embedding_cache.base_rows import BaseRows
 from inference_session.embedding_cache.kernels import gpu
 from inference_session.embedding_cache.kernels.gpu_layout import GPU_TABLE, Tiles, divide
 from inference_session.embedding_cache.kernels.layout import VectorCode
-from inference_session.errors import ConfigurationError
+from inference_session.errors import ConfigurationError, SessionClosedError
 from inference_session.gpu_context import GpuContext
 from inference_session.parameter_server.table_file import TableFile
 from inference_session.row_source import MappedRows
@@ -48,6 +48,8 @@ class GpuRows(MappedRows):
         super().__init__(tables, num_threads=num_threads)
         self._context = context
         self._tiles: dict[bytes, Tiles] = {}
+        self._defaults: Any
+        self._gpu_records: Any
         with cupy.cuda.Device(context.device_id), context.stream:
             gpu.compile_kernels()
             self._bases = _upload(tables, _budget(cache_bytes, context.device_id))
@@ -76,15 +78,15 @@ class GpuRows(MappedRows):
     ) -> None:
         """See RowSource: launched, not waited for. What the segments lead to has been staged."""
         shapes = b"".join(segments[name].tobytes() for name in ("num_rows", "keys_per_row", "pooling"))
+        if self._gpu_records is None:
+            raise SessionClosedError("the session has been closed")
         tiles = self._tiles.get(shapes)
         if tiles is None:
             if len(self._tiles) >= _MAX_SHAPES:
                 self._tiles.clear()
             tiles = self._tiles[shapes] = divide(segments)
-        launch = gpu.Launch(segments, tiles)
-        launch.request["tables_address"] = self._gpu_records.data.ptr
-        launch.request["num_unknown_address"] = num_unknown.ctypes.data
-        launch.run(launch.request)
+        addresses = {"tables_address": self._gpu_records.data.ptr, "num_unknown_address": num_unknown.ctypes.data}
+        gpu.Launch(segments, tiles, **addresses).run()
 
     def counts(self, num_segments: int) -> NDArray[np.int64]:
         """See RowSource: in pinned memory."""
@@ -108,11 +110,15 @@ class GpuRows(MappedRows):
 
     def close(self) -> None:
         """See RowSource."""
-        with self._context.request():
-            pass
-        for base in self._bases:
-            base.close()
         super().close()
+        if self._context.failure is not None:
+            return  # nothing can be given back, but to the end of the process
+        with self._context.request():
+            for base in self._bases:
+                base.close()
+            # What follows this version on the device has all of the memory.
+            self._bases, self._gpu_records, self._defaults = [], None, None
+            cupy.get_default_memory_pool().free_all_blocks()
 
     def _describe(self, tables: Sequence[TableFile]) -> Any:
         """GPU_TABLE records, and the default vectors they lead to, on the device."""

@@ -112,6 +112,11 @@ class InferenceSession:
         self._closed = False
 
     @property
+    def failure(self) -> str | None:
+        """Why no request can be answered any more, for instance because a GPU has failed; None: they can."""
+        return None if self._gpu is None else self._gpu.failure
+
+    @property
     def label_names(self) -> tuple[str, ...]:
         """One name per column of the predictions."""
         return self.spec.labels
