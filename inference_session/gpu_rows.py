@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from inference_session.embedding_cache.base_rows import BaseRows
 from inference_session.embedding_cache.kernels import gpu
-from inference_session.embedding_cache.kernels.gpu_layout import GPU_TABLE, Tiles, divide
+from inference_session.embedding_cache.kernels.gpu_layout import GPU_TABLE, MAX_INLINE_SEGMENTS, divide
 from inference_session.embedding_cache.kernels.layout import VectorCode
 from inference_session.errors import ConfigurationError, SessionClosedError
 from inference_session.gpu_context import GpuContext
+from inference_session.hot_keys import HotKeys
 from inference_session.parameter_server.table_file import TableFile
 from inference_session.row_source import MappedRows
 
@@ -47,7 +48,7 @@ class GpuRows(MappedRows):
         """
         super().__init__(tables, num_threads=num_threads)
         self._context = context
-        self._tiles: dict[bytes, Tiles] = {}
+        self._launches: dict[bytes, gpu.Launch] = {}
         self._defaults: Any
         self._gpu_records: Any
         with cupy.cuda.Device(context.device_id), context.stream:
@@ -64,7 +65,7 @@ class GpuRows(MappedRows):
 
     def empty(self, shape: tuple[int, ...]) -> Any:
         """See RowSource."""
-        return cupy.empty(shape, np.float32)
+        return self._context.empty(shape)
 
     def stage(self, array: NDArray[Any]) -> NDArray[Any]:
         """See RowSource."""
@@ -77,26 +78,34 @@ class GpuRows(MappedRows):
         num_unknown: NDArray[np.int64],
     ) -> None:
         """See RowSource: launched, not waited for. What the segments lead to has been staged."""
-        shapes = b"".join(segments[name].tobytes() for name in ("num_rows", "keys_per_row", "pooling"))
         if self._gpu_records is None:
             raise SessionClosedError("the session has been closed")
-        tiles = self._tiles.get(shapes)
-        if tiles is None:
-            if len(self._tiles) >= _MAX_SHAPES:
-                self._tiles.clear()
-            tiles = self._tiles[shapes] = divide(segments)
-        addresses = {"tables_address": self._gpu_records.data.ptr, "num_unknown_address": num_unknown.ctypes.data}
-        gpu.Launch(segments, tiles, **addresses).run()
+        address = num_unknown.ctypes.data
+        if len(segments) > MAX_INLINE_SEGMENTS:
+            self._create_launch(segments).run(num_unknown_address=address)
+            return
+        shapes = b"".join([segments[name].tobytes() for name in ("num_rows", "keys_per_row", "pooling")])
+        launch = self._launches.get(shapes)
+        if launch is None:
+            if len(self._launches) >= _MAX_SHAPES:
+                self._launches.clear()
+            launch = self._launches[shapes] = self._create_launch(segments)
+        launch.run(segments, num_unknown_address=address)
 
     def counts(self, num_segments: int) -> NDArray[np.int64]:
         """See RowSource: in pinned memory."""
-        return self._context.stage(np.zeros(num_segments, np.int64))
+        counts = self._context.pinned((num_segments,), np.int64)
+        counts[:] = 0
+        return counts
 
     def settled(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
         """See RowSource."""
-        self._context.stream.synchronize()
+        self._context.wait()
         settled: NDArray[np.int64] = counts.copy()
         return settled
+
+    def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:
+        """See RowSource: the rows are where they are to be."""
 
     def fetch(self, table: int, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
         """See RowSource: from the files."""
@@ -119,6 +128,9 @@ class GpuRows(MappedRows):
             # What follows this version on the device has all of the memory.
             self._bases, self._gpu_records, self._defaults = [], None, None
             cupy.get_default_memory_pool().free_all_blocks()
+
+    def _create_launch(self, segments: NDArray[np.void]) -> gpu.Launch:
+        return gpu.Launch(segments, divide(segments), tables_address=self._gpu_records.data.ptr)
 
     def _describe(self, tables: Sequence[TableFile]) -> Any:
         """GPU_TABLE records, and the default vectors they lead to, on the device."""

@@ -32,11 +32,11 @@ def version(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, small_model
     return directory, small_model.write(directory)
 
 
-@pytest.fixture(scope="module", params=[None, 0])
+@pytest.fixture(scope="module", params=[{}, {"cache_bytes": 0}])
 def session(request: pytest.FixtureRequest, version: tuple[Path, small_model.Arrays]) -> Iterator[InferenceSession]:
     """With all tables on the device, and with all of them in host memory."""
-    with InferenceSession.open(version[0], device="cuda:0", cache_bytes=request.param) as opened:
-        assert len(opened.stats()["gpu"]["on_host"]) == (0 if request.param is None else 3)
+    with InferenceSession.open(version[0], device="cuda:0", warm_up_s=10, **request.param) as opened:
+        assert len(opened.stats()["gpu"]["on_host"]) == 3 * len(request.param)
         yield opened
 
 

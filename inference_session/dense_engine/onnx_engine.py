@@ -25,7 +25,7 @@ _LOAD_ERRORS = (
     ort_errors.RuntimeException,
 )
 # … and when values do not suit it. A shape clash inside the graph is a RuntimeException.
-_VALUE_ERRORS = (ort_errors.InvalidArgument, ort_errors.Fail, ort_errors.RuntimeException)
+VALUE_ERRORS = (ort_errors.InvalidArgument, ort_errors.Fail, ort_errors.RuntimeException)
 
 
 class OnnxEngine(DenseEngine):
@@ -57,7 +57,7 @@ class OnnxEngine(DenseEngine):
             return []
         try:
             return self._compute(session, inputs, outputs)
-        except _VALUE_ERRORS as error:
+        except VALUE_ERRORS as error:
             raise InvalidRequestError(f"the network cannot compute these values: {_first_line(error)}") from error
 
     def close(self) -> None:

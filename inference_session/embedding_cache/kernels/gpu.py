@@ -28,7 +28,8 @@ THREADS = 256
 _WARPS = THREADS // 32
 _RAW_REQUEST = np.dtype((np.void, REQUEST.itemsize))
 """A request without its fields: CuPy spells those out in a Python list whenever it is given any."""
-_ADDRESSES, _SEED_AND_FILL = struct.Struct("<qq"), struct.Struct("<II")
+_ADDRESSES, _SEED_AND_FILL = struct.Struct("<qqq"), struct.Struct("<II")
+_SEGMENTS_OFFSET = offset_of(REQUEST, "few_segments")
 _ADDRESSES_OFFSET, _SEED_OFFSET = offset_of(REQUEST, "missing_bits_address"), offset_of(REQUEST, "seed")
 _SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "write.cu")
 _KERNELS = ("look_up", "look_up_and_pool", "note_last", "claim", "await_readers", "write_rows", "end_writing")
@@ -75,13 +76,22 @@ class Launch:
         self._request = request.tobytes()
 
     def run(
-        self, *, missing_bits_address: int = 0, seed: int = 0, fill: bool = False, outputs_address: int = 0
+        self,
+        segments: NDArray[np.void] | None = None,
+        *,
+        missing_bits_address: int = 0,
+        outputs_address: int = 0,
+        num_unknown_address: int = 0,
+        seed: int = 0,
+        fill: bool = False,
     ) -> None:
         """Launch on the current stream.
 
         Args:
+            segments: others of the same shapes instead of those it was made of; few.
             missing_bits_address: uint32 [num_tiles] for the positions that have no row; 0: nobody asks.
             outputs_address: what the output_address of each segment is counted from.
+            num_unknown_address: uint64 [segments] to count keys in that have no row; 0: nobody asks.
             seed: any number; decides which hits leave a mark.
             fill: write zeros where there is neither a row nor a default vector.
         """
@@ -89,7 +99,9 @@ class Launch:
             return
         # The fields of a NumPy record take several times as long to write.
         request = bytearray(self._request)
-        _ADDRESSES.pack_into(request, _ADDRESSES_OFFSET, missing_bits_address, outputs_address)
+        _ADDRESSES.pack_into(request, _ADDRESSES_OFFSET, missing_bits_address, outputs_address, num_unknown_address)
+        if segments is not None:
+            request[_SEGMENTS_OFFSET : _SEGMENTS_OFFSET + segments.nbytes] = segments.tobytes()
         _SEED_AND_FILL.pack_into(request, _SEED_OFFSET, seed, fill)
         self._kernel(self._grid, (THREADS,), (np.ndarray((), _RAW_REQUEST, request),))
 

@@ -99,50 +99,20 @@ __device__ __forceinline__ u64 match_slots(const Bucket& bucket, u32 tag) {
   return ((u64)high << 32 | low) & ALL_SLOTS;
 }
 
-// A key on its way to its slot: those of its bucket with the key's tag are candidates, and the keys of two at a time are read.
-struct Probe {
-  u32 bucket = 0;
-  u64 matches = 0;  // candidates whose keys have not been asked for
-  int candidates[2] = {-1, -1};
-  i64 keys[2] = {0, 0};  // asked for, perhaps not there yet
-
-  __device__ __forceinline__ bool has_candidate() const { return candidates[0] >= 0; }
-  __device__ __forceinline__ bool has_sole_candidate() const { return candidates[0] >= 0 && candidates[1] < 0; }
-  __device__ __forceinline__ i64 slot(int i) const { return (i64)bucket * SLOTS + candidates[i]; }
-};
-
-template <bool QUIET>
-__device__ __forceinline__ void ask_for_two(Probe& probe, const Index& index, u64 policy) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    probe.candidates[i] = __ffsll(probe.matches) - 1;
-    probe.matches &= probe.matches - 1;
-    if (probe.candidates[i] >= 0) probe.keys[i] = load_kept_key<QUIET>(index.keys + probe.slot(i), policy);
-  }
-}
-
-template <bool QUIET>
-__device__ __forceinline__ Probe begin_probe(const Index& index, u64 hashed, u64 policy) {
-  Probe probe;
-  if (index.num_buckets == 0) return probe;
-  probe.bucket = (u32)bucket_of(hashed, index.num_buckets);
-  probe.matches = match_slots(load_bucket<QUIET>(index.tags + (u64)probe.bucket * BUCKET_BYTES, policy), tag_of(hashed));
-  ask_for_two<QUIET>(probe, index, policy);
-  return probe;
-}
-
-// The slot of the key, counted over all buckets; -1: it is not there.
-template <bool QUIET>
-__device__ __forceinline__ i64 end_probe(Probe probe, const Index& index, i64 key, u64 policy) {
-  while (probe.has_candidate()) {
-    if (probe.keys[0] == key) return probe.slot(0);
-    if (probe.candidates[1] >= 0 && probe.keys[1] == key) return probe.slot(1);
-    ask_for_two<QUIET>(probe, index, policy);
-  }
-  return -1;
-}
-
+// The slot of a key, counted over all buckets; -1: it is not there. Two candidates are read at once: more are rare.
 template <bool QUIET = false>
 __device__ __forceinline__ i64 find_slot(const Index& index, i64 key, u64 hashed, u64 policy) {
-  return end_probe<QUIET>(begin_probe<QUIET>(index, hashed, policy), index, key, policy);
+  const i64 bucket = bucket_of(hashed, index.num_buckets);
+  u64 matches = match_slots(load_bucket<QUIET>(index.tags + bucket * BUCKET_BYTES, policy), tag_of(hashed));
+  while (matches != 0) {
+    const i64 first = bucket * SLOTS + __ffsll(matches) - 1;
+    matches &= matches - 1;
+    const i64 second = matches != 0 ? bucket * SLOTS + __ffsll(matches) - 1 : first;
+    matches &= matches - 1;
+    const i64 first_key = load_kept_key<QUIET>(index.keys + first, policy);
+    const i64 second_key = second != first ? load_kept_key<QUIET>(index.keys + second, policy) : first_key;
+    if (first_key == key) return first;
+    if (second_key == key) return second;
+  }
+  return -1;
 }

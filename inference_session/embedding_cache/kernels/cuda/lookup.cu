@@ -70,16 +70,10 @@ __device__ __forceinline__ Source base_source(const Table& table, i64 key, u64 h
 }
 
 template <bool QUIET>
-__device__ __forceinline__ Source end_search(const Probe& probe, const Table& table, i64 key, u64 hashed, u32 seed,
-                                             u64 policy) {
-  const i64 slot = end_probe<QUIET>(probe, table.cached, key, policy);
-  return slot >= 0 ? cached_source(table, slot, hashed, seed) : base_source<QUIET>(table, key, hashed, policy);
-}
-
-template <bool QUIET>
 __device__ __forceinline__ Source find_source(const Table& table, i64 key, u32 seed, u64 policy) {
   const u64 hashed = hash_key(key);
-  return end_search<QUIET>(begin_probe<QUIET>(table.cached, hashed, policy), table, key, hashed, seed, policy);
+  const i64 slot = table.cached.num_buckets != 0 ? find_slot<QUIET>(table.cached, key, hashed, policy) : -1;
+  return slot >= 0 ? cached_source(table, slot, hashed, seed) : base_source<QUIET>(table, key, hashed, policy);
 }
 
 __device__ __forceinline__ i64 load_key(const u8* address, i64 key_bytes) {
@@ -108,8 +102,8 @@ __device__ __forceinline__ void copy_if(const u8* row, int code, u8* output, int
   const bool these = code == CODE && output != nullptr;
   if (!__any_sync(ALL_LANES, these)) return;
   if (!these) row = output = nullptr;
-  if (wide) copy_rows<CODE, true, QUIET>(row, dim, num_keys, [=] { return output; });
-  else copy_rows<CODE, false, QUIET>(row, dim, num_keys, [=] { return output; });
+  if (wide) copy_rows<CODE, true, QUIET>(row, output, dim, num_keys);
+  else copy_rows<CODE, false, QUIET>(row, output, dim, num_keys);
 }
 
 template <bool QUIET>
@@ -176,32 +170,15 @@ __device__ __forceinline__ Asked keys_of(const Request& request, const Segment& 
   return asked;
 }
 
-// Most cached keys are the only candidate of their bucket: such a row is fetched while the key is still being compared, and
-// thrown away if it was another's.
 template <bool QUIET>
 __device__ __forceinline__ void look_up_keys(const Request& request, const Segment& segment, const Table& table, u32 s,
                                              u32 tile, const Asked& asked, u64 policy) {
-  const int dim = (int)table.dim;
-  const bool wide = is_wide(table, segment), may_guess = wide && table.cached_rows.code == FLOAT32;
-  const u64 hashed = hash_key(asked.key);
-  Probe probe;
-  if (asked.is_one) probe = begin_probe<QUIET>(table.cached, hashed, policy);
-  const u32 guesses = __ballot_sync(ALL_LANES, may_guess && probe.has_sole_candidate());
-  bool done = false;
-  if (guesses != 0) {
-    const int from = in_order(guesses, 0);
-    const u8* row = table.cached_rows.vectors + probe.slot(0) * table.cached_rows.row_bytes;
-    copy_rows<FLOAT32, true, QUIET>(from_lane(row, from), dim, __popc(guesses), [&] {
-      done = probe.has_sole_candidate() && probe.keys[0] == asked.key;
-      return from_lane(done ? asked.output : nullptr, from);
-    });
-  }
   Source source;
-  if (asked.is_one) source = end_search<QUIET>(probe, table, asked.key, hashed, request.seed, policy);
+  if (asked.is_one) source = find_source<QUIET>(table, asked.key, request.seed, policy);
   const u32 unknown = note_missing(request, table, s, asked.is_one, source);
   if (request.missing_bits != nullptr && threadIdx.x % LANES == 0) request.missing_bits[tile] = unknown;
-  const bool to_copy = asked.is_one && !done && (source.row != nullptr || request.fill);
-  copy_sources<QUIET>(source, to_copy ? asked.output : nullptr, dim, wide);
+  const bool to_copy = asked.is_one && (source.row != nullptr || request.fill);
+  copy_sources<QUIET>(source, to_copy ? asked.output : nullptr, (int)table.dim, is_wide(table, segment));
 }
 
 template <bool WIDE, bool QUIET>

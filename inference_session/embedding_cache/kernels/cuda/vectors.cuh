@@ -119,14 +119,13 @@ __device__ __forceinline__ T* from_lane(T* address, int lane) {
 }
 
 // Copy one row per lane, all lanes of the warp working on every row: `row` to `output`, both per lane. No output: nothing
-// is copied; no row: zeros are. `outputs()` gives the output, once rows have been asked for: what it does takes no time then.
-template <int CODE, bool WIDE, bool QUIET, typename Outputs>
-__device__ __forceinline__ void copy_rows(const u8* row, int dim, int num_keys, Outputs outputs) {
+// is copied; no row: zeros are.
+template <int CODE, bool WIDE, bool QUIET>
+__device__ __forceinline__ void copy_rows(const u8* row, u8* output, int dim, int num_keys) {
   const int lane = threadIdx.x % LANES;
   const int steps = dim / Elements<WIDE>::COUNT;
   const int width = lanes_per_row(steps), rows_at_once = LANES / width;
   const int member = lane & (width - 1), group = lane / width;
-  u8* output = nullptr;
   for (int first = 0; first < num_keys; first += rows_at_once * IN_FLIGHT) {
     for (int step = member; step - member < steps; step += width) {
       Elements<WIDE> elements[IN_FLIGHT];
@@ -137,7 +136,6 @@ __device__ __forceinline__ void copy_rows(const u8* row, int dim, int num_keys, 
         const bool there = from != nullptr && key < num_keys && step < steps;
         elements[i] = there ? Elements<WIDE>::template load<CODE, QUIET>(from, step, dim) : Elements<WIDE>::all(0.0f);
       }
-      if (first == 0 && step == member) output = outputs();
 #pragma unroll
       for (int i = 0; i < IN_FLIGHT; ++i) {
         const int key = first + i * rows_at_once + group;
