@@ -155,7 +155,7 @@ def measure(
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder) / "table.csv"
         batching = ["-b", str(batch)] if batch else []
-        stop = ["-p", str(int(seconds * 1000)), "-s", "60", "-r", "12"]  # lax: rounds and medians take care of noise
+        stop = ["-p", str(int(seconds * 1000)), "-s", "500", "-r", "12"]  # lax: rounds and medians take care of noise
         command = ["-m", model, "-u", url, "-i", protocol, "--input-data", str(data), *batching, *stop]
         run([*perf_analyzer(), *command, "--concurrency-range", str(concurrency), "-f", str(table)], timeout=timeout_s)
         with table.open(encoding="utf-8") as file:

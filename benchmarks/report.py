@@ -72,6 +72,8 @@ class Figure:
     concurrency: int
     model: str
     requests_per_s: float
+    range_per_s: tuple[float, float]
+    """The least and the most of all rounds."""
     p50_us: float
     p99_us: float
 
@@ -85,10 +87,10 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, metavar="FILE.png")
     arguments = parser.parse_args()
     perf_analyzer()
-    before = machine()
+    described = machine() | {"load before": load()}
     plan = QUICK if arguments.quick else FULL
     figures = list(run(replace(plan, rounds=arguments.rounds or plan.rounds)))
-    results = {"machine": before, "figures": [asdict(figure) for figure in figures]}
+    results = {"machine": described | {"load after": load()}, "figures": [asdict(figure) for figure in figures]}
     write_page(results, arguments.out)
     arguments.out.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if arguments.figure:
@@ -120,8 +122,9 @@ def run_rounds(name: str, network: Network, plan: Plan, url: str, folder: Path) 
         seen[samples, concurrency, model].append(result)
         print(f"{name}: {samples} samples, {concurrency} at once, {model}: {result['requests/s']:.0f} requests/s")
     for (samples, concurrency, model), results in seen.items():
-        medians = [statistics.median(result[key] for result in results) for key in ("requests/s", "p50", "p99")]
-        yield Figure(name, samples, concurrency, model, *medians)
+        rate, p50, p99 = (statistics.median(result[key] for result in results) for key in ("requests/s", "p50", "p99"))
+        rates = [result["requests/s"] for result in results]
+        yield Figure(name, samples, concurrency, model, rate, (min(rates), max(rates)), p50, p99)
 
 
 def measured(model: str, url: str, **case: Any) -> dict[str, float]:
@@ -144,12 +147,16 @@ def machine() -> dict[str, str]:
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "processor": processor,
         "cores": str(len(os.sched_getaffinity(0))),
-        "load before": f"{os.getloadavg()[0]:.1f}",
         "memory": f"{memory:.0f} GiB",
         "system": f"{platform.system()} {platform.release()}",
         "Python": platform.python_version(),
         **{package: version(package) for package in packages},
     }
+
+
+def load() -> str:
+    """Of the machine in the last minute: processes that ran or wanted to."""
+    return f"{os.getloadavg()[0]:.1f}"
 
 
 def version(package: str) -> str:

@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import html
-import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
+from hotrow.html_page import FAINT, html_page, page_colors, svg, text, wide
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLORS = {"null": "#8d99ae", "hotrow": "#0b6e4f", "plain": "#c1121f"}
+COLORS = {"null": "#8d99ae", "hotrow": "#129a70", "plain": "#d7263d"}
 MEANINGS = {
     "null": "a Python model that answers zeros: the least that one costs",
     "hotrow": "the model, imported by hotrow",
     "plain": "ONNX Runtime on the whole model, tables inside, in a Python model",
 }
-METHOD = "perf_analyzer sends random requests over gRPC to one server; models take turns, and medians are shown."
+METHOD = (
+    "perf_analyzer sends random requests over gRPC to one server. Models take turns; medians of all rounds are shown, "
+    "with a line from the least to the most. The client shares the machine's processor with the server."
+)
 MAIN_CONCURRENCY = 16
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1d2433; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.6rem } h2 { font-size: 1.2rem; margin-top: 2.5rem }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-th, td { padding: .2rem 1rem .2rem 0; text-align: right; border-bottom: 1px solid #dde1e7 }
-th:first-child, td:first-child { text-align: left }
-.hotrow td { font-weight: 600 } svg { width: 100%; height: auto } .lead { font-size: 1.1rem }
-"""
 Rows = list[dict[str, Any]]
 
 
@@ -36,26 +31,36 @@ def write_page(results: dict[str, Any], path: Path) -> None:
     """Write the page of these results, as report.py gathers them."""
     figures: Rows = results["figures"]
     networks = list(dict.fromkeys(row["network"] for row in figures))
-    parts = [
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>hotrow: benchmark report</title>",
-        f"<style>{STYLE}</style></head><body><h1>hotrow through Triton, beside its peers</h1>",
-        f"<p class='lead'>{text(headline(figures))}</p>{svg(main_figure(figures))}",
-        "<ul>",
-        *(f"<li><b>{text(name)}</b>: {text(meaning)}</li>" for name, meaning in MEANINGS.items()),
-        f"</ul><p>{METHOD}</p>",
-        "<h2>Machine</h2><table>",
-        *(f"<tr><td>{text(name)}<td>{text(value)}</tr>" for name, value in results["machine"].items()),
-        "</table>",
-    ]
-    for network in networks:
-        rows = [row for row in figures if row["network"] == network]
-        parts += [f"<h2>{text(network)}</h2>", svg(network_figure(rows)), table(rows)]
-    path.write_text("\n".join([*parts, "</body></html>\n"]), encoding="utf-8")
+    with page_colors():
+        parts = [
+            "<h1>hotrow through Triton, beside its peers</h1>",
+            f"<p class='lead'>{text(headline(figures))}</p>{svg(main_figure(results))}",
+            "<ul>",
+            *(f"<li><b>{text(name)}</b>: {text(meaning)}</li>" for name, meaning in MEANINGS.items()),
+            f"</ul><p>{METHOD}</p>",
+            "<h2>Machine</h2><table>",
+            *(f"<tr><td>{text(name)}<td class='word'>{text(value)}</tr>" for name, value in results["machine"].items()),
+            "</table>",
+        ]
+        for network in networks:
+            rows = [row for row in figures if row["network"] == network]
+            parts += [f"<h2>{text(network)}</h2>", svg(network_figure(rows)), wide(table(rows))]
+    path.write_text(html_page("hotrow: benchmark report", parts), encoding="utf-8")
 
 
 def write_figure(results: dict[str, Any], path: Path) -> None:
-    """Write the main figure as a picture."""
-    main_figure(results["figures"]).savefig(path, dpi=120)
+    """Write the main figure as a picture, with a line that says where it comes from."""
+    with page_colors():
+        figure = main_figure(results)
+        figure.supxlabel(origin(results["machine"]), fontsize=7, x=0.99, ha="right")
+        figure.savefig(path, dpi=120)
+
+
+def origin(machine: dict[str, str]) -> str:
+    """What a picture that travels alone must say of the machine."""
+    facts = [f"{machine['cores']} cores of {machine['processor']}", machine["memory"], machine["date"]]
+    loads = f"load {machine['load before']} before, {machine['load after']} after"
+    return f"{', '.join(facts)}; {loads}; lines: least and most of all rounds"
 
 
 def headline(figures: Rows) -> str:
@@ -81,8 +86,9 @@ def of_model(figures: Rows, like: dict[str, Any], model: str) -> dict[str, Any]:
     return next(row for row in figures if row["model"] == model and all(row[key] == like[key] for key in same))
 
 
-def main_figure(figures: Rows) -> Figure:
-    """Samples per second of each model, in every network and batch size, as bars."""
+def main_figure(results: dict[str, Any]) -> Figure:
+    """Requests per second of each model, in every network and batch size, as bars; lines from least to most."""
+    figures: Rows = results["figures"]
     concurrency = main_concurrency(figures)
     shown = [row for row in figures if row["concurrency"] == concurrency]
     cases = list(dict.fromkeys((row["network"], row["samples"]) for row in shown))
@@ -90,10 +96,12 @@ def main_figure(figures: Rows) -> Figure:
     axes = figure.add_subplot()
     width = 0.8 / len(COLORS)
     for m, (model, color) in enumerate(COLORS.items()):
-        rates = {(row["network"], row["samples"]): row["requests_per_s"] for row in shown if row["model"] == model}
+        rows = {(row["network"], row["samples"]): row for row in shown if row["model"] == model}
+        rates = [rows[case]["requests_per_s"] for case in cases]
         places = [i + (m - 1) * width for i in range(len(cases))]
-        bars = axes.bar(places, [rates[case] for case in cases], width * 0.92, color=color, label=model)
-        axes.bar_label(bars, [f"{rates[case]:,.0f}" for case in cases], fontsize=7, padding=2)
+        bars = axes.bar(places, rates, width * 0.92, color=color, label=model)
+        axes.vlines(places, *zip(*(rows[case]["range_per_s"] for case in cases), strict=True), color="#5a6478", lw=1)
+        axes.bar_label(bars, [f"{rate:,.0f}" for rate in rates], fontsize=7, padding=2)
     axes.set_xticks(range(len(cases)), [f"samples: {samples}\n{network}" for network, samples in cases], fontsize=8)
     axes.set_ylabel("requests/s")
     axes.set_title(f"Requests per second, {concurrency} at once", loc="left", fontweight="bold")
@@ -151,7 +159,7 @@ def draw_dotted(axes: Axes, rows: Rows) -> None:
 
 def finish(axes: Axes) -> None:
     """What all plots have in common."""
-    axes.grid(color="#dde1e7", lw=0.6, axis="y")
+    axes.grid(color=FAINT, lw=0.6, axis="y")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -166,17 +174,5 @@ def table(rows: Rows) -> str:
         numbers = row["samples"], row["concurrency"], row["model"], f"{rate:,.0f}", *ratios
         latencies = f"{row['p50_us']:,.0f}", f"{row['p99_us']:,.0f}"
         cells = "".join(f"<td>{text(number)}" for number in (*numbers, *latencies))
-        lines.append(f"<tr class='{text(row['model'])}'>{cells}</tr>")
+        lines.append(f"<tr{' class=strong' if row['model'] == 'hotrow' else ''}>{cells}</tr>")
     return "".join([*lines, "</table>"])
-
-
-def svg(figure: Figure) -> str:
-    """A figure as it goes into a page."""
-    written = io.StringIO()
-    figure.savefig(written, format="svg", metadata={"Date": None})
-    return written.getvalue()[written.getvalue().index("<svg") :]
-
-
-def text(value: object) -> str:
-    """For HTML."""
-    return html.escape(str(value))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import multiprocessing
 import os
 import re
@@ -36,7 +37,7 @@ import onnx
 import psutil
 import tritonclient.grpc
 from numpy.typing import NDArray
-from triton import DIM, FEATURES, SAMPLES, network
+from triton import FEATURES, SAMPLES, graph
 
 from inference_session import InferenceSession
 from inference_session.formats.onnx_model import import_onnx
@@ -47,6 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.parameter_server.servers import RedisServer
 
 MODEL = "ctr"
+DIM, HIDDEN = 16, 64
 NUM_REQUESTS = 200
 WINDOW_S = 1.0
 PEAK_S = 3.0
@@ -91,13 +93,9 @@ def write_contents(folder: Path, rows_per_table: int) -> Contents:
     folders = []
     for content in range(2):
         tables[0] = rng.standard_normal((rows_per_table, DIM), np.float32)
-        layers = {
-            "w1": rng.standard_normal((FEATURES * DIM, 64), np.float32) / 20,
-            "b1": np.zeros(64, np.float32),
-            "w2": rng.standard_normal((64, 1), np.float32) / 8,
-            "b2": np.zeros(1, np.float32),
-        }
-        onnx.save(network(tables, layers), folder / "model.onnx")
+        shapes = ((FEATURES * DIM, HIDDEN), (HIDDEN, 1))
+        layers = [rng.standard_normal(shape, np.float32) / math.sqrt(shape[0]) for shape in shapes]
+        onnx.save(graph(tables, layers), folder / "model.onnx")
         folders.append(import_onnx(folder / "model.onnx", folder / f"content{content}", MODEL).version_dir)
     same = [file for file in folders[1].glob("tables/*/*") if file.parent.name != "table0"]
     for file in same:

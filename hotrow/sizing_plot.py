@@ -2,67 +2,52 @@
 
 from __future__ import annotations
 
-import html
-import io
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hotrow.sizing_report import SizingReport, TableReport, conclusions, facts, in_units, memory_lines
+from hotrow.html_page import FAINT, html_page, page_colors, svg, text, wide
+from hotrow.sizing_report import SizingReport, TableReport, conclusions, facts, memory_lines
+from hotrow.units import in_units
 from inference_session.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_OURS, _LRU, _CHOSEN, _KNEE, _ASKED, _FAINT = "#0b6e4f", "#8d99ae", "#c1121f", "#f4a259", "#3d5a80", "#dde1e7"
+_OURS, _LRU, _CHOSEN, _KNEE, _ASKED = "#129a70", "#8d99ae", "#d7263d", "#f4a259", "#5b84b1"
 _NUM_POINTS = 200
 _COLUMNS = 3
 _MOST_TABLES = 12
 """Tables with a plot of their own: those with the most keys."""
 
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1d2433; max-width: 66rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-th, td { padding: .25rem .9rem .25rem 0; text-align: right; border-bottom: 1px solid #dde1e7 }
-th:first-child, td:first-child, td.word, th.word { text-align: left }
-svg { width: 100%; height: auto } .chosen { font-weight: 600; color: #c1121f }
-"""
-
 
 def write_picture(report: SizingReport, path: Path) -> None:
     """Write the curves as PNG."""
-    _figure(report).savefig(path, dpi=144)
+    with page_colors():
+        _figure(report).savefig(path, dpi=144)
 
 
 def write_page(report: SizingReport, path: Path) -> None:
     """Write everything as one HTML file."""
     parts = [
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
-        f"<title>hotrow size {_text(report.version_dir)}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>Sizing of {_text(report.version_dir)}</h1>",
+        f"<h1>Sizing of {text(report.version_dir)}</h1>",
         *(_conclusions(report) if report.tables else ()),
         "<h2>Memory</h2>",
-        _memory_table(report),
-        *(f"<p>{_text(line)}</p>" for line in memory_lines(report)),
-        *(f"<h2>Table {_text(t.spec.name)}</h2><p>{_text(facts(t))}</p>{_curve(t)}" for t in report.tables.values()),
-        "</body></html>\n",
+        wide(_memory_table(report)),
+        *(f"<p>{text(line)}</p>" for line in memory_lines(report)),
+        *(f"<h2>Table {text(t.spec.name)}</h2><p>{text(facts(t))}</p>{_curve(t)}" for t in report.tables.values()),
     ]
-    path.write_text("\n".join(parts), encoding="utf-8")
+    path.write_text(html_page(f"hotrow size {report.version_dir}", parts), encoding="utf-8")
 
 
 def _conclusions(report: SizingReport) -> list[str]:
     *others, chosen = conclusions(report)
-    return [f"<p class='chosen'>{_text(chosen)}</p>", *(f"<p>{_text(line)}</p>" for line in others), _svg(report)]
-
-
-def _svg(report: SizingReport) -> str:
-    written = io.StringIO()
-    _figure(report).savefig(written, format="svg", metadata={"Date": None})
-    return written.getvalue()[written.getvalue().index("<svg") :]
+    with page_colors():
+        curves = svg(_figure(report))
+    return [f"<p class='chosen'>{text(chosen)}</p>", *(f"<p>{text(line)}</p>" for line in others), curves]
 
 
 def _memory_table(report: SizingReport) -> str:
@@ -78,8 +63,8 @@ def _memory_table(report: SizingReport) -> str:
 
 
 def _row(name: str, place: str, *numbers: object) -> str:
-    cells = "".join(f"<td>{_text(number)}" for number in numbers)
-    return f"<tr><td>{_text(name)}<td class='word'>{_text(place)}{cells}</tr>"
+    cells = "".join(f"<td>{text(number)}" for number in numbers)
+    return f"<tr><td>{text(name)}<td class='word'>{text(place)}{cells}</tr>"
 
 
 def _curve(table: TableReport) -> str:
@@ -88,11 +73,8 @@ def _curve(table: TableReport) -> str:
         f"<td>{table.ours.hit_rate(rows):.4f}</tr>"
         for rows in table.sizes
     ]
-    return f"<table><tr><th>rows<th>cache<th>LRU<th>hotrow</tr>{''.join(rows)}</table>"
-
-
-def _text(value: object) -> str:
-    return html.escape(str(value))
+    figures = wide(f"<table><tr><th>rows<th>cache<th>LRU<th>hotrow</tr>{''.join(rows)}</table>")
+    return f"<details><summary>hit rate by size</summary>{figures}</details>"
 
 
 def _figure(report: SizingReport) -> Figure:
@@ -124,8 +106,8 @@ def _draw_plan(axes: Axes, report: SizingReport) -> None:
     if report.cache_bytes >= report.ours.least_bytes:
         _mark(axes, (report.cache_bytes, report.ours.hit_rate(report.cache_bytes)), "as asked", _ASKED)
     _finish(axes, "cache_bytes", lambda size, _: in_units(round(size)), base=4)
-    axes.set_title(f"Hit rate of a cache for {report.version_dir}", loc="left", fontweight="bold")
-    axes.legend(loc="lower right", edgecolor="none", framealpha=0.95)
+    axes.set_title(f"Hit rate of a cache for {report.version_dir}", loc="left", fontweight="bold", pad=26)
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=5, fontsize=9, frameon=False)
 
 
 def _mark(axes: Axes, point: tuple[int, float], name: str, color: str) -> None:
@@ -151,6 +133,6 @@ def _finish(axes: Axes, label: str, tick: Any, base: int) -> None:
     axes.set_xlabel(label)
     axes.set_ylabel("hit rate")
     axes.xaxis.set_major_formatter(tick)
-    axes.grid(color=_FAINT, lw=0.6)
+    axes.grid(color=FAINT, lw=0.6)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

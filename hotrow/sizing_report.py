@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hotrow.units import in_units
 from inference_session.embedding_cache.cpu_cache import bytes_to_hold, rows_held
 from inference_session.formats.native import ModelSpec, TableSpec
 from inference_session.sizing import (
@@ -179,16 +180,6 @@ def _table_as_json(table: TableReport) -> dict[str, Any]:
     }
 
 
-def in_units(num_bytes: int) -> str:
-    """For people: `1.50 GiB`."""
-    size, unit = float(num_bytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if size == round(size) else f"{size:.2f} {unit}"
-
-
 def show(report: SizingReport) -> None:
     """Print all as tables."""
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
@@ -212,7 +203,7 @@ def show(report: SizingReport) -> None:
 def _memory_table(report: SizingReport) -> Table:
     table = Table("part", "where")
     for heading in ("bytes", "", "copies", "in all"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for item in report.items:
         numbers = (str(item.each_bytes), in_units(item.each_bytes), str(item.copies), in_units(item.total_bytes))
         table.add_row(item.name, item.place, *numbers)
@@ -229,6 +220,9 @@ def memory_lines(report: SizingReport) -> Iterator[str]:
     if device := bytes_in(report.items, "device"):
         yield f"Per device: {in_units(device)}."
     files = bytes_in(report.items, "page cache")
+    if report.spec.tables and not files:
+        yield "No table files: rows come from the stores, whose own memory is not counted here."
+        return
     yield (
         f"Table files: {in_units(files)} on disk, mapped and shared by all processes; "
         "as much page cache keeps them from being read again."
@@ -272,8 +266,8 @@ class HitRates:
 def _curve_table(size: str, rows: Iterator[tuple[str, str, HitRates]]) -> Table:
     table = Table()
     for heading in (size, "cache" if size == "rows" else "", "LRU", "hotrow"):
-        table.add_column(heading, justify="right")
-    table.add_column("hit rate of hotrow")
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("hit rate of hotrow", no_wrap=True)
     for number, cache_bytes, rates in rows:
         bar = "█" * round(rates.ours * _BAR_LENGTH)
         table.add_row(number, cache_bytes, f"{rates.lru:.4f}", f"{rates.ours:.4f}", bar)

@@ -1,4 +1,4 @@
-"""What `hotrow top` shows of a server: tables made of two of its metrics pages, and what has changed meanwhile."""
+"""What `hotrow top` shows of a server: tables made of its last metrics pages, and what has changed meanwhile."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from hotrow.metrics_page import MetricsPage, Window
-from hotrow.sizing_report import in_units
+from hotrow.units import in_units
 
 _HISTORY = 40
+_NUM_PAGES = 5
+_LEAST_NAME = 5
 _MOST_EVENTS = 8
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _COUNTED_EVENTS = (
@@ -55,10 +57,10 @@ class _Column(NamedTuple):
 
 _MODEL_COLUMNS = (
     _Column("requests/s"),
-    _Column("failed/s"),
+    _Column("failed/s", 60),
     _Column("samples/s", 80),
     _Column("per batch", 130),
-    _Column("mean"),
+    _Column("mean", 60),
     _Column("queue", 90),
     _Column("p50", 110),
     _Column("p90", 130),
@@ -69,19 +71,21 @@ _MODEL_COLUMNS = (
 _TABLE_COLUMNS = (
     _Column("keys/s"),
     _Column("hit rate"),
-    _Column("defaults/s"),
+    _Column("defaults/s", 70),
     _Column("misses/s", 90),
     _Column("evictions/s", 110),
 )
+_TIER_COLUMNS = (_Column("keys/s", 60), _Column("found"), _Column("skipped/s", 90), _Column("failures/s", 60))
 
 
 class TopView:
-    """Gathers pages of one server, and draws the last two."""
+    """Gathers pages of one server, and draws what the last few say."""
 
     def __init__(self, source: str) -> None:
         """`source`: where the pages come from, for the title."""
         self._source = source
-        self._window = Window(MetricsPage(), MetricsPage())
+        # Models tell their own counters about once a second: rates are those of several looks.
+        self._pages: deque[MetricsPage] = deque([MetricsPage()], maxlen=_NUM_PAGES)
         self._states: list[VersionState] = []
         self._history: defaultdict[_Version, deque[float]] = defaultdict(lambda: deque(maxlen=_HISTORY))
         self._events: deque[str] = deque(maxlen=_MOST_EVENTS)
@@ -90,21 +94,28 @@ class TopView:
     @property
     def has_rates(self) -> bool:
         """Whether two pages are there to compare."""
-        return self._window.before.time_s > 0
+        return len(self._pages) > 1
 
     def add(self, page: MetricsPage, states: list[VersionState]) -> None:
         """Another page, and the repository index where it is asked for."""
+        last = self._pages[-1]
+        if self._is_lost or last.time_s == 0:
+            self._pages.clear()  # what returns may be another server, whose counters begin anew
         if self._is_lost:
             self._note("the server answers again")
             self._is_lost = ""
-        if self._window.after.time_s > 0:
-            self._note_changes(self._window.after, page)
-        self._window = Window(self._window.after, page)
+        if last.time_s > 0:
+            self._note_changes(last, page)
+        self._pages.append(page)
         self._states = states
         if self.has_rates:
             for version in self._versions():
-                rate = self._window.per_second("nv_inference_request_success", **version.labels)
+                rate = Window(last, page).per_second("nv_inference_request_success", **version.labels)
                 self._history[version].append(rate or 0.0)
+
+    @property
+    def _window(self) -> Window:
+        return Window(self._pages[0], self._pages[-1])
 
     def lose(self, reason: str) -> None:
         """The server does not answer."""
@@ -114,13 +125,18 @@ class TopView:
 
     def render(self, width: int) -> RenderableType:
         """All of it that goes into so many columns of a terminal."""
-        parts: list[RenderableType] = [self._title()]
-        if self._window.after.samples:
-            sections = (self._models(width), self._tables(width), self._tiers(), self._updates(), self._not_serving())
-            for section in sections:
-                parts += [Text(""), section] if section is not None else []
-        if self._events:
-            parts += [Text(""), Text("Events", style=_HEAD), *(Text(f"  {event}") for event in self._events)]
+        # Tables last: a terminal cuts what it has no lines for, and they may be hundreds.
+        sections = (
+            self._models(width),
+            self._tiers(width),
+            self._updates(),
+            self._not_serving(),
+            self._happened(),
+            self._tables(width),
+        )
+        parts: list[RenderableType] = [self._title(), self._machine()]
+        for section in sections:
+            parts += [Text(""), section] if section is not None else []
         return Group(*parts)
 
     def _title(self) -> Text:
@@ -128,25 +144,33 @@ class TopView:
         title = Text.assemble(("hotrow top", "bold"), f"  {self._source}  {clock}")
         if self._is_lost:
             return title.append(f"  no answer, trying again: {self._is_lost}", style=_BAD)
+        return title
+
+    def _machine(self) -> Text:
         page = self._window.after
+        facts = []
         used, total = page.total("nv_cpu_memory_used_bytes"), page.total("nv_cpu_memory_total_bytes")
         if total:
             share = page.total("nv_cpu_utilization") or 0.0
-            title.append(f"  CPU {share:.0%}, memory {in_units(int(used or 0))} of {in_units(int(total))}")
+            facts.append(f"CPU {share:.0%}, memory {_memory(used)} of {_memory(total)}")
         for labels, used in page.values("nv_gpu_memory_used_bytes"):
             gpu = labels.get("gpu_uuid", "")
             total = page.total("nv_gpu_memory_total_bytes", gpu_uuid=gpu) or 0
             busy = page.total("nv_gpu_utilization", gpu_uuid=gpu) or 0.0
-            title.append(f"  GPU {busy:.0%}, {in_units(int(used))} of {in_units(int(total))}")
-        return title
+            facts.append(f"GPU {busy:.0%}, {_memory(used)} of {_memory(total)}")
+        return Text("   ".join(facts))
+
+    def _happened(self) -> RenderableType | None:
+        if not self._events:
+            return None
+        return Group(Text("Events", style=_HEAD), *(Text(f"  {event}") for event in self._events))
 
     def _versions(self) -> list[_Version]:
         """Those that are loaded, and those that were asked for in this window."""
         page = self._window.after
         known = {
             _Version(labels["model"], labels["version"])
-            for labels, _ in page.values("nv_inference_request_success")
-            if {"model", "version"} <= labels.keys()
+            for labels, _ in page.values("nv_inference_request_success", "model", "version")
         }
         return sorted(version for version in known if self._is_serving(version) or self._is_asked(version))
 
@@ -157,12 +181,12 @@ class TopView:
     def _is_asked(self, version: _Version) -> bool:
         return bool(self._window.grown("nv_inference_request_success", **version.labels))
 
-    def _models(self, width: int) -> Table:
+    def _models(self, width: int) -> RenderableType:
         table = _table("Models", "model", "version", numbers=_shown(_MODEL_COLUMNS, width))
         for version in self._versions():
             cells = zip(_MODEL_COLUMNS, self._model_row(version), strict=True)
             table.add_row(*_names(version), *(cell for column, cell in cells if column.from_width <= width))
-        return table
+        return table if table.row_count else Text("No model that is loaded.", style=_DIM)
 
     def _model_row(self, version: _Version) -> Iterator[str | Text]:
         window, labels = self._window, version.labels
@@ -170,23 +194,28 @@ class TopView:
         # Triton counts those that we answer with an error as successes.
         failures = (window.per_second(name, **labels) for name in _FAILURES)
         yield _alarm(sum(rate or 0.0 for rate in failures))
-        yield _number(window.per_second("nv_inference_count", **labels))
-        yield _number(window.ratio("nv_inference_count", "nv_inference_exec_count", **labels))
+        # Triton takes a packed request of HugeCTR's for one sample.
+        counted = window.after.total("hotrow_samples_total", **labels) is not None
+        samples = "hotrow_samples_total" if counted else "nv_inference_count"
+        yield _number(window.per_second(samples, **labels))
+        yield _number(window.ratio(samples, "nv_inference_exec_count", **labels))
         for duration in ("nv_inference_request_duration_us", "nv_inference_queue_duration_us"):
             yield _duration(window.ratio(duration, "nv_inference_request_success", **labels))
         for quantile in ("0.5", "0.9", "0.99"):
             yield _duration(window.after.total("nv_inference_request_summary_us", quantile=quantile, **labels))
-        memory = window.after.total("hotrow_resident_memory_bytes", **labels)
-        yield in_units(int(memory)) if memory else "-"
+        yield _memory(window.after.total("hotrow_resident_memory_bytes", **labels))
         yield _sparkline(self._history[version])
 
     def _tables(self, width: int) -> Table | None:
         table = _table("Tables", "model", "version", "table", numbers=_shown(_TABLE_COLUMNS, width))
         for version in self._versions():
-            for labels, _ in self._window.after.values("hotrow_lookup_keys_total", **version.labels):
+            tables = (
+                labels for labels, _ in self._window.after.values("hotrow_lookup_keys_total", "table", **version.labels)
+            )
+            for labels in sorted(tables, key=lambda labels: labels["table"]):
                 cells = zip(_TABLE_COLUMNS, self._table_row(labels), strict=True)
                 shown = (cell for column, cell in cells if column.from_width <= width)
-                table.add_row(*_names(version), escape(labels["table"]), *shown)
+                table.add_row(*_names(version), _name(labels["table"]), *shown)
         return table if table.row_count else None
 
     def _table_row(self, labels: dict[str, str]) -> Iterator[str | Text]:
@@ -198,13 +227,16 @@ class TopView:
         yield _number(window.per_second(misses, **labels))
         yield _number(window.per_second("hotrow_cache_evictions_total", **labels))
 
-    def _tiers(self) -> Table | None:
-        numbers = ("keys/s", "found", "skipped/s", "failures/s")
-        table = _table("Tiers", "model", "version", "tier", "state", numbers=numbers)
+    def _tiers(self, width: int) -> Table | None:
+        table = _table("Tiers", "model", "version", "tier", "state", numbers=_shown(_TIER_COLUMNS, width))
         for version in self._versions():
-            for labels, up in self._window.after.values("hotrow_tier_up", **version.labels):
+            tiers = self._window.after.values("hotrow_tier_up", "tier", **version.labels)
+            # In the order in which they are asked, which happens to be this: volatile, persistent, files.
+            for labels, up in sorted(tiers, key=lambda tier: tier[0]["tier"], reverse=True):
                 state = Text("up", _GOOD) if up else Text("DOWN", _BAD)
-                table.add_row(*_names(version), escape(labels["tier"]), state, *self._tier_row(labels))
+                cells = zip(_TIER_COLUMNS, self._tier_row(labels), strict=True)
+                shown = (cell for column, cell in cells if column.from_width <= width)
+                table.add_row(*_names(version), _name(labels["tier"]), state, *shown)
         return table if table.row_count else None
 
     def _tier_row(self, labels: dict[str, str]) -> Iterator[str | Text]:
@@ -235,33 +267,32 @@ class TopView:
         for state in self._states:
             if state.state != "READY" and state.reason != "unloaded":
                 shown = Text(state.state or "UNKNOWN", _BAD if state.state == "UNAVAILABLE" else "yellow")
-                table.add_row(escape(state.model), escape(state.version), shown, escape(state.reason))
+                table.add_row(_name(state.model), _name(state.version), shown, _name(state.reason))
         return table if table.row_count else None
 
     def _note_changes(self, before: MetricsPage, after: MetricsPage) -> None:
-        for labels, value in after.values("hotrow_model_version_info"):
+        for labels, value in after.values("hotrow_model_version_info", "model", "version"):
             if (before.total("hotrow_model_version_info", **labels) or 0) != value:
                 seconds = after.total("hotrow_load_seconds", **labels) or 0.0
                 what = f"loaded in {seconds:.2f} s" if value else "unloaded"
                 self._note(f"{labels['model']} version {labels['version']} {what}")
-        for labels, up in after.values("hotrow_tier_up"):
+        for labels, up in after.values("hotrow_tier_up", "model", "version", "tier"):
             if before.total("hotrow_tier_up", **labels) not in (None, up):
                 what = "answers again" if up else "is down"
                 self._note(f"{labels['model']} version {labels['version']}: tier {labels['tier']} {what}")
 
         for name, what in _COUNTED_EVENTS:
-            for labels, value in after.values(name):
+            for labels, value in after.values(name, "model"):
                 if value > (before.total(name, **labels) or 0):
                     version = f" version {labels['version']}" if "version" in labels else ""
                     self._note(f"{labels['model']}{version}: {what}")
 
     def _note(self, event: str) -> None:
-        self._events.append(f"{time.strftime('%H:%M:%S')}  {event}")
+        self._events.append(f"{time.strftime('%H:%M:%S')}  {_printable(event)}")
 
 
 def _table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
     table = Table(
-        *columns,
         title=title,
         title_justify="left",
         title_style=_HEAD,
@@ -269,6 +300,8 @@ def _table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
         show_edge=False,
         padding=(0, 1),
     )
+    for heading in columns:
+        table.add_column(heading, min_width=_LEAST_NAME)
     for heading in numbers:
         table.add_column(heading, justify="right", no_wrap=True)
     return table
@@ -279,7 +312,16 @@ def _shown(columns: Sequence[_Column], width: int) -> list[str]:
 
 
 def _names(version: _Version) -> tuple[str, str]:
-    return escape(version.model), escape(version.version)
+    return _name(version.model), _name(version.version)
+
+
+def _name(text: str) -> str:
+    """For a cell: whatever a server calls its models, a terminal must not obey it."""
+    return escape(_printable(text))
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _number(value: float | None) -> str:
@@ -297,8 +339,12 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.2%}"
 
 
+def _memory(num_bytes: float | None) -> str:
+    return in_units(int(num_bytes)) if num_bytes else "-"
+
+
 def _duration(microseconds: float | None) -> str:
-    if microseconds is None or math.isnan(microseconds):
+    if microseconds is None:
         return "-"
     if microseconds < 1000:
         return f"{microseconds:.0f} us"

@@ -85,6 +85,8 @@ class LookupPlan:
         self._block_of = np.empty(len(spec.lookups), np.intp)
         for number, block in enumerate(self._blocks):
             self._block_of[list(block.members)] = number
+        self._key_names = [lookup.dense_input if lookup.bags else lookup.keys for lookup in spec.lookups]
+        self._bagged = [lookup for lookup in spec.lookups if lookup.bags]
         self._weighted = [(i, lookup.keys, lookup.weights) for i, lookup in enumerate(spec.lookups) if lookup.weights]
         self._packed = _packed(spec)
         self._loose = [i for i, lookup in enumerate(spec.lookups) if lookup.columns is None]
@@ -96,6 +98,8 @@ class LookupPlan:
         """Look up all keys of a batch at once; raises what RowSource.look_up does."""
         if not self._lookups:
             return LookedUp({}, _NO_COUNTS, _NO_COUNTS)
+        for lookup in self._bagged:
+            batch.replace(lookup.dense_input, [_cut(batch, lookup)])
         geometry = self._geometry(batch)
         vectors = [self._rows.empty(shape) for shape in geometry.shapes]
         segments = geometry.segments.copy()
@@ -121,7 +125,7 @@ class LookupPlan:
         held: list[NDArray[Any]] = []
         even: dict[int, list[Part]] = {}
         for i in self._loose:
-            parts = batch.parts(self._lookups[i].keys)
+            parts = batch.parts(self._key_names[i])
             if isinstance(parts[0], Ragged):
                 bags = _joined_bags(parts)  # type: ignore[arg-type]  # the others are ragged as well
                 num_keys[i] = bags.num_keys
@@ -169,13 +173,13 @@ class LookupPlan:
         """The blocks by name; keys without a first dimension were given one, which goes again."""
         inputs = {}
         for block, array in zip(self._blocks, vectors, strict=True):
-            lookup = self._lookups[block.members[0]]
-            bare = not block.joined and _is_bare(batch.parts(lookup.keys)[0], lookup)
+            first = block.members[0]
+            bare = not block.joined and _is_bare(batch.parts(self._key_names[first])[0], self._lookups[first])
             inputs[block.dense_input] = array[0] if bare else array
         return inputs
 
     def _shape(self, i: int, batch: JoinedBatch) -> tuple[int, ...]:
-        return _shape(batch.parts(self._lookups[i].keys), self._lookups[i])
+        return _shape(batch.parts(self._key_names[i]), self._lookups[i])
 
     def _geometry(self, batch: JoinedBatch) -> _Geometry:
         """The geometry of a batch, which the shapes of its requests and of the irregular keys determine."""
@@ -301,6 +305,21 @@ def _laid_out(keys: list[NDArray[Any]]) -> NDArray[np.int64]:
     if len(keys) == 1:
         return np.ascontiguousarray(keys[0], np.int64)
     return np.concatenate(keys, axis=None, dtype=np.int64) if keys else _NO_COUNTS
+
+
+def _cut(batch: JoinedBatch, lookup: LookupSpec) -> Ragged:
+    """The bags of a list of keys, cut as by ONNX's Slice: beyond the end is the end, negative counts from it."""
+    keys, *offsets = (batch.array(name) for name in (lookup.keys, *(lookup.bags or ())))
+    begins, ends = (np.where(at < 0, at + len(keys), at).clip(0, len(keys)) for at in offsets)
+    if begins.ndim != 1 or begins.shape != ends.shape:
+        raise InvalidRequestError(
+            f"bags of {lookup.keys!r} begin at {list(begins.shape)} and end at {list(ends.shape)}"
+        )
+    ends = np.maximum(begins, ends)
+    num_keys = int((ends - begins).sum())
+    if num_keys > len(keys):
+        raise InvalidRequestError(f"bags of {lookup.keys!r} overlap: they hold {num_keys} keys, of {len(keys)}")
+    return Ragged(keys, begins, ends, begins.shape, num_keys)
 
 
 def _joined_bags(parts: list[Ragged]) -> Ragged:

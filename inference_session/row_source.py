@@ -98,6 +98,9 @@ class RowSource(ABC):
             "rows in table files are never erased; set volatile_store or persistent_store, or update_stream"
         )
 
+    def forget(self, table: int, keys: NDArray[np.int64]) -> None:  # noqa: B027
+        """Have look-ups that begin later read these rows anew, which another process has changed in the stores."""
+
     @property
     def is_durable(self) -> bool:
         """Whether what `update` has written outlives this process: whether `save_note` works."""
@@ -388,6 +391,11 @@ class CachedRows(RowSource):
         """See RowSource."""
         self._server.save_note(self._specs[table].folder, text)
 
+    def forget(self, table: int, keys: NDArray[np.int64]) -> None:
+        """See RowSource."""
+        self._server.forget(self._specs[table].folder, keys)
+        self._forget(self._specs[table].folder, keys)
+
     def refresh(self) -> None:
         """See RowSource. UnavailableError where a tier is down; rows that it may have stay as they are."""
         self._server.refresh()
@@ -636,7 +644,8 @@ def create_row_source(
     """
     num_threads = config.num_lookup_threads
     if not config.has_store:
-        files = [TableFile.open(directory / TABLES_FOLDER / table.folder, table) for table in spec.tables]
+        folder, verify = directory / TABLES_FOLDER, config.verify == "full"
+        files = [TableFile.open(folder / table.folder, table, verify_index=verify) for table in spec.tables]
         if gpu is not None and config.update_stream is None:
             from inference_session.gpu_rows import GpuRows
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
     from tests.hadoop import Hdfs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,6 +36,15 @@ def hdfs() -> Iterator[Hdfs]:
     with pytest.MonkeyPatch.context() as patch, Hdfs() as cluster:
         patch.setenv("HADOOP_USER_NAME", getpass.getuser())
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A Chromium; not kept for all tests, since while Playwright runs, the thread has an event loop."""
+    from tests.browser import started_browser
+
+    with started_browser() as browser:
+        yield browser
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 FOLDER_VARIABLE = "HOTROW_HEARTBEAT_DIR"
 INTERVAL_S = 1.0
+_SERVER = os.getppid()
 _TIME = struct.Struct("d")
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where the Python backend keeps its tensors
 
@@ -33,10 +34,14 @@ def last_beat(folder: Path, pid: int) -> float | None:
     return None
 
 
+def is_orphan() -> bool:
+    """Whether the server is gone. Then Triton's calls never return, and some hold the interpreter all the while."""
+    return os.getppid() != _SERVER
+
+
 def _beat() -> None:
-    server = os.getppid()
     handle = _open_file()
-    while os.getppid() == server:
+    while not is_orphan():
         if handle is not None:
             os.pwrite(handle, _TIME.pack(time.monotonic()), 0)
         time.sleep(INTERVAL_S)

@@ -17,6 +17,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from triton_backend import heartbeat
 from triton_backend.stubs import RESTARTS_PARAMETER
 
 INTERVAL_S = 0.5
@@ -152,7 +153,8 @@ class SessionMetrics:
 
     def _work(self) -> None:
         while not self._closing.wait(INTERVAL_S):
-            self._report()
+            if not heartbeat.is_orphan():
+                self._report()
 
     def _report(self) -> None:
         stats = self._stats()

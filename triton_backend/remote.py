@@ -36,7 +36,8 @@ _NOT_CONNECTED = {
     "Hostname Verification": "the server's certificate is for another host name: call it by that in --url",
     "CERTIFICATE_VERIFY_FAILED": "the server's certificate was not signed by the authority of --tls-ca, or has expired",
     "WRONG_VERSION_NUMBER": "the server speaks no TLS: leave --tls-ca out",
-    "Socket closed": "the server hung up: it may want TLS (--tls-ca), or a certificate of ours (--tls-certificate)",
+    "Socket closed": "the server hung up: it has gone down, or this is not its gRPC port, or it wants TLS (--tls-ca, "
+    "--tls-certificate)",
 }
 """What gRPC says where somebody is there, and what that means."""
 

@@ -22,7 +22,7 @@ class FileOrUrl(click.Path):
         return str(value) if "://" in str(value) else str(super().convert(value, param, ctx))
 
 
-def _model_name(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
+def model_name(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
     if not is_folder_name(value.replace(".", "_")) or value.startswith("."):
         raise click.BadParameter(f"{value!r} may hold letters, digits, '_', '-' and '.' only")
     return value
@@ -46,7 +46,7 @@ def command() -> None:
 
 @command.command()
 @click.argument("model", type=FileOrUrl(), metavar="MODEL.onnx")
-@click.option("--name", required=True, callback=_model_name, help="Name that clients will ask for.")
+@click.option("--name", required=True, callback=model_name, help="Name that clients will ask for.")
 @_repository
 @_version
 @click.option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ _TIMEOUT_S = 5.0
     help="The server's gRPC endpoint: shows versions that do not serve, and why.  [default: not asked]",
 )
 @click.option(
-    "--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds between two looks."
+    "--interval", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, help="Seconds between two looks."
 )
 @click.option("--once", is_flag=True, help="Print what one interval shows, and end.")
 @access_options
@@ -92,6 +93,7 @@ def _look(view: TopView, metrics_url: str, index: _RepositoryIndex) -> None:
 
 def _watch(view: TopView, metrics_url: str, index: _RepositoryIndex, interval: float) -> None:
     console = Console()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the terminal is left as it was
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             _look(view, metrics_url, index)

@@ -94,11 +94,19 @@ class LookupSpec:
     pooling: Pooling = "none"
     weights: str | None = None
     """Per-key factors of a pooled lookup: a model input or an output of keys.onnx, float32, shaped as the keys."""
+    bags: tuple[str, str] | None = None
+    """Where pooled keys are one list: outputs of keys.onnx, int64 [bags], that say where in it each bag begins and
+    ends, counted as by ONNX's Slice. The vectors are [bags, embedding_dim]."""
     columns: tuple[int, int] | None = None
     """Where `keys` is a matrix [samples, n]: the columns that are read, from the first up to, not including, the
     second. Joined look-ups of model inputs only."""
     joined: bool = False
     """True where several lookups (or one with several keys per sample) fill one matrix [samples, columns]."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The values that the lookup needs."""
+        return (self.keys, *([self.weights] if self.weights else []), *(self.bags or ()))
 
 
 @dataclass(frozen=True)
@@ -154,7 +162,7 @@ class ModelSpec:
             document = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise ModelFormatError(f"{path}: no such file; a version directory holds one") from error
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ModelFormatError(f"{path}: not readable as JSON: {error}") from error
         try:
             return _parse(document)
@@ -240,8 +248,16 @@ def _check_lookup(lookup: LookupSpec, spec: ModelSpec, folders: set[str]) -> Non
         raise ValueError(f"{where}: keys, dense_input and weights must be strings")
     if lookup.pooling not in get_args(Pooling):
         raise ValueError(f"{where}: pooling {lookup.pooling!r} is none of {get_args(Pooling)}")
+    if lookup.bags is not None and (lookup.pooling == "none" or lookup.joined or not _is_pair(lookup.bags)):
+        raise ValueError(
+            f"{where}: bags {lookup.bags!r} must be two names, of a pooled lookup with an input of its own"
+        )
     if lookup.columns is not None:
         _check_columns(lookup, spec)
+
+
+def _is_pair(names: object) -> bool:
+    return isinstance(names, tuple) and len(names) == 2 and all(isinstance(name, str) for name in names)
 
 
 def _check_columns(lookup: LookupSpec, spec: ModelSpec) -> None:

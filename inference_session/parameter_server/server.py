@@ -250,6 +250,13 @@ class ParameterServer:
         """Drop rows from all tiers that take writes, as `insert` writes them."""
         self._write(table, keys, lambda store: store.erase(table, keys))
 
+    def forget(self, table: str, keys: NDArray[np.int64]) -> None:
+        """See what others have written, and drop rows that they have changed below from the volatile tiers."""
+        self.refresh()
+        self._write(
+            table, keys, lambda store: store.erase(table, keys), [tier for tier in self._tiers if tier.volatile]
+        )
+
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
         """Hold back all writes and promotions, and keep readers from seeing what others write, until the context ends.
@@ -423,12 +430,19 @@ class ParameterServer:
                 self._touches.append(touch)
                 self._num_touches += len(touch.keys)
 
-    def _write(self, table: str, keys: NDArray[np.int64], write: Callable[[EmbeddingStore], None]) -> None:
-        if not any(tier.store.supports_writes for tier in self._tiers):
+    def _write(
+        self,
+        table: str,
+        keys: NDArray[np.int64],
+        write: Callable[[EmbeddingStore], None],
+        tiers: Sequence[Tier] | None = None,
+    ) -> None:
+        """Write to these tiers, all if there are none given."""
+        if tiers is None and not any(tier.store.supports_writes for tier in self._tiers):
             raise StoreError(f"table {table!r} cannot be written to: {self!r} has no store that takes writes")
         with self._writing:
             try:
-                for tier in reversed(self._tiers):
+                for tier in reversed(self._tiers if tiers is None else tiers):
                     if tier.store.supports_writes:
                         error = self._try(tier, write)
                         if error is not None and not tier.volatile:

@@ -6,6 +6,7 @@
     decode      by table; messages that cannot be applied are set aside, counted, and logged once per reason
     apply       to every tier and the cache; while a store is down, again and again: nothing is dropped
     save        where rows are durable, once a second: how far they are, beside the rows, then the same to the brokers
+    follow      a store that has another process for its one writer: once that one has saved as much, rows are read anew
 
 Partitions are assigned, not shared out by a consumer group: every process keeps its own cache up to date, and so has to
 see every message. Where the rows are not durable, nothing is saved, and the stream is read from its beginning at start.
@@ -13,6 +14,7 @@ see every message. Where the rows are not durable, nothing is saved, and the str
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -44,6 +46,8 @@ MAX_SET_ASIDE = 100
 """Refused messages of which the statistics tell."""
 _POLL_S = 0.05
 _SAVE_S = 1.0
+_FOLLOW_S = 5.0
+"""How long a store's one writer may take to write what we have read before we say that we wait for it."""
 _BROKER_S = 2.0
 """How long a question to the brokers may take."""
 _BEGINNING: int = OFFSET_BEGINNING
@@ -63,6 +67,7 @@ class UpdatedRows(Protocol):
     def is_durable(self) -> bool: ...
     def update(self, table: int, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None: ...
     def erase(self, table: int, keys: NDArray[np.int64]) -> None: ...
+    def forget(self, table: int, keys: NDArray[np.int64]) -> None: ...
     def note(self, table: int) -> str | None: ...
     def save_note(self, table: int, text: str) -> None: ...
 
@@ -113,6 +118,8 @@ class KafkaUpdateStream:
         self._oldest_pending_s: float | None = None
         self._failure: str | None = None
         self._unsaved: set[int] = set()
+        self._vanished: set[Partition] = set()
+        """Partitions whose saved offsets mean nothing any more."""
         self._save_at = self._discover_at = 0.0
         self._consumer = _create_consumer(url, f"hotrow.{model}.{version}.{socket.gethostname()}")
         self._url = url
@@ -181,7 +188,7 @@ class KafkaUpdateStream:
         if by_topic:
             self._apply_all(by_topic, oldest_ms)
         self._note_ends(ends)
-        if self._unsaved and time.monotonic() >= self._save_at:
+        if time.monotonic() >= self._save_at:
             self._save()
 
     def _discover(self) -> None:
@@ -217,6 +224,7 @@ class KafkaUpdateStream:
             with self._lock:
                 del self._positions[topic, partition]
                 self._lag.pop((topic, partition), None)
+                self._vanished.add((topic, partition))
             if self._rows.is_durable and (table := table_of(topic, self._model)) in self._tables:
                 self._unsaved.add(self._tables[table or ""])
         self._note_ends(partitions)
@@ -235,11 +243,10 @@ class KafkaUpdateStream:
 
     def _saved_offset(self, topic: str, partition: int) -> int:
         table = self._tables.get(table_of(topic, self._model) or "")
-        if table is None or not self._rows.is_durable:
+        if table is None or not self._rows.is_durable or (topic, partition) in self._vanished:
             return _BEGINNING
-        text = self._persist(lambda: self._rows.note(table))
-        offset = _offsets(text).get(topic, {}).get(str(partition))
-        return offset if isinstance(offset, int) and offset >= 0 else _BEGINNING
+        offsets = self._persist(lambda: _offsets(self._rows.note(table), topic))
+        return offsets.get(partition, _BEGINNING)
 
     def _consume(self) -> tuple[dict[str, list[Any]], int, list[Partition]]:
         """Messages by topic; the time in ms at which the oldest was published; partitions whose end was reached."""
@@ -286,18 +293,35 @@ class KafkaUpdateStream:
             min_key=0 if spec.keys == "row_number" else None,
         )
         self._refuse(topic, messages, updates.refusals)
-        self._write(table, updates)
+        reached = {message.partition(): message.offset() + 1 for message in messages}
+        self._persist(lambda: self._write(table, updates, topic, reached))
         with self._lock:
             self._counts["updated_rows"] += len(updates.keys)
             self._counts["deleted_rows"] += len(updates.deleted)
-        if self._rows.is_durable:
-            self._unsaved.add(table)
 
-    def _write(self, table: int, updates: Updates) -> None:
-        if len(updates.keys):
-            self._persist(lambda: self._rows.update(table, updates.keys, updates.vectors))
-        if len(updates.deleted):
-            self._persist(lambda: self._rows.erase(table, updates.deleted))
+    def _write(self, table: int, updates: Updates, topic: str, reached: Mapping[int, int]) -> None:
+        """Write rows of a topic, whose partitions are then applied up to `reached`."""
+        try:
+            if len(updates.keys):
+                self._rows.update(table, updates.keys, updates.vectors)
+            if len(updates.deleted):
+                self._rows.erase(table, updates.deleted)
+        except UnavailableError:
+            if not (self._rows.is_durable and self._await_writer(table, topic, reached)):
+                raise
+            self._rows.forget(table, np.concatenate([updates.keys, updates.deleted]))
+        else:
+            if self._rows.is_durable:
+                self._unsaved.add(table)
+
+    def _await_writer(self, table: int, topic: str, reached: Mapping[int, int]) -> bool:
+        """Whether the process that may write to the store, another one, has saved as much within some seconds."""
+        deadline = time.monotonic() + _FOLLOW_S
+        while time.monotonic() < deadline and not self._closing.wait(_POLL_S):
+            saved = _offsets(self._rows.note(table), topic)
+            if all(saved.get(partition, 0) >= offset for partition, offset in reached.items()):
+                return True
+        return False
 
     def _persist(self, work: Callable[[], Result]) -> Result:
         """Do something with the stores, again and again until they can: no update is ever passed over."""
@@ -352,12 +376,16 @@ class KafkaUpdateStream:
     def _save(self) -> None:
         """Keep, beside the rows, up to where they have been applied, and tell the brokers."""
         self._save_at = time.monotonic() + _SAVE_S
-        for table in sorted(self._unsaved):
-            self._persist(lambda table=table: self._save_table(table))  # type: ignore[misc]
-        reached = [TopicPartition(*one, offset) for one, offset in self._positions.items() if offset >= 0]
-        if self._unsaved and reached:
-            self._consumer.commit(offsets=reached, asynchronous=True)
-        self._unsaved.clear()
+        if not self._unsaved:
+            return
+        # What keeps a store from taking a note keeps it from taking rows as well, and is told then.
+        with contextlib.suppress(UnavailableError, StoreError):
+            for table in sorted(self._unsaved):
+                self._save_table(table)
+                self._unsaved.discard(table)
+            reached = [TopicPartition(*one, offset) for one, offset in self._positions.items() if offset >= 0]
+            if reached:
+                self._consumer.commit(offsets=reached, asynchronous=True)
 
     def _save_table(self, table: int) -> None:
         """Rows that are pushed anew lose this note with them, and so get their updates again."""
@@ -413,6 +441,9 @@ def _note(text: str | None) -> dict[str, Any]:
     return note if isinstance(note, dict) else {}
 
 
-def _offsets(text: str | None) -> dict[str, dict[str, Any]]:
-    offsets = _note(text).get("offsets", {})
-    return offsets if isinstance(offsets, dict) and all(isinstance(one, dict) for one in offsets.values()) else {}
+def _offsets(text: str | None, topic: str) -> dict[int, int]:
+    """By partition of a topic, up to where a table's note says that it is applied."""
+    topics = _note(text).get("offsets")
+    offsets = topics.get(topic) if isinstance(topics, dict) else None
+    found = offsets.items() if isinstance(offsets, dict) else ()
+    return {int(name): offset for name, offset in found if name.isdecimal() and type(offset) is int and offset >= 0}

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
-import shutil
-import subprocess
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +12,9 @@ import matplotlib.image
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from playwright.sync_api import Browser
 
+from tests.browser import Look
 from tests.conftest import ROOT
 
 
@@ -42,35 +41,25 @@ def results() -> dict[str, Any]:
             "samples": samples,
             "concurrency": concurrency,
             "model": model,
-            "requests_per_s": speed * concurrency**0.3 / samples**0.2,
+            "requests_per_s": (rate := speed * concurrency**0.3 / samples**0.2),
+            "range_per_s": (rate * 0.9, rate * 1.1),
             "p50_us": 1e6 * concurrency**0.7 / speed,
             "p99_us": 3e6 * concurrency**0.7 / speed,
         }
         for network, samples, concurrency, (model, speed) in product(
-            ("a <small> & plain", "large"), (1, 64), (1, 16, 64), _SPEEDS.items()
+            ("a <img src=https://example.com/x.png> & plain", "large"), (1, 64), (1, 16, 64), _SPEEDS.items()
         )
     ]
-    return {"machine": {"processor": "2 < 3 cores", "memory": "1 GiB"}, "figures": figures}
+    machine = {"processor": "2 < 3", "cores": "2", "memory": "1 GiB", "date": "today"}
+    return {"machine": machine | {"load before": "0.1", "load after": "2.0"}, "figures": figures}
 
 
-@pytest.fixture(scope="session")
-def browser() -> list[str]:
-    """The command line of a Chromium that draws nowhere."""
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if program is None:
-        pytest.skip("no Chromium on PATH; Debian: apt-get install chromium")
-    # Its sandbox needs what containers do not have; the page is our own.
-    return [program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
-
-
-def _screenshot(browser: list[str], page: Path) -> NDArray[np.float32]:
-    picture = page.with_suffix(".png")
-    profile = f"--user-data-dir={page.parent / 'profile'}"
-    size = "--window-size=1200,2600"
-    command = [*browser, profile, size, f"--screenshot={picture}", page.as_uri()]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
-    pixels: NDArray[np.float32] = matplotlib.image.imread(picture)[..., :3]
-    return pixels
+@pytest.fixture
+def page(results: dict[str, Any], tmp_path: Path) -> Path:
+    """The page of these results."""
+    path = tmp_path / "report.html"
+    report_page.write_page(results, path)
+    return path
 
 
 def _share(pixels: NDArray[np.float32], color: str) -> float:
@@ -78,29 +67,40 @@ def _share(pixels: NDArray[np.float32], color: str) -> float:
     return float((np.abs(pixels - wanted).max(axis=-1) < 0.02).mean())
 
 
-def test_a_browser_draws_the_page(browser: list[str], results: dict[str, Any], tmp_path: Path) -> None:
-    """Bars and lines of every model are to be seen, in the proportion of their figures."""
-    page = tmp_path / "report.html"
-    report_page.write_page(results, page)
+@pytest.mark.parametrize(("dark", "paper"), [(False, "#ffffff"), (True, "#14171d")])
+def test_a_browser_draws_the_page(browser: Browser, page: Path, dark: bool, paper: str) -> None:
+    """By day and by night, bars and lines of every model are to be seen, in the proportion of their figures."""
+    look = Look(browser, page, dark=dark)
 
-    pixels = _screenshot(browser, page)
+    pixels = look.pixels()
 
     shares = {model: _share(pixels, color) for model, color in report_page.COLORS.items()}
-    assert pixels.shape[:2] == (2600, 1200)
-    assert shares["null"] > shares["hotrow"] > shares["plain"] > 0.005
-    assert _share(pixels, "#ffffff") > 0.5
+    assert shares["null"] > shares["hotrow"] > shares["plain"] > 0.003
+    assert _share(pixels, paper) > 0.5
+    assert look.tab.locator("svg").count() == 3
+    assert look.complaints == []
 
 
-def test_the_page_needs_nothing_else(results: dict[str, Any], tmp_path: Path) -> None:
-    """No script, no other file, and no name that is taken for markup."""
-    page = tmp_path / "report.html"
-    report_page.write_page(results, page)
+def test_the_page_needs_nothing_else(browser: Browser, page: Path) -> None:
+    """The browser asks for the page and for nothing more; a name that looks like markup is shown as a name."""
+    look = Look(browser, page)
 
-    text = page.read_text()
-    assert not re.search(r"<script|<link|<img|\bsrc=|url\(http", text)
-    assert "a &lt;small&gt; &amp; plain" in text
-    assert "2 &lt; 3 cores" in text
-    assert text.count("<svg") == 3
+    assert look.requests == [page.as_uri()]
+    assert look.complaints == []
+    assert "a <img src=https://example.com/x.png> & plain" in look.tab.inner_text("h2 >> nth=1")
+    assert "2 < 3" in look.tab.inner_text("table >> nth=0")
+
+
+def test_the_page_fits_a_phone(browser: Browser, page: Path) -> None:
+    """Nothing is wider than the screen but plots and tables, which are moved sideways on their own."""
+    look = Look(browser, page, width=390)
+
+    sizes = look.tab.evaluate(
+        "({page: document.documentElement.scrollWidth, screen: innerWidth,"
+        " plots: [...document.querySelectorAll('svg')].map(plot => plot.getBoundingClientRect().width)})"
+    )
+    assert sizes["page"] == sizes["screen"] == 390
+    assert all(width >= 600 for width in sizes["plots"])
 
 
 def test_the_headline_has_the_ratios(results: dict[str, Any]) -> None:

@@ -53,10 +53,30 @@ class Served:
         launcher = psutil.Process(self.process.pid)
         return [launcher, *launcher.children(recursive=True)]
 
+    def stubs(self, model: str = "", version: int | None = None) -> list[psutil.Process]:
+        """The backend processes that live, of a model and a version if these are given."""
+        found = []
+        for process in self.family():
+            try:
+                arguments = process.cmdline()
+            except psutil.NoSuchProcess:  # it has ended since it was listed, or is a zombie
+                continue
+            if len(arguments) > 1 and "stub" in Path(arguments[0]).name:
+                code = Path(arguments[1])  # <repository>/<model>/<version>/model.py
+                if model in ("", code.parent.parent.name) and version in (None, int(code.parent.name)):
+                    found.append(process)
+        return found
+
+    def stub(self, model: str, version: int | None = None) -> psutil.Process:
+        """The backend process of a model, or of one version where another may still be on its way out."""
+        found = self.stubs(model, version)
+        assert len(found) == 1, f"backend processes of {model!r}, version {version}: {found}"
+        return found[0]
+
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Signal the launcher and return its exit status."""
         self.process.send_signal(number)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=120)
 
     def close(self) -> None:
         """Stop it if it still runs."""

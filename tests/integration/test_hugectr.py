@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -241,6 +243,15 @@ def test_uint32_keys_are_served(in_place: Served, tmp_path: Path) -> None:
         answer = ask(client, "short_keys", request)
 
     np.testing.assert_allclose(answer, Evaluator(report.version_dir).predict(request).ravel(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["hugectr_wdl", "hugectr_dcn", "hugectr_wdl_hps", "labels", "short_keys"])
+def test_models_are_healthy(in_place: Served, name: str) -> None:
+    """`hotrow health` gets an answer though it cannot know how a request's tensors have to agree; it fails none."""
+    command = [sys.executable, "-m", "hotrow", "health", "--model", name, "--url", in_place.grpc]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 def switch_to_v2(v2: Path, folder: Path, *, keep_rows: bool) -> None:

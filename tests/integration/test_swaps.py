@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
@@ -38,32 +38,46 @@ Tell = Callable[[NDArray[Any], int], int]
 CTR = {"ids": IDS, "dense": DENSE}
 
 
-@contextlib.contextmanager
-def load_of_requests(
-    served: Served, model: str, requests: list[Inputs], tell: Tell, *, num_clients: int = 3
-) -> Iterator[Callable[[], list[list[int]]]]:
-    """Clients that ask as fast as they can; the function ends them and gives the versions that each was answered by."""
-    done = threading.Event()
+class Load:
+    """Clients that ask as fast as they can, one request after the other; a context manager that ends them."""
 
-    def ask_on(first: int) -> list[int]:
-        versions = []
-        with served.grpc_client() as client:
-            while not done.is_set():
-                i = (first + len(versions)) % len(requests)
-                versions.append(tell(ask(client, model, requests[i]).as_numpy("OUTPUT0"), i))
-        return versions
+    def __init__(self, served: Served, model: str, requests: list[Inputs], tell: Tell, *, num_clients: int = 3) -> None:
+        self.seen: list[list[int]] = [[] for _ in range(num_clients)]
+        """By client: the versions that its requests were answered by, in order."""
+        self._done = threading.Event()
+        self._threads = ThreadPoolExecutor(num_clients)
 
-    with ThreadPoolExecutor(num_clients) as threads:
-        clients: list[Future[list[int]]] = [threads.submit(ask_on, first) for first in range(num_clients)]
+        def ask_on(first: int, seen: list[int]) -> None:
+            with served.grpc_client() as client:
+                while not self._done.is_set():
+                    i = (first + len(seen)) % len(requests)
+                    seen.append(tell(ask(client, model, requests[i]).as_numpy("OUTPUT0"), i))
 
-        def stop() -> list[list[int]]:
-            done.set()
-            return [client.result() for client in clients]
+        self._clients = [self._threads.submit(ask_on, first, seen) for first, seen in enumerate(self.seen)]
 
-        try:
-            yield stop
-        finally:
-            done.set()
+    def reaches(self, version: int) -> None:
+        """Wait until the last answer of each client is of this version; what made a client stop is raised."""
+        wait_until(
+            lambda: any(client.done() for client in self._clients) or all(version in seen[-1:] for seen in self.seen),
+            f"all clients to be answered by version {version}",
+        )
+        for client in self._clients:
+            if client.done():
+                client.result()
+
+    def stop(self) -> list[list[int]]:
+        """End the clients and return what they have seen; what made one of them stop before is raised."""
+        self._done.set()
+        for client in self._clients:
+            client.result()
+        return self.seen
+
+    def __enter__(self) -> Load:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._threads.shutdown()
 
 
 def telling(answers: Mapping[int, list[NDArray[Any]]], atol: float) -> Tell:
@@ -102,17 +116,18 @@ def test_hugectr_versions_swap_whole(serve: Serve, shared: Path, tmp_path: Path)
     served = serve(repository)
     one, two = repository / "hugectr_wdl/1", repository / "hugectr_wdl/2"
 
-    with served.grpc_client() as client, load_of_requests(served, "hugectr_wdl", requests, tell) as stop:
+    with served.grpc_client() as client, Load(served, "hugectr_wdl", requests, tell) as load:
+        load.reaches(1)
         for _ in range(3):
             shutil.copytree(tmp_path / "next/hugectr_wdl/2", two.with_name(".tmp-2"))
             two.with_name(".tmp-2").rename(two)
             client.load_model("hugectr_wdl")
+            load.reaches(2)
             shutil.rmtree(two)
             os.utime(one)
             client.load_model("hugectr_wdl")
-        seen = stop()
-
-    assert all({1, 2} == set(versions) for versions in seen)
+            load.reaches(1)
+        load.stop()
 
 
 def test_versions_of_a_multi_task_model_swap_whole(serve: Serve, shared: Path, tmp_path: Path) -> None:
@@ -138,19 +153,16 @@ def test_versions_of_a_multi_task_model_swap_whole(serve: Serve, shared: Path, t
 
     with (
         served.grpc_client() as client,
-        load_of_requests(served, name, requests, telling(answers, 1e-5)) as stop,
+        Load(served, name, requests, telling(answers, 1e-5)) as load,
     ):
+        load.reaches(1)
         shutil.copytree(perturbed, repository / name / ".tmp-2")
         (repository / name / ".tmp-2").rename(repository / name / "2")
         client.load_model(name)
-        seen = stop()
+        load.reaches(2)
+        seen = load.stop()
 
     assert all(versions == sorted(versions) and set(versions) == {1, 2} for versions in seen)
-
-
-def stubs(served: Served) -> list[psutil.Process]:
-    """The backend's processes."""
-    return [process for process in served.family() if "stub" in process.name()]
 
 
 def damage(version_dir: Path, file: str, content: bytes | None = None) -> None:
@@ -184,7 +196,8 @@ def test_bad_versions_never_disturb_the_good_one(serve: Serve, tmp_path: Path) -
     write_ctr(repository / "ctr" / "1")
     served = serve(repository)
 
-    with served.grpc_client() as client, load_of_requests(served, "ctr", [CTR], tell_ctr) as stop:
+    with served.grpc_client() as client, Load(served, "ctr", [CTR], tell_ctr) as load:
+        load.reaches(1)
         for name, spoil in BAD.items():
             version = repository / "ctr" / "2"
             write_ctr(tmp_path / "next" / "ctr" / "2", scale=3)
@@ -198,10 +211,11 @@ def test_bad_versions_never_disturb_the_good_one(serve: Serve, tmp_path: Path) -
         write_ctr(repository / "ctr" / "2", scale=3)
         client.load_model("ctr")
         assert tell_ctr(ask(client, "ctr", CTR).as_numpy("OUTPUT0"), 0) == 2
-        seen = stop()
+        load.reaches(2)
+        seen = load.stop()
 
     assert all(versions == sorted(versions) and set(versions) <= {1, 2} for versions in seen)
-    wait_until(lambda: len(stubs(served)) == 1, "the stubs of all other versions to end")
+    wait_until(lambda: len(served.stubs()) == 1, "the stubs of all other versions to end")
 
 
 def test_a_stub_that_is_killed_while_it_loads_takes_nothing_with_it(serve: Serve, tmp_path: Path) -> None:
@@ -209,33 +223,55 @@ def test_a_stub_that_is_killed_while_it_loads_takes_nothing_with_it(serve: Serve
     repository = tmp_path / "repository"
     write_ctr(repository / "ctr" / "1")
     served = serve(repository)
-    old = stubs(served)
-
-    def kill_new() -> None:
-        def young() -> list[psutil.Process]:
-            return [process for process in stubs(served) if process not in old]
-
-        wait_until(lambda: len(young()) > 0, "a new stub")
-        # It has imported NumPy and is on its way: killed in its first milliseconds, Triton would wait for ever.
-        wait_until(lambda: young()[0].cpu_times().user > 0.25, "the new stub to be at work")
-        young()[0].kill()
+    pipe = tmp_path / "canary"
+    os.mkfifo(pipe)
 
     with (
         served.grpc_client() as client,
-        load_of_requests(served, "ctr", [CTR], tell_ctr, num_clients=2) as stop,
+        Load(served, "ctr", [CTR], tell_ctr, num_clients=2) as load,
         ThreadPoolExecutor(1) as thread,
     ):
-        write_ctr(repository / "ctr" / "2", scale=3)
-        killer = thread.submit(kill_new)
-        with pytest.raises(InferenceServerException):
-            client.load_model("ctr")
-        killer.result()
+        load.reaches(1)
+        write_ctr(tmp_path / "next" / "ctr" / "2", scale=3)
+        wait_for_canary(tmp_path / "next" / "ctr" / "2", pipe)
+        (tmp_path / "next" / "ctr" / "2").rename(repository / "ctr" / "2")
+        loading = thread.submit(client.load_model, "ctr")
+        with opened_pipe(pipe):
+            served.stub("ctr", version=2).kill()
+            with pytest.raises(InferenceServerException):
+                loading.result()
         assert tell_ctr(ask(client, "ctr", CTR).as_numpy("OUTPUT0"), 0) == 1
+        shutil.rmtree(repository / "ctr" / "2")
+        write_ctr(repository / "ctr" / "2", scale=3)
         client.load_model("ctr")
-        assert tell_ctr(ask(client, "ctr", CTR).as_numpy("OUTPUT0"), 0) == 2
-        seen = stop()
+        load.reaches(2)
+        seen = load.stop()
 
-    assert all(set(versions) <= {1, 2} for versions in seen)
+    assert all(versions == sorted(versions) for versions in seen)
+
+
+def wait_for_canary(version_dir: Path, pipe: Path) -> None:
+    """Let the load of a version wait, when all else is done, for canary requests that come by a pipe."""
+    path = version_dir / "session.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    document["settings"] = {"canary_requests": str(pipe)}
+    path.write_text(json.dumps(document), encoding="utf-8")
+    write_manifest(version_dir)
+
+
+@contextlib.contextmanager
+def opened_pipe(pipe: Path) -> Iterator[None]:
+    """Open it for writing once somebody waits for what is written, and write nothing."""
+    handles: list[int] = []
+
+    def is_read() -> bool:
+        with contextlib.suppress(OSError):  # nobody reads it yet
+            handles.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(handles)
+
+    wait_until(is_read, "somebody to read the pipe")
+    yield
+    os.close(handles[0])
 
 
 def test_wild_answers_to_canary_requests_refuse_a_version(serve: Serve, tmp_path: Path) -> None:
@@ -274,28 +310,30 @@ def test_content_is_replaced_in_place_under_load(serve: Serve, tmp_path: Path) -
     with (repository / "ctr" / "config.pbtxt").open("a", encoding="utf-8") as config:
         config.write('parameters { key: "watch_interval_s" value { string_value: "0.1" } }\n')
     served = serve(repository)
-    before = stubs(served)
+    before = served.stubs()
 
     def counted(name: str) -> float:
         return counters(served, model="ctr", version="1")[f"hotrow_{name}_total"]
 
-    with load_of_requests(served, "ctr", [CTR], tell_ctr) as stop:
+    with Load(served, "ctr", [CTR], tell_ctr) as load:
+        load.reaches(1)
         for number in range(2, 6):
             beside = tmp_path / "next" / "ctr" / "1"
             write_ctr(beside, scale=2 * number - 1)
             exchange(beside, repository / "ctr" / "1")
             wait_until(lambda number=number: counted("in_place_updates") == number - 1, "the update")
+            load.reaches(number)
             shutil.rmtree(beside)
         write_ctr(beside, scale=11)
         damage(beside, "tables/item/emb_vector")
         exchange(beside, repository / "ctr" / "1")
         wait_until(lambda: counted("failed_in_place_updates") > 0, "the failed update")
-        seen = stop()
+        seen = load.stop()
 
     assert all(versions == sorted(versions) and versions[-1] == 5 for versions in seen)
-    assert stubs(served) == before
+    assert served.stubs() == before
     wait_until(lambda: counted("requests") == sum(map(len, seen)), "all requests to be counted")
-    assert any("emb_vector: damaged" in line for line in served.errors)
+    wait_until(lambda: any("emb_vector: damaged" in line for line in served.errors), "the log to say why")
 
 
 def test_the_new_version_starts_with_the_hot_rows(serve: Serve, tmp_path: Path) -> None:
@@ -315,8 +353,8 @@ def test_the_new_version_starts_with_the_hot_rows(serve: Serve, tmp_path: Path) 
         with served.grpc_client() as client:
             ask(client, "ctr", CTR)
             wait_until(lambda: sum(hits_and_misses("1")) == IDS.size, "the first keys to be counted")
-            state = next((tmp_path / "cache" / "state").iterdir()) / "ctr.hot_keys"
-            wait_until(state.exists, "hot keys to be kept")
+            state = tmp_path / "cache" / "state"
+            wait_until(lambda: any(state.glob("*/ctr.hot_keys")), "hot keys to be kept")
             write_ctr(repository / "ctr" / "2", scale=3)
             client.load_model("ctr")
             assert tell_ctr(ask(client, "ctr", CTR).as_numpy("OUTPUT0"), 0) == 2

@@ -269,6 +269,34 @@ def test_updates_reach_every_tier_and_the_cache(
             assert session.stats()["updates"]["messages"] == 0
 
 
+def test_who_cannot_write_follows_who_does(broker: Broker, small: SmallVersion, tmp_path: Path) -> None:
+    """Of two sessions on one RocksDB both serve every update, from a Redis of its own too; the second takes over."""
+    database = f"rocksdb://{tmp_path}/db"
+    push(small.directory, database)
+    keys = small.tables["hashed/key"]
+    settings = {"persistent_store": database, "update_stream": broker.url}
+    with (
+        Publisher(broker.url, small.model) as publisher,
+        RedisServer() as redis,
+        InferenceSession.open(small.directory, **settings, volatile_store=redis.url) as follower,
+    ):
+        with InferenceSession.open(small.directory, **settings) as writer:
+            writer.update("user.weight", [0], vectors(0))  # there is one writer's place, and this takes it
+            for value in (1, 2):
+                follower.lookup("hashed", keys)
+                publisher.publish("hashed", keys[:3], vectors(value, rows=3, dim=2))
+                publisher.delete("hashed", keys[3 + value : 4 + value])
+                publisher.flush()
+                for session in (writer, follower):
+                    await_rows(session, "hashed", keys[:3], value)
+                    await_rows(session, "hashed", keys[3 + value : 4 + value], DEFAULT)
+            assert follower.stats()["updates"]["failures"] == 0
+        publisher.publish("hashed", keys[:3], vectors(3, rows=3, dim=2))
+        publisher.flush()
+        await_rows(follower, "hashed", keys[:3], 3)
+        wait_until(lambda: not follower.stats()["updates"]["lag_messages"], "all to be applied")
+
+
 def test_updates_wait_for_a_store_that_is_down(broker: Broker, small: SmallVersion) -> None:
     """Nothing is passed over: they are applied, in order, once it is back."""
     with RedisServer() as redis:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
+from inference_session.formats.onnx_model.bags import pool_bags
 from inference_session.formats.onnx_model.columns import read_columns
 from inference_session.formats.onnx_model.graph import Names, needed_nodes, reads, sink_constants
 from inference_session.formats.onnx_model.hoisting import Hoister
@@ -65,6 +66,7 @@ def _carve(
     surgery.types = Types(model, weights)
     lookups = take_lookups(surgery)
     if merge:
+        pool_bags(surgery, lookups)
         pool_lookups(surgery, lookups)
         lookups = join_lookups(surgery, lookups)
         read_columns(surgery, lookups)
@@ -96,7 +98,7 @@ def _dense_network(surgery: Surgery, lookups: list[Lookup]) -> ModelProto:
 def _keys_network(surgery: Surgery, lookups: list[Lookup]) -> ModelProto | None:
     """What computes the keys, and their factors, that are not inputs of the model as they stand."""
     given = {value.name for value in surgery.graph.input}
-    wanted = dict.fromkeys(name for lookup in lookups for name in (lookup.keys, lookup.weights) if name)
+    wanted = dict.fromkeys(name for lookup in lookups for name in lookup.reads)
     factors = {lookup.weights for lookup in lookups}
     outputs = [_output(surgery, name, is_factor=name in factors) for name in wanted if name not in given]
     return _network(surgery, list(surgery.graph.input), outputs) if outputs else None

@@ -30,6 +30,7 @@ from inference_session.formats.onnx_model.spec import model_spec, table_folders
 from inference_session.formats.onnx_model.types import ValueType, value_type
 from inference_session.formats.onnx_model.weights import Weight, weight_of
 from inference_session.formats.onnx_model.wire import read_skeleton
+from inference_session.formats.publishing import share_unchanged
 from inference_session.formats.staging import stage_version
 
 logger = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ def import_onnx(
             if complete:
                 complete(staging, report.spec)
             write_manifest(staging, progress)
+            share_unchanged(staging)
     return report
 
 

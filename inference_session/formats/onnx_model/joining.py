@@ -62,7 +62,7 @@ def _lookup_behind(surgery: Surgery, lookups: list[Lookup], counts: dict[str, in
     if counts[name] != 1:
         return None
     found = next((lookup for lookup in lookups if lookup.vectors == name and lookup.matrix is None), None)
-    if found is None or found.keys_dims is None:
+    if found is None or found.keys_dims is None or found.bags is not None:
         return None
     allowed = (2,) if found.pooling != "none" else (1, 2)
     return found if len(found.keys_dims) in allowed else None

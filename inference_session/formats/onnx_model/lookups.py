@@ -50,6 +50,8 @@ class Lookup:
     """The value, float32, that nothing in the graph makes any more."""
     pooling: Pooling = "none"
     weights: str | None = None
+    bags: tuple[str, str] | None = None
+    """Of pooled keys that are one list: the values that say where each bag begins and ends in it."""
     columns: tuple[int, int] | None = None
     """Of a matrix of keys, those from the first up to, not including, the second."""
     matrix: str | None = None
@@ -58,6 +60,11 @@ class Lookup:
     @property
     def embedding_dim(self) -> int:
         return math.prod(self.row_shape)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The values that the look-up needs."""
+        return (self.keys, *([self.weights] if self.weights else []), *(self.bags or ()))
 
     @property
     def dims(self) -> Dims | None:

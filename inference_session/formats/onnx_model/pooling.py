@@ -25,7 +25,7 @@ def pool_lookups(surgery: Surgery, lookups: list[Lookup]) -> None:
     """Change the graph and the look-ups; those whose pooling is not exactly ours stay as they are."""
     for lookup in lookups:
         dims = lookup.keys_dims
-        if dims is not None and len(dims) > 1 and dims[-1] != 0 and len(lookup.row_shape) <= 1:
+        if lookup.pooling == "none" and dims and len(dims) > 1 and dims[-1] != 0 and len(lookup.row_shape) <= 1:
             _pool(surgery, lookup)
     skip_identities(surgery.graph)
 

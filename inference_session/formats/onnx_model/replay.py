@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.formats.native import DENSE_FILE, KEYS_FILE, TABLES_FOLDER, LookupSpec, ModelSpec
+from inference_session.formats.native import DENSE_FILE, KEYS_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, Pooling
 from inference_session.formats.onnx_model.evaluation import open_network
 from inference_session.formats.onnx_model.probe import Arrays
 
@@ -47,6 +47,8 @@ class Replay:
         if lookup.columns is not None:
             keys = keys[:, slice(*lookup.columns)]
         vectors = np.asarray(self._tables[lookup.table][keys], np.float32)
+        if lookup.bags is not None:
+            return _pooled_bags(vectors, lookup.pooling, *(values[name] for name in lookup.bags))
         if lookup.weights is not None:
             vectors = vectors * values[lookup.weights][..., None]
         if lookup.pooling == "none":
@@ -57,6 +59,16 @@ class Replay:
         else:
             vectors = vectors.sum(axis=-2) if lookup.pooling == "sum" else vectors.mean(axis=-2)
         return vectors.reshape(len(vectors), math.prod(vectors.shape[1:])) if lookup.joined else vectors
+
+
+def _pooled_bags(
+    vectors: NDArray[np.float32], pooling: Pooling, begins: NDArray[Any], ends: NDArray[Any]
+) -> NDArray[np.float32]:
+    pooled = np.zeros((len(begins), vectors.shape[1]), np.float32)
+    for i, (begin, end) in enumerate(zip(begins, ends, strict=True)):
+        if len(bag := vectors[begin:end]):
+            pooled[i] = getattr(bag, pooling)(axis=0)
+    return pooled
 
 
 def _run(network: Any, values: Arrays) -> Arrays:

@@ -112,6 +112,7 @@ def _lookup_spec(lookup: Lookup, folder: str) -> LookupSpec:
         dense_input=lookup.matrix or lookup.vectors,
         pooling=lookup.pooling,
         weights=lookup.weights,
+        bags=lookup.bags,
         columns=lookup.columns,
         joined=lookup.matrix is not None,
     )

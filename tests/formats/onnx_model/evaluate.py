@@ -50,6 +50,10 @@ def _look_up(version_dir: Path, spec: ModelSpec, lookup: LookupSpec, values: Arr
         assert values[lookup.weights].dtype == np.float32
         assert values[lookup.weights].shape == keys.shape
         vectors *= values[lookup.weights][..., None]
+    if lookup.bags is not None:
+        cuts = zip(*(values[name] for name in lookup.bags), strict=True)
+        sums = [(vectors[begin:end].sum(axis=0), len(vectors[begin:end])) for begin, end in cuts]
+        return np.array([s / max(count, 1) if lookup.pooling == "mean" else s for s, count in sums], np.float32)
     if lookup.pooling != "none":
         vectors = getattr(np, lookup.pooling)(vectors, axis=-2)
     elif table.row_shape is not None:

@@ -1,0 +1,51 @@
+"""A real browser for pages that we write."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import matplotlib.image
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from playwright.sync_api import Browser, sync_playwright
+
+_TIMEOUT_MS = 120_000
+
+
+@contextmanager
+def started_browser() -> Iterator[Browser]:
+    """A Chromium that draws nowhere: the machine's, else Playwright's own."""
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    with sync_playwright() as playwright:
+        if program is None and not Path(playwright.chromium.executable_path).exists():
+            pytest.skip("no Chromium; Debian: apt-get install chromium, elsewhere: playwright install chromium")
+        # Its sandbox needs what containers do not have; the pages are our own.
+        options = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        with playwright.chromium.launch(executable_path=program, args=options, timeout=_TIMEOUT_MS) as browser:
+            yield browser
+
+
+class Look:
+    """A page in a tab of its own: how it is drawn, and all that the browser has complained of or asked for."""
+
+    def __init__(self, browser: Browser, path: Path, *, width: int = 1200, dark: bool = False) -> None:
+        scheme: Literal["dark", "light"] = "dark" if dark else "light"
+        self.tab = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+        self.complaints: list[str] = []
+        self.requests: list[str] = []
+        self.tab.on("console", lambda message: self.complaints.append(message.text))
+        self.tab.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.tab.on("request", lambda request: self.requests.append(request.url))
+        self.tab.goto(path.as_uri(), timeout=_TIMEOUT_MS)
+
+    def pixels(self) -> NDArray[np.float32]:
+        """Of the whole page, float32 [height, width, 3], from 0 to 1."""
+        picture = io.BytesIO(self.tab.screenshot(full_page=True, timeout=_TIMEOUT_MS))
+        pixels: NDArray[np.float32] = matplotlib.image.imread(picture)[..., :3]
+        return pixels

@@ -1,0 +1,208 @@
+"""Backend processes that die or hang, and what is left when a launcher is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from tests.integration.conftest import Serve, Served
+from tests.integration.models import ctr_answer, write_ctr, write_flat
+from tests.integration.test_requests import DENSE, IDS, ask, counters
+from tests.parameter_server.servers import wait_until
+
+pytestmark = pytest.mark.triton
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Two versions of `ctr`, and another model."""
+    write_ctr(tmp_path / "repository" / "ctr" / "1")
+    write_ctr(tmp_path / "repository" / "ctr" / "2", scale=3)
+    write_flat(tmp_path / "repository" / "flat" / "1")
+    return tmp_path / "repository"
+
+
+def scale_of(served: Served, *, timeout_s: float = 20) -> float | None:
+    """By what the version that answers scales its sums; None where none answers."""
+    with served.grpc_client() as client:
+        try:
+            answer = ask(client, "ctr", {"ids": IDS, "dense": DENSE}, client_timeout=timeout_s).as_numpy("OUTPUT0")
+        except InferenceServerException:
+            return None
+    return float((answer / ctr_answer(IDS, DENSE)).mean())
+
+
+def hotrow(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A command, as a person or a probe runs it."""
+    command = [sys.executable, "-m", "hotrow", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+
+def is_healthy(served: Served) -> bool:
+    """Whether `hotrow health` says so."""
+    return hotrow("health", "--model", "ctr", "--url", served.grpc).returncode == 0
+
+
+def restarts(served: Served, model: str) -> float:
+    """How often the model's backend process was replaced; -1 while there are no metrics."""
+    try:
+        return counters(served, model=model).get("hotrow_backend_restarts_total", -1)
+    except OSError:
+        return -1
+
+
+def await_line(served: Served, text: str) -> None:
+    """Wait for a line of the launcher's log."""
+    wait_until(lambda: any(text in line for line in served.errors), f"{text!r} in the log")
+
+
+@pytest.mark.parametrize(("number", "how"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "is stopped")])
+def test_a_lost_backend_process_is_replaced(serve: Serve, repository: Path, number: signal.Signals, how: str) -> None:
+    """Killed or stopped: it is logged and counted, and the version that served answers again; others never stop."""
+    served = serve(repository)
+    with served.grpc_client() as client:
+        config = client.get_model_config("ctr", as_json=True)["config"]
+        assert config["version_policy"] == {"latest": {"num_versions": 1}}
+    assert scale_of(served) == 3
+    lost = served.stub("ctr")
+
+    lost.send_signal(number)
+    await_line(served, f"backend process {lost.pid} of model 'ctr' version 2 {how}")
+    await_line(served, "model 'ctr' serves again")
+
+    # A process that is killed while it shares a lock may take the server down, which is started again then.
+    wait_until(lambda: scale_of(served, timeout_s=5) == 3, "an answer")
+    wait_until(lambda: is_healthy(served), "health")
+    wait_until(lambda: restarts(served, "ctr") >= 1, "the loss to be counted")
+    went_down = any("went down" in line for line in served.errors)
+    assert went_down or restarts(served, "flat") == 0
+    wait_until(lambda: not is_running(lost), "the end of the lost process")
+    assert served.stop() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_health_notices_without_a_watchdog(serve: Serve, repository: Path, number: signal.Signals) -> None:
+    """Where nobody replaces a lost process, as on a server of others, `hotrow health` still tells."""
+    served = serve(repository)
+    launcher = psutil.Process(served.process.pid)
+    launcher.suspend()
+    served.stub("ctr").send_signal(number)
+
+    result = hotrow("health", "--model", "ctr", "--url", served.grpc)
+
+    launcher.resume()
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1
+
+
+def test_the_version_that_was_chosen_comes_back(serve: Serve, repository: Path) -> None:
+    """A loss does not undo a roll-back, nor load a version that was published and not loaded; a bare load then does."""
+    served = serve(repository)
+    assert hotrow("roll-back", "ctr", "--url", served.grpc).returncode == 0
+    write_ctr(repository / "ctr" / "3", scale=5)
+
+    served.stub("ctr", version=1).kill()
+    await_line(served, "model 'ctr' serves again")
+    assert scale_of(served) == 1
+
+    load_ctr(served)
+    assert scale_of(served) == 5
+
+
+def test_a_server_that_goes_down_with_a_backend_process_is_started_again(serve: Serve, repository: Path) -> None:
+    """Its ports, models and versions come back; the loss is counted."""
+    served = serve(repository)
+    assert hotrow("load", "ctr", "--version", "1", "--url", served.grpc).returncode == 0
+    server = next(process for process in served.family() if process.name() == "tritonserver")
+    lost = served.stub("ctr", version=1)
+    lost.kill()
+    await_line(served, f"backend process {lost.pid}")
+
+    server.send_signal(signal.SIGABRT)
+    await_line(served, "tritonserver went down")
+    wait_until(lambda: scale_of(served, timeout_s=5) == 1, "an answer")
+
+    wait_until(lambda: restarts(served, "ctr") >= 1, "the loss to be counted")
+    assert served.stop() == 0
+
+
+@pytest.mark.parametrize("victims", [["launcher"], ["launcher", "tritonserver"]])
+@pytest.mark.parametrize("loading", [False, True])
+def test_a_killed_launcher_leaves_nothing(serve: Serve, repository: Path, victims: list[str], loading: bool) -> None:
+    """Server, stubs (a stopped one too) and shared memory are gone soon after, in the middle of a load as well."""
+    served = serve(repository)
+    served.stub("flat").suspend()
+    with ThreadPoolExecutor(1) as thread:
+        if loading:
+            old = served.stub("ctr")
+            (repository / "ctr" / "2" / "touched").touch()
+            thread.submit(load_ctr, served)
+            wait_until(lambda: any(stub != old for stub in served.stubs("ctr")), "a new backend process")
+        family = served.family()
+        assert shared_memory_of(served)
+
+        for process in family:
+            if process.pid == served.process.pid or process.name() in victims:
+                os.kill(process.pid, signal.SIGKILL)
+        served.process.wait()
+
+    wait_until(lambda: not any(is_running(process) for process in family), "the end of all processes")
+    wait_until(lambda: not shared_memory_of(served), "the end of their shared memory")
+
+
+def shared_memory_of(served: Served) -> list[Path]:
+    """The regions of its backend processes."""
+    return list(Path("/dev/shm").glob(f"hotrow_{served.process.pid}_*"))  # noqa: S108
+
+
+def load_ctr(served: Served) -> None:
+    """A load by a bare client."""
+    with served.grpc_client() as client:
+        client.load_model("ctr")
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Whether it lives; a zombie does not."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_backend_processes_do_not_outlive_a_server_of_others(serve: Serve, repository: Path) -> None:
+    """Where nobody clears up after a killed server, they notice, end themselves and remove their memory."""
+    served = serve(repository)
+    launcher, *others = served.family()
+    reaper = next(process for process in others if "reaper.py" in " ".join(process.cmdline()))
+    stubs = served.stubs()
+    memory = [Path("/dev/shm", stub.cmdline()[2]) for stub in stubs]  # noqa: S108
+    reaper.kill()
+    launcher.suspend()
+
+    next(process for process in others if process.name() == "tritonserver").kill()
+
+    wait_until(lambda: not any(is_running(stub) for stub in stubs), "the end of the backend processes")
+    assert not any(path.exists() for path in memory)
+    launcher.kill()
+    served.process.wait()
+
+
+def test_readiness_survives_failed_loads(serve: Serve, repository: Path) -> None:
+    """/v2/health/ready stays 200 while versions come, go and fail."""
+    served = serve(repository)
+    with served.http_client() as http, served.grpc_client() as grpc:
+        write_ctr(repository / "ctr" / "3", scale=5)
+        (repository / "ctr" / "3" / "session.json").write_text("{", encoding="utf-8")
+        with pytest.raises(InferenceServerException):
+            grpc.load_model("ctr")
+        assert http.is_server_ready()
+        np.testing.assert_equal(scale_of(served), 3)

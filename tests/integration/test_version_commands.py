@@ -1,0 +1,283 @@
+"""`hotrow load`, `roll-back`, `versions`, `health`, `smoke-test` and `publish-version` against a real server."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tritonclient.utils import InferenceServerException
+
+from hotrow.command_line import main
+from inference_session.formats import manifest
+from tests.integration.conftest import NUMPY_1, Served, start
+from tests.integration.models import ctr_answer, write_bags, write_ctr, write_flat, write_types
+from tests.integration.test_requests import DENSE, IDS, ask
+
+pytestmark = pytest.mark.triton
+
+SCALES = {1: 1.0, 2: 3.0, 3: 5.0}
+"""What tells the versions of `ctr` apart."""
+
+
+@pytest.fixture(scope="module")
+def server(tritonserver: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server whose repository each test may change."""
+    repository = tmp_path_factory.mktemp("repository")
+    write_flat(repository / "flat" / "1")
+    write_bags(repository / "bags" / "1")
+    write_types(repository / "types" / "1", strings=NUMPY_1)
+    served = start(repository)
+    yield served
+    served.close()
+
+
+@pytest.fixture
+def model(server: Served, request: pytest.FixtureRequest) -> str:
+    """A model of the test's own, with versions 1 and 2; nothing of it is loaded."""
+    name = f"ctr{abs(hash(request.node.nodeid))}"
+    for version in (1, 2):
+        write_ctr(server.repository / name / str(version), scale=SCALES[version])
+    return name
+
+
+class Result(NamedTuple):
+    """What a command printed, and its exit code."""
+
+    code: int
+    out: str
+    err: str
+
+
+def hotrow(*arguments: object) -> Result:
+    """The command line, in this process: starting one takes longer than what it does."""
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr("sys.argv", ["hotrow", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+    return Result(int(caught.value.code or 0), out.getvalue(), err.getvalue())
+
+
+def succeed(*arguments: object) -> str:
+    """What a command prints that is expected to succeed."""
+    result = hotrow(*arguments)
+    assert (result.code, result.err) == (0, "")
+    return result.out
+
+
+def fail(*arguments: object) -> str:
+    """The one line of a command that is expected to fail."""
+    result = hotrow(*arguments)
+    assert result.code == 1
+    assert result.err.startswith("hotrow: ")
+    assert result.err.count("\n") == 1
+    return result.err
+
+
+def answers(server: Served, model: str) -> NDArray[np.float32]:
+    """The predictions of the version that serves."""
+    with server.grpc_client() as client:
+        answer: NDArray[np.float32] = ask(client, model, {"ids": IDS, "dense": DENSE}).as_numpy("OUTPUT0")
+    return answer
+
+
+def serves(server: Served, model: str, version: int) -> bool:
+    """Whether requests get the answers of that version."""
+    return np.array_equal(answers(server, model), ctr_answer(IDS, DENSE, scale=SCALES[version]))
+
+
+def test_a_new_model_goes_live_and_back(server: Served, model: str) -> None:
+    """A model that came after the start is loaded, its newest version first; roll-back goes down to the lowest."""
+    url = ("--url", server.grpc)
+    assert succeed("load", model, *url) == f"{model}: version 2 serves\n"
+    assert serves(server, model, 2)
+
+    assert succeed("roll-back", model, *url) == f"{model}: version 1 serves (before: 2)\n"
+    assert serves(server, model, 1)
+    assert "version 1 serves, and there is no lower one" in fail("roll-back", model, *url)
+    assert serves(server, model, 1)
+
+    assert succeed("load", model, *url) == f"{model}: version 2 serves (before: 1)\n"
+    assert serves(server, model, 2)
+
+
+def test_a_version_is_chosen_and_left_again(server: Served, model: str) -> None:
+    """Exactly the version asked for serves, though newer ones are there; a load without one takes the newest."""
+    url = ("--url", server.grpc)
+    succeed("load", model, "--version", 1, *url)
+    assert serves(server, model, 1)
+    write_ctr(server.repository / model / "3", scale=SCALES[3])
+    succeed("load", model, "--version", 2, *url)
+    assert serves(server, model, 2)
+
+    assert "no such version" in fail("load", model, "--version", 9, *url)
+    assert serves(server, model, 2)
+    succeed("load", model, *url)
+    assert serves(server, model, 3)
+
+
+def test_versions_are_listed(server: Served, model: str) -> None:
+    """A line per version, number and state first, then who serves, how long, and why one does not."""
+    url = ("--url", server.grpc)
+    succeed("load", model, "--version", 1, *url)
+    write_ctr(server.repository / model / "3", scale=SCALES[3])
+    (server.repository / model / "3" / "dense.onnx").unlink()
+    fail("load", model, "--version", 3, *url)
+
+    listed = json.loads(succeed("versions", model, *url, "--metrics-url", server.metrics, "--json"))
+    lines = [line.split(maxsplit=2) for line in succeed("versions", model, *url).splitlines()]
+
+    assert [line[:2] for line in lines if line[1] == "READY"] == [["1", "READY"]]
+    assert [row["version"] for row in listed if row["serves"]] == [1]
+    assert next(row for row in listed if row["version"] == 1)["age_s"] >= 0
+    assert "dense.onnx: no such file" in next(row for row in listed if row["version"] == 3)["reason"]
+
+
+def test_a_version_is_tested_beside_the_one_that_serves(server: Served, model: str, tmp_path: Path) -> None:
+    """Blue and green: both are loaded, recorded requests tell how far they are apart, then one of them serves."""
+    url = ("--url", server.grpc)
+    requests = tmp_path / "requests.jsonl"
+    tensors = {"ids": ("INT64", IDS), "dense": ("FP32", DENSE)}
+    inputs = [
+        {"name": name, "datatype": datatype, "shape": array.shape, "data": array.tolist()}
+        for name, (datatype, array) in tensors.items()
+    ]
+    requests.write_text(json.dumps({"inputs": inputs}) + "\n", encoding="utf-8")
+    test = ("smoke-test", model, "--version", 2, "--requests", requests, *url)
+
+    succeed("load", model, "--version", 1, *url)
+    assert "request 1: " in fail(*test)
+    succeed("load", model, "--version", 2, "--beside", *url)
+    assert succeed(*test) == f"{model}: version 2 answered 1 requests\n"
+    assert "more than 0.1" in fail(*test, "--compare-with", 1, "--tolerance", 0.1)
+    succeed(*test, "--compare-with", 1, "--tolerance", 1e6)
+    succeed("load", model, "--version", 2, *url)
+
+    states = {row["version"]: row["state"] for row in json.loads(succeed("versions", model, *url, "--json"))}
+    assert states[2] == "READY"
+    assert states[1] in ("UNLOADING", "UNAVAILABLE")
+
+
+def break_manifest(version_dir: Path, change: Callable[[Path], None]) -> None:
+    """Change a version and write a manifest that agrees."""
+    change(version_dir)
+    manifest.write_manifest(version_dir)
+
+
+def wider(version_dir: Path) -> None:
+    """Let session.json say that rows are wider than they are."""
+    path = version_dir / "session.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    document["tables"][0]["embedding_dim"] = 5
+    path.write_text(json.dumps(document), encoding="utf-8")
+
+
+BAD_VERSIONS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing file": (lambda v: (v / "dense.onnx").unlink(), "dense.onnx"),
+    "truncated table": (lambda v: (v / "tables/item/emb_vector").write_bytes(b"1234"), "emb_vector"),
+    "wrong checksum": (lambda v: (v / "tables/item/emb_vector").write_bytes(bytes(800)), "emb_vector"),
+    "wrong dims": (lambda v: break_manifest(v, wider), "emb_vector"),
+    "broken session.json": (lambda v: (v / "session.json").write_text("{"), "session.json"),
+    "broken dense.onnx": (
+        lambda v: break_manifest(v, lambda w: (w / "dense.onnx").write_bytes(b"?") and None),
+        "dense.onnx",
+    ),
+    "no manifest": (lambda v: (v / "MANIFEST.json").unlink(), "MANIFEST.json"),
+    "empty folder": (lambda v: (shutil.rmtree(v), v.mkdir()), "MANIFEST.json"),
+}
+
+
+def test_bad_versions_are_named_and_the_old_one_serves(server: Served, model: str) -> None:
+    """Whatever is wrong with a version, the command and the bare client get the file at fault, and no traceback."""
+    url = ("--url", server.grpc)
+    shutil.rmtree(server.repository / model / "2")
+    succeed("load", model, *url)
+    for kind, (spoil, file) in BAD_VERSIONS.items():
+        version_dir = server.repository / model / "2"
+        write_ctr(version_dir, scale=SCALES[2])
+        spoil(version_dir)
+
+        with server.grpc_client() as client, pytest.raises(InferenceServerException) as caught:
+            client.load_model(model)
+        message = str(caught.value.message())
+        assert f"{version_dir}/" in message, kind
+        assert f"/{file}" in message, kind
+        assert "Traceback" not in message, kind
+        assert "At:" not in message, kind
+        assert serves(server, model, 1), kind
+        shutil.rmtree(version_dir)
+
+    write_ctr(server.repository / model / "2", scale=SCALES[2])
+    (server.repository / model / "2" / "session.json").write_text("{", encoding="utf-8")
+    assert "2/session.json" in fail("load", model, *url)
+    shutil.rmtree(server.repository / model / "2")
+    write_ctr(server.repository / model / "2", scale=SCALES[2])
+    succeed("load", model, *url)
+    assert serves(server, model, 2)
+
+
+def test_a_published_version_is_loaded(server: Served, model: str, tmp_path: Path) -> None:
+    """From a folder anywhere into the repository, then live."""
+    write_ctr(tmp_path / "trained" / "1", scale=SCALES[3])
+
+    printed = succeed("publish-version", tmp_path / "trained" / "1", "--name", model, "--repository", server.repository)
+    assert f"as {server.repository / model / '3'}" in printed
+    assert "; 0 bytes shared" not in printed
+    succeed("load", model, "--url", server.grpc)
+
+    assert serves(server, model, 3)
+
+
+@pytest.mark.parametrize("name", ["flat", "bags", "types"])
+def test_health_is_an_answer(server: Served, name: str) -> None:
+    """Models of any inputs answer a request that is made up for them."""
+    assert f"{name}: version 1 answers" in succeed("health", "--model", name, "--url", server.grpc, "--timeout", 60)
+
+
+def test_health_of_what_is_not_there(server: Served, model: str) -> None:
+    """No such model, none of its versions loaded, no server, no gRPC port: one line each."""
+    assert "unknown model: 'absent'" in fail("health", "--model", "absent", "--url", server.grpc)
+    assert model in fail("health", "--model", model, "--url", server.grpc)
+    assert "no server answers" in fail("health", "--model", model, "--url", "127.0.0.1:1")
+    assert "not its gRPC port" in fail("health", "--model", model, "--url", server.http)
+    assert "wanted: HOST:GRPC_PORT" in fail("health", "--model", model, "--url", "http://localhost:8001")
+
+
+def test_health_of_a_stopped_server(server: Served) -> None:
+    """A server that takes the connection and says nothing is not waited for."""
+    process = next(process for process in server.family() if process.name() == "tritonserver")
+    process.suspend()
+    try:
+        line = fail("health", "--model", "flat", "--url", server.grpc)
+    finally:
+        process.resume()
+    assert "within" in line or "no server" in line
+
+
+def test_what_a_server_does_not_know_is_one_line(server: Served) -> None:
+    """Commands about a model that is not there say which are."""
+    assert "has no model 'absent'; it has: " in fail("versions", "absent", "--url", server.grpc)
+    assert "has no model 'absent'" in fail("roll-back", "absent", "--url", server.grpc)
+    assert "'absent': the server finds no such folder" in fail("load", "absent", "--url", server.grpc)
+
+
+def test_a_restricted_server_wants_its_key(tritonserver: None, tmp_path: Path) -> None:
+    """With --restrict-apis the commands need --key-file; health does not."""
+    write_ctr(tmp_path / "repository" / "ctr" / "1")
+    key = tmp_path / "key"
+    key.write_text("s3cret\n", encoding="utf-8")
+    served = start(tmp_path / "repository", "--restrict-apis", str(key))
+    try:
+        assert "restricts this to clients with its key" in fail("load", "ctr", "--url", served.grpc)
+        succeed("load", "ctr", "--version", 1, "--url", served.grpc, "--key-file", key)
+        succeed("health", "--model", "ctr", "--url", served.grpc, "--timeout", 60)
+    finally:
+        served.close()
