@@ -53,8 +53,9 @@ class GpuRows(MappedRows):
         self._gpu_records: Any
         with cupy.cuda.Device(context.device_id), context.stream:
             gpu.compile_kernels()
-            self._bases = _upload(tables, _budget(cache_bytes, context.device_id))
-            self._gpu_records = self._describe(tables)
+            with _memory_checked(context.device_id):
+                self._bases = _upload(tables, _budget(cache_bytes, context.device_id))
+                self._gpu_records = self._describe(tables)
             context.stream.synchronize()
 
     @contextlib.contextmanager
@@ -146,6 +147,19 @@ class GpuRows(MappedRows):
             record["embedding_dim"] = len(default)
             record["default_address"] = self._defaults.data.ptr + 4 * begin
         return cupy.asarray(records.view(np.uint8).reshape(-1))
+
+
+@contextlib.contextmanager
+def _memory_checked(device_id: int) -> Iterator[None]:
+    """ConfigurationError where device memory runs out after all, for instance as somebody else takes it meanwhile."""
+    try:
+        yield
+    except cupy.cuda.memory.OutOfMemoryError as error:
+        free, total = cupy.cuda.runtime.memGetInfo()
+        raise ConfigurationError(
+            f"cuda:{device_id} has {free} bytes free of {total}, too few for the tables and their indexes ({error}):"
+            " free some, or set cache_bytes, so that tables stay in host memory"
+        ) from error
 
 
 def _budget(cache_bytes: int | None, device_id: int) -> int:
