@@ -57,6 +57,9 @@ class GpuRows(MappedRows):
                 self._bases = _upload(tables, _budget(cache_bytes, context.device_id))
                 self._gpu_records = self._describe(tables)
             context.stream.synchronize()
+        on_host = [t.spec.folder for t, base in zip(tables, self._bases, strict=True) if not base.on_device]
+        num_bytes = sum(base.num_bytes for base in self._bases)
+        self._where = {"device": f"cuda:{context.device_id}", "bytes": num_bytes, "on_host": on_host}
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
@@ -114,9 +117,7 @@ class GpuRows(MappedRows):
 
     def stats(self) -> dict[str, Any]:
         """See RowSource. `gpu`: bytes on the device, and tables that are read from host memory."""
-        on_host = [t.spec.folder for t, base in zip(self._tables, self._bases, strict=True) if not base.on_device]
-        num_bytes = sum(base.num_bytes for base in self._bases)
-        return {**super().stats(), "gpu": {"device": self._context.device_id, "bytes": num_bytes, "on_host": on_host}}
+        return {**super().stats(), "gpu": {**self._where}}
 
     def close(self) -> None:
         """See RowSource."""
