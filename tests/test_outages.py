@@ -7,6 +7,7 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -130,8 +131,8 @@ def test_no_answer_is_wrong_while_redis_is_away(
                     )
 
     assert not load.faults, load.faults[0]
-    # Once a change of state, not once a request. On a slow machine Redis may be too late for an answer more often.
-    messages = [record.message for record in caplog.records if "tier volatile" in record.message]
-    changes = ["answers again" in message for message in messages]
-    assert changes == [False, True] * (len(changes) // 2) + [False] * (len(changes) % 2), messages
+    # Once a change of state, not once a request; a busy machine may add an outage to the two.
+    said = [record.message for record in caplog.records if record.message.startswith("tier volatile")]
+    changes = ["failed" in message for message in said if "failed" in message or "answers again" in message]
+    assert all(before != after for before, after in pairwise(changes)), said
     assert len(changes) >= 4
