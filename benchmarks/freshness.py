@@ -144,7 +144,7 @@ def write_repository(folder: Path, url: str) -> Path:
 def replay(
     client: Client, trainer: Trainer, publisher: Publisher, events: Inputs, outcome: Floats
 ) -> tuple[Floats, float]:
-    """What the server answers before the outcome is known; seconds from publishing what follows from it to serving that."""
+    """What the server answers before the outcome is known; seconds from publishing what was learned to serving it."""
     answer = client.predict(events)
     moved = trainer.learn(events, outcome)
     begin = time.monotonic()
