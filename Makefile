@@ -6,14 +6,16 @@ EXPORTERS_VENV ?= .venv-exporters
 BIN := $(VENV)/bin
 INSTALL := -m pip --disable-pip-version-check --quiet install
 PYTEST_ARGS ?=
+FUZZ_SECONDS ?= 60
 
-.PHONY: help demo test test-exporters check bench bench-report clean
+.PHONY: help demo test test-exporters fuzz check bench bench-report clean
 
 help:
 	@echo "make demo            set up, serve a real model on a real Triton, send real requests (KEEP=1 leaves it running)"
 	@echo "make test            set up and run the tests"
 	@echo "make test-exporters  the importer against PyTorch, JAX and Keras (downloads them)"
-	@echo "make check           formatting, lint, types"
+	@echo "make fuzz            every reader of foreign files, a minute each on other files each time (FUZZ_SECONDS)"
+	@echo "make check           formatting, lint, types, known vulnerabilities"
 	@echo "make bench           benchmarks, each beside its ceiling or peer"
 	@echo "make bench-report    whole requests through Triton beside their peers: bench-report.html and the README's figure"
 
@@ -46,6 +48,9 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+fuzz: $(VENV)/.test
+	HOTROW_FUZZ_SECONDS=$(FUZZ_SECONDS) HOTROW_FUZZ_SEED=$$(date +%s) $(BIN)/python -m pytest tests/fuzz $(PYTEST_ARGS)
+
 test-exporters: $(EXPORTERS_VENV)/.ready
 	$(EXPORTERS_VENV)/bin/python -m pytest -m exporters tests/formats/onnx_model $(PYTEST_ARGS)
 
@@ -53,6 +58,7 @@ check: $(CHECK_VENV)/.ready
 	$(CHECK_VENV)/bin/ruff format --check .
 	$(CHECK_VENV)/bin/ruff check .
 	$(CHECK_VENV)/bin/mypy
+	$(CHECK_VENV)/bin/python .ci/audit.py
 
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/lookup.py

@@ -211,7 +211,7 @@ def open_redis(server: RedisServer) -> EmbeddingStore:
 
 def pipelined(client: redis.Redis, keys: Keys, out: Vectors) -> None:
     """What a careful user of redis-py writes."""
-    order, bounds = redis_layout.by_partition(keys, redis_layout.DEFAULT_PARTITIONS)
+    order, bounds = redis_layout.by_partition(keys, redis_layout.Partitioning(redis_layout.DEFAULT_PARTITIONS))
     parts = [(p, order[begin:end]) for p, (begin, end) in enumerate(pairwise(bounds)) if begin < end]
     pipeline = client.pipeline(transaction=False)
     for partition, positions in parts:

@@ -11,37 +11,35 @@ import click
 from hotrow import __version__
 from inference_session.errors import HotrowError
 
-_COMMANDS = {
-    "import": "import_model",
-    "serve": "serve",
-    "inspect": "inspect_version",
-    "push": "push",
-    "publish-version": "publish_version",
-    "publish": "publish",
-    "load": "load",
-    "smoke-test": "smoke_test",
-    "roll-back": "roll_back",
-    "versions": "versions",
-    "health": "health",
-    "record-canary": "record_canary",
-    "copy": "copy",
-    "dump": "dump",
-    "size": "size",
-    "top": "top",
-    "doctor": "doctor",
+_SECTIONS = {
+    "Models": ("import", "inspect", "publish-version", "record-canary", "size"),
+    "Serving": ("serve", "load", "smoke-test", "roll-back", "versions", "health", "top", "doctor"),
+    "Rows": ("push", "publish", "dump", "copy"),
 }
+"""The commands, as `--help` shows them."""
+
+_MODULES = {"import": "import_model", "inspect": "inspect_version"}
+"""Where the module is not called as its command."""
 
 
 class _Commands(click.Group):
     """Loads a command's module only when that command runs, so that `--help` answers at once."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
+        return [name for names in _SECTIONS.values() for name in names]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
+        if cmd_name not in self.list_commands(ctx):
             return None
-        return cast("click.Command", import_module(f"hotrow.commands.{_COMMANDS[cmd_name]}").command)
+        module = import_module(f"hotrow.commands.{_MODULES.get(cmd_name, cmd_name.replace('-', '_'))}")
+        return cast("click.Command", module.command)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """A section per kind of work; whole sentences, where click's own would break them off."""
+        for title, names in _SECTIONS.items():
+            commands = [(name, self.get_command(ctx, name)) for name in names]
+            with formatter.section(title):
+                formatter.write_dl([(name, command.get_short_help_str(200)) for name, command in commands if command])
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

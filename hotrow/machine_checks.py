@@ -13,18 +13,21 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from hotrow.units import in_units
 from inference_session.errors import ConfigurationError, HotrowError
-from inference_session.formats.native import SESSION_FILE, ModelSpec
+from inference_session.formats.native import SESSION_FILE, TABLES_FOLDER, ModelSpec
+from inference_session.model_source import is_url
 from inference_session.sizing import MemoryItem, bytes_in, memory_items
+from inference_session.sizing.memory import PROCESS_BYTES
+from triton_backend.in_place import InPlaceModel, in_place_backend, read_model_folder
 from triton_backend.installation import Installation, ServerNotFoundError, find_installation, libpython_directory
 from triton_backend.model_config import CONFIG_FILE, ModelConfig, configured_cache_bytes
 from triton_backend.ports import resolve_ports
-from triton_backend.repository import find_models
+from triton_backend.repository import ServableModel, find_models
 
 Level = Literal["ok", "warning", "problem"]
 
@@ -64,6 +67,14 @@ class Plan:
     host: str = "127.0.0.1"
     ports: tuple[int, int, int] = (8000, 8001, 8002)
     """HTTP, gRPC, metrics."""
+
+
+class _Needs(NamedTuple):
+    """What a model needs of the machine."""
+
+    items: list[MemoryItem]
+    urls: set[str]
+    """What its settings say, its secrets and all: not to be shown."""
 
 
 def examine(plan: Plan) -> Iterator[Finding]:
@@ -195,7 +206,7 @@ def _shared_memory() -> Iterator[Finding]:
         yield Finding(name, "ok", text)
     if leftovers := sorted(path for path in SHARED_MEMORY.glob("hotrow_*") if _is_left_over(path)):
         size = in_units(sum(path.stat().st_size for path in leftovers))
-        fix = "rm " + " ".join(map(str, leftovers))
+        fix = "rm " + " ".join(sorted({f"{SHARED_MEMORY}/hotrow_{path.name.split('_')[1]}_*" for path in leftovers}))
         yield Finding(name, "warning", f"{len(leftovers)} files, {size}, of servers that are gone", fix)
 
 
@@ -255,22 +266,24 @@ def _may_write(folder: Path) -> bool:
 def _repository(repository: Path) -> Iterator[Finding]:
     try:
         models = find_models(repository.absolute())
-        items = [item for model in models for item in _items(repository / model.name / str(model.versions[-1]))]
-        urls = {url for model in models for url in _urls(repository / model.name)}
+        needs = [_needs(repository.absolute(), model) for model in models]
     except (HotrowError, OSError) as error:
-        yield Finding("repository", "problem", str(error), "mend or remove what is named; `hotrow import` makes models")
+        message = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        yield Finding("repository", "problem", message, "mend or remove what is named; `hotrow import` makes models")
         yield from _packages(set())
         return
     yield Finding("repository", "ok", f"{len(models)} models: {', '.join(model.name for model in models)}")
     yield from _permissions(repository)
-    yield _memory(items)
-    yield from _packages(urls)
+    yield _memory([item for need in needs for item in need.items])
+    yield from _packages({url for need in needs for url in need.urls})
 
 
 def _permissions(repository: Path) -> Iterator[Finding]:
     paths = [repository, *repository.rglob("*")]
     closed = [path for path in paths if not _may(path, os.R_OK | (os.X_OK if path.is_dir() else 0))]
-    tables = [path.parent for path in paths if path.name == "key" and not (path.parent / "index").exists()]
+    # HugeCTR's own folders get none: what serves is a copy.
+    keys = [path for path in paths if path.name == "key" and path.parent.parent.name == TABLES_FOLDER]
+    tables = [path.parent for path in keys if not (path.parent / "index").exists()]
     unwritable = [folder for folder in tables if not _may(folder, os.W_OK)]
     if closed:
         message = f"{closed[0]} cannot be read by user {os.geteuid()}{_others(closed)}"
@@ -305,10 +318,30 @@ def _memory(items: list[MemoryItem]) -> Finding:
     return Finding("memory", "ok", text)
 
 
-def _items(version_dir: Path) -> Iterator[MemoryItem]:
-    if (version_dir / SESSION_FILE).exists():
-        spec = ModelSpec.read(version_dir)
-        yield from memory_items(spec, version_dir, cache_bytes=configured_cache_bytes(spec, version_dir))
+def _needs(repository: Path, model: ServableModel) -> _Needs:
+    """Of its highest version; nothing where another backend serves it."""
+    folder = repository / model.name
+    parameters = ModelConfig.read(folder / CONFIG_FILE).parameters
+    if backend := in_place_backend(model.backend):
+        return _needs_in_place(read_model_folder(folder, model.name, parameters, backend))
+    version_dir = folder / str(model.versions[-1])
+    if not (version_dir / SESSION_FILE).exists():
+        return _Needs([], set())
+    spec = ModelSpec.read(version_dir)
+    items = memory_items(spec, version_dir, cache_bytes=configured_cache_bytes(spec, version_dir))
+    return _Needs(items, {*parameters.values(), *map(str, spec.settings.values())})
+
+
+def _needs_in_place(found: InPlaceModel) -> _Needs:
+    """Of HugeCTR's files, which are only looked for: what a load makes of them takes about as much."""
+    settings = found.ps_json.session_settings(found.model) | dict(found.session_settings)
+    sources = found.model.sparse_files
+    files = [Path(source, name) for source in sources if not is_url(source) for name in ("key", "emb_vector")]
+    items = [
+        MemoryItem("files", "page cache", sum(file.stat().st_size for file in files), 1),
+        MemoryItem("program", "process", PROCESS_BYTES, 1),
+    ]
+    return _Needs(items, {*settings.values(), *sources})
 
 
 def available_bytes() -> int:
@@ -320,12 +353,6 @@ def available_bytes() -> int:
     if limit.exists() and current.exists() and (text := limit.read_text(encoding="ascii").strip()).isdecimal():
         available = min(available, max(int(text) - int(current.read_text(encoding="ascii")), 0))
     return available
-
-
-def _urls(model_folder: Path) -> Iterator[str]:
-    """What a model's settings name, its secrets and all: not to be shown."""
-    config = ModelConfig.read(model_folder / CONFIG_FILE)
-    yield from config.parameters.values()
 
 
 def _packages(urls: set[str]) -> Iterator[Finding]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import math
 import re
 import time
 import urllib.error
@@ -41,6 +43,8 @@ class MetricsPage:
         except urllib.error.HTTPError as error:
             error.close()
             raise
+        except http.client.HTTPException as error:
+            raise ValueError(f"no answer in HTTP: {error!r}") from error
         return cls.parse(text, time.monotonic())
 
     @classmethod
@@ -54,14 +58,15 @@ class MetricsPage:
             if match is None:
                 raise ValueError(f"not a line of Prometheus metrics: {line[:80]!r}")
             name, labels, value = match.groups()
-            samples.setdefault(name, {})[_labels(labels or "")] = float(value)
+            if math.isfinite(number := float(value)):  # NaN is how Prometheus says that nothing has been seen
+                samples.setdefault(name, {})[_labels(labels or "")] = number
         return cls(time_s, samples)
 
-    def values(self, name: str, **labels: str) -> Iterator[tuple[dict[str, str], float]]:
-        """The samples of a metric that have these labels among theirs."""
+    def values(self, name: str, *needed: str, **labels: str) -> Iterator[tuple[dict[str, str], float]]:
+        """The samples of a metric that have the labels needed, and these among them."""
         wanted = set(labels.items())
         for found, value in self.samples.get(name, {}).items():
-            if wanted <= found:
+            if wanted <= found and set(needed) <= {label for label, _ in found}:
                 yield dict(found), value
 
     def total(self, name: str, **labels: str) -> float | None:

@@ -203,7 +203,7 @@ def show(report: SizingReport) -> None:
 def _memory_table(report: SizingReport) -> Table:
     table = Table("part", "where")
     for heading in ("bytes", "", "copies", "in all"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for item in report.items:
         numbers = (str(item.each_bytes), in_units(item.each_bytes), str(item.copies), in_units(item.total_bytes))
         table.add_row(item.name, item.place, *numbers)
@@ -220,6 +220,9 @@ def memory_lines(report: SizingReport) -> Iterator[str]:
     if device := bytes_in(report.items, "device"):
         yield f"Per device: {in_units(device)}."
     files = bytes_in(report.items, "page cache")
+    if report.spec.tables and not files:
+        yield "No table files: rows come from the stores, whose own memory is not counted here."
+        return
     yield (
         f"Table files: {in_units(files)} on disk, mapped and shared by all processes; "
         "as much page cache keeps them from being read again."
@@ -263,8 +266,8 @@ class HitRates:
 def _curve_table(size: str, rows: Iterator[tuple[str, str, HitRates]]) -> Table:
     table = Table()
     for heading in (size, "cache" if size == "rows" else "", "LRU", "hotrow"):
-        table.add_column(heading, justify="right")
-    table.add_column("hit rate of hotrow")
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("hit rate of hotrow", no_wrap=True)
     for number, cache_bytes, rates in rows:
         bar = "█" * round(rates.ours * _BAR_LENGTH)
         table.add_row(number, cache_bytes, f"{rates.lru:.4f}", f"{rates.ours:.4f}", bar)

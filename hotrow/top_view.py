@@ -152,12 +152,12 @@ class TopView:
         used, total = page.total("nv_cpu_memory_used_bytes"), page.total("nv_cpu_memory_total_bytes")
         if total:
             share = page.total("nv_cpu_utilization") or 0.0
-            facts.append(f"CPU {share:.0%}, memory {in_units(int(used or 0))} of {in_units(int(total))}")
+            facts.append(f"CPU {share:.0%}, memory {_memory(used)} of {_memory(total)}")
         for labels, used in page.values("nv_gpu_memory_used_bytes"):
             gpu = labels.get("gpu_uuid", "")
             total = page.total("nv_gpu_memory_total_bytes", gpu_uuid=gpu) or 0
             busy = page.total("nv_gpu_utilization", gpu_uuid=gpu) or 0.0
-            facts.append(f"GPU {busy:.0%}, {in_units(int(used))} of {in_units(int(total))}")
+            facts.append(f"GPU {busy:.0%}, {_memory(used)} of {_memory(total)}")
         return Text("   ".join(facts))
 
     def _happened(self) -> RenderableType | None:
@@ -170,8 +170,7 @@ class TopView:
         page = self._window.after
         known = {
             _Version(labels["model"], labels["version"])
-            for labels, _ in page.values("nv_inference_request_success")
-            if {"model", "version"} <= labels.keys()
+            for labels, _ in page.values("nv_inference_request_success", "model", "version")
         }
         return sorted(version for version in known if self._is_serving(version) or self._is_asked(version))
 
@@ -182,12 +181,12 @@ class TopView:
     def _is_asked(self, version: _Version) -> bool:
         return bool(self._window.grown("nv_inference_request_success", **version.labels))
 
-    def _models(self, width: int) -> Table | None:
+    def _models(self, width: int) -> RenderableType:
         table = _table("Models", "model", "version", numbers=_shown(_MODEL_COLUMNS, width))
         for version in self._versions():
             cells = zip(_MODEL_COLUMNS, self._model_row(version), strict=True)
             table.add_row(*_names(version), *(cell for column, cell in cells if column.from_width <= width))
-        return table if table.row_count else None
+        return table if table.row_count else Text("No model that is loaded.", style=_DIM)
 
     def _model_row(self, version: _Version) -> Iterator[str | Text]:
         window, labels = self._window, version.labels
@@ -204,18 +203,19 @@ class TopView:
             yield _duration(window.ratio(duration, "nv_inference_request_success", **labels))
         for quantile in ("0.5", "0.9", "0.99"):
             yield _duration(window.after.total("nv_inference_request_summary_us", quantile=quantile, **labels))
-        memory = window.after.total("hotrow_resident_memory_bytes", **labels)
-        yield in_units(int(memory)) if memory else "-"
+        yield _memory(window.after.total("hotrow_resident_memory_bytes", **labels))
         yield _sparkline(self._history[version])
 
     def _tables(self, width: int) -> Table | None:
         table = _table("Tables", "model", "version", "table", numbers=_shown(_TABLE_COLUMNS, width))
         for version in self._versions():
-            tables = (labels for labels, _ in self._window.after.values("hotrow_lookup_keys_total", **version.labels))
+            tables = (
+                labels for labels, _ in self._window.after.values("hotrow_lookup_keys_total", "table", **version.labels)
+            )
             for labels in sorted(tables, key=lambda labels: labels["table"]):
                 cells = zip(_TABLE_COLUMNS, self._table_row(labels), strict=True)
                 shown = (cell for column, cell in cells if column.from_width <= width)
-                table.add_row(*_names(version), escape(labels["table"]), *shown)
+                table.add_row(*_names(version), _name(labels["table"]), *shown)
         return table if table.row_count else None
 
     def _table_row(self, labels: dict[str, str]) -> Iterator[str | Text]:
@@ -230,13 +230,13 @@ class TopView:
     def _tiers(self, width: int) -> Table | None:
         table = _table("Tiers", "model", "version", "tier", "state", numbers=_shown(_TIER_COLUMNS, width))
         for version in self._versions():
-            tiers = self._window.after.values("hotrow_tier_up", **version.labels)
+            tiers = self._window.after.values("hotrow_tier_up", "tier", **version.labels)
             # In the order in which they are asked, which happens to be this: volatile, persistent, files.
             for labels, up in sorted(tiers, key=lambda tier: tier[0]["tier"], reverse=True):
                 state = Text("up", _GOOD) if up else Text("DOWN", _BAD)
                 cells = zip(_TIER_COLUMNS, self._tier_row(labels), strict=True)
                 shown = (cell for column, cell in cells if column.from_width <= width)
-                table.add_row(*_names(version), escape(labels["tier"]), state, *shown)
+                table.add_row(*_names(version), _name(labels["tier"]), state, *shown)
         return table if table.row_count else None
 
     def _tier_row(self, labels: dict[str, str]) -> Iterator[str | Text]:
@@ -267,28 +267,28 @@ class TopView:
         for state in self._states:
             if state.state != "READY" and state.reason != "unloaded":
                 shown = Text(state.state or "UNKNOWN", _BAD if state.state == "UNAVAILABLE" else "yellow")
-                table.add_row(escape(state.model), escape(state.version), shown, escape(state.reason))
+                table.add_row(_name(state.model), _name(state.version), shown, _name(state.reason))
         return table if table.row_count else None
 
     def _note_changes(self, before: MetricsPage, after: MetricsPage) -> None:
-        for labels, value in after.values("hotrow_model_version_info"):
+        for labels, value in after.values("hotrow_model_version_info", "model", "version"):
             if (before.total("hotrow_model_version_info", **labels) or 0) != value:
                 seconds = after.total("hotrow_load_seconds", **labels) or 0.0
                 what = f"loaded in {seconds:.2f} s" if value else "unloaded"
                 self._note(f"{labels['model']} version {labels['version']} {what}")
-        for labels, up in after.values("hotrow_tier_up"):
+        for labels, up in after.values("hotrow_tier_up", "model", "version", "tier"):
             if before.total("hotrow_tier_up", **labels) not in (None, up):
                 what = "answers again" if up else "is down"
                 self._note(f"{labels['model']} version {labels['version']}: tier {labels['tier']} {what}")
 
         for name, what in _COUNTED_EVENTS:
-            for labels, value in after.values(name):
+            for labels, value in after.values(name, "model"):
                 if value > (before.total(name, **labels) or 0):
                     version = f" version {labels['version']}" if "version" in labels else ""
                     self._note(f"{labels['model']}{version}: {what}")
 
     def _note(self, event: str) -> None:
-        self._events.append(f"{time.strftime('%H:%M:%S')}  {event}")
+        self._events.append(f"{time.strftime('%H:%M:%S')}  {_printable(event)}")
 
 
 def _table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
@@ -312,7 +312,16 @@ def _shown(columns: Sequence[_Column], width: int) -> list[str]:
 
 
 def _names(version: _Version) -> tuple[str, str]:
-    return escape(version.model), escape(version.version)
+    return _name(version.model), _name(version.version)
+
+
+def _name(text: str) -> str:
+    """For a cell: whatever a server calls its models, a terminal must not obey it."""
+    return escape(_printable(text))
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _number(value: float | None) -> str:
@@ -330,8 +339,12 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.2%}"
 
 
+def _memory(num_bytes: float | None) -> str:
+    return in_units(int(num_bytes)) if num_bytes else "-"
+
+
 def _duration(microseconds: float | None) -> str:
-    if microseconds is None or math.isnan(microseconds):
+    if microseconds is None:
         return "-"
     if microseconds < 1000:
         return f"{microseconds:.0f} us"

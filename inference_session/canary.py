@@ -6,6 +6,8 @@ NaN and infinities alone. `hotrow record-canary` writes one.
 
 from __future__ import annotations
 
+import lzma
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping
@@ -17,6 +19,11 @@ from numpy.typing import NDArray
 
 from inference_session.errors import CanaryError, ConfigurationError, InvalidRequestError
 
+_BROKEN = (
+    *(ValueError, TypeError, EOFError, MemoryError, RuntimeError, KeyError),
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError),
+)
+"""What NumPy and zipfile raise where an archive is damaged, or says of itself that it is encrypted."""
 INPUT, OUTPUT = "input/", "output/"
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -62,7 +69,7 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             return dict(archive)
-    except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except _BROKEN as error:
         # NumPy's own words would advise to unpickle it.
         raise ConfigurationError(f"canary requests {path}: cannot be read: no .npz file, or a damaged one") from error
     except OSError as error:

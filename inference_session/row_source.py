@@ -646,7 +646,8 @@ def create_row_source(
     """
     num_threads = config.num_lookup_threads
     if not config.has_store:
-        files = [TableFile.open(directory / TABLES_FOLDER / table.folder, table) for table in spec.tables]
+        folder, verify = directory / TABLES_FOLDER, config.verify == "full"
+        files = [TableFile.open(folder / table.folder, table, verify_index=verify) for table in spec.tables]
         if gpu is not None and config.update_stream is None:
             from inference_session.gpu_rows import GpuRows
 

@@ -234,6 +234,19 @@ def test_unknown_keys_are_rejected_alone_where_asked(version: tuple[Path, small_
     assert "'user.weight', which has 50 rows" in str(answers[1])
 
 
+def test_a_damaged_index_is_built_anew_by_full_verification(tmp_path: Path) -> None:
+    """`verify="full"` reads index files as well, which no manifest lists, and answers what is in the table."""
+    tables = small_model.write(tmp_path / "1")
+    keys = tables["hashed/key"]
+    InferenceSession.open(tmp_path / "1").close()
+    path = tmp_path / "1" / "tables" / "hashed" / "index"
+    whole = path.read_bytes()
+    for position in range(64, len(whole), 16):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0xFF]) + whole[position + 1 :])
+        with InferenceSession.open(tmp_path / "1", verify="full") as session:
+            np.testing.assert_array_equal(session.lookup("hashed", keys), tables["hashed"])
+
+
 def test_no_samples_give_no_rows(session: InferenceSession) -> None:
     """A request of 0 samples is answered by 0 rows of the right shape and type."""
     answer = session.run(small_model.random_inputs(0, np.random.default_rng(0)))

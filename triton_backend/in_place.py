@@ -19,6 +19,7 @@ from typing import Any, Literal
 from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError
 from inference_session.formats.hugectr.import_cache import cached_import
+from inference_session.formats.hugectr.importer import Progress
 from inference_session.formats.hugectr.ps_fields import PsJson, PsModel
 from inference_session.formats.hugectr.ps_json import read_ps_json
 from inference_session.formats.native import ModelSpec
@@ -60,10 +61,15 @@ class InPlaceModel:
     """What config.pbtxt says of the model, without effect on it."""
 
     @contextmanager
-    def imported(self, version: int) -> Iterator[Path]:
+    def imported(self, version: int, progress: Progress | None = None) -> Iterator[Path]:
         """A version directory made of the files; see `cached_import`."""
         with cached_import(
-            self.ps_json, self.model, self.folder, version=version, keep_rows_of=self.keep_rows_of
+            self.ps_json,
+            self.model,
+            self.folder,
+            version=version,
+            keep_rows_of=self.keep_rows_of,
+            progress=progress,
         ) as version_dir:
             yield version_dir
 
@@ -99,6 +105,12 @@ def read_model_folder(
         session_settings={key: value for key, value in ours.items() if key in settings},
         statements={key: value for key, value in ours.items() if key in _FACTS},
     )
+
+
+def in_place_backend(name: str) -> Backend | None:
+    """The backend of that name if it serves such folders."""
+    names: dict[str, Backend] = {"hugectr": "hugectr", "hps": "hps"}
+    return names.get(name)
 
 
 def check_config(config: Mapping[str, Any], spec: ModelSpec) -> None:

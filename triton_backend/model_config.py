@@ -99,9 +99,12 @@ def configured_session(spec: ModelSpec, version_dir: Path, **settings: str) -> S
     return SessionConfig.resolve(settings, ours, spec.settings)
 
 
-def configured_cache_bytes(spec: ModelSpec, version_dir: Path, *, on_device: bool = False) -> int:
-    """The cache_bytes that config.pbtxt and session.json ask for; 0 where the processor reads the table files."""
-    config = configured_session(spec, version_dir)
+def configured_cache_bytes(spec: ModelSpec, version_dir: Path, *, on_device: bool = False, **settings: str) -> int:
+    """The cache_bytes that these settings, config.pbtxt and session.json ask for, in this order.
+
+    0 where the processor reads the table files.
+    """
+    config = configured_session(spec, version_dir, **settings)
     return resolved_cache_bytes(spec, config) if config.has_store or on_device else 0
 
 

@@ -31,14 +31,18 @@ class RecordedRequest:
 
 def read_requests(path: Path) -> Iterator[RecordedRequest]:
     """The requests of a file; ModelFormatError names the line that is none."""
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ModelFormatError(f"{path}: not text in UTF-8: {error}") from error
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             tensors = json.loads(line)["inputs"]
             inputs = {tensor["name"]: _array(tensor) for tensor in tensors}
             datatypes = {tensor["name"]: tensor["datatype"] for tensor in tensors}
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ModelFormatError(f"{path}, line {number}: not a request as JSON: {error!r}") from error
         yield RecordedRequest(inputs, datatypes)
 

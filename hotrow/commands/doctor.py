@@ -7,18 +7,27 @@ import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
 
 from hotrow.machine_checks import Finding, Plan, examine
 
 _PORT = click.IntRange(0, 65535)
+
 _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "problem": ("PROBLEM", "red")}
+
+
+class _Folder(click.Path):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if "://" in str(value):
+            self.fail(f"{str(value)!r} is not on this machine; `hotrow copy` brings models here", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 @click.command()
 @click.option(
-    "--repository", type=click.Path(path_type=Path), help="A model repository to be served: what its models need, too."
+    "--repository", type=_Folder(path_type=Path), help="A model repository to be served: what its models need, too."
 )
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address that `hotrow serve` would listen on.")
 @click.option("--http-port", type=_PORT, default=8000, show_default=True, help="0: any free port, here and below.")

@@ -14,14 +14,18 @@ from rich.table import Table
 from hotrow.progress import byte_progress
 from inference_session.errors import ConfigurationError
 from inference_session.formats import manifest
-from inference_session.formats.native import ModelSpec, TensorSpec
+from inference_session.formats.native import TABLES_FOLDER, ModelSpec, TensorSpec
 from inference_session.parameter_server.namespace import StoredTable, split_tag
+from inference_session.parameter_server.store_url import OPTIONS as URL_OPTIONS
 from inference_session.parameter_server.store_url import StoreUrl, list_tables
+
+_NUMBERS_WIDTH = 80
+"""Columns that are enough for everything in a line but a table's tag: programs that read it want it unbroken."""
 
 
 def _target(ctx: click.Context, parameter: click.Parameter, value: str) -> Path | StoreUrl:
     """A directory that exists, or a store's URL."""
-    if "://" in value:
+    if "://" in value or value.partition(":")[0] in URL_OPTIONS:  # a mistyped URL is not to be repeated in an error
         return StoreUrl.parse(value)
     path: Path = click.Path(exists=True, file_okay=False, path_type=Path).convert(value, parameter, ctx)
     return path
@@ -60,7 +64,8 @@ def _inspect_store(url: StoreUrl, *, as_json: bool) -> None:
         shown.add_column(heading, justify="right")
     for table in tables:
         shown.add_row(table.tag, str(table.num_rows), str(table.embedding_dim or "?"))
-    Console(width=None if sys.stdout.isatty() else 200).print(shown)
+    longest = max((len(table.tag) for table in tables), default=0)
+    Console(width=None if sys.stdout.isatty() else longest + _NUMBERS_WIDTH).print(shown)
 
 
 def _stored_table(table: StoredTable) -> dict[str, Any]:
@@ -73,6 +78,8 @@ def _stored_table(table: StoredTable) -> dict[str, Any]:
 def _inspect_version(version_dir: Path, *, as_json: bool, verify: bool) -> None:
     spec = ModelSpec.read(version_dir)
     _check_files(version_dir, checksums=verify)
+    if verify:
+        _check_indexes(version_dir, spec)
     description = _describe(spec, version_dir)
     if as_json:
         click.echo(json.dumps(description, indent=1, ensure_ascii=False))
@@ -88,6 +95,18 @@ def _check_files(version_dir: Path, *, checksums: bool) -> None:
     total_bytes = sum(entry.num_bytes for entry in manifest.read_manifest(version_dir))
     with byte_progress(f"Verifying {version_dir}", total_bytes) as progress:
         manifest.verify(version_dir, checksums=True, progress=progress)
+
+
+def _check_indexes(version_dir: Path, spec: ModelSpec) -> None:
+    """Compare index files, which the manifest does not list because a missing one is built anew, with their keys."""
+    # Imported here because Numba comes with them, which takes a second.
+    from inference_session.parameter_server.table_file import TableFile
+    from inference_session.parameter_server.table_index import INDEX_FILE
+
+    for table in spec.tables:
+        folder = version_dir / TABLES_FOLDER / table.folder
+        if (folder / INDEX_FILE).exists():
+            TableFile.open(folder, table, must_have_index=True, verify_index=True)
 
 
 def _describe(spec: ModelSpec, version_dir: Path) -> dict[str, Any]:

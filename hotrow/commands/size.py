@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hotrow.progress import key_progress
+from hotrow.served_version import served_version
 from hotrow.sizing_report import SizingReport, TableReport, show
-from inference_session.errors import ConfigurationError, ModelFormatError, TraceFormatError
-from inference_session.formats.native import SESSION_FILE, ModelSpec, TableSpec
+from inference_session.errors import ConfigurationError, TraceFormatError
+from inference_session.formats.native import ModelSpec, TableSpec
 from inference_session.key_recorder import read_recording
 from inference_session.sizing import (
     DEFAULT_TARGET,
@@ -31,7 +32,6 @@ from inference_session.sizing import (
 )
 from inference_session.sizing.hit_rate import num_simulated_keys
 from triton_backend.model_config import configured_cache_bytes
-from triton_backend.repository import is_version
 
 _SAMPLED_KEYS = 1 << 24
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -131,17 +131,18 @@ def command(
             raise click.BadParameter(f"{str(plot)!r}: there is no such folder", param_hint="'--plot'")
     if plots and find_spec("matplotlib") is None:
         raise ConfigurationError('--plot needs matplotlib: pip install "hotrow[report]"')
-    version_dir = _version_dir(directory)
-    spec = ModelSpec.read(version_dir)
-    if cache_bytes is None:
-        cache_bytes = configured_cache_bytes(spec, version_dir, on_device=devices > 0)
+    with served_version(directory) as version:
+        spec = ModelSpec.read(version.directory)
+        if cache_bytes is None:
+            cache_bytes = configured_cache_bytes(spec, version.directory, on_device=devices > 0, **version.settings)
+        copies = {"num_processes": max(processes, devices), "num_devices": devices}
+        items = memory_items(spec, version.directory, cache_bytes=cache_bytes, **copies)
     parts = _trace_parts(spec, traces, trace_format)
-    copies = {"num_processes": max(processes, devices), "num_devices": devices}
     report = SizingReport(
-        version_dir=version_dir,
+        version_dir=version.named,
         spec=spec,
         cache_bytes=cache_bytes,
-        items=memory_items(spec, version_dir, cache_bytes=cache_bytes, **copies),
+        items=items,
         target=target,
         tables=_table_reports(spec, parts, sampled_keys or _SAMPLED_KEYS) if traces else {},
     )
@@ -151,18 +152,6 @@ def command(
         click.echo(json.dumps(report.as_json(), indent=1, ensure_ascii=False))
     else:
         show(report)
-
-
-def _version_dir(directory: Path) -> Path:
-    """The directory itself, or of a model's folder the highest version."""
-    if (directory / SESSION_FILE).exists():
-        return directory
-    versions = sorted(int(path.name) for path in directory.iterdir() if path.is_dir() and is_version(path.name))
-    if not versions:
-        raise ModelFormatError(
-            f"{directory}: neither a version directory, which holds {SESSION_FILE}, nor a model's folder with versions"
-        )
-    return directory / str(versions[-1])
 
 
 def _trace_parts(spec: ModelSpec, traces: Iterable[str], trace_format: str) -> Iterator[tuple[TableSpec, TracePart]]:

@@ -30,7 +30,7 @@ _TIMEOUT_S = 5.0
     help="The server's gRPC endpoint: shows versions that do not serve, and why.  [default: not asked]",
 )
 @click.option(
-    "--interval", type=click.FloatRange(min=0.1), default=1.0, show_default=True, help="Seconds between two looks."
+    "--interval", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, help="Seconds between two looks."
 )
 @click.option("--once", is_flag=True, help="Print what one interval shows, and end.")
 @access_options

@@ -23,6 +23,7 @@ _LOAD_ERRORS = (
     ort_errors.NotImplemented,
     ort_errors.Fail,
     ort_errors.RuntimeException,
+    UnicodeDecodeError,  # a name in it is no UTF-8, and is in its message, or among the inputs
 )
 # … and when values do not suit it. A shape clash inside the graph is a RuntimeException.
 _VALUE_ERRORS = (ort_errors.InvalidArgument, ort_errors.Fail, ort_errors.RuntimeException)
@@ -43,10 +44,10 @@ class OnnxEngine(DenseEngine):
             self._session: Any = onnxruntime.InferenceSession(
                 path, options, providers=list(providers), enable_fallback=0
             )
+            self.input_names = frozenset(tensor.name for tensor in self._session.get_inputs())
+            self.output_names = frozenset(tensor.name for tensor in self._session.get_outputs())
         except _LOAD_ERRORS as error:
             raise ModelFormatError(f"{path}: ONNX Runtime cannot load it: {_first_line(error)}") from error
-        self.input_names = frozenset(tensor.name for tensor in self._session.get_inputs())
-        self.output_names = frozenset(tensor.name for tensor in self._session.get_outputs())
         self.provider: str = self._session.get_providers()[0]
 
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> list[np.ndarray[Any, Any]]:

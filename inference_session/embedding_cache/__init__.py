@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from numpy.typing import ArrayLike
 
 from inference_session.embedding_cache.base import EmbeddingCache, LookupResult
-from inference_session.errors import ConfigurationError
 from inference_session.formats.native import VectorType
 from inference_session.gpu_device import require_gpu
 
@@ -31,8 +30,8 @@ def create_embedding_cache(
         device: `cpu`, or `cuda:N` for the GPU of number N, where arrays in and out are CuPy's.
         cache_bytes: upper bound on all memory that the cache allocates; 0 caches nothing.
         dtype: how rows are held; look-ups answer float32 all the same.
-        backing: keys int64 [n] and vectors float32 [n, embedding_dim] by table, rows in pinned host memory that a GPU
-            cache's misses are served from; the index over their keys is not part of cache_bytes.
+        backing: keys int64 [n] and vectors float32 [n, embedding_dim] by table, rows in host memory (pinned, for a GPU)
+            that misses are served from; the index over their keys is not part of cache_bytes.
         num_rows: rows that tables have in all, as far as known, so that none is given more than it can use.
         num_threads: threads over which a large look-up on the CPU is split.
 
@@ -40,6 +39,7 @@ def create_embedding_cache(
         ConfigurationError: a value is not allowed, cache_bytes too small for the tables, or there is no such GPU.
     """
     # Imported here because the parameter server, which the caches build on, imports the kernels of this package.
+    from inference_session.embedding_cache.backed_cache import BackedCache
     from inference_session.embedding_cache.cpu_cache import CpuEmbeddingCache
     from inference_session.embedding_cache.null_cache import NullEmbeddingCache
 
@@ -50,8 +50,9 @@ def create_embedding_cache(
         return GpuEmbeddingCache(
             dims, cache_bytes, device_id=device_id, dtype=dtype, backing=backing, num_rows=num_rows
         )
-    if backing is not None:
-        raise ConfigurationError("backing is for a GPU cache: on the CPU, look missing keys up in their TableFile")
+    cache: EmbeddingCache
     if cache_bytes == 0:
-        return NullEmbeddingCache(dims)
-    return CpuEmbeddingCache(dims, cache_bytes, dtype=dtype, num_rows=num_rows, num_threads=num_threads)
+        cache = NullEmbeddingCache(dims)
+    else:
+        cache = CpuEmbeddingCache(dims, cache_bytes, dtype=dtype, num_rows=num_rows, num_threads=num_threads)
+    return cache if backing is None else BackedCache(cache, backing)

@@ -224,6 +224,19 @@ def check_vectors(table: str, vectors: Any, shape: tuple[int, int]) -> None:
         )
 
 
+def check_backing(table: str, keys: Any, vectors: Any, dim: int) -> None:
+    """ConfigurationError for backing rows, NumPy's or CuPy's, that are not int64 [n] and float32 [n, dim]."""
+    if keys.ndim != 1 or (keys.size and not np.can_cast(keys.dtype, np.int64, "safe")):
+        raise ConfigurationError(
+            f"backing of table {table!r}: keys are {keys.dtype} {list(keys.shape)}, expected int64 [n]"
+        )
+    if vectors.dtype != np.float32 or vectors.shape != (len(keys), dim):
+        raise ConfigurationError(
+            f"backing of table {table!r}: vectors are {vectors.dtype} {list(vectors.shape)},"
+            f" expected float32 {[len(keys), dim]}"
+        )
+
+
 def check_range(table: str, vectors: Any, dtype: VectorType, array_module: Any) -> None:
     """InvalidRequestError for vectors, of that array module, with elements that rows of `dtype` cannot hold."""
     if dtype == "int8" and not array_module.isfinite(vectors).all():

@@ -12,6 +12,7 @@ import numpy as np
 from cupy.cuda import runtime
 from numpy.typing import ArrayLike, NDArray
 
+from inference_session.embedding_cache.base import check_backing
 from inference_session.embedding_cache.kernels import gpu
 from inference_session.embedding_cache.kernels.gpu_layout import (
     EVENTS,
@@ -22,7 +23,6 @@ from inference_session.embedding_cache.kernels.gpu_layout import (
     is_wide,
 )
 from inference_session.embedding_cache.kernels.layout import VectorCode
-from inference_session.errors import ConfigurationError
 
 _CHUNK_KEYS = 1 << 20
 _LOAD = 0.55
@@ -150,15 +150,7 @@ def check_base(table: str, keys: ArrayLike, vectors: ArrayLike, dim: int) -> tup
     """Backing rows of a table as int64 [n] and float32 [n, dim]; ConfigurationError where they are not."""
     key_array = cupy.asnumpy(keys) if isinstance(keys, cupy.ndarray) else np.asarray(keys)
     rows = vectors if isinstance(vectors, cupy.ndarray) else np.asarray(vectors)
-    if key_array.ndim != 1 or (key_array.size and not np.can_cast(key_array.dtype, np.int64, "safe")):
-        raise ConfigurationError(
-            f"backing of table {table!r}: keys are {key_array.dtype} {list(key_array.shape)}, expected int64 [n]"
-        )
     if rows.size == 0:
         rows = np.zeros((len(rows), dim), np.float32)
-    if rows.dtype != np.float32 or rows.shape != (len(key_array), dim):
-        raise ConfigurationError(
-            f"backing of table {table!r}: vectors are {rows.dtype} {list(rows.shape)},"
-            f" expected float32 {[len(key_array), dim]}"
-        )
+    check_backing(table, key_array, rows, dim)
     return key_array.astype(np.int64, copy=False), rows

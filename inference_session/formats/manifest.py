@@ -67,13 +67,13 @@ def parse_manifest(name: str, content: bytes) -> tuple[FileEntry, ...]:
     """The entries of a manifest that has been read; `name` is for messages."""
     try:
         document = json.loads(content)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ModelFormatError(f"{name}: not readable as JSON: {error}") from error
     try:
         if document["format"] != FORMAT:
             raise ModelFormatError(f"{name}: format {document['format']!r}, this hotrow reads {FORMAT}")
         return tuple(_entry(name, path, value) for path, value in document["files"].items())
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ModelFormatError(f"{name}: not a manifest ({error!r})") from error
 
 
@@ -118,6 +118,8 @@ def _check_size(directory: Path, entry: FileEntry, absent: frozenset[str]) -> bo
         if top in absent and not (directory / top).exists():
             return False
         raise ModelFormatError(f"{path}: no such file, though {MANIFEST_FILE} lists it") from error
+    except (OSError, ValueError) as error:  # a ValueError where the name holds a zero byte
+        raise ModelFormatError(f"{str(path)!r}, which {MANIFEST_FILE} lists, cannot be read: {error}") from error
     if num_bytes != entry.num_bytes:
         raise ModelFormatError(f"{path}: {num_bytes} bytes, {MANIFEST_FILE} says {entry.num_bytes}")
     return True

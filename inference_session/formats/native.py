@@ -162,7 +162,7 @@ class ModelSpec:
             document = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise ModelFormatError(f"{path}: no such file; a version directory holds one") from error
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ModelFormatError(f"{path}: not readable as JSON: {error}") from error
         try:
             return _parse(document)

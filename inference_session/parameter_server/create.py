@@ -50,7 +50,8 @@ def create_parameter_server(spec: ModelSpec, config: SessionConfig, directory: P
                 tiers.append(tier)
         _check(tiers)
         if has_files:
-            tiers.append(Tier("files", DeletableFiles(TableFileStore(directory, spec), tiers[-1].store)))
+            files = TableFileStore(directory, spec, verify_indexes=config.verify == "full")
+            tiers.append(Tier("files", DeletableFiles(files, tiers[-1].store)))
         opened.pop_all()
     return ParameterServer(
         tiers,

@@ -23,7 +23,9 @@ from inference_session.parameter_server.store_url import StoreUrl
 
 _BUFFER_BYTES = 256 << 10
 _MAX_LINE_BYTES = 1024
-_PASSING = ("LOADING", "READONLY", "OOM", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "BUSY", "MISCONF", "NOREPLICAS")
+PASSING_CODES = frozenset(
+    ("LOADING", "READONLY", "OOM", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "BUSY", "MISCONF", "NOREPLICAS")
+)
 """Errors of a server that is well and will do what is asked at another time."""
 
 _TOO_MANY_CLIENTS = "ERR max number of clients"
@@ -220,7 +222,7 @@ class RedisConnection:
         code = text.partition(" ")[0]
         if code in ("MOVED", "ASK"):
             return RedirectedError(f"Redis at {self._name}: {text}")
-        kind = UnavailableError if code in _PASSING or text.startswith(_TOO_MANY_CLIENTS) else StoreError
+        kind = UnavailableError if code in PASSING_CODES or text.startswith(_TOO_MANY_CLIENTS) else StoreError
         return kind(f"Redis at {self._name} answers{about}: {_without_arguments(text)}")
 
     def _late(self, deadline: Deadline) -> Exception:

@@ -4,7 +4,8 @@
     hps_et{<tag>/p<partition>}t    hash: key → time of the last insert or touch, int64 seconds since 1970
 
 A partition is a hash of its own and the braces keep its two hashes in one slot, so that a table spreads over a
-cluster. A key's partition is its mixed bits modulo the number of partitions (HPS since 4.2).
+cluster. A key's partition is its mixed bits modulo the number of partitions (HPS since 4.2), or the key itself, as a
+number without sign, modulo that number (before). Nothing in Redis says which, nor how many there are.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +28,15 @@ MAX_PROBED_PARTITIONS = 64
 
 KEY_FIELD = np.dtype([("length", "S4"), ("key", "<i8"), ("end", "S2")])
 """A key as an argument of a command: `$8 CRLF key CRLF`. No padding: the array is the bytes to send."""
+
+
+class Partitioning(NamedTuple):
+    """How a table's keys are spread over partitions."""
+
+    num_partitions: int
+    mixes: bool = True
+    """Whether the bits of keys are mixed first."""
+
 
 _HASH_NAME = re.compile(rb"hps_et\{(?P<tag>.+)/p(?P<partition>\d+)\}[vt]", re.DOTALL)
 
@@ -65,12 +76,17 @@ def mixed(key: Any) -> Any:
 
 @kernel
 def _sort(
-    keys: NDArray[np.uint64], partitions: NDArray[np.int64], order: NDArray[np.int64], bounds: NDArray[np.int64]
+    keys: NDArray[np.uint64],
+    mixes: bool,
+    partitions: NDArray[np.int64],
+    order: NDArray[np.int64],
+    bounds: NDArray[np.int64],
 ) -> None:
     """Counting sort; bounds[p] ends up as the end of partition p in `order`."""
     num_partitions = len(bounds) - 1
     for i in range(len(keys)):
-        partitions[i] = np.int64(mixed(keys[i]) % np.uint64(num_partitions))
+        number = mixed(keys[i]) if mixes else keys[i]
+        partitions[i] = np.int64(number % np.uint64(num_partitions))
         bounds[partitions[i] + 1] += 1
     for p in range(num_partitions):
         bounds[p + 1] += bounds[p]
@@ -83,21 +99,22 @@ def _sort(
 @functools.cache
 def compile_kernels() -> None:
     """Compile what is here, or load it from Numba's cache, before anybody waits for an answer."""
-    by_partition(np.zeros(1, np.int64), 1)
+    by_partition(np.zeros(1, np.int64), Partitioning(1))
 
 
-def partition_of(keys: NDArray[np.int64], num_partitions: int) -> NDArray[np.int64]:
+def partition_of(keys: NDArray[np.int64], partitioning: Partitioning) -> NDArray[np.int64]:
     """The partition of each key."""
     partitions, order = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
-    _sort(keys.view(np.uint64), partitions, order, np.zeros(num_partitions + 1, np.int64))
+    bounds = np.zeros(partitioning.num_partitions + 1, np.int64)
+    _sort(keys.view(np.uint64), partitioning.mixes, partitions, order, bounds)
     return partitions
 
 
-def by_partition(keys: NDArray[np.int64], num_partitions: int) -> tuple[NDArray[np.int64], list[int]]:
+def by_partition(keys: NDArray[np.int64], partitioning: Partitioning) -> tuple[NDArray[np.int64], list[int]]:
     """Positions of the keys by partition, in their order within it; partition p is order[bounds[p] : bounds[p + 1]]."""
     partitions, order = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
-    ends = np.zeros(num_partitions + 1, np.int64)
-    _sort(keys.view(np.uint64), partitions, order, ends)
+    ends = np.zeros(partitioning.num_partitions + 1, np.int64)
+    _sort(keys.view(np.uint64), partitioning.mixes, partitions, order, ends)
     return order, [0, *ends[:-1].tolist()]
 
 
@@ -135,17 +152,18 @@ def command(*arguments: bytes, fields: NDArray[np.void] | None = None, num_field
     return command_head(*arguments, num_fields=num_fields) + (b"" if fields is None else fields.tobytes())
 
 
-def count_partitions(samples: Mapping[int, Iterable[bytes]]) -> int | None:
-    """By how many partitions a table was written, told from some keys of each partition; None if by no number.
+def fitting_partitionings(samples: Mapping[int, Iterable[bytes]]) -> list[Partitioning]:
+    """How a table may have been partitioned, told from some keys of each partition, the likeliest first.
 
-    With few keys several numbers fit; ours is preferred, then the smallest. Whatever it is, the keys given are found.
+    With few keys there are several ways, whichever of which is taken finds the keys given; with none of them, all ways.
     """
-    keys = [np.frombuffer(b"".join(fields), np.int64) for fields in samples.values()]
-    if not keys:
-        return DEFAULT_PARTITIONS
-    lowest = max(samples) + 1
-    count: int
-    for count in (DEFAULT_PARTITIONS, *range(lowest, MAX_PROBED_PARTITIONS + 1)):
-        if count >= lowest and all((partition_of(k, count) == p).all() for p, k in zip(samples, keys, strict=True)):
-            return count
-    return None
+    keys = {p: np.frombuffer(b"".join(fields), np.int64) for p, fields in samples.items()}
+    lowest = max(samples, default=0) + 1
+    mixing = map(Partitioning, (DEFAULT_PARTITIONS, *range(1, MAX_PROBED_PARTITIONS + 1)))
+    plain = (Partitioning(count, mixes=False) for count in range(2, MAX_PROBED_PARTITIONS + 1))
+    candidates = dict.fromkeys(chain(mixing, plain))
+    return [
+        candidate
+        for candidate in candidates
+        if candidate.num_partitions >= lowest and all((partition_of(k, candidate) == p).all() for p, k in keys.items())
+    ]

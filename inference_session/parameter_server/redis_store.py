@@ -38,6 +38,7 @@ from inference_session.parameter_server.base import (
 )
 from inference_session.parameter_server.namespace import Namespace, StoredTable
 from inference_session.parameter_server.redis_connection import (
+    PASSING_CODES,
     Address,
     ConnectionPool,
     Deadline,
@@ -75,6 +76,7 @@ _MAX_IDLE = 16
 _MAX_ATTEMPTS = 3
 _MIN_REFRESH_S = 0.1
 _PROBE_FIELDS = 32
+_PROBE_INTERVAL_S = 2.0
 _SCAN_STEP = 1000
 _GLOB = re.compile(r"[*?\[\]^\\-]")
 """Characters that mean something in a pattern of Redis."""
@@ -182,8 +184,16 @@ class RedisStore(BoundStore):
         super().__init__(embedding_dims)
         self._timeout_ms = timeout_ms
         self._num_connections = url.count("connections", DEFAULT_CONNECTIONS)
-        self._given_partitions = url.count("partitions", 0) if "partitions" in url.options else 0
-        self._num_partitions: dict[str, int] = {}
+        self._partitionings: dict[str, layout.Partitioning] = {}
+        self._certain: set[str] = set()
+        """Tables with one partitioning only that their rows fit."""
+        if "partitions" in url.options:
+            given = layout.Partitioning(url.count("partitions", layout.DEFAULT_PARTITIONS))
+            self._partitionings = dict.fromkeys(embedding_dims, given)
+            self._certain = set(embedding_dims)
+        self._doubtful: set[str] = set()
+        """Tables without that in which keys were not found."""
+        self._next_probe = 0.0
         self._overflow = Overflow.of(url)
         self._servers = RedisServers(url, timeout_ms)
         self._pool = ConnectionPool(Login.of(url), max_idle=_MAX_IDLE + self._num_connections)
@@ -208,6 +218,8 @@ class RedisStore(BoundStore):
         found = [np.zeros(len(request.keys), np.bool_) for request in requests]
         reads = [r for request, hits in zip(requests, found, strict=True) for r in self._reads(request, hits)]
         self._run(reads, self._read_rows)
+        missed = {request.table for request, hits in zip(requests, found, strict=True) if not hits.all()}
+        self._doubtful |= missed - self._certain
         return found
 
     def scan(self, table: str) -> Iterator[Rows]:
@@ -322,9 +334,20 @@ class RedisStore(BoundStore):
             Eviction(self._overflow, self._pipeline).make_room(self.namespace.tag(table), partitions)
 
     def check(self) -> None:
-        """See EmbeddingStore. Asks every node that has rows."""
+        """See EmbeddingStore. Asks every node that has rows; others may have filled it since we last heard of it."""
         self._refuse_if_closed()
         self._servers.ping()
+        if "partitions" not in self.url.options:
+            self._certain.clear()
+            self._partitionings.clear()
+
+    def refresh(self) -> None:
+        """See EmbeddingStore. Tells anew how tables are partitioned that had too few rows for it before."""
+        if self._doubtful and time.monotonic() >= self._next_probe:
+            self._next_probe = time.monotonic() + _PROBE_INTERVAL_S
+            doubtful, self._doubtful = self._doubtful, set()
+            for table in doubtful:
+                self._probe(table)
 
     def incarnation(self) -> str:
         """See EmbeddingStore. A process that was started again may come from an old snapshot, a replica that became
@@ -354,28 +377,33 @@ class RedisStore(BoundStore):
         return f"<RedisStore {str(self.url)!r} [{self.namespace}, {len(self._embedding_dims)} tables]>"
 
     def num_partitions(self, table: str) -> int:
-        """By how many partitions the table was written; asked of Redis once, unless the URL says it."""
-        self.embedding_dim(table)
-        if self._given_partitions:
-            return self._given_partitions
-        if table not in self._num_partitions:
-            self._num_partitions[table] = self._probe(self.namespace.tag(table))
-        return self._num_partitions[table]
+        """By how many partitions the table was written, as far as its rows tell, unless the URL says it."""
+        return self._partitioning(table).num_partitions
 
-    def _probe(self, tag: str) -> int:
+    def _partitioning(self, table: str) -> layout.Partitioning:
+        self.embedding_dim(table)
+        return self._partitionings.get(table) or self._probe(table)
+
+    def _probe(self, table: str) -> layout.Partitioning:
+        """Tell the partitioning from rows; where they fit several, that which has been used stays if it is one."""
+        tag = self.namespace.tag(table)
         names = [layout.rows_name(tag, p) for p in range(layout.MAX_PROBED_PARTITIONS)]
         replies = self._pipeline([("HSCAN", name, 0, "COUNT", _PROBE_FIELDS) for name in names])
         samples = {p: list(rows) for p, (_, rows) in enumerate(replies) if rows}
         wrong = next((key for keys in samples.values() for key in keys if len(key) != 8), None)
         if wrong is not None:
             raise StoreError(f"table {tag!r} in {str(self.url)!r} has a key of {len(wrong)} bytes, expected 8 (int64)")
-        count = layout.count_partitions(samples)
-        if count is None:
+        fitting = layout.fitting_partitionings(samples)
+        if not fitting:
             raise StoreError(
                 f"table {tag!r} in {str(self.url)!r}: its rows fit no number of partitions up to"
                 f" {layout.MAX_PROBED_PARTITIONS}; add ?partitions=N to the URL if you know it"
             )
-        return count
+        if len(fitting) == 1:
+            self._certain.add(table)
+        used = self._partitionings.get(table)
+        partitioning = self._partitionings[table] = used if used in fitting else fitting[0]
+        return partitioning
 
     def _refuse_other_widths(self, table: str, fields: Mapping[bytes, bytes], row_bytes: int) -> None:
         other = next(((k, r) for k, r in fields.items() if len(k) != 8 or len(r) != row_bytes), None)
@@ -398,7 +426,7 @@ class RedisStore(BoundStore):
         """Positions of keys by partition, and for each command its partition and its slice of them."""
         self._refuse_if_closed()
         step = max(1, _BYTES_PER_BATCH // (4 * self.embedding_dim(table)))
-        order, bounds = layout.by_partition(np.ascontiguousarray(keys), self.num_partitions(table))
+        order, bounds = layout.by_partition(np.ascontiguousarray(keys), self._partitioning(table))
         slices = (
             (partition, first, min(first + step, end))
             for partition, (begin, end) in enumerate(pairwise(bounds))
@@ -542,7 +570,7 @@ class RedisServers:
         replaced, which the package learns from errors only that we do not leave to it.
         """
         self.refresh()
-        with self.client() as client:
+        with self.client() as client, _unsaved_is_well():
             if self._url.is_cluster:
                 client.ping(target_nodes=RedisCluster.PRIMARIES)
             else:
@@ -600,18 +628,32 @@ class RedisServers:
         text = str(error)
         if self._url.password:
             text = text.replace(self._url.password, "***")
+        if isinstance(error, redis.exceptions.MovedError) and not self._url.is_cluster:
+            text = f"this is a node of a Cluster ({text}); write {self._url.scheme}+cluster:// for its URL"
         denied = redis.AuthenticationError, redis.exceptions.AuthorizationError
         passing = (
             RedisConnectionError,
             RedisTimeoutError,
+            redis.exceptions.InvalidResponse,
             redis.exceptions.ReadOnlyError,
             redis.exceptions.OutOfMemoryError,
             redis.exceptions.RedisClusterException,
             redis.exceptions.ClusterError,
             redis.exceptions.TryAgainError,
         )
-        kind = UnavailableError if isinstance(error, passing) and not isinstance(error, denied) else StoreError
+        passes = isinstance(error, passing) or not PASSING_CODES.isdisjoint(text.split())
+        kind = UnavailableError if passes and not isinstance(error, denied) else StoreError
         return kind(f"store {str(self._url)!r}: {text}")
+
+
+@contextmanager
+def _unsaved_is_well() -> Iterator[None]:
+    """A Redis whose disk takes no snapshot refuses PING, as it refuses writes; rows can be read all the same."""
+    try:
+        yield
+    except redis.ResponseError as error:
+        if not str(error).startswith("MISCONF"):
+            raise
 
 
 def _set_times(tag: str, partition: int, keys: NDArray[np.int64]) -> _Write:

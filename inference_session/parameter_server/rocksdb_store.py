@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -70,7 +70,9 @@ class RocksDbStore(BoundStore):
         *,
         writable: bool | Literal["later"] = False,
     ) -> None:
-        """See `store_url.create_store`. A writer from the beginning makes the database if there is none."""
+        """See `store_url.create_store`. A writer from the beginning makes the database if there is none; for a reader,
+        one that is damaged is an UnavailableError of every call until it is mended.
+        """
         self.path = path
         self.namespace = namespace
         self._is_writer = writable is True
@@ -83,12 +85,15 @@ class RocksDbStore(BoundStore):
         self._present: set[str] = set()
         """Tags of the column families that the open database knows; a reader's may not know all there are."""
         self._closed = False
-        self._secondary_path = None if self._is_writer else Path(tempfile.mkdtemp(prefix="hotrow-rocksdb-"))
-        try:
-            self._db = self._open_database(as_writer=self._is_writer)
-        except BaseException:
-            self._remove_secondary_path()
-            raise
+        self._db: Any = None
+        self._secondary_path: Path | None = None
+        if self._is_writer:
+            self._db = self._open_database(as_writer=True)
+        else:
+            _refuse_absent(path)
+            self._secondary_path = Path(tempfile.mkdtemp(prefix="hotrow-rocksdb-"))
+            with suppress(UnavailableError):
+                self._database()
 
     @property
     def supports_writes(self) -> bool:
@@ -183,13 +188,13 @@ class RocksDbStore(BoundStore):
 
     def check(self) -> None:
         """See EmbeddingStore."""
-        self._refuse_if_closed()
+        self._database()
         if not (self.path / _CURRENT_FILE).exists():
             raise UnavailableError(f"the RocksDB at {str(self.path)!r} is gone")
 
     def refresh(self) -> None:
         """See EmbeddingStore. Tables that were made since are found as well."""
-        self._refuse_if_closed()
+        self._database()
         if self._is_writer:
             return
         with _translated(self.path), self._lock:
@@ -212,9 +217,9 @@ class RocksDbStore(BoundStore):
     def note(self, table: str) -> str | None:
         """See EmbeddingStore."""
         self.embedding_dim(table)
-        self._refuse_if_closed()
+        database = self._database()
         with _translated(self.path):
-            text = self._db.get(_note_name(self.namespace.tag(table)))
+            text = database.get(_note_name(self.namespace.tag(table)))
         return None if text is None else text.decode()
 
     def set_note(self, table: str, text: str) -> None:
@@ -237,12 +242,26 @@ class RocksDbStore(BoundStore):
                         if self._is_writer:
                             family.flush()
                         family.close()
-                self._db.close()
-        self._remove_secondary_path()
+                if self._db is not None:
+                    self._db.close()
+        if self._secondary_path is not None:
+            shutil.rmtree(self._secondary_path, ignore_errors=True)
 
     def __repr__(self) -> str:
         role = "writer" if self._is_writer else "reader"
         return f"<RocksDbStore {str(self.path)!r} [{self.namespace}, {len(self._embedding_dims)} tables, {role}]>"
+
+    def _database(self) -> Any:
+        """The database, opened if it could not be before."""
+        self._refuse_if_closed()
+        if self._db is None:
+            with self._lock:
+                if self._db is None:
+                    try:
+                        self._db = self._open_database(as_writer=False)
+                    except StoreError as error:
+                        raise UnavailableError(f"{error} (restore it, or push into another folder)") from error
+        return self._db
 
     def _open_database(self, *, as_writer: bool) -> Any:
         with _translated(self.path):
@@ -268,7 +287,7 @@ class RocksDbStore(BoundStore):
     def _family(self, table: str) -> Any:
         """The table's column family, None if it has none (yet)."""
         self.embedding_dim(table)
-        self._refuse_if_closed()
+        self._database()
         if self._families.get(table) is None:
             tag = self.namespace.tag(table)
             with _translated(self.path), self._lock:
@@ -331,10 +350,6 @@ class RocksDbStore(BoundStore):
         if self._closed:
             raise SessionClosedError(f"{self!r} has been closed")
 
-    def _remove_secondary_path(self) -> None:
-        if self._secondary_path is not None:
-            shutil.rmtree(self._secondary_path, ignore_errors=True)
-
 
 def open_writer(path: Path) -> Any:
     """Open a database for writing, made if there is none."""
@@ -346,12 +361,27 @@ def open_writer(path: Path) -> Any:
 def open_reader(path: Path, secondary_path: Path) -> Any:
     """Follow a database that another may be writing; `secondary_path` is a folder for RocksDB's own log."""
     _refuse_absent(path)
-    return Rdict(
-        str(path),
-        options=_options(),
-        column_families={name: _options() for name in Rdict.list_cf(str(path))},
-        access_type=AccessType.secondary(str(secondary_path)),
-    )
+    with _translated(path):
+        _refuse_incomplete(path)
+        return _open_as(path, AccessType.secondary(str(secondary_path)))
+
+
+def _refuse_incomplete(path: Path, num_attempts: int = 5) -> None:
+    """Raise where a data file is missing or cut: a secondary would take the database for an older one, without the rows
+    in it, but who opens it read-only finds out.
+    """
+    try:
+        _open_as(path, AccessType.read_only()).close()
+    except Exception:
+        if num_attempts == 1:
+            raise
+        # A live writer may just have merged a file into others and removed it.
+        _refuse_incomplete(path, num_attempts - 1)
+
+
+def _open_as(path: Path, access_type: Any) -> Any:
+    families = {name: _options() for name in Rdict.list_cf(str(path))}
+    return Rdict(str(path), options=_options(), column_families=families, access_type=access_type)
 
 
 def _state_of_files(path: Path) -> object:
@@ -456,7 +486,7 @@ def _translated(path: Path) -> Iterator[None]:
 
 
 def _as_ours(path: Path, text: str) -> Exception:
-    name = f"the RocksDB at {str(path)!r}"
+    name, text = f"the RocksDB at {str(path)!r}", " ".join(text.split())
     if "LOCK" in text and "lock" in text:
         return UnavailableError(f"{name} is being written by another process, or twice by this one ({text})")
     kind = UnavailableError if text.startswith(("IO error", "Operation timed out", "Resource busy")) else StoreError

@@ -5,7 +5,8 @@
     unix://[user:password@]/path/to/socket        Redis's socket on this machine; ?db=N
     rocksdb:///path/to/folder
 
-Options follow behind `?`, as `name=value` with `&` between. A password is kept from every text made of a URL.
+Options follow behind `?`, as `name=value` with `&` between. `password_file=/path`: a file with the
+password. A password is kept from every text made of a URL.
 """
 
 from __future__ import annotations
@@ -17,13 +18,17 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from inference_session.errors import ConfigurationError
+from inference_session.secret_file import OPTION, url_password
 
 if TYPE_CHECKING:
     from inference_session.parameter_server.base import EmbeddingStore
     from inference_session.parameter_server.namespace import Namespace, StoredTable
 
 _TLS_OPTIONS = ("tls_ca_certificate", "tls_client_certificate", "tls_client_key", "tls_server_name")
-_REDIS_OPTIONS = ("partitions", "connections", "overflow_margin", "overflow_policy", "overflow_resolution_target")
+_REDIS_OPTIONS = (
+    *("partitions", "connections", "overflow_margin", "overflow_policy", "overflow_resolution_target"),
+    OPTION,
+)
 OPTIONS = {
     "redis": _REDIS_OPTIONS,
     "rediss": (*_REDIS_OPTIONS, *_TLS_OPTIONS),
@@ -72,7 +77,8 @@ class StoreUrl:
     def __str__(self) -> str:
         """The URL with `***` for the password."""
         user = "" if self.user is None else quote(self.user)
-        login = f"{user}{'' if self.password is None else ':***'}@" if user or self.password is not None else ""
+        shown = "" if self.password is None or OPTION in self.options else ":***"
+        login = f"{user}{shown}@" if user or shown else ""
         host = f"[{self.host}]" if ":" in self.host else self.host
         place = f"{host}:{self.port}" if host else ""
         db = f"/{self.db}" if self.db and not self.path else ""
@@ -102,7 +108,7 @@ class StoreUrl:
             host="" if where else parts.hostname or "",
             port=port or 6379,
             user=None if not parts.username else unquote(parts.username),
-            password=None if not parts.password else unquote(parts.password),
+            password=url_password(unquote(parts.password or "") or None, options),
             path=where,
             db=int(db),
             options=options,
@@ -154,7 +160,8 @@ def create_store(
     Raises:
         ConfigurationError: the URL is malformed, or the package that the store needs is not installed.
         UnavailableError: the RocksDB is in use by another writer.
-        StoreError: the RocksDB cannot be read.
+        StoreError: the RocksDB is not there, or cannot be written to. One that is damaged is an UnavailableError of
+            each call to a reader.
     """
     url = StoreUrl.parse(url) if isinstance(url, str) else url
     if url.scheme == "rocksdb":

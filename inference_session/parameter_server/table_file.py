@@ -24,7 +24,6 @@ from inference_session.errors import ModelFormatError, SessionClosedError, Store
 from inference_session.formats.native import TABLES_FOLDER, ModelSpec, TableSpec, VectorType
 from inference_session.parameter_server.base import SCAN_BYTES, EmbeddingStore, Rows, check_fetch
 from inference_session.parameter_server.table_index import (
-    INDEX_FILE,
     IndexReport,
     Progress,
     TableIndex,
@@ -62,12 +61,18 @@ class TableFile:
 
     @classmethod
     def open(
-        cls, folder: Path, spec: TableSpec, *, must_have_index: bool = False, progress: Progress | None = None
+        cls,
+        folder: Path,
+        spec: TableSpec,
+        *,
+        must_have_index: bool = False,
+        verify_index: bool = False,
+        progress: Progress | None = None,
     ) -> TableFile:
         """Map the files of a table; ModelFormatError names one that is absent or whose size is not the spec's.
 
-        An index that is absent or stale is built (`progress` is told the rows done), or, with `must_have_index`,
-        a ModelFormatError.
+        An index that is absent or stale, or with `verify_index`, which reads all of it, damaged, is built (`progress`
+        is told the rows done), or, with `must_have_index`, a ModelFormatError.
         """
         row_bytes = bytes_per_row(spec.embedding_dim, spec.dtype)
         vectors = _map_rows(folder / VECTOR_FILE, spec, row_bytes)
@@ -76,8 +81,9 @@ class TableFile:
         if spec.keys == "row_number":
             return cls(spec, vectors, None, None)
         keys = _map_rows(folder / KEY_FILE, spec, 8).view(np.int64).reshape(-1)
-        index = open_index(folder, keys) if must_have_index else ensure_index(folder, keys, progress)
-        return cls(spec, vectors, keys, index)
+        if must_have_index:
+            return cls(spec, vectors, keys, open_index(folder, keys, verify=verify_index))
+        return cls(spec, vectors, keys, ensure_index(folder, keys, progress, verify=verify_index))
 
     @property
     def vectors(self) -> NDArray[np.generic]:
@@ -119,13 +125,9 @@ class TableFile:
         for begin in range(0, len(keys), step):
             part = np.ascontiguousarray(keys[begin : begin + step])
             vectors = np.empty((len(part), self.spec.embedding_dim), np.float32)
-            self.fetch(part, vectors)
+            if not self.fetch(part, vectors).all():
+                raise ModelFormatError(f"table {self.spec.name!r}: the index does not find all keys, so it is damaged")
             yield part, vectors
-
-    def verify(self, folder: Path) -> None:
-        """Raise ModelFormatError where the index is not what its keys give; reads all of both."""
-        if self._index is not None:
-            self._index.verify(self.keys(), folder / INDEX_FILE)
 
     def close(self) -> None:
         """Refuse further look-ups. The files are unmapped with the last array over them."""
@@ -148,9 +150,13 @@ class TableFile:
 class TableFileStore(EmbeddingStore):
     """All tables of a version directory, as a tier that is read only."""
 
-    def __init__(self, version_dir: Path, spec: ModelSpec) -> None:
+    def __init__(self, version_dir: Path, spec: ModelSpec, *, verify_indexes: bool = False) -> None:
+        """Open the tables; `verify_indexes`: as of `TableFile.open`."""
         self._spec = spec
-        self._files = {t.folder: TableFile.open(version_dir / TABLES_FOLDER / t.folder, t) for t in spec.tables}
+        self._files = {
+            t.folder: TableFile.open(version_dir / TABLES_FOLDER / t.folder, t, verify_index=verify_indexes)
+            for t in spec.tables
+        }
 
     @property
     def tables(self) -> tuple[str, ...]:

@@ -128,14 +128,19 @@ def index_bytes(num_rows: int) -> int:
     return _file_size(_bucket_count(num_rows))
 
 
-def open_index(folder: Path, keys: NDArray[np.int64]) -> TableIndex:
-    """Map the index file of a table; ModelFormatError where it is absent or belongs to other keys."""
+def open_index(folder: Path, keys: NDArray[np.int64], *, verify: bool = False) -> TableIndex:
+    """Map the index file of a table; ModelFormatError where it is absent, belongs to other keys or, as far as only
+    `verify` finds by reading all of it, is damaged.
+    """
     path = folder / INDEX_FILE
     try:
         index = TableIndex(_map_file(path))
     except OSError as error:
         raise ModelFormatError(f"{path}: cannot be read: {error}") from error
-    index.check(keys, path)
+    if verify:
+        index.verify(keys, path)
+    else:
+        index.check(keys, path)
     return index
 
 
@@ -150,15 +155,19 @@ def build_index(folder: Path, keys: NDArray[np.int64], progress: Progress | None
     return IndexReport(len(keys), index.num_duplicates, time.perf_counter() - started)
 
 
-def ensure_index(folder: Path, keys: NDArray[np.int64], progress: Progress | None = None) -> TableIndex:
-    """The table's index: from its file where that is good, else built now, in memory if the folder takes no file."""
+def ensure_index(
+    folder: Path, keys: NDArray[np.int64], progress: Progress | None = None, *, verify: bool = False
+) -> TableIndex:
+    """The table's index: from its file where that is good (see `open_index`), else built now, in memory if the folder
+    takes no file.
+    """
     try:
-        return open_index(folder, keys)
+        return open_index(folder, keys, verify=verify)
     except ModelFormatError as error:
-        _log.info("building an index: %s", error)
+        _log.log(logging.WARNING if (folder / INDEX_FILE).exists() else logging.INFO, "building an index: %s", error)
     try:
         with _locked(folder):
-            return _open_or_write(folder, keys, progress)
+            return _open_or_write(folder, keys, progress, verify=verify)
     except OSError as error:
         _log.warning(
             "%s: cannot write the index, so every process builds its own in memory (%d bytes): %s",
@@ -166,15 +175,20 @@ def ensure_index(folder: Path, keys: NDArray[np.int64], progress: Progress | Non
             _file_size(_bucket_count(len(keys))),
             error,
         )
+    return index_in_memory(keys, progress)
+
+
+def index_in_memory(keys: NDArray[np.int64], progress: Progress | None = None) -> TableIndex:
+    """An index that is in no file. Of rows with equal keys the last wins."""
     content = np.frombuffer(mmap.mmap(-1, _file_size(_bucket_count(len(keys)))), np.uint8)
     _fill(content, keys, progress)
     return TableIndex(content)
 
 
-def _open_or_write(folder: Path, keys: NDArray[np.int64], progress: Progress | None) -> TableIndex:
+def _open_or_write(folder: Path, keys: NDArray[np.int64], progress: Progress | None, *, verify: bool) -> TableIndex:
     """Must be called while holding the folder's lock: another process may have been building the index meanwhile."""
     try:
-        return open_index(folder, keys)
+        return open_index(folder, keys, verify=verify)
     except ModelFormatError:
         return _write_index(folder, keys, progress)
 
@@ -273,6 +287,8 @@ def _header_checksum(header: np.void) -> int:
 
 
 def _map_file(path: Path) -> NDArray[np.uint8]:
+    if path.exists() and not path.is_file():  # opening a pipe would wait for a writer
+        raise OSError("not a regular file")
     with path.open("rb") as file:
         if os.fstat(file.fileno()).st_size < HEADER.itemsize:
             raise OSError("the file is shorter than its header")

@@ -48,7 +48,7 @@ class TablePush:
         folder = version_dir / TABLES_FOLDER / spec.folder
         self.spec = spec
         self._store = store
-        self._file = TableFile.open(folder, spec)
+        self._file = TableFile.open(folder, spec, verify_index=True)
         self._source = _source(version_dir, spec)
 
     def run(self, progress: Progress | None = None) -> PushReport:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from inference_session.formats.native import DENSE_FILE, KEYS_FILE, ModelSpec
+from inference_session.formats.native import DENSE_FILE, KEYS_FILE, TABLES_FOLDER, ModelSpec
 from inference_session.parameter_server.table_index import index_bytes
 
 Place = Literal["page cache", "process", "device", "shared memory"]
@@ -41,17 +41,18 @@ def memory_items(
 
     Args:
         spec: of the version.
-        version_dir: where its networks are.
+        version_dir: where its networks are, and its tables unless it has none but those of its stores.
         cache_bytes: of each process, or where there are devices, of each device.
         num_processes: that serve the version.
         num_devices: GPUs that hold cache and network; 0: the processes do.
     """
-    stored = [table.num_rows for table in spec.tables if table.keys == "stored"]
+    tables = spec.tables if (version_dir / TABLES_FOLDER).is_dir() else ()
+    stored = [table.num_rows for table in tables if table.keys == "stored"]
     networks = sum(_file_bytes(version_dir / name) for name in (DENSE_FILE, KEYS_FILE))
     place: Place = "device" if num_devices else "process"
     copies = num_devices or num_processes
     return [
-        MemoryItem("vectors", "page cache", sum(table.num_rows * table.row_bytes for table in spec.tables), 1),
+        MemoryItem("vectors", "page cache", sum(table.num_rows * table.row_bytes for table in tables), 1),
         MemoryItem("keys", "page cache", 8 * sum(stored), 1),
         MemoryItem("index", "page cache", sum(map(index_bytes, stored)), 1),
         MemoryItem("cache", place, cache_bytes, copies),

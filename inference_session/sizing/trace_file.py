@@ -18,6 +18,7 @@ import contextlib
 import csv
 import gzip
 import lzma
+import tokenize
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +36,7 @@ _CHUNK_KEYS = 1 << 20
 _CHUNK_BYTES = 1 << 22
 _LONGEST_NUMBER = 64
 _LONGEST_LINE = 1 << 16
-_BROKEN = (EOFError, OSError, lzma.LZMAError, zlib.error)
+_BROKEN = (EOFError, OSError, lzma.LZMAError, zlib.error, tokenize.TokenError)
 
 
 class TracePart(NamedTuple):
@@ -70,7 +71,8 @@ def read_trace(path: Path, trace_format: str = "auto") -> Iterator[TracePart]:
         try:
             yield from _READERS[trace_format](stream)
         except (*_BROKEN, ValueError, OverflowError, csv.Error) as error:
-            raise TraceFormatError(f"{path}: not a trace of format {trace_format!r}: {error}") from error
+            reason = "a number takes more than 64 bits" if isinstance(error, OverflowError) else error
+            raise TraceFormatError(f"{path}: not a trace of format {trace_format!r}: {reason}") from error
 
 
 @contextlib.contextmanager

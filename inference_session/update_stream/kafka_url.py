@@ -3,7 +3,8 @@
     kafka://[user:password@]host[:port][,host[:port]…][?option=value&…]
 
 Options: `security_protocol` (plaintext, ssl, sasl_plaintext, sasl_ssl), `sasl_mechanism` (PLAIN, SCRAM-SHA-256 …), and
-`tls_ca_certificate`, `tls_client_certificate`, `tls_client_key` (files). No text made of a URL shows a password.
+`tls_ca_certificate`, `tls_client_certificate`, `tls_client_key`, `password_file` (files). No text made of a URL shows a
+password.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, unquote
 
 from inference_session.errors import ConfigurationError
+from inference_session.secret_file import OPTION, url_password
 
 SCHEME = "kafka"
 DEFAULT_PORT = 9092
@@ -47,11 +49,11 @@ class KafkaUrl:
         if self.user is not None:
             settings |= {"sasl.username": self.user, "sasl.password": self.password or ""}
             settings |= {"security.protocol": "sasl_plaintext", "sasl.mechanism": "PLAIN"}
-        return settings | {_OPTIONS[name]: value for name, value in self.options.items()}
+        return settings | {_OPTIONS[name]: value for name, value in self.options.items() if name != OPTION}
 
     def __str__(self) -> str:
         """The URL with `***` for the password."""
-        login = "" if self.user is None else f"{self.user}:***@"
+        login = "" if self.user is None else f"{self.user}{'' if OPTION in self.options else ':***'}@"
         options = "&".join(f"{name}={value}" for name, value in self.options.items())
         return f"{SCHEME}://{login}{','.join(self.brokers)}{'?' if options else ''}{options}"
 
@@ -65,11 +67,16 @@ class KafkaUrl:
         place, _, query = rest.partition("?")
         login, separator, hosts = place.rpartition("@")
         user, _, password = login.partition(":")
+        options = _options(query)
+        if OPTION in options and not user:
+            raise ConfigurationError(
+                f"a kafka:// URL with {OPTION} needs a user: kafka://USER@HOST:PORT?{OPTION}=/path"
+            )
         return cls(
             tuple(_broker(host) for host in hosts.rstrip("/").split(",")),
             user=unquote(user) if separator else None,
-            password=unquote(password) if separator else None,
-            options=_options(query),
+            password=url_password(unquote(password) if separator else None, options),
+            options=options,
         )
 
 
@@ -102,9 +109,9 @@ def _broker(text: str) -> str:
 
 def _options(query: str) -> dict[str, str]:
     options = dict(parse_qsl(query, keep_blank_values=True))
-    unknown = sorted(set(options) - set(_OPTIONS))
+    unknown = sorted(set(options) - {*_OPTIONS, OPTION})
     if unknown:
         raise ConfigurationError(
-            f"a kafka:// URL has the unknown option {unknown[0]!r}; allowed: {', '.join(_OPTIONS)}"
+            f"a kafka:// URL has the unknown option {unknown[0]!r}; allowed: {', '.join((*_OPTIONS, OPTION))}"
         )
     return options

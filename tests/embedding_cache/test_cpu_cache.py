@@ -16,7 +16,7 @@ from inference_session.embedding_cache import EmbeddingCache, create_embedding_c
 from inference_session.embedding_cache.cpu_cache import CpuEmbeddingCache
 from inference_session.embedding_cache.kernels import cpu, cpu_cache
 from inference_session.embedding_cache.kernels.layout import SEGMENT
-from inference_session.errors import ConfigurationError, InvalidRequestError
+from inference_session.errors import ConfigurationError, InvalidRequestError, TableNotFoundError
 from tests.embedding_cache.contract import AMPLE_BYTES, EmbeddingCacheContract, vectors_of
 
 
@@ -222,15 +222,54 @@ def test_closing_waits_for_readers() -> None:
 
 
 def test_what_cannot_be_is_refused_clearly() -> None:
-    """A device that there is not, a dtype that there is not, backing on the CPU: errors that say what there is."""
+    """A device, a dtype, backing rows that cannot be: errors that say what can."""
     with pytest.raises(ConfigurationError, match=r"device cannot be 'gpu'; allowed: cpu, cuda:N"):
         create_embedding_cache({"t": 4}, "gpu", cache_bytes=1 << 20)
     with pytest.raises(ConfigurationError, match=r"device cannot be 'cuda:77': (CuPy is not|this machine|CUDA says)"):
         create_embedding_cache({"t": 4}, "cuda:77", cache_bytes=1 << 20)
     with pytest.raises(ConfigurationError, match="dtype 'float64' is none of float32, float16, int8"):
         create_embedding_cache({"t": 4}, cache_bytes=1 << 20, dtype="float64")  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="backing is for a GPU cache"):
-        create_embedding_cache({"t": 4}, cache_bytes=1 << 20, backing={"t": ([], [])})
+    with pytest.raises(TableNotFoundError, match="no table 'other'"):
+        create_embedding_cache({"t": 4}, cache_bytes=1 << 20, backing={"other": ([], [])})
+    with pytest.raises(ConfigurationError, match="backing of table 't': vectors are"):
+        create_embedding_cache({"t": 4}, cache_bytes=0, backing={"t": ([1], np.zeros((1, 3), np.float32))})
+
+
+class TestBackedCache(EmbeddingCacheContract):
+    """The contract, with backing rows of keys that it does not ask for."""
+
+    def create(self, dims: dict[str, int], cache_bytes: int = AMPLE_BYTES) -> EmbeddingCache:
+        rows = {table: (np.array([-987654321]), np.zeros((1, dim), np.float32)) for table, dim in dims.items()}
+        return create_embedding_cache(dims, "cpu", cache_bytes=cache_bytes, backing=rows)
+
+
+@pytest.mark.parametrize("cache_bytes", [0, AMPLE_BYTES])
+def test_misses_come_from_backing_rows(cache_bytes: int) -> None:
+    """Cached rows come first, then backing rows; keys that neither has are missing, and their output untouched."""
+    keys = np.array([np.iinfo(np.int64).min, -1, 0, 7, 7, np.iinfo(np.int64).max])
+    rows = np.arange(12, dtype=np.float32).reshape(6, 2)
+    backing = {"t": (keys, rows), "none": ([], [])}
+    with create_embedding_cache({"t": 2, "none": 1, "bare": 1}, cache_bytes=cache_bytes, backing=backing) as cache:
+        cache.insert("t", [0, 5], np.array([[50, 50], [60, 60]], np.float32))
+        out = {"t": np.full((7, 2), -9, np.float32), "none": np.zeros((1, 1), np.float32)}
+        result = cache.lookup({"t": [*keys, 5], "none": [1]}, out)
+        stats = cache.stats()
+
+    cached = cache_bytes > 0
+    expected = [
+        [0, 1],
+        [2, 3],
+        [50, 50] if cached else [4, 5],
+        [8, 9],
+        [8, 9],
+        [10, 11],
+        [60, 60] if cached else [-9, -9],
+    ]
+    assert result.vectors["t"] is out["t"]
+    assert out["t"].tolist() == expected
+    assert result.missing["t"].tolist() == ([] if cached else [6])
+    assert result.missing["none"].tolist() == [0]
+    assert stats["tables"]["t"]["misses"] == (5 if cached else 7)
 
 
 def test_it_shows_what_it_holds() -> None:

@@ -7,12 +7,15 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import click
 import numpy as np
 import onnx
 import pytest
 
 from hotrow import command_line
 from hotrow.command_line import main
+from inference_session.parameter_server.table_index import ensure_index
+from tests import small_model
 from tests.formats.onnx_model.models import model_of, table
 
 Run = Callable[..., tuple[int, str, str]]
@@ -58,10 +61,19 @@ def test_everything_has_help(run: Run, path: tuple[str, ...]) -> None:
     assert out.startswith(" ".join(("Usage: hotrow", *path)))
 
 
-@pytest.mark.parametrize("name", command_line._COMMANDS)
+@pytest.mark.parametrize("name", command_line.cli.list_commands(click.Context(command_line.cli)))
 def test_every_command_can_be_loaded(run: Run, name: str) -> None:
     """The names in the list of commands are those of modules."""
     assert run(name, "--help")[0] == 0
+
+
+def test_help_shows_every_command_with_a_sentence(run: Run) -> None:
+    """None is broken off in the middle."""
+    out = run("--help")[1]
+
+    for name in command_line.cli.list_commands(click.Context(command_line.cli)):
+        assert f"\n  {name} " in out
+    assert "..." not in out.split("Models:")[1]
 
 
 def test_import_reports_and_numbers_versions(run: Run, model: Path, version_dir: Path) -> None:
@@ -179,6 +191,21 @@ def test_inspect_names_the_damaged_file(run: Run, version_dir: Path, file: str, 
     assert code == 1
     assert err.startswith(f"hotrow: {version_dir / file}: ")
     assert err.count("\n") == 1
+
+
+def test_inspect_names_a_damaged_index(run: Run, tmp_path: Path) -> None:
+    """Index files are in no manifest, yet `--verify` reads them; one that is missing is no damage."""
+    small_model.write(tmp_path / "1")
+    index = tmp_path / "1" / "tables" / "hashed" / "index"
+
+    assert run("inspect", tmp_path / "1", "--verify")[0] == 0
+    ensure_index(index.parent, np.fromfile(index.with_name("key"), np.int64))
+    assert run("inspect", tmp_path / "1", "--verify")[0] == 0
+    _flip(index)
+    code, _, err = run("inspect", tmp_path / "1", "--verify")
+
+    assert code == 1
+    assert err.startswith(f"hotrow: {index}: ")
 
 
 def test_inspect_of_another_folder_says_what_is_missing(run: Run, tmp_path: Path) -> None:

@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from hotrow import machine_checks
+from hotrow.commands.doctor import command
 from hotrow.machine_checks import Finding, Plan, examine
 from inference_session import InferenceSession
 from inference_session.sizing import memory
 from tests import small_model
+from tests.formats.hugectr.test_importer import Source
 from tests.integration.models import write_ctr
 from triton_backend import installation
 
@@ -118,8 +121,9 @@ def test_shared_memory_of_servers_that_are_gone() -> None:
         left.unlink()
         used.unlink()
 
-    assert str(left) in fixes
-    assert str(used) not in fixes
+    assert f"rm {machine_checks.SHARED_MEMORY}/hotrow_" in fixes
+    assert f"hotrow_{ended.pid}_*" in fixes
+    assert f"hotrow_{os.getpid()}_" not in fixes
 
 
 def _as_nobody(check: Callable[[], list[Finding]]) -> list[Finding]:
@@ -182,6 +186,23 @@ def test_a_package_that_a_model_needs(repository: Path, monkeypatch: pytest.Monk
     assert "secret" not in str(found)
 
 
+def test_hugectr_s_files_are_looked_for(repository: Path) -> None:
+    """A model folder that is served in place counts with its files, and is a problem where one of them is missing."""
+    source = Source(repository / "small")
+    source.ps_json()
+    (source.folder / "config.pbtxt").write_text('backend: "hugectr"\n')
+    (source.folder / "1").mkdir()
+    (memory,) = _findings("memory", repository=repository)
+    assert memory.level == "ok"
+    assert not _findings("permissions", repository=repository)[0].fix
+
+    key = source.table_folder(0) / "key"
+    key.unlink()
+    (finding,) = _findings("repository", repository=repository)
+    assert finding.level == "problem"
+    assert finding.message == f"{key}: No such file or directory"
+
+
 def test_a_repository_that_cannot_be_served(repository: Path) -> None:
     """A bad setting or a missing version is found before a server meets it."""
     _add_parameter(repository, "volatile_store", "redis://h")
@@ -207,3 +228,11 @@ def test_as_a_process(repository: Path) -> None:
     problems = [finding for finding in json.loads(bad.stdout) if finding["level"] == "problem"]
     assert [finding["check"] for finding in problems] == ["repository"]
     assert "no such folder" in problems[0]["message"]
+
+
+def test_a_repository_elsewhere() -> None:
+    """HDFS is not looked at; the command that brings its models here is named."""
+    result = CliRunner().invoke(command, ["--repository", "hdfs://namenode/models"])
+
+    assert result.exit_code == 2
+    assert "hotrow copy" in result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from inference_session.errors import HotrowError
 from inference_session.sizing import LruCurve
 from tests import small_model
 from tests.browser import Look
+from tests.formats.hugectr.test_importer import Source
 
 
 @pytest.fixture
@@ -81,6 +83,32 @@ def test_settings_tell_the_cache(version_dir: Path) -> None:
 
     config.write_text(config.read_text() + 'parameters { key: "volatile_store" value { string_value: "redis://h" } }')
     assert _json(version_dir)["cache_bytes"] == 5000
+
+
+def test_tables_that_only_stores_have(version_dir: Path) -> None:
+    """Take no memory of this machine's page cache, and it is said where their rows are."""
+    config = version_dir.parent / "config.pbtxt"
+    config.write_text('backend: "hotrow" parameters { key: "volatile_store" value { string_value: "redis://h" } }')
+    shutil.rmtree(version_dir / "tables")
+
+    assert all(item["total_bytes"] == 0 for item in _json(version_dir)["memory"] if item["place"] == "page cache")
+    assert "rows come from the stores" in _run(version_dir).stdout
+
+
+def test_hugectr_s_files_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model folder of HugeCTR's is sized as what its load makes of it, under its own name."""
+    monkeypatch.setenv("HOTROW_CACHE_DIR", str(tmp_path / "cache"))
+    source = Source(tmp_path / "small", num_rows=(40, 60))
+    source.ps_json()
+    (source.folder / "config.pbtxt").write_text('backend: "hugectr"\n')
+    (source.folder / "3").mkdir()
+
+    documents = [_json(directory) for directory in (source.folder, source.folder / "3")]
+
+    assert documents[0] == documents[1]
+    assert documents[0]["version_dir"] == str(source.folder / "3")
+    parts = {item["name"]: item["total_bytes"] for item in documents[0]["memory"]}
+    assert parts["keys"] == 8 * (40 + 60)
 
 
 def test_hit_rates_of_a_trace(version_dir: Path, keys: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -77,6 +78,25 @@ def test_any_text_is_a_page_or_a_value_error(text: str) -> None:
         return
 
 
+def test_a_page_of_oddities_is_drawn() -> None:
+    """Labels that are missing, numbers that are none, and names that would command a terminal."""
+    text = (
+        'nv_inference_request_success{model="\x1b[31mred",version="1"} 5\n'
+        "nv_inference_request_success 1\nhotrow_model_version_info 1\nhotrow_lookup_keys_total 5\n"
+        'hotrow_lookup_keys_total{model="\x1b[31mred",version="1"} NaN\nhotrow_tier_up{model="a",version="1"} 1\n'
+        'hotrow_resident_memory_bytes{model="\x1b[31mred",version="1"} NaN\nnv_cpu_memory_total_bytes +Inf\n'
+        "hotrow_backend_restarts_total 3\n"
+    )
+    view = TopView("here")
+    view.add(MetricsPage.parse(text, 1.0), [])
+    view.add(MetricsPage.parse(text.replace(" 5", " 6"), 2.0), [])
+
+    drawn = _drawn(view)
+
+    assert "\N{REPLACEMENT CHARACTER}[31mred" in drawn
+    assert "\x1b" not in drawn
+
+
 def test_counters_that_fell_began_anew() -> None:
     """A server that was restarted between two pages gives no negative rate."""
     before, after = MetricsPage.parse('n{a="1"} 100\nn{a="2"} 5', 1.0), MetricsPage.parse('n{a="1"} 8\nn{a="2"} 6', 3.0)
@@ -102,6 +122,41 @@ def test_rates_latency_and_hit_rates_are_drawn() -> None:
     assert "messages behind" in text
 
 
+def test_packed_requests_count_with_all_their_samples() -> None:
+    """Triton takes one for one sample; hotrow's own counter knows better."""
+    counters = "nv_inference_request_success{{{0}}} {1}\nnv_inference_count{{{0}}} {1}\nhotrow_samples_total{{{0}}} {2}"
+    labels = 'model="wdl",version="1"'
+    view = TopView("here")
+    view.add(MetricsPage.parse(counters.format(labels, 0, 0), 1.0), [])
+    view.add(MetricsPage.parse(counters.format(labels, 10, 640), 2.0), [])
+
+    row = re.search(r"^ *wdl +1 +10 +0 +640 ", _drawn(view), re.MULTILINE)
+    assert row is not None
+
+
+def test_rates_are_those_of_the_last_looks() -> None:
+    """Counters that move once a second give steady rates, and what was long ago is forgotten."""
+    view = TopView("here")
+    for second, requests in enumerate([0, 1000, 1000, 1020, 1020, 1040, 1040]):
+        view.add(_page(10.0 + second, requests=requests), [])
+
+    row = re.search(r"^ *ctr +1 +(\S+) ", _drawn(view), re.MULTILINE)
+    assert row is not None
+    assert float(row[1]) == 40 / 4
+
+
+def test_what_may_be_long_comes_last() -> None:
+    """A terminal that has no lines left cuts tables, not events."""
+    view = TopView("here")
+    view.add(_page(10.0), [])
+    view.add(_page(11.0, up=0), [])
+
+    text = _drawn(view)
+
+    places = [text.index(heading) for heading in ("Models", "Tiers", "Updates", "Events", "Tables")]
+    assert places == sorted(places)
+
+
 @pytest.mark.parametrize("width", [80, 100, 120, 150])
 def test_narrow_terminals_cut_no_name_short(width: int) -> None:
     """Columns of less worth are left out rather than squeezed."""
@@ -114,6 +169,16 @@ def test_narrow_terminals_cut_no_name_short(width: int) -> None:
     assert "…" not in text
     assert "123,456" in text
     assert "50.00%" in text
+
+
+@pytest.mark.parametrize("width", [20, 40])
+def test_the_narrowest_terminal_shows_names(width: int) -> None:
+    """Shortened, but never gone."""
+    view = TopView("here")
+    view.add(_page(10.0), [])
+    view.add(_page(11.0, requests=123_456, hits=61_728), [])
+
+    assert re.search(r"^ *ctr ", _drawn(view, width), re.MULTILINE)
 
 
 def test_events_are_remembered() -> None:
@@ -153,6 +218,26 @@ def test_versions_that_do_not_serve_are_shown_with_their_reason() -> None:
     text = _drawn(view)
     assert "[checksum] differs" in text
     assert "old" not in text
+
+
+def test_what_speaks_no_http_is_said() -> None:
+    """Such as the gRPC port, given by mistake."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(b"\x00\x00\x06\x04\x00 not http\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/metrics"
+        result = CliRunner().invoke(command, ["--metrics-url", url, "--once"])
+        thread.join()
+
+    assert isinstance(result.exception, UnavailableError)
+    assert "no answer in HTTP" in str(result.exception)
 
 
 class _Endings(BaseHTTPRequestHandler):

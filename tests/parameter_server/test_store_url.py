@@ -90,6 +90,46 @@ def test_the_password_is_shown_as_stars() -> None:
     assert str(StoreUrl.parse("redis://:secret@host:1")) == "redis://:***@host:1"
 
 
+def test_a_password_may_stand_in_a_file(tmp_path: Path) -> None:
+    """It is read, is in no text, and the URL shows the file in its place."""
+    (tmp_path / "secret").write_text("p@ss word\n", encoding="utf-8")
+    text = f"redis://me@host:1?password_file={tmp_path}/secret"
+    url = StoreUrl.parse(text)
+
+    assert (url.user, url.password) == ("me", "p@ss word")
+    assert str(url) == text
+    assert "p@ss" not in repr(url)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        (b"", "one line with a password"),
+        (b"hidden\nhidden", "one line with a password"),
+        (b"hidden\xff", "no text in UTF-8"),
+        (b"hidden" * 1000, "one line with a password"),
+    ],
+)
+def test_a_file_without_a_password_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
+    """The file is named, and nothing of what it holds."""
+    if content is not None:
+        (tmp_path / "secret").write_bytes(content)
+    with pytest.raises(ConfigurationError, match=message) as caught:
+        StoreUrl.parse(f"rediss://host?password_file={tmp_path}/secret")
+    assert f"{tmp_path}/secret" in str(caught.value)
+    assert "hidden" not in f"{caught.value} {caught.value.__cause__}"
+
+
+def test_a_password_has_one_place(tmp_path: Path) -> None:
+    """A URL with a password and a file of one is refused, and so is a file that is somewhere else for each process."""
+    with pytest.raises(ConfigurationError, match="both a password and password_file") as caught:
+        StoreUrl.parse(f"redis://:hidden@host?password_file={tmp_path}/secret")
+    assert "hidden" not in str(caught.value)
+    with pytest.raises(ConfigurationError, match="allowed: an absolute path"):
+        StoreUrl.parse("redis://host?password_file=secret")
+
+
 def test_a_url_opens_its_store(tmp_path: Path) -> None:
     """The scheme decides the class."""
     with create_store(f"rocksdb://{tmp_path}/db", Namespace("m", "1"), {"t": 2}, writable=True) as store:

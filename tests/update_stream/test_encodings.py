@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -191,6 +193,22 @@ def test_malformed_urls_are_refused(text: str) -> None:
     """The message says what is allowed."""
     with pytest.raises(ConfigurationError, match="allowed"):
         KafkaUrl.parse(text)
+
+
+def test_a_urls_password_may_stand_in_a_file(tmp_path: Path) -> None:
+    """It reaches the client's settings and no text; a user is needed beside it."""
+    (tmp_path / "secret").write_text("hidden\n", encoding="utf-8")
+    text = f"kafka://me@one:1?password_file={tmp_path}/secret"
+    url = KafkaUrl.parse(text)
+
+    assert (url.client_settings()["sasl.username"], url.client_settings()["sasl.password"]) == ("me", "hidden")
+    assert set(url.client_settings()) == {
+        *("bootstrap.servers", "sasl.username", "sasl.password", "security.protocol", "sasl.mechanism")
+    }
+    assert str(url) == text
+    assert "hidden" not in repr(url)
+    with pytest.raises(ConfigurationError, match="needs a user"):
+        KafkaUrl.parse(f"kafka://one:1?password_file={tmp_path}/secret")
 
 
 def test_urls_keep_their_password() -> None:

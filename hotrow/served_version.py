@@ -1,0 +1,62 @@
+"""The version that a directory on the command line means: a version directory, or a model's folder and its highest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hotrow.progress import byte_progress
+from inference_session.errors import ModelFormatError
+from inference_session.formats.native import SESSION_FILE
+from triton_backend.in_place import in_place_backend, read_model_folder
+from triton_backend.model_config import CONFIG_FILE, ModelConfig
+from triton_backend.repository import is_version
+
+
+@dataclass(frozen=True)
+class ServedVersion:
+    """What `hotrow serve` would open."""
+
+    named: Path
+    """As the user knows it."""
+    directory: Path
+    """In hotrow's own layout; of HugeCTR's files what they are imported as."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Those of a config.pbtxt that does not lie beside `directory`."""
+
+
+@contextmanager
+def served_version(directory: Path) -> Iterator[ServedVersion]:
+    """Yield the version that is meant; HugeCTR's and HPS's files are imported into the cache first, as on a load.
+
+    Raises:
+        ModelFormatError: the directory is neither.
+        as `cached_import`.
+    """
+    if (directory / SESSION_FILE).exists():
+        yield ServedVersion(directory, directory)
+        return
+    folder, version = _folder_and_version(directory)
+    config_file = folder / CONFIG_FILE
+    config = ModelConfig.read(config_file) if config_file.exists() else None
+    backend = in_place_backend(config.backend) if config else None
+    if config is None or backend is None:
+        yield ServedVersion(folder / version, folder / version)
+        return
+    found = read_model_folder(folder, folder.name, config.parameters, backend)
+    with byte_progress(f"Importing {folder}") as progress, found.imported(int(version), progress) as imported:
+        yield ServedVersion(folder / version, imported, found.session_settings)
+
+
+def _folder_and_version(directory: Path) -> tuple[Path, str]:
+    directory = directory.absolute()
+    if is_version(directory.name):
+        return directory.parent, directory.name
+    versions = sorted(int(path.name) for path in directory.iterdir() if path.is_dir() and is_version(path.name))
+    if not versions:
+        raise ModelFormatError(
+            f"{directory}: neither a version directory, which holds {SESSION_FILE}, nor a model's folder with versions"
+        )
+    return directory, str(versions[-1])

@@ -1,0 +1,1 @@
+"""Files and messages that nobody should trust, damaged at random: whatever they hold, only errors of ours come out."""

@@ -1,0 +1,83 @@
+"""`python -m tests.fuzz TARGET`: feed a reader damaged files until the time is over.
+
+The same seed makes the same files. What goes wrong is printed, and the files that it went wrong on stay in the folder.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+import click
+import onnxruntime
+
+from tests.fuzz.mutator import Mutator
+from tests.fuzz.targets import TARGETS, Target
+
+HANG_S = 60.0
+"""What takes longer on one file hangs, however slow the machine."""
+MEMORY_BYTES = 4 << 30
+"""What one may ask for beyond what the program has when it begins."""
+
+
+def fuzz(target: Target, folder: Path, *, seed: int, seconds: float, max_files: int) -> int:
+    """Returns how many damaged files were read."""
+    files = target.prepare(folder)
+    sound = [path.read_bytes() for path in files]
+    target.read(folder)
+    _limit_memory()
+    mutator = Mutator(seed)
+    deadline = time.monotonic() + seconds
+    for num_files in range(max_files):
+        if time.monotonic() > deadline:
+            return num_files
+        which = mutator.random.randrange(len(files))
+        _replace(files[which], mutator.mutated(sound[which]))
+        faulthandler.dump_traceback_later(HANG_S, exit=True)
+        try:
+            target.read(folder)
+        except target.errors:
+            pass
+        except Exception:
+            click.echo(f"file {num_files} of seed {seed}: {files[which]}")
+            raise
+        faulthandler.cancel_dump_traceback_later()
+        _replace(files[which], sound[which])
+    return max_files
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """As a new file: the old one may still be mapped."""
+    path.unlink()
+    path.write_bytes(content)
+
+
+def _limit_memory() -> None:
+    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY))
+
+
+@click.command()
+@click.argument("target", type=click.Choice(list(TARGETS)))
+@click.option("--seconds", type=float, default=60.0, show_default=True)
+@click.option("--max-files", type=int, default=10**9, help="End earlier, after so many.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--folder", type=click.Path(path_type=Path), help="Where the files are; default: a new folder.")
+def main(target: str, seconds: float, max_files: int, seed: int, folder: Path | None) -> None:
+    """Feed a reader of foreign bytes with damaged files; fails where anything but an error of ours comes out."""
+    faulthandler.enable()
+    logging.disable()
+    onnxruntime.set_default_logger_severity(4)
+    folder = folder or Path(tempfile.mkdtemp(prefix="hotrow-fuzz-"))
+    num_files = fuzz(TARGETS[target], folder, seed=seed, seconds=seconds, max_files=max_files)
+    click.echo(f"{target}: {num_files} damaged files")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

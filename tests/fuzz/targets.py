@@ -1,0 +1,276 @@
+"""What is fuzzed: sound files, and what reads them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+
+from hotrow.metrics_page import MetricsPage
+from inference_session import InferenceSession
+from inference_session.canary import check_canary
+from inference_session.errors import HotrowError
+from inference_session.formats import manifest
+from inference_session.formats.hugectr.importer import import_hugectr
+from inference_session.formats.hugectr.ps_json import read_ps_json
+from inference_session.formats.native import ModelSpec, TableSpec
+from inference_session.formats.onnx_model import import_onnx
+from inference_session.formats.verified_files import VerifiedFiles
+from inference_session.hot_keys import read_hot_keys, write_hot_keys
+from inference_session.key_recorder import read_recording
+from inference_session.parameter_server.redis_replies import CURSOR, REPLY, read_rows
+from inference_session.parameter_server.table_file import TableFile, write_table
+from inference_session.sizing.trace_file import read_trace
+from inference_session.update_stream.encodings import Message, decode, encode_batch
+from tests import small_model
+from tests.formats.hugectr.test_importer import Source
+from tests.formats.onnx_model.models import model_of, table
+from triton_backend.model_config import ModelConfig, write_model_config
+from triton_backend.recorded_requests import read_requests
+
+
+@dataclass(frozen=True)
+class Target:
+    """A reader of foreign bytes."""
+
+    prepare: Callable[[Path], list[Path]]
+    """Writes sound files into an empty folder; returns those to be damaged, one at a time."""
+    read: Callable[[Path], object]
+    """Reads what is in the folder, all of it."""
+    errors: tuple[type[Exception], ...] = (HotrowError,)
+    """What may come out."""
+
+
+def _small_model(folder: Path) -> Path:
+    small_model.write(folder / "m/1")
+    return folder / "m/1"
+
+
+def _version_files(folder: Path) -> list[Path]:
+    version = _small_model(folder)
+    return [path for path in sorted(version.rglob("*")) if path.is_file()]
+
+
+def _serve_version(folder: Path) -> None:
+    with InferenceSession.open(folder / "m/1", dense_threads=1) as session:
+        session.run(small_model.random_inputs(3, np.random.default_rng(0)))
+
+
+def _verify_version(folder: Path) -> None:
+    ModelSpec.read(folder / "m/1")
+    manifest.verify(folder / "m/1", checksums=True)
+
+
+_TABLE = TableSpec("t", "t", 500, 3)
+
+
+def _table_files(folder: Path) -> list[Path]:
+    rng = np.random.default_rng(0)
+    write_table(folder / "t", [rng.standard_normal((500, 3), np.float32)], keys=[rng.permutation(1000)[:500]])
+    return [folder / "t" / name for name in ("key", "emb_vector", "index")]
+
+
+def _look_up(folder: Path) -> None:
+    file = TableFile.open(folder / "t", _TABLE)
+    try:
+        for _, vectors in file.scan():
+            assert vectors.shape[1] == _TABLE.embedding_dim
+        file.fetch(np.arange(-5, 1100), np.empty((1105, 3), np.float32))
+        file.verify(folder / "t")
+    finally:
+        file.close()
+
+
+def _hugectr_files(folder: Path) -> list[Path]:
+    source = Source(folder / "source")
+    source.ps_json()
+    return [path for path in sorted((folder / "source").rglob("*")) if path.is_file()]
+
+
+def _ps_json(folder: Path) -> list[Path]:
+    return [path for path in _hugectr_files(folder) if path.name == "ps.json"]
+
+
+def _read_ps_json(folder: Path) -> None:
+    read_ps_json(folder / "source/ps.json")
+
+
+def _import_hugectr(folder: Path) -> None:
+    shutil.rmtree(folder / "repository", ignore_errors=True)
+    import_hugectr(folder / "source/ps.json", folder / "repository")
+
+
+def _onnx_model(folder: Path) -> list[Path]:
+    graph = """g (int64[N, 3] ids, float[N, 2] dense) => (float[N, 1] click) {
+        vectors = Gather(items, ids)
+        pooled = ReduceSum<keepdims = 0>(vectors, axis)
+        wide = Concat<axis = 1>(pooled, dense)
+        logit = MatMul(wide, weights)
+        click = Sigmoid(logit)
+    }"""
+    constants = {"items": table(40), "axis": np.array([1]), "weights": np.ones((6, 1), np.float32)}
+    onnx.save(model_of(graph, {**constants}), folder / "model.onnx")
+    return [folder / "model.onnx"]
+
+
+def _import_onnx(folder: Path) -> None:
+    shutil.rmtree(folder / "repository", ignore_errors=True)
+    import_onnx(folder / "model.onnx", folder / "repository", "m", min_rows=10)
+
+
+def _config(folder: Path) -> list[Path]:
+    return [write_model_config(_small_model(folder), small_model.SPEC, "m")]
+
+
+def _traces(folder: Path) -> list[Path]:
+    keys = np.random.default_rng(0).integers(0, 1000, 300)
+    np.save(folder / "t.npy", keys)
+    (folder / "t.txt").write_text(" ".join(map(str, keys)), encoding="utf-8")
+    (folder / "t.csv").write_text("table,key\n" + "".join(f"a,{key}\n" for key in keys), encoding="utf-8")
+    keys.tofile(folder / "t.bin")
+    (folder / "t.txt.gz").write_bytes(gzip.compress((folder / "t.txt").read_bytes()))
+    return sorted(folder.iterdir())
+
+
+def _read_traces(folder: Path) -> None:
+    for path in folder.iterdir():
+        for part in read_trace(path):
+            assert part.keys.dtype == np.int64
+
+
+def _recording(folder: Path) -> list[Path]:
+    version = _small_model(folder)
+    with InferenceSession.open(version, record_keys=str(folder / "recordings")) as session:
+        session.run(small_model.random_inputs(30, np.random.default_rng(0)))
+    return [path for path in sorted((folder / "recordings").rglob("*")) if path.is_file()]
+
+
+def _read_recordings(folder: Path) -> None:
+    for recording in (folder / "recordings").iterdir():
+        for part in read_recording(recording):
+            assert part.keys.dtype == np.int64
+
+
+_DIM = 4
+_RNG = np.random.default_rng(0)
+_BATCH = encode_batch(np.arange(6), _RNG.standard_normal((6, _DIM), np.float32))
+_ROW = _RNG.standard_normal(_DIM, np.float32).tobytes()
+
+
+def _messages(folder: Path) -> list[Path]:
+    for name, content in (("key", b"\1" + bytes(7)), ("row", _ROW), ("batch", _BATCH)):
+        (folder / name).write_bytes(content)
+    return sorted(folder.iterdir())
+
+
+def _decode(folder: Path) -> None:
+    key, row, batch = ((folder / name).read_bytes() for name in ("key", "row", "batch"))
+    whole = [Message(bytes(8), _ROW), Message(b"", _BATCH)]
+    for more in (
+        [Message(key, row)],
+        [Message(key, None), Message(None, row)],
+        [Message(b"", batch), Message(key, batch)],
+    ):
+        updates = decode([*whole, *more], _DIM, min_key=0)
+        assert updates.vectors.shape == (len(updates.keys), _DIM)
+        assert np.isfinite(updates.vectors).all()
+        assert len({*updates.keys.tolist(), *updates.deleted.tolist()}) == len(updates.keys) + len(updates.deleted)
+
+
+def _replies(folder: Path) -> list[Path]:
+    row = b"$16\r\n" + bytes(range(16)) + b"\r\n"
+    (folder / "replies").write_bytes(b"*3\r\n" + row + b"$-1\r\n" + row + b"*2\r\n" + row + row)
+    return [folder / "replies"]
+
+
+def _read_replies(folder: Path) -> None:
+    """As a socket would bring it: in pieces; what the kernel may write to lies between guards."""
+    data = np.frombuffer((folder / "replies").read_bytes() + b" ", np.uint8)
+    guarded = np.full((9, 4), 7.0, np.float32)
+    found = np.zeros(5, np.bool_)
+    positions = np.arange(5)
+    replies, cursor = np.zeros(2, REPLY), np.zeros(1, CURSOR)
+    cursor["key"] = -1
+    for i, (begin, count) in enumerate(((0, 3), (3, 2))):
+        replies[i] = (count, 16, positions[begin:].ctypes.data, guarded[2:].ctypes.data, 16, found.ctypes.data)
+    _feed(data[:-1], replies, cursor)
+    assert (guarded[:2] == 7).all()
+    assert (guarded[7:] == 7).all()
+
+
+def _feed(data: NDArray[np.uint8], replies: NDArray[np.void], cursor: NDArray[np.void]) -> None:
+    begin = 0
+    for end in (*range(11, len(data), 11), len(data)):
+        begin += read_rows(replies, cursor, data[begin:].ctypes.data, end - begin)
+        if cursor["status"][0]:
+            return
+
+
+def _state_files(folder: Path) -> list[Path]:
+    write_hot_keys(folder / "m.hot_keys", {"a": np.arange(9), "b": np.arange(3)})
+    known = VerifiedFiles(folder / "m.verified")
+    known.add((1, 2, 3, 4), "00")
+    known.save()
+    return sorted(folder.iterdir())
+
+
+def _read_state(folder: Path) -> None:
+    read_hot_keys(folder / "m.hot_keys")
+    VerifiedFiles(folder / "m.verified").holds((1, 2, 3, 4), "00")
+
+
+def _canary(folder: Path) -> list[Path]:
+    inputs = small_model.random_inputs(3, np.random.default_rng(0))
+    arrays = {f"input/{name}": array for name, array in inputs.items()}
+    np.savez(folder / "c.npz", **arrays, **{"output/click": np.zeros((3, 1), np.float32)})
+    np.savez_compressed(folder / "compressed.npz", **arrays)
+    return sorted(folder.iterdir())
+
+
+def _check_canaries(folder: Path) -> None:
+    for path in folder.iterdir():
+        check_canary(lambda inputs: {"click": np.zeros((3, 1), np.float32)}, path, 1.0)
+
+
+def _requests(folder: Path) -> list[Path]:
+    tensors = [
+        {"name": "ids", "shape": [1, 3], "datatype": "INT64", "data": [1, 2, 3]},
+        {"name": "text", "shape": [2], "datatype": "BYTES", "data": ["a", "b"]},
+    ]
+    (folder / "requests.json").write_text(json.dumps({"inputs": tensors}), encoding="utf-8")
+    return [folder / "requests.json"]
+
+
+def _metrics(folder: Path) -> list[Path]:
+    page = '# HELP a b\n# TYPE a counter\na{m="x",n="y\\"z"} 1\nb 2.5e3 12\n'
+    (folder / "page").write_text(page, encoding="utf-8")
+    return [folder / "page"]
+
+
+TARGETS = {
+    "session_json": Target(lambda folder: [_small_model(folder) / "session.json"], lambda f: ModelSpec.read(f / "m/1")),
+    "manifest": Target(lambda folder: [_small_model(folder) / "MANIFEST.json"], _verify_version),
+    "version": Target(_version_files, _serve_version),
+    "table": Target(_table_files, _look_up),
+    "ps_json": Target(_ps_json, _read_ps_json),
+    "hugectr_import": Target(_hugectr_files, _import_hugectr),
+    "onnx_import": Target(_onnx_model, _import_onnx),
+    "config_pbtxt": Target(_config, lambda folder: ModelConfig.read(folder / "m/config.pbtxt")),
+    "key_traces": Target(_traces, _read_traces),
+    "key_recording": Target(_recording, _read_recordings),
+    "kafka_messages": Target(_messages, _decode),
+    "redis_replies": Target(_replies, _read_replies),
+    "state_files": Target(_state_files, _read_state),
+    "canary": Target(_canary, _check_canaries),
+    "recorded_requests": Target(_requests, lambda folder: list(read_requests(folder / "requests.json"))),
+    "metrics_page": Target(
+        _metrics, lambda f: MetricsPage.parse((f / "page").read_bytes().decode("utf-8")), errors=(ValueError,)
+    ),
+}

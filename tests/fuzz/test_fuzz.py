@@ -1,0 +1,46 @@
+"""Every reader of foreign bytes, fed with damaged files for some seconds, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.mutator import Mutator
+from tests.fuzz.targets import TARGETS
+
+SECONDS = float(os.environ.get("HOTROW_FUZZ_SECONDS", "3"))
+"""For each reader; `make fuzz` takes a minute."""
+SEED = int(os.environ.get("HOTROW_FUZZ_SEED", "0"))
+MAX_FILES = 500
+"""For each second."""
+LONGEST_START_S = 240.0
+
+
+@pytest.mark.timeout(SECONDS + LONGEST_START_S + 60)
+@pytest.mark.parametrize("name", TARGETS)
+def test_damaged_files_end_in_errors_of_ours(name: str, tmp_path: Path) -> None:
+    """No other exception, no crash, no hang, no memory without bound."""
+    options = ["--seconds", SECONDS, "--max-files", int(MAX_FILES * SECONDS) + 1, "--seed", SEED, "--folder", tmp_path]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fuzz", name, *map(str, options)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS + LONGEST_START_S,
+        check=False,
+    )
+    assert done.returncode == 0, (
+        f"exit status {done.returncode}; the files are in {tmp_path}\n{done.stdout}{done.stderr}"
+    )
+
+
+def test_the_same_seed_damages_in_the_same_way() -> None:
+    """So that what was found can be found again."""
+    sound = b'{"a": [1, 2, {"b": null}]}'
+    one, other = Mutator(7), Mutator(7)
+
+    assert [one.mutated(sound) for _ in range(200)] == [other.mutated(sound) for _ in range(200)]
