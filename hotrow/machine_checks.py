@@ -78,19 +78,32 @@ class _Needs(NamedTuple):
 
 
 def examine(plan: Plan) -> Iterator[Finding]:
-    """All findings, in the order in which one would mend them."""
-    yield from _python()
-    yield from _server()
-    yield from _numpy()
-    yield from _gpu()
-    yield from _shared_memory()
-    yield from _ports(plan)
-    yield from _limits()
-    yield from _kernel_cache()
-    if plan.repository is not None:
-        yield from _repository(plan.repository)
-    else:
-        yield from _packages(set())
+    """All findings, in the order in which one would mend them; a check that may not look is a finding, too."""
+    checks = {
+        "Python": _python(),
+        "tritonserver": _server(),
+        "NumPy": _numpy(),
+        "GPU": _gpu(),
+        str(SHARED_MEMORY): _shared_memory(),
+        "ports": _ports(plan),
+        "open files": _limits(),
+        "compiled kernels": _kernel_cache(),
+        "repository": _repository(plan.repository) if plan.repository else _packages(set()),
+    }
+    for name, findings in checks.items():
+        yield from _whatever_happens(name, findings)
+
+
+def _whatever_happens(check: str, findings: Iterator[Finding]) -> Iterator[Finding]:
+    try:
+        yield from findings
+    except (OSError, subprocess.SubprocessError) as error:
+        message = f"cannot be looked at by user {os.geteuid()}: {_in_words(error)}"
+        yield Finding(check, "problem", message, "run this as the user that serves, or let this one read what is named")
+
+
+def _in_words(error: Exception) -> str:
+    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
 
 
 def _python() -> Iterator[Finding]:
@@ -268,8 +281,9 @@ def _repository(repository: Path) -> Iterator[Finding]:
         models = find_models(repository.absolute())
         needs = [_needs(repository.absolute(), model) for model in models]
     except (HotrowError, OSError) as error:
-        message = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-        yield Finding("repository", "problem", message, "mend or remove what is named; `hotrow import` makes models")
+        yield Finding(
+            "repository", "problem", _in_words(error), "mend or remove what is named; `hotrow import` makes models"
+        )
         yield from _packages(set())
         return
     yield Finding("repository", "ok", f"{len(models)} models: {', '.join(model.name for model in models)}")

@@ -6,6 +6,7 @@ import contextlib
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,9 @@ from inference_session.hot_keys import HotKeysWriter, read_hot_keys
 from inference_session.key_recorder import create_key_recorder
 from inference_session.lookup_plan import LookedUp, LookupPlan
 from inference_session.outputs import Answer, Outputs
+from inference_session.parameter_server.namespace import version_path
 from inference_session.row_source import create_row_source
+from inference_session.stages import Mark, unmarked
 from inference_session.stats import SessionStats
 
 if TYPE_CHECKING:
@@ -140,29 +143,33 @@ class InferenceSession:
             raise answer
         return answer
 
-    def run_many(self, requests: Sequence[Request]) -> list[Answer | HotrowError]:
+    def run_many(self, requests: Sequence[Request], mark: Mark = unmarked) -> list[Answer | HotrowError]:
         """Answer several requests with one look-up and one run of the dense network wherever their shapes allow.
 
-        An answer that cannot be given is an error in its place; the other requests are not concerned.
+        An answer that cannot be given is an error in its place; the other requests are not concerned. `mark` is told
+        the stages from `look-up` on.
         """
         if self._closed:
             raise SessionClosedError(f"the session of {str(self.directory)!r} has been closed")
-        answers = answer_jointly(requests, self._layout, self._compute, may_join=self._may_join)
+        answers = answer_jointly(requests, self._layout, partial(self._compute, mark=mark), may_join=self._may_join)
         self._stats.count_requests(len(requests), sum(isinstance(answer, HotrowError) for answer in answers))
         return answers
 
-    def _compute(self, requests: Sequence[CheckedRequest]) -> list[Answer]:
+    def _compute(self, requests: Sequence[CheckedRequest], mark: Mark = unmarked) -> list[Answer]:
         """The path of every request: keys, look-up, dense network, split."""
         if self.spec.batched and not any(request.num_samples for request in requests):
             return [self._outputs.of_no_samples(request.outputs) for request in requests]
+        mark("look-up")
         batch = self._layout.join(requests)
         if self._keys:
             batch.add(self._run(self._keys, batch, sorted(self._keys.output_names)))
         with self._rows.request():
             looked_up = self._plan.run(batch)
             batch.add(looked_up.vectors)
+            mark("network")
             outputs = self._run(self._dense, batch, self._layout.wanted(requests))
             looked_up = looked_up._replace(num_unknown=self._rows.settled(looked_up.num_unknown))
+        mark("answer")
         self._refuse_unknown(looked_up)
         self._stats.count_batch(batch.num_samples, looked_up.num_keys, looked_up.num_unknown)
         return self._layout.split(outputs, requests)
@@ -352,7 +359,7 @@ class InferenceSession:
             return
         from inference_session.update_stream.kafka_stream import KafkaUpdateStream
 
-        folder = self.directory.resolve()
+        folder = version_path(self.directory)
         self._updates = KafkaUpdateStream(
             self.config.update_stream,
             folder.parent.name,
@@ -383,7 +390,7 @@ def _verify(config: SessionConfig, directory: Path) -> None:
 
 def _state_file(config: SessionConfig, directory: Path, kind: str) -> Path:
     """A file that all versions of the model share."""
-    return Path(config.state_dir) / f"{directory.resolve().parent.name}.{kind}"
+    return Path(config.state_dir) / f"{version_path(directory).parent.name}.{kind}"
 
 
 def _check_links(spec: ModelSpec, directory: Path, dense: DenseEngine, keys: OnnxEngine | None) -> None:

@@ -12,11 +12,13 @@ from inference_session.batch import Request
 from inference_session.errors import HotrowError, InvalidRequestError, UnavailableError
 from inference_session.formats.native import ModelSpec
 from inference_session.outputs import Answer
+from inference_session.stages import Mark, unmarked
 from inference_session.versions import VersionManager
 from triton_backend.errors import triton_error
 from triton_backend.packed import packed_response
 from triton_backend.probe import PROBE_PARAMETER, probe_request
 from triton_backend.tensors import read_array, write_tensor
+from triton_backend.tracing import Tracing
 
 TritonRequest: TypeAlias = Any
 """`pb_utils.InferenceRequest`, which exists inside the server's stub only."""
@@ -30,12 +32,16 @@ class Answering:
     Args:
         max_samples: a request with more rows than this is refused. 0: Triton itself sees to it.
         device_id: the GPU that Triton has given the instance, told to clients of HugeCTR.
+        tracing: makes spans of the stages of requests that are traced. None: none is.
     """
 
-    def __init__(self, versions: VersionManager, *, max_samples: int = 0, device_id: int = 0) -> None:
+    def __init__(
+        self, versions: VersionManager, *, max_samples: int = 0, device_id: int = 0, tracing: Tracing | None = None
+    ) -> None:
         self._versions = versions
         self._device_id = device_id
         self._max_samples = max_samples
+        self._tracing = tracing
         self._num_failed = 0
 
     def stats(self) -> dict[str, Any]:
@@ -47,13 +53,20 @@ class Answering:
 
     def answer(self, requests: Sequence[TritonRequest]) -> list[TritonResponse]:
         """One response for each request, in order. Their arrays are views of shared memory: keep the requests."""
+        if self._tracing is None:
+            return self._answer(requests, unmarked)
+        with self._tracing.of(requests) as mark:
+            return self._answer(requests, mark)
+
+    def _answer(self, requests: Sequence[TritonRequest], mark: Mark) -> list[TritonResponse]:
+        mark("check")
         try:
             read = [self._read(request) for request in requests]
             with self._versions.lease() as session:
-                return [self._response(answer, session.spec) for answer in session.run_many(read)]
+                return [self._response(answer, session.spec) for answer in session.run_many(read, mark)]
         except Exception as error:  # noqa: BLE001  whatever it was, no request may go without an answer
             if len(requests) > 1:
-                return [self.answer([request])[0] for request in requests]
+                return [self._answer([request], mark)[0] for request in requests]
             self._num_failed += 1
             return [_failure(error)]
 

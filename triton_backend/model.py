@@ -24,6 +24,7 @@ from triton_backend.joining import JoiningQueue
 from triton_backend.metrics import SessionMetrics, count_restarts
 from triton_backend.repository import SOURCE_LINK
 from triton_backend.tensors import check_types
+from triton_backend.tracing import create_tracing
 
 DEFAULT_MAX_SAMPLES = 1024
 
@@ -41,6 +42,7 @@ class TritonPythonModel:
         except Exception as error:  # noqa: BLE001  whatever it was, who asked for the load is told in plain words
             raise load_error(error) from None
         self._versions = versions
+        self._tracing = create_tracing()
         spec = versions.spec
         # Triton joins requests itself, and checks their size, where it knows which dimension counts samples; packed
         # requests say themselves how many they hold, and it joins them where it has been told to.
@@ -50,6 +52,7 @@ class TritonPythonModel:
             versions,
             max_samples=max_samples if spec.batched and come_alone and not packed else 0,
             device_id=int(args["model_instance_device_id"]),
+            tracing=self._tracing,
         )
         self._joining: JoiningQueue | None = None
         if come_alone and spec.joins_requests:
@@ -81,6 +84,8 @@ class TritonPythonModel:
         if self._metrics is not None:
             self._metrics.close()
         self._versions.close()
+        if self._tracing is not None:
+            self._tracing.close()
 
 
 def read_parameters(parameters: Mapping[str, Mapping[str, str]], args: Mapping[str, str]) -> tuple[dict[str, Any], int]:

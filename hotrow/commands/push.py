@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 
 from hotrow.progress import row_progress
-from inference_session.errors import ConfigurationError
 from inference_session.formats.native import ModelSpec
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.store_url import StoreUrl, create_store
@@ -46,7 +45,7 @@ def command(version_dir: Path, store_url: str, verify: bool, verify_sample: int 
       hotrow push model_repository/ctr/1 --to redis://127.0.0.1:6379/0 --verify
     """
     spec = ModelSpec.read(version_dir)
-    bound_to = _namespace(version_dir, shared=namespace == "shared")
+    bound_to = Namespace.of(version_dir, shared=namespace == "shared")
     dims = {table.folder: table.embedding_dim for table in spec.tables}
     with create_store(StoreUrl.parse(store_url), bound_to, dims, writable=True, timeout_ms=_TIMEOUT_MS) as store:
         pushes = [TablePush(version_dir, table, store) for table in spec.tables]
@@ -74,11 +73,3 @@ def _verify(pushes: list[TablePush], num_samples: int | None) -> None:
         with row_progress(f"Verifying {push.spec.folder}", num_samples or push.spec.num_rows) as progress:
             num_rows += push.verify(num_samples, progress)
     click.echo(f"{num_rows} rows read back, all as in the files")
-
-
-def _namespace(version_dir: Path, *, shared: bool) -> Namespace:
-    """The model's name is the parent folder's, the version the folder's."""
-    version_dir = version_dir.resolve()
-    if not version_dir.parent.name:
-        raise ConfigurationError(f"{version_dir} is not <repository>/<model>/<version>: it has no parent folder")
-    return Namespace(version_dir.parent.name, None if shared else version_dir.name)

@@ -11,7 +11,7 @@ from inference_session.config import SessionConfig
 from inference_session.errors import UnavailableError
 from inference_session.formats.native import TABLES_FOLDER, ModelSpec
 from inference_session.parameter_server.deletable_files import SUFFIX, DeletableFiles
-from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.namespace import Namespace, version_path
 from inference_session.parameter_server.retirement import Retirement
 from inference_session.parameter_server.server import ParameterServer, Tier
 from inference_session.parameter_server.store_url import create_store
@@ -31,8 +31,7 @@ def create_parameter_server(spec: ModelSpec, config: SessionConfig, directory: P
         StoreError: a store refuses us for good, as with a wrong password, or is not there.
         UnavailableError: no store can be reached.
     """
-    folder = directory.resolve()
-    namespace = Namespace(folder.parent.name, None if config.store_namespace == "shared" else folder.name)
+    namespace = Namespace.of(directory, shared=config.store_namespace == "shared")
     dims = {table.folder: table.embedding_dim for table in spec.tables}
     has_files = (directory / TABLES_FOLDER).exists()
     if has_files:
@@ -56,7 +55,7 @@ def create_parameter_server(spec: ModelSpec, config: SessionConfig, directory: P
     return ParameterServer(
         tiers,
         on_store_failure="error" if config.unknown_keys == "reject" else config.on_store_failure,
-        retirement=_retirement(tiers, config, folder),
+        retirement=_retirement(tiers, config, version_path(directory)),
     )
 
 

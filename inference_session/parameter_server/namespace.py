@@ -6,9 +6,13 @@ hps_et.<model>.<table>              HPS's own: one set of rows for all versions,
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
+
+from inference_session.errors import ConfigurationError
 
 _TAG = re.compile(r"hps_et\.(?P<model>.+?)(?:@(?P<version>[^.@]+))?\.(?P<table>[^.]+)", re.DOTALL)
 
@@ -20,6 +24,14 @@ class Namespace:
     model: str
     version: str | None = None
     """None: shared by all versions."""
+
+    @classmethod
+    def of(cls, version_dir: Path, *, shared: bool) -> Namespace:
+        """That of <repository>/<model>/<version>; `shared`: by all versions."""
+        path = version_path(version_dir)
+        if not path.parent.name:
+            raise ConfigurationError(f"{path} is not <repository>/<model>/<version>: it has no parent folder")
+        return cls(path.parent.name, None if shared else path.name)
 
     def tag(self, table: str) -> str:
         """Tag of a table (its folder name)."""
@@ -42,6 +54,14 @@ class StoredTable(NamedTuple):
     num_rows: int
     embedding_dim: int | None
     """None where the store tells no width, having no rows."""
+
+
+def version_path(version_dir: Path) -> Path:
+    """The absolute path of a version directory: its name is the version's, its parent's the model's.
+
+    Links on the way keep their names: a repository may lead to folders that are called otherwise.
+    """
+    return Path(os.path.abspath(version_dir))  # noqa: PTH100 - Path.resolve follows links
 
 
 def split_tag(tag: str) -> tuple[Namespace, str] | None:

@@ -137,6 +137,21 @@ def _as_nobody(check: Callable[[], list[Finding]]) -> list[Finding]:
         os.seteuid(0)
 
 
+def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user may not even look at is a problem of its own, and the other checks go on."""
+    locked = PermissionError(13, "Permission denied", "/root/libpython.so")
+
+    def refuse() -> Path:
+        raise locked
+
+    monkeypatch.setattr(machine_checks, "libpython_directory", refuse)
+
+    found = list(examine(Plan(ports=_ANY_PORTS)))
+
+    assert any(f.level == "problem" and "/root/libpython.so: Permission denied" in f.message for f in found)
+    assert found[-1].check in machine_checks._PACKAGES
+
+
 def test_files_that_cannot_be_read(repository: Path) -> None:
     """The first is named, and the command that opens them."""
     path = repository / "ctr" / "1" / "dense.onnx"

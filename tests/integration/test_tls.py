@@ -101,7 +101,7 @@ def test_a_server_with_tls_answers_those_who_know_its_authority(
 
     assert "serves" in ask(served, "--tls-ca", authority.file).output
     for options, reason in (
-        ((), "it may want TLS"),
+        ((), "it wants TLS (--tls-ca"),
         (("--tls-ca", stranger.file), "not signed by the authority"),
         (("--tls-ca", authority.file), "another host name"),
     ):

@@ -1,0 +1,16 @@
+"""The stages of a batch, for whoever wants to know when each began."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, TypeAlias
+
+Stage: TypeAlias = Literal["check", "look-up", "network", "answer"]
+"""`check`: requests are read and looked at. `look-up`: keys are computed, and vectors fetched. `network`: the dense
+network runs. `answer`: its outputs are split by request."""
+Mark: TypeAlias = Callable[[Stage], None]
+"""Told each stage as it begins. A batch that fails is computed again request by request, and marked again."""
+
+
+def unmarked(stage: Stage) -> None:
+    """Nobody wants to know."""
