@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.namespace import Namespace
@@ -46,6 +47,7 @@ for line in sys.stdin:
 """Starts a consumer for every line that it reads, when the last one has ended."""
 
 
+@pytest.mark.timeout(1200)
 def test_fifty_kills_lose_nothing(broker: Broker, small: SmallVersion, tmp_path: Path) -> None:
     """Redis and RocksDB hold the last row published of every key, bit for bit, and none of a deleted key."""
     database = f"rocksdb://{tmp_path}/db"
