@@ -23,6 +23,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -84,6 +85,7 @@ class KafkaUpdateStream:
         rows: UpdatedRows,
         *,
         topic_filter: str = ".+",
+        since: datetime | None = None,
         allow_non_finite: bool = False,
     ) -> None:
         """Begin to follow the topics of a model. Brokers that do not answer are waited for, in the background.
@@ -95,6 +97,7 @@ class KafkaUpdateStream:
             tables: in the order in which `rows` counts them.
             rows: takes the updates.
             topic_filter: regular expression; of the model's topics, those that it matches somewhere are followed.
+            since: messages published before are passed over; by the time in them, for not all brokers can look for it.
             allow_non_finite: whether rows with NaN or infinite elements are applied.
         """
         self._model = model
@@ -102,6 +105,7 @@ class KafkaUpdateStream:
         self._specs = tables
         self._rows = rows
         self._filter = re.compile(topic_filter)
+        self._since_ms = 0 if since is None else int(since.timestamp() * 1000)
         self._allow_non_finite = allow_non_finite
         self._positions: dict[Partition, int] = {}
         """Of the partitions followed, the next offset; _BEGINNING where nothing has come yet."""
@@ -286,6 +290,8 @@ class KafkaUpdateStream:
             text = f"the model has no table of that name, but {', '.join(map(repr, self._tables)) or 'none'}"
             self._refuse(topic, messages, [Refusal(i, "unknown_table", text) for i in range(len(messages))])
             return
+        if self._since_ms:
+            messages = [message for message in messages if message.timestamp()[1] >= self._since_ms]
         spec = self._specs[table]
         updates = decode(
             [(message.key(), message.value()) for message in messages],
