@@ -36,7 +36,9 @@ ENV NUMBA_CACHE_DIR=/var/cache/hotrow/kernels HOTROW_CACHE_DIR=/var/cache/hotrow
 RUN install -d -o 1000 -g 1000 /models /var/cache/hotrow
 COPY --from=wheel /wheels /wheels
 RUN python3 -m pip install --no-cache-dir --no-compile --break-system-packages \
-    "$(echo /wheels/hotrow-*.whl)[client,redis,rocksdb,hdfs,kafka,gpu]"
+    "$(echo /wheels/hotrow-*.whl)[client,redis,rocksdb,hdfs,kafka,gpu]" \
+    # Both write the same files: the one with CUDA has to be the last.
+    && python3 -m pip install --no-cache-dir --no-compile --break-system-packages --force-reinstall --no-deps onnxruntime-gpu
 # For whoever starts tritonserver itself: `hotrow serve` lays out its own folder of backends.
 RUN for backend in hotrow hugectr hps; do \
       cp -r "$(python3 -c 'import triton_backend; print(triton_backend.__path__[0])')/backends/$backend" /opt/tritonserver/backends/; \

@@ -49,6 +49,8 @@ test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 fuzz: $(VENV)/.test
+	-$(BIN)/python $(INSTALL) "atheris>=2.3" # which is not built for every Python
+	HOTROW_FUZZ_ENGINE=$$($(BIN)/python -c "import atheris" 2>/dev/null && echo tests.fuzz.coverage_guided || echo tests.fuzz) \
 	HOTROW_FUZZ_SECONDS=$(FUZZ_SECONDS) HOTROW_FUZZ_SEED=$$(date +%s) $(BIN)/python -m pytest tests/fuzz $(PYTEST_ARGS)
 
 test-exporters: $(EXPORTERS_VENV)/.ready

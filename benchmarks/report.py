@@ -36,7 +36,7 @@ from triton import FEATURES, Network, check_answers, write_models, write_request
 from triton_backend.server import ServerOptions, TritonServer
 
 MODELS = ("null", "hotrow", "plain")
-ATTEMPTS, TIMEOUT_S = 3, 90.0
+ATTEMPTS, TIMEOUT_S = 2, 60.0
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("bench-report.html"), metavar="FILE.html")
     parser.add_argument("--figure", type=Path, metavar="FILE.png")
     arguments = parser.parse_args()
+    for path in filter(None, (arguments.out, arguments.figure)):
+        if not path.absolute().parent.is_dir():  # better said before a quarter of an hour than after it
+            parser.error(f"{path}: there is no such folder")
     perf_analyzer()
     described = machine() | {"load before": load()}
     plan = QUICK if arguments.quick else FULL
@@ -115,24 +118,33 @@ def run_rounds(name: str, network: Network, plan: Plan, url: str, folder: Path) 
     """Measure one network, all models in turn in each round."""
     for samples in plan.samples:
         write_requests(folder / f"{samples}.json", network.rows_per_table, samples)
-    seen: dict[tuple[int, int, str], list[dict[str, float]]] = defaultdict(list)
+    seen: dict[tuple[int, int], dict[str, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
     for _, samples, concurrency, model in product(range(plan.rounds), plan.samples, plan.concurrencies, MODELS):
-        data = folder / f"{samples}.json"
-        result = measured(model, url, data=data, batch=samples, concurrency=concurrency)
-        seen[samples, concurrency, model].append(result)
-        print(f"{name}: {samples} samples, {concurrency} at once, {model}: {result['requests/s']:.0f} requests/s")
-    for (samples, concurrency, model), results in seen.items():
-        rate, p50, p99 = (statistics.median(result[key] for result in results) for key in ("requests/s", "p50", "p99"))
-        rates = [result["requests/s"] for result in results]
-        yield Figure(name, samples, concurrency, model, rate, (min(rates), max(rates)), p50, p99)
+        case = f"{name}: {samples} samples, {concurrency} at once, {model}"
+        result = measured(model, url, data=folder / f"{samples}.json", batch=samples, concurrency=concurrency)
+        if result is None:
+            print(f"{case}: perf_analyzer did not end")
+            continue
+        seen[samples, concurrency][model].append(result)
+        print(f"{case}: {result['requests/s']:.0f} requests/s")
+    for (samples, concurrency), results in seen.items():
+        if len(results) == len(MODELS):  # else there is nothing to compare
+            yield from (summary(name, samples, concurrency, model, results[model]) for model in MODELS)
 
 
-def measured(model: str, url: str, **case: Any) -> dict[str, float]:
-    """One run of perf_analyzer, which at times never ends where many large requests meet a busy machine: then again."""
-    for _ in range(ATTEMPTS - 1):
+def summary(name: str, samples: int, concurrency: int, model: str, results: list[dict[str, float]]) -> Figure:
+    """All rounds of one model in one case."""
+    rate, p50, p99 = (statistics.median(result[key] for result in results) for key in ("requests/s", "p50", "p99"))
+    rates = [result["requests/s"] for result in results]
+    return Figure(name, samples, concurrency, model, rate, (min(rates), max(rates)), p50, p99)
+
+
+def measured(model: str, url: str, **case: Any) -> dict[str, float] | None:
+    """One run of perf_analyzer; None where it does not end, as happens with many large requests on a busy machine."""
+    for _ in range(ATTEMPTS):
         with contextlib.suppress(subprocess.TimeoutExpired):
             return measure(model, url, "grpc", **case, seconds=1.0, timeout_s=TIMEOUT_S)
-    return measure(model, url, "grpc", **case, seconds=1.0, timeout_s=TIMEOUT_S)
+    return None
 
 
 def machine() -> dict[str, str]:
@@ -148,10 +160,18 @@ def machine() -> dict[str, str]:
         "processor": processor,
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": f"{memory:.0f} GiB",
+        "GPU": gpus(),
         "system": f"{platform.system()} {platform.release()}",
         "Python": platform.python_version(),
         **{package: version(package) for package in packages},
     }
+
+
+def gpus() -> str:
+    """By the names that NVIDIA's driver knows them by."""
+    files = Path("/proc/driver/nvidia/gpus").glob("*/information")
+    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+    return ", ".join(line.partition(":")[2].strip() for line in lines if line.startswith("Model:")) or "none"
 
 
 def load() -> str:

@@ -32,8 +32,9 @@ from inference_session.formats.native import TableSpec
 from inference_session.parameter_server import redis_layout
 from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.server import ParameterServer, Tier
+from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
+from inference_session.parameter_server.tier import Tier
 from inference_session.row_source import CachedRows
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))

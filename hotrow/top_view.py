@@ -17,7 +17,7 @@ from rich.text import Text
 from hotrow.metrics_page import MetricsPage, Window
 from hotrow.units import in_units
 
-_HISTORY = 40
+_HISTORY = 24
 _NUM_PAGES = 5
 _LEAST_NAME = 5
 _MOST_EVENTS = 8

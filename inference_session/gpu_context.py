@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import cupy
 import numpy as np
-from cupy.cuda.driver import CUDADriverError
-from cupy.cuda.runtime import CUDARuntimeError
+from cupy_backends.cuda.api.runtime import CUDARuntimeError
 from numpy.typing import NDArray
 
 from inference_session.embedding_cache.base_rows import pinned_empty
-from inference_session.errors import InvalidRequestError, UnavailableError
+from inference_session.errors import UnavailableError
+from inference_session.gpu_arena import Arena
 
-_ALIGNMENT = 64
 _FIRST_ARENA_BYTES = 1 << 20
+_locks: dict[int, threading.RLock] = {}
+"""By GPU: while one session records a CUDA graph, no other of this process may allocate device memory."""
 _log = logging.getLogger(__name__)
 
 
@@ -31,13 +33,17 @@ class GpuContext:
 
     def __init__(self, device_id: int) -> None:
         self.device_id = device_id
-        self._lock = threading.RLock()
+        self._lock = _locks.setdefault(device_id, threading.RLock())
         self._broken: str | None = None
         with cupy.cuda.Device(device_id):
             self.stream = cupy.cuda.Stream(non_blocking=True)
-            self._arena = pinned_empty((_FIRST_ARENA_BYTES,), np.uint8)
-        self._used = 0
-        self._full: list[NDArray[np.uint8]] = []
+            self._pinned = Arena(lambda num_bytes: pinned_empty((num_bytes,), np.uint8), _FIRST_ARENA_BYTES)
+            self._device = Arena(lambda num_bytes: cupy.empty(num_bytes, np.uint8), _FIRST_ARENA_BYTES)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the device can be used no more; None: it can."""
+        return self._broken
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
@@ -52,34 +58,44 @@ class GpuContext:
             try:
                 with cupy.cuda.Device(self.device_id), self.stream:
                     yield
-                    self.stream.synchronize()
-            except (CUDARuntimeError, CUDADriverError) as error:
-                raise self._break(error) from error
-            except InvalidRequestError:
-                # What looks like bad values may be the network's way to say that the device has failed.
-                try:
-                    self.stream.synchronize()
-                except CUDARuntimeError as error:
-                    raise self._break(error) from error
-                raise
             finally:
-                self._used = 0
-                self._full.clear()
+                # What ended a request early may be another sign of the device's failure, which counts then.
+                self.wait()
+                self._pinned.reset()
+                self._device.reset()
+
+    def wait(self) -> None:
+        """Until all that was launched has ended; UnavailableError where the device has failed."""
+        try:
+            self.stream.synchronize()
+        except CUDARuntimeError as error:
+            self._broken = (
+                f"cuda:{self.device_id} has failed ({error}); CUDA lets this process use it no more:"
+                " load the model again"
+            )
+            _log.error("%s", self._broken)
+            raise UnavailableError(self._broken) from error
+
+    def end_recording(self) -> None:
+        """Give up a CUDA graph that could not be recorded on the stream."""
+        if self.stream.is_capturing():
+            with contextlib.suppress(CUDARuntimeError):  # it has been invalidated, which ends it as well
+                self.stream.end_capture()
+
+    def pinned(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        """An array in host memory that kernels can read and write, until the request ends."""
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        memory, begin = self._pinned.take(num_bytes)
+        array: NDArray[Any] = memory[begin : begin + num_bytes].view(dtype).reshape(shape)
+        return array
 
     def stage(self, array: NDArray[Any]) -> NDArray[Any]:
-        """A copy in pinned memory, where kernels read it, until the request ends."""
-        num_bytes = -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if self._used + num_bytes > len(self._arena):
-            self._full.append(self._arena)  # kernels may be reading it
-            self._arena, self._used = pinned_empty((max(num_bytes, 2 * len(self._arena)),), np.uint8), 0
-        copy = self._arena[self._used : self._used + array.nbytes].view(array.dtype).reshape(array.shape)
-        self._used += num_bytes
+        """A copy in such memory."""
+        copy = self.pinned(array.shape, array.dtype)
         np.copyto(copy, array)
         return copy
 
-    def _break(self, error: Exception) -> UnavailableError:
-        self._broken = (
-            f"cuda:{self.device_id} has failed ({error}); CUDA lets this process use it no more: load the model again"
-        )
-        _log.error("%s", self._broken)
-        return UnavailableError(self._broken)
+    def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
+        """An array on the device, until the request ends."""
+        memory, begin = self._device.take(math.prod(shape) * np.dtype(dtype).itemsize)
+        return cupy.ndarray(shape, dtype, memory.data + begin)

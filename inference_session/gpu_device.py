@@ -22,7 +22,7 @@ def open_gpu(device: str) -> GpuContext | None:
     """
     if device == "cpu":
         return None
-    if device == "auto" and (reason := unusable(0) or _engine_unusable()):
+    if device == "auto" and (reason := unusable_for_sessions(0)):
         _log.info("device auto: on the CPU, for %s", reason)
         return None
     device_id = 0 if device == "auto" else require_gpu(device)
@@ -31,7 +31,10 @@ def open_gpu(device: str) -> GpuContext | None:
     return GpuContext(device_id)
 
 
-def _engine_unusable() -> str | None:
+def unusable_for_sessions(device_id: int) -> str | None:
+    """Why a session cannot use a GPU, which takes ONNX Runtime's leave as well; None: it can."""
+    if reason := unusable(device_id):
+        return reason
     from inference_session.dense_engine.cuda_engine import unusable as engine_unusable
 
     return engine_unusable()

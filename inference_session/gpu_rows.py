@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from inference_session.embedding_cache.base_rows import BaseRows
 from inference_session.embedding_cache.kernels import gpu
-from inference_session.embedding_cache.kernels.gpu_layout import GPU_TABLE, Tiles, divide
+from inference_session.embedding_cache.kernels.gpu_layout import GPU_TABLE, MAX_INLINE_SEGMENTS, divide
 from inference_session.embedding_cache.kernels.layout import VectorCode
-from inference_session.errors import ConfigurationError
+from inference_session.errors import ConfigurationError, SessionClosedError
 from inference_session.gpu_context import GpuContext
+from inference_session.hot_keys import HotKeys
 from inference_session.parameter_server.table_file import TableFile
 from inference_session.row_source import MappedRows
 
@@ -47,12 +48,18 @@ class GpuRows(MappedRows):
         """
         super().__init__(tables, num_threads=num_threads)
         self._context = context
-        self._tiles: dict[bytes, Tiles] = {}
+        self._launches: dict[bytes, gpu.Launch] = {}
+        self._defaults: Any
+        self._gpu_records: Any
         with cupy.cuda.Device(context.device_id), context.stream:
             gpu.compile_kernels()
-            self._bases = _upload(tables, _budget(cache_bytes, context.device_id))
-            self._gpu_records = self._describe(tables)
+            with _memory_checked(context.device_id):
+                self._bases = _upload(tables, _budget(cache_bytes, context.device_id))
+                self._gpu_records = self._describe(tables)
             context.stream.synchronize()
+        on_host = [t.spec.folder for t, base in zip(tables, self._bases, strict=True) if not base.on_device]
+        num_bytes = sum(base.num_bytes for base in self._bases)
+        self._where = {"device": f"cuda:{context.device_id}", "bytes": num_bytes, "on_host": on_host}
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
@@ -62,7 +69,7 @@ class GpuRows(MappedRows):
 
     def empty(self, shape: tuple[int, ...]) -> Any:
         """See RowSource."""
-        return cupy.empty(shape, np.float32)
+        return self._context.empty(shape)
 
     def stage(self, array: NDArray[Any]) -> NDArray[Any]:
         """See RowSource."""
@@ -75,26 +82,34 @@ class GpuRows(MappedRows):
         num_unknown: NDArray[np.int64],
     ) -> None:
         """See RowSource: launched, not waited for. What the segments lead to has been staged."""
-        shapes = b"".join(segments[name].tobytes() for name in ("num_rows", "keys_per_row", "pooling"))
-        tiles = self._tiles.get(shapes)
-        if tiles is None:
-            if len(self._tiles) >= _MAX_SHAPES:
-                self._tiles.clear()
-            tiles = self._tiles[shapes] = divide(segments)
-        launch = gpu.Launch(segments, tiles)
-        launch.request["tables_address"] = self._gpu_records.data.ptr
-        launch.request["num_unknown_address"] = num_unknown.ctypes.data
-        launch.run(launch.request)
+        if self._gpu_records is None:
+            raise SessionClosedError("the session has been closed")
+        address = num_unknown.ctypes.data
+        if len(segments) > MAX_INLINE_SEGMENTS:
+            self._create_launch(segments).run(num_unknown_address=address)
+            return
+        shapes = b"".join([segments[name].tobytes() for name in ("num_rows", "keys_per_row", "pooling")])
+        launch = self._launches.get(shapes)
+        if launch is None:
+            if len(self._launches) >= _MAX_SHAPES:
+                self._launches.clear()
+            launch = self._launches[shapes] = self._create_launch(segments)
+        launch.run(segments, num_unknown_address=address)
 
     def counts(self, num_segments: int) -> NDArray[np.int64]:
         """See RowSource: in pinned memory."""
-        return self._context.stage(np.zeros(num_segments, np.int64))
+        counts = self._context.pinned((num_segments,), np.int64)
+        counts[:] = 0
+        return counts
 
     def settled(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
         """See RowSource."""
-        self._context.stream.synchronize()
+        self._context.wait()
         settled: NDArray[np.int64] = counts.copy()
         return settled
+
+    def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:
+        """See RowSource: the rows are where they are to be."""
 
     def fetch(self, table: int, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
         """See RowSource: from the files."""
@@ -102,17 +117,22 @@ class GpuRows(MappedRows):
 
     def stats(self) -> dict[str, Any]:
         """See RowSource. `gpu`: bytes on the device, and tables that are read from host memory."""
-        on_host = [t.spec.folder for t, base in zip(self._tables, self._bases, strict=True) if not base.on_device]
-        num_bytes = sum(base.num_bytes for base in self._bases)
-        return {**super().stats(), "gpu": {"device": self._context.device_id, "bytes": num_bytes, "on_host": on_host}}
+        return {**super().stats(), "gpu": {**self._where}}
 
     def close(self) -> None:
         """See RowSource."""
-        with self._context.request():
-            pass
-        for base in self._bases:
-            base.close()
         super().close()
+        if self._context.failure is not None:
+            return  # nothing can be given back, but to the end of the process
+        with self._context.request():
+            for base in self._bases:
+                base.close()
+            # What follows this version on the device has all of the memory.
+            self._bases, self._gpu_records, self._defaults = [], None, None
+            cupy.get_default_memory_pool().free_all_blocks()
+
+    def _create_launch(self, segments: NDArray[np.void]) -> gpu.Launch:
+        return gpu.Launch(segments, divide(segments), tables_address=self._gpu_records.data.ptr)
 
     def _describe(self, tables: Sequence[TableFile]) -> Any:
         """GPU_TABLE records, and the default vectors they lead to, on the device."""
@@ -128,6 +148,19 @@ class GpuRows(MappedRows):
             record["embedding_dim"] = len(default)
             record["default_address"] = self._defaults.data.ptr + 4 * begin
         return cupy.asarray(records.view(np.uint8).reshape(-1))
+
+
+@contextlib.contextmanager
+def _memory_checked(device_id: int) -> Iterator[None]:
+    """ConfigurationError where device memory runs out after all, for instance as somebody else takes it meanwhile."""
+    try:
+        yield
+    except cupy.cuda.memory.OutOfMemoryError as error:
+        free, total = cupy.cuda.runtime.memGetInfo()
+        raise ConfigurationError(
+            f"cuda:{device_id} has {free} bytes free of {total}, too few for the tables and their indexes ({error}):"
+            " free some, or set cache_bytes, so that tables stay in host memory"
+        ) from error
 
 
 def _budget(cache_bytes: int | None, device_id: int) -> int:

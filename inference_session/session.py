@@ -48,6 +48,9 @@ if TYPE_CHECKING:
 _WARM_UP_BATCHES = ((1, 1), (1, 64), (4, 1), (16, 1), (8, 64), (16, 1), (8, 64), (1, 64), (1, 1))
 """Requests and samples of each, run before a version serves: a network takes longer for a size that is new to it."""
 
+_GPU_WARM_UP_BATCHES = ((1, 8), (1, 32), (1, 128), (1, 256), (1, 1024))
+"""Batches that a GPU records as CUDA graphs as well."""
+
 
 class InferenceSession:
     """Answers requests from one version of a model. Safe to use from several threads; knows nothing of Triton."""
@@ -113,6 +116,11 @@ class InferenceSession:
         self._hot_keys: HotKeysWriter | None = None
         self._updates: KafkaUpdateStream | None = None
         self._closed = False
+
+    @property
+    def failure(self) -> str | None:
+        """Why no request can be answered any more, for instance because a GPU has failed; None: they can."""
+        return None if self._gpu is None else self._gpu.failure
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -336,9 +344,10 @@ class InferenceSession:
             hot_keys = read_hot_keys(self._hot_keys_file) if self.config.state_dir else {}
             with contextlib.suppress(UnavailableError):  # some rows of a store that is down, or none, are enough
                 self._rows.warm_up(hot_keys, deadline)
-        for num_requests, num_samples in _WARM_UP_BATCHES:
+        for num_requests, num_samples in (*_WARM_UP_BATCHES, *(_GPU_WARM_UP_BATCHES if self._gpu else ())):
             if time.monotonic() < deadline:
                 self._run_made_up(num_requests if self._may_join else 1, num_samples)
+        self._dense.end_warm_up()
 
     def _run_made_up(self, num_requests: int, num_samples: int) -> None:
         # Zeros need not be a sensible request, nor need all stores be up; a batch that fails is no request's end.

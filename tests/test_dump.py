@@ -22,9 +22,10 @@ from inference_session.model_source import Copy
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, Rows
 from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.server import ParameterServer, Tier
+from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_file import TableFile
+from inference_session.parameter_server.tier import Tier
 from inference_session.parameter_server.wrappers import WrapperStore
 from inference_session.row_source import UpdatableRows
 from tests import small_model

@@ -27,9 +27,10 @@ from inference_session.formats.native import TABLES_FOLDER
 from inference_session.lookup_plan import LookupPlan
 from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.server import ParameterServer, Tier
+from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
+from inference_session.parameter_server.tier import Tier
 from inference_session.parameter_server.wrappers import FaultStore
 from inference_session.row_source import CachedRows
 from tests import small_model

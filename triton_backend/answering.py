@@ -51,6 +51,11 @@ class Answering:
             stats[key] += self._num_failed
         return stats
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests can be answered."""
+        return self._versions.failure is None
+
     def answer(self, requests: Sequence[TritonRequest]) -> list[TritonResponse]:
         """One response for each request, in order. Their arrays are views of shared memory: keep the requests."""
         if self._tracing is None:

@@ -9,6 +9,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from inference_session.formats.native import ModelSpec
+from inference_session.gpu_device import unusable_for_sessions
 from inference_session.versions import VersionManager
 from triton_backend import model
 from triton_backend.in_place import Backend, InPlaceModel, check_config, contradictions, read_model_folder
@@ -22,10 +23,21 @@ class TritonPythonModel(model.TritonPythonModel):
         backend: Backend = "hps" if config["backend"] == "hps" else "hugectr"
         found = read_model_folder(Path(args["model_repository"]), args["model_name"], parameters, backend)
         with found.imported(int(args["model_version"])) as version_dir:
-            versions = model.open_versions(version_dir, found.session_settings, args)
+            versions = model.open_versions(version_dir, {**_device(args), **found.session_settings}, args)
         check_config(config, versions.spec)
         _warn(found, versions.spec, config, args)
         return versions, model.DEFAULT_MAX_SAMPLES
+
+
+def _device(args: Mapping[str, str]) -> dict[str, str]:
+    """The instance's GPU as a setting. HugeCTR's users ask for one always: where it cannot be used, they are told."""
+    if args.get("model_instance_kind") != "GPU":
+        return {}
+    device_id = int(args["model_instance_device_id"])
+    if reason := unusable_for_sessions(device_id):
+        pb_utils.Logger.log_warn(f"{args['model_name']}: KIND_GPU, but on the CPU: {reason}")
+        return {"device": "cpu"}
+    return {"device": f"cuda:{device_id}"}
 
 
 def _warn(found: InPlaceModel, spec: ModelSpec, config: Mapping[str, Any], args: Mapping[str, str]) -> None:
@@ -35,5 +47,3 @@ def _warn(found: InPlaceModel, spec: ModelSpec, config: Mapping[str, Any], args:
         pb_utils.Logger.log_warn(f"{name}: without effect in {found.ps_json.path}: {', '.join(found.ps_json.ignored)}")
     if contradicted := contradictions(found, spec, max_batch_size=config["max_batch_size"]):
         pb_utils.Logger.log_warn(f"{name}: config.pbtxt is not the model's: {'; '.join(contradicted)}")
-    if args.get("model_instance_kind") == "GPU":
-        pb_utils.Logger.log_warn(f"{name}: KIND_GPU, but this release of hotrow computes on the CPU")

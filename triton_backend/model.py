@@ -77,6 +77,10 @@ class TritonPythonModel:
         self._joining.put(requests)
         return None
 
+    def is_ready(self) -> bool:
+        """What readiness probes are told, by servers that ask (Triton 26.03 and later)."""
+        return self._answering.is_ready
+
     def finalize(self) -> None:
         """Triton calls this when no request of this version is left."""
         if self._joining is not None:

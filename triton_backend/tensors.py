@@ -16,7 +16,9 @@ from triton_backend.dlpack import Exported, Imported
 
 
 def read_array(tensor: Any) -> NDArray[Any]:
-    """A view of the tensor's memory: keep the request as long as the array."""
+    """A view of the tensor's memory: keep the request as long as the array. Of one on a GPU, a copy."""
+    if not tensor.is_cpu():
+        return _downloaded(tensor)
     if _knows_numpy():
         return tensor.as_numpy()  # type: ignore[no-any-return]
     return np.from_dlpack(Imported(tensor))
@@ -37,6 +39,13 @@ def check_types(tensors: Iterable[TensorSpec]) -> None:
                 f"tensor {tensor.name!r} holds strings, which this tritonserver passes to NumPy 1 only, and NumPy "
                 f"{np.__version__} is installed: pip install 'numpy<2' for the server's Python"
             )
+
+
+def _downloaded(tensor: Any) -> NDArray[Any]:
+    import cupy
+
+    array: NDArray[Any] = cupy.asnumpy(cupy.from_dlpack(tensor))
+    return array
 
 
 @cache

@@ -25,7 +25,6 @@ def create_engine(path: Path, config: SessionConfig, gpu: GpuContext | None) -> 
     return CudaEngine(
         path,
         num_threads=config.num_dense_threads,
-        device_id=gpu.device_id,
-        stream=gpu.stream.ptr,
+        gpu=gpu,
         use_tf32=config.dense_precision == "tf32",
     )

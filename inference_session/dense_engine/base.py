@@ -25,6 +25,9 @@ class DenseEngine(ABC):
                 stayed in it, shapes that do not fit each other).
         """
 
+    def end_warm_up(self) -> None:  # noqa: B027  most engines have nothing to end
+        """The session serves from now on: prepare nothing more at the cost of a request."""
+
     @abstractmethod
     def close(self) -> None:
         """Free the network; it must not be running. May be called twice."""

@@ -26,7 +26,7 @@ _LOAD_ERRORS = (
     UnicodeDecodeError,  # a name in it is no UTF-8, and is in its message, or among the inputs
 )
 # … and when values do not suit it. A shape clash inside the graph is a RuntimeException.
-_VALUE_ERRORS = (ort_errors.InvalidArgument, ort_errors.Fail, ort_errors.RuntimeException)
+VALUE_ERRORS = (ort_errors.InvalidArgument, ort_errors.Fail, ort_errors.RuntimeException)
 
 
 class OnnxEngine(DenseEngine):
@@ -58,7 +58,7 @@ class OnnxEngine(DenseEngine):
             return []
         try:
             return self._compute(session, inputs, outputs)
-        except _VALUE_ERRORS as error:
+        except VALUE_ERRORS as error:
             raise InvalidRequestError(f"the network cannot compute these values: {_first_line(error)}") from error
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ _FLOAT16_END = 65520.0
 class LookupResult(NamedTuple):
     """What a look-up found, by table; arrays are CuPy's where the cache is on a GPU."""
 
-    vectors: dict[str, NDArray[np.float32]]
+    vectors: Mapping[str, NDArray[np.float32]]
     """[n, embedding_dim]. Rows of missing keys are as they were in `out`, or zeros where none was given."""
     missing: Mapping[str, NDArray[np.int64]]
     """Positions of the keys that are not there, ascending. A GPU cache's are worked out, and waited for, when read."""

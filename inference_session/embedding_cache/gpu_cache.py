@@ -29,6 +29,7 @@ from inference_session.embedding_cache.base import (
     check_vectors,
 )
 from inference_session.embedding_cache.base_rows import BaseRows, check_base
+from inference_session.embedding_cache.gpu_results import Geometry, Missing, Vectors
 from inference_session.embedding_cache.kernels import gpu
 from inference_session.embedding_cache.kernels.gpu_layout import (
     BUCKET_BYTES,
@@ -38,7 +39,6 @@ from inference_session.embedding_cache.kernels.gpu_layout import (
     READERS_BYTES,
     ROWS,
     SLOTS,
-    Tiles,
     divide,
     index_bytes,
     is_wide,
@@ -59,53 +59,14 @@ _REFRESH_KEYS = 1 << 14
 _INT64, _INT32, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
 
 
-class _Geometry:
-    """All that follows from which tables are asked for how many keys, in arrays of which strides."""
-
-    def __init__(self, tables: Sequence[str], segments: NDArray[np.void], tiles: Tiles) -> None:
-        self.tables = tuple(tables)
-        self.num_keys = segments["num_rows"].tolist()
-        self.segments = segments
-        self.tiles = tiles
-        self.num_calls = 0
-
-
 class _Prepared(NamedTuple):
     """A look-up of certain arrays, ready to launch."""
 
-    geometry: _Geometry
+    geometry: Geometry
     launch: gpu.Launch
     copies: Sequence[Any]
     """Keys that it reads which are not the caller's own arrays: they must live until it has been launched."""
     watched: Sequence[weakref.ref[Any]] = ()
-
-
-class Missing(Mapping[str, Any]):
-    """The positions of missing keys by table, int64 on the device, ascending. Reading one waits for the look-up."""
-
-    def __init__(self, geometry: _Geometry, bits: Any, stream: Any) -> None:
-        self._geometry = geometry
-        self._bits = bits
-        self._stream = stream
-        self._known: dict[str, Any] = {}
-
-    def __getitem__(self, table: str) -> Any:
-        if table not in self._known:
-            self._known[table] = self._positions(self._geometry.tables.index(table))
-        return self._known[table]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._geometry.tables)
-
-    def __len__(self) -> int:
-        return len(self._geometry.tables)
-
-    def _positions(self, s: int) -> Any:
-        tiles = self._geometry.tiles
-        with self._stream:
-            words = self._bits[int(tiles.first[s]) : int(tiles.first[s + 1])]
-            bits = cupy.unpackbits(words.view(np.uint8), bitorder="little").reshape(-1, 32)[:, : tiles.keys_per_tile]
-            return cupy.flatnonzero(bits.ravel()[: self._geometry.num_keys[s]])
 
 
 class GpuEmbeddingCache(EmbeddingCache):
@@ -153,9 +114,10 @@ class GpuEmbeddingCache(EmbeddingCache):
         limits = [_buckets_to_hold((num_rows or {}).get(table)) for table in dims]
         self._num_buckets = _buckets_per_table(cache_bytes, self._row_bytes, limits)
         self._write_lock = Lock()
-        self._geometries: dict[Any, _Geometry] = {}
+        self._geometries: dict[Any, Geometry] = {}
         self._num_keys_before = np.zeros(len(dims), np.int64)
         self._remembered: dict[Any, _Prepared] = {}
+        self._seen: set[int] = set()
         self._seeds = itertools.count()
         with self.device:
             gpu.compile_kernels()
@@ -177,11 +139,13 @@ class GpuEmbeddingCache(EmbeddingCache):
             prepared, vectors = self._prepare(keys, out)
             geometry, launch = prepared.geometry, prepared.launch
             stream = cupy.cuda.get_current_stream()
-            request = launch.request.copy()
             bits = cupy.empty(launch.num_tiles, np.uint32)
-            request["missing_bits_address"], request["seed"] = bits.data.ptr, next(self._seeds) & 0xFFFFFFFF
-            request["fill"] = out is None
-            launch.run(request)
+            launch.run(
+                missing_bits_address=bits.data.ptr,
+                seed=next(self._seeds) & 0xFFFFFFFF,
+                fill=out is None,
+                outputs_address=vectors.address if isinstance(vectors, Vectors) else 0,
+            )
             with self._count_lock:
                 geometry.num_calls += 1
             if wait:
@@ -317,52 +281,62 @@ class GpuEmbeddingCache(EmbeddingCache):
 
     def _prepare(
         self, keys: Mapping[str, ArrayLike], out: Mapping[str, Any] | None
-    ) -> tuple[_Prepared, dict[str, Any]]:
-        """What to launch, and the arrays that take the vectors."""
-        if out is None:
-            return self._prepare_new(keys, None)
-        try:
-            known = (*keys, *map(id, keys.values()), *[id(out[table]) for table in keys])
-        except KeyError:
-            return self._prepare_new(keys, out)
-        prepared = self._remembered.get(known)
-        if prepared is not None:
-            return prepared, {table: out[table] for table in keys}
-        prepared, vectors = self._prepare_new(keys, out)
-        arrays = [*keys.values(), *vectors.values()]
-        if not prepared.copies and len(self._remembered) < _MAX_REMEMBERED:
-            # The same arrays, with other contents, are likely to be asked about again; they are forgotten as they go.
-            forget = partial(_forget, weakref.ref(self), known)
-            prepared = prepared._replace(watched=[weakref.ref(array, forget) for array in arrays])
-            self._remembered[known] = prepared
-        return prepared, vectors
+    ) -> tuple[_Prepared, Mapping[str, Any]]:
+        """What to launch, and the arrays that take the vectors.
 
-    def _prepare_new(
-        self, keys: Mapping[str, ArrayLike], out: Mapping[str, Any] | None
-    ) -> tuple[_Prepared, dict[str, Any]]:
+        Arrays that come again, with other contents, are known by their identity; they are forgotten as they go.
+        """
+        into = out or {}
+        known = (*keys, *map(id, keys.values()), *into, *map(id, into.values()))
+        prepared = self._remembered.get(known)
+        if prepared is None:
+            prepared = self._prepare_new(keys, out)
+            if hash(known) in self._seen and not prepared.copies and len(self._remembered) < _MAX_REMEMBERED:
+                forget = partial(_forget, weakref.ref(self), known)
+                watched = [weakref.ref(array, forget) for array in (*keys.values(), *into.values())]
+                self._remembered[known] = prepared._replace(watched=watched)
+            if len(self._seen) >= _MAX_REMEMBERED:
+                self._seen.clear()
+            self._seen.add(hash(known))
+        if out is None:
+            return prepared, Vectors(prepared.geometry)
+        return prepared, dict(out) if len(out) == len(keys) else {table: out[table] for table in keys}
+
+    def _prepare_new(self, keys: Mapping[str, ArrayLike], out: Mapping[str, Any] | None) -> _Prepared:
+        """Where `out` is None, outputs are as far from its beginning as in a block of all of them."""
         checked = {table: self._device_keys(table, asked) for table, asked in keys.items()}
-        vectors = {table: self._output(table, len(asked), out) for table, asked in checked.items()}
-        described = tuple(
-            [
-                (table, len(asked), asked.strides[0] if asked.size else 0, asked.itemsize, vectors[table].strides[0])
-                for table, asked in checked.items()
-            ]
-        )
-        geometry = self._geometries.get(described) or self._new_geometry(described)
+        arrays: list[Any] | None = None
+        if out is not None:
+            arrays = [self._output(table, len(array), out) for table, array in checked.items()]
+        geometry = self._geometry(checked, arrays)
         segments = geometry.segments.copy()
         segments["keys_address"] = [array.data.ptr for array in checked.values()]
-        segments["output_address"] = [array.data.ptr for array in vectors.values()]
-        launch = gpu.Launch(segments, geometry.tiles)
-        launch.request["tables_address"], launch.request["readers_address"] = self.tables_address, self._readers_address
+        if arrays is not None:
+            segments["output_address"] = [array.data.ptr for array in arrays]
+        addresses = {"tables_address": self.tables_address, "readers_address": self._readers_address}
+        launch = gpu.Launch(segments, geometry.tiles, **addresses)
         copies = [array for table, array in checked.items() if array is not keys[table]]
-        return _Prepared(geometry, launch, copies), vectors
+        return _Prepared(geometry, launch, copies)
 
-    def _new_geometry(self, described: Any) -> _Geometry:
+    def _geometry(self, keys: Mapping[str, Any], out: Sequence[Any] | None) -> Geometry:
+        """The geometry of checked arrays."""
+        strides = [4 * self.dims[table] for table in keys] if out is None else [array.strides[0] for array in out]
+        described = tuple(
+            [
+                (table, len(asked), asked.strides[0] if asked.size else 0, asked.itemsize, stride)
+                for (table, asked), stride in zip(keys.items(), strides, strict=True)
+            ]
+        )
+        return self._geometries.get(described) or self._new_geometry(described)
+
+    def _new_geometry(self, described: Any) -> Geometry:
         segments = np.zeros(len(described), SEGMENT)
         for segment, (table, count, stride, key_bytes, output_stride) in zip(segments, described, strict=True):
             segment["table"], segment["num_rows"], segment["row_stride"] = self._positions[table], count, stride
             segment["key_bytes"], segment["keys_per_row"], segment["output_stride"] = key_bytes, 1, output_stride
-        geometry = _Geometry([each[0] for each in described], segments, divide(segments))
+        tables = [each[0] for each in described]
+        geometry = Geometry(tables, [self.dims[table] for table in tables], segments, divide(segments))
+        segments["output_address"] = 4 * np.array(geometry.begins, np.int64)
         with self._count_lock:
             if len(self._geometries) >= _MAX_GEOMETRIES:
                 self._num_keys_before = self._keys_asked()
@@ -397,11 +371,6 @@ class GpuEmbeddingCache(EmbeddingCache):
         array = vectors if isinstance(vectors, cupy.ndarray) else np.asarray(vectors)
         check_vectors(table, array, (len(checked), self.dims[table]))
         return checked, array
-
-    def _output(self, table: str, num_keys: int, out: Mapping[str, Any] | None) -> Any:
-        if out is None:
-            return cupy.empty((num_keys, self.dims[table]), np.float32)
-        return super()._output(table, num_keys, out)
 
     def _checked_out(self, table: str, num_keys: int, out: Any) -> Any:
         shape = (num_keys, self.dims[table])

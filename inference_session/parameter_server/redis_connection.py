@@ -1,6 +1,6 @@
 """One connection to a Redis server that speaks just what rows need: commands out in bulk, rows in without objects.
 
-Everything else (topology, counting, scanning) goes through the `redis` package; see redis_store.py.
+Everything else (topology, counting, scanning) goes through the `redis` package; see redis_servers.py.
 """
 
 from __future__ import annotations

@@ -9,23 +9,20 @@ moving from one node to another.
 from __future__ import annotations
 
 import re
-import threading
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import (
-    ConfigurationError,
     SessionClosedError,
     StoreError,
-    UnavailableError,
 )
 from inference_session.parameter_server import redis_layout as layout
 from inference_session.parameter_server.base import (
@@ -36,9 +33,9 @@ from inference_session.parameter_server.base import (
     check_fetch,
     check_insert,
 )
-from inference_session.parameter_server.namespace import Namespace, StoredTable
+from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.redis_commands import Read, Write, WriteAbsent, set_times
 from inference_session.parameter_server.redis_connection import (
-    PASSING_CODES,
     Address,
     ConnectionPool,
     Deadline,
@@ -49,19 +46,8 @@ from inference_session.parameter_server.redis_connection import (
 )
 from inference_session.parameter_server.redis_overflow import Eviction, Overflow, num_uses
 from inference_session.parameter_server.redis_replies import REPLY, compile_kernels
+from inference_session.parameter_server.redis_servers import SCAN_STEP, RedisServers
 from inference_session.parameter_server.store_url import DEFAULT_TIMEOUT_MS, StoreUrl
-
-try:
-    import redis
-    from redis.backoff import NoBackoff
-    from redis.cluster import RedisCluster
-    from redis.crc import key_slot
-    from redis.exceptions import ConnectionError as RedisConnectionError
-    from redis.exceptions import SlotNotCoveredError
-    from redis.exceptions import TimeoutError as RedisTimeoutError
-    from redis.retry import Retry
-except ImportError as missing:
-    raise ConfigurationError("a Redis store needs the package `redis`: pip install 'hotrow[redis]'") from missing
 
 DEFAULT_CONNECTIONS = 1
 """Connections to one server that a call uses side by side. A server of one thread gains nothing by a second one, and
@@ -74,88 +60,10 @@ _BYTES_UNDER_WAY = 1 << 20
 _MAX_IDLE = 16
 """Connections to one server that are kept for the next calls, beside those of one call."""
 _MAX_ATTEMPTS = 3
-_MIN_REFRESH_S = 0.1
 _PROBE_FIELDS = 32
 _PROBE_INTERVAL_S = 2.0
-_SCAN_STEP = 1000
 _GLOB = re.compile(r"[*?\[\]^\\-]")
 """Characters that mean something in a pattern of Redis."""
-
-
-class _Read(NamedTuple):
-    """One HMGET: some keys of one partition of a table."""
-
-    table: str
-    name: bytes
-    fields: NDArray[np.void]
-    positions: NDArray[np.int64]
-    out: NDArray[np.float32]
-    found: NDArray[np.bool_]
-    reply: tuple[int, ...]
-    """A REPLY record."""
-    num_bytes: int
-
-    def payload(self) -> bytes:
-        return layout.command(b"HMGET", self.name, fields=self.fields, num_fields=len(self.fields))
-
-    def run(self, client: Any) -> None:
-        """The same through the `redis` package."""
-        rows = client.execute_command("HMGET", self.name, *(key.tobytes() for key in self.fields["key"]))
-        for position, row in zip(self.positions.tolist(), rows, strict=True):
-            if row is not None:
-                self.out[position] = np.frombuffer(row, "<f4")
-                self.found[position] = True
-
-
-class _Write(NamedTuple):
-    """One command that changes fields of a hash and is answered by a number."""
-
-    verb: bytes
-    name: bytes
-    fields: NDArray[np.void]
-    arguments_per_field: int
-
-    @property
-    def num_replies(self) -> int:
-        return 1
-
-    @property
-    def num_bytes(self) -> int:
-        return int(self.fields.nbytes)
-
-    def payload(self) -> bytes:
-        num_fields = len(self.fields) * self.arguments_per_field
-        return layout.command(self.verb, self.name, fields=self.fields, num_fields=num_fields)
-
-    def run(self, client: Any) -> None:
-        """The same through the `redis` package."""
-        names = ("key", "row")[: self.arguments_per_field]
-        arguments = [field[name].tobytes() for field in self.fields for name in names]
-        client.execute_command(self.verb.decode(), self.name, *arguments)
-
-
-class _WriteAbsent(NamedTuple):
-    """One HSETNX for each of some fields of a hash, which Redis has for single fields only."""
-
-    name: bytes
-    fields: NDArray[np.void]
-    """Whole commands."""
-
-    @property
-    def num_bytes(self) -> int:
-        return int(self.fields.nbytes)
-
-    @property
-    def num_replies(self) -> int:
-        return len(self.fields)
-
-    def payload(self) -> bytes:
-        return self.fields.tobytes()
-
-    def run(self, client: Any) -> None:
-        """The same through the `redis` package."""
-        for field in self.fields:
-            client.execute_command("HSETNX", self.name, field["key"].tobytes(), field["row"].tobytes())
 
 
 _Reader = Callable[[RedisConnection, Any, Deadline], None]
@@ -238,25 +146,25 @@ class RedisStore(BoundStore):
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See EmbeddingStore. The mark of each row is set as well, before the row itself; then room is made."""
         check_insert(keys, vectors, self.embedding_dim(table))
-        writes: list[_Write | _WriteAbsent] = []
+        writes: list[Write | WriteAbsent] = []
         tag = self.namespace.tag(table)
         for partition, part in self._parts(table, keys):
             rows = layout.row_fields(keys[part], vectors[part].astype("<f4", copy=False))
             writes.append(self._mark_new(tag, partition, keys[part]))
-            writes.append(_Write(b"HSET", layout.rows_name(tag, partition), rows, 2))
+            writes.append(Write(b"HSET", layout.rows_name(tag, partition), rows, 2))
         self._run(writes, self._read_numbers)
         self._make_room(table, keys)
 
     def insert_absent(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See EmbeddingStore. No row is ever replaced, whoever writes at the same moment."""
         check_insert(keys, vectors, self.embedding_dim(table))
-        writes: list[_Write | _WriteAbsent] = []
+        writes: list[Write | WriteAbsent] = []
         tag = self.namespace.tag(table)
         for partition, part in self._parts(table, keys):
             name = layout.rows_name(tag, partition)
             head = layout.command_head(b"HSETNX", name, num_fields=2)
             rows = layout.row_fields(keys[part], vectors[part].astype("<f4", copy=False), before=head)
-            writes += [self._mark_new(tag, partition, keys[part]), _WriteAbsent(name, rows)]
+            writes += [self._mark_new(tag, partition, keys[part]), WriteAbsent(name, rows)]
         self._run(writes, self._read_numbers)
         self._make_room(table, keys)
 
@@ -266,8 +174,8 @@ class RedisStore(BoundStore):
         writes = []
         for partition, part in self._parts(table, keys):
             fields = layout.key_fields(keys[part])
-            writes.append(_Write(b"HDEL", layout.rows_name(tag, partition), fields, 1))
-            writes.append(_Write(b"HDEL", layout.times_name(tag, partition), fields, 1))
+            writes.append(Write(b"HDEL", layout.rows_name(tag, partition), fields, 1))
+            writes.append(Write(b"HDEL", layout.times_name(tag, partition), fields, 1))
         self._run(writes, self._read_numbers)
 
     def clear(self, table: str) -> None:
@@ -283,7 +191,7 @@ class RedisStore(BoundStore):
         tag = self.namespace.tag(table)
         unique, counts = np.unique(keys, return_counts=True)
         if self._overflow is None or not self._overflow.counts_uses:
-            writes = [_set_times(tag, partition, unique[part]) for partition, part in self._parts(table, unique)]
+            writes = [set_times(tag, partition, unique[part]) for partition, part in self._parts(table, unique)]
             return self._run(writes, self._read_numbers)
         for partition, part in self._parts(table, unique):
             name, fields = layout.times_name(tag, partition), [key.tobytes() for key in unique[part]]
@@ -313,19 +221,19 @@ class RedisStore(BoundStore):
         self._refuse_if_closed()
         pattern = "hps_et{" + _GLOB.sub(r"\\\g<0>", f"hps_et.{self.namespace.model}@") + "*}[vt]"
         with self._servers.client() as client:
-            for name in client.scan_iter(match=pattern, count=_SCAN_STEP):
+            for name in client.scan_iter(match=pattern, count=SCAN_STEP):
                 parts = layout.split_name(name)
                 version = None if parts is None else self.namespace.version_of(parts[0])
                 if parts is not None and version is not None:
                     yield name, parts[0], version
 
-    def _mark_new(self, tag: str, partition: int, keys: NDArray[np.int64]) -> _Write | _WriteAbsent:
+    def _mark_new(self, tag: str, partition: int, keys: NDArray[np.int64]) -> Write | WriteAbsent:
         """The command that marks rows which are just being inserted: with the time, or as used once."""
         if self._overflow is None or not self._overflow.counts_uses:
-            return _set_times(tag, partition, keys)
+            return set_times(tag, partition, keys)
         name = layout.times_name(tag, partition)
         head = layout.command_head(b"HSETNX", name, num_fields=2)
-        return _WriteAbsent(name, layout.row_fields(keys, np.full((len(keys), 1), ord("1"), np.uint8), before=head))
+        return WriteAbsent(name, layout.row_fields(keys, np.full((len(keys), 1), ord("1"), np.uint8), before=head))
 
     def _make_room(self, table: str, keys: NDArray[np.int64]) -> None:
         """Evict rows from those partitions of these keys that hold more than they may."""
@@ -434,7 +342,7 @@ class RedisStore(BoundStore):
         )
         return order, slices
 
-    def _reads(self, request: FetchRequest, found: NDArray[np.bool_]) -> Iterator[_Read]:
+    def _reads(self, request: FetchRequest, found: NDArray[np.bool_]) -> Iterator[Read]:
         table, keys, out = request
         check_fetch(keys, out, self.embedding_dim(table))
         tag = self.namespace.tag(table)
@@ -443,7 +351,7 @@ class RedisStore(BoundStore):
         row_bytes = 4 * out.shape[1]
         order_address, out_address, found_address = _address(order), _address(out), _address(found)
         for partition, begin, end in slices:
-            yield _Read(
+            yield Read(
                 table,
                 layout.rows_name(tag, partition),
                 fields[begin:end],
@@ -508,12 +416,12 @@ class RedisStore(BoundStore):
         yield from batches.items()
 
     @staticmethod
-    def _read_rows(connection: RedisConnection, reads: Sequence[_Read], deadline: Deadline) -> None:
+    def _read_rows(connection: RedisConnection, reads: Sequence[Read], deadline: Deadline) -> None:
         replies = np.array([read.reply for read in reads], REPLY)
         connection.read_rows(replies, [read.table for read in reads], deadline)
 
     @staticmethod
-    def _read_numbers(connection: RedisConnection, writes: Sequence[_Write | _WriteAbsent], deadline: Deadline) -> None:
+    def _read_numbers(connection: RedisConnection, writes: Sequence[Write | WriteAbsent], deadline: Deadline) -> None:
         connection.read_lines(sum(write.num_replies for write in writes), deadline)
 
     def _pipeline(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -530,170 +438,6 @@ class RedisStore(BoundStore):
             raise SessionClosedError(f"{self!r} has been closed")
 
 
-class RedisServers:
-    """Where a Redis's rows are, and the `redis` package's client for everything but rows. Thread-safe."""
-
-    def __init__(self, url: StoreUrl, timeout_ms: int) -> None:
-        self._url = url
-        self._timeout_s = timeout_ms / 1000
-        self._lock = threading.Lock()
-        self._client: Any = None
-        self._addresses: dict[bytes, Address] = {}
-        self._refreshed = 0.0
-
-    def address(self, name: bytes) -> Address:
-        """The server that has the hash of this name."""
-        if not self._url.is_cluster:
-            return self._url.host, self._url.port
-        address = self._addresses.get(name)
-        if address is None:
-            with self.client() as client:
-                try:
-                    node = client.nodes_manager.get_node_from_slot(key_slot(name))
-                except SlotNotCoveredError as error:  # at the time when we last asked
-                    raise RedirectedError(f"no node of {str(self._url)!r} has the slot of {name!r}") from error
-            address = self._addresses[name] = (node.host, node.port)
-        return address
-
-    def refresh(self) -> None:
-        """Ask a Cluster anew which node has what; at most ten times a second, however many threads ask."""
-        if not self._url.is_cluster:
-            return
-        with self.client() as client, self._lock:
-            if time.monotonic() - self._refreshed >= _MIN_REFRESH_S:
-                client.nodes_manager.initialize()
-                self._refreshed = time.monotonic()
-            self._addresses = {}
-
-    def ping(self) -> None:
-        """Raise unless all servers answer that have rows, by what a Cluster says now: one that hangs may have been
-        replaced, which the package learns from errors only that we do not leave to it.
-        """
-        self.refresh()
-        with self.client() as client, _unsaved_is_well():
-            if self._url.is_cluster:
-                client.ping(target_nodes=RedisCluster.PRIMARIES)
-            else:
-                client.ping()
-
-    def run_ids(self) -> str:
-        """What tells the processes that have rows from those that came before or come after them."""
-        with self.client() as client:
-            if not self._url.is_cluster:
-                return str(client.info("server")["run_id"])
-            answers = client.info("server", target_nodes=RedisCluster.PRIMARIES)
-            # Of a single node the package gives its answer as it is.
-            nodes = [answers] if "run_id" in answers else answers.values()
-            return " ".join(sorted(str(node["run_id"]) for node in nodes))
-
-    @contextmanager
-    def client(self) -> Iterator[Any]:
-        """The package's client, its errors translated into ours."""
-        try:
-            with self._lock:
-                if self._client is None:
-                    self._client = self._connect()
-            yield self._client
-        except (redis.RedisError, redis.exceptions.RedisClusterException) as error:
-            raise self._translated(error) from None  # the package's texts and frames may hold the password
-        except OSError as error:
-            raise UnavailableError(f"store {str(self._url)!r} cannot be reached: {error}") from error
-
-    def close(self) -> None:
-        """Close the package's connections."""
-        with self._lock:
-            client, self._client = self._client, None
-        if client is not None:
-            client.close()
-
-    def _connect(self) -> Any:
-        url = self._url
-        settings: dict[str, Any] = {
-            "username": url.user,
-            "password": url.password,
-            "socket_timeout": self._timeout_s,
-            "socket_connect_timeout": self._timeout_s,
-            "protocol": 2,
-            "retry": Retry(NoBackoff(), 0),
-        }
-        if url.uses_tls:
-            settings |= _tls_settings(url)
-        if url.is_cluster:
-            return RedisCluster(host=url.host, port=url.port, require_full_coverage=False, **settings)
-        if url.path:
-            return redis.Redis(unix_socket_path=url.path, db=url.db, **settings)
-        return redis.Redis(host=url.host, port=url.port, db=url.db, **settings)
-
-    def _translated(self, error: Exception) -> Exception:
-        text = str(error)
-        if self._url.password:
-            text = text.replace(self._url.password, "***")
-        if isinstance(error, redis.exceptions.MovedError) and not self._url.is_cluster:
-            text = f"this is a node of a Cluster ({text}); write {self._url.scheme}+cluster:// for its URL"
-        denied = redis.AuthenticationError, redis.exceptions.AuthorizationError
-        passing = (
-            RedisConnectionError,
-            RedisTimeoutError,
-            redis.exceptions.InvalidResponse,
-            redis.exceptions.ReadOnlyError,
-            redis.exceptions.OutOfMemoryError,
-            redis.exceptions.RedisClusterException,
-            redis.exceptions.ClusterError,
-            redis.exceptions.TryAgainError,
-        )
-        passes = isinstance(error, passing) or not PASSING_CODES.isdisjoint(text.split())
-        kind = UnavailableError if passes and not isinstance(error, denied) else StoreError
-        return kind(f"store {str(self._url)!r}: {text}")
-
-
-@contextmanager
-def _unsaved_is_well() -> Iterator[None]:
-    """A Redis whose disk takes no snapshot refuses PING, as it refuses writes; rows can be read all the same."""
-    try:
-        yield
-    except redis.ResponseError as error:
-        if not str(error).startswith("MISCONF"):
-            raise
-
-
-def _set_times(tag: str, partition: int, keys: NDArray[np.int64]) -> _Write:
-    """The command that sets the time of keys of one partition to now."""
-    now = np.full((len(keys), 1), int(time.time()), "<i8")
-    return _Write(b"HSET", layout.times_name(tag, partition), layout.row_fields(keys, now), 2)
-
-
 def _address(array: NDArray[Any]) -> int:
     address: int = array.__array_interface__["data"][0]
     return address
-
-
-def list_redis_tables(url: StoreUrl, *, timeout_ms: int) -> list[StoredTable]:
-    """All tables of all models in a Redis; looks through its whole key space, in small steps."""
-    servers = RedisServers(url, timeout_ms)
-    counts: dict[str, int] = {}
-    widths: dict[str, int] = {}
-    try:
-        with servers.client() as client:
-            for name in client.scan_iter(match="hps_et{*}v", count=_SCAN_STEP):
-                parts = layout.split_name(name)
-                if parts is not None:
-                    counts[parts[0]] = counts.get(parts[0], 0) + int(client.hlen(name))
-                    widths[parts[0]] = _row_bytes(client, name)
-    finally:
-        servers.close()
-    return [StoredTable(tag, counts[tag], widths[tag] // 4) for tag in sorted(counts)]
-
-
-def _row_bytes(client: Any, name: bytes) -> int:
-    _, rows = client.hscan(name, 0, count=1)
-    return len(next(iter(rows.values()), b""))
-
-
-def _tls_settings(url: StoreUrl) -> dict[str, Any]:
-    options = url.options
-    return {
-        "ssl": True,
-        "ssl_ca_certs": options.get("tls_ca_certificate"),
-        "ssl_certfile": options.get("tls_client_certificate"),
-        "ssl_keyfile": options.get("tls_client_key"),
-    }

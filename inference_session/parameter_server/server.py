@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import queue
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -30,6 +29,7 @@ from inference_session.errors import HotrowError, SessionClosedError, StoreError
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, Rows
 from inference_session.parameter_server.recent_writes import RecentWrites
 from inference_session.parameter_server.retirement import Retirement
+from inference_session.parameter_server.tier import Tier
 from inference_session.parameter_server.unknown_keys import UnknownKeys
 
 OnStoreFailure = Literal["default_vector", "error"]
@@ -47,64 +47,10 @@ MAX_PENDING_TOUCHES = 1 << 20
 """Keys read that wait to be marked as used; further ones are not."""
 PAUSE_S = 5.0
 """How long nothing is promoted to, or touched in, a tier that has just refused it."""
-STEADY_S = 10.0
-"""A tier that was back for less than this is unsteady, and left out for longer each time."""
-MAX_RETRY_PAUSE_S = 16.0
-"""The longest that an unsteady tier is left out before it is tried again."""
 ROUND_INTERVAL_S = 0.5
 """How often tiers that are out are tried, and readers catch up."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class Tier:
-    """One store of the stack, and how it has been doing. Written to under the server's lock."""
-
-    name: str
-    store: EmbeddingStore
-    volatile: bool = False
-    """It may lose rows, and need not have what a tier below has."""
-    durable: bool = False
-    """What is written to it outlives all processes; it takes notes as well."""
-    cache_missed_keys: bool = False
-    """Whether rows found further down are inserted here."""
-    touches: bool = False
-    """Whether rows that are read here are to be marked as used."""
-    failure: str | None = None
-    """Why the tier is left out at the moment; None: it is in use."""
-    incarnation: str = ""
-    """Of the store, when it was last looked after."""
-    back_since: float = -math.inf
-    """When the tier last came back."""
-    retry_pause_s: float = 0.0
-    retry_at: float = 0.0
-    """When it is tried again."""
-    unwritten: dict[str, list[NDArray[np.int64]] | None] = field(default_factory=dict)
-    """Keys, by table, whose newest rows could not be written here; the tier is left out until it has dropped them.
-    None: too many to remember, it drops the whole table."""
-    hits: int = 0
-    misses: int = 0
-    skipped: int = 0
-    """Keys that were not asked for here because the tier was left out or failed."""
-    failures: int = 0
-    paused_until: float = 0.0
-    """When rows may be promoted or touched here again after that was refused; 0: now."""
-    outages: int = 0
-    """Times that the tier was left out, the present one included."""
-    promoted: int = 0
-    """Rows inserted because a lower tier had them."""
-    touched: int = 0
-    """Rows marked as used."""
-
-    def begin_outage(self, failure: str) -> None:
-        """Leave the tier out. One that answers a check but no requests must not make them wait again and again."""
-        now = time.monotonic()
-        self.failure = failure
-        self.outages += 1
-        unsteady = now - self.back_since < STEADY_S
-        self.retry_pause_s = min(max(ROUND_INTERVAL_S, 2 * self.retry_pause_s), MAX_RETRY_PAUSE_S) if unsteady else 0.0
-        self.retry_at = now + self.retry_pause_s
 
 
 class _Promotion(NamedTuple):
@@ -327,7 +273,7 @@ class ParameterServer:
             return {
                 "degraded_keys": self._degraded_keys,
                 "dropped_promotions": self._dropped_promotions,
-                "tiers": {tier.name: {name: getattr(tier, name) for name in _COUNTERS} for tier in self._tiers},
+                "tiers": {tier.name: tier.counters() for tier in self._tiers},
             }
 
     def wait_for_promotions(self) -> None:
@@ -677,6 +623,3 @@ def _contains(ordered: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np
     positions = np.minimum(np.searchsorted(ordered, keys), len(ordered) - 1)
     found: NDArray[np.bool_] = ordered[positions] == keys
     return found
-
-
-_COUNTERS = ("failure", "hits", "misses", "skipped", "failures", "outages", "promoted", "touched")

@@ -74,6 +74,11 @@ class VersionManager:
         """What the model is; the same for every content in all that a client sees."""
         return self._active.session.spec
 
+    @property
+    def failure(self) -> str | None:
+        """Why the content that serves cannot answer any more; None: it can."""
+        return self._active.session.failure
+
     def lease(self) -> ModelVersion:
         """The content that serves now, to be used and given back by `with`."""
         while not (version := self._active).take_lease():

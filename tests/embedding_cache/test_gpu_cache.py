@@ -223,8 +223,10 @@ def test_a_lookup_waits_for_nobody() -> None:
     with cache_of({"t": 8}) as cache, cupy.cuda.Stream(non_blocking=True) as stream:
         cache.insert("t", np.arange(1000), vectors_of(np.arange(1000), 8))
         keys, out = cupy.arange(1000), cupy.zeros((1000, 8), np.float32)
+        out.fill(-2)  # compiles
         cache.lookup({"t": keys}, {"t": out}, wait=True)
-        busy = cupy.RawKernel('extern "C" __global__ void wait(){for(int i=0;i<100;++i)__nanosleep(1000000);}', "wait")
+        busy = cupy.RawKernel('extern "C" __global__ void wait(){for(int i=0;i<500;++i)__nanosleep(1000000);}', "wait")
+        busy.compile()
         busy((1,), (1,), ())
         out.fill(-1)
         cache.lookup({"t": keys}, {"t": out})
@@ -233,6 +235,24 @@ def test_a_lookup_waits_for_nobody() -> None:
 
         assert returned_early
         assert np.array_equal(out.get(), vectors_of(np.arange(1000), 8))
+
+
+def test_requests_without_out_come_again() -> None:
+    """The same arrays asked for without `out`, often and with other contents: new vectors each time, old ones kept."""
+    dims = {f"t{i}": 1 + i for i in range(40)}
+    with cache_of(dims, 1 << 26) as cache:
+        for t, dim in dims.items():
+            cache.insert(t, np.arange(50), vectors_of(np.arange(50), dim))
+        for some in (list(dims)[:5], list(dims)):
+            keys = {t: cupy.arange(i) for i, t in enumerate(some)}
+            results = []
+            for shift in range(5):
+                for array in keys.values():
+                    array[...] = cupy.arange(len(array)) + shift
+                results.append(cache.lookup(keys).vectors)
+            for shift, vectors in enumerate(results):
+                for i, t in enumerate(some):
+                    assert np.array_equal(vectors[t].get(), vectors_of(np.arange(i) + shift, dims[t]))
 
 
 def test_the_same_arrays_may_change_their_contents() -> None:
@@ -264,7 +284,7 @@ def test_rows_that_are_hit_stay() -> None:
             cache.insert("t", cold, vectors_of(cold, 4))
         kept = len(hot) - len(cache.lookup({"t": hot}).missing["t"])
 
-        assert kept > 0.9 * len(hot)
+        assert kept > 0.7 * len(hot)  # none would be left of ten times as many evictions at random
 
 
 def test_writers_on_other_streams_leave_whole_rows() -> None:

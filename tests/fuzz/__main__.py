@@ -37,7 +37,7 @@ def fuzz(target: Target, folder: Path, *, seed: int, seconds: float, max_files: 
         if time.monotonic() > deadline:
             return num_files
         which = mutator.random.randrange(len(files))
-        _replace(files[which], mutator.mutated(sound[which]))
+        replace(files[which], mutator.mutated(sound[which]))
         faulthandler.dump_traceback_later(HANG_S, exit=True)
         try:
             target.read(folder)
@@ -47,13 +47,15 @@ def fuzz(target: Target, folder: Path, *, seed: int, seconds: float, max_files: 
             click.echo(f"file {num_files} of seed {seed}: {files[which]}")
             raise
         faulthandler.cancel_dump_traceback_later()
-        _replace(files[which], sound[which])
+        for path, content in zip(files, sound, strict=True):  # a reader may mend what goes with a damaged file
+            if not path.exists() or path.read_bytes() != content:
+                replace(path, content)
     return max_files
 
 
-def _replace(path: Path, content: bytes) -> None:
+def replace(path: Path, content: bytes) -> None:
     """As a new file: the old one may still be mapped."""
-    path.unlink()
+    path.unlink(missing_ok=True)
     path.write_bytes(content)
 
 

@@ -38,7 +38,7 @@ class Mutator:
         if data[:1] == b"{" and self.random.random() < 0.5:
             try:
                 return self._mutated_json(json.loads(data))
-            except ValueError:  # it begins like JSON
+            except (ValueError, RecursionError):  # it begins like JSON
                 pass
         changed = bytearray(data)
         for _ in range(self.random.randint(1, _MOST_STEPS)):

@@ -18,7 +18,9 @@ from inference_session import InferenceSession
 from inference_session.canary import check_canary
 from inference_session.errors import HotrowError
 from inference_session.formats import manifest
+from inference_session.formats.hugectr.graph import read_graph
 from inference_session.formats.hugectr.importer import import_hugectr
+from inference_session.formats.hugectr.onnx_graph import build_dense_network
 from inference_session.formats.hugectr.ps_json import read_ps_json
 from inference_session.formats.native import ModelSpec, TableSpec
 from inference_session.formats.onnx_model import import_onnx
@@ -30,6 +32,7 @@ from inference_session.parameter_server.table_file import TableFile, write_table
 from inference_session.sizing.trace_file import read_trace
 from inference_session.update_stream.encodings import Message, decode, encode_batch
 from tests import small_model
+from tests.formats.hugectr.graphs import GraphMaker
 from tests.formats.hugectr.test_importer import Source
 from tests.formats.onnx_model.models import model_of, table
 from triton_backend.model_config import ModelConfig, write_model_config
@@ -78,14 +81,14 @@ def _table_files(folder: Path) -> list[Path]:
 
 
 def _look_up(folder: Path) -> None:
-    file = TableFile.open(folder / "t", _TABLE)
-    try:
-        for _, vectors in file.scan():
-            assert vectors.shape[1] == _TABLE.embedding_dim
-        file.fetch(np.arange(-5, 1100), np.empty((1105, 3), np.float32))
-        file.verify(folder / "t")
-    finally:
-        file.close()
+    for verify in (False, True):
+        file = TableFile.open(folder / "t", _TABLE, verify_index=verify)
+        try:
+            for _, vectors in file.scan():
+                assert vectors.shape[1] == _TABLE.embedding_dim
+            file.fetch(np.arange(-5, 1100), np.empty((1105, 3), np.float32))
+        finally:
+            file.close()
 
 
 def _hugectr_files(folder: Path) -> list[Path]:
@@ -105,6 +108,20 @@ def _read_ps_json(folder: Path) -> None:
 def _import_hugectr(folder: Path) -> None:
     shutil.rmtree(folder / "repository", ignore_errors=True)
     import_hugectr(folder / "source/ps.json", folder / "repository")
+
+
+def _graph_files(folder: Path) -> list[Path]:
+    maker = GraphMaker(1, dense_dim=3, embeddings=[("emb", 2, 4)])
+    wide = maker.add("Concat", ["dense", maker.add("Reshape", "emb", leading_dim=8)])
+    normal = maker.add(
+        "BatchNorm", maker.add("MultiCross", wide, mc_param={"num_layers": 2}), bn_param={"factor": 0.9, "eps": 1e-3}
+    )
+    maker.loss(maker.add("InnerProduct", maker.add("ReLU", normal), fc_param={"num_output": 1}))
+    return [path for path in maker.write(folder) if path is not None]
+
+
+def _build_network(folder: Path) -> None:
+    build_dense_network(read_graph(folder / "graph.json"), folder / "dense.model", folder / "statistics.json")
 
 
 def _onnx_model(folder: Path) -> list[Path]:
@@ -260,6 +277,7 @@ TARGETS = {
     "version": Target(_version_files, _serve_version),
     "table": Target(_table_files, _look_up),
     "ps_json": Target(_ps_json, _read_ps_json),
+    "hugectr_graph": Target(_graph_files, _build_network),
     "hugectr_import": Target(_hugectr_files, _import_hugectr),
     "onnx_import": Target(_onnx_model, _import_onnx),
     "config_pbtxt": Target(_config, lambda folder: ModelConfig.read(folder / "m/config.pbtxt")),

@@ -12,6 +12,8 @@ import pytest
 from tests.fuzz.mutator import Mutator
 from tests.fuzz.targets import TARGETS
 
+ENGINE = os.environ.get("HOTROW_FUZZ_ENGINE", "tests.fuzz")
+"""The program that does it; `make fuzz` takes tests.fuzz.coverage_guided where it can."""
 SECONDS = float(os.environ.get("HOTROW_FUZZ_SECONDS", "3"))
 """For each reader; `make fuzz` takes a minute."""
 SEED = int(os.environ.get("HOTROW_FUZZ_SEED", "0"))
@@ -26,7 +28,7 @@ def test_damaged_files_end_in_errors_of_ours(name: str, tmp_path: Path) -> None:
     """No other exception, no crash, no hang, no memory without bound."""
     options = ["--seconds", SECONDS, "--max-files", int(MAX_FILES * SECONDS) + 1, "--seed", SEED, "--folder", tmp_path]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz", name, *map(str, options)],
+        [sys.executable, "-m", ENGINE, name, *map(str, options)],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

@@ -157,12 +157,12 @@ def test_what_may_be_long_comes_last() -> None:
     assert places == sorted(places)
 
 
-@pytest.mark.parametrize("width", [80, 100, 120, 150])
+@pytest.mark.parametrize("width", [80, 100, 120, 150, 170])
 def test_narrow_terminals_cut_no_name_short(width: int) -> None:
-    """Columns of less worth are left out rather than squeezed."""
+    """Columns of less worth are left out rather than squeezed, however long it has been watched."""
     view = TopView("here")
-    view.add(_page(10.0), [])
-    view.add(_page(11.0, requests=123_456, hits=61_728), [])
+    for second in range(50):
+        view.add(_page(10.0 + second, requests=123_456 * second, hits=61_728 * second), [])
 
     text = _drawn(view, width)
 

@@ -15,8 +15,9 @@ from inference_session.parameter_server.base import FetchRequest
 from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis_store import RedisStore
-from inference_session.parameter_server.server import ParameterServer, Tier
+from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
+from inference_session.parameter_server.tier import Tier
 from tests.parameter_server.contract import DIMS, assert_same_bits, fetch, keys_of, packed, random_keys, random_vectors
 from tests.parameter_server.servers import RedisClusterServers, RedisServer, wait_until
 

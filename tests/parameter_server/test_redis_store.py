@@ -18,7 +18,8 @@ import redis
 from inference_session.errors import ConfigurationError, StoreError, UnavailableError
 from inference_session.parameter_server import redis_layout as layout
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.redis_store import RedisStore, list_redis_tables
+from inference_session.parameter_server.redis_servers import list_redis_tables
+from inference_session.parameter_server.redis_store import RedisStore
 from inference_session.parameter_server.store_url import StoreUrl, create_store
 from tests.parameter_server.contract import (
     DIMS,

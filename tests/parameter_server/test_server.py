@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 
 from inference_session.errors import SessionClosedError, StoreError, TableNotFoundError, UnavailableError
 from inference_session.parameter_server import server as server_module
+from inference_session.parameter_server import tier as tier_module
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
 from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.server import ParameterServer, Tier
+from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
+from inference_session.parameter_server.tier import Tier
 from inference_session.parameter_server.wrappers import FaultStore
 from tests.parameter_server.contract import DIMS, assert_same_bits, keys_of, random_keys, random_vectors
 from tests.parameter_server.hooked_store import HookedStore
@@ -54,6 +56,7 @@ class Stack:
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stack]]:
     monkeypatch.setattr(server_module, "ROUND_INTERVAL_S", 0.02)
+    monkeypatch.setattr(tier_module, "MIN_RETRY_PAUSE_S", 0.02)
     stacks: list[Stack] = []
 
     def make(**settings: object) -> Stack:
@@ -319,7 +322,7 @@ def test_a_tier_that_answers_checks_only_is_tried_less_and_less(make: Callable[.
 
     tier.store = sound
     wait_until(lambda: tier.failure is None, "the tier to come back")
-    tier.back_since -= server_module.STEADY_S
+    tier.back_since -= tier_module.STEADY_S
     stack.faults["volatile"] = UnavailableError("gone")
     stack.fetch(KEYS)
     assert tier.retry_pause_s == 0

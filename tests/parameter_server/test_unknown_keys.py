@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from inference_session.errors import UnavailableError
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
 from inference_session.parameter_server.memory_store import MemoryStore
-from inference_session.parameter_server.server import ParameterServer, Tier
+from inference_session.parameter_server.server import ParameterServer
+from inference_session.parameter_server.tier import Tier
 from inference_session.parameter_server.unknown_keys import MEMORY_S, UnknownKeys
 from inference_session.parameter_server.wrappers import FaultStore, WrapperStore
 from tests.parameter_server.servers import wait_until

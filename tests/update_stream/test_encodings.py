@@ -160,7 +160,7 @@ def test_keys_go_where_librdkafka_would_send_them(keys: list[int]) -> None:
 
 def test_topics_belong_to_one_table() -> None:
     """Of both generations; what lies deeper, or elsewhere, is none of ours."""
-    assert topic_name("ctr", "user") == "hps_et.ctr.user"
+    assert topic_name("hps_et", "ctr", "user") == "hps_et.ctr.user"
     assert table_of("hps_et.ctr.user", "ctr") == table_of("hctr_et.ctr.user", "ctr") == "user"
     for topic in (
         "hps_et.ctr.v2.user",
@@ -172,7 +172,7 @@ def test_topics_belong_to_one_table() -> None:
     ):
         assert table_of(topic, "ctr") is None, topic
     with pytest.raises(ConfigurationError, match="is no name for a Kafka topic"):
-        topic_name("a model", "user")
+        topic_name("hps_et", "a model", "user")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ behind it alive until the stream has come so far.
 
 from __future__ import annotations
 
+import struct
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from inference_session.embedding_cache.kernels.gpu_layout import (
     REQUEST,
     SLOTS,
     Tiles,
+    offset_of,
     request_of,
 )
 
@@ -26,8 +28,11 @@ THREADS = 256
 _WARPS = THREADS // 32
 _RAW_REQUEST = np.dtype((np.void, REQUEST.itemsize))
 """A request without its fields: CuPy spells those out in a Python list whenever it is given any."""
+_ADDRESSES, _SEED_AND_FILL = struct.Struct("<qqq"), struct.Struct("<II")
+_SEGMENTS_OFFSET = offset_of(REQUEST, "few_segments")
+_ADDRESSES_OFFSET, _SEED_OFFSET = offset_of(REQUEST, "missing_bits_address"), offset_of(REQUEST, "seed")
 _SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "write.cu")
-_KERNELS = ("look_up", "look_up_and_pool", "note_last", "claim", "await_readers", "write_rows", "write_numbers")
+_KERNELS = ("look_up", "look_up_and_pool", "note_last", "claim", "await_readers", "write_rows", "end_writing")
 
 
 def source() -> str:
@@ -48,15 +53,18 @@ def _kernel(name: str) -> Any:
 
 def compile_kernels() -> None:
     """Compile, or load from CuPy's cache, for the current device: no request waits for it later."""
-    for name in (*_KERNELS, "erase", "dump"):
+    for name in (*_KERNELS, "write_numbers", "erase", "dump"):
         _kernel(name).compile()
 
 
 class Launch:
     """A look-up that is ready to run, often: its REQUEST record, and what that leads to on the device."""
 
-    def __init__(self, segments: NDArray[np.void], tiles: Tiles) -> None:
-        self.request = request_of(segments, tiles)
+    def __init__(self, segments: NDArray[np.void], tiles: Tiles, **addresses: int) -> None:
+        """`addresses`: fields of the REQUEST that are the same in each run."""
+        request = request_of(segments, tiles)
+        for field, address in addresses.items():
+            request[field] = address
         self.num_tiles = int(tiles.first[-1])
         few = len(segments) <= MAX_INLINE_SEGMENTS
         self._kernel = _kernel("look_up" if few and not tiles.pooled else "look_up_and_pool")
@@ -64,12 +72,38 @@ class Launch:
         self._held: tuple[Any, ...] = ()
         if not few:
             self._held = cupy.asarray(segments.view(np.uint8)), cupy.asarray(tiles.first)
-            self.request["segments_address"], self.request["first_tiles_address"] = (a.data.ptr for a in self._held)
+            request["segments_address"], request["first_tiles_address"] = (a.data.ptr for a in self._held)
+        self._request = request.tobytes()
 
-    def run(self, request: NDArray[np.void]) -> None:
-        """Launch with this REQUEST record: a copy of `request` with more filled in."""
-        if self.num_tiles:
-            self._kernel(self._grid, (THREADS,), (request.view(_RAW_REQUEST),))
+    def run(
+        self,
+        segments: NDArray[np.void] | None = None,
+        *,
+        missing_bits_address: int = 0,
+        outputs_address: int = 0,
+        num_unknown_address: int = 0,
+        seed: int = 0,
+        fill: bool = False,
+    ) -> None:
+        """Launch on the current stream.
+
+        Args:
+            segments: others of the same shapes instead of those it was made of; few.
+            missing_bits_address: uint32 [num_tiles] for the positions that have no row; 0: nobody asks.
+            outputs_address: what the output_address of each segment is counted from.
+            num_unknown_address: uint64 [segments] to count keys in that have no row; 0: nobody asks.
+            seed: any number; decides which hits leave a mark.
+            fill: write zeros where there is neither a row nor a default vector.
+        """
+        if not self.num_tiles:
+            return
+        # The fields of a NumPy record take several times as long to write.
+        request = bytearray(self._request)
+        _ADDRESSES.pack_into(request, _ADDRESSES_OFFSET, missing_bits_address, outputs_address, num_unknown_address)
+        if segments is not None:
+            request[_SEGMENTS_OFFSET : _SEGMENTS_OFFSET + segments.nbytes] = segments.tobytes()
+        _SEED_AND_FILL.pack_into(request, _SEED_OFFSET, seed, fill)
+        self._kernel(self._grid, (THREADS,), (np.ndarray((), _RAW_REQUEST, request),))
 
 
 class Writer:
@@ -101,6 +135,8 @@ class Writer:
         sizes = np.uint32(n), np.uint32(dim)
         grid = (-(-n // (32 * _WARPS)),)
         _kernel("write_rows")(grid, (THREADS,), (self._index, _raw(rows), self._events, keys, vectors, *sizes, claims))
+        if self._readers:
+            _kernel("end_writing")((1,), (1,), (self._readers,))
 
     def write_numbers(self, numbers: Any, keys: Any, first: int, claims: Any) -> None:
         """Publish slots of an index over rows elsewhere: keys[i] is row first + i. `numbers`: uint32, one per slot."""

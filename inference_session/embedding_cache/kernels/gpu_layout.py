@@ -34,7 +34,7 @@ GPU_TABLE = np.dtype(
         ("events_address", np.int64),
     ]
 )
-READERS_BYTES = 24
+READERS_BYTES = 32
 REQUEST = np.dtype(
     [
         ("tables_address", np.int64),
@@ -42,8 +42,8 @@ REQUEST = np.dtype(
         ("first_tiles_address", np.int64),
         ("readers_address", np.int64),
         ("missing_bits_address", np.int64),
+        ("outputs_address", np.int64),
         ("num_unknown_address", np.int64),
-        ("missing_address", np.int64),
         ("num_segments", np.uint32),
         ("num_tiles", np.uint32),
         ("keys_per_tile", np.uint32),
@@ -105,9 +105,7 @@ def is_wide(dim: int, element_bytes: int, address: int, row_bytes: int) -> bool:
     return dim % 4 == 0 and address % unit == 0 and row_bytes % unit == 0
 
 
-def record(dtype: np.dtype[Any], **values: Any) -> np.void:
-    """One record of a dtype, of named fields; the others are 0."""
-    made: np.void = np.zeros(1, dtype)[0]
-    for name, value in values.items():
-        made[name] = value
-    return made
+def offset_of(dtype: np.dtype[Any], field: str) -> int:
+    """Bytes from the beginning of a record to one of its fields."""
+    assert dtype.fields is not None  # noqa: S101  it is a record's
+    return int(dtype.fields[field][1])

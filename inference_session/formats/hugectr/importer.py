@@ -36,6 +36,7 @@ from inference_session.formats.native import (
 from inference_session.formats.publishing import share_unchanged
 from inference_session.formats.staging import stage_version
 from inference_session.model_source.fetch import forget
+from inference_session.parameter_server.table_file import TableFile
 from inference_session.parameter_server.table_index import build_index
 
 Progress = Callable[[int], None]
@@ -60,10 +61,12 @@ class ImportReport:
     """Fields of ps.json that have no effect in this release."""
     unknown: tuple[str, ...]
     """Fields of ps.json that nobody knows."""
+    num_duplicates: tuple[int, ...]
+    """By table, rows that are never found because a later one has the same key."""
 
     def __str__(self) -> str:
         lines = [f"Imported {self.spec.source} as {self.version_dir}", f"Tables: {len(self.spec.tables)}"]
-        lines += [f"  {table.name!r}: {table.num_rows} rows x {table.embedding_dim}" for table in self.spec.tables]
+        lines += map(self._line, self.spec.tables, self.num_duplicates)
         if self.spec.labels:
             lines.append(f"Predictions: {', '.join(self.spec.labels)} ({self.num_dense_parameters} dense parameters)")
         if self.ignored:
@@ -71,6 +74,11 @@ class ImportReport:
         if self.unknown:
             lines.append(f"Note: unknown fields of ps.json: {', '.join(self.unknown)}")
         return "\n".join(lines)
+
+    @staticmethod
+    def _line(table: TableSpec, num_duplicates: int) -> str:
+        duplicates = f"; {num_duplicates} are never found, as a later row has their key" if num_duplicates else ""
+        return f"  {table.name!r}: {table.num_rows} rows x {table.embedding_dim}{duplicates}"
 
 
 @dataclass(frozen=True)
@@ -145,6 +153,7 @@ def import_hugectr(
                 num_parameters,
                 settings.ignored,
                 settings.unknown,
+                _num_duplicates(version_dir, spec),
             )
         )
         for url in remote_files(item):
@@ -297,6 +306,11 @@ def _write_table(job: _Job, source: _SourceTable, name: str) -> TableSpec:
         num_rows += _keep_rows(source, target, job.settings.key_type)
     build_index(target, _mapped(target / "key"), job.progress and partial(_count_keys, job.progress))
     return TableSpec(source.name, name, num_rows, source.embedding_dim, default_vector=source.default_value)
+
+
+def _num_duplicates(version_dir: Path, spec: ModelSpec) -> tuple[int, ...]:
+    tables = version_dir / TABLES_FOLDER
+    return tuple(TableFile.open(tables / table.folder, table).num_duplicates for table in spec.tables)
 
 
 def _keep_rows(source: _SourceTable, target: Path, key_type: KeyType) -> int:

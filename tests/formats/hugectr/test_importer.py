@@ -217,6 +217,17 @@ def test_an_imported_version_says_what_it_is(source: Source, tmp_path: Path) -> 
     assert {str(entry.path) for entry in read_manifest(report.version_dir)} >= {"session.json", "tables/wide/key"}
 
 
+def test_duplicate_keys_are_reported(source: Source, tmp_path: Path) -> None:
+    """Of equal keys in a sparse folder the last row is found; the report counts the others."""
+    source.keys[1][[0, 3]] = source.keys[1][8]
+    source.write_table(1)
+
+    (report,) = import_hugectr(source.ps_json(), tmp_path / "repository")
+
+    assert "'deep': 9 rows x 4; 2 are never found, as a later row has their key\n" in str(report)
+    assert report.num_duplicates == (0, 2)
+
+
 def test_tables_are_linked_not_converted(source: Source, tmp_path: Path) -> None:
     """The sparse folder is our table format: the files are the same files."""
     (report,) = import_hugectr(source.ps_json(), tmp_path / "repository")

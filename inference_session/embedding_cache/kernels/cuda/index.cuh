@@ -3,7 +3,8 @@
 // A bucket is 64 bytes: 62 tags, then two that say nothing. Slot s of bucket b is row 62 b + s of `keys`. A tag of 1…254 says
 // that the slot holds a key of that tag, 0 that it is free, 255 that a writer is filling it. A key has one bucket: where
 // that is full, the key takes another's slot or none, so that a look-up is never longer than one bucket.
-// Readers bypass the first-level cache, which other multiprocessors' writes do not reach.
+// The first-level cache, which other multiprocessors' writes do not reach, is used only while nobody writes rows (`QUIET`): it
+// takes the hot keys of a skewed request off the few slices of the second level that hold them.
 
 constexpr int SLOTS = 62;
 constexpr int BUCKET_BYTES = 64;
@@ -35,28 +36,47 @@ __device__ __forceinline__ u64 keeping_policy() {
   return policy;
 }
 
+template <bool QUIET>
 __device__ __forceinline__ uint4 load_kept(const void* address, u64 policy) {
   uint4 value;
-  asm volatile("ld.global.cg.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "l"(address), "l"(policy));
+  if constexpr (QUIET) {
+    asm volatile("ld.global.ca.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(address), "l"(policy));
+  } else {
+    asm volatile("ld.global.cg.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(address), "l"(policy));
+  }
   return value;
 }
 
+template <bool QUIET>
 __device__ __forceinline__ i64 load_kept_key(const i64* address, u64 policy) {
   i64 value;
-  asm volatile("ld.global.cg.L2::cache_hint.s64 %0, [%1], %2;" : "=l"(value) : "l"(address), "l"(policy));
+  if constexpr (QUIET) {
+    asm volatile("ld.global.ca.L2::cache_hint.s64 %0, [%1], %2;" : "=l"(value) : "l"(address), "l"(policy));
+  } else {
+    asm volatile("ld.global.cg.L2::cache_hint.s64 %0, [%1], %2;" : "=l"(value) : "l"(address), "l"(policy));
+  }
   return value;
 }
 #else
 __device__ __forceinline__ u64 keeping_policy() { return 0; }
-__device__ __forceinline__ uint4 load_kept(const void* address, u64) { return __ldcg((const uint4*)address); }
-__device__ __forceinline__ i64 load_kept_key(const i64* address, u64) { return __ldcg(address); }
+template <bool QUIET>
+__device__ __forceinline__ uint4 load_kept(const void* address, u64) {
+  return __ldcg((const uint4*)address);
+}
+template <bool QUIET>
+__device__ __forceinline__ i64 load_kept_key(const i64* address, u64) {
+  return __ldcg(address);
+}
 #endif
 
+template <bool QUIET = false>
 __device__ __forceinline__ Bucket load_bucket(const u8* bucket, u64 policy) {
-  return {load_kept(bucket, policy), load_kept(bucket + 16, policy), load_kept(bucket + 32, policy),
-          load_kept(bucket + 48, policy)};
+  return {load_kept<QUIET>(bucket, policy), load_kept<QUIET>(bucket + 16, policy), load_kept<QUIET>(bucket + 32, policy),
+          load_kept<QUIET>(bucket + 48, policy)};
 }
 
 // Four bits, one per byte of a word that equals that of `pattern`.
@@ -80,16 +100,17 @@ __device__ __forceinline__ u64 match_slots(const Bucket& bucket, u32 tag) {
 }
 
 // The slot of a key, counted over all buckets; -1: it is not there. Two candidates are read at once: more are rare.
+template <bool QUIET = false>
 __device__ __forceinline__ i64 find_slot(const Index& index, i64 key, u64 hashed, u64 policy) {
   const i64 bucket = bucket_of(hashed, index.num_buckets);
-  u64 matches = match_slots(load_bucket(index.tags + bucket * BUCKET_BYTES, policy), tag_of(hashed));
+  u64 matches = match_slots(load_bucket<QUIET>(index.tags + bucket * BUCKET_BYTES, policy), tag_of(hashed));
   while (matches != 0) {
     const i64 first = bucket * SLOTS + __ffsll(matches) - 1;
     matches &= matches - 1;
     const i64 second = matches != 0 ? bucket * SLOTS + __ffsll(matches) - 1 : first;
     matches &= matches - 1;
-    const i64 first_key = load_kept_key(index.keys + first, policy);
-    const i64 second_key = second != first ? load_kept_key(index.keys + second, policy) : first_key;
+    const i64 first_key = load_kept_key<QUIET>(index.keys + first, policy);
+    const i64 second_key = second != first ? load_kept_key<QUIET>(index.keys + second, policy) : first_key;
     if (first_key == key) return first;
     if (second_key == key) return second;
   }

@@ -58,21 +58,12 @@ struct Segment {
   i64 output_stride;
 };
 
-// Look-ups under way. Arrivals hold the epoch in the upper half, and in the lower how many arrived in it.
+// Look-ups under way, in blocks. Rows are written to in odd epochs only. Arrivals hold the epoch in the upper half, and in the
+// lower how many arrived in it.
 struct Readers {
   u64 arrivals;
   u64 departures[2];  // of even and odd epochs
-};
-
-struct MissingKey {
-  i64 table;
-  i64 key;
-};
-
-struct MissingKeys {
-  u64 count;
-  u64 unused;
-  MissingKey keys[1];
+  u64 late;           // how many arrived in the odd epoch before this even one
 };
 
 struct Request {
@@ -81,8 +72,8 @@ struct Request {
   const u32* first_tiles;
   Readers* readers;        // null: nobody writes meanwhile
   u32* missing_bits;       // one word per tile, a bit per key that has no row; null: nobody asks
+  i64 outputs;             // added to the address of each segment's output
   u64* num_unknown;        // per segment, keys that have no row; null: nobody asks
-  MissingKeys* missing;    // the keys that have no row, each as often as it was asked for; null: nobody asks
   u32 num_segments;
   u32 num_tiles;
   u32 keys_per_tile;

@@ -1,0 +1,106 @@
+"""What the CUDA kernels compute with numbers of keys, lanes, tags and slots, in plain Python (kernels/cuda/*.cu*).
+
+One function of the kernels each, by the same name: tests compare the arithmetic with what it is for, without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+LANES = 32
+SLOTS = 62
+NUM_TAGS = 254
+_MASK = 2**64 - 1
+
+
+def hash_key(key: int) -> int:
+    """Of an int64."""
+    mixed = key & _MASK
+    mixed = (mixed ^ mixed >> 33) * 0xFF51AFD7ED558CCD & _MASK
+    mixed = (mixed ^ mixed >> 33) * 0xC4CEB9FE1A85EC53 & _MASK
+    return mixed ^ mixed >> 33
+
+
+def bucket_of(hashed: int, num_buckets: int) -> int:
+    """The one bucket that a key may be in."""
+    return (hashed >> 32) * num_buckets >> 32
+
+
+def tag_of(hashed: int) -> int:
+    """1 … 254."""
+    return 1 + ((hashed & 0xFFFF) * NUM_TAGS >> 16)
+
+
+def match_word(word: int, pattern: int) -> int:
+    """Four bits, one per byte of a 32-bit word that equals that of `pattern`."""
+    differing = word ^ pattern
+    zero = ~(((differing & 0x7F7F7F7F) + 0x7F7F7F7F | differing) | 0x7F7F7F7F) & 0xFFFFFFFF
+    return ((zero >> 7) * 0x10204080 & 0xFFFFFFFF) >> 28
+
+
+def match_slots(bucket: bytes, tag: int) -> int:
+    """One bit per slot of a bucket of 64 bytes whose tag is the given one."""
+    words = [int.from_bytes(bucket[i : i + 4], "little") for i in range(0, 64, 4)]
+    bits = sum(match_word(word, tag * 0x01010101) << 4 * i for i, word in enumerate(words))
+    return bits & (1 << SLOTS) - 1
+
+
+def candidates(matches: int) -> Iterator[int]:
+    """Slots in the order in which their keys are read."""
+    while matches:
+        yield (matches & -matches).bit_length() - 1
+        matches &= matches - 1
+
+
+def first_from(slots: int, start: int) -> int:
+    """The first of some slots from a given one on, round the end."""
+    later = slots & ((1 << SLOTS) - 1) << start & _MASK
+    return next(candidates(later or slots))
+
+
+def spread(bits: int) -> int:
+    """Four bytes of 0 or 1 from four bits."""
+    return (bits & 15) * 0x00204081 & 0x01010101
+
+
+def segment_of(first_tiles: Sequence[int], tile: int) -> int:
+    """The last segment that begins at or before a tile; `first_tiles` has one entry more than there are segments."""
+    low, high = 0, len(first_tiles) - 2
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first_tiles[middle] <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def in_order(first: int, second: int) -> list[int]:
+    """Which lane takes the place of each: those of `first`, of `second`, the others."""
+    order = [0] * LANES
+    others = ~(first | second) & 0xFFFFFFFF
+    for lane in range(LANES):
+        before = (1 << lane) - 1
+        in_first, in_second = first >> lane & 1, second >> lane & 1
+        like_this = first if in_first else second if in_second else others
+        ahead = 0 if in_first else first.bit_count() if in_second else (first | second).bit_count()
+        order[ahead + (like_this & before).bit_count()] = lane
+    return order
+
+
+def lanes_per_row(steps: int) -> int:
+    """A power of two."""
+    return LANES if steps >= LANES else 1 << (steps - 1).bit_length()
+
+
+def copied(steps: int, num_keys: int, in_flight: int) -> Iterator[tuple[int, int]]:
+    """(key, step) in the order in which `copy_rows` copies them, all lanes after each other."""
+    width = lanes_per_row(steps)
+    rows_at_once = LANES // width
+    for first in range(0, num_keys, rows_at_once * in_flight):
+        for begin in range(0, steps, width):
+            for i in range(in_flight):
+                for lane in range(LANES):
+                    key, step = first + i * rows_at_once + lane // width, begin + (lane & width - 1)
+                    if key < num_keys and step < steps:
+                        yield key, step

@@ -1,0 +1,138 @@
+"""The GPU kernels' index arithmetic, by its model in Python, and that Python and CUDA mean the same records."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_session.embedding_cache.kernels import gpu_layout
+from inference_session.embedding_cache.kernels.gpu_layout import SLOTS, divide, request_of
+from inference_session.embedding_cache.kernels.layout import SEGMENT, PoolingCode
+from tests.embedding_cache import gpu_model
+
+CUDA = Path(gpu_layout.__file__).parent / "cuda"
+SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "write.cu")
+RECORDS = {
+    "Index": gpu_layout.INDEX,
+    "Rows": gpu_layout.ROWS,
+    "Table": gpu_layout.GPU_TABLE,
+    "Segment": SEGMENT,
+    "Request": gpu_layout.REQUEST,
+}
+NVCC = shutil.which("nvcc")
+
+
+@given(key=st.integers(-(2**63), 2**63 - 1), num_buckets=st.integers(1, 2**32 // SLOTS))
+def test_every_key_has_a_bucket_and_a_tag(key: int, num_buckets: int) -> None:
+    """Buckets are in range, and tags never those that mean free or busy."""
+    hashed = gpu_model.hash_key(key)
+    assert 0 <= gpu_model.bucket_of(hashed, num_buckets) < num_buckets
+    assert 1 <= gpu_model.tag_of(hashed) <= 254
+
+
+def test_keys_spread_evenly() -> None:
+    """Consecutive keys fall into buckets and tags as random ones would."""
+    hashes = [gpu_model.hash_key(key) for key in range(-5000, 5000)]
+    buckets = np.bincount([gpu_model.bucket_of(h, 100) for h in hashes], minlength=100)
+    tags = np.bincount([gpu_model.tag_of(h) for h in hashes], minlength=255)[1:]
+    assert 60 < buckets.min() <= buckets.max() < 140
+    assert 15 < tags.min() <= tags.max() < 70
+
+
+@given(bucket=st.binary(min_size=64, max_size=64), tag=st.integers(0, 255))
+def test_the_slots_of_a_tag_are_found(bucket: bytes, tag: int) -> None:
+    """As a plain comparison finds them, whatever the other bytes are; the last two bytes are no slots."""
+    found = list(gpu_model.candidates(gpu_model.match_slots(bucket, tag)))
+    assert found == [slot for slot in range(SLOTS) if bucket[slot] == tag]
+
+
+@given(slots=st.integers(1, 2**SLOTS - 1), start=st.integers(0, SLOTS - 1))
+def test_a_search_goes_round_the_bucket(slots: int, start: int) -> None:
+    """The slot that is taken is the first one at or after the start, else the first of all."""
+    held = [slot for slot in range(SLOTS) if slots >> slot & 1]
+    assert gpu_model.first_from(slots, start) == next((slot for slot in held if slot >= start), held[0])
+
+
+@pytest.mark.parametrize("bits", range(16))
+def test_bits_become_bytes(bits: int) -> None:
+    """One byte of 0 or 1 for each of four bits, which the marks of passed slots are lowered by."""
+    assert gpu_model.spread(bits).to_bytes(4, "little") == bytes(bits >> i & 1 for i in range(4))
+
+
+@given(first=st.integers(0, 2**32 - 1), second=st.integers(0, 2**32 - 1))
+def test_lanes_are_ordered_by_class(first: int, second: int) -> None:
+    """Each lane is there once: those of the first set, of the second, the others, each as they were."""
+    order = gpu_model.in_order(first, second & ~first)
+    rank = [0 if first >> lane & 1 else 1 if second >> lane & 1 else 2 for lane in range(gpu_model.LANES)]
+    assert order == sorted(range(gpu_model.LANES), key=lambda lane: rank[lane])
+
+
+@given(dim=st.integers(1, 1100), num_keys=st.integers(0, 32), in_flight=st.sampled_from([1, 4, 8]))
+def test_every_element_is_copied_once(dim: int, num_keys: int, in_flight: int) -> None:
+    """All lanes together copy each element of each row exactly once, four at a time or one by one."""
+    for steps in {dim, max(dim // 4, 1)}:
+        copied = list(gpu_model.copied(steps, num_keys, in_flight))
+        assert sorted(copied) == [(key, step) for key in range(num_keys) for step in range(steps)]
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 7), st.booleans()), min_size=1, max_size=80),
+)
+def test_tiles_cover_the_keys(sizes: list[tuple[int, int, bool]]) -> None:
+    """Every key of every segment is in one tile; a pooled segment has one tile per bag."""
+    segments = np.zeros(len(sizes), SEGMENT)
+    for segment, (num_rows, keys_per_row, pooled) in zip(segments, sizes, strict=True):
+        segment["num_rows"], segment["keys_per_row"] = num_rows, keys_per_row
+        segment["pooling"] = PoolingCode.SUM if pooled else PoolingCode.NONE
+    tiles = divide(segments)
+    first = tiles.first.tolist()
+    counted = [0] * len(sizes)
+    for tile in range(first[-1]) if first[-1] < 3000 else ():
+        s = gpu_model.segment_of(first, tile)
+        num_rows, keys_per_row, pooled = sizes[s]
+        begin = (tile - first[s]) * tiles.keys_per_tile
+        counted[s] += 1 if pooled else min(tiles.keys_per_tile, num_rows * keys_per_row - begin)
+    if first[-1] < 3000:
+        assert counted == [n if pooled else n * per_row for n, per_row, pooled in sizes]
+    request = request_of(segments, tiles)
+    assert (request["num_segments"], request["num_tiles"]) == (len(sizes), first[-1])
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_records_are_the_same_in_cuda(name: str) -> None:
+    """Python's records have the sizes and the order of layout.cuh's, whose fields are of 8 or 4 bytes or records."""
+    sizes = {"u32": 4, **{known: dtype.itemsize for known, dtype in RECORDS.items()}}
+    text = (CUDA / "layout.cuh").read_text()
+    body = re.search(rf"struct (?:alignas\(16\) )?{name} {{(.*?)\n}};", text, re.DOTALL)
+    assert body is not None
+    offset, offsets = 0, []
+    for declared in re.findall(r"^  (?:const )?(\w+\*?) \w+(?:\[(.+?)\])?;", body[1], re.MULTILINE):
+        size, alignment = sizes.get(declared[0], 8), 4 if declared[0] == "u32" else 8
+        count = {"": 1, "MAX_INLINE_SEGMENTS": gpu_layout.MAX_INLINE_SEGMENTS}.get(
+            declared[1], gpu_layout.MAX_INLINE_SEGMENTS + 1
+        )
+        offset = -(-offset // alignment) * alignment
+        offsets.append(offset)
+        offset += size * count
+    fields = RECORDS[name].fields
+    assert fields is not None
+    assert offsets == [field[1] for field in fields.values()]
+    assert -(-offset // 8) * 8 == RECORDS[name].itemsize
+
+
+if NVCC is not None:
+
+    def test_the_kernels_compile(tmp_path: Path) -> None:
+        """One translation unit of all files, for Hopper."""
+        source = tmp_path / "kernels.cu"
+        source.write_text("\n".join((CUDA / name).read_text() for name in SOURCES))
+        command = [NVCC, "-std=c++17", "-cubin", "-arch=sm_90", "-o", tmp_path / "cubin", source]
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr

@@ -1,0 +1,127 @@
+"""Sessions whose look-ups and dense network run on a GPU: the answers of the processor.
+
+Runs where there is a CUDA device: `make test PYTEST_ARGS="-m gpu"`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference_session import InferenceSession
+from inference_session.batch import Request
+from inference_session.errors import InvalidRequestError
+from inference_session.gpu_device import unusable_for_sessions
+from tests import small_model
+
+NO_GPU = unusable_for_sessions(0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_GPU is not None, reason=f"no GPU: {NO_GPU}")]
+
+
+@pytest.fixture(scope="module")
+def version(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, small_model.Arrays]:
+    """A version directory and its tables."""
+    directory = tmp_path_factory.mktemp("gpu") / "1"
+    return directory, small_model.write(directory)
+
+
+@pytest.fixture(scope="module", params=[{}, {"cache_bytes": 0}])
+def session(request: pytest.FixtureRequest, version: tuple[Path, small_model.Arrays]) -> Iterator[InferenceSession]:
+    """With all tables on the device, and with all of them in host memory."""
+    with InferenceSession.open(version[0], device="cuda:0", warm_up_s=10, **request.param) as opened:
+        assert len(opened.stats()["gpu"]["on_host"]) == 3 * len(request.param)
+        yield opened
+
+
+def assert_answers(answer: Any, expected: small_model.Arrays) -> None:
+    """Of the right type and shape, and as precise as float32 is."""
+    for name, values in expected.items():
+        assert answer[name].dtype == np.float32
+        assert answer[name].shape == values.shape
+        assert np.allclose(answer[name], values, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_samples", [0, 1, 7, 64, 1000])
+def test_all_outputs_agree_with_numpy(
+    session: InferenceSession, version: tuple[Path, small_model.Arrays], num_samples: int
+) -> None:
+    """Plain, joined and pooled look-ups, float16 rows, default vectors, stored keys and row numbers."""
+    for seed in range(5):
+        inputs = small_model.random_inputs(num_samples, np.random.default_rng(seed))
+        assert_answers(session.run(inputs), small_model.expected(version[1], inputs))
+
+
+def test_requests_are_joined_and_harm_no_other(
+    session: InferenceSession, version: tuple[Path, small_model.Arrays]
+) -> None:
+    """Requests of several sizes in one call have their own answers, a malformed one its own error."""
+    rng = np.random.default_rng(1)
+    inputs = [small_model.random_inputs(n, rng) for n in (3, 1, 40)]
+    bad = {**small_model.random_inputs(2, rng), "dense": np.zeros((3, 3), np.float32)}
+    answers = session.run_many([Request(each, None) for each in (*inputs, bad)])
+    assert isinstance(answers[3], InvalidRequestError)
+    for answer, each in zip(answers, inputs, strict=False):
+        assert_answers(answer, small_model.expected(version[1], each))
+
+
+def test_many_threads_get_their_own_answers(
+    session: InferenceSession, version: tuple[Path, small_model.Arrays]
+) -> None:
+    """Requests from several threads at once."""
+
+    def ask(seed: int) -> None:
+        inputs = small_model.random_inputs(1 + seed % 9, np.random.default_rng(seed))
+        assert_answers(session.run(inputs), small_model.expected(version[1], inputs))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(200)))
+
+
+def test_unknown_keys_are_counted(version: tuple[Path, small_model.Arrays]) -> None:
+    """As on the processor: the same statistics for the same requests."""
+    counts = []
+    for device in ("cpu", "cuda:0"):
+        with InferenceSession.open(version[0], device=device) as session:
+            for seed in range(3):
+                session.run(small_model.random_inputs(20, np.random.default_rng(seed)))
+            counts.append(session.stats())
+    assert counts[0]["tables"] == counts[1]["tables"]
+
+
+def test_a_failed_device_answers_no_more(version: tuple[Path, small_model.Arrays]) -> None:
+    """After an illegal access on the device each request is told that it is unavailable, and readiness says why."""
+    script = f"""
+import numpy as np
+import cupy
+from inference_session import InferenceSession
+from inference_session.errors import UnavailableError
+from tests import small_model
+session = InferenceSession.open({str(version[0])!r}, device="cuda:0")
+inputs = small_model.random_inputs(4, np.random.default_rng(0))
+session.run(inputs)
+assert session.failure is None
+cupy.RawKernel('extern "C" __global__ void break_it(int* p) {{ *p = 1; }}', "break_it")((1,), (1,), (np.uint64(16),))
+for _ in range(3):
+    try:
+        session.run(inputs)
+    except UnavailableError as error:
+        assert "cuda:0 has failed" in str(error), error
+    else:
+        raise AssertionError("answered")
+assert "cuda:0 has failed" in session.failure
+session.close()
+print("all as expected", flush=True)
+import os
+os._exit(0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=200, cwd=Path.cwd()
+    )
+    assert "all as expected" in done.stdout, done.stderr
