@@ -99,15 +99,23 @@ def main_figure(results: dict[str, Any]) -> Figure:
         rows = {(row["network"], row["samples"]): row for row in shown if row["model"] == model}
         rates = [rows[case]["requests_per_s"] for case in cases]
         places = [i + (m - 1) * width for i in range(len(cases))]
-        bars = axes.bar(places, rates, width * 0.92, color=color, label=model)
-        axes.vlines(places, *zip(*(rows[case]["range_per_s"] for case in cases), strict=True), color="#5a6478", lw=1)
-        axes.bar_label(bars, [f"{rate:,.0f}" for rate in rates], fontsize=7, padding=2)
-    axes.set_xticks(range(len(cases)), [f"samples: {samples}\n{network}" for network, samples in cases], fontsize=8)
+        ranges = [rows[case]["range_per_s"] for case in cases]
+        axes.bar(places, rates, width * 0.92, color=color, label=model)
+        axes.vlines(places, *zip(*ranges, strict=True), color="#5a6478", lw=1)
+        for place, rate, (_, most) in zip(places, rates, ranges, strict=True):
+            label = f"{rate:,.0f}"
+            axes.annotate(label, (place, most), (0, 2), textcoords="offset points", size=7, ha="center")
+    axes.set_xticks(range(len(cases)), [case_name(*case) for case in cases], fontsize=8)
     axes.set_ylabel("requests/s")
     axes.set_title(f"Requests per second, {concurrency} at once", loc="left", fontweight="bold")
     axes.legend(frameon=False, ncols=len(COLORS), loc="lower right", bbox_to_anchor=(1, 1))
     finish(axes)
     return figure
+
+
+def case_name(network: str, samples: int) -> str:
+    """In lines as short as a group of bars."""
+    return "\n".join([f"samples: {samples}", *network.split(", ")])
 
 
 def network_figure(rows: Rows) -> Figure:

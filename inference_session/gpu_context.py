@@ -35,6 +35,7 @@ class GpuContext:
         self.device_id = device_id
         self._lock = _locks.setdefault(device_id, threading.RLock())
         self._broken: str | None = None
+        self._is_open = False
         with cupy.cuda.Device(device_id):
             self.stream = cupy.cuda.Stream(non_blocking=True)
             self._pinned = Arena(lambda num_bytes: pinned_empty((num_bytes,), np.uint8), _FIRST_ARENA_BYTES)
@@ -49,16 +50,23 @@ class GpuContext:
     def request(self) -> Iterator[None]:
         """The device and its stream for one request; on leaving, all that was launched has ended.
 
+        Within a request of the same thread this is part of that one.
+
         Raises:
             UnavailableError: the device has failed. CUDA then refuses all further work of this process.
         """
         with self._lock:
             if self._broken is not None:
                 raise UnavailableError(self._broken)
+            if self._is_open:
+                yield
+                return
+            self._is_open = True
             try:
                 with cupy.cuda.Device(self.device_id), self.stream:
                     yield
             finally:
+                self._is_open = False
                 # What ended a request early may be another sign of the device's failure, which counts then.
                 self.wait()
                 self._pinned.reset()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import cupy
@@ -61,11 +62,9 @@ class GpuRows(MappedRows):
         num_bytes = sum(base.num_bytes for base in self._bases)
         self._where = {"device": f"cuda:{context.device_id}", "bytes": num_bytes, "on_host": on_host}
 
-    @contextlib.contextmanager
-    def request(self) -> Iterator[None]:
+    def request(self) -> AbstractContextManager[None]:
         """See RowSource."""
-        with self._context.request():
-            yield
+        return self._context.request()
 
     def empty(self, shape: tuple[int, ...]) -> Any:
         """See RowSource."""

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 HostCache: TypeAlias = "CpuEmbeddingCache | NullEmbeddingCache"
 
+_NOTHING_HELD = contextlib.nullcontext()
 _KEYS_PER_BUCKET = 8
 _KEYS_PER_REFRESH = 1 << 14
 _LINE_BYTES = 64
@@ -60,10 +61,9 @@ class RowSource(ABC):
         Tables are counted in the order of the model's spec. Whoever filled the segments vouches for every address.
         """
 
-    @contextlib.contextmanager
-    def request(self) -> Iterator[None]:
+    def request(self) -> contextlib.AbstractContextManager[None]:
         """What a request holds from its look-up to its predictions: a GPU, where the rows are on one."""
-        yield
+        return _NOTHING_HELD
 
     def empty(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """An array that `look_up` may write vectors to."""

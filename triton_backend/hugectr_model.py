@@ -12,6 +12,7 @@ from inference_session.formats.native import ModelSpec
 from inference_session.gpu_device import unusable_for_sessions
 from inference_session.versions import VersionManager
 from triton_backend import model
+from triton_backend.chosen_versions import is_chosen
 from triton_backend.in_place import Backend, InPlaceModel, check_config, contradictions, read_model_folder
 
 
@@ -22,7 +23,9 @@ class TritonPythonModel(model.TritonPythonModel):
         parameters = {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
         backend: Backend = "hps" if config["backend"] == "hps" else "hugectr"
         found = read_model_folder(Path(args["model_repository"]), args["model_name"], parameters, backend)
-        with found.imported(int(args["model_version"])) as version_dir:
+        version = int(args["model_version"])
+        # A version that is chosen by its number is not the one that config.pbtxt names the files of.
+        with found.served_before(version) if is_chosen(config) else found.imported(version) as version_dir:
             versions = model.open_versions(version_dir, {**_device(args), **found.session_settings}, args)
         check_config(config, versions.spec)
         _warn(found, versions.spec, config, args)

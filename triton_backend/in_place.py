@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError
-from inference_session.formats.hugectr.import_cache import cached_import
+from inference_session.formats.hugectr.import_cache import cached_import, kept_import
 from inference_session.formats.hugectr.importer import Progress
 from inference_session.formats.hugectr.ps_fields import PsJson, PsModel
 from inference_session.formats.hugectr.ps_json import read_ps_json
@@ -71,6 +71,21 @@ class InPlaceModel:
             keep_rows_of=self.keep_rows_of,
             progress=progress,
         ) as version_dir:
+            yield version_dir
+
+    @contextmanager
+    def served_before(self, version: int) -> Iterator[Path]:
+        """What a version was made of when it was served last, whatever config.pbtxt names now.
+
+        Raises:
+            ConfigurationError: it is not known any more.
+        """
+        with kept_import(self.model.name, self.folder, version) as version_dir:
+            if version_dir is None:
+                raise ConfigurationError(
+                    f"{self.folder}: the files that version {version} was made of are not kept; put its config.pbtxt "
+                    "back, and load the model without a version"
+                )
             yield version_dir
 
 

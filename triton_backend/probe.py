@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.formats.hugectr.csr import DENSE, HPS_COUNTS, HPS_KEYS, KEYS, OFFSETS
 from inference_session.formats.native import ModelSpec, TensorSpec
 
 PROBE_PARAMETER = "hotrow_probe"
@@ -71,6 +70,9 @@ def encode_probe(tensors: Iterable[Mapping[str, Any]]) -> tuple[dict[str, str], 
 
 def probe_request(spec: ModelSpec) -> dict[str, NDArray[Any]]:
     """One sample that a model of hotrow's takes."""
+    # Imported here: it takes a second to load, for which a probe's command should not wait.
+    from inference_session.formats.hugectr.csr import DENSE, HPS_COUNTS, HPS_KEYS, KEYS, OFFSETS
+
     if spec.layout == "hugectr":
         options = spec.layout_options
         return {

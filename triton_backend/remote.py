@@ -5,8 +5,7 @@ Over gRPC, because a load over HTTP stalls other HTTP clients of the server for 
 Triton loads models, not versions: which of a model's versions are loaded follows from its version policy. A load may
 bring a configuration of its own, and one that differs in its version policy alone leaves the versions alone that stay.
 So a version is chosen by loading the model's own configuration with the policy `specific`. Triton then holds on to that
-policy: a load without configuration does nothing until something in the model's folder changes. A policy of ours is
-told from one of config.pbtxt by version 0, which no model has, and which Triton passes over.
+policy: a load without configuration does nothing until something in the model's folder changes.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from typing import Any
 from numpy.typing import NDArray
 
 from inference_session.errors import ConfigurationError, HotrowError, UnavailableError
+from triton_backend.chosen_versions import with_versions, without_choice
 from triton_backend.load_errors import plain_reason
 from triton_backend.probe import PROBE_PARAMETER, probe_inputs
+from triton_backend.repository import IN_PLACE_BACKENDS
 from triton_backend.tls import ClientTls
 
 CALL_TIMEOUT_S = 10.0
 """How long a question to the server may take; loads take as long as they do."""
 RESTRICTED_HEADER = "hotrow-key"
 """Bears the key to a server's management, where that is restricted."""
-CHOSEN = 0
-"""In a version policy: it was chosen at run time, and is not that of config.pbtxt."""
 _NO_SUCH_VERSION = "at least one version must be available"
 _NOT_POLLED = "failed to poll from model repository"
 _NOT_CONNECTED = {
@@ -133,7 +132,13 @@ class RemoteServer:
         """
         if not (self.has_model(model) and self.ready_versions(model)):
             self._load(model)  # only the server can read the configuration of a model that is not loaded
-        self._load(model, with_versions(self._config(model), versions))
+        config = self._config(model)
+        if config["backend"] in IN_PLACE_BACKENDS and not self._has_served(model, versions):
+            self._load(model)  # what these are made of is for config.pbtxt to say, which may be a new one
+            if self.ready_versions(model) == sorted(versions):
+                return
+            config = self._config(model)
+        self._load(model, with_versions(config, versions))
 
     def load_with(self, model: str, config: Mapping[str, Any]) -> None:
         """Load a model with a configuration of the caller's."""
@@ -171,6 +176,12 @@ class RemoteServer:
         """What the server counts, by version that is loaded."""
         stats = self._call("get_inference_statistics", model, as_json=True).get("model_stats", [])
         return {int(entry["version"]): entry for entry in stats}
+
+    def _has_served(self, model: str, versions: Sequence[int]) -> bool:
+        """Whether all these versions are loaded, or were before."""
+        listed = self.versions(model)
+        served = {state.version for state in listed if state.state == "READY" or state.reason == "unloaded"}
+        return served.issuperset(versions)
 
     def _infer(
         self,
@@ -238,15 +249,3 @@ def _why_not_connected(message: str) -> str:
 def _state(entry: Mapping[str, str]) -> VersionState:
     state = entry.get("state", "UNAVAILABLE")
     return VersionState(int(entry["version"]), state, plain_reason(entry.get("reason", "")))
-
-
-def with_versions(config: Mapping[str, Any], versions: Sequence[int]) -> dict[str, Any]:
-    """A model's configuration that chooses these versions."""
-    return {**config, "version_policy": {"specific": {"versions": [*versions, CHOSEN]}}}
-
-
-def without_choice(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's configuration that chooses no version: the policy of its own, else the newest."""
-    policy = config.get("version_policy", {})
-    is_ours = CHOSEN in map(int, policy.get("specific", {}).get("versions", []))
-    return {**config, "version_policy": {"latest": {"num_versions": 1}} if is_ours else policy}

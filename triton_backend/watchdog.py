@@ -31,9 +31,9 @@ from urllib.parse import quote
 
 from inference_session.errors import HotrowError
 from triton_backend import heartbeat, stubs
+from triton_backend.chosen_versions import with_versions
 from triton_backend.model_config import CONFIG_FILE
 from triton_backend.probe import encode_probe
-from triton_backend.remote import with_versions
 from triton_backend.repository import is_version
 from triton_backend.stubs import RESTARTS_PARAMETER, Stub
 

@@ -30,10 +30,7 @@ _TYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(int
 
 
 class CudaEngine(OnnxEngine):
-    """One ONNX file on a GPU. Inputs that CuPy has on the device are read there; outputs come back to the host.
-
-    Must be run within `GpuContext.request`.
-    """
+    """One ONNX file on a GPU. Inputs that CuPy has on the device are read there; outputs come back to the host."""
 
     def __init__(self, path: Path, *, num_threads: int, gpu: GpuContext, use_tf32: bool) -> None:
         """`use_tf32`: let matrix products round their inputs to 10 bits, for relative errors of about 1e-3.
@@ -80,6 +77,12 @@ class CudaEngine(OnnxEngine):
         super().__init__(path, num_threads=num_threads, providers=[(PROVIDER, settings), "CPUExecutionProvider"])
 
     def _compute(self, session: Any, inputs: Mapping[str, Any], outputs: Sequence[str]) -> list[np.ndarray[Any, Any]]:
+        with self._gpu.request():
+            return self._compute_here(session, inputs, outputs)
+
+    def _compute_here(
+        self, session: Any, inputs: Mapping[str, Any], outputs: Sequence[str]
+    ) -> list[np.ndarray[Any, Any]]:
         placed = {name: self._place(array) for name, array in inputs.items()}
         shapes = self._predicted_shapes(placed, outputs)
         if not self._trusted.issuperset(outputs) or any(map(_is_large, shapes.values())):

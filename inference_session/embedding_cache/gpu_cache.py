@@ -212,22 +212,6 @@ class GpuEmbeddingCache(EmbeddingCache):
         stats = self.stats()
         return f"<GpuEmbeddingCache [{len(self.dims)} tables, {stats['rows']} of {stats['capacity']} rows]>"
 
-    @property
-    def table_records(self) -> NDArray[np.void]:
-        """GPU_TABLE records, in the order of `dims`, for look-ups of other kinds over the same rows."""
-        records: NDArray[np.void] = self._records.copy()
-        return records
-
-    @property
-    def tables_address(self) -> int:
-        """Where the device has these records."""
-        return self._events_address + _aligned(len(self.dims) * len(EVENTS) * 8)
-
-    @property
-    def readers_address(self) -> int:
-        """What look-ups over these records have to be given."""
-        return self._readers_address
-
     def _allocate(self, code: VectorCode) -> None:
         """One piece of device memory for everything."""
         sizes = [_table_bytes(*pair) for pair in zip(self._num_buckets, self._row_bytes, strict=True)]
@@ -238,6 +222,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         self._memory.memset_async(0, self._fixed_bytes)
         self._readers_address: int = self._memory.ptr
         self._events_address: int = self._memory.ptr + _ALIGNMENT
+        self._tables_address = self._events_address + _aligned(len(sizes) * len(EVENTS) * 8)
         self._records = np.zeros(len(sizes), GPU_TABLE)
         offset = self._fixed_bytes
         for t, (num_buckets, row_bytes, size) in enumerate(zip(self._num_buckets, self._row_bytes, sizes, strict=True)):
@@ -271,7 +256,7 @@ class GpuEmbeddingCache(EmbeddingCache):
 
     def _upload_tables(self) -> None:
         num_bytes = self._records.nbytes
-        place = self._memory + (self.tables_address - self._memory.ptr)
+        place = self._memory + (self._tables_address - self._memory.ptr)
         cupy.ndarray(num_bytes, np.uint8, place).set(self._records.view(np.uint8).reshape(-1))
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
@@ -287,7 +272,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         Arrays that come again, with other contents, are known by their identity; they are forgotten as they go.
         """
         into = out or {}
-        known = (*keys, *map(id, keys.values()), *into, *map(id, into.values()))
+        known = (out is None, *keys, *map(id, keys.values()), *into, *map(id, into.values()))
         prepared = self._remembered.get(known)
         if prepared is None:
             prepared = self._prepare_new(keys, out)
@@ -313,7 +298,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         segments["keys_address"] = [array.data.ptr for array in checked.values()]
         if arrays is not None:
             segments["output_address"] = [array.data.ptr for array in arrays]
-        addresses = {"tables_address": self.tables_address, "readers_address": self._readers_address}
+        addresses = {"tables_address": self._tables_address, "readers_address": self._readers_address}
         launch = gpu.Launch(segments, geometry.tiles, **addresses)
         copies = [array for table, array in checked.items() if array is not keys[table]]
         return _Prepared(geometry, launch, copies)

@@ -70,11 +70,13 @@ def parse_manifest(name: str, content: bytes) -> tuple[FileEntry, ...]:
     except (ValueError, RecursionError) as error:
         raise ModelFormatError(f"{name}: not readable as JSON: {error}") from error
     try:
-        if document["format"] != FORMAT:
-            raise ModelFormatError(f"{name}: format {document['format']!r}, this hotrow reads {FORMAT}")
-        return tuple(_entry(name, path, value) for path, value in document["files"].items())
+        found = document["format"]
+        entries = tuple(_entry(path, value) for path, value in document["files"].items()) if found == FORMAT else ()
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ModelFormatError(f"{name}: not a manifest ({error!r})") from error
+    if found != FORMAT:
+        raise ModelFormatError(f"{name}: format {found!r}, this hotrow reads {FORMAT}")
+    return entries
 
 
 def verify(
@@ -141,10 +143,10 @@ def _is_listed(path: Path, directory: Path) -> bool:
     return parts != (MANIFEST_FILE,) and not (parts[0] == "tables" and parts[-1].startswith(_REBUILDABLE))
 
 
-def _entry(manifest: str, name: str, value: dict[str, Any]) -> FileEntry:
+def _entry(name: str, value: dict[str, Any]) -> FileEntry:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts:
-        raise ModelFormatError(f"{manifest}: {name!r} is not a path inside the version directory")
+        raise ValueError(f"{name!r} is not a path inside the version directory")
     return FileEntry(path, int(value["bytes"]), str(value["sha256"]))
 
 

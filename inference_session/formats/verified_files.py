@@ -26,7 +26,7 @@ def file_state(path: Path) -> FileState:
     """What tells this file from any other, and from itself before a change."""
     try:
         stat = path.stat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return ()
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 

@@ -247,7 +247,7 @@ class RedisStore(BoundStore):
         self._servers.ping()
         if "partitions" not in self.url.options:
             self._certain.clear()
-            self._partitionings.clear()
+            self._doubtful, self._next_probe = set(self._partitionings), 0.0
 
     def refresh(self) -> None:
         """See EmbeddingStore. Tells anew how tables are partitioned that had too few rows for it before."""

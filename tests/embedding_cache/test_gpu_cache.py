@@ -244,6 +244,8 @@ def test_requests_without_out_come_again() -> None:
         for t, dim in dims.items():
             cache.insert(t, np.arange(50), vectors_of(np.arange(50), dim))
         for some in (list(dims)[:5], list(dims)):
+            with pytest.raises(InvalidRequestError, match="no array for table 't0'"):
+                cache.lookup({t: cupy.arange(3) for t in some}, {})
             keys = {t: cupy.arange(i) for i, t in enumerate(some)}
             results = []
             for shift in range(5):

@@ -22,6 +22,7 @@ from inference_session.formats.hugectr import import_hugectr
 from tests.formats.hugectr.evaluator import Evaluator
 from tests.formats.hugectr.test_importer import Requests, Source, _array, requests_of
 from tests.integration.conftest import Serve, Served, start
+from tests.integration.test_stores import hotrow
 from tests.parameter_server.servers import wait_until
 from tests.update_stream.broker import Broker
 from triton_backend.model_config import write_model_config
@@ -290,6 +291,37 @@ def test_a_load_call_switches_to_new_files(
         shutil.copyfile(folder / "config.pbtxt", placed / "config.pbtxt")
         client.load_model("hugectr_wdl")
         assert_answers(client, "hugectr_wdl", requests, folder / "expected.npz")
+
+
+def test_versions_come_back_by_their_numbers(
+    serve: Serve, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`hotrow load --version` takes a new config.pbtxt up; `roll-back` serves what was served before it, and is kept
+    when the backend process is lost; `load` goes on.
+    """
+    monkeypatch.setenv("HOTROW_CACHE_DIR", str(tmp_path / "cache"))
+    folder, name = shared / "models/hugectr_wdl", "hugectr_wdl"
+    requests = requests_of(folder / "requests.npz")
+    placed = place(folder, tmp_path / "repository" / name)
+    served = serve(tmp_path / "repository")
+    url = ("--url", served.grpc)
+
+    def check(expected: Path) -> None:
+        with served.grpc_client() as client:
+            assert_answers(client, name, requests, expected)
+
+    switch_to_v2(folder / "v2", placed, keep_rows=False)
+    hotrow("load", name, "--version", 2, *url)
+    check(folder / "v2" / "expected.npz")
+
+    hotrow("roll-back", name, *url)
+    check(folder / "expected.npz")
+    served.stub(name, version=1).kill()
+    wait_until(lambda: any("serves again" in line for line in served.errors), "a new backend process")
+    check(folder / "expected.npz")
+
+    hotrow("load", name, *url)
+    check(folder / "v2" / "expected.npz")
 
 
 def test_a_load_of_broken_files_leaves_the_old_version(

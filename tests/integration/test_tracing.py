@@ -89,10 +89,12 @@ def test_stages_are_shown_below_tritons_spans(
     with served.grpc_client() as client:
         client.infer("ctr", tensors, headers={"traceparent": f"00-{TRACE_ID}-{CLIENT_SPAN_ID}-01"})
 
-    spans: list[Span] = collector.spans  # type: ignore[attr-defined]
-    wait_until(lambda: {"ctr", *STAGES} <= {name for name, *_ in spans}, f"the spans: {spans}")
-    (of_model,) = [span for span in spans if span[0] == "ctr"]
-    ours = [span for span in spans if span[0] in STAGES]
-    assert {trace for _, trace, _, _ in spans} == {TRACE_ID}
+    def spans() -> list[Span]:
+        """Of this trace: the launcher may send requests of its own to a server that it finds slow."""
+        return [span for span in collector.spans if span[1] == TRACE_ID]  # type: ignore[attr-defined]
+
+    wait_until(lambda: {"ctr", *STAGES} <= {name for name, *_ in spans()}, "the spans of Triton and ours")
+    (of_model,) = [span for span in spans() if span[0] == "ctr"]
+    ours = [span for span in spans() if span[0] in STAGES]
     assert {parent for *_, parent in ours} == {of_model[2]}
     assert len(ours) == len(STAGES)

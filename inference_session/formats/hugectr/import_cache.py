@@ -68,9 +68,8 @@ def cached_import(
         as `import_hugectr`; ConfigurationError also where the cache cannot be written, UnavailableError where a source
         was written to meanwhile.
     """
-    folder = folder or default_cache_folder()
     model = with_local_files(model, progress)
-    imports = folder / f"{model.name}-{_hash(str(owner.resolve()))[:12]}"
+    imports = _imports(model.name, owner, folder)
     sources = _files(model, keep_rows_of)
     before = _states(sources)
     entry = imports / _hash(
@@ -93,6 +92,29 @@ def cached_import(
             if version_dir.is_dir():
                 break
         yield version_dir
+
+
+@contextmanager
+def kept_import(name: str, owner: Path, version: int, *, folder: Path | None = None) -> Iterator[Path | None]:
+    """Yield the version directory that was opened last as this version of a model; None where it is not kept any more.
+
+    Nobody removes it while the context lasts.
+
+    Args:
+        name, owner, folder: as the model's name, `owner` and `folder` of `cached_import`.
+    """
+    imports = _imports(name, owner, folder)
+    with _lock_file(imports) as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        kept = [entry for entry in _entries(imports) if (entry / name / str(version)).is_dir()]
+        if kept:
+            os.utime(kept[-1])
+        yield kept[-1] / name / str(version) if kept else None
+
+
+def _imports(name: str, owner: Path, folder: Path | None) -> Path:
+    """Where the imports of one model folder are kept."""
+    return (folder or default_cache_folder()) / f"{name}-{_hash(str(owner.resolve()))[:12]}"
 
 
 def _files(model: PsModel, keep_rows_of: Sequence[Path]) -> list[Path]:
@@ -161,6 +183,10 @@ def _lock_file(imports: Path) -> Iterator[int]:
 
 def _remove_old(imports: Path) -> None:
     """Remove all but the imports used last. Must be called while holding the lock alone: nobody is opening one."""
-    entries = sorted((path for path in imports.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime_ns)
-    for path in entries[:-NUM_KEPT]:
+    for path in _entries(imports)[:-NUM_KEPT]:
         shutil.rmtree(path)
+
+
+def _entries(imports: Path) -> list[Path]:
+    """The imports, the one used last at the end."""
+    return sorted((path for path in imports.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime_ns)
