@@ -21,8 +21,8 @@ from tests.fuzz.targets import TARGETS, Target
 
 HANG_S = 60.0
 """What takes longer on one file hangs, however slow the machine."""
-MEMORY_BYTES = 4 << 30
-"""What one may ask for beyond what the program has when it begins."""
+MEMORY_BYTES = (4 << 30) + (128 << 20) * (os.cpu_count() or 1)
+"""What one may ask for beyond what the program has when it begins. Threads, as many as cores, reserve some each."""
 
 
 def fuzz(target: Target, folder: Path, *, seed: int, seconds: float, max_files: int) -> int:
@@ -61,7 +61,9 @@ def replace(path: Path, content: bytes) -> None:
 
 def _limit_memory() -> None:
     used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY))
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = used + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
 
 
 @click.command()
