@@ -69,6 +69,8 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/opening.py
 	$(BIN)/python benchmarks/triton.py
 	$(BIN)/python benchmarks/swap.py
+	$(BIN)/python benchmarks/updates.py
+	$(BIN)/python benchmarks/freshness.py
 
 bench-report: $(VENV)/.test
 	$(BIN)/python benchmarks/report.py --out bench-report.html --figure docs/images/bench-report.png

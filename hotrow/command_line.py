@@ -13,7 +13,18 @@ from inference_session.errors import HotrowError
 
 _SECTIONS = {
     "Models": ("import", "inspect", "publish-version", "record-canary", "size"),
-    "Serving": ("serve", "load", "smoke-test", "roll-back", "versions", "health", "top", "doctor"),
+    "Serving": (
+        "serve",
+        "load",
+        "announce",
+        "follow",
+        "smoke-test",
+        "roll-back",
+        "versions",
+        "health",
+        "top",
+        "doctor",
+    ),
     "Rows": ("push", "publish", "dump", "copy"),
 }
 """The commands, as `--help` shows them."""

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,6 +81,19 @@ def _pattern(value: Any) -> str:
     except re.error as error:
         raise ValueError(f"allowed: regular expressions ({error})") from error
     return str(value)
+
+
+def _moment(value: Any) -> datetime | None:
+    """A point in time. Empty: none."""
+    if value is None or value == "" or isinstance(value, datetime):
+        return value or None
+    try:
+        moment = datetime.fromisoformat(str(value).replace("Z", "+00:00"))
+    except ValueError:
+        moment = datetime.min  # has no zone, and so is refused as well
+    if moment.tzinfo is None:
+        raise ValueError("allowed: a date and time with its zone, such as 2026-01-31T12:00:00Z")
+    return moment
 
 
 def _device(value: Any) -> str:
@@ -158,6 +172,8 @@ class SessionConfig:
     """URL of the brokers from which changed rows come while serving."""
     update_filter: str = _setting(".+", _pattern)
     """Regular expression: the topics of the model that are followed, among those of its tables."""
+    update_since: datetime | None = _setting(None, _moment)  # noqa: RUF009  as the others
+    """Updates published before this are not applied: the version has learned from them. None: all there are."""
     non_finite_updates: Literal["refuse", "apply"] = _setting("refuse", _choice("refuse", "apply"))
     """What becomes of an update with NaN or infinite elements."""
     catch_up_s: float = _setting(10.0, _number(0, math.inf))

@@ -231,8 +231,9 @@ class UpdatableRows(MappedRows):
     def update(self, table: int, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See RowSource."""
         aliases, original = _aliases(self._specs[table], keys)
+        rows = vectors if aliases is keys else vectors[original]
         with self._writing:
-            self._updated[table].insert(aliases, vectors[original])
+            self._updated[table].insert(aliases, rows)
             self._publish()
 
     def erase(self, table: int, keys: NDArray[np.int64]) -> None:
@@ -368,7 +369,8 @@ class CachedRows(RowSource):
         folder = self._specs[table].folder
         aliases, original = _aliases(self._specs[table], keys)
         insert = partial(self._server.insert, folder, keys, vectors)
-        self._write(table, aliases, insert, partial(self._cache.update, folder, aliases, vectors[original]))
+        rows = vectors if aliases is keys else vectors[original]
+        self._write(table, aliases, insert, partial(self._cache.update, folder, aliases, rows))
 
     def erase(self, table: int, keys: NDArray[np.int64]) -> None:
         """See RowSource."""
@@ -675,6 +677,8 @@ def _aliases(spec: TableSpec, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64
     if spec.keys == "stored":
         return keys, every
     inside = np.flatnonzero((keys >= 0) & (keys < spec.num_rows))
+    if not len(inside):
+        return keys, every
     return np.concatenate([keys, keys[inside] - spec.num_rows]), np.concatenate([every, inside])
 
 

@@ -376,6 +376,7 @@ class InferenceSession:
             self.spec.tables,
             self._rows,
             topic_filter=self.config.update_filter,
+            since=self.config.update_since,
             allow_non_finite=self.config.non_finite_updates == "apply",
         )
         self._updates.wait_until_current(self.config.catch_up_s)

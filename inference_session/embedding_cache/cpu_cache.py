@@ -58,7 +58,8 @@ class CpuEmbeddingCache(EmbeddingCache):
             num_threads: threads over which a large look-up is split.
 
         Raises:
-            ConfigurationError: cache_bytes is too small for one row per table; the message says what would do.
+            ConfigurationError: cache_bytes is too small for one row per table (the message says what would do), or
+                more than there is.
         """
         super().__init__(dims)
         if dtype not in get_args(VectorType):
@@ -69,7 +70,11 @@ class CpuEmbeddingCache(EmbeddingCache):
         row_bytes = [bytes_per_row(dim, dtype) for dim in dims.values()]
         limits = [_rows_to_hold((num_rows or {}).get(table, _MOST_ROWS)) for table in dims]
         rows = _rows_per_table(cache_bytes, row_bytes, limits)
-        self._arrays = {t: _allocate(n, size) for t, n, size in zip(dims, rows, row_bytes, strict=True)}
+        try:
+            self._arrays = {t: _allocate(n, size) for t, n, size in zip(dims, rows, row_bytes, strict=True)}
+        except MemoryError as error:
+            message = f"cache_bytes asks for {cache_bytes} bytes, more than this process can get: {error}"
+            raise ConfigurationError(message) from error
         self._capacities = {table: n - _spare_rows(n) for table, n in zip(dims, rows, strict=True)}
         self._records = _describe(self._arrays.values(), dims.values(), dtype)
         self._readers = Readers()

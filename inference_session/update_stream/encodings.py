@@ -10,7 +10,7 @@ its length does, and where both widths fit, the one whose vectors look like vect
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +28,8 @@ _PLAUSIBLE = (1e-20, 1e6)
 """Magnitudes of a trained vector's elements, unless they are zero; generous: it tells keys from vectors."""
 
 
-class Message(NamedTuple):
-    """A Kafka message's key and value."""
-
-    key: bytes | None
-    value: bytes | None
+Message: TypeAlias = "tuple[bytes | None, bytes | None]"
+"""A Kafka message's key and value."""
 
 
 class Refusal(NamedTuple):
@@ -92,7 +89,7 @@ def decode(
     refusals: list[Refusal] = []
     if rows is None:
         rows = _rows_one_by_one(messages, embedding_dim, refusals)
-    if not allow_non_finite:
+    if not allow_non_finite and not np.isfinite(rows.vectors).all():
         finite = np.logical_and.reduce(np.isfinite(rows.vectors), axis=1)
         rows = _refuse(rows, finite, "not_finite", "a row has NaN or infinite elements", refusals)
     if min_key is not None:
@@ -139,21 +136,19 @@ def _row_type(key_bytes: int, embedding_dim: int) -> np.dtype[np.void]:
 
 def _rows_alike(messages: Sequence[Message], embedding_dim: int) -> _Rows | None:
     """The rows of messages that all are whole rows with keys of 8 bytes, without a step per message; None: not so."""
+    keys, values = zip(*messages, strict=True) if messages else ((), ())
+    row_bytes = 4 * embedding_dim
     try:
-        keys = b"".join([message.key for message in messages])  # type: ignore[misc]  # a missing one is a TypeError
-        values = b"".join([message.value for message in messages])  # type: ignore[misc]
-    except TypeError:
+        alike = {*map(len, keys)} <= {8} and {*map(len, values)} <= {row_bytes}
+    except TypeError:  # a key or a value is missing
         return None
-    num_rows, row_bytes = len(messages), 4 * embedding_dim
-    if len(keys) != 8 * num_rows or len(values) != row_bytes * num_rows:
-        return None
-    if any(len(m.key or b"") != 8 or len(m.value or b"") != row_bytes for m in messages):
+    if not alike:
         return None
     return _Rows(
-        np.frombuffer(keys, KEY_TYPES[8]).astype(np.int64, copy=False),
-        np.frombuffer(values, "<f4").reshape(num_rows, embedding_dim),
-        np.zeros(num_rows, np.bool_),
-        np.arange(num_rows),
+        np.frombuffer(b"".join(keys), KEY_TYPES[8]).astype(np.int64, copy=False),
+        np.frombuffer(b"".join(values), "<f4").reshape(len(messages), embedding_dim),
+        np.zeros(len(messages), np.bool_),
+        np.arange(len(messages)),
     )
 
 

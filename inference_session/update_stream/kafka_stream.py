@@ -23,6 +23,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -30,7 +31,7 @@ from numpy.typing import NDArray
 
 from inference_session.errors import ConfigurationError, StoreError, UnavailableError
 from inference_session.formats.native import TableSpec
-from inference_session.update_stream.encodings import REASONS, Message, Refusal, Updates, decode
+from inference_session.update_stream.encodings import REASONS, Refusal, Updates, decode
 from inference_session.update_stream.kafka_url import KafkaUrl, table_of
 
 try:
@@ -84,6 +85,7 @@ class KafkaUpdateStream:
         rows: UpdatedRows,
         *,
         topic_filter: str = ".+",
+        since: datetime | None = None,
         allow_non_finite: bool = False,
     ) -> None:
         """Begin to follow the topics of a model. Brokers that do not answer are waited for, in the background.
@@ -95,6 +97,7 @@ class KafkaUpdateStream:
             tables: in the order in which `rows` counts them.
             rows: takes the updates.
             topic_filter: regular expression; of the model's topics, those that it matches somewhere are followed.
+            since: messages published before are passed over; by the time in them, for not all brokers can look for it.
             allow_non_finite: whether rows with NaN or infinite elements are applied.
         """
         self._model = model
@@ -102,6 +105,7 @@ class KafkaUpdateStream:
         self._specs = tables
         self._rows = rows
         self._filter = re.compile(topic_filter)
+        self._since_ms = 0 if since is None else int(since.timestamp() * 1000)
         self._allow_non_finite = allow_non_finite
         self._positions: dict[Partition, int] = {}
         """Of the partitions followed, the next offset; _BEGINNING where nothing has come yet."""
@@ -268,32 +272,34 @@ class KafkaUpdateStream:
         published_s = oldest_ms / 1000 if oldest_ms > 0 else time.time()
         with self._lock:
             self._oldest_pending_s = published_s
+        reached = {topic: _ends(messages) for topic, messages in by_topic.items()}
         for topic, messages in by_topic.items():
-            self._apply(topic, messages)
+            self._apply(topic, messages, reached[topic])
         with self._lock:
             self._counts["messages"] += sum(map(len, by_topic.values()))
             self._staleness_s = max(time.time() - published_s, 0.0)
             self._oldest_pending_s = None
-            for topic, messages in by_topic.items():
+            for topic, offsets in reached.items():
                 # Not what the client says, which counts the end of a partition as a message.
-                self._positions |= {(topic, message.partition()): message.offset() + 1 for message in messages}
+                self._positions |= {(topic, partition): offset for partition, offset in offsets.items()}
         self._measure_lag()
 
-    def _apply(self, topic: str, messages: Sequence[Any]) -> None:
+    def _apply(self, topic: str, messages: Sequence[Any], reached: Mapping[int, int]) -> None:
         table = self._tables.get(table_of(topic, self._model) or "")
         if table is None:
             text = f"the model has no table of that name, but {', '.join(map(repr, self._tables)) or 'none'}"
             self._refuse(topic, messages, [Refusal(i, "unknown_table", text) for i in range(len(messages))])
             return
+        if self._since_ms:
+            messages = [message for message in messages if message.timestamp()[1] >= self._since_ms]
         spec = self._specs[table]
         updates = decode(
-            [Message(message.key(), message.value()) for message in messages],
+            [(message.key(), message.value()) for message in messages],
             spec.embedding_dim,
             allow_non_finite=self._allow_non_finite,
             min_key=0 if spec.keys == "row_number" else None,
         )
         self._refuse(topic, messages, updates.refusals)
-        reached = {message.partition(): message.offset() + 1 for message in messages}
         self._persist(lambda: self._write(table, updates, topic, reached))
         with self._lock:
             self._counts["updated_rows"] += len(updates.keys)
@@ -430,6 +436,11 @@ def _create_consumer(url: KafkaUrl, group: str) -> Consumer:
         return Consumer(settings)
     except KafkaException as error:
         raise ConfigurationError(f"settings of {str(url)!r} are refused: {error.args[0].str()}") from error
+
+
+def _ends(messages: Iterable[Any]) -> dict[int, int]:
+    """By partition, the offset behind its last message."""
+    return {message.partition(): message.offset() + 1 for message in messages}
 
 
 def _note(text: str | None) -> dict[str, Any]:

@@ -80,9 +80,9 @@ class KafkaUrl:
         )
 
 
-def topic_name(model: str, table: str, prefix: str = PREFIXES[0]) -> str:
-    """The topic of a table (its folder name); ConfigurationError where Kafka allows no such name."""
-    topic = f"{prefix}.{model}.{table}"
+def topic_name(*parts: str) -> str:
+    """The topic of these parts, such as prefix, model and table; ConfigurationError where Kafka allows no such name."""
+    topic = ".".join(parts)
     if not _TOPIC.fullmatch(topic):
         raise ConfigurationError(
             f"{topic!r} is no name for a Kafka topic: allowed are up to 249 letters, digits, '.', '_' and '-'"

@@ -13,8 +13,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from inference_session.errors import ConfigurationError, InvalidRequestError, StoreError, UnavailableError
 from inference_session.formats.native import folder_names
+from inference_session.update_stream.announcements import KEY, MAX_VERSION, announcement_topic
 from inference_session.update_stream.encodings import check_rows, encode_batch, encode_keys, encode_vectors
-from inference_session.update_stream.kafka_url import KafkaUrl, topic_name
+from inference_session.update_stream.kafka_url import PREFIXES, KafkaUrl, topic_name
 
 try:
     from confluent_kafka import KafkaError, KafkaException, Producer
@@ -111,6 +112,14 @@ class Publisher:
         topic = self._topic(table)
         partitions = _partition(gone, self._partitions(topic))
         self._produce(topic, ((key, None, p) for key, p in zip(encode_keys(gone), partitions, strict=True)))
+
+    def announce(self, version: int) -> None:
+        """Queue word that this version of the model is to be served (`hotrow follow`). Errors as of `publish`."""
+        if not 0 < version <= MAX_VERSION:
+            raise InvalidRequestError(f"version {version!r} is none: allowed are numbers from 1 to {MAX_VERSION}")
+        topic = announcement_topic(self.model)
+        self._partitions(topic)  # made if there is none
+        self._produce(topic, [(KEY, b"%d" % version, 0)])
 
     def flush(self) -> None:
         """Return when the brokers have confirmed all that was queued; errors as of `publish`."""
@@ -223,7 +232,7 @@ class Publisher:
         return {name: len(topic.partitions) for name, topic in topics.items() if topic.error is None}
 
     def _topic(self, table: str) -> str:
-        return topic_name(self.model, folder_names([table])[0])
+        return topic_name(PREFIXES[0], self.model, folder_names([table])[0])
 
     def _where(self) -> str:
         return ", ".join(self.url.brokers)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from tests.integration.test_stores import hotrow, metric
 from tests.parameter_server.servers import wait_until
 from tests.update_stream.broker import Broker
 from triton_backend.model_config import write_model_config
+from triton_backend.remote import RemoteServer
 
 pytestmark = pytest.mark.triton
 
@@ -63,3 +66,38 @@ def test_published_rows_are_served(serve: Serve, tmp_path: Path) -> None:
         assert metric(served, f"hotrow_update_lag_messages{labels}") == 0
         assert metric(served, f"hotrow_update_rows_total{labels}") >= 50 + 40
         assert 0 < metric(served, f"hotrow_update_staleness_seconds{labels}") < 60
+
+
+def test_announced_versions_are_served(serve: Serve, tmp_path: Path) -> None:
+    """By `hotrow follow` beside a server; what is no number, or cannot be loaded, leaves the old version serving."""
+    repository, trained = tmp_path / "repository", tmp_path / "trained"
+    version = repository / "small" / "1"
+    small_model.write(version)
+    write_model_config(version, small_model.SPEC, "small")
+    for number in (2, 3, 4):
+        small_model.write(trained / str(number), seed=number)
+    (trained / "3" / "dense.onnx").write_bytes(b"damaged")
+    with Broker() as broker:
+        hotrow("announce", "small", "2", "--to", broker.url)
+        served = serve(repository)
+        options = ["--from", broker.url, "--source", str(trained), "--repository", str(repository)]
+        command = [sys.executable, "-m", "hotrow", "follow", "small", *options, "--url", served.grpc]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as follower:
+            assert follower.stdout is not None
+            try:
+                assert any("version 2 serves" in line for line in follower.stdout), "the version announced before"
+                broker.send("hotrow_versions.small", (b"version", b"../../4"))
+                hotrow("announce", "small", "3", "--to", broker.url)
+                assert any("dense.onnx" in line for line in follower.stdout), "the damaged version is named"
+                assert served_versions(served) == [2]
+                hotrow("announce", "small", "4", "--to", broker.url)
+                assert any("version 4 serves" in line for line in follower.stdout)
+                assert served_versions(served) == [4]
+            finally:
+                follower.terminate()
+        assert follower.returncode == 0
+
+
+def served_versions(served: Served) -> list[int]:
+    with RemoteServer(served.grpc) as server:
+        return server.ready_versions("small")

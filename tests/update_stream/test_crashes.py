@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.namespace import Namespace
@@ -25,6 +26,8 @@ from tests.update_stream.conftest import SmallVersion
 
 NUM_KILLS = 50
 NUM_KEYS = 4000
+ROUNDS_PER_KILL = 10
+"""Of publishing: enough for a consumer to be busy, and not more than a slow machine can apply."""
 CONSUMERS = """
 import os, sys, time
 from inference_session import InferenceSession
@@ -46,35 +49,41 @@ for line in sys.stdin:
 """Starts a consumer for every line that it reads, when the last one has ended."""
 
 
+@pytest.mark.timeout(1200)
 def test_fifty_kills_lose_nothing(broker: Broker, small: SmallVersion, tmp_path: Path) -> None:
     """Redis and RocksDB hold the last row published of every key, bit for bit, and none of a deleted key."""
     database = f"rocksdb://{tmp_path}/db"
     push(small.directory, database)
     with RedisServer() as redis:
         command = [sys.executable, "-c", CONSUMERS, str(small.directory), redis.url, database, broker.url]
+        rounds = threading.Semaphore(0)
         done = threading.Event()
         expected: dict[int, float | None] = {}
 
         def publish() -> None:
             rng = np.random.default_rng(0)
             with Publisher(broker.url, small.model) as publisher:
-                while not done.is_set():
+                while rounds.acquire():
                     keys = rng.choice(NUM_KEYS, 300, replace=False)
                     values = rng.standard_normal(300, np.float32)
                     publisher.publish("hashed", keys, np.stack([values, -values], axis=1))
                     publisher.delete("hashed", keys[:20])
                     expected.update(zip(keys.tolist(), values.tolist(), strict=True))
                     expected.update(dict.fromkeys(keys[:20].tolist()))
+                    if done.is_set():  # with one round at least that no killed consumer has seen
+                        return
                     time.sleep(0.05)
 
         publisher = threading.Thread(target=publish)
         publisher.start()
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as consumers:
             for _ in range(NUM_KILLS):
+                rounds.release(ROUNDS_PER_KILL)
                 pid = await_report(consumers, lambda rows, _lag: rows > 0)
                 time.sleep(random.uniform(0, 0.1))
                 kill(consumers, pid)
             done.set()
+            rounds.release()
             publisher.join()
             calm = [False] * 50
             kill(consumers, await_report(consumers, lambda rows, lag: is_calm(calm, rows > 0 and lag == 0)))

@@ -19,7 +19,7 @@ KEYS = st.integers(-(2**63), 2**63 - 1)
 
 def row(key: int, vector: list[float] | None, width: int = 8) -> Message:
     value = None if vector is None else np.array(vector, "<f4").tobytes()
-    return Message(key.to_bytes(width, "little", signed=width == 8), value)
+    return (key.to_bytes(width, "little", signed=width == 8), value)
 
 
 def batch(keys: list[int], vectors: np.ndarray, width: int) -> bytes:
@@ -49,7 +49,7 @@ def test_the_last_row_of_every_key_is_decoded(sends: list[tuple[list[tuple[int, 
     for rows, kind in sends:
         vectors = rng.normal(size=(len(rows), dim)).astype(np.float32)
         if kind == "batch":
-            messages.append(Message(None, encode_batch(np.array([key for key, _ in rows], np.int64), vectors)))
+            messages.append((None, encode_batch(np.array([key for key, _ in rows], np.int64), vectors)))
             expected |= {key: vector.tolist() for (key, _), vector in zip(rows, vectors, strict=True)}
             continue
         for (any_key, deleted), vector in zip(rows, vectors, strict=True):
@@ -75,7 +75,7 @@ def test_the_width_of_a_batchs_keys_is_told(width: int, dim: int, hashed: bool) 
         keys = rng.integers(0, 2 ** (8 * width - 1) - 1 if hashed else 1000, num_rows)
         vectors = rng.normal(scale=0.1, size=(num_rows, dim)).astype(np.float32)
 
-        updates = decode([Message(b"", batch(keys.tolist(), vectors, width))], dim)
+        updates = decode([(b"", batch(keys.tolist(), vectors, width))], dim)
 
         expected = dict(zip(keys.tolist(), vectors.tolist(), strict=True))
         assert dict(zip(updates.keys.tolist(), updates.vectors.tolist(), strict=True)) == expected
@@ -87,16 +87,16 @@ WHOLE = batch([1, 2], np.ones((2, 3), np.float32), 8)
 @pytest.mark.parametrize(
     ("message", "reason", "text"),
     [
-        (Message(None, None), "no_key", "neither key nor value"),
-        (Message(b"abc", b"\0" * 12), "key_width", "a key has 3 bytes, expected 8 or 4"),
+        ((None, None), "no_key", "neither key nor value"),
+        ((b"abc", b"\0" * 12), "key_width", "a key has 3 bytes, expected 8 or 4"),
         (row(1, [1, 2]), "vector_width", "a vector has 8 bytes, expected 12"),
         (row(1, []), "vector_width", "a vector has 0 bytes"),
-        (Message(None, b"\0" * 12), "unknown_encoding", "expected b'HCTR'"),
-        (Message(None, b""), "unknown_encoding", "begins with b''"),
-        (Message(None, WHOLE[:7]), "truncated", "its header alone has 8"),
-        (Message(None, WHOLE[:-1]), "truncated", "ends within a row"),
+        ((None, b"\0" * 12), "unknown_encoding", "expected b'HCTR'"),
+        ((None, b""), "unknown_encoding", "begins with b''"),
+        ((None, WHOLE[:7]), "truncated", "its header alone has 8"),
+        ((None, WHOLE[:-1]), "truncated", "ends within a row"),
         (
-            Message(None, batch([1], np.ones((1, 4), np.float32), 8)),
+            (None, batch([1], np.ones((1, 4), np.float32), 8)),
             "vector_width",
             "vectors have 16 bytes, expected 12",
         ),
@@ -106,7 +106,7 @@ WHOLE = batch([1, 2], np.ones((2, 3), np.float32), 8)
 )
 def test_what_cannot_be_applied_is_refused_alone(message: Message, reason: str, text: str) -> None:
     """A malformed message among good ones is refused with its reason, and they are applied."""
-    updates = decode([row(7, [1, 2, 3]), message, Message(None, WHOLE)], 3, min_key=0)
+    updates = decode([row(7, [1, 2, 3]), message, (None, WHOLE)], 3, min_key=0)
 
     assert [(refusal.position, refusal.reason) for refusal in updates.refusals] == [(1, reason)]
     assert text in updates.refusals[0].text
@@ -116,14 +116,14 @@ def test_what_cannot_be_applied_is_refused_alone(message: Message, reason: str, 
 def test_a_header_without_rows_is_harmless() -> None:
     """It is no update, and no error, whatever size it promises."""
     for size in (12, 16, 0):
-        updates = decode([Message(None, b"HCTR" + size.to_bytes(4, "little"))], 3)
+        updates = decode([(None, b"HCTR" + size.to_bytes(4, "little"))], 3)
         assert not len(updates.keys) + len(updates.deleted) + len(updates.refusals)
 
 
 def test_rows_that_are_not_finite_are_refused_one_by_one() -> None:
     """The others of their batch are applied; where they are allowed, all are."""
     vectors = np.array([[1, 1], [np.inf, 1], [2, 2]], np.float32)
-    message = Message(None, encode_batch(np.arange(3), vectors))
+    message = (None, encode_batch(np.arange(3), vectors))
 
     assert decode([message], 2).keys.tolist() == [0, 2]
     assert len(decode([message], 2).refusals) == 1
@@ -133,14 +133,14 @@ def test_rows_that_are_not_finite_are_refused_one_by_one() -> None:
 def test_a_row_may_begin_with_the_magic() -> None:
     """What has a key and the width of a vector is a row, whatever its bytes."""
     value = b"HCTR" + np.ones(3, "<f4").tobytes()
-    updates = decode([Message((5).to_bytes(8, "little"), value)], 4)
+    updates = decode([((5).to_bytes(8, "little"), value)], 4)
     assert updates.vectors.tobytes() == value
 
 
 @given(st.lists(st.tuples(st.none() | st.binary(max_size=12), st.none() | st.binary(max_size=80)), max_size=5))
 def test_no_bytes_are_too_strange(messages: list[tuple[bytes | None, bytes | None]]) -> None:
     """Any message is decoded or refused."""
-    decode([Message(*message) for message in messages], 3)
+    decode(messages, 3)
 
 
 def test_single_rows_are_encoded_as_hps_reads_them() -> None:
@@ -160,7 +160,7 @@ def test_keys_go_where_librdkafka_would_send_them(keys: list[int]) -> None:
 
 def test_topics_belong_to_one_table() -> None:
     """Of both generations; what lies deeper, or elsewhere, is none of ours."""
-    assert topic_name("ctr", "user") == "hps_et.ctr.user"
+    assert topic_name("hps_et", "ctr", "user") == "hps_et.ctr.user"
     assert table_of("hps_et.ctr.user", "ctr") == table_of("hctr_et.ctr.user", "ctr") == "user"
     for topic in (
         "hps_et.ctr.v2.user",
@@ -172,7 +172,7 @@ def test_topics_belong_to_one_table() -> None:
     ):
         assert table_of(topic, "ctr") is None, topic
     with pytest.raises(ConfigurationError, match="is no name for a Kafka topic"):
-        topic_name("a model", "user")
+        topic_name("hps_et", "a model", "user")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
@@ -187,6 +188,29 @@ def test_topics_are_filtered(broker: Broker, small: SmallVersion) -> None:
         assert session.stats()["updates"]["topics"] == [small.topic("user_weight")]
     with pytest.raises(ConfigurationError, match="'update_filter' cannot be"):
         InferenceSession.open(small.directory, update_stream=broker.url, update_filter="(")
+
+
+def test_updates_before_a_moment_are_passed_over(broker: Broker, small: SmallVersion) -> None:
+    """A version that has learned from them keeps its own rows, and gets those that come after."""
+    topic, other = small.topic("user_weight"), small.topic("hashed")
+    old = [(packed(key)[0], vectors(9).tobytes()) for key in (1, 2)]
+    broker.send(topic, *old)
+    broker.send(other, (packed(int(small.tables["hashed/key"][0]))[0], vectors(9, dim=2).tobytes()))
+    (first,) = broker.messages(other)
+    moment = datetime.fromtimestamp((first.timestamp()[1] + 1) / 1000, timezone.utc)
+    wait_until(lambda: datetime.now(timezone.utc) > moment, "the moment to be over")
+    broker.send(topic, (packed(3)[0], vectors(3).tobytes()))
+    with InferenceSession.open(small.directory, update_stream=broker.url, update_since=moment.isoformat()) as session:
+        await_rows(session, "user.weight", [3], 3)
+        broker.send(other, (packed(8)[0], vectors(8, dim=2).tobytes()))
+        await_rows(session, "hashed", [8], 8)
+        np.testing.assert_array_equal(session.lookup("user.weight", [1, 2]), small.tables["user_weight"][[1, 2]])
+        np.testing.assert_array_equal(
+            session.lookup("hashed", small.tables["hashed/key"][:1]), small.tables["hashed"][:1]
+        )
+        wait_until(lambda: not session.stats()["updates"]["lag_messages"], "the old messages to count as read")
+    with pytest.raises(ConfigurationError, match="'update_since' cannot be 'yesterday'; allowed: a date and time"):
+        InferenceSession.open(small.directory, update_stream=broker.url, update_since="yesterday")
 
 
 def test_duplicates_and_old_rows_that_come_again_do_no_harm(broker: Broker, small: SmallVersion) -> None:

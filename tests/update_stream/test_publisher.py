@@ -16,7 +16,7 @@ from inference_session.errors import ConfigurationError, InvalidRequestError, St
 from inference_session.formats import manifest
 from inference_session.formats.native import TABLES_FOLDER
 from inference_session.update_stream import Publisher
-from inference_session.update_stream.encodings import Message, Updates, decode
+from inference_session.update_stream.encodings import Updates, decode
 from tests import small_model
 from tests.update_stream.broker import Broker
 from tests.update_stream.conftest import SmallVersion
@@ -24,7 +24,7 @@ from tests.update_stream.conftest import SmallVersion
 
 def published(broker: Broker, topic: str, dim: int) -> Updates:
     """The rows of a topic, as a server reads them."""
-    return decode([Message(message.key(), message.value()) for message in broker.messages(topic)], dim)
+    return decode([(message.key(), message.value()) for message in broker.messages(topic)], dim)
 
 
 def rows_of(updates: Updates) -> dict[int, list[float]]:

@@ -1,0 +1,25 @@
+"""`hotrow announce`: tell all servers of a model which version to serve."""
+
+from __future__ import annotations
+
+import click
+
+from inference_session.update_stream.announcements import MAX_VERSION, announcement_topic
+from inference_session.update_stream.publisher import Publisher
+
+
+@click.command()
+@click.argument("model")
+@click.argument("version", type=click.IntRange(1, MAX_VERSION))
+@click.option("--to", "url", required=True, metavar="KAFKA_URL", help="kafka://HOST:PORT[,HOST:PORT]")
+def command(model: str, version: int, url: str) -> None:
+    """Announce that VERSION of MODEL is to be served, network and rows, to every server beside which `hotrow follow`
+    runs. Returns when the brokers have confirmed it. The version's files have to be where those look for them.
+
+    \b
+    Example:
+      hotrow copy trained/ctr/8 hdfs://nn/models/ctr/8 && hotrow announce ctr 8 --to kafka://127.0.0.1:9092
+    """
+    with Publisher(url, model) as publisher:
+        publisher.announce(version)
+    click.echo(f"{announcement_topic(model)}: version {version} is announced")

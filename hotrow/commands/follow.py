@@ -1,0 +1,105 @@
+"""`hotrow follow`: beside a server, fetch and load the versions that are announced."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from hotrow.progress import byte_progress
+from hotrow.server_options import ServerAddress, server_options
+from inference_session.errors import ConfigurationError, HotrowError
+from inference_session.model_source import Copy
+from inference_session.update_stream.announcements import Announcements
+from inference_session.update_stream.kafka_url import KafkaUrl
+from triton_backend.remote import RemoteError
+
+_WAIT_S = 1.0
+_RETRY_S = 5.0
+
+
+@click.command()
+@click.argument("model")
+@click.option("--from", "brokers", required=True, metavar="KAFKA_URL", help="kafka://HOST:PORT[,HOST:PORT]")
+@click.option(
+    "--source",
+    required=True,
+    metavar="DIR|URL",
+    help="Where the model's versions come from: a folder, here or hdfs://HOST:PORT/path, with one for each number.",
+)
+@click.option(
+    "--repository",
+    required=True,
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="The server's model repository, which holds the model.",
+)
+@server_options
+def command(model: str, brokers: str, source: str, repository: Path, address: ServerAddress) -> None:
+    """Serve the versions of MODEL that `hotrow announce` announces, beside a running server, until SIGTERM or Ctrl-C.
+
+    A version that the repository lacks is copied from --source, verified, whole or not at all; then it is loaded as by
+    `hotrow load`. An announcement is a number: it cannot name another place. The last one counts, also one from before
+    the start. What cannot be fetched or reached is tried again; a version that the server refuses is not, and the old
+    one goes on.
+
+    \b
+    Example:
+      hotrow follow ctr --from kafka://127.0.0.1:9092 --source hdfs://nn/models/ctr --repository model_repository
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if not (repository / model).is_dir():
+        raise ConfigurationError(f"{repository}: there is no model {model!r}; its config.pbtxt has to be there")
+    with Announcements(KafkaUrl.parse(brokers), model) as announcements:
+        click.echo(f"{model}: following {announcements.topic}")
+        follower = _Follower(announcements, lambda version: _serve(model, version, source, repository, address))
+        while True:
+            follower.step()
+
+
+class _Follower:
+    """Has announced versions served, one after the other."""
+
+    def __init__(self, announcements: Announcements, serve: Callable[[int], None]) -> None:
+        self._announcements = announcements
+        self._serve = serve
+        self._announced: int | None = None
+        """Still to be served."""
+        self._failure = ""
+
+    def step(self) -> None:
+        """Serve what has been announced. What goes wrong is told once."""
+        try:
+            self._announced = self._announcements.newest(_WAIT_S) or self._announced
+            if self._announced is not None:
+                self._serve(self._announced)
+            self._announced, self._failure = None, ""
+        except (HotrowError, OSError) as error:
+            if str(error) != self._failure:
+                click.echo(f"hotrow: {error}", err=True)
+            self._failure = str(error)
+            if isinstance(error, RemoteError):  # the server has said no, and would again
+                self._announced = None
+            time.sleep(_RETRY_S)
+
+
+def _serve(model: str, version: int, source: str, repository: Path, address: ServerAddress) -> None:
+    """Have the server serve a version, fetched if it is not there."""
+    begin = time.perf_counter()
+    target = repository / model / str(version)
+    if not target.exists():
+        with byte_progress(f"Copying {source}/{version}") as progress, Copy(f"{source}/{version}", target) as copy:
+            copy.run(progress)
+    with address.connect() as server:
+        if server.has_model(model) and server.ready_versions(model) == [version]:
+            click.echo(f"{model}: version {version} serves already")
+            return
+        server.load_versions(model, [version])
+        if version not in server.ready_versions(model):
+            raise RemoteError(f"{model}: version {version} was loaded, but does not serve")
+    click.echo(
+        f"{model}: version {version} serves, {time.perf_counter() - begin:.1f} s after its announcement was read"
+    )
