@@ -227,7 +227,7 @@ def test_what_cannot_be_is_refused_clearly() -> None:
         create_embedding_cache({"t": 4}, "gpu", cache_bytes=1 << 20)
     with pytest.raises(ConfigurationError, match=r"device cannot be 'cuda:77': (CuPy is not|this machine|CUDA says)"):
         create_embedding_cache({"t": 4}, "cuda:77", cache_bytes=1 << 20)
-    with pytest.raises(ConfigurationError, match="cache_bytes asks for 10{15} bytes, more than this process can get"):
+    with pytest.raises(ConfigurationError, match=r"cache_bytes asks for 10{15} bytes, more than this process can get"):
         create_embedding_cache({"t": 4}, cache_bytes=10**15)
     with pytest.raises(ConfigurationError, match="dtype 'float64' is none of float32, float16, int8"):
         create_embedding_cache({"t": 4}, cache_bytes=1 << 20, dtype="float64")  # type: ignore[arg-type]
