@@ -189,6 +189,16 @@ def _gpu() -> Iterator[Finding]:
         yield Finding("CuPy", "warning", "not installed: the GPU is left unused", 'pip install "hotrow[gpu]"')
     else:
         yield _cuda()
+        yield _network_on_gpu()
+
+
+def _network_on_gpu() -> Finding:
+    import onnxruntime
+
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        return Finding("ONNX Runtime", "ok", f"{onnxruntime.__version__} with CUDA")
+    fix = "pip uninstall -y onnxruntime onnxruntime-gpu && pip install onnxruntime-gpu"
+    return Finding("ONNX Runtime", "warning", "has no CUDA provider: the GPU is left unused", fix)
 
 
 def _cuda() -> Finding:
