@@ -88,7 +88,7 @@ def test_a_running_session_writes_by_itself(stored: tuple[Path, dict[str, Any]])
     path = Path(settings["state_dir"]) / "small.hot_keys"
     with InferenceSession.open(directory, **settings) as session:
         ask(session)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not path.exists():
             assert time.monotonic() < deadline
             time.sleep(0.05)

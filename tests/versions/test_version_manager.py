@@ -41,7 +41,7 @@ def manage(directory: Path, **settings: object) -> VersionManager:
 
 def await_true(condition: Callable[[], bool]) -> None:
     """Wait for something that will be so soon."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

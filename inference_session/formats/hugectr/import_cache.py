@@ -4,6 +4,7 @@
   lock                          held by whoever imports; shared by whoever opens
   <hash of the sources>/        what was made of them
     <model>/<version>/          a version directory
+    .served                     its time is when that was last opened without an error
 
 The hash of the sources covers every byte of every file, what ps.json says of the model, and hotrow's own importer: what
 any of them changes is imported anew. Tables are copied, not linked: whoever trains may write over the originals.
@@ -34,6 +35,7 @@ from inference_session.user_cache import user_cache_folder
 NUM_KEPT = 3
 """Imports of one model that are kept: the one in use, the one before it for a way back, and one more."""
 _HASH_LENGTH = 32
+_SERVED = ".served"
 
 
 def default_cache_folder() -> Path:
@@ -92,11 +94,12 @@ def cached_import(
             if version_dir.is_dir():
                 break
         yield version_dir
+        (entry / _SERVED).touch()
 
 
 @contextmanager
 def kept_import(name: str, owner: Path, version: int, *, folder: Path | None = None) -> Iterator[Path | None]:
-    """Yield the version directory that was opened last as this version of a model; None where it is not kept any more.
+    """Yield what was last opened without an error as this version of a model; None where it is not kept any more.
 
     Nobody removes it while the context lasts.
 
@@ -106,10 +109,12 @@ def kept_import(name: str, owner: Path, version: int, *, folder: Path | None = N
     imports = _imports(name, owner, folder)
     with _lock_file(imports) as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
-        kept = [entry for entry in _entries(imports) if (entry / name / str(version)).is_dir()]
+        kept = [entry for entry in _served(imports) if (entry / name / str(version)).is_dir()]
         if kept:
             os.utime(kept[-1])
         yield kept[-1] / name / str(version) if kept else None
+        if kept:
+            (kept[-1] / _SERVED).touch()
 
 
 def _imports(name: str, owner: Path, folder: Path | None) -> Path:
@@ -182,11 +187,16 @@ def _lock_file(imports: Path) -> Iterator[int]:
 
 
 def _remove_old(imports: Path) -> None:
-    """Remove all but the imports used last. Must be called while holding the lock alone: nobody is opening one."""
-    for path in _entries(imports)[:-NUM_KEPT]:
+    """Remove all but the imports used last and the one that serves.
+
+    Must be called while holding the lock alone: nobody is opening one.
+    """
+    entries = sorted((path for path in imports.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime_ns)
+    for path in set(entries[:-NUM_KEPT]) - set(_served(imports)[-1:]):
         shutil.rmtree(path)
 
 
-def _entries(imports: Path) -> list[Path]:
-    """The imports, the one used last at the end."""
-    return sorted((path for path in imports.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime_ns)
+def _served(imports: Path) -> list[Path]:
+    """The imports that were opened without an error, the last one at the end."""
+    marks = sorted(imports.glob(f"*/{_SERVED}"), key=lambda mark: mark.stat().st_mtime_ns)
+    return [mark.parent for mark in marks]

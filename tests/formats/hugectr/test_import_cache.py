@@ -12,7 +12,7 @@ import pytest
 
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, ModelFormatError
-from inference_session.formats.hugectr.import_cache import NUM_KEPT, cached_import, default_cache_folder
+from inference_session.formats.hugectr.import_cache import NUM_KEPT, cached_import, default_cache_folder, kept_import
 from inference_session.formats.hugectr.ps_json import read_ps_json
 from tests.formats.hugectr.test_importer import Source
 
@@ -98,6 +98,28 @@ def test_files_that_are_written_over_do_not_change_an_import(source: Source, tmp
         (source.table_folder(1) / "emb_vector").write_bytes(b"")
 
         np.testing.assert_array_equal(session.predict(source.request()), before)
+
+
+def test_a_version_is_found_by_its_number(source: Source, tmp_path: Path) -> None:
+    """As it was opened last: whatever the sources are by now, and not as one that could not be opened."""
+
+    def kept(version: int) -> Path | None:
+        with kept_import("small", source.folder, version, folder=tmp_path / "cache") as version_dir:
+            return version_dir
+
+    assert kept(1) is None
+    first = imported(source, tmp_path / "cache")
+    change_a_vector(source)
+    second = imported(source, tmp_path / "cache", version=2)
+    change_a_vector(source)
+    settings = read_ps_json(source.ps_json())
+    with (
+        pytest.raises(ModelFormatError),
+        cached_import(settings, settings.models[0], source.folder, folder=tmp_path / "cache"),
+    ):
+        raise ModelFormatError("not fit to serve")
+
+    assert [kept(version) for version in (1, 2, 3)] == [first, second, None]
 
 
 def test_old_imports_are_removed(source: Source, tmp_path: Path) -> None:
