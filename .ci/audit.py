@@ -1,4 +1,5 @@
-"""Look for known vulnerabilities in what is installed beside this Python, by pip-audit; status 1 if there are any.
+"""Look for known vulnerabilities in what is installed beside this Python, by pip-audit; status 1 if a newer version
+of a package would mend one. One that no version mends yet is said, and holds nobody up.
 
 Who is not connected to PyPI's advisories is told so, loudly, and not held up.
 """
@@ -56,7 +57,7 @@ def main() -> int:
             mended = ", ".join(found["fix_versions"]) or "no version yet"
             print(f"{package['name']} {package['version']}: {found['id']}, mended in {mended}")
     print(f"{len(packages)} of {len(installed())} packages audited, {len(vulnerable)} vulnerable")
-    return 1 if vulnerable else 0
+    return int(any(found["fix_versions"] for package in vulnerable for found in package["vulns"]))
 
 
 if __name__ == "__main__":
