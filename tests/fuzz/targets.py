@@ -189,12 +189,9 @@ def _messages(folder: Path) -> list[Path]:
 
 def _decode(folder: Path) -> None:
     key, row, batch = ((folder / name).read_bytes() for name in ("key", "row", "batch"))
-    whole = [Message(bytes(8), _ROW), Message(b"", _BATCH)]
-    for more in (
-        [Message(key, row)],
-        [Message(key, None), Message(None, row)],
-        [Message(b"", batch), Message(key, batch)],
-    ):
+    whole: list[Message] = [(bytes(8), _ROW), (b"", _BATCH)]
+    foreign: list[list[Message]] = [[(key, row)], [(key, None), (None, row)], [(b"", batch), (key, batch)]]
+    for more in foreign:
         updates = decode([*whole, *more], _DIM, min_key=0)
         assert updates.vectors.shape == (len(updates.keys), _DIM)
         assert np.isfinite(updates.vectors).all()
