@@ -42,9 +42,13 @@ def write_hot_keys(path: Path, keys: HotKeys) -> None:
 def read_hot_keys(path: Path) -> dict[str, NDArray[np.int64]]:
     """What was written; nothing where there is no such file, or a damaged one."""
     header, _, data = (read_state(path) or b'{"tables": {}}').partition(b"\n")
-    tables = json.loads(header)["tables"]
-    keys = np.frombuffer(data, "<i8").astype(np.int64, copy=False)
-    return dict(zip(tables, np.split(keys, np.cumsum(list(tables.values()))), strict=False))
+    try:
+        tables = json.loads(header)["tables"]
+        keys = np.frombuffer(data, "<i8").astype(np.int64, copy=False)
+        return dict(zip(tables, np.split(keys, np.cumsum(list(tables.values()))), strict=False))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # a whole file, but another one
+        _log.warning("%s is ignored: it holds no hot keys: %r", path, error)
+        return {}
 
 
 class HotKeysWriter:

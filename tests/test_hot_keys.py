@@ -164,6 +164,15 @@ def test_keys_are_read_as_written(tmp_path: Path) -> None:
     assert read_hot_keys(tmp_path / "absent") == {}
 
 
+@pytest.mark.parametrize("content", [b"{}", b"[1]", b"\xff", b'{"tables": [1]}', b'{"tables": {"a": "b"}}'])
+def test_a_state_file_of_another_kind_counts_as_none(content: bytes, tmp_path: Path) -> None:
+    """It is whole, but it is not what is looked for: neither hot keys nor verified files."""
+    write_state(tmp_path / "state", content)
+
+    assert read_hot_keys(tmp_path / "state") == {}
+    assert not VerifiedFiles(tmp_path / "state").holds((1, 2, 3, 4), "00")
+
+
 def test_a_state_file_appears_whole(tmp_path: Path) -> None:
     """It is replaced in one step, and nothing else is left in the folder."""
     path = tmp_path / "deep" / "state"

@@ -229,15 +229,24 @@ def _check_tensors(tensors: tuple[TensorSpec, ...]) -> None:
     for tensor in tensors:
         if not isinstance(tensor.name, str) or not isinstance(tensor.dtype, str):
             raise ValueError(f"tensor {tensor.name!r}: name and dtype must be strings")
-        try:
-            np.dtype(tensor.dtype)
-        except TypeError as error:
-            raise ValueError(f"tensor {tensor.name!r}: dtype {tensor.dtype!r} is none of NumPy's") from error
+        if not _is_type_name(tensor.dtype):
+            raise ValueError(f"tensor {tensor.name!r}: dtype {tensor.dtype!r} is none of NumPy's")
         if not all(type(d) is int and d >= -1 for d in tensor.shape):
             raise ValueError(f"tensor {tensor.name!r}: shape {tensor.shape} holds something but sizes and -1")
         if tensor.name in names:
             raise ValueError(f"two inputs, or two outputs, are called {tensor.name!r}")
         names.add(tensor.name)
+
+
+def _is_type_name(text: str) -> bool:
+    """Whether NumPy has a type of that name. Texts that are no name it may take for a list of types, and evaluate."""
+    if not text.isidentifier():
+        return False
+    try:
+        np.dtype(text)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _check_lookup(lookup: LookupSpec, spec: ModelSpec, folders: set[str]) -> None:

@@ -37,7 +37,9 @@ class VerifiedFiles:
     def __init__(self, path: Path) -> None:
         """`path`: where they are remembered; nothing is known where it does not exist, or is damaged."""
         self._path = path
-        self._checksums: dict[str, str] = json.loads(read_state(path) or b"{}")
+        self._checksums: dict[str, str] = {}
+        with suppress(ValueError, TypeError):  # a whole file, but another one
+            self._checksums.update(json.loads(read_state(path) or b"{}"))
         self._has_news = False
 
     def holds(self, state: FileState, checksum: str) -> bool:

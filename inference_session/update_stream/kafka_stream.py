@@ -191,6 +191,8 @@ class KafkaUpdateStream:
         by_topic, oldest_ms, ends = self._consume()
         if by_topic:
             self._apply_all(by_topic, oldest_ms)
+        if ends:
+            self._reach(ends)
         self._note_ends(ends)
         if time.monotonic() >= self._save_at:
             self._save()
@@ -252,16 +254,16 @@ class KafkaUpdateStream:
         offsets = self._persist(lambda: _offsets(self._rows.note(table), topic))
         return offsets.get(partition, _BEGINNING)
 
-    def _consume(self) -> tuple[dict[str, list[Any]], int, list[Partition]]:
-        """Messages by topic; the time in ms at which the oldest was published; partitions whose end was reached."""
+    def _consume(self) -> tuple[dict[str, list[Any]], int, dict[Partition, int]]:
+        """Messages by topic; the time in ms at which the oldest was published; where partitions have their end."""
         by_topic: defaultdict[str, list[Any]] = defaultdict(list)
-        ends: list[Partition] = []
+        ends: dict[Partition, int] = {}
         for message in self._consumer.consume(MAX_MESSAGES, _POLL_S):
             error, topic = message.error(), message.topic() or ""
             if error is None:
                 by_topic[topic].append(message)
             elif error.code() == KafkaError._PARTITION_EOF:
-                ends.append((topic, message.partition() or 0))
+                ends[topic, message.partition() or 0] = message.offset() or 0
             else:
                 self._report(f"topic {topic!r}: {error.str()}")
                 self._discover_at = 0.0
@@ -282,6 +284,13 @@ class KafkaUpdateStream:
             for topic, offsets in reached.items():
                 # Not what the client says, which counts the end of a partition as a message.
                 self._positions |= {(topic, partition): offset for partition, offset in offsets.items()}
+        self._measure_lag()
+
+    def _reach(self, ends: Mapping[Partition, int]) -> None:
+        """Count what lies between the last message and the end as read: marks of transactions, messages compacted."""
+        with self._lock:
+            for partition in ends.keys() & self._positions.keys():
+                self._positions[partition] = max(self._positions[partition], ends[partition])
         self._measure_lag()
 
     def _apply(self, topic: str, messages: Sequence[Any], reached: Mapping[int, int]) -> None:

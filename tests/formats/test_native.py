@@ -86,6 +86,7 @@ def _set(path: str, value: Any) -> Any:
         (_set("inputs.0.shape", [-2]), "shape"),
         (_set("inputs.0.name", 5), "name"),
         (_set("inputs.0.dtype", "word"), "'word' is none of NumPy's"),
+        (_set("inputs.0.dtype", "(2 3)f4,f4"), "is none of NumPy's"),
         (_set("inputs.0.shape", []), "batched"),
         (_set("inputs.0.shape", [True]), "shape"),
         (
