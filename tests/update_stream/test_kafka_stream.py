@@ -6,6 +6,7 @@ import threading
 from datetime import datetime, timezone
 from pathlib import Path
 
+import confluent_kafka
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ from tests.update_stream.broker import Broker
 from tests.update_stream.conftest import SmallVersion
 
 DEFAULT = [0.5, -0.5]
+_FIRST_THAT_ABORTS = 0x02050000
+"""A version of librdkafka, 2.5.0; pyproject.toml asks for an older one where there is any."""
 
 
 def packed(*keys: int) -> list[bytes]:
@@ -223,6 +226,10 @@ def test_duplicates_and_old_rows_that_come_again_do_no_harm(broker: Broker, smal
         np.testing.assert_array_equal(session.lookup("user.weight", [0, 1, 2])[:, 0], [6, 7, 8])
 
 
+@pytest.mark.skipif(
+    confluent_kafka.libversion()[1] >= _FIRST_THAT_ABORTS,
+    reason="this librdkafka aborts the process on what the broker of these tests says of a deleted topic",
+)
 def test_a_vanished_topic_is_survived(broker: Broker, small: SmallVersion) -> None:
     """Its rows stay, the loss shows, and when it is back it is read from its beginning."""
     topic = small.topic("user_weight")
