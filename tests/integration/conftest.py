@@ -20,6 +20,7 @@ import tritonclient.http as http_client
 
 from inference_session.errors import HotrowError
 from tests.integration.models import write_bags, write_ctr, write_flat, write_types
+from tests.parameter_server.servers import wait_until
 from triton_backend.installation import find_installation
 
 NUMPY_1 = np.__version__.startswith("1.")
@@ -68,10 +69,9 @@ class Served:
         return found
 
     def stub(self, model: str, version: int | None = None) -> psutil.Process:
-        """The backend process of a model, or of one version where another may still be on its way out."""
-        found = self.stubs(model, version)
-        assert len(found) == 1, f"backend processes of {model!r}, version {version}: {found}"
-        return found[0]
+        """The one backend process of a model, or a version, when those it has replaced are gone."""
+        wait_until(lambda: len(self.stubs(model, version)) == 1, f"one process of {model!r}, version {version}")
+        return self.stubs(model, version)[0]
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Signal the launcher and return its exit status."""
