@@ -12,22 +12,33 @@ from hotrow import __version__
 from inference_session.errors import HotrowError
 
 _SECTIONS = {
-    "Models": ("import", "inspect", "publish-version", "record-canary", "size"),
-    "Serving": (
-        "serve",
-        "load",
-        "announce",
-        "follow",
-        "smoke-test",
-        "roll-back",
-        "versions",
-        "health",
-        "top",
-        "doctor",
-    ),
-    "Rows": ("push", "publish", "dump", "copy"),
+    "Models": {
+        "import": "Bring a trained model, of ONNX or HugeCTR, into a model repository.",
+        "inspect": "Show what a version directory or a store holds; verify it.",
+        "publish-version": "Publish a version directory in a repository.",
+        "record-canary": "Record what a good version answers, to refuse bad ones.",
+        "size": "Tell the memory a model needs, and how large its cache should be.",
+    },
+    "Serving": {
+        "serve": "Serve the models of a repository by a tritonserver.",
+        "load": "Load a version, or a new model, and wait until it serves.",
+        "smoke-test": "Send recorded requests to a version that is loaded beside another.",
+        "roll-back": "Serve the version before the one that serves.",
+        "versions": "List a model's versions and their states.",
+        "health": "Have a model answer a request: a probe.",
+        "top": "Watch a running server.",
+        "doctor": "Find what on this machine would keep models from being served.",
+    },
+    "Rows": {
+        "push": "Fill a store with the rows of a version.",
+        "publish": "Publish changed rows to the servers that follow a model's updates.",
+        "announce": "Tell those who follow a model that it has a new version.",
+        "follow": "Load each new version of a model that is announced.",
+        "dump": "Write the rows as they are served, as sparse folders of HugeCTR.",
+        "copy": "Copy version directories and tables, to and from HDFS as well.",
+    },
 }
-"""The commands, as `--help` shows them."""
+"""The commands and what `--help` says of each, here so that it need not load them."""
 
 _MODULES = {"import": "import_model", "inspect": "inspect_version"}
 """Where the module is not called as its command."""
@@ -46,11 +57,11 @@ class _Commands(click.Group):
         return cast("click.Command", module.command)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """A section per kind of work; whole sentences, where click's own would break them off."""
-        for title, names in _SECTIONS.items():
-            commands = [(name, self.get_command(ctx, name)) for name in names]
+        """A section per kind of work."""
+        width = max(map(len, self.list_commands(ctx)))
+        for title, commands in _SECTIONS.items():
             with formatter.section(title):
-                formatter.write_dl([(name, command.get_short_help_str(200)) for name, command in commands if command])
+                formatter.write_dl([(name.ljust(width), sentence) for name, sentence in commands.items()])
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -9,7 +9,6 @@ from pathlib import Path
 from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.formats.native import PREDICTIONS, ModelSpec, TensorSpec
-from inference_session.row_source import resolved_cache_bytes
 from triton_backend import text_format
 from triton_backend.text_format import quoted
 
@@ -104,6 +103,8 @@ def configured_cache_bytes(spec: ModelSpec, version_dir: Path, *, on_device: boo
 
     0 where the processor reads the table files.
     """
+    from inference_session.row_source import resolved_cache_bytes  # imports Numba, which few commands need
+
     config = configured_session(spec, version_dir, **settings)
     return resolved_cache_bytes(spec, config) if config.has_store or on_device else 0
 
