@@ -22,7 +22,7 @@ from triton_backend.answering import Answering, TritonRequest, TritonResponse
 from triton_backend.errors import load_error
 from triton_backend.joining import JoiningQueue
 from triton_backend.metrics import SessionMetrics, count_restarts
-from triton_backend.repository import SOURCE_LINK
+from triton_backend.repository import SOURCE_LINK, VIEW_FOLDER
 from triton_backend.tensors import check_types
 from triton_backend.tracing import create_tracing
 
@@ -67,7 +67,7 @@ class TritonPythonModel:
     def _open(self, config: Mapping[str, Any], args: Mapping[str, str]) -> tuple[VersionManager, int]:
         """The version, and the limit of samples in a request; HotrowError where it cannot be."""
         settings, max_samples = read_parameters(config.get("parameters", {}), args)
-        directory = Path(pb_utils.get_model_dir())
+        directory = _users_own(Path(pb_utils.get_model_dir()))
         return open_versions(directory, settings, args), max_samples
 
     def execute(self, requests: Sequence[TritonRequest]) -> list[TritonResponse] | None:
@@ -117,6 +117,13 @@ def open_versions(directory: Path, settings: Mapping[str, Any], args: Mapping[st
     with contextlib.suppress(RuntimeError):  # a user without a home has no state kept
         defaults["state_dir"] = str(state_folder((source if source.exists() else folder).resolve().parent))
     return VersionManager(directory, partial(InferenceSession.open, directory, defaults=defaults, **settings))
+
+
+def _users_own(version_dir: Path) -> Path:
+    """The version where the user has it, not where Triton sees it through a link of ours: errors name its files."""
+    folder = version_dir.parent
+    is_ours = folder.parent.name == VIEW_FOLDER and folder.is_symlink()
+    return folder.readlink() / version_dir.name if is_ours else version_dir
 
 
 def _limit(value: str | int) -> int:

@@ -13,6 +13,8 @@ from triton_backend.model_config import CONFIG_FILE, ModelConfig
 
 IN_PLACE_BACKENDS = frozenset({"hugectr", "hps"})
 """Serve model folders as HugeCTR's and HPS's users have them, through a view (repository_view.py)."""
+VIEW_FOLDER = "adapted"
+"""Name of the folder of links that Triton sees in place of a repository (repository_view.py)."""
 SOURCE_LINK = ".source"
 """In a model folder of the view: leads to the user's own."""
 PS_VARIABLE = "HOTROW_PS_CONFIG"

@@ -36,7 +36,7 @@ from triton_backend.installation import Installation, find_installation
 from triton_backend.ports import resolve_ports
 from triton_backend.reaper import remove_shared_memory
 from triton_backend.remote import RESTRICTED_HEADER, RemoteServer
-from triton_backend.repository import IN_PLACE_BACKENDS, ServableModel, find_models, ps_json_variables
+from triton_backend.repository import IN_PLACE_BACKENDS, VIEW_FOLDER, ServableModel, find_models, ps_json_variables
 from triton_backend.repository_view import RepositoryView, has_gpu
 from triton_backend.server_log import ServerLog
 from triton_backend.tls import ServerTls
@@ -155,7 +155,7 @@ class TritonServer:
             repository = options.repository.absolute()
             models = find_models(repository, options.models, backends=sorted(path.name for path in backends.iterdir()))
             if any(model.backend in IN_PLACE_BACKENDS for model in models):
-                repository = cleanup.enter_context(_adapted(repository, folder / "adapted"))
+                repository = cleanup.enter_context(_adapted(repository, folder / VIEW_FOLDER))
             options = _with_ports(replace(options, repository=_plain_path(repository, folder)))
             memory_prefix = f"hotrow_{os.getpid()}_{secrets.token_hex(4)}_"
             cleanup.enter_context(_reaper(memory_prefix, folder))

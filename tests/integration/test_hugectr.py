@@ -22,6 +22,7 @@ from inference_session.formats.hugectr import import_hugectr
 from tests.formats.hugectr.evaluator import Evaluator
 from tests.formats.hugectr.test_importer import Requests, Source, _array, requests_of
 from tests.integration.conftest import Serve, Served, start
+from tests.integration.models import write_ctr
 from tests.integration.test_stores import hotrow
 from tests.parameter_server.servers import wait_until
 from tests.update_stream.broker import Broker
@@ -342,6 +343,22 @@ def test_a_load_of_broken_files_leaves_the_old_version(
             client.load_model("small")
 
         np.testing.assert_array_equal(ask(client, "small", source.request()), before)
+
+
+def test_errors_of_models_beside_them_name_the_users_files(serve: Serve, tmp_path: Path) -> None:
+    """Triton sees links to them; what is wrong is to be mended in the user's folder."""
+    folder, ctr = tmp_path / "repository/small", tmp_path / "repository/ctr"
+    folder.mkdir(parents=True)
+    place_small(folder, Source(folder))
+    write_ctr(ctr / "1")
+    served = serve(tmp_path / "repository")
+    write_ctr(ctr / "2", scale=2.0)
+    (ctr / "2/tables/item/emb_vector").write_bytes(b"short")
+
+    with served.grpc_client() as client, pytest.raises(InferenceServerException) as refusal:
+        client.load_model("ctr")
+
+    assert str(ctr / "2/tables/item/emb_vector") in str(refusal.value)
 
 
 def test_an_imported_model_keeps_its_requests(serve: Serve, shared: Path, tmp_path: Path) -> None:
