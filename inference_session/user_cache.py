@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from inference_session.errors import ConfigurationError
 
 
 def user_cache_folder() -> Path:
@@ -20,3 +24,23 @@ def state_folder(repository: Path) -> Path:
     chosen = os.environ.get("HOTROW_CACHE_DIR")
     name = f"{folder.name}-{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
     return (Path(chosen) if chosen else user_cache_folder()) / "state" / name
+
+
+@contextmanager
+def lock_file(folder: Path) -> Iterator[int]:
+    """A file in the folder, which is made, for flock; never removed, so that all lock the same one.
+
+    Raises:
+        ConfigurationError: nothing can be kept there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{folder}: nothing can be kept there ({error.strerror}); set HOTROW_CACHE_DIR to a folder where it can"
+        ) from error
+    try:
+        yield handle
+    finally:
+        os.close(handle)

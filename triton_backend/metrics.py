@@ -23,12 +23,12 @@ from triton_backend.stubs import RESTARTS_PARAMETER
 INTERVAL_S = 0.5
 
 _COUNTERS = {
-    "requests": ("hotrow_requests_total", "Requests answered, with predictions or with an error"),
     "failed_requests": ("hotrow_failed_requests_total", "Requests answered with an error"),
     "samples": ("hotrow_samples_total", "Samples (rows of requests) computed"),
     "in_place_updates": ("hotrow_in_place_updates_total", "Times that new content of the version's folder took over"),
     "failed_in_place_updates": ("hotrow_failed_in_place_updates_total", "Times that such content was not fit to serve"),
     "batches": ("hotrow_batches_total", "Runs of the dense network; requests joined into one count once"),
+    "requests": ("hotrow_requests_total", "Requests answered, with predictions or with an error"),
 }
 _TABLE_COUNTERS = {
     "lookup_keys": ("hotrow_lookup_keys_total", "Keys looked up"),
@@ -158,8 +158,6 @@ class SessionMetrics:
 
     def _report(self) -> None:
         stats = self._stats()
-        for key, counter in self._counters.items():
-            self._raise_to(counter, (key,), stats[key])
         for group, members, values in (
             ("tables", self._tables, stats["tables"]),
             ("cache", self._cache, stats["cache"].get("tables", {})),
@@ -176,6 +174,9 @@ class SessionMetrics:
             gauge.set(stats["updates"][key])
         for tier, gauge in self._tiers_up.items():
             gauge.set(int(stats["tiers"][tier]["failure"] is None))
+        # Requests come last of all: whoever sees them counted sees what they did counted as well.
+        for key, counter in self._counters.items():
+            self._raise_to(counter, (key,), stats[key])
         # Again and again: a generation that this one replaced may set it to 0 after this one began.
         self._version_info.set(1)
         self._resident_memory.set(_resident_bytes())

@@ -141,15 +141,20 @@ class EmbeddingCache(ABC):
     def refresh(self, table: str, fetch: Fetch) -> None:
         """Read the cached rows of a table again, from below; a row that is no longer there is erased.
 
-        Look-ups go on meanwhile. For one writer: an `update` that comes between a fetch and its result is lost.
+        Look-ups go on meanwhile. `fetch` gets NumPy arrays. For one writer: an `update` that comes between a fetch and
+        its result is lost.
         """
-        keys = self.dump(table)
+        keys = self._dump_to_host(table)
         for begin in range(0, len(keys), _KEYS_PER_REFRESH):
             part = keys[begin : begin + _KEYS_PER_REFRESH]
             vectors = np.empty((len(part), self.dims[table]), np.float32)
             found = fetch(part, vectors)
             self.update(table, part[found], vectors[found])
             self.erase(table, part[~found])
+
+    def _dump_to_host(self, table: str) -> NDArray[np.int64]:
+        """`dump`, as a NumPy array."""
+        return self.dump(table)
 
     def __enter__(self: Cache) -> Cache:
         return self

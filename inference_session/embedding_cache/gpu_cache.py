@@ -22,7 +22,6 @@ from numpy.typing import ArrayLike, NDArray
 from inference_session.embedding_cache.base import (
     ROW_COUNTS,
     EmbeddingCache,
-    Fetch,
     LookupResult,
     check_keys,
     check_range,
@@ -55,7 +54,6 @@ _MOST_BUCKETS = (2**32 - 2) // SLOTS
 _KEYS_PER_WRITE = 1 << 20
 _MAX_GEOMETRIES = 1024
 _MAX_REMEMBERED = 64
-_REFRESH_KEYS = 1 << 14
 _INT64, _INT32, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
 
 
@@ -172,15 +170,9 @@ class GpuEmbeddingCache(EmbeddingCache):
         with self._writing(table) as writer:
             return cupy.empty(0, np.int64) if writer is None else writer.dump()
 
-    def refresh(self, table: str, fetch: Fetch) -> None:
-        """See EmbeddingCache. `fetch` gets NumPy arrays."""
-        keys = cupy.asnumpy(self.dump(table))
-        for begin in range(0, len(keys), _REFRESH_KEYS):
-            part = keys[begin : begin + _REFRESH_KEYS]
-            vectors = np.empty((len(part), self.dims[table]), np.float32)
-            found = fetch(part, vectors)
-            self.update(table, part[found], vectors[found])
-            self.erase(table, part[~found])
+    def _dump_to_host(self, table: str) -> NDArray[np.int64]:
+        keys: NDArray[np.int64] = cupy.asnumpy(self.dump(table))
+        return keys
 
     def stats(self) -> dict[str, Any]:
         """See EmbeddingCache. `misses` counts keys that backing rows answered as well. Waits for the current stream."""

@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from inference_session.errors import ConfigurationError
 from inference_session.model_source.copy import Copy
 from inference_session.model_source.create import create_source, is_url, split_place
 from inference_session.model_source.inventory import Inventory
 from inference_session.model_source.transfer import Progress
+from inference_session.user_cache import lock_file, user_cache_folder
 
 NUM_KEPT = 2
 """States of one source that are kept: the newest, and the one before it, which others may be reading."""
@@ -33,7 +33,7 @@ def cache_folder() -> Path:
     """`HOTROW_CACHE_DIR`, else `hotrow` in the user's cache folder; there `sources`."""
     if chosen := os.environ.get("HOTROW_CACHE_DIR"):
         return Path(chosen) / "sources"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hotrow" / "sources"
+    return user_cache_folder() / "sources"
 
 
 def fetch(place: str | Path, progress: Progress | None = None) -> Path:
@@ -83,18 +83,9 @@ def _hash(text: str) -> str:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise ConfigurationError(
-            f"{folder}: copies cannot be kept there ({error.strerror}); set HOTROW_CACHE_DIR to a folder that can"
-        ) from error
-    try:
+    with lock_file(folder) as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(handle)
 
 
 def _remove_old(folder: Path, num_kept: int = NUM_KEPT) -> None:

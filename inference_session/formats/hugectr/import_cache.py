@@ -23,14 +23,14 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from inference_session.errors import ConfigurationError, ModelFormatError, UnavailableError
+from inference_session.errors import ModelFormatError, UnavailableError
 from inference_session.formats import manifest, native
 from inference_session.formats.hugectr.importer import Progress, write_version
 from inference_session.formats.hugectr.ps_fields import PsJson, PsModel
 from inference_session.formats.hugectr.remote_files import with_local_files
 from inference_session.formats.manifest import sha256_of
 from inference_session.formats.staging import stage_version
-from inference_session.user_cache import user_cache_folder
+from inference_session.user_cache import lock_file, user_cache_folder
 
 NUM_KEPT = 3
 """Imports of one model that are kept: the one in use, the one before it for a way back, and one more."""
@@ -78,7 +78,7 @@ def cached_import(
         repr((_statement(settings, model), version, _importer_hash(), *_checksums(sources, progress)))
     )
     version_dir = entry / model.name / str(version)
-    with _lock_file(imports) as lock:
+    with lock_file(imports) as lock:
         while True:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not version_dir.is_dir():
@@ -107,7 +107,7 @@ def kept_import(name: str, owner: Path, version: int, *, folder: Path | None = N
         name, owner, folder: as the model's name, `owner` and `folder` of `cached_import`.
     """
     imports = _imports(name, owner, folder)
-    with _lock_file(imports) as lock:
+    with lock_file(imports) as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         kept = [entry for entry in _served(imports) if (entry / name / str(version)).is_dir()]
         if kept:
@@ -167,23 +167,6 @@ def _importer_hash() -> str:
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:_HASH_LENGTH]
-
-
-@contextmanager
-def _lock_file(imports: Path) -> Iterator[int]:
-    """A file to lock, one per model folder; never removed, so that all lock the same one."""
-    try:
-        imports.mkdir(parents=True, exist_ok=True)
-        handle = os.open(imports / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise ConfigurationError(
-            f"{imports}: the cache of imported models cannot be written ({error.strerror}); "
-            "set HOTROW_CACHE_DIR to a folder that can"
-        ) from error
-    try:
-        yield handle
-    finally:
-        os.close(handle)
 
 
 def _remove_old(imports: Path) -> None:
