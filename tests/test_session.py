@@ -7,8 +7,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
+import onnxruntime
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -313,6 +315,16 @@ def test_a_closed_session_says_so(version: tuple[Path, small_model.Arrays]) -> N
     assert "[3 tables, closed]" in repr(session)
     with pytest.raises(SessionClosedError, match="has been closed"):
         session.run(small_model.random_inputs(1, np.random.default_rng(0)))
+
+
+def test_a_network_refused_without_a_word_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime has errors without a text."""
+    small_model.write(tmp_path / "1")
+    wordless = onnxruntime.capi.onnxruntime_pybind11_state.Fail("")
+    monkeypatch.setattr(onnxruntime, "InferenceSession", Mock(side_effect=wordless))
+
+    with pytest.raises(ModelFormatError, match=r"dense\.onnx: ONNX Runtime cannot load it: Fail$"):
+        InferenceSession.open(tmp_path / "1")
 
 
 def test_a_forgotten_close_is_a_warning(version: tuple[Path, small_model.Arrays]) -> None:

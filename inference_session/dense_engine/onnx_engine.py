@@ -71,4 +71,5 @@ class OnnxEngine(DenseEngine):
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0]
+    """What an error says first; some of ONNX Runtime's say nothing but their name."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
