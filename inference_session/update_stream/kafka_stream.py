@@ -2,11 +2,15 @@
 
     discover    topics of this model's tables, every second: new ones from where their rows are durable up to, else
                 from the oldest message; ones that have vanished are left, and begin anew when they come back
-    consume     many messages at once, of all partitions
+    consume     a few messages at once, of all partitions
     decode      by table; messages that cannot be applied are set aside, counted, and logged once per reason
     apply       to every tier and the cache; while a store is down, again and again: nothing is dropped
+    rest        after every few hundred rows, for a moment, in which requests have the interpreter
     save        where rows are durable, once a second: how far they are, beside the rows, then the same to the brokers
     follow      a store that has another process for its one writer: once that one has saved as much, rows are read anew
+
+Requests are answered by other threads of this process, and what the client library and RocksDB do, they do without
+letting these run. So all work is done in pieces of well below a millisecond; they also fit the processor's cache.
 
 Partitions are assigned, not shared out by a consumer group: every process keeps its own cache up to date, and so has to
 see every message. Where the rows are not durable, nothing is saved, and the stream is read from its beginning at start.
@@ -22,8 +26,9 @@ import socket
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import groupby
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -35,16 +40,24 @@ from inference_session.update_stream.encodings import REASONS, Refusal, Updates,
 from inference_session.update_stream.kafka_url import KafkaUrl, table_of
 
 try:
-    from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
+    from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
 except ImportError as missing:
     raise ConfigurationError(
         "an update stream needs the package `confluent-kafka`: pip install 'hotrow[kafka]'"
     ) from missing
 
 DISCOVERY_S = 1.0
-MAX_MESSAGES = 10_000
+MAX_MESSAGES = 500
+"""Taken from the client library at once."""
 MAX_SET_ASIDE = 100
 """Refused messages of which the statistics tell."""
+_BYTES_AT_ONCE = 256 << 10
+"""Of messages that are taken at once, about."""
+_TAKES = 8
+"""After so many, what has been taken is applied: the more rows at once, the faster do stores take them."""
+_ROWS_AT_ONCE = 256
+_REST_S = 50e-6
+"""Long enough for a thread that waits for the interpreter to wake up and take it."""
 _POLL_S = 0.05
 _SAVE_S = 1.0
 _FOLLOW_S = 5.0
@@ -125,6 +138,7 @@ class KafkaUpdateStream:
         self._vanished: set[Partition] = set()
         """Partitions whose saved offsets mean nothing any more."""
         self._save_at = self._discover_at = 0.0
+        self._num_at_once = 1
         self._consumer = _create_consumer(url, f"hotrow.{model}.{version}.{socket.gethostname()}")
         self._url = url
         self._thread = threading.Thread(target=self._work, name="hotrow-update-stream", daemon=True)
@@ -190,6 +204,7 @@ class KafkaUpdateStream:
             self._discover_at = time.monotonic() + DISCOVERY_S
         by_topic, oldest_ms, ends = self._consume()
         if by_topic:
+            time.sleep(_REST_S)
             self._apply_all(by_topic, oldest_ms)
         if ends:
             self._reach(ends)
@@ -220,7 +235,7 @@ class KafkaUpdateStream:
         if self._behind is None:
             self._behind = new
         self._note_ends(())
-        self._measure_lag()
+        self._measure_lag(self._positions)
 
     def _leave(self, partitions: Collection[Partition]) -> None:
         for topic, partition in sorted(partitions):
@@ -258,17 +273,34 @@ class KafkaUpdateStream:
         """Messages by topic; the time in ms at which the oldest was published; where partitions have their end."""
         by_topic: defaultdict[str, list[Any]] = defaultdict(list)
         ends: dict[Partition, int] = {}
-        for message in self._consumer.consume(MAX_MESSAGES, _POLL_S):
-            error, topic = message.error(), message.topic() or ""
-            if error is None:
-                by_topic[topic].append(message)
-            elif error.code() == KafkaError._PARTITION_EOF:
+        consumed = self._take()
+        failed = [message for message in consumed if message.error()]
+        for topic, messages in groupby([message for message in consumed if not message.error()], Message.topic):
+            by_topic[topic] += messages
+        for message in failed:
+            topic, error = message.topic() or "", message.error()
+            if error.code() == KafkaError._PARTITION_EOF:
                 ends[topic, message.partition() or 0] = message.offset() or 0
             else:
                 self._report(f"topic {topic!r}: {error.str()}")
                 self._discover_at = 0.0
         oldest_ms = min((messages[0].timestamp()[1] for messages in by_topic.values()), default=0)
         return by_topic, oldest_ms, ends
+
+    def _take(self) -> list[Any]:
+        """Messages, and words of partitions' ends, as far as they are there."""
+        taken: list[Any] = []
+        for take in range(_TAKES):
+            num_wanted = self._num_at_once
+            messages = self._consumer.consume(num_wanted, 0.0 if take else _POLL_S)
+            taken += messages
+            # A batch may be a thousand times as large as a row.
+            num_fitting = _BYTES_AT_ONCE * len(messages) // (sum(map(len, messages)) or 1)
+            self._num_at_once = min(max(num_fitting, 1), 2 * num_wanted, MAX_MESSAGES)
+            if len(messages) < num_wanted:
+                break
+            time.sleep(_REST_S)
+        return taken
 
     def _apply_all(self, by_topic: Mapping[str, list[Any]], oldest_ms: int) -> None:
         published_s = oldest_ms / 1000 if oldest_ms > 0 else time.time()
@@ -284,14 +316,14 @@ class KafkaUpdateStream:
             for topic, offsets in reached.items():
                 # Not what the client says, which counts the end of a partition as a message.
                 self._positions |= {(topic, partition): offset for partition, offset in offsets.items()}
-        self._measure_lag()
+        self._measure_lag([(topic, partition) for topic, offsets in reached.items() for partition in offsets])
 
     def _reach(self, ends: Mapping[Partition, int]) -> None:
         """Count what lies between the last message and the end as read: marks of transactions, messages compacted."""
         with self._lock:
             for partition in ends.keys() & self._positions.keys():
                 self._positions[partition] = max(self._positions[partition], ends[partition])
-        self._measure_lag()
+        self._measure_lag(ends)
 
     def _apply(self, topic: str, messages: Sequence[Any], reached: Mapping[int, int]) -> None:
         table = self._tables.get(table_of(topic, self._model) or "")
@@ -303,12 +335,13 @@ class KafkaUpdateStream:
             messages = [message for message in messages if message.timestamp()[1] >= self._since_ms]
         spec = self._specs[table]
         updates = decode(
-            [(message.key(), message.value()) for message in messages],
+            list(zip(map(Message.key, messages), map(Message.value, messages), strict=True)),
             spec.embedding_dim,
             allow_non_finite=self._allow_non_finite,
             min_key=0 if spec.keys == "row_number" else None,
         )
         self._refuse(topic, messages, updates.refusals)
+        time.sleep(_REST_S)
         self._persist(lambda: self._write(table, updates, topic, reached))
         with self._lock:
             self._counts["updated_rows"] += len(updates.keys)
@@ -317,10 +350,12 @@ class KafkaUpdateStream:
     def _write(self, table: int, updates: Updates, topic: str, reached: Mapping[int, int]) -> None:
         """Write rows of a topic, whose partitions are then applied up to `reached`."""
         try:
-            if len(updates.keys):
-                self._rows.update(table, updates.keys, updates.vectors)
-            if len(updates.deleted):
-                self._rows.erase(table, updates.deleted)
+            for part in _parts(len(updates.keys)):
+                self._rows.update(table, updates.keys[part], updates.vectors[part])
+                time.sleep(_REST_S)
+            for part in _parts(len(updates.deleted)):
+                self._rows.erase(table, updates.deleted[part])
+                time.sleep(_REST_S)
         except UnavailableError:
             if not (self._rows.is_durable and self._await_writer(table, topic, reached)):
                 raise
@@ -346,7 +381,7 @@ class KafkaUpdateStream:
                 result = work()
             except (UnavailableError, StoreError) as error:
                 self._report(str(error))
-                self._measure_lag()
+                self._measure_lag(self._positions)
                 if self._closing.wait(pause_s):
                     raise
             else:
@@ -372,13 +407,14 @@ class KafkaUpdateStream:
             if not self._behind:
                 self._current.set()
 
-    def _measure_lag(self) -> None:
-        """How many messages each partition has beyond those that are applied, as the brokers said last.
+    def _measure_lag(self, partitions: Iterable[Partition]) -> None:
+        """How many messages each of these partitions has beyond those that are applied, as the brokers said last.
 
         One that ends before them was made anew, and is read from its beginning.
         """
         cut = []
-        for (topic, partition), position in self._positions.items():
+        for topic, partition in self._positions.keys() & partitions:
+            position = self._positions[topic, partition]
             _, end = self._consumer.get_watermark_offsets(TopicPartition(topic, partition), cached=True)
             with self._lock:
                 self._lag[topic, partition] = max(end - position, 0) if position >= 0 else max(end, 0)
@@ -447,9 +483,15 @@ def _create_consumer(url: KafkaUrl, group: str) -> Consumer:
         raise ConfigurationError(f"settings of {str(url)!r} are refused: {error.args[0].str()}") from error
 
 
-def _ends(messages: Iterable[Any]) -> dict[int, int]:
+def _ends(messages: Sequence[Any]) -> dict[int, int]:
     """By partition, the offset behind its last message."""
-    return {message.partition(): message.offset() + 1 for message in messages}
+    last = dict(zip(map(Message.partition, messages), map(Message.offset, messages), strict=True))
+    return {partition: offset + 1 for partition, offset in last.items()}
+
+
+def _parts(num_rows: int) -> Iterator[slice]:
+    """So many rows, in pieces."""
+    return (slice(begin, begin + _ROWS_AT_ONCE) for begin in range(0, num_rows, _ROWS_AT_ONCE))
 
 
 def _note(text: str | None) -> dict[str, Any]:
