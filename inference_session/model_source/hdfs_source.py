@@ -40,7 +40,7 @@ MAX_DEPTH = 1000
 _MAX_CONNECTIONS = 32
 _READ_BYTES = 1 << 20
 _MAX_REASON = 300
-_PASSING = {"StandbyException", "RetriableException", "SafeModeException"}
+_PASSING = ("StandbyException", "RetriableException", "SafeModeException")
 _LEASED = ("AlreadyBeingCreatedException", "RecoveryInProgressException", "Cannot obtain block length")
 """What is said of a file that a writer has not closed."""
 
@@ -221,7 +221,7 @@ class HdfsSource(ModelSource):
             raise
         except HdfsError as error:
             raise self._of_hdfs(path, error) from None
-        except (KeyError, TypeError, ValueError):  # an answer of another form, as of another web server
+        except (KeyError, TypeError, ValueError, RecursionError):  # an answer of another form, as of another web server
             raise SourceError(f"{self.name_of(path)}: {self._not_webhdfs()}") from None
         except (requests.RequestException, HTTPError) as error:
             raise UnavailableError(f"{self.name_of(path)}: {self._of_http(error)}") from None

@@ -33,6 +33,7 @@ from inference_session.hot_keys import read_hot_keys, write_hot_keys
 from inference_session.key_recorder import read_recording
 from inference_session.model_source import hdfs_source
 from inference_session.model_source.copy import Copy
+from inference_session.model_source.create import create_source
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis_replies import CURSOR, REPLY, read_rows
 from inference_session.parameter_server.rocksdb_store import RocksDbStore, list_rocksdb_tables
@@ -248,8 +249,11 @@ def _copy_from_hdfs(folder: Path) -> None:
     target = folder / "copies/one/copy"
     shutil.rmtree(folder / "copies", ignore_errors=True)
     target.parent.mkdir(parents=True)
+    url = f"hdfs://{_name_node(folder / 'replies')}/m"
     try:
-        with Copy(f"hdfs://{_name_node(folder / 'replies')}/m", target) as copy:
+        with create_source(url) as source:
+            source.stat("nothing")
+        with Copy(url, target) as copy:
             copy.run()
     finally:
         assert {path.name for path in (folder / "copies").iterdir()} == {"one"}
