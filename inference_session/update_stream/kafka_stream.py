@@ -278,7 +278,12 @@ class KafkaUpdateStream:
         taken: list[Any] = []
         for take in range(_TAKES):
             num_wanted = self._num_at_once
-            messages = self._consumer.consume(num_wanted, 0.0 if take else _POLL_S)
+            try:
+                messages = self._consumer.consume(num_wanted, 0.0 if take else _POLL_S)
+            except KafkaException:
+                if not taken:
+                    raise
+                break  # it will be raised again, when these are not lost by it
             taken += messages
             # A batch may be a thousand times as large as a row.
             num_fitting = _BYTES_AT_ONCE * len(messages) // (sum(map(len, messages)) or 1)
