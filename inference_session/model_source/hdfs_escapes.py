@@ -6,6 +6,7 @@ asked for something that it must refuse, for which reason says what it has decod
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,13 +26,17 @@ class EscapingSession(requests.Session):
         super().__init__()
         self._name_node = name_node
         self._decodes_twice: bool | None = None
+        self._asking = threading.Lock()
 
     def prepare_for(self, client: Any, path: str) -> None:
         """Find out how DataNodes decode, if this path makes a difference; `client` is the HDFS client over this."""
-        if "%" in path and self._decodes_twice is None:
-            location = client._create(_PROBE, blocksize=_BLOCK_BYTES, overwrite=False).headers["location"]
-            answer = client._request(method="PUT", url=location, data=b"")
-            self._decodes_twice = "escape sequence" in answer.text
+        if "%" not in path:
+            return
+        with self._asking:
+            if self._decodes_twice is None:
+                location = client._create(_PROBE, blocksize=_BLOCK_BYTES, overwrite=False).headers["location"]
+                answer = client._request(method="PUT", url=location, data=b"")
+                self._decodes_twice = "escape sequence" in answer.text
 
     def send(self, request: requests.PreparedRequest, **settings: Any) -> requests.Response:
         """See requests.Session; redirections come by here as well."""

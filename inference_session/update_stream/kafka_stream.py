@@ -38,6 +38,7 @@ from inference_session.formats.native import TableSpec
 from inference_session.update_stream.encodings import Refusal, Updates, decode
 from inference_session.update_stream.kafka_url import KafkaUrl
 from inference_session.update_stream.offset_notes import read_offsets, with_offsets
+from inference_session.update_stream.rests import Rests
 from inference_session.update_stream.stream_stats import StreamStats
 from inference_session.update_stream.topics import table_of
 
@@ -56,8 +57,6 @@ _BYTES_AT_ONCE = 256 << 10
 _TAKES = 8
 """After so many, what has been taken is applied: the more rows at once, the faster do stores take them."""
 _ROWS_AT_ONCE = 256
-_REST_S = 50e-6
-"""Long enough for a thread that waits for the interpreter to wake up and take it."""
 _POLL_S = 0.05
 _SAVE_S = 1.0
 _FOLLOW_S = 5.0
@@ -133,6 +132,7 @@ class KafkaUpdateStream:
         """Partitions found at first whose end has not been seen yet; None: nothing has been found out."""
         self._save_at = self._discover_at = 0.0
         self._num_at_once = 1
+        self._rests = Rests()
         self._stats = StreamStats(model)
         self._current = threading.Event()
         self._closing = threading.Event()
@@ -191,7 +191,7 @@ class KafkaUpdateStream:
             self._discover_at = time.monotonic() + DISCOVERY_S
         by_topic, oldest_ms, ends = self._consume()
         if by_topic:
-            time.sleep(_REST_S)
+            self._rests.rest()
             self._apply_all(by_topic, oldest_ms)
         if ends:
             self._reach(ends)
@@ -290,7 +290,7 @@ class KafkaUpdateStream:
             self._num_at_once = min(max(num_fitting, 1), 2 * num_wanted, MAX_MESSAGES)
             if len(messages) < num_wanted:
                 break
-            time.sleep(_REST_S)
+            self._rests.rest()
         return taken
 
     def _apply_all(self, by_topic: Mapping[str, list[Any]], oldest_ms: int) -> None:
@@ -326,7 +326,7 @@ class KafkaUpdateStream:
             min_key=0 if spec.keys == "row_number" else None,
         )
         self._refuse(topic, messages, updates.refusals)
-        time.sleep(_REST_S)
+        self._rests.rest()
         self._persist(lambda: self._write(table, updates, topic, reached))
         self._stats.count_rows(updated=len(updates.keys), deleted=len(updates.deleted))
 
@@ -335,10 +335,10 @@ class KafkaUpdateStream:
         try:
             for part in _parts(len(updates.keys)):
                 self._rows.update(table, updates.keys[part], updates.vectors[part])
-                time.sleep(_REST_S)
+                self._rests.rest()
             for part in _parts(len(updates.deleted)):
                 self._rows.erase(table, updates.deleted[part])
-                time.sleep(_REST_S)
+                self._rests.rest()
         except UnavailableError:
             if not (self._rows.is_durable and self._await_writer(table, topic, reached)):
                 raise
