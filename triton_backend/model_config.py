@@ -112,15 +112,15 @@ def configured_cache_bytes(spec: ModelSpec, version_dir: Path, *, on_device: boo
 def _tensor_config(message: object) -> TensorConfig:
     if not isinstance(message, dict):
         raise ValueError(f"an input or output is a message, found {message!r}")
-    dims = tuple(int(_text("dims", size)) for size in message.get("dims", []))
+    dims = tuple(int(_scalar("dims", size)) for size in message.get("dims", []))
     return TensorConfig(_last(message, "name"), _last(message, "data_type"), dims)
 
 
 def _last(message: text_format.Message, field: str, default: str = "") -> str:
-    return _text(field, (message.get(field) or [default])[-1])
+    return _scalar(field, (message.get(field) or [default])[-1])
 
 
-def _text(field: str, value: object) -> str:
+def _scalar(field: str, value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"field {field!r} has a message for a value")
     return value
