@@ -150,7 +150,11 @@ class InferenceSession:
         return self._outputs.predictions(self.run(inputs, self.spec.label_outputs))
 
     def run(self, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] | None = None) -> Answer:
-        """The outputs of those names, in that order; None: all of the model's own, and the predictions."""
+        """The outputs of those names, in that order; None: all of the model's own, and the predictions.
+
+        Raises:
+            InvalidRequestError: an input is missing, unknown or malformed, or an output unknown.
+        """
         arrays = {name: self._as_array(name, value) for name, value in inputs.items()}
         answer = self.run_many([Request(arrays, outputs)])[0]
         if isinstance(answer, HotrowError):
