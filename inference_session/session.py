@@ -45,8 +45,6 @@ from inference_session.stats import SessionStats
 if TYPE_CHECKING:
     from inference_session.update_stream.kafka_stream import KafkaUpdateStream
 
-cpu.import_compiler()  # else the first session to be opened would
-
 _WARM_UP_BATCHES = ((1, 1), (1, 64), (4, 1), (16, 1), (8, 64), (16, 1), (8, 64), (1, 64), (1, 1))
 """Requests and samples of each, run before a version serves: a network takes longer for a size that is new to it."""
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
-
-import numba
 import numpy as np
 from numpy.typing import NDArray
+
+from inference_session.embedding_cache.kernels.intrinsics import kernel
 
 Int64s = NDArray[np.int64]
 _SIGNATURE = "boolean(int32[::1], int64[::1], int64, int64, int64[::1], int64[::1])"
@@ -46,7 +44,4 @@ def _place_bags(  # noqa: PLR0917  compiled functions take their arguments by po
     return position == num_keys
 
 
-place_bags = cast(
-    "Callable[[Any, Int64s, int, int, Int64s, Int64s], bool]",
-    numba.njit(_SIGNATURE, nogil=True, cache=True)(_place_bags),
-)
+place_bags = kernel(_place_bags, _SIGNATURE)
