@@ -17,7 +17,7 @@ import logging
 import queue
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, SessionClosedError, StoreError, UnavailableError
+from inference_session.pacing import rest_after
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, Rows
 from inference_session.parameter_server.recent_writes import RecentWrites
 from inference_session.parameter_server.retirement import Retirement
@@ -37,8 +38,8 @@ OnStoreFailure = Literal["default_vector", "error"]
 MAX_PENDING_PROMOTIONS = 1024
 MAX_PENDING_BYTES = 64 << 20
 """Promotions that wait for their turn; further ones are dropped and counted, for the next miss brings them again."""
-PROMOTIONS_AT_ONCE = 64
-"""Promotions after which the rest of the background work has its turn."""
+PROMOTIONS_AT_ONCE, ROWS_AT_ONCE = 64, 1024
+"""Promotions, or rows of promotions or touches, after which the rest of the background work has its turn."""
 MAX_UNWRITTEN_KEYS = 1_000_000
 """Keys of a table that are remembered for a volatile tier that is out; with more of them it drops the whole table."""
 MAX_REPORTED = 100
@@ -48,7 +49,10 @@ MAX_PENDING_TOUCHES = 1 << 20
 PAUSE_S = 5.0
 """How long nothing is promoted to, or touched in, a tier that has just refused it."""
 ROUND_INTERVAL_S = 0.5
-"""How often tiers that are out are tried, and readers catch up."""
+"""How often tiers that are out are tried."""
+TURN_INTERVAL_S = 0.02
+"""How often rows are promoted and touched, and readers catch up: what comes meanwhile goes in one piece, and the pieces
+are small."""
 
 _log = logging.getLogger(__name__)
 
@@ -136,7 +140,7 @@ class ParameterServer:
         self._promotions: queue.Queue[_Promotion] = queue.Queue(MAX_PENDING_PROMOTIONS)  # put into under `_lock`
         self._unverified: list[tuple[Tier, _Promotion]] = []  # the worker's alone
         self._pending_bytes = 0
-        self._touches: list[_Touch] = []
+        self._touches: deque[_Touch] = deque()
         self._num_touches = 0
         self._dropped_promotions = 0
         self._degraded_keys = 0
@@ -439,32 +443,43 @@ class ParameterServer:
             _log.warning("tier %s of the parameter server failed: %s", tier.name, error)
 
     def _work(self) -> None:
-        """Promote rows, bring back tiers that are out, and let readers catch up, until the server closes."""
+        """Promote and touch rows, bring back tiers that are out, and let readers catch up, until the server closes."""
         next_round = time.monotonic() + ROUND_INTERVAL_S
-        while not self._closing.is_set():
-            promotions = self._next_promotions()
-            self._survive(self._insert, promotions)
-            for _ in promotions:
-                self._promotions.task_done()
-            if time.monotonic() >= next_round:
+        rest_s = TURN_INTERVAL_S
+        while not self._closing.wait(rest_s):
+            begin = time.monotonic()
+            self._take_turn()
+            if begin >= next_round:
                 for tier in self._tiers:
                     self._survive(self._look_after, tier)
                 self._survive(self._drop_outdated, self._next_unverified())
-                self._survive(self._touch, self._next_touches())
                 next_round = time.monotonic() + ROUND_INTERVAL_S
+            rest_s = max(TURN_INTERVAL_S, rest_after(time.monotonic() - begin))
         self._survive(self._drop_outdated, self._next_unverified())
         with contextlib.suppress(queue.Empty):
             while True:
                 self._promotions.get_nowait()
                 self._promotions.task_done()
 
+    def _take_turn(self) -> None:
+        """Do a small piece of what requests have left to do, and see what others have written since."""
+        promotions = self._next_promotions()
+        self._survive(self._insert, promotions)
+        for _ in promotions:
+            self._promotions.task_done()
+        self._survive(self._touch, self._next_touches())
+        for tier in self._tiers:
+            if tier.store.lags and tier.failure is None:
+                self._survive(self._look_after, tier)
+
     def _next_promotions(self) -> list[_Promotion]:
-        """Some that wait, none if there are none for a moment."""
+        """Some of those that wait."""
         promotions: list[_Promotion] = []
+        num_rows = 0
         with contextlib.suppress(queue.Empty):
-            promotions.append(self._promotions.get(timeout=ROUND_INTERVAL_S / 5))
-            while len(promotions) < PROMOTIONS_AT_ONCE:
+            while len(promotions) < PROMOTIONS_AT_ONCE and num_rows < ROWS_AT_ONCE:
                 promotions.append(self._promotions.get_nowait())
+                num_rows += len(promotions[-1].keys)
         with self._lock:
             self._pending_bytes -= sum(promotion.vectors.nbytes for promotion in promotions)
         return promotions
@@ -478,8 +493,10 @@ class ParameterServer:
             _log.exception("background work of the parameter server failed")
 
     def _insert(self, promotions: Sequence[_Promotion]) -> None:
+        if not promotions:
+            return
         with self._writing:
-            current = [part for part in map(self._not_written_since, promotions) if len(part.keys)]
+            current = _joined([part for part in map(self._not_written_since, promotions) if len(part.keys)])
             inserted = [(tier, part) for part in current for tier in part.tiers if self._insert_into(tier, part)]
         unverified = [(tier, part) for tier, part in inserted if part.source.store.lags]
         self._unverified += unverified
@@ -506,12 +523,20 @@ class ParameterServer:
         return inserted
 
     def _next_touches(self) -> list[_Touch]:
+        """Some of those that wait."""
+        touches: list[_Touch] = []
+        num_keys = 0
         with self._lock:
-            touches, self._touches, self._num_touches = self._touches, [], 0
+            while self._touches and num_keys < ROWS_AT_ONCE:
+                touches.append(self._touches.popleft())
+                num_keys += len(touches[-1].keys)
+            self._num_touches -= num_keys
         return touches
 
     def _touch(self, touches: Sequence[_Touch]) -> None:
         """Mark rows as used, but for those written since they were read: erased ones must get no mark."""
+        if not touches:
+            return
         keys: defaultdict[tuple[Tier, str], list[NDArray[np.int64]]] = defaultdict(list)
         with self._writing:
             for touch in touches:
@@ -614,6 +639,19 @@ class ParameterServer:
         else:
             tier.store.erase(table, np.concatenate(keys))
         del tier.unwritten[table]
+
+
+def _joined(promotions: Sequence[_Promotion]) -> list[_Promotion]:
+    """The same rows, those that go the same way in one piece: a call of a store costs as much as a hundred rows."""
+    ways: defaultdict[tuple[Tier, tuple[Tier, ...], str], list[_Promotion]] = defaultdict(list)
+    for part in promotions:
+        ways[part.source, tuple(part.tiers), part.table].append(part)
+    return [
+        parts[0]._replace(
+            keys=np.concatenate([part.keys for part in parts]), vectors=np.concatenate([part.vectors for part in parts])
+        )
+        for parts in ways.values()
+    ]
 
 
 def _contains(ordered: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -22,6 +22,7 @@ from inference_session.embedding_cache.null_cache import NullEmbeddingCache, emp
 from inference_session.errors import UnavailableError
 from inference_session.formats.native import TableSpec
 from inference_session.hot_keys import HotKeys
+from inference_session.pacing import paced
 from inference_session.parameter_server.base import FetchRequest, Rows
 from inference_session.parameter_server.recent_writes import RecentWrites
 from inference_session.parameter_server.server import ParameterServer
@@ -31,7 +32,8 @@ from inference_session.row_source.row_numbers import aliases_of, stored_keys
 
 HostCache: TypeAlias = "CpuEmbeddingCache | NullEmbeddingCache"
 
-_KEYS_PER_REFRESH = 1 << 14
+_KEYS_PER_REFRESH = 256
+"""Few enough that a request which meets them in a store, or waits for the interpreter meanwhile, hardly notices."""
 _KEYS_PER_FETCH = 1 << 13
 _CLOSE_S = 10.0
 
@@ -147,11 +149,7 @@ class CachedRows(RowSource):
 
     def refresh(self) -> None:
         """See RowSource. UnavailableError where a tier is down; rows that it may have stay as they are."""
-        self._server.refresh()
-        for table, spec in enumerate(self._specs):
-            keys = self._cache.dump(spec.folder)
-            for begin in range(0, len(keys), _KEYS_PER_REFRESH):
-                self._refresh(table, keys[begin : begin + _KEYS_PER_REFRESH])
+        self._refresh_all(over_s=0.0)
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
@@ -197,10 +195,22 @@ class CachedRows(RowSource):
         self._cache.close()
 
     def _refresh_often(self, interval_s: float) -> None:
-        while not self._closing.wait(interval_s):
+        """Half of the interval is for a round, which takes longer where it must, and half for nothing."""
+        while not self._closing.wait(interval_s / 2):
             # While a tier is down, which is logged elsewhere, the rows stay as they are.
             with contextlib.suppress(UnavailableError):
-                self.refresh()
+                self._refresh_all(over_s=interval_s / 2)
+
+    def _refresh_all(self, over_s: float) -> None:
+        """Read all cached rows again, beside requests; see `paced`."""
+        self._server.refresh()
+        parts = [
+            (table, keys[begin : begin + _KEYS_PER_REFRESH])
+            for table, keys in enumerate(self._cache.dump(spec.folder) for spec in self._specs)
+            for begin in range(0, len(keys), _KEYS_PER_REFRESH)
+        ]
+        for table, keys in paced(parts, self._closing, over_s=over_s):
+            self._refresh(table, keys)
 
     def _write(self, table: int, keys: NDArray[np.int64], write: Callable[[], None], then: Callable[[], None]) -> None:
         """Write to the stores, then to the cache: one write after the other, so that both see them in the same order.
