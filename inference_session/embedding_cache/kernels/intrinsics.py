@@ -4,42 +4,25 @@ instruction. Each function is a few LLVM instructions, for use inside compiled c
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import numba
 from llvmlite import ir
 from numba import types
-from numba.core.caching import FunctionCache
-from numba.core.registry import cpu_target
-from numba.core.runtime.nrt import rtsys
 from numba.extending import intrinsic as numba_intrinsic
+
+from inference_session.machine_code import compiled
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _VECTOR16 = ir.VectorType(ir.IntType(8), 16)
 
-rtsys.initialize(cpu_target.target_context)  # what machine code from the disk calls; compiling would do it itself
 
-
-class _KernelCache(FunctionCache):
-    """Machine code on disk. Numba would import all of its compiler before it loads any, which takes longer than
-    everything else that a process does before it serves, and 20 MiB; compiling imports it where nothing was found.
-    """
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        with self._guard_against_spurious_io_errors():
-            return self._load_overload(sig, target_context)
-
-
-def kernel(function: Function, signature: str | None = None) -> Function:
+def kernel(function: Function) -> Function:
     """Compile without the GIL and with IEEE arithmetic; the machine code is kept on disk where a folder allows it.
-
-    With a signature it is compiled, or loaded, at once and for those types only, else when it is first called.
 
     Kernels do not allocate, so they are spared Numba's reference counting, which would cost more than the work itself.
 
@@ -48,15 +31,7 @@ def kernel(function: Function, signature: str | None = None) -> Function:
     """
     sources = _digest(Path(__file__).parent), _digest(Path(function.__code__.co_filename).parent)
     function.__qualname__ += "_".join(["", *sorted(set(sources))])
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False, "forceinline": True}
-    compiled: Any = numba.njit(**options)(function)
-    # Where Numba finds no folder it may write to (a read-only image without a home), each process compiles.
-    with contextlib.suppress(RuntimeError):
-        compiled._cache = _KernelCache(function)
-    if signature is not None:
-        compiled.compile(signature)
-        compiled.disable_compile()
-    return cast("Function", compiled)
+    return cast("Function", compiled(function, nogil=True, error_model="numpy", _nrt=False, forceinline=True))
 
 
 @functools.cache

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, cast
+
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.embedding_cache.kernels.intrinsics import kernel
+from inference_session.machine_code import compiled
 
 Int64s = NDArray[np.int64]
 _SIGNATURE = "boolean(int32[::1], int64[::1], int64, int64, int64[::1], int64[::1])"
@@ -44,4 +47,7 @@ def _place_bags(  # noqa: PLR0917  compiled functions take their arguments by po
     return position == num_keys
 
 
-place_bags = kernel(_place_bags, _SIGNATURE)
+place_bags = cast(
+    "Callable[[Any, Int64s, int, int, Int64s, Int64s], bool]",
+    compiled(_place_bags, _SIGNATURE, nogil=True),
+)
