@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from inference_session import hugectr
 from inference_session.errors import HotrowError
 from inference_session.hugectr import (
     HPS,
@@ -144,6 +145,77 @@ def test_tables_are_described_in_python(source: Source) -> None:
     found = HPS(config).lookup(np.array([source.keys[1][0], 10**9]), "small", 1, 0)
 
     np.testing.assert_array_equal(found, [source.vectors[1][0], [-1] * 4])
+
+
+def test_scripts_of_later_versions_run(source: Source) -> None:
+    """No `device_id`, kinds of caches as an enumeration, fields of stores set one by one, the submodule `inference`."""
+    store = hugectr.inference.VolatileDatabaseParams()
+    store.type = DatabaseType_t.hash_map
+    store.num_partitions = 4
+    params = hugectr.inference.InferenceParams(
+        model_name="small",
+        max_batchsize=10,
+        hit_rate_threshold=1.0,
+        dense_model_file="",
+        sparse_model_files=[str(source.table_folder(table)) for table in range(2)],
+        deployed_devices=[0],
+        use_gpu_embedding_cache=True,
+        cache_size_percentage=0.5,
+        embedding_cache_type=hugectr.inference.EmbeddingCacheType_t.UVM,
+        i64_input_key=True,
+    )
+    tables = ({"small": ["wide", "deep"]}, {"small": [1, 4]}, {"small": [2, 3]})
+    hps = HPS(ParameterServerConfig(*tables, [params], volatile_db=store))
+
+    np.testing.assert_array_equal(hps.lookup(list(source.keys[1][:2]), "small", 1), source.vectors[1][:2])
+
+
+def test_parameters_without_a_default_must_be_given() -> None:
+    """Although `device_id`, which stands before them, has one."""
+    with pytest.raises(TypeError, match="of model 'm' lacks cache_size_percentage, i64_input_key"):
+        InferenceParams("m", 1, 1.0, "", [], use_gpu_embedding_cache=True)
+
+
+def test_capsules_are_read_and_filled(source: Source) -> None:
+    """DLPack tensors of any library, which go on using them."""
+    torch = pytest.importorskip("torch")
+    hps = HPS(source.ps_json())
+    keys = torch.tensor(source.keys[1][:3], dtype=torch.int64)
+    out = torch.full((1, 13), -7.0)
+    capsule = torch.utils.dlpack.to_dlpack(out)
+
+    hps.lookup_fromdlpack(torch.utils.dlpack.to_dlpack(keys), capsule, "small", 1)
+
+    np.testing.assert_array_equal(out.numpy()[0, :12], source.vectors[1][:3].ravel())
+    assert out[0, 12] == -7
+    assert torch.utils.dlpack.from_dlpack(capsule).data_ptr() == out.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("make_keys", "make_out", "message"),
+    [
+        (lambda t: t.arange(2), lambda t: t.empty(3), "out_tensor has room for 3 elements; the vectors have 8"),
+        (lambda t: t.arange(2).int(), lambda t: t.empty(8), "keys holds elements 'i4'; int64 is expected"),
+        (lambda t: t.arange(2), lambda t: t.empty(8).double(), "out_tensor holds elements 'f8'; float32"),
+        (lambda t: t.arange(4)[::2], lambda t: t.empty(8), "keys has gaps between its elements"),
+    ],
+)
+def test_capsules_of_other_tensors_are_refused(
+    source: Source, make_keys: Callable[[Any], Any], make_out: Callable[[Any], Any], message: str
+) -> None:
+    """What is found and what is expected is said."""
+    torch = pytest.importorskip("torch")
+    tensors = (make_keys(torch), make_out(torch))
+    capsules = [torch.utils.dlpack.to_dlpack(tensor) for tensor in tensors]
+
+    with pytest.raises(HotrowError, match=message):
+        HPS(source.ps_json()).lookup_fromdlpack(*capsules, "small", 1)
+
+
+def test_what_is_no_capsule_is_refused(source: Source) -> None:
+    """An array in a capsule's place."""
+    with pytest.raises(HotrowError, match="keys is no DLPack capsule that is still unused, found"):
+        HPS(source.ps_json()).lookup_fromdlpack(np.arange(2), None, "small", 1)
 
 
 BAD: list[tuple[Callable[[Source], Any], str]] = [
