@@ -108,6 +108,8 @@ class RedisConnection:
         cursor = np.zeros(1, CURSOR)
         cursor["key"] = -1
         row_bytes = int(replies["row_bytes"].max(initial=0))
+        if not self._filled:
+            self._receive(deadline)
         while True:
             used = read_rows(replies, cursor, self._buffer.__array_interface__["data"][0], self._filled)
             self._drop(used)

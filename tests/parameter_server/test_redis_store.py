@@ -174,6 +174,29 @@ def test_partitions_are_those_of_hps() -> None:
             assert order[bounds[p] : bounds[p + 1]].tolist() == [i for i, e in enumerate(expected) if e == p]
 
 
+@pytest.mark.parametrize("max_keys", [1, 3, 1_000])
+@pytest.mark.parametrize("num_partitions", [1, 8, 1_000])
+@pytest.mark.parametrize("num_keys", [1, 9, 700])
+def test_commands_are_written_as_redis_reads_them(num_keys: int, num_partitions: int, max_keys: int) -> None:
+    """The compiled HMGETs are byte for byte those put together in plain Python, and ask for every key once."""
+    keys = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, num_keys)
+    partitioning = layout.Partitioning(num_partitions)
+    order, commands, wire = layout.hmgets("hps_et.a.b", keys, partitioning, max_keys=max_keys)
+
+    expected, sizes = b"", []
+    for partition, begin, end, wire_end in commands.tolist():
+        asked = keys[order[begin:end]]
+        assert (layout.partition_of(asked, partitioning) == partition).all()
+        name = layout.rows_name("hps_et.a.b", partition)
+        expected += layout.command(b"HMGET", name, fields=layout.key_fields(asked), num_fields=len(asked))
+        assert wire_end == len(expected)
+        sizes.append(end - begin)
+    assert wire[: len(expected)] == expected
+    assert sorted(order.tolist()) == list(range(num_keys))
+    assert sum(sizes) == num_keys
+    assert max(sizes) <= max_keys
+
+
 def test_a_row_lies_where_hps_looks_for_it(server: RedisServer) -> None:
     """Hash names, fields, values and times of a shared name space are HPS's, byte for byte."""
     with open_store(server.url, Namespace("hps_reads")) as store, server.client() as client:
