@@ -31,9 +31,10 @@ from numpy.typing import NDArray
 from inference_session.errors import ConfigurationError, StoreError, UnavailableError
 from inference_session.formats.native import TableSpec
 from inference_session.update_stream.encodings import Refusal, Updates, decode
-from inference_session.update_stream.kafka_url import KafkaUrl, table_of
+from inference_session.update_stream.kafka_url import KafkaUrl
 from inference_session.update_stream.offset_notes import read_offsets, with_offsets
 from inference_session.update_stream.stream_stats import StreamStats
+from inference_session.update_stream.topics import table_of
 
 try:
     from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
