@@ -155,9 +155,10 @@ class RedisConnection:
 
     def _log_in(self, deadline: Deadline) -> None:
         commands = []
-        if self._url.password is not None:
+        password = self._url.current_password()
+        if password is not None:
             user = [] if self._url.user is None else [self._url.user.encode()]
-            commands.append(command(b"AUTH", *user, self._url.password.encode()))
+            commands.append(command(b"AUTH", *user, password.encode()))
         if self._url.db:
             commands.append(command(b"SELECT", b"%d" % self._url.db))
         if commands:

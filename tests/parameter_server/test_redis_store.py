@@ -7,9 +7,10 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -58,6 +59,19 @@ def partition_in_plain_python(key: int, num_partitions: int) -> int:
     x ^= rotated(x, 24) ^ rotated(x, 49)
     x = x * 0x9FB21C651E98DF25 & MASK
     return (x ^ x >> 28) % num_partitions
+
+
+Answer = TypeVar("Answer")
+
+
+def eventually_answers(call: Callable[[], Answer]) -> Answer:
+    """What a call answers once the connections that were cut are known to be."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with suppress(UnavailableError):
+            return call()
+        time.sleep(0.05)
+    return call()
 
 
 def open_store(url: str, namespace: Namespace | None = None, *, timeout_ms: int = 20_000) -> RedisStore:
@@ -432,6 +446,27 @@ class TestOutages:
                         with pytest.raises(StoreError, match=r"WRONGPASS|invalid") as caught:
                             fetch(store, "user", keys_of(1))
                         assert "wrong-secret" not in str(caught.value)
+
+    def test_a_password_that_was_changed_in_its_file_lets_new_connections_in(self, tmp_path: Path) -> None:
+        """Those that there were have been cut; nothing has to be opened anew."""
+        secret = tmp_path / "secret"
+        secret.write_text("first-secret", encoding="utf-8")
+        with RedisServer("--requirepass", "first-secret") as server:
+            url = f"redis://127.0.0.1:{server.port}?password_file={secret}"
+            with open_store(url) as store, open_store(f"{url}&partitions=1") as direct:
+                assert not any(fetch(each, "user", keys_of(1))[0].any() for each in (store, direct))
+                admin = redis.Redis.from_url(f"redis://:first-secret@127.0.0.1:{server.port}")
+                admin.config_set("requirepass", "second-secret")
+                admin.client_kill_filter(_type="normal", skipme=True)
+                admin.close()
+                for each in (store, direct):
+                    with pytest.raises(StoreError, match=r"WRONGPASS|invalid"):
+                        eventually_answers(lambda each=each: fetch(each, "user", keys_of(1)))
+
+                secret.write_text("second-secret", encoding="utf-8")
+                for each in (store, direct):
+                    assert not eventually_answers(lambda each=each: fetch(each, "user", keys_of(1)))[0].any()
+                    each.check()
 
     def test_a_wrong_password_is_said_without_showing_it(self) -> None:
         """The error names the server and what it answered, and no secret is in it or anywhere near."""
