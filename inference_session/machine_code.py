@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import shutil
 import tempfile
@@ -21,6 +22,8 @@ FOLDER = "NUMBA_CACHE_DIR"
 SHIPPED_FOLDER = "HOTROW_SHIPPED_KERNELS"
 """What an image brings along, which that folder begins with: it lies in a volume as a rule, which is empty at first."""
 
+_log = logging.getLogger(__name__)
+
 rtsys.initialize(cpu_target.target_context)  # what machine code from the disk calls; compiling would do it itself
 
 
@@ -31,7 +34,10 @@ class _MachineCode(FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         with self._guard_against_spurious_io_errors():
-            return self._load_overload(sig, target_context)
+            loaded = self._load_overload(sig, target_context)
+            if loaded is None:
+                _announce()
+            return loaded
 
 
 def compiled(function: Callable[..., Any], signature: str | None = None, **options: Any) -> Any:
@@ -48,6 +54,12 @@ def compiled(function: Callable[..., Any], signature: str | None = None, **optio
         dispatcher.compile(signature)
         dispatcher.disable_compile()
     return dispatcher
+
+
+@functools.cache
+def _announce() -> None:
+    """Say once why a process does nothing for a while."""
+    _log.info("compiling kernels for this machine, the first time only; this may take a minute")
 
 
 @functools.cache

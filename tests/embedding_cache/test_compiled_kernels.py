@@ -39,6 +39,20 @@ def test_a_kernel_is_compiled_anew_when_one_that_it_calls_changes(tmp_path: Path
 
 
 @pytest.mark.slow
+def test_whoever_compiles_says_so_once(tmp_path: Path) -> None:
+    """The log explains the wait; where everything is compiled already there is none."""
+    (tmp_path / "outer.py").write_text("import logging\nlogging.basicConfig(level=logging.INFO)\n" + OUTER)
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "NUMBA_CACHE_DIR": str(tmp_path / "compiled")}
+    (tmp_path / "inner.py").write_text(HEAD + "@kernel\ndef inner(a):\n    return a\n")
+    times = []
+    for _ in range(2):
+        run = [sys.executable, "-c", "import outer; outer.outer(1); outer.outer(1.5)"]
+        done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
+        times.append(done.stderr.count("compiling kernels"))
+    assert times == [1, 0]
+
+
+@pytest.mark.slow
 def test_kernels_that_an_image_ships_are_found_in_an_empty_volume(tmp_path: Path) -> None:
     """Numba itself uses no folder that it cannot write to; one that holds something is left as it is."""
     (tmp_path / "outer.py").write_text(OUTER)
