@@ -281,5 +281,11 @@ def conclusions(report: SizingReport) -> Iterator[str]:
     error = f" ± {report.error(chosen.cache_bytes):.4f}" if report.is_sampled else ""
     yield (
         f"Recommended: cache_bytes {chosen.cache_bytes} ({in_units(chosen.cache_bytes)}), hit rate "
-        f"{chosen.hit_rate:.4f}{error}: the smallest with {report.target:g} of the best possible."
+        f"{chosen.hit_rate:.4f}{error}: the smallest with {report.target:g} of the best possible{_where(report)}."
     )
+
+
+def _where(report: SizingReport) -> str:
+    """For whom a cache is recommended where the model, as it is configured, has none."""
+    in_files = not report.cache_bytes and bytes_in(report.items, "page cache")
+    return ", once rows are in stores or on a GPU" if in_files else ""
