@@ -208,7 +208,10 @@ def _cuda() -> Finding:
     if result.returncode == 0:
         return Finding("CUDA", "ok", f"{result.stdout.split()[0]} usable")
     reason = (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
-    fix = "install the CuPy that fits the driver: cupy-cuda12x or cupy-cuda13x; nvidia-smi shows the driver's CUDA"
+    fix = (
+        "install the CuPy that fits the driver: cupy-cuda12x or cupy-cuda13x, with [ctk] behind it where there is no"
+        " CUDA toolkit; nvidia-smi shows the driver's CUDA"
+    )
     return Finding("CUDA", "problem", f"CuPy cannot use it: {reason}", fix)
 
 
