@@ -5,6 +5,10 @@ An index over all their keys is kept on the device, so that one kernel answers h
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import weakref
+from collections import Counter
 from typing import Any
 
 import cupy
@@ -12,23 +16,28 @@ import numpy as np
 from cupy.cuda import runtime
 from numpy.typing import ArrayLike, NDArray
 
+from inference_session.available_memory import available_bytes
 from inference_session.embedding_cache.base import check_backing
 from inference_session.embedding_cache.kernels import gpu
 from inference_session.embedding_cache.kernels.gpu_layout import (
     EVENTS,
     INDEX,
+    MOST_BUCKETS,
     ROWS,
     SLOTS,
+    buckets_for_all,
     index_bytes,
     is_wide,
 )
 from inference_session.embedding_cache.kernels.layout import VectorCode
+from inference_session.errors import ConfigurationError
 
 _CHUNK_KEYS = 1 << 20
-_LOAD = 0.55
-"""Of the slots of an index over all keys: each finds a place then, nearly always at the first attempt."""
 _REGISTER_MAPPED, _REGISTER_READ_ONLY = 2, 8
 _ELEMENT_BYTES = {VectorCode.FLOAT32: 4, VectorCode.FLOAT16: 2, VectorCode.INT8: 1}
+_pinned_here: Counter[tuple[int, int]] = Counter()
+"""How many arrays use what has been pinned where it lies, by address and number of bytes."""
+_pinning = threading.RLock()  # may be taken again by a finalizer that runs within
 
 
 class PinnedArray:
@@ -38,7 +47,8 @@ class PinnedArray:
     """
 
     def __init__(self, array: NDArray[Any]) -> None:
-        self._registered = 0
+        """ConfigurationError where it has to be copied, and the host lacks the memory for that."""
+        self._unpin: weakref.finalize[Any, PinnedArray] | None = None
         contiguous = np.ascontiguousarray(array)
         self.array = contiguous if contiguous.nbytes == 0 or self._pin(contiguous) else pinned_copy(contiguous)
         self.address = _device_address(self.array) if contiguous.nbytes else 0
@@ -46,20 +56,44 @@ class PinnedArray:
 
     def close(self) -> None:
         """Unpin what was pinned here. Nothing on the device may read it any more."""
-        if self._registered:
-            runtime.hostUnregister(self._registered)
-            self._registered = 0
+        if self._unpin is not None:
+            self._unpin()
 
     def _pin(self, array: NDArray[Any]) -> bool:
-        if runtime.pointerGetAttributes(array.ctypes.data).type == runtime.memoryTypeHost:
-            return True
-        flags = _REGISTER_MAPPED | (0 if array.flags.writeable else _REGISTER_READ_ONLY)
-        try:
-            runtime.hostRegister(array.ctypes.data, array.nbytes, flags)
-        except runtime.CUDARuntimeError:  # memory of a kind that cannot be pinned, as that of mapped files
-            return False
-        self._registered = array.ctypes.data
+        place = array.ctypes.data, array.nbytes
+        with _pinning:
+            if place not in _pinned_here:
+                if _is_pinned(*place):
+                    return not _overlaps_pinned_here(*place)
+                flags = _REGISTER_MAPPED | (0 if array.flags.writeable else _REGISTER_READ_ONLY)
+                try:
+                    runtime.hostRegister(*place, flags)
+                except runtime.CUDARuntimeError:  # memory of a kind that cannot be pinned, as that of mapped files
+                    return False
+            _pinned_here[place] += 1
+            self._unpin = weakref.finalize(self, _unpin, place)
+            self._unpin.atexit = False
         return True
+
+
+def _is_pinned(address: int, num_bytes: int) -> bool:
+    """Whether both ends are, by whomever."""
+    ends = (address, address + num_bytes - 1)
+    return all(runtime.pointerGetAttributes(end).type == runtime.memoryTypeHost for end in ends)
+
+
+def _overlaps_pinned_here(address: int, num_bytes: int) -> bool:
+    return any(begin < address + num_bytes and address < begin + size for begin, size in _pinned_here)
+
+
+def _unpin(place: tuple[int, int]) -> None:
+    """One array less uses the memory; the last one unpins it, before the memory can become something else's."""
+    with _pinning:
+        _pinned_here[place] -= 1
+        if not _pinned_here[place]:
+            del _pinned_here[place]
+            with contextlib.suppress(runtime.CUDARuntimeError):  # a device that has failed gives nothing back
+                runtime.hostUnregister(place[0])
 
 
 def _device_address(array: NDArray[Any]) -> int:
@@ -68,7 +102,13 @@ def _device_address(array: NDArray[Any]) -> int:
 
 
 def pinned_copy(array: NDArray[Any]) -> NDArray[Any]:
-    """The same contents in pinned memory."""
+    """The same contents in pinned memory; ConfigurationError where the host has too little."""
+    free = available_bytes()
+    if free and array.nbytes > free:
+        raise ConfigurationError(
+            f"{array.nbytes} bytes of rows must be pinned in host memory, which has {free} bytes free: use a smaller"
+            " table, or device memory (cache_bytes), or the device 'cpu', which reads files where they are"
+        )
     copy = pinned_empty(array.shape, array.dtype)
     copy[...] = array
     return copy
@@ -105,6 +145,7 @@ class BaseRows:
         self.rows = np.array((address, row_bytes, int(code), int(wide)), ROWS)
         self.index, self.numbers_address, self.num_bytes = np.zeros((), INDEX), 0, 0
         self.by_number = keys is None
+        self._memory: Any = None
         if keys is not None and self.num_rows:
             self._build(keys)
         if self.on_device:
@@ -122,12 +163,17 @@ class BaseRows:
         table["base_by_number"] = int(self.by_number)
 
     def _build(self, keys: ArrayLike) -> None:
-        num_buckets = int(self.num_rows / (SLOTS * _LOAD)) + 1
+        num_buckets = buckets_for_all(self.num_rows)
         while not self._fill(keys, num_buckets):
             num_buckets += num_buckets // 8 + 1
 
     def _fill(self, keys: Any, num_buckets: int) -> bool:
         """Index all keys in so many buckets; False where one found no place."""
+        if num_buckets > MOST_BUCKETS:
+            raise ConfigurationError(
+                f"{self.num_rows} rows with keys are more than an index on a GPU can hold: use the device 'cpu'"
+            )
+        self._memory = None  # of the attempt before
         self._memory = cupy.zeros(index_bytes(num_buckets, marks=False, numbers=True), np.uint8)
         events = cupy.zeros(len(EVENTS), np.uint64)
         tags_address = self._memory.data.ptr

@@ -35,6 +35,7 @@ from inference_session.embedding_cache.kernels.gpu_layout import (
     EVENTS,
     GPU_TABLE,
     INDEX,
+    MOST_BUCKETS,
     READERS_BYTES,
     ROWS,
     SLOTS,
@@ -50,7 +51,6 @@ from inference_session.parameter_server.table_file import bytes_per_row
 _ALIGNMENT = 256
 _LOAD = 0.7
 """Of all slots, those that a table with a known number of rows is made to need: hardly a key is evicted then."""
-_MOST_BUCKETS = (2**32 - 2) // SLOTS
 _KEYS_PER_WRITE = 1 << 20
 _MAX_GEOMETRIES = 1024
 _MAX_REMEMBERED = 64
@@ -89,7 +89,8 @@ class GpuEmbeddingCache(EmbeddingCache):
         Args:
             dims: embedding_dim of each table by name.
             cache_bytes: upper bound on all memory that the cache allocates and keeps on the device; the index over
-                backing rows (some 15 bytes a row) is not part of it, nor are results, nor what a write needs meanwhile.
+                backing rows (24 bytes a row, 30 of hundreds of millions) is not part of it, nor are results, nor what
+                a write needs meanwhile.
             device_id: number of the GPU.
             dtype: how rows are held. float16 rounds to nearest, int8 as `quantise_int8` says.
             backing: keys int64 [n] and vectors float32 [n, embedding_dim] that misses are served from, by table. They
@@ -114,6 +115,8 @@ class GpuEmbeddingCache(EmbeddingCache):
         self._write_lock = Lock()
         self._geometries: dict[Any, Geometry] = {}
         self._num_keys_before = np.zeros(len(dims), np.int64)
+        self._num_keys_forgotten = np.zeros(len(dims), np.int64)
+        self._num_missing_forgotten = np.zeros(len(dims), np.int64)
         self._remembered: dict[Any, _Prepared] = {}
         self._seen: set[int] = set()
         self._seeds = itertools.count()
@@ -138,13 +141,15 @@ class GpuEmbeddingCache(EmbeddingCache):
             geometry, launch = prepared.geometry, prepared.launch
             stream = cupy.cuda.get_current_stream()
             bits = cupy.empty(launch.num_tiles, np.uint32)
-            launch.run(
-                missing_bits_address=bits.data.ptr,
-                seed=next(self._seeds) & 0xFFFFFFFF,
-                fill=out is None,
-                outputs_address=vectors.address if isinstance(vectors, Vectors) else 0,
-            )
             with self._count_lock:
+                if self._closed:  # since it was looked at above; after the launch `close` waits for it
+                    raise SessionClosedError("the embedding cache has been closed")
+                launch.run(
+                    missing_bits_address=bits.data.ptr,
+                    seed=next(self._seeds) & 0xFFFFFFFF,
+                    fill=out is None,
+                    outputs_address=vectors.address if isinstance(vectors, Vectors) else 0,
+                )
                 geometry.num_calls += 1
             if wait:
                 stream.synchronize()
@@ -182,15 +187,25 @@ class GpuEmbeddingCache(EmbeddingCache):
             with self.device:
                 self._counts = self._read_events()
             with self._count_lock:
-                self._num_keys[:], self._num_missing[:] = self._keys_asked(), self._counts[:, EVENTS.index("misses")]
+                self._num_keys[:] = self._keys_asked() - self._num_keys_forgotten
+                self._num_missing[:] = self._counts[:, EVENTS.index("misses")] - self._num_missing_forgotten
         return super().stats()
+
+    def forget_lookups(self) -> None:
+        """See EmbeddingCache. Waits for the current stream."""
+        self.stats()
+        with self._count_lock:
+            self._num_keys_forgotten += self._num_keys
+            self._num_missing_forgotten += self._num_missing
+            self._num_keys[:] = self._num_missing[:] = 0
 
     def close(self) -> None:
         """See EmbeddingCache."""
         with self._write_lock:
             if self._closed:
                 return
-            self._closed = True
+            with self._count_lock:
+                self._closed = True
             with self.device:
                 self.device.synchronize()
                 for base in self._base.values():
@@ -318,6 +333,7 @@ class GpuEmbeddingCache(EmbeddingCache):
             if len(self._geometries) >= _MAX_GEOMETRIES:
                 self._num_keys_before = self._keys_asked()
                 self._geometries.clear()
+                self._remembered.clear()  # they would count in geometries that nobody adds up
             self._geometries[described] = geometry
         return geometry
 
@@ -330,10 +346,12 @@ class GpuEmbeddingCache(EmbeddingCache):
         return asked
 
     def _device_keys(self, table: str, keys: ArrayLike) -> Any:
-        """Keys as an int64 or int32 array [n] on the device, at any distance."""
+        """Keys as an int64 or int32 array [n] on the device, at any distance; a copy of those of another device."""
         if isinstance(keys, cupy.ndarray) and keys.ndim == 1 and keys.dtype in (_INT64, _INT32):
             self._check(table)
-            return keys
+            if keys.data.device_id == self.device.id:
+                _check_aligned(table, "keys", keys)
+                return keys
         return _on_device(self._checked_keys(table, keys), np.int64)
 
     def _checked_keys(self, table: str, keys: ArrayLike) -> Any:
@@ -355,8 +373,13 @@ class GpuEmbeddingCache(EmbeddingCache):
             whose = {cupy.ndarray: "CuPy's", np.ndarray: "NumPy's"}.get(type(out))
             found = f"{whose} {out.dtype} {list(out.shape)}" if whose else type(out).__name__
             raise InvalidRequestError(f"table {table!r}: out is {found}, expected CuPy's float32 {list(shape)}")
+        if out.size and out.data.device_id != self.device.id:
+            raise InvalidRequestError(
+                f"table {table!r}: out is on cuda:{out.data.device_id}, the cache on cuda:{self.device.id}"
+            )
         if out.size and out.strides[1] != out.itemsize:
             raise InvalidRequestError(f"table {table!r}: out must be writeable, the elements of a row adjacent")
+        _check_aligned(table, "out", out)
         return out
 
     def _write(self, table: str, keys: ArrayLike, vectors: ArrayLike, *, may_insert: bool) -> None:
@@ -385,8 +408,10 @@ class GpuEmbeddingCache(EmbeddingCache):
             stream = cupy.cuda.get_current_stream()
             stream.wait_event(self._written)
             index = np.array(record["cached"], INDEX)
-            yield gpu.Writer(index, int(record["events_address"]), self._readers_address)
-            self._written.record(stream)
+            try:
+                yield gpu.Writer(index, int(record["events_address"]), self._readers_address)
+            finally:
+                self._written.record(stream)  # also where memory ran out halfway: the next writer waits for that half
 
     def _read_events(self) -> NDArray[np.int64]:
         """Counts by table and event, at one moment between two writes."""
@@ -425,6 +450,12 @@ def _forget(cache: weakref.ref[GpuEmbeddingCache], known: Any, _gone: object) ->
         alive._remembered.pop(known, None)
 
 
+def _check_aligned(table: str, what: str, array: Any) -> None:
+    """InvalidRequestError for views between the places of their elements, which would break the device for good."""
+    if array.size and (array.data.ptr | array.strides[0]) % array.itemsize:
+        raise InvalidRequestError(f"table {table!r}: {what} must lie at multiples of {array.itemsize} bytes")
+
+
 def _on_device(array: Any, dtype: Any) -> Any:
     return cupy.ascontiguousarray(cupy.asarray(array), dtype)
 
@@ -446,7 +477,7 @@ def _table_bytes(num_buckets: int, row_bytes: int) -> int:
 
 def _buckets_to_hold(num_rows: int | None) -> int:
     """Buckets such that so many rows all find room, but for the unlucky."""
-    return _MOST_BUCKETS if num_rows is None else min(int(num_rows / (SLOTS * _LOAD)) + 1, _MOST_BUCKETS)
+    return MOST_BUCKETS if num_rows is None else min(int(num_rows / (SLOTS * _LOAD)) + 1, MOST_BUCKETS)
 
 
 def bytes_to_hold(dims: Mapping[str, int], num_rows: Mapping[str, int], dtype: VectorType = "float32") -> int:

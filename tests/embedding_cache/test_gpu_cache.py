@@ -218,6 +218,16 @@ def test_backing_may_be_pinned_or_read_only_already() -> None:
             assert np.array_equal(rows_of(cache.lookup({"t": cupy.arange(100)}), "t"), rows)
 
 
+def test_caches_may_share_backing_rows() -> None:
+    """Two caches over the same rows, or over a part of them: the one that is left answers when the other is closed."""
+    rows = vectors_of(np.arange(100), 4)
+    for part in (rows, rows[:50]):
+        first = cache_of({"t": 4}, 0, backing={"t": (np.arange(len(part)), part)})
+        with cache_of({"t": 4}, 0, backing={"t": (np.arange(100), rows)}) as second:
+            first.close()
+            assert np.array_equal(rows_of(second.lookup({"t": cupy.arange(100)}), "t"), rows)
+
+
 def test_a_lookup_waits_for_nobody() -> None:
     """With wait=False the call returns while the stream is still busy; its result is there when the stream is done."""
     with cache_of({"t": 8}) as cache, cupy.cuda.Stream(non_blocking=True) as stream:
@@ -339,6 +349,9 @@ def test_what_cannot_be_is_refused_clearly() -> None:
     with pytest.raises(ConfigurationError, match="backing of table 't': vectors are"):
         cache_of({"t": 4}, backing={"t": ([1], np.zeros((1, 3), np.float32))})
     with cache_of({"t": 4}) as cache:
+        apart = cupy.zeros(84, np.uint8)[4:]
+        with pytest.raises(InvalidRequestError, match="keys must lie at multiples of 8 bytes"):
+            cache.lookup({"t": apart.view(np.int64)})
         with pytest.raises(InvalidRequestError, match=r"out is NumPy's float32 \[1, 4\], expected CuPy's"):
             cache.lookup({"t": [1]}, {"t": np.zeros((1, 4), np.float32)})
         assert repr(cache).startswith("<GpuEmbeddingCache [1 tables, 0 of")
