@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -17,6 +18,16 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 _skipped: list[str] = []
+
+# The same examples on every machine and in every run, however slow the machine is. Fixtures serve all examples of a
+# test, and properties all implementations of a contract, which hypothesis takes for mistakes.
+settings.register_profile(
+    "any machine",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=(HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.differing_executors),
+)
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

@@ -25,6 +25,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from http.client import HTTPException
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal, TypeAlias, get_args
@@ -224,7 +225,8 @@ class TritonServer:
         with self._cleanup:
             if self._has_ended():
                 return
-            with contextlib.suppress(OSError):  # its HTTP endpoint may be switched off: then it unloads on SIGTERM
+            # Its HTTP endpoint may be switched off: then it unloads on SIGTERM.
+            with contextlib.suppress(OSError, HTTPException):
                 self._unload_models()
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -271,7 +273,7 @@ class TritonServer:
         """Endpoints open once every model has been loaded."""
         try:
             self.request("GET", "v2/health/ready")
-        except OSError:
+        except (OSError, HTTPException):
             return False
         return True
 

@@ -172,7 +172,7 @@ class Watchdog:
         self._lost.add(stub.pid)
         self._lost_at = time.monotonic()
         _say(f"{stub} {how}")
-        self._observe()
+        self._observe(PROBE_S)  # what a busy server has swapped in meanwhile must not be undone
         loaded = self._loaded.get(stub.model)
         if loaded and stub.version in loaded.versions:
             self._replaced[stub.model].append(stub)
@@ -213,18 +213,19 @@ class Watchdog:
         self._server.load(model, config)
         _let_newer_versions_be_noticed(self._server.repository / model, loaded.versions)
 
-    def _observe(self) -> None:
+    def _observe(self, patience_s: float = OBSERVE_S) -> None:
         """Note what is served. What cannot be learned now is left as it was."""
         self._observed_at = time.monotonic()
         with suppress(OSError, HTTPException):
             ready: dict[str, list[int]] = {}
-            for entry in json.loads(self._server.request("POST", "v2/repository/index")):
+            for entry in json.loads(self._server.request("POST", "v2/repository/index", timeout=patience_s)):
                 if entry.get("state") == "READY":
                     ready.setdefault(entry["name"], []).append(int(entry["version"]))
             for model in set(self._loaded) - set(ready) - set(self._healing):
                 del self._loaded[model]
             for model, versions in ready.items():
-                config = json.loads(self._server.request("GET", f"v2/models/{quote(model, safe='')}/config"))
+                path = f"v2/models/{quote(model, safe='')}/config"
+                config = json.loads(self._server.request("GET", path, timeout=patience_s))
                 self._loaded[model] = Loaded(tuple(sorted(versions)), config)
 
 

@@ -18,7 +18,9 @@ def run_outer(folder: Path, inner: str) -> list[int]:
     """What outer(1) returns in a fresh process, and how often it was found compiled."""
     (folder / "inner.py").write_text(HEAD + f"@kernel\ndef inner(a):\n    return {inner}\n")
     environment = {"PYTHONPATH": f"{folder}:{ROOT}", "NUMBA_CACHE_DIR": str(folder / "compiled")}
-    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a .pyc is found stale by size and whole seconds only, and both can stay
+    environment["PYTHONDONTWRITEBYTECODE"] = (
+        "1"  # a .pyc is found stale by size and whole seconds only, and both can stay
+    )
     done = subprocess.run([sys.executable, "-c", RUN], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [int(word) for word in done.stdout.split()]
