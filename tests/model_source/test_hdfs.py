@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from inference_session.errors import ConfigurationError, SourceError, UnavailableError
+from inference_session.errors import ConfigurationError, HotrowError, SourceError, UnavailableError
 from inference_session.model_source import Copy, create_source, hdfs_source, transfer
 from inference_session.model_source.hdfs_url import HdfsUrl
 from tests.hadoop import Hdfs
 from tests.model_source.test_sources import CONTENT, put
-from tests.parameter_server.servers import PATIENCE_S, answering, free_port, serving
+from tests.parameter_server.servers import PATIENCE_S, answering, free_port, serving, wait_until
 
 
 @pytest.fixture
@@ -164,6 +165,16 @@ def test_a_datanode_that_dies_is_waited_for(monkeypatch: pytest.MonkeyPatch, pat
         assert source.read("again", 0, len(CONTENT)) == CONTENT
 
 
+def can_be_written(hdfs: Hdfs) -> bool:
+    """Whether there is a DataNode that takes files."""
+    with create_source(f"{hdfs.url}/trials") as source:
+        try:
+            put(source, str(time.monotonic_ns()), b"1")
+        except HotrowError:
+            return False
+    return True
+
+
 def test_a_file_whose_writer_died_is_begun_again(impatient: None, tmp_path: Path) -> None:
     """A copy whose DataNode died amid a file fails, and the next one completes it, though HDFS holds that file open."""
     (tmp_path / "table").mkdir()
@@ -181,8 +192,8 @@ def test_a_file_whose_writer_died_is_begun_again(impatient: None, tmp_path: Path
         with Copy(tmp_path / "table", f"{hdfs.url}/table") as copy, pytest.raises(UnavailableError, match="DataNode"):
             copy.run(kill)
         hdfs.start("DataNode")
-        patch.setattr(hdfs_source, "PAUSES_S", (0.1,) * 10 * PATIENCE_S)
-        patch.setattr(hdfs_source, "GIVE_UP_S", float(PATIENCE_S))
+        wait_until(lambda: can_be_written(hdfs), "the DataNode to be back")
+        patch.setattr(hdfs_source, "PAUSES_S", (0.2,) * 10)
         with Copy(tmp_path / "table", f"{hdfs.url}/table") as copy:
             copy.run()
         with create_source(f"{hdfs.url}/table") as source:

@@ -126,14 +126,19 @@ def test_a_version_is_found_by_its_number(source: Source, tmp_path: Path) -> Non
 
 def test_old_imports_are_removed(source: Source, tmp_path: Path) -> None:
     """Those used last are kept; a session that has one open goes on without its files."""
-    versions = []
-    with InferenceSession.open(imported(source, tmp_path / "cache")) as session:
+    versions: list[Path] = []
+
+    def import_next() -> Path:
+        """By any clock used later than those before it, and earlier than the next one."""
+        versions.append(imported(source, tmp_path / "cache"))
+        os.utime(versions[-1].parent.parent, (1e9 + len(versions), 1e9 + len(versions)))
+        return versions[-1]
+
+    with InferenceSession.open(import_next()) as session:
         before = session.predict(source.request())
         for _ in range(NUM_KEPT + 1):
             change_a_vector(source)
-            versions.append(imported(source, tmp_path / "cache"))
-            # Later than the one before it by any clock, and earlier than the next one.
-            os.utime(versions[-1].parent.parent, (1e9 + len(versions), 1e9 + len(versions)))
+            import_next()
 
         np.testing.assert_array_equal(session.predict(source.request()), before)
     assert {path.parent.parent for path in versions[-NUM_KEPT:]} == set(entries(tmp_path / "cache"))
