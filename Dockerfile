@@ -18,22 +18,25 @@ RUN /build/bin/python -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels 
 
 FROM ${PYTHON_IMAGE} AS cpu
 # Triton's stub is linked against Python's shared library; the virtual environment's python3 comes first on its PATH.
-ENV PATH=/opt/hotrow/bin:$PATH NUMBA_CACHE_DIR=/var/cache/hotrow/kernels HOTROW_CACHE_DIR=/var/cache/hotrow
+ENV PATH=/opt/hotrow/bin:$PATH NUMBA_CACHE_DIR=/var/cache/hotrow/kernels HOTROW_CACHE_DIR=/var/cache/hotrow \
+    HOTROW_SHIPPED_KERNELS=/opt/hotrow-kernels
 RUN useradd --uid 1000 --create-home hotrow \
- && install -d -o hotrow -g hotrow /models /var/cache/hotrow \
+ && install -d -o hotrow -g hotrow /models /var/cache/hotrow /opt/hotrow-kernels \
  && python3 -m venv /opt/hotrow
 COPY --from=wheel /wheels /wheels
 RUN python3 -m pip install --no-cache-dir --no-compile "$(echo /wheels/hotrow-*.whl)[server,client,redis,rocksdb,hdfs,kafka]"
 USER hotrow
-# Compiled for the processor that builds; another one compiles anew when its first model is loaded.
-RUN python3 -c "from inference_session.embedding_cache.kernels.cpu import compile_kernels; compile_kernels()"
+# Compiled for the processor that builds; another one compiles anew when its first model is loaded. Not into the cache's
+# folder, which volumes hide.
+RUN NUMBA_CACHE_DIR=$HOTROW_SHIPPED_KERNELS python3 -c "from inference_session.embedding_cache.kernels.cpu import compile_kernels; compile_kernels()" \
+ && NUMBA_CACHE_DIR=$HOTROW_SHIPPED_KERNELS python3 -c "import inference_session.formats.hugectr.bag_kernel"
 EXPOSE 8000 8001 8002
 ENTRYPOINT ["hotrow"]
 CMD ["serve", "--host", "0.0.0.0", "--repository", "/models"]
 
 FROM ${TRITON_IMAGE} AS gpu
-ENV NUMBA_CACHE_DIR=/var/cache/hotrow/kernels HOTROW_CACHE_DIR=/var/cache/hotrow
-RUN install -d -o 1000 -g 1000 /models /var/cache/hotrow
+ENV NUMBA_CACHE_DIR=/var/cache/hotrow/kernels HOTROW_CACHE_DIR=/var/cache/hotrow HOTROW_SHIPPED_KERNELS=/opt/hotrow-kernels
+RUN install -d -o 1000 -g 1000 /models /var/cache/hotrow /opt/hotrow-kernels
 COPY --from=wheel /wheels /wheels
 RUN python3 -m pip install --no-cache-dir --no-compile --break-system-packages \
     "$(echo /wheels/hotrow-*.whl)[client,redis,rocksdb,hdfs,kafka,gpu]" \
@@ -44,6 +47,7 @@ RUN for backend in hotrow hugectr hps; do \
       cp -r "$(python3 -c 'import triton_backend; print(triton_backend.__path__[0])')/backends/$backend" /opt/tritonserver/backends/; \
     done
 USER 1000
+RUN NUMBA_CACHE_DIR=$HOTROW_SHIPPED_KERNELS python3 -c "from inference_session.embedding_cache.kernels.cpu import compile_kernels; compile_kernels()"
 EXPOSE 8000 8001 8002
 # Triton's own entry point prints a banner and runs what follows.
 CMD ["hotrow", "serve", "--host", "0.0.0.0", "--repository", "/models"]

@@ -7,14 +7,18 @@ BIN := $(VENV)/bin
 INSTALL := -m pip --disable-pip-version-check --quiet install
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 60
+# What a model or a message from elsewhere is read by.
+FUZZED := session_json table ps_json hugectr_graph kafka_messages onnx_import
+FUZZ_ENGINE = $$($(BIN)/python -c "import atheris" 2>/dev/null && echo tests.fuzz.coverage_guided || echo tests.fuzz)
 
-.PHONY: help demo test test-exporters fuzz check bench bench-report clean
+.PHONY: help demo test test-exporters fuzz fuzz-same $(FUZZED:%=fuzz-same-%) check bench bench-report clean
 
 help:
 	@echo "make demo            set up, serve a real model on a real Triton, send real requests (KEEP=1 leaves it running)"
 	@echo "make test            set up and run the tests"
 	@echo "make test-exporters  the importer against PyTorch, JAX and Keras (downloads them)"
 	@echo "make fuzz            every reader of foreign files, a minute each on other files each time (FUZZ_SECONDS)"
+	@echo "make fuzz-same       the readers of models and messages, a minute each on the same files each time (make -j2 -O)"
 	@echo "make check           formatting, lint, types, known vulnerabilities"
 	@echo "make bench           benchmarks, each beside its ceiling or peer"
 	@echo "make bench-report    whole requests through Triton beside their peers: bench-report.html and the README's figure"
@@ -48,10 +52,23 @@ demo: $(VENV)/.demo
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-fuzz: $(VENV)/.test
-	-$(BIN)/python $(INSTALL) "atheris>=2.3" # which is not built for every Python
-	HOTROW_FUZZ_ENGINE=$$($(BIN)/python -c "import atheris" 2>/dev/null && echo tests.fuzz.coverage_guided || echo tests.fuzz) \
+# Guides the fuzzing, where its authors have built it.
+$(VENV)/.fuzz: $(VENV)/.test
+	-$(BIN)/python $(INSTALL) --only-binary atheris "atheris>=2.3,<4"
+	@touch $@
+
+fuzz: $(VENV)/.fuzz
+	HOTROW_FUZZ_ENGINE=$(FUZZ_ENGINE) \
 	HOTROW_FUZZ_SECONDS=$(FUZZ_SECONDS) HOTROW_FUZZ_SEED=$$(date +%s) $(BIN)/python -m pytest tests/fuzz $(PYTEST_ARGS)
+
+fuzz-same: $(FUZZED:%=fuzz-same-%)
+
+$(FUZZED:%=fuzz-same-%): fuzz-same-%: $(VENV)/.fuzz
+	@folder=$$(mktemp -d) && \
+	if PYTHONHASHSEED=0 $(BIN)/python -m $(FUZZ_ENGINE) $* --seed 1 --seconds $(FUZZ_SECONDS) \
+	  --max-files $$((500 * $(FUZZ_SECONDS))) --folder $$folder/files >$$folder/log 2>&1; \
+	then echo "$*: $$(tail -n 1 $$folder/log)"; rm -r $$folder; \
+	else cat $$folder/log; echo "$*: the files are in $$folder"; exit 1; fi
 
 test-exporters: $(EXPORTERS_VENV)/.ready
 	$(EXPORTERS_VENV)/bin/python -m pytest -m exporters tests/formats/onnx_model $(PYTEST_ARGS)

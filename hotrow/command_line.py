@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import cast
 
 import click
+from click.shell_completion import CompletionItem
 
 from hotrow import __version__
 from inference_session.errors import HotrowError
@@ -55,6 +56,12 @@ class _Commands(click.Group):
             return None
         module = import_module(f"hotrow.commands.{_MODULES.get(cmd_name, cmd_name.replace('-', '_'))}")
         return cast("click.Command", module.command)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Names and sentences as `--help` has them: click would load every command for its own."""
+        sentences = {name: sentence for commands in _SECTIONS.values() for name, sentence in commands.items()}
+        names = [CompletionItem(name, help=text) for name, text in sentences.items() if name.startswith(incomplete)]
+        return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """A section per kind of work."""

@@ -21,8 +21,7 @@ from hotrow.units import in_units
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.formats.native import SESSION_FILE, TABLES_FOLDER, ModelSpec
 from inference_session.model_source import is_url
-from inference_session.sizing import MemoryItem, bytes_in, memory_items
-from inference_session.sizing.memory import PROCESS_BYTES
+from inference_session.sizing.memory import PROCESS_BYTES, MemoryItem, bytes_in, memory_items
 from triton_backend.in_place import InPlaceModel, in_place_backend, read_model_folder
 from triton_backend.installation import Installation, ServerNotFoundError, find_installation, libpython_directory
 from triton_backend.model_config import CONFIG_FILE, ModelConfig, configured_cache_bytes

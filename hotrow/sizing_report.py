@@ -17,16 +17,9 @@ from rich.table import Table
 from hotrow.units import in_units
 from inference_session.embedding_cache.cpu_cache import bytes_to_hold, rows_held
 from inference_session.formats.native import ModelSpec, TableSpec
-from inference_session.sizing import (
-    CachePlan,
-    CachePoint,
-    LruCurve,
-    MemoryItem,
-    SamplingError,
-    SimulatedCurve,
-    TracedTable,
-    bytes_in,
-)
+from inference_session.sizing.cache_plan import CachePlan, CachePoint, TracedTable
+from inference_session.sizing.hit_rate import LruCurve, SamplingError, SimulatedCurve
+from inference_session.sizing.memory import MemoryItem, bytes_in
 
 _NUM_ROWS_SHOWN = 12
 _BAR_LENGTH = 30

@@ -1,14 +1,27 @@
-"""hotrow's library: one loaded model version answers requests from a dense network and embedding tables."""
+"""hotrow's library: one loaded model version answers requests from a dense network and embedding tables.
+
+    from inference_session import InferenceSession
+
+    with InferenceSession.open("model_repository/ctr/1") as session:
+        predictions = session.predict({"user_id": user_ids, "dense": dense})
+
+Errors are those of `inference_session.errors`, all of them a HotrowError. Settings are the fields of
+`inference_session.config.SessionConfig`. HugeCTR's names are in `inference_session.hugectr`, the publisher of changed
+rows is `inference_session.update_stream.Publisher`.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from inference_session.errors import HotrowError
 
 if TYPE_CHECKING:
     from inference_session.batch import Request
     from inference_session.session import InferenceSession
 
-__all__ = ["InferenceSession", "Request"]
+__all__ = ["HotrowError", "InferenceSession", "Request"]
 
 _HOMES = {"InferenceSession": "inference_session.session", "Request": "inference_session.batch"}
 
@@ -16,11 +29,9 @@ _HOMES = {"InferenceSession": "inference_session.session", "Request": "inference
 def __getattr__(name: str) -> Any:
     # Loaded on first use: Numba and ONNX Runtime take a second, which commands that need neither should not pay.
     if name in _HOMES:
-        from importlib import import_module
-
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return [*globals(), *_HOMES]

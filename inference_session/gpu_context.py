@@ -15,6 +15,7 @@ from typing import Any
 
 import cupy
 import numpy as np
+from cupy.cuda.memory import OutOfMemoryError
 from cupy_backends.cuda.api.runtime import CUDARuntimeError
 from numpy.typing import NDArray
 
@@ -53,7 +54,8 @@ class GpuContext:
         Within a request of the same thread this is part of that one.
 
         Raises:
-            UnavailableError: the device has failed. CUDA then refuses all further work of this process.
+            UnavailableError: the device has failed, and CUDA refuses all further work of this process; or it has too
+                little memory for this request.
         """
         with self._lock:
             if self._broken is not None:
@@ -65,6 +67,8 @@ class GpuContext:
             try:
                 with cupy.cuda.Device(self.device_id), self.stream:
                     yield
+            except (OutOfMemoryError, CUDARuntimeError) as error:
+                raise UnavailableError(f"cuda:{self.device_id} cannot answer this request: {error}") from error
             finally:
                 self._is_open = False
                 # What ended a request early may be another sign of the device's failure, which counts then.
@@ -86,8 +90,12 @@ class GpuContext:
 
     def end_recording(self) -> None:
         """Give up a CUDA graph that could not be recorded on the stream."""
-        if self.stream.is_capturing():
-            with contextlib.suppress(CUDARuntimeError):  # it has been invalidated, which ends it as well
+        try:
+            is_recording = self.stream.is_capturing()
+        except RuntimeError:  # what CuPy says of a recording that has been invalidated, but not ended
+            is_recording = True
+        if is_recording:
+            with contextlib.suppress(CUDARuntimeError):  # that it has been invalidated
                 self.stream.end_capture()
 
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:

@@ -56,7 +56,7 @@ def unusable(device_id: int) -> str | None:
     """Why a GPU cannot be used; None: it can."""
     try:
         import cupy
-        from cupy.cuda import runtime
+        from cupy.cuda import nvrtc, runtime
     except ImportError as error:
         return f"CuPy is not installed ({error}): pip install 'hotrow[gpu]', or 'cupy-cuda12x' for CUDA 12"
     try:
@@ -67,4 +67,15 @@ def unusable(device_id: int) -> str | None:
             runtime.memGetInfo()
     except runtime.CUDARuntimeError as error:
         return f"CUDA says {error}"
+    try:
+        nvrtc.getVersion()
+    except RuntimeError as error:
+        return (
+            f"CuPy does not find CUDA's compiler NVRTC ({_first_line(error)}): install CUDA's toolkit, or pip install"
+            " 'cupy-cuda13x[ctk]', or 'cupy-cuda12x[ctk]' for CUDA 12"
+        )
     return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

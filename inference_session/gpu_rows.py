@@ -26,6 +26,7 @@ from inference_session.parameter_server.table_file import TableFile
 from inference_session.row_source import MappedRows
 
 _MAX_SHAPES = 1024
+_UPLOAD_BYTES = 64 << 20
 _FREE_FRACTION = 0.8
 """Of the free device memory, what tables may take where no setting says: the network and requests need some too."""
 
@@ -45,7 +46,8 @@ class GpuRows(MappedRows):
             cache_bytes: most device memory for tables and their indexes; None: most of what is free.
 
         Raises:
-            ConfigurationError: cache_bytes is more than the device has free.
+            ConfigurationError: cache_bytes is more than the device has free, or there is too little memory, on the
+                device for the indexes or on the host for the rest.
         """
         super().__init__(tables, num_threads=num_threads)
         self._context = context
@@ -181,8 +183,18 @@ def _upload(tables: Sequence[TableFile], budget: int) -> list[BaseRows]:
         table = tables[t]
         keys = None if table.spec.keys == "row_number" else table.keys()
         fits = table.vectors.nbytes <= budget
-        vectors = cupy.asarray(np.ascontiguousarray(table.vectors)) if fits else table.vectors
+        vectors = _uploaded(table.vectors) if fits else table.vectors
         code = VectorCode[table.spec.dtype.upper()]
         bases[t] = BaseRows(keys, vectors, table.spec.embedding_dim, code=code)
         budget -= bases[t].num_bytes
     return [bases[t] for t in range(len(tables))]
+
+
+def _uploaded(rows: NDArray[Any]) -> Any:
+    """A copy on the device, made in pieces: in one, CuPy would pin as much host memory, and keep it."""
+    on_device = cupy.empty(rows.shape, rows.dtype)
+    rows_per_piece = max(_UPLOAD_BYTES * len(rows) // max(rows.nbytes, 1), 1)
+    for begin in range(0, len(rows), rows_per_piece):
+        piece = slice(begin, begin + rows_per_piece)
+        on_device[piece].set(np.ascontiguousarray(rows[piece]))
+    return on_device

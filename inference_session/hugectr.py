@@ -71,25 +71,36 @@ class UpdateSourceType_t(str, Enum):  # noqa: N801  HugeCTR's name
     kafka_message_queue = "kafka_message_queue"
 
 
-class VolatileDatabaseParams:
+class _Section:
+    """A section of ps.json."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self.document = document
+
+    def __repr__(self) -> str:
+        # No more of it: it may hold a password.
+        return f"<{type(self).__name__} {str(self.document['type'])!r}>"
+
+
+class VolatileDatabaseParams(_Section):
     """`volatile_db` of ps.json, its fields as keywords."""
 
     def __init__(self, type: str = "parallel_hash_map", **settings: Any) -> None:  # noqa: A002  HugeCTR's name
-        self.document = {"type": type, **settings}
+        super().__init__({"type": type, **settings})
 
 
-class PersistentDatabaseParams:
+class PersistentDatabaseParams(_Section):
     """`persistent_db` of ps.json, its fields as keywords; 3.4 calls the type `backend`."""
 
     def __init__(self, backend: str = "disabled", **settings: Any) -> None:
-        self.document = {"type": backend, **settings}
+        super().__init__({"type": backend, **settings})
 
 
-class UpdateSourceParams:
+class UpdateSourceParams(_Section):
     """`update_source` of ps.json, its fields as keywords."""
 
     def __init__(self, type: str = "null", **settings: Any) -> None:  # noqa: A002  HugeCTR's name
-        self.document = {"type": type, **settings}
+        super().__init__({"type": type, **settings})
 
 
 def _of_ps_json(name: str = "", default: Any = None) -> Any:
@@ -227,6 +238,9 @@ class CreateInferenceSession:
         self._open()
         outdated()
 
+    def __repr__(self) -> str:
+        return f"<CreateInferenceSession of model {self._ps_json.models[0].name!r}>"
+
     def _open(self) -> None:
         self._session = _open(self._ps_json, self._ps_json.models[0], self._owner)
         self._close = weakref.finalize(self, self._session.close)
@@ -265,6 +279,9 @@ class HPS:
         if not isinstance(table_id, (int, np.integer)) or not 0 <= table_id < len(tables):
             raise TableNotFoundError(f"model {model_name!r} has no table {table_id!r}; it has {len(tables)}, from 0")
         return session.lookup(tables[table_id].folder, _integers("keys", keys, np.dtype(np.int64)))
+
+    def __repr__(self) -> str:
+        return f"<HPS of models {', '.join(map(repr, self._sessions))}>"
 
 
 def _parsed(

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.batch import JoinedBatch, Part, Ragged
-from inference_session.embedding_cache.kernels.layout import SEGMENT, PoolingCode
+from inference_session.embedding_cache.kernels.layout import SEGMENT, PoolingCode, address_of
 from inference_session.errors import InvalidRequestError
 from inference_session.formats.native import LookupSpec, ModelSpec
 from inference_session.key_recorder import KeyRecorder
@@ -103,7 +103,7 @@ class LookupPlan:
         geometry = self._geometry(batch)
         vectors = [self._rows.empty(shape) for shape in geometry.shapes]
         segments = geometry.segments.copy()
-        addresses = [_address(array) for array in vectors]
+        addresses = [address_of(array) for array in vectors]
         segments["output_address"] += addresses[0] if len(addresses) == 1 else np.array(addresses)[self._block_of]
         num_keys = geometry.num_keys
         # Whatever the kernel reads by address is held here until it is done.
@@ -131,7 +131,7 @@ class LookupPlan:
                 num_keys[i] = bags.num_keys
                 staged = [self._rows.stage(array) for array in (bags.values, bags.begins, bags.ends)]
                 for field, array in zip(("keys_address", "begins_address", "ends_address"), staged, strict=True):
-                    segments[field][i] = _address(array)
+                    segments[field][i] = address_of(array)
                 held += staged
             else:
                 even[i] = parts
@@ -140,7 +140,7 @@ class LookupPlan:
             keys = _laid_out([part for parts in even.values() for part in parts])  # type: ignore[misc]
             held.append(self._rows.stage(keys))
             counts = num_keys[places]
-            segments["keys_address"][places] = _address(held[-1]) + _KEY_BYTES * (np.cumsum(counts) - counts)
+            segments["keys_address"][places] = address_of(held[-1]) + _KEY_BYTES * (np.cumsum(counts) - counts)
         return held
 
     def _fill_packed(self, segments: NDArray[np.void], batch: JoinedBatch) -> list[NDArray[Any]]:
@@ -149,9 +149,9 @@ class LookupPlan:
         for name, members in self._packed.items():
             matrix = self._rows.stage(np.ascontiguousarray(batch.array(name)))
             if len(members.lookups) == len(segments):
-                segments["keys_address"] += _address(matrix)
+                segments["keys_address"] += address_of(matrix)
             else:
-                segments["keys_address"][members.lookups] += _address(matrix)
+                segments["keys_address"][members.lookups] += address_of(matrix)
             held.append(matrix)
         return held
 
@@ -166,7 +166,7 @@ class LookupPlan:
                     f"have {list(weights.shape)}"
                 )
             held.append(self._rows.stage(np.ascontiguousarray(weights, np.float32)))
-            segments["weights_address"][i] = _address(held[-1])
+            segments["weights_address"][i] = address_of(held[-1])
         return held
 
     def _inputs(self, vectors: list[NDArray[np.float32]], batch: JoinedBatch) -> dict[str, NDArray[np.float32]]:
@@ -332,11 +332,3 @@ def _joined_bags(parts: list[Ragged]) -> Ragged:
     ends = np.concatenate([part.ends + shift for part, shift in zip(parts, shifts, strict=True)])
     num_keys = sum(part.num_keys for part in parts)
     return Ragged(_laid_out([part.values for part in parts]), begins, ends, parts[0].shape, num_keys)
-
-
-def _address(array: Any) -> int:
-    """Of an array on the host, or on a GPU."""
-    if not isinstance(array, np.ndarray):
-        return int(array.data.ptr)
-    address: int = array.__array_interface__["data"][0]
-    return address

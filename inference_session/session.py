@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine
 from inference_session.dump import DumpReport, dump
 from inference_session.embedding_cache.kernels import cpu
 from inference_session.errors import (
+    ConfigurationError,
     HotrowError,
     InvalidRequestError,
     ModelFormatError,
@@ -44,6 +46,8 @@ from inference_session.stats import SessionStats
 
 if TYPE_CHECKING:
     from inference_session.update_stream.kafka_stream import KafkaUpdateStream
+
+_log = logging.getLogger(__name__)
 
 cpu.import_compiler()  # else the first session to be opened would
 
@@ -103,7 +107,7 @@ class InferenceSession:
         if spec.layout == "hps":
             self._dense = VectorEngine([lookup.dense_input for lookup in spec.lookups])
         else:
-            self._dense = create_engine(directory / DENSE_FILE, config, self._gpu)
+            self._dense = self._create_engine(directory / DENSE_FILE)
             _check_outputs(spec, directory, self._dense.output_names)
         has_key_graph = (directory / KEYS_FILE).exists()
         self._keys = OnnxEngine(directory / KEYS_FILE, num_threads=1) if has_key_graph else None
@@ -146,7 +150,11 @@ class InferenceSession:
         return self._outputs.predictions(self.run(inputs, self.spec.label_outputs))
 
     def run(self, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] | None = None) -> Answer:
-        """The outputs of those names, in that order; None: all of the model's own, and the predictions."""
+        """The outputs of those names, in that order; None: all of the model's own, and the predictions.
+
+        Raises:
+            InvalidRequestError: an input is missing, unknown or malformed, or an output unknown.
+        """
         arrays = {name: self._as_array(name, value) for name, value in inputs.items()}
         answer = self.run_many([Request(arrays, outputs)])[0]
         if isinstance(answer, HotrowError):
@@ -306,6 +314,17 @@ class InferenceSession:
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         return f"<InferenceSession {str(self.directory)!r} [{len(self.spec.tables)} tables, {state}]>"
+
+    def _create_engine(self, path: Path) -> OnnxEngine:
+        """The dense engine: where nobody insists on a GPU, on the processor if ONNX Runtime cannot use it after all."""
+        try:
+            return create_engine(path, self.config, self._gpu)
+        except ConfigurationError as error:
+            if self.config.device != "auto" or self._gpu is None:
+                raise
+            _log.warning("device auto: on the CPU: %s", error)
+            self._gpu = None
+            return create_engine(path, self.config, None)
 
     def _create_layout(self) -> RequestLayout:
         # Imported where needed: what they build on takes half a second to load.

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+from onnx import TensorProto, helper
 
 from inference_session import InferenceSession
 from inference_session.batch import Request
@@ -82,6 +84,70 @@ def test_many_threads_get_their_own_answers(
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(ask, range(200)))
+
+
+def small_network(folder: Path, nodes: list[Any], inputs: list[Any], outputs: list[Any]) -> Path:
+    """An ONNX file, from which no tables are carved."""
+    graph = helper.make_graph(nodes, "small", inputs, outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    onnx.save(model, folder / "small.onnx")
+    return folder / "small.onnx"
+
+
+def engine_of(path: Path) -> Any:
+    """Its dense engine on the first GPU."""
+    from inference_session.dense_engine.cuda_engine import CudaEngine
+    from inference_session.gpu_context import GpuContext
+
+    return CudaEngine(path, num_threads=1, gpu=GpuContext(0), use_tf32=False)
+
+
+def test_strings_pass_through_a_network(tmp_path: Path) -> None:
+    """A network that reads and makes strings, which cannot lie on a device, runs all the same."""
+    nodes = [helper.make_node("Cast", ["x"], ["text"], to=TensorProto.STRING), helper.make_node("Exp", ["x"], ["y"])]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n"])]
+    outputs = [
+        helper.make_tensor_value_info("text", TensorProto.STRING, ["n"]),
+        helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n"]),
+    ]
+    engine = engine_of(small_network(tmp_path, nodes, inputs, outputs))
+    for _ in range(3):
+        text, y = engine.run({"x": np.array([0, 1], np.float32)}, ["text", "y"])
+        assert text.tolist() == ["0", "1"]
+        assert np.allclose(y, [1, np.e])
+
+
+def test_a_network_of_many_inputs_runs_with_graphs_or_without(tmp_path: Path) -> None:
+    """Where one node reads more arrays than a kernel takes as parameters, recorded runs answer as others do."""
+    names = [f"x{i}" for i in range(50)]
+    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in names]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 200])]
+    path = small_network(tmp_path, [helper.make_node("Concat", names, ["y"], axis=1)], inputs, outputs)
+    engine = engine_of(path)
+    rng = np.random.default_rng(0)
+
+    def ask(num_samples: int) -> None:
+        arrays = {name: rng.random((num_samples, 4), np.float32) for name in names}
+        (found,) = engine.run(arrays, ["y"])
+        assert np.array_equal(found, np.concatenate(list(arrays.values()), axis=1))
+
+    for num_samples in (2, 3, 5, 2, 3, 5):
+        ask(num_samples)
+    engine.end_warm_up()
+    for num_samples in (5, 2, 3, 7, 2, 5, 3):
+        ask(num_samples)
+
+
+def test_values_that_a_network_refuses_are_the_requests_fault(tmp_path: Path) -> None:
+    """Shapes that clash inside the network are an InvalidRequestError; the next request is answered."""
+    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [name]) for name in "ab"]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n"])]
+    engine = engine_of(small_network(tmp_path, [helper.make_node("Add", ["a", "b"], ["y"])], inputs, outputs))
+    for _ in range(3):
+        with pytest.raises(InvalidRequestError, match="the network cannot compute these values"):
+            engine.run({"a": np.ones(3, np.float32), "b": np.ones(4, np.float32)}, ["y"])
+        (answer,) = engine.run({"a": np.ones(3, np.float32), "b": np.ones(3, np.float32)}, ["y"])
+        assert answer.tolist() == [2.0] * 3
 
 
 def test_unknown_keys_are_counted(version: tuple[Path, small_model.Arrays]) -> None:

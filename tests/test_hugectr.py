@@ -121,6 +121,17 @@ def test_parameters_of_both_generations_are_taken(source: Source) -> None:
     assert len(session.predict(*flat(source))) == 2
 
 
+def test_repr_tells_what_but_no_password(source: Source) -> None:
+    """What a notebook shows of these objects is their model or kind, and never what their settings hold."""
+    redis = VolatileDatabaseParams(type=DatabaseType_t.redis_cluster, password="hidden")  # noqa: S106
+
+    assert repr(HPS(source.ps_json())) == "<HPS of models 'small'>"
+    assert repr(session_of(source)) == "<CreateInferenceSession of model 'small'>"
+    assert repr(redis).startswith("<VolatileDatabaseParams ")
+    assert "redis_cluster" in repr(redis)
+    assert "hidden" not in repr(params_of(source, volatile_db=redis))
+
+
 def test_tables_are_described_in_python(source: Source) -> None:
     """ParameterServerConfig in place of a ps.json."""
     config = ParameterServerConfig(

@@ -10,7 +10,7 @@ import pytest
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, TraceFormatError
 from inference_session.key_recorder import KeyRecorder, read_recording
-from inference_session.sizing import KeySample
+from inference_session.sizing.key_sample import KeySample
 from tests import small_model
 
 

@@ -85,7 +85,7 @@ def _parse(message: text_format.Message) -> ModelConfig:
 def _parameters(message: text_format.Message) -> dict[str, str]:
     """Of `parameters { key: "k" value { string_value: "v" } }`, once or often."""
     entries = [entry for entry in message.get("parameters", []) if isinstance(entry, dict)]
-    values = [(_last(entry, "key"), entry.get("value", [{}])[-1]) for entry in entries]
+    values = [(_last(entry, "key"), (entry.get("value") or [{}])[-1]) for entry in entries]
     return {key: _last(value, "string_value") for key, value in values if isinstance(value, dict)}
 
 
@@ -112,12 +112,15 @@ def configured_cache_bytes(spec: ModelSpec, version_dir: Path, *, on_device: boo
 def _tensor_config(message: object) -> TensorConfig:
     if not isinstance(message, dict):
         raise ValueError(f"an input or output is a message, found {message!r}")
-    dims = tuple(int(size) for size in message.get("dims", []))
+    dims = tuple(int(_scalar("dims", size)) for size in message.get("dims", []))
     return TensorConfig(_last(message, "name"), _last(message, "data_type"), dims)
 
 
 def _last(message: text_format.Message, field: str, default: str = "") -> str:
-    value = message.get(field, [default])[-1]
+    return _scalar(field, (message.get(field) or [default])[-1])
+
+
+def _scalar(field: str, value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"field {field!r} has a message for a value")
     return value

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from inference_session.update_stream.announcements import MAX_VERSION, announcement_topic
-from inference_session.update_stream.publisher import Publisher
+from inference_session.update_stream.topics import MAX_VERSION, announcement_topic
 
 
 @click.command()
@@ -20,6 +19,8 @@ def command(model: str, version: int, url: str) -> None:
     Example:
       hotrow copy trained/ctr/8 hdfs://nn/models/ctr/8 && hotrow announce ctr 8 --to kafka://127.0.0.1:9092
     """
+    from inference_session.update_stream.publisher import Publisher  # needs the Kafka client, which --help does not
+
     with Publisher(url, model) as publisher:
         publisher.announce(version)
     click.echo(f"{announcement_topic(model)}: version {version} is announced")

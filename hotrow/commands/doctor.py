@@ -7,11 +7,13 @@ import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from hotrow.machine_checks import Finding, Plan, examine
+if TYPE_CHECKING:
+    from hotrow.machine_checks import Finding
+
 
 _PORT = click.IntRange(0, 65535)
 
@@ -45,6 +47,8 @@ def command(
     Example:
       hotrow doctor --repository model_repository
     """
+    from hotrow.machine_checks import Plan, examine  # takes seconds, which --help should not
+
     found = []
     for finding in examine(Plan(repository, host, (http_port, grpc_port, metrics_port))):
         found.append(finding)

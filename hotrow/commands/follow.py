@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -14,9 +15,11 @@ from hotrow.progress import byte_progress
 from hotrow.server_options import ServerAddress, server_options
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.model_source import Copy
-from inference_session.update_stream.announcements import Announcements
 from inference_session.update_stream.kafka_url import KafkaUrl
 from triton_backend.remote import RemoteError
+
+if TYPE_CHECKING:
+    from inference_session.update_stream.announcements import Announcements
 
 _WAIT_S = 1.0
 _RETRY_S = 5.0
@@ -50,6 +53,8 @@ def command(model: str, brokers: str, source: str, repository: Path, address: Se
     Example:
       hotrow follow ctr --from kafka://127.0.0.1:9092 --source hdfs://nn/models/ctr --repository model_repository
     """
+    from inference_session.update_stream.announcements import Announcements  # needs the Kafka client
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     if not (repository / model).is_dir():
         raise ConfigurationError(f"{repository}: there is no model {model!r}; its config.pbtxt has to be there")

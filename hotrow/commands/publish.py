@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -13,8 +13,10 @@ from hotrow.progress import row_progress
 from inference_session.errors import ConfigurationError
 from inference_session.formats.native import SESSION_FILE, folder_names
 from inference_session.update_stream.kafka_url import KafkaUrl
-from inference_session.update_stream.publisher import Encoding, Publisher
-from inference_session.update_stream.table_changes import Changes, Table, open_folder, open_tables
+
+if TYPE_CHECKING:
+    from inference_session.update_stream.publisher import Encoding, Publisher
+    from inference_session.update_stream.table_changes import Changes, Table
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 
@@ -44,6 +46,8 @@ def command(source: Path, url: str, model: str, table: str | None, since: Path |
       hotrow publish trained/user --to kafka://127.0.0.1:9092 --model ctr --table user
       hotrow publish model_repository/ctr/2 --since model_repository/ctr/1 --to kafka://127.0.0.1:9092 --model ctr
     """
+    from inference_session.update_stream.publisher import Publisher  # needs the Kafka client, which --help does not
+
     parsed = KafkaUrl.parse(url)
     sources = _sources(source, table, since)
     begin = time.perf_counter()
@@ -65,6 +69,8 @@ class _Source(NamedTuple):
 
 
 def _sources(source: Path, table: str | None, since: Path | None) -> list[_Source]:
+    from inference_session.update_stream.table_changes import open_folder, open_tables  # imports Numba
+
     if not (source / SESSION_FILE).exists():
         if table is None or since is not None:
             raise ConfigurationError(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from hotrow.commands.import_model import model_name
-from hotrow.machine_checks import available_bytes
 from hotrow.progress import byte_progress
 from inference_session.formats import manifest
 from inference_session.formats.native import ModelSpec
-from inference_session.formats.publishing import PublishReport, publish_version
-from inference_session.sizing.memory import bytes_in, memory_items
 from triton_backend.model_config import STANDALONE_CODE, configured_cache_bytes, write_model_config
+
+if TYPE_CHECKING:
+    from inference_session.formats.publishing import PublishReport
 
 
 @click.command()
@@ -43,6 +44,7 @@ def command(folder: Path, name: str, repository: Path, version: int | None, max_
     Example:
       hotrow publish-version /training/out/ctr --name ctr --repository model_repository && hotrow load ctr
     """
+    from inference_session.formats.publishing import publish_version  # imports ONNX Runtime, which takes seconds
 
     def configure(version_dir: Path, spec: ModelSpec) -> None:
         code = version_dir / "model.py"
@@ -59,6 +61,9 @@ def command(folder: Path, name: str, repository: Path, version: int | None, max_
 
 def _report_memory(report: PublishReport) -> None:
     """What a swap will take on a machine like this one, as long as both versions are loaded."""
+    from hotrow.machine_checks import available_bytes
+    from inference_session.sizing.memory import bytes_in, memory_items
+
     cache_bytes = configured_cache_bytes(report.spec, report.version_dir)
     private = bytes_in(memory_items(report.spec, report.version_dir, cache_bytes=cache_bytes), "process")
     available = available_bytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,7 +12,9 @@ from hotrow.progress import row_progress
 from inference_session.formats.native import ModelSpec
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.store_url import StoreUrl, create_store
-from inference_session.parameter_server.table_push import TablePush
+
+if TYPE_CHECKING:
+    from inference_session.parameter_server.table_push import TablePush
 
 _TIMEOUT_MS = 30_000
 
@@ -44,6 +47,8 @@ def command(version_dir: Path, store_url: str, verify: bool, verify_sample: int 
     Example:
       hotrow push model_repository/ctr/1 --to redis://127.0.0.1:6379/0 --verify
     """
+    from inference_session.parameter_server.table_push import TablePush  # imports Numba, which takes seconds
+
     spec = ModelSpec.read(version_dir)
     bound_to = Namespace.of(version_dir, shared=namespace == "shared")
     dims = {table.folder: table.embedding_dim for table in spec.tables}

@@ -4,35 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
 
 import click
-import numpy as np
-from numpy.typing import NDArray
 
-from hotrow.progress import key_progress
-from hotrow.served_version import served_version
-from hotrow.sizing_report import SizingReport, TableReport, show
-from inference_session.errors import ConfigurationError, TraceFormatError
-from inference_session.formats.native import ModelSpec, TableSpec
-from inference_session.key_recorder import read_recording
-from inference_session.sizing import (
-    DEFAULT_TARGET,
-    TRACE_FORMATS,
-    KeySample,
-    LruCurve,
-    SamplingError,
-    SimulatedCurve,
-    TracePart,
-    memory_items,
-    read_trace,
-)
-from inference_session.sizing.hit_rate import num_simulated_keys
-from triton_backend.model_config import configured_cache_bytes
+from inference_session.errors import ConfigurationError
+from inference_session.formats.native import ModelSpec
+from inference_session.sizing.trace_file import TRACE_FORMATS
 
+_DEFAULT_TARGET = 0.95
 _SAMPLED_KEYS = 1 << 24
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
@@ -82,7 +65,7 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generi
 @click.option(
     "--target",
     type=click.FloatRange(0, 1, min_open=True),
-    default=DEFAULT_TARGET,
+    default=_DEFAULT_TARGET,
     show_default=True,
     help="Recommend the smallest cache with this part of the best hit rate possible.",
 )
@@ -124,27 +107,27 @@ def command(
       hotrow size model_repository/ctr
       hotrow size model_repository/ctr/1 --trace user=users.npy --trace item=items.txt.gz --plot curves.html
     """
-    for plot in plots:
-        if plot.suffix not in (".png", ".html"):
-            raise click.BadParameter(f"{str(plot)!r} ends in neither .png nor .html", param_hint="'--plot'")
-        if not plot.absolute().parent.is_dir():
-            raise click.BadParameter(f"{str(plot)!r}: there is no such folder", param_hint="'--plot'")
-    if plots and find_spec("matplotlib") is None:
-        raise ConfigurationError('--plot needs matplotlib: pip install "hotrow[report]"')
+    _check_plots(plots)
+    # What these import takes seconds to load, which --help and bad options should not.
+    from hotrow.served_version import served_version
+    from hotrow.sizing_report import SizingReport, show
+    from hotrow.traced_tables import read_traces
+    from inference_session.sizing.memory import memory_items
+    from triton_backend.model_config import configured_cache_bytes
+
     with served_version(directory) as version:
         spec = ModelSpec.read(version.directory)
         if cache_bytes is None:
             cache_bytes = configured_cache_bytes(spec, version.directory, on_device=devices > 0, **version.settings)
         copies = {"num_processes": max(processes, devices), "num_devices": devices}
         items = memory_items(spec, version.directory, cache_bytes=cache_bytes, **copies)
-    parts = _trace_parts(spec, traces, trace_format)
     report = SizingReport(
         version_dir=version.named,
         spec=spec,
         cache_bytes=cache_bytes,
         items=items,
         target=target,
-        tables=_table_reports(spec, parts, sampled_keys or _SAMPLED_KEYS) if traces else {},
+        tables=read_traces(spec, traces, trace_format, sampled_keys=sampled_keys or _SAMPLED_KEYS) if traces else {},
     )
     for plot in plots:
         report.plot(plot)
@@ -154,68 +137,12 @@ def command(
         show(report)
 
 
-def _trace_parts(spec: ModelSpec, traces: Iterable[str], trace_format: str) -> Iterator[tuple[TableSpec, TracePart]]:
-    """All keys of all traces, and whose they are."""
-    for argument in traces:
-        name, equals, path = argument.partition("=")
-        table = name if equals and any(name in (table.name, table.folder) for table in spec.tables) else None
-        file = Path(path if table else argument)
-        parts = read_recording(file) if file.is_dir() else read_trace(file, trace_format)
-        for part in parts:
-            yield _table_of(spec, file, part.table or table), part
-
-
-def _table_of(spec: ModelSpec, file: Path, table: str | None) -> TableSpec:
-    if table is not None:
-        return spec.table(table)
-    if len(spec.tables) == 1:
-        return spec.tables[0]
-    known = ", ".join(repr(table.name) for table in spec.tables) or "none"
-    raise ConfigurationError(f"--trace {file}: whose keys are these? Write --trace TABLE={file}; tables: {known}")
-
-
-def _table_reports(
-    spec: ModelSpec, parts: Iterator[tuple[TableSpec, TracePart]], sampled_keys: int
-) -> dict[str, TableReport]:
-    samples = {table.folder: KeySample(max(sampled_keys // len(spec.tables), 1000)) for table in spec.tables}
-    num_unknown = dict.fromkeys(samples, 0)
-    with key_progress("Reading keys") as progress:
-        for table, part in parts:
-            keys = _known_keys(table, part.keys)
-            unknown = len(part.keys) - len(keys)
-            num_unknown[table.folder] += unknown
-            num_keys = len(part.keys) if part.num_keys is None else part.num_keys
-            samples[table.folder].add_sampled(keys, num_keys - unknown, part.halvings)
-            progress(len(part.keys))
-    traced = {folder: sample for folder, sample in samples.items() if sample.num_keys > 0}
-    if not traced:
-        raise TraceFormatError("the traces hold no key that any of the tables has")
-    with key_progress("Computing LRU", sum(len(sample.keys) for sample in traced.values())) as progress:
-        curves = {folder: _lru(sample, progress) for folder, sample in traced.items()}
-    total = sum(num_simulated_keys(sample, curves[folder].num_distinct) for folder, sample in traced.items())
-    with key_progress("Simulating caches", total) as progress:
-        return {
-            folder: TableReport(
-                spec=spec.table(folder),
-                num_keys=sample.num_keys,
-                num_unknown=num_unknown[folder],
-                rate=sample.rate,
-                lru=curves[folder],
-                ours=SimulatedCurve.of_sample(sample, curves[folder].num_distinct, progress),
-                error=SamplingError.of_sample(sample),
-            )
-            for folder, sample in traced.items()
-        }
-
-
-def _known_keys(table: TableSpec, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Those that may be cached, as far as the table's description tells: a row number that is none has no row."""
-    if table.keys == "stored":
-        return keys
-    return keys[(keys >= 0) & (keys < table.num_rows)]
-
-
-def _lru(sample: KeySample, progress: Callable[[int], None]) -> LruCurve:
-    curve = LruCurve.of_sample(sample)
-    progress(len(sample.keys))
-    return curve
+def _check_plots(plots: Iterable[Path]) -> None:
+    """Before the work is done, that the files can be written."""
+    for plot in plots:
+        if plot.suffix not in (".png", ".html"):
+            raise click.BadParameter(f"{str(plot)!r} ends in neither .png nor .html", param_hint="'--plot'")
+        if not plot.absolute().parent.is_dir():
+            raise click.BadParameter(f"{str(plot)!r}: there is no such folder", param_hint="'--plot'")
+        if find_spec("matplotlib") is None:
+            raise ConfigurationError('--plot needs matplotlib: pip install "hotrow[report]"')

@@ -7,14 +7,16 @@ launching each kernel does.
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnxruntime
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from inference_session.dense_engine.onnx_engine import VALUE_ERRORS, OnnxEngine
 from inference_session.errors import ConfigurationError, ModelFormatError
@@ -27,6 +29,19 @@ _MAX_IN_PLACE_BYTES = 1 << 16
 """Above this it is faster to copy an array to the device and back than to reach over the bus for each element."""
 _TYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(int64)": np.int64}
 """Of outputs that can be written to pinned memory."""
+_GRAPH_TOLERANCE = 1e-3
+"""Between a graph and a plain run, of the largest value or of 1; what a wrong graph answers is further away."""
+_log = logging.getLogger(__name__)
+
+
+class _Bound(NamedTuple):
+    """Arrays in certain places, bound to the network."""
+
+    binding: Any
+    options: Any
+    """To run with, among them which graph."""
+    inputs: Mapping[str, Any]
+    results: Mapping[str, Any]
 
 
 class CudaEngine(OnnxEngine):
@@ -40,7 +55,6 @@ class CudaEngine(OnnxEngine):
         """
         if reason := unusable():
             raise ConfigurationError(f"device cannot be 'cuda:{gpu.device_id}': {reason}")
-        self._gpu = gpu
         settings = {
             "device_id": str(gpu.device_id),
             "user_compute_stream": str(gpu.stream.ptr),
@@ -50,9 +64,12 @@ class CudaEngine(OnnxEngine):
         self._may_record = True
         try:
             self._open(path, num_threads, {**settings, "enable_cuda_graph": "1"})
-        except ModelFormatError:  # some node runs on the processor, which no graph can hold
+        except ModelFormatError as error:  # some node runs on the processor, which no graph can hold
             self._may_record = False
             self._open(path, num_threads, settings)
+            _log.info("%s: without CUDA graphs: %s", path, error)
+        self._path = path
+        self._gpu = gpu  # behind the network among our attributes: that has to go before the stream that it runs on
         if self.provider != PROVIDER:
             raise ConfigurationError(
                 f"device cannot be 'cuda:{gpu.device_id}': ONNX Runtime gave {self.provider} instead of {PROVIDER}:"
@@ -60,10 +77,11 @@ class CudaEngine(OnnxEngine):
             )
         self._declared = {output.name: (output.shape, output.type) for output in self._session.get_outputs()}
         self._input_shapes = {each.name: each.shape for each in self._session.get_inputs()}
+        self._can_bind = all(map(_is_numeric, (*self._session.get_inputs(), *self._session.get_outputs())))
         self._trusted: set[str] = set()
         """Outputs whose shapes were seen to be what the file declares."""
-        self._bindings: dict[Hashable, tuple[Any, Any]] = {}
-        """By names, shapes and addresses of inputs and outputs: how these are bound, and the options to run with."""
+        self._bindings: dict[Hashable, _Bound] = {}
+        """By names, shapes and addresses of inputs and outputs."""
         self._num_graphs = 0
         self._recorder: int | None = threading.get_ident()
         """The thread that may record graphs, which are known in it alone; None: no longer."""
@@ -72,6 +90,10 @@ class CudaEngine(OnnxEngine):
     def end_warm_up(self) -> None:
         """See DenseEngine: recording holds up the whole device, and would hold up requests."""
         self._may_record = False
+        recorded = [bound for bound in self._bindings.values() if bound.options is not self._plain]
+        if recorded and self._recorder == threading.get_ident():
+            with self._gpu.request():
+                self._check_graphs(recorded)
 
     def _open(self, path: Path, num_threads: int, settings: dict[str, str]) -> None:
         super().__init__(path, num_threads=num_threads, providers=[(PROVIDER, settings), "CPUExecutionProvider"])
@@ -83,23 +105,26 @@ class CudaEngine(OnnxEngine):
     def _compute_here(
         self, session: Any, inputs: Mapping[str, Any], outputs: Sequence[str]
     ) -> list[np.ndarray[Any, Any]]:
+        if not self._can_bind:
+            on_host = {name: array if isinstance(array, np.ndarray) else array.get() for name, array in inputs.items()}
+            answer: list[np.ndarray[Any, Any]] = session.run(outputs, on_host, self._plain)
+            return answer
         placed = {name: self._place(array) for name, array in inputs.items()}
         shapes = self._predicted_shapes(placed, outputs)
-        if not self._trusted.issuperset(outputs) or any(map(_is_large, shapes.values())):
+        if not (self._trusted & shapes.keys()).issuperset(outputs) or any(map(_is_large, shapes.values())):
             return self._run_unbound(session, placed, outputs, shapes)
         results = {name: self._gpu.pinned(shapes[name], _TYPES[self._declared[name][1]]) for name in outputs}
         case = (*[(name, array.shape, _address(array)) for name, array in (*placed.items(), *results.items())],)
-        binding, options = self._bindings.get(case) or self._bind(session, case, placed, results)
         try:
-            self._run_bound(session, binding, options)
+            self._run_bound(session, self._bindings.get(case) or self._bind(session, case, placed, results))
         except VALUE_ERRORS:  # shapes other than foreseen, or a request that fails there as well
             return self._run_unbound(session, placed, outputs, shapes)
         self._gpu.wait()
         return [array.copy() for array in results.values()]
 
     def _place(self, array: Any) -> Any:
-        """The array where the network can read it; as it is, if it holds something else than numbers."""
-        if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiub":
+        """The array where the network can read it."""
+        if not isinstance(array, np.ndarray):
             return array
         staged = self._gpu.stage(array)
         if staged.nbytes <= _MAX_IN_PLACE_BYTES:
@@ -108,46 +133,68 @@ class CudaEngine(OnnxEngine):
         on_device.set(staged, stream=self._gpu.stream)
         return on_device
 
-    def _bind(
-        self, session: Any, case: Hashable, placed: Mapping[str, Any], results: Mapping[str, Any]
-    ) -> tuple[Any, Any]:
-        """The binding of arrays in these places, and how to run it; kept, but for what only this run can know."""
+    def _bind(self, session: Any, case: Hashable, placed: Mapping[str, Any], results: Mapping[str, Any]) -> _Bound:
+        """The binding of arrays in these places, kept for the next ones there; a graph of its own while it may have."""
         binding = session.io_binding()
         for name, array in placed.items():
             self._bind_input(binding, name, array)
         for name, array in results.items():
             binding.bind_output(name, "cuda", self._gpu.device_id, array.dtype.type, array.shape, _address(array))
-        numbers_only = all(array.dtype.kind in "fiub" for array in placed.values())
         options = self._plain
-        if numbers_only and self._may_record and threading.get_ident() == self._recorder:
+        if self._may_record and threading.get_ident() == self._recorder:
             self._num_graphs += 1
             options = _run_options(str(self._num_graphs))
             self._may_record = self._num_graphs < _MAX_GRAPHS
-        if numbers_only:
-            if len(self._bindings) >= _MAX_BINDINGS:
-                self._bindings = {known: kept for known, kept in self._bindings.items() if kept[1] is not self._plain}
-            self._bindings[case] = binding, options
-        return binding, options
+        if len(self._bindings) >= _MAX_BINDINGS:
+            self._bindings = {known: kept for known, kept in self._bindings.items() if kept.options is not self._plain}
+        self._bindings[case] = _Bound(binding, options, placed, results)
+        return self._bindings[case]
 
     def _bind_input(self, binding: Any, name: str, array: Any) -> None:
-        if array.dtype.kind in "fiub":
-            address = _address(array)
-            binding.bind_input(name, "cuda", self._gpu.device_id, array.dtype.type, array.shape, address)
-        else:
-            binding.bind_cpu_input(name, np.ascontiguousarray(array))
+        address = _address(array)
+        binding.bind_input(name, "cuda", self._gpu.device_id, array.dtype.type, array.shape, address)
 
-    def _run_bound(self, session: Any, binding: Any, options: Any) -> None:
-        if options is not self._plain and threading.get_ident() != self._recorder:
-            options = self._plain
+    def _run_bound(self, session: Any, bound: _Bound) -> None:
+        if bound.options is self._plain or threading.get_ident() != self._recorder:
+            _run(session, bound.binding, self._plain)
+            return
         try:
-            session.run_with_iobinding(binding, options)
-        except VALUE_ERRORS:
-            if options is self._plain:
-                raise
-            # Not everything that a network does can be recorded.
-            self._may_record, self._recorder = False, None
+            _run(session, bound.binding, bound.options)
+        except VALUE_ERRORS as error:
             self._gpu.end_recording()
-            session.run_with_iobinding(binding, self._plain)
+            _run(session, bound.binding, self._plain)  # where this fails too, it was not for the graph
+            self._give_up_graphs(str(error))  # not everything that a network does can be recorded
+
+    def _give_up_graphs(self, reason: str) -> None:
+        self._may_record, self._recorder = False, None
+        _log.warning("%s: without CUDA graphs from now on: %s", self._path, reason)
+
+    def _check_graphs(self, recorded: Sequence[_Bound]) -> None:
+        """Give graphs up unless all compute what plain runs do: those of a network that reads host memory of its own
+        may not, once that memory holds what another run has left there.
+        """
+        try:
+            expected = [self._results_of(bound._replace(options=self._plain)) for bound in recorded]
+            found = [self._results_of(bound) for bound in recorded]
+        except VALUE_ERRORS as error:
+            self._give_up_graphs(f"they could not be checked: {error}")
+            return
+        differing = sum(not all(map(_are_close, *pair)) for pair in zip(expected, found, strict=True))
+        if differing:
+            self._give_up_graphs(f"{differing} of {len(recorded)} do not compute what runs without them do")
+
+    def _results_of(self, bound: _Bound) -> list[np.ndarray[Any, Any]]:
+        """What a run makes of certain numbers: fractions, and zeros for whole numbers, as these may be positions."""
+        generator = np.random.default_rng(0)
+        for array in bound.inputs.values():
+            fractions = array.dtype.kind == "f"
+            values = generator.random(array.shape) if fractions else np.zeros(array.shape)
+            _fill(array, values.astype(array.dtype))
+        for array in bound.results.values():
+            array[...] = 0
+        self._run_bound(self._session, bound)
+        self._gpu.wait()
+        return [array.copy() for array in bound.results.values()]
 
     def _run_unbound(
         self, session: Any, placed: Mapping[str, Any], outputs: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
@@ -158,7 +205,7 @@ class CudaEngine(OnnxEngine):
             self._bind_input(binding, name, array)
         for name in outputs:
             binding.bind_output(name, "cpu")
-        session.run_with_iobinding(binding, self._plain)
+        _run(session, binding, self._plain)
         results: list[np.ndarray[Any, Any]] = binding.copy_outputs_to_cpu()
         for name, array in zip(outputs, results, strict=True):
             if array.shape == shapes.get(name) and array.ndim and len(array) > 1:
@@ -190,6 +237,14 @@ def unusable() -> str | None:
     return None
 
 
+def _run(session: Any, binding: Any, options: Any) -> None:
+    """Run bound arrays; what goes wrong is a VALUE_ERROR."""
+    try:
+        session.run_with_iobinding(binding, options)
+    except RuntimeError as error:  # all that ONNX Runtime raises here
+        raise ort_errors.RuntimeException(str(error).removeprefix("Error in execution: ")) from error
+
+
 def _run_options(graph: str) -> Any:
     options = onnxruntime.RunOptions()
     options.add_run_config_entry("gpu_graph_id", graph)
@@ -205,3 +260,24 @@ def _address(array: Any) -> int:
 
 def _is_large(shape: tuple[int, ...]) -> bool:
     return 8 * math.prod(shape) > _MAX_IN_PLACE_BYTES
+
+
+def _is_numeric(declared: Any) -> bool:
+    """Whether an input or output can be bound: tensors of strings, sequences and maps cannot."""
+    kind: str = declared.type
+    return kind.startswith("tensor(") and kind != "tensor(string)"
+
+
+def _fill(array: Any, values: np.ndarray[Any, Any]) -> None:
+    """Write into an array on the host or the device."""
+    if isinstance(array, np.ndarray):
+        array[...] = values
+    else:
+        array.set(values)
+
+
+def _are_close(expected: np.ndarray[Any, Any], found: np.ndarray[Any, Any]) -> bool:
+    if expected.dtype.kind != "f" or not expected.size:
+        return np.array_equal(expected, found)
+    largest = np.nanmax(np.abs(expected), initial=1.0, where=np.isfinite(expected))
+    return np.allclose(expected, found, rtol=0, atol=_GRAPH_TOLERANCE * largest, equal_nan=True)

@@ -62,6 +62,10 @@ class BackedCache(EmbeddingCache):
         """See EmbeddingCache. `misses` counts keys that backing rows answered as well."""
         return self._cache.stats()
 
+    def forget_lookups(self) -> None:
+        """See EmbeddingCache."""
+        self._cache.forget_lookups()
+
     def close(self) -> None:
         """See EmbeddingCache."""
         self._cache.close()

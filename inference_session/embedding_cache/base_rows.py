@@ -5,6 +5,10 @@ An index over all their keys is kept on the device, so that one kernel answers h
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import weakref
+from collections import Counter
 from typing import Any
 
 import cupy
@@ -23,12 +27,19 @@ from inference_session.embedding_cache.kernels.gpu_layout import (
     is_wide,
 )
 from inference_session.embedding_cache.kernels.layout import VectorCode
+from inference_session.errors import ConfigurationError
+from inference_session.mapped_pages import available_bytes
 
 _CHUNK_KEYS = 1 << 20
 _LOAD = 0.55
 """Of the slots of an index over all keys: each finds a place then, nearly always at the first attempt."""
 _REGISTER_MAPPED, _REGISTER_READ_ONLY = 2, 8
 _ELEMENT_BYTES = {VectorCode.FLOAT32: 4, VectorCode.FLOAT16: 2, VectorCode.INT8: 1}
+_MOST_KEYS = int((2**32 - 2) * _LOAD)
+"""Slots are numbered by 32 bits, and one number says that there is none."""
+_pinned_here: Counter[tuple[int, int]] = Counter()
+"""How many arrays use what has been pinned where it lies, by address and number of bytes."""
+_pinning = threading.RLock()  # may be taken again by a finalizer that runs within
 
 
 class PinnedArray:
@@ -38,7 +49,8 @@ class PinnedArray:
     """
 
     def __init__(self, array: NDArray[Any]) -> None:
-        self._registered = 0
+        """ConfigurationError where it has to be copied, and the host lacks the memory for that."""
+        self._unpin: weakref.finalize[Any, PinnedArray] | None = None
         contiguous = np.ascontiguousarray(array)
         self.array = contiguous if contiguous.nbytes == 0 or self._pin(contiguous) else pinned_copy(contiguous)
         self.address = _device_address(self.array) if contiguous.nbytes else 0
@@ -46,20 +58,44 @@ class PinnedArray:
 
     def close(self) -> None:
         """Unpin what was pinned here. Nothing on the device may read it any more."""
-        if self._registered:
-            runtime.hostUnregister(self._registered)
-            self._registered = 0
+        if self._unpin is not None:
+            self._unpin()
 
     def _pin(self, array: NDArray[Any]) -> bool:
-        if runtime.pointerGetAttributes(array.ctypes.data).type == runtime.memoryTypeHost:
-            return True
-        flags = _REGISTER_MAPPED | (0 if array.flags.writeable else _REGISTER_READ_ONLY)
-        try:
-            runtime.hostRegister(array.ctypes.data, array.nbytes, flags)
-        except runtime.CUDARuntimeError:  # memory of a kind that cannot be pinned, as that of mapped files
-            return False
-        self._registered = array.ctypes.data
+        place = array.ctypes.data, array.nbytes
+        with _pinning:
+            if place not in _pinned_here:
+                if _is_pinned(*place):
+                    return not _overlaps_pinned_here(*place)
+                flags = _REGISTER_MAPPED | (0 if array.flags.writeable else _REGISTER_READ_ONLY)
+                try:
+                    runtime.hostRegister(*place, flags)
+                except runtime.CUDARuntimeError:  # memory of a kind that cannot be pinned, as that of mapped files
+                    return False
+            _pinned_here[place] += 1
+            self._unpin = weakref.finalize(self, _unpin, place)
+            self._unpin.atexit = False
         return True
+
+
+def _is_pinned(address: int, num_bytes: int) -> bool:
+    """Whether both ends are, by whomever."""
+    ends = (address, address + num_bytes - 1)
+    return all(runtime.pointerGetAttributes(end).type == runtime.memoryTypeHost for end in ends)
+
+
+def _overlaps_pinned_here(address: int, num_bytes: int) -> bool:
+    return any(begin < address + num_bytes and address < begin + size for begin, size in _pinned_here)
+
+
+def _unpin(place: tuple[int, int]) -> None:
+    """One array less uses the memory; the last one unpins it, before the memory can become something else's."""
+    with _pinning:
+        _pinned_here[place] -= 1
+        if not _pinned_here[place]:
+            del _pinned_here[place]
+            with contextlib.suppress(runtime.CUDARuntimeError):  # a device that has failed gives nothing back
+                runtime.hostUnregister(place[0])
 
 
 def _device_address(array: NDArray[Any]) -> int:
@@ -68,7 +104,13 @@ def _device_address(array: NDArray[Any]) -> int:
 
 
 def pinned_copy(array: NDArray[Any]) -> NDArray[Any]:
-    """The same contents in pinned memory."""
+    """The same contents in pinned memory; ConfigurationError where the host has too little."""
+    free = available_bytes()
+    if free and array.nbytes > free:
+        raise ConfigurationError(
+            f"{array.nbytes} bytes of rows must be pinned in host memory, which has {free} bytes free: use a smaller"
+            " table, or device memory (cache_bytes), or the device 'cpu', which reads files where they are"
+        )
     copy = pinned_empty(array.shape, array.dtype)
     copy[...] = array
     return copy
@@ -95,6 +137,11 @@ class BaseRows:
             dim: embedding_dim.
             code: what the rows are stored as.
         """
+        if keys is not None and len(vectors) > _MOST_KEYS:
+            raise ConfigurationError(
+                f"{len(vectors)} rows with keys are more than an index on a GPU holds, {_MOST_KEYS}:"
+                " use the device 'cpu'"
+            )
         self.on_device = isinstance(vectors, cupy.ndarray)
         self._pinned = None if self.on_device else PinnedArray(vectors)
         self._vectors = vectors if self._pinned is not None else cupy.ascontiguousarray(vectors)

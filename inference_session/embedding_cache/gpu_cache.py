@@ -114,6 +114,8 @@ class GpuEmbeddingCache(EmbeddingCache):
         self._write_lock = Lock()
         self._geometries: dict[Any, Geometry] = {}
         self._num_keys_before = np.zeros(len(dims), np.int64)
+        self._num_keys_forgotten = np.zeros(len(dims), np.int64)
+        self._num_missing_forgotten = np.zeros(len(dims), np.int64)
         self._remembered: dict[Any, _Prepared] = {}
         self._seen: set[int] = set()
         self._seeds = itertools.count()
@@ -138,13 +140,15 @@ class GpuEmbeddingCache(EmbeddingCache):
             geometry, launch = prepared.geometry, prepared.launch
             stream = cupy.cuda.get_current_stream()
             bits = cupy.empty(launch.num_tiles, np.uint32)
-            launch.run(
-                missing_bits_address=bits.data.ptr,
-                seed=next(self._seeds) & 0xFFFFFFFF,
-                fill=out is None,
-                outputs_address=vectors.address if isinstance(vectors, Vectors) else 0,
-            )
             with self._count_lock:
+                if self._closed:  # since it was looked at above; after the launch `close` waits for it
+                    raise SessionClosedError("the embedding cache has been closed")
+                launch.run(
+                    missing_bits_address=bits.data.ptr,
+                    seed=next(self._seeds) & 0xFFFFFFFF,
+                    fill=out is None,
+                    outputs_address=vectors.address if isinstance(vectors, Vectors) else 0,
+                )
                 geometry.num_calls += 1
             if wait:
                 stream.synchronize()
@@ -182,15 +186,25 @@ class GpuEmbeddingCache(EmbeddingCache):
             with self.device:
                 self._counts = self._read_events()
             with self._count_lock:
-                self._num_keys[:], self._num_missing[:] = self._keys_asked(), self._counts[:, EVENTS.index("misses")]
+                self._num_keys[:] = self._keys_asked() - self._num_keys_forgotten
+                self._num_missing[:] = self._counts[:, EVENTS.index("misses")] - self._num_missing_forgotten
         return super().stats()
+
+    def forget_lookups(self) -> None:
+        """See EmbeddingCache. Waits for the current stream."""
+        self.stats()
+        with self._count_lock:
+            self._num_keys_forgotten += self._num_keys
+            self._num_missing_forgotten += self._num_missing
+            self._num_keys[:] = self._num_missing[:] = 0
 
     def close(self) -> None:
         """See EmbeddingCache."""
         with self._write_lock:
             if self._closed:
                 return
-            self._closed = True
+            with self._count_lock:
+                self._closed = True
             with self.device:
                 self.device.synchronize()
                 for base in self._base.values():
@@ -318,6 +332,7 @@ class GpuEmbeddingCache(EmbeddingCache):
             if len(self._geometries) >= _MAX_GEOMETRIES:
                 self._num_keys_before = self._keys_asked()
                 self._geometries.clear()
+                self._remembered.clear()  # they would count in geometries that nobody adds up
             self._geometries[described] = geometry
         return geometry
 
@@ -330,10 +345,11 @@ class GpuEmbeddingCache(EmbeddingCache):
         return asked
 
     def _device_keys(self, table: str, keys: ArrayLike) -> Any:
-        """Keys as an int64 or int32 array [n] on the device, at any distance."""
+        """Keys as an int64 or int32 array [n] on the device, at any distance; a copy of those of another device."""
         if isinstance(keys, cupy.ndarray) and keys.ndim == 1 and keys.dtype in (_INT64, _INT32):
             self._check(table)
-            return keys
+            if keys.data.device_id == self.device.id:
+                return keys
         return _on_device(self._checked_keys(table, keys), np.int64)
 
     def _checked_keys(self, table: str, keys: ArrayLike) -> Any:
@@ -355,6 +371,10 @@ class GpuEmbeddingCache(EmbeddingCache):
             whose = {cupy.ndarray: "CuPy's", np.ndarray: "NumPy's"}.get(type(out))
             found = f"{whose} {out.dtype} {list(out.shape)}" if whose else type(out).__name__
             raise InvalidRequestError(f"table {table!r}: out is {found}, expected CuPy's float32 {list(shape)}")
+        if out.size and out.data.device_id != self.device.id:
+            raise InvalidRequestError(
+                f"table {table!r}: out is on cuda:{out.data.device_id}, the cache on cuda:{self.device.id}"
+            )
         if out.size and out.strides[1] != out.itemsize:
             raise InvalidRequestError(f"table {table!r}: out must be writeable, the elements of a row adjacent")
         return out
@@ -385,8 +405,10 @@ class GpuEmbeddingCache(EmbeddingCache):
             stream = cupy.cuda.get_current_stream()
             stream.wait_event(self._written)
             index = np.array(record["cached"], INDEX)
-            yield gpu.Writer(index, int(record["events_address"]), self._readers_address)
-            self._written.record(stream)
+            try:
+                yield gpu.Writer(index, int(record["events_address"]), self._readers_address)
+            finally:
+                self._written.record(stream)  # also where memory ran out halfway: the next writer waits for that half
 
     def _read_events(self) -> NDArray[np.int64]:
         """Counts by table and event, at one moment between two writes."""

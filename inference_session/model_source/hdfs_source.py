@@ -11,6 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -34,10 +35,12 @@ PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0)
 """Between attempts."""
 GIVE_UP_S = 45.0
 """No attempt begins later than this after the first."""
+MAX_DEPTH = 1000
+"""HDFS's own limit."""
 _MAX_CONNECTIONS = 32
 _READ_BYTES = 1 << 20
 _MAX_REASON = 300
-_PASSING = {"StandbyException", "RetriableException", "SafeModeException"}
+_PASSING = ("StandbyException", "RetriableException", "SafeModeException")
 _LEASED = ("AlreadyBeingCreatedException", "RecoveryInProgressException", "Cannot obtain block length")
 """What is said of a file that a writer has not closed."""
 
@@ -73,15 +76,22 @@ class HdfsSource(ModelSource):
 
     def _below(self, path: str) -> list[Entry]:
         entries: list[Entry] = []
-        for entry in self._try(path, lambda: self._children(path)):
-            entries.append(entry)
-            if entry.is_folder:
-                entries += self._below(entry.path)
+        folders = [path]
+        while folders:
+            folder = folders.pop()
+            if folder.count("/") >= MAX_DEPTH:
+                raise SourceError(f"{self.name_of('')}: more than {MAX_DEPTH} folders in each other")
+            children = self._try(folder, partial(self._children, folder))
+            entries += children
+            folders += [child.path for child in children if child.is_folder]
         return entries
 
     def _children(self, path: str) -> list[Entry]:
         statuses = self._client.list(self._path(path), status=True)
-        return [_entry(f"{path}/{name}".lstrip("/"), status) for name, status in statuses]
+        children = [_entry(f"{path}/{_checked_name(name)}".lstrip("/"), status) for name, status in statuses]
+        if len({child.path for child in children}) != len(children):
+            raise ValueError
+        return children
 
     def read(self, path: str, begin: int, num_bytes: int) -> bytes:
         """See ModelSource."""
@@ -211,7 +221,7 @@ class HdfsSource(ModelSource):
             raise
         except HdfsError as error:
             raise self._of_hdfs(path, error) from None
-        except (KeyError, TypeError, ValueError):  # an answer of another form, as of another web server
+        except (KeyError, TypeError, ValueError, RecursionError):  # an answer of another form, as of another web server
             raise SourceError(f"{self.name_of(path)}: {self._not_webhdfs()}") from None
         except (requests.RequestException, HTTPError) as error:
             raise UnavailableError(f"{self.name_of(path)}: {self._of_http(error)}") from None
@@ -270,9 +280,24 @@ class _Counted:
 
 
 def _entry(path: str, status: dict[str, Any]) -> Entry:
+    """ValueError, KeyError or TypeError where the NameNode's answer is none."""
     if status["type"] == "DIRECTORY":
         return Entry(path, 0, "", is_folder=True)
-    return Entry(path, status["length"], f"{status['modificationTime']}-{status.get('fileId', '')}")
+    return Entry(path, _checked_length(status), f"{status['modificationTime']}-{status.get('fileId', '')}")
+
+
+def _checked_length(status: dict[str, Any]) -> int:
+    length = status["length"]
+    if type(length) is not int or not 0 <= length < 2**63:
+        raise ValueError
+    return length
+
+
+def _checked_name(name: object) -> str:
+    """A child's name; one that would lead out of its folder is refused."""
+    if not isinstance(name, str) or not name or {"/", "\0"} & {*name} or name in (".", ".."):
+        raise ValueError
+    return name
 
 
 def _create_client(url: HdfsUrl, session: requests.Session) -> Client:

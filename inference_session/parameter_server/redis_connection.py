@@ -122,11 +122,12 @@ class RedisConnection:
         """Read so many replies of one line, numbers or `OK`; an error among them is raised."""
         lines: list[bytes] = []
         while len(lines) < count:
-            line = self._line(deadline)
-            if line[:1] not in (b":", b"+"):
-                raise self._failure(line)
-            lines.append(line[1:])
-        return lines
+            come = self._lines(count - len(lines), deadline)
+            wrong = next((line for line in come if line[:1] not in (b":", b"+")), None)
+            if wrong is not None:
+                raise self._failure(wrong)
+            lines += come
+        return [line[1:] for line in lines]
 
     def close(self) -> None:
         """Close the socket."""
@@ -185,15 +186,16 @@ class RedisConnection:
             self._buffer[:rest] = self._buffer[used : self._filled]
             self._filled = rest
 
-    def _line(self, deadline: Deadline) -> bytes:
+    def _lines(self, at_most: int, deadline: Deadline) -> list[bytes]:
+        """The lines that are there, one at least; of one without an end, its beginning."""
         while True:
-            text = self._buffer[: min(self._filled, _MAX_LINE_BYTES)].tobytes()
-            line, end, _ = text.partition(b"\r\n")
-            if end:
-                self._drop(len(line) + 2)
-                return line
-            if len(text) == _MAX_LINE_BYTES:
-                return text
+            text = self._buffer[: self._filled].tobytes()
+            *lines, rest = text.split(b"\r\n", at_most)
+            if lines:
+                self._drop(len(text) - len(rest))
+                return lines
+            if len(text) >= _MAX_LINE_BYTES:
+                return [text[:_MAX_LINE_BYTES]]
             self._receive(deadline)
 
     def _unexpected(
@@ -211,7 +213,7 @@ class RedisConnection:
                 f"table {tables[number]!r} in the Redis at {self._name} has a row of {found} bytes, expected {expected}"
                 f" ({expected // 4} float32); is it another model's?"
             )
-        return self._failure(self._line(deadline), tables[number])
+        return self._failure(self._lines(1, deadline)[0], tables[number])
 
     def _failure(self, line: bytes, table: str | None = None) -> Exception:
         """The error that stands for a reply which is one, or which is nothing that Redis says."""

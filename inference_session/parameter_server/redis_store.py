@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_session.embedding_cache.kernels.layout import address_of
 from inference_session.errors import (
     SessionClosedError,
     StoreError,
@@ -349,7 +350,7 @@ class RedisStore(BoundStore):
         order, slices = self._split(table, keys)
         fields = layout.key_fields(keys[order])
         row_bytes = 4 * out.shape[1]
-        order_address, out_address, found_address = _address(order), _address(out), _address(found)
+        order_address, out_address, found_address = address_of(order), address_of(out), address_of(found)
         for partition, begin, end in slices:
             yield Read(
                 table,
@@ -436,8 +437,3 @@ class RedisStore(BoundStore):
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise SessionClosedError(f"{self!r} has been closed")
-
-
-def _address(array: NDArray[Any]) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address

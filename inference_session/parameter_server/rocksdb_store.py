@@ -8,12 +8,11 @@ its process dies; what the note of a table vouches for survives the machine as w
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -21,42 +20,26 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import (
-    ConfigurationError,
-    SessionClosedError,
-    StoreError,
-    UnavailableError,
-)
+from inference_session.errors import SessionClosedError, StoreError, UnavailableError
 from inference_session.parameter_server.base import SCAN_BYTES, BoundStore, Rows, check_fetch, check_insert
 from inference_session.parameter_server.namespace import Namespace, StoredTable
-
-try:
-    from rocksdict import (
-        AccessType,
-        BlockBasedOptions,
-        ChecksumType,
-        DataBlockIndexType,
-        DbClosedError,
-        DBCompressionType,
-        Options,
-        Rdict,
-        WriteBatch,
-    )
-except ImportError as missing:
-    raise ConfigurationError(
-        "a RocksDB store needs the package `rocksdict`: pip install 'hotrow[rocksdb]'"
-    ) from missing
+from inference_session.parameter_server.rocksdb_database import (
+    CURRENT_FILE,
+    family_options,
+    list_families,
+    open_reader,
+    open_writer,
+    refuse_absent,
+    state_of_files,
+    stored_families,
+    translated,
+    write_batch,
+)
 
 _KEYS_PER_MULTIGET = 16_384
 _MIN_SORTED_KEYS = 4096
 """From here on neighbours in the files are often asked for together, and keys are worth sorting."""
 _BYTES_PER_BATCH = 8 << 20
-_MEMTABLE_BYTES = 64 << 20
-_ALL_MEMTABLES_BYTES = 512 << 20
-_BLOCK_BYTES = 1024
-_FILE_BYTES = 256 << 20
-_CURRENT_FILE = "CURRENT"
-"""What every RocksDB has; without it there is none."""
 
 
 class RocksDbStore(BoundStore):
@@ -90,7 +73,7 @@ class RocksDbStore(BoundStore):
         if self._is_writer:
             self._db = self._open_database(as_writer=True)
         else:
-            _refuse_absent(path)
+            refuse_absent(path)
             self._secondary_path = Path(tempfile.mkdtemp(prefix="hotrow-rocksdb-"))
             with suppress(UnavailableError):
                 self._database()
@@ -108,7 +91,7 @@ class RocksDbStore(BoundStore):
     def num_rows(self, table: str) -> int:
         """Number of rows; reads all keys, for RocksDB itself does not know."""
         family = self._family(table)
-        with _translated(self.path):
+        with translated(self.path):
             return 0 if family is None else _count(family)
 
     def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
@@ -130,7 +113,7 @@ class RocksDbStore(BoundStore):
         row_bytes = 4 * self.embedding_dim(table)
         items = family.items()
         while True:
-            with _translated(self.path):
+            with translated(self.path):
                 batch = list(islice(items, max(1, SCAN_BYTES // row_bytes)))
             if not batch:
                 return
@@ -163,7 +146,7 @@ class RocksDbStore(BoundStore):
         self.embedding_dim(table)
         self._become_writer()
         family = self._family(table)
-        with _translated(self.path), self._lock:
+        with translated(self.path), self._lock:
             self._db.delete(_note_name(self.namespace.tag(table)))
             if family is not None:
                 self._db.drop_column_family(self.namespace.tag(table))
@@ -172,14 +155,14 @@ class RocksDbStore(BoundStore):
     def versions(self) -> set[str]:
         """See EmbeddingStore."""
         self._refuse_if_closed()
-        with _translated(self.path):
-            return set(filter(None, map(self.namespace.version_of, _list_families(self.path))))
+        with translated(self.path):
+            return set(filter(None, map(self.namespace.version_of, list_families(self.path))))
 
     def remove_versions(self, versions: Collection[str]) -> int:
         """See EmbeddingStore."""
         self._become_writer()
-        with _translated(self.path), self._lock:
-            tags = {tag for tag in _list_families(self.path) if self.namespace.version_of(tag) in versions}
+        with translated(self.path), self._lock:
+            tags = {tag for tag in list_families(self.path) if self.namespace.version_of(tag) in versions}
             for tag in tags:
                 self._db.drop_column_family(tag)
                 self._db.delete(_note_name(tag))
@@ -189,7 +172,7 @@ class RocksDbStore(BoundStore):
     def check(self) -> None:
         """See EmbeddingStore."""
         self._database()
-        if not (self.path / _CURRENT_FILE).exists():
+        if not (self.path / CURRENT_FILE).exists():
             raise UnavailableError(f"the RocksDB at {str(self.path)!r} is gone")
 
     def refresh(self) -> None:
@@ -197,12 +180,12 @@ class RocksDbStore(BoundStore):
         self._database()
         if self._is_writer:
             return
-        with _translated(self.path), self._lock:
-            state = _state_of_files(self.path)
+        with translated(self.path), self._lock:
+            state = state_of_files(self.path)
             if state == self._seen:
                 return
             ours = {self.namespace.tag(table) for table in self._embedding_dims}
-            if ours & set(Rdict.list_cf(str(self.path))) != ours & self._present:
+            if ours & set(stored_families(self.path)) != ours & self._present:
                 self._families = {}
                 self._db = self._open_database(as_writer=False)
             self._db.try_catch_up_with_primary()
@@ -211,14 +194,14 @@ class RocksDbStore(BoundStore):
     def sync(self) -> None:
         """See EmbeddingStore."""
         if self._is_writer:
-            with _translated(self.path):
+            with translated(self.path):
                 self._db.flush_wal(sync=True)
 
     def note(self, table: str) -> str | None:
         """See EmbeddingStore."""
         self.embedding_dim(table)
         database = self._database()
-        with _translated(self.path):
+        with translated(self.path):
             text = database.get(_note_name(self.namespace.tag(table)))
         return None if text is None else text.decode()
 
@@ -226,7 +209,7 @@ class RocksDbStore(BoundStore):
         """See EmbeddingStore. Waits until the disk has all that was inserted before."""
         self.embedding_dim(table)
         self._become_writer()
-        with _translated(self.path):
+        with translated(self.path):
             self._db.put(_note_name(self.namespace.tag(table)), text.encode())
         self.sync()
 
@@ -236,7 +219,7 @@ class RocksDbStore(BoundStore):
             if self._closed:
                 return
             self._closed = True
-            with _translated(self.path):
+            with translated(self.path):
                 for family in self._families.values():
                     if family is not None:
                         if self._is_writer:
@@ -264,8 +247,8 @@ class RocksDbStore(BoundStore):
         return self._db
 
     def _open_database(self, *, as_writer: bool) -> Any:
-        with _translated(self.path):
-            present = set(_list_families(self.path))
+        with translated(self.path):
+            present = set(list_families(self.path))
             if as_writer or self._secondary_path is None:
                 database = open_writer(self.path)
             else:
@@ -278,7 +261,7 @@ class RocksDbStore(BoundStore):
         self._refuse_if_closed()
         if not self._may_write:
             raise StoreError(f"{self!r} takes no writes: it was not opened as the database's writer")
-        with _translated(self.path), self._lock:
+        with translated(self.path), self._lock:
             if not self._is_writer:
                 self._db = self._open_database(as_writer=True)
                 self._families = {}  # calls under way keep the reader's for as long as they last
@@ -290,14 +273,14 @@ class RocksDbStore(BoundStore):
         self._database()
         if self._families.get(table) is None:
             tag = self.namespace.tag(table)
-            with _translated(self.path), self._lock:
+            with translated(self.path), self._lock:
                 self._families[table] = self._db.get_column_family(tag) if tag in self._present else None
         return self._families[table]
 
     def _create_family(self, table: str) -> None:
-        with _translated(self.path), self._lock:
+        with translated(self.path), self._lock:
             if self._families.get(table) is None:
-                self._families[table] = self._db.create_column_family(self.namespace.tag(table), _options())
+                self._families[table] = self._db.create_column_family(self.namespace.tag(table), family_options())
 
     def _forget(self, tags: Collection[str]) -> None:
         """Column families that were dropped. Must be called while holding the lock."""
@@ -306,19 +289,19 @@ class RocksDbStore(BoundStore):
 
     def _write(self, table: str, fill: Callable[[Any], object]) -> None:
         """Write a batch, which `fill` fills, to the table at once: all of it or nothing."""
-        batch = WriteBatch(raw_mode=True)
-        with _translated(self.path):
+        batch = write_batch()
+        with translated(self.path):
             batch.set_default_column_family(self._db.get_column_family_handle(self.namespace.tag(table)))
             fill(batch)
             self._db.write(batch)
 
     def _fetch(self, table: str, family: Any, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
         if len(keys) < _MIN_SORTED_KEYS:
-            with _translated(self.path):
+            with translated(self.path):
                 rows = family.get(_as_bytes(keys))
             return self._place(table, rows, out)
         order = np.argsort(keys.byteswap().view(np.uint64))  # as the bytes of the keys are sorted in the files
-        with _translated(self.path):
+        with translated(self.path):
             rows = family.get(_as_bytes(keys[order]))
         ordered = np.empty_like(out)
         hits = self._place(table, rows, ordered)
@@ -351,65 +334,11 @@ class RocksDbStore(BoundStore):
             raise SessionClosedError(f"{self!r} has been closed")
 
 
-def open_writer(path: Path) -> Any:
-    """Open a database for writing, made if there is none."""
-    path.mkdir(parents=True, exist_ok=True)
-    families = {name: _options() for name in _list_families(path)}
-    return Rdict(str(path), options=_options(), column_families=families)
-
-
-def open_reader(path: Path, secondary_path: Path) -> Any:
-    """Follow a database that another may be writing; `secondary_path` is a folder for RocksDB's own log."""
-    _refuse_absent(path)
-    with _translated(path):
-        _refuse_incomplete(path)
-        return _open_as(path, AccessType.secondary(str(secondary_path)))
-
-
-def _refuse_incomplete(path: Path, num_attempts: int = 5) -> None:
-    """Raise where a data file is missing or cut: a secondary would take the database for an older one, without the rows
-    in it, but who opens it read-only finds out.
-    """
-    try:
-        _open_as(path, AccessType.read_only()).close()
-    except Exception:
-        if num_attempts == 1:
-            raise
-        # A live writer may just have merged a file into others and removed it.
-        _refuse_incomplete(path, num_attempts - 1)
-
-
-def _open_as(path: Path, access_type: Any) -> Any:
-    families = {name: _options() for name in Rdict.list_cf(str(path))}
-    return Rdict(str(path), options=_options(), column_families=families, access_type=access_type)
-
-
-def _state_of_files(path: Path) -> object:
-    """Differs once a writer has written anything. Catching up stops all threads of this process for some milliseconds,
-    so it is not done for nothing.
-    """
-    try:
-        with os.scandir(path) as entries:
-            return {
-                (entry.name, entry.stat().st_size, entry.stat().st_mtime_ns)
-                for entry in entries
-                if entry.name.endswith(".log") or entry.name.startswith("MANIFEST")
-            }
-    except FileNotFoundError:  # a log that has just been removed, so something has been written
-        return object()
-
-
-def _list_families(path: Path) -> list[str]:
-    """Names of a database's column families; of one that is yet to be made, those that it begins with."""
-    names: list[str] = Rdict.list_cf(str(path)) if (path / _CURRENT_FILE).exists() else ["default"]
-    return names
-
-
 def list_rocksdb_tables(path: Path) -> list[StoredTable]:
     """All tables of all models in a RocksDB. Counts their rows one by one."""
-    with tempfile.TemporaryDirectory(prefix="hotrow-rocksdb-") as folder, _translated(path):
+    with tempfile.TemporaryDirectory(prefix="hotrow-rocksdb-") as folder, translated(path):
         db = open_reader(path, Path(folder))
-        tags = sorted(set(Rdict.list_cf(str(path))) - {"default"})
+        tags = sorted(set(stored_families(path)) - {"default"})
         tables = []
         for tag in tags:
             family = db.get_column_family(tag)
@@ -418,31 +347,6 @@ def list_rocksdb_tables(path: Path) -> list[StoredTable]:
             family.close()
         db.close()
     return tables
-
-
-def _options() -> Options:
-    """Fixed-size rows, read by single random keys: small blocks with a hash index, found by a filter, read where the
-    kernel keeps them. A block cache of our own would only hold the same rows twice.
-    """
-    blocks = BlockBasedOptions()
-    blocks.set_block_size(_BLOCK_BYTES)
-    blocks.set_bloom_filter(10, block_based=False)
-    blocks.set_data_block_index_type(DataBlockIndexType.binary_and_hash())
-    blocks.set_data_block_hash_ratio(0.75)
-    blocks.set_format_version(5)
-    blocks.set_checksum_type(ChecksumType.xxh3())
-    blocks.disable_cache()
-    options = Options(raw_mode=True)
-    options.create_if_missing(True)
-    options.set_block_based_table_factory(blocks)
-    options.set_allow_mmap_reads(True)
-    options.set_compression_type(DBCompressionType.none())  # trained float32 hardly shrinks
-    options.set_write_buffer_size(_MEMTABLE_BYTES)
-    options.set_db_write_buffer_size(_ALL_MEMTABLES_BYTES)
-    options.set_target_file_size_base(_FILE_BYTES)
-    options.set_level_compaction_dynamic_level_bytes(True)
-    options.set_keep_log_file_num(4)
-    return options
 
 
 def _as_bytes(rows: NDArray[np.generic]) -> list[bytes]:
@@ -461,33 +365,3 @@ def _note_name(tag: str) -> bytes:
 def _count(family: Any) -> int:
     keys: Iterator[bytes] = family.keys()
     return sum(1 for _ in keys)
-
-
-def _refuse_absent(path: Path) -> None:
-    if not (path / _CURRENT_FILE).exists():
-        raise StoreError(
-            f"there is no RocksDB at {str(path)!r}; `hotrow push VERSION_DIR --to rocksdb://{path}` makes one"
-        )
-
-
-@contextmanager
-def _translated(path: Path) -> Iterator[None]:
-    """Errors of RocksDB as ours."""
-    try:
-        yield
-    except DbClosedError as error:
-        raise SessionClosedError(f"the RocksDB at {str(path)!r} has been closed") from error
-    except OSError as error:
-        raise UnavailableError(f"the RocksDB at {str(path)!r} cannot be used: {error.strerror or error}") from error
-    except Exception as error:
-        if type(error) is not Exception:  # which is all that rocksdict raises
-            raise
-        raise _as_ours(path, str(error)) from error
-
-
-def _as_ours(path: Path, text: str) -> Exception:
-    name, text = f"the RocksDB at {str(path)!r}", " ".join(text.split())
-    if "LOCK" in text and "lock" in text:
-        return UnavailableError(f"{name} is being written by another process, or twice by this one ({text})")
-    kind = UnavailableError if text.startswith(("IO error", "Operation timed out", "Resource busy")) else StoreError
-    return kind(f"{name}: {text}")

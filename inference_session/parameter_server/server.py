@@ -14,98 +14,47 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, SessionClosedError, StoreError, UnavailableError
+from inference_session.pacing import rest_after
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, Rows
+from inference_session.parameter_server.pending import (
+    PendingPromotions,
+    PendingTouches,
+    Promotion,
+    Touch,
+    Unverified,
+    joined,
+)
 from inference_session.parameter_server.recent_writes import RecentWrites
 from inference_session.parameter_server.retirement import Retirement
 from inference_session.parameter_server.tier import Tier
 from inference_session.parameter_server.unknown_keys import UnknownKeys
+from inference_session.parameter_server.wanted_rows import WantedRows
 
 OnStoreFailure = Literal["default_vector", "error"]
 
-MAX_PENDING_PROMOTIONS = 1024
-MAX_PENDING_BYTES = 64 << 20
-"""Promotions that wait for their turn; further ones are dropped and counted, for the next miss brings them again."""
-PROMOTIONS_AT_ONCE = 64
-"""Promotions after which the rest of the background work has its turn."""
 MAX_UNWRITTEN_KEYS = 1_000_000
 """Keys of a table that are remembered for a volatile tier that is out; with more of them it drops the whole table."""
 MAX_REPORTED = 100
 """Different errors that are logged; a store that makes up ever new ones does not fill the log."""
-MAX_PENDING_TOUCHES = 1 << 20
-"""Keys read that wait to be marked as used; further ones are not."""
 PAUSE_S = 5.0
 """How long nothing is promoted to, or touched in, a tier that has just refused it."""
 ROUND_INTERVAL_S = 0.5
-"""How often tiers that are out are tried, and readers catch up."""
+"""How often tiers that are out are tried."""
+TURN_INTERVAL_S = 0.02
+"""How often rows are promoted and touched, and readers catch up: what comes meanwhile goes in one piece, and the pieces
+are small."""
 
 _log = logging.getLogger(__name__)
-
-
-class _Promotion(NamedTuple):
-    """Rows on their way up."""
-
-    source: Tier
-    tiers: Sequence[Tier]
-    table: str
-    keys: NDArray[np.int64]
-    vectors: NDArray[np.float32]
-    moment: int
-    """Of the table's writes, when the fetch began."""
-
-    def rows(self, which: NDArray[np.bool_]) -> _Promotion:
-        """Some of them."""
-        return self._replace(keys=self.keys[which], vectors=self.vectors[which])
-
-
-class _Touch(NamedTuple):
-    """Rows that were read."""
-
-    tier: Tier
-    table: str
-    keys: NDArray[np.int64]
-    moment: int
-    """Of the table's writes, when the fetch began."""
-
-
-@dataclass
-class _Wanted:
-    """What one request still wants: each of its keys once."""
-
-    table: str
-    keys: NDArray[np.int64]
-    vectors: NDArray[np.float32]
-    """What is not found may hold anything, such as rows of a tier that failed half way."""
-    found: NDArray[np.bool_]
-    left: NDArray[np.int64]
-    """Positions of the keys that no tier has had so far; those known to be unknown are not among them."""
-    moment: int
-
-    def missing(self) -> FetchRequest:
-        """A request for the keys that are left, straight to their place as long as these are all."""
-        if len(self.left) == len(self.keys):
-            return FetchRequest(self.table, self.keys, self.vectors)
-        vectors = np.empty((len(self.left), self.vectors.shape[1]), np.float32)
-        return FetchRequest(self.table, self.keys[self.left], vectors)
-
-    def take(self, fetched: FetchRequest, hits: NDArray[np.bool_]) -> None:
-        """Enter what a tier had of the missing keys."""
-        positions = self.left[hits]
-        if fetched.out is not self.vectors:
-            self.vectors[positions] = fetched.out[hits]
-        self.found[positions] = True
-        self.left = self.left[~hits]
 
 
 class ParameterServer:
@@ -133,12 +82,8 @@ class ParameterServer:
         self._writes: defaultdict[str, RecentWrites] = defaultdict(RecentWrites)
         self._unknown: dict[str, UnknownKeys] = {}
         self._reported: set[str] = set()
-        self._promotions: queue.Queue[_Promotion] = queue.Queue(MAX_PENDING_PROMOTIONS)  # put into under `_lock`
-        self._unverified: list[tuple[Tier, _Promotion]] = []  # the worker's alone
-        self._pending_bytes = 0
-        self._touches: list[_Touch] = []
-        self._num_touches = 0
-        self._dropped_promotions = 0
+        self._promotions = PendingPromotions()
+        self._touches = PendingTouches()
         self._degraded_keys = 0
         self._closing = threading.Event()
         self._worker = threading.Thread(target=self._work, name="hotrow-parameter-server", daemon=True)
@@ -272,13 +217,13 @@ class ParameterServer:
         with self._lock:
             return {
                 "degraded_keys": self._degraded_keys,
-                "dropped_promotions": self._dropped_promotions,
+                "dropped_promotions": self._promotions.num_dropped,
                 "tiers": {tier.name: tier.counters() for tier in self._tiers},
             }
 
     def wait_for_promotions(self) -> None:
         """Return when all promotions queued so far are done."""
-        self._promotions.join()
+        self._promotions.wait()
 
     def close(self) -> None:
         """End the background work and close all tiers. May be called twice."""
@@ -293,16 +238,16 @@ class ParameterServer:
         tiers = ", ".join(f"{tier.name}{' (out)' if tier.failure else ''}" for tier in self._tiers)
         return f"<ParameterServer [{tiers or 'no tiers'}]>"
 
-    def _wanted(self, request: FetchRequest) -> _Wanted:
+    def _wanted(self, request: FetchRequest) -> WantedRows:
         table, keys, vectors = request
         memory = self._unknown.get(table)
         unknown = None if memory is None else memory.holds(keys)
         left = np.arange(len(keys)) if unknown is None else np.flatnonzero(~unknown)
         with self._lock:
             moment = self._writes[table].moment
-        return _Wanted(table, keys, vectors, np.zeros(len(keys), np.bool_), left, moment)
+        return WantedRows(table, keys, vectors, np.zeros(len(keys), np.bool_), left, moment)
 
-    def _fetch_from(self, tier: Tier, above: Sequence[Tier], wanted: Sequence[_Wanted]) -> bool:
+    def _fetch_from(self, tier: Tier, above: Sequence[Tier], wanted: Sequence[WantedRows]) -> bool:
         """Fetch what is missing from one tier; whether it answered."""
         asking = [want for want in wanted if len(want.left)]
         if not asking:
@@ -327,12 +272,12 @@ class ParameterServer:
         for want, request, part in zip(asking, requests, found, strict=True):
             want.take(request, part)
             if tier.touches:
-                self._remember_touch(_Touch(tier, want.table, request.keys[part], want.moment))
+                self._touches.put(Touch(tier, want.table, request.keys[part], want.moment))
             self._promote(tier, above, want, request, part)
         return True
 
     def _settle(
-        self, wanted: Sequence[_Wanted], failed: Sequence[Tier], on_store_failure: OnStoreFailure, now: float
+        self, wanted: Sequence[WantedRows], failed: Sequence[Tier], on_store_failure: OnStoreFailure, now: float
     ) -> None:
         """Remember keys that no tier has; count, or refuse, those that a tier which is out might have had."""
         num_unknown = sum(len(want.left) for want in wanted)
@@ -347,7 +292,7 @@ class ParameterServer:
             reasons = "; ".join(f"{tier.name}: {tier.failure or 'failed, see the log'}" for tier in failed)
             raise UnavailableError(f"{num_unknown} keys cannot be fetched while a store is out ({reasons})")
 
-    def _remember_unknown(self, wanted: Sequence[_Wanted], now: float) -> None:
+    def _remember_unknown(self, wanted: Sequence[WantedRows], now: float) -> None:
         """Must be called while holding `_lock`. `now`: the time before the tiers were asked."""
         for want in wanted:
             keys = want.keys[want.left]
@@ -356,25 +301,14 @@ class ParameterServer:
                 self._unknown.setdefault(want.table, UnknownKeys()).add(keys[~written], now)
 
     def _promote(
-        self, source: Tier, above: Sequence[Tier], want: _Wanted, request: FetchRequest, hits: NDArray[np.bool_]
+        self, source: Tier, above: Sequence[Tier], want: WantedRows, request: FetchRequest, hits: NDArray[np.bool_]
     ) -> None:
         """Queue rows for the tiers above that keep what they missed; a full queue drops them, until the next miss."""
         tiers = [tier for tier in above if tier.cache_missed_keys and tier.failure is None]
         if not tiers or not hits.any():
             return
-        promotion = _Promotion(source, tiers, want.table, request.keys[hits], request.out[hits], want.moment)
-        with self._lock:
-            if self._promotions.full() or self._pending_bytes > MAX_PENDING_BYTES:
-                self._dropped_promotions += len(promotion.keys)
-            else:
-                self._pending_bytes += promotion.vectors.nbytes
-                self._promotions.put(promotion)
-
-    def _remember_touch(self, touch: _Touch) -> None:
-        with self._lock:
-            if self._num_touches <= MAX_PENDING_TOUCHES:
-                self._touches.append(touch)
-                self._num_touches += len(touch.keys)
+        rows = request.keys[hits], request.out[hits]
+        self._promotions.put(Promotion(source, tiers, want.table, *rows, want.moment))
 
     def _write(
         self,
@@ -439,35 +373,30 @@ class ParameterServer:
             _log.warning("tier %s of the parameter server failed: %s", tier.name, error)
 
     def _work(self) -> None:
-        """Promote rows, bring back tiers that are out, and let readers catch up, until the server closes."""
+        """Promote and touch rows, bring back tiers that are out, and let readers catch up, until the server closes."""
         next_round = time.monotonic() + ROUND_INTERVAL_S
-        while not self._closing.is_set():
-            promotions = self._next_promotions()
-            self._survive(self._insert, promotions)
-            for _ in promotions:
-                self._promotions.task_done()
-            if time.monotonic() >= next_round:
+        rest_s = TURN_INTERVAL_S
+        while not self._closing.wait(rest_s):
+            begin = time.monotonic()
+            self._take_turn()
+            if begin >= next_round:
                 for tier in self._tiers:
                     self._survive(self._look_after, tier)
-                self._survive(self._drop_outdated, self._next_unverified())
-                self._survive(self._touch, self._next_touches())
+                self._survive(self._drop_outdated, self._promotions.take_unverified())
                 next_round = time.monotonic() + ROUND_INTERVAL_S
-        self._survive(self._drop_outdated, self._next_unverified())
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._promotions.get_nowait()
-                self._promotions.task_done()
+            rest_s = max(TURN_INTERVAL_S, rest_after(time.monotonic() - begin))
+        self._survive(self._drop_outdated, self._promotions.take_unverified())
+        self._promotions.discard()
 
-    def _next_promotions(self) -> list[_Promotion]:
-        """Some that wait, none if there are none for a moment."""
-        promotions: list[_Promotion] = []
-        with contextlib.suppress(queue.Empty):
-            promotions.append(self._promotions.get(timeout=ROUND_INTERVAL_S / 5))
-            while len(promotions) < PROMOTIONS_AT_ONCE:
-                promotions.append(self._promotions.get_nowait())
-        with self._lock:
-            self._pending_bytes -= sum(promotion.vectors.nbytes for promotion in promotions)
-        return promotions
+    def _take_turn(self) -> None:
+        """Do a small piece of what requests have left to do, and see what others have written since."""
+        promotions = self._promotions.take()
+        self._survive(self._insert, promotions)
+        self._promotions.finish(len(promotions))
+        self._survive(self._touch, self._touches.take())
+        for tier in self._tiers:
+            if tier.store.lags and tier.failure is None:
+                self._survive(self._look_after, tier)
 
     @staticmethod
     def _survive(work: Callable[[Any], None], item: object) -> None:
@@ -477,27 +406,20 @@ class ParameterServer:
         except Exception:  # noqa: BLE001 - whatever it is, it is logged, and the next piece has nothing to do with it
             _log.exception("background work of the parameter server failed")
 
-    def _insert(self, promotions: Sequence[_Promotion]) -> None:
+    def _insert(self, promotions: Sequence[Promotion]) -> None:
+        if not promotions:
+            return
         with self._writing:
-            current = [part for part in map(self._not_written_since, promotions) if len(part.keys)]
+            current = joined([part for part in map(self._not_written_since, promotions) if len(part.keys)])
             inserted = [(tier, part) for part in current for tier in part.tiers if self._insert_into(tier, part)]
-        unverified = [(tier, part) for tier, part in inserted if part.source.store.lags]
-        self._unverified += unverified
-        with self._lock:
-            self._pending_bytes += sum(part.vectors.nbytes for _, part in unverified)
+        self._promotions.keep([Unverified(tier, part) for tier, part in inserted if part.source.store.lags])
 
-    def _next_unverified(self) -> list[tuple[Tier, _Promotion]]:
-        unverified, self._unverified = self._unverified, []
-        with self._lock:
-            self._pending_bytes -= sum(part.vectors.nbytes for _, part in unverified)
-        return unverified
-
-    def _not_written_since(self, promotion: _Promotion) -> _Promotion:
+    def _not_written_since(self, promotion: Promotion) -> Promotion:
         with self._lock:
             written = self._writes[promotion.table].written(promotion.keys, promotion.moment)
         return promotion.rows(~written)
 
-    def _insert_into(self, tier: Tier, promotion: _Promotion) -> bool:
+    def _insert_into(self, tier: Tier, promotion: Promotion) -> bool:
         inserted = self._try_if_welcome(
             tier, lambda store: store.insert_absent(promotion.table, promotion.keys, promotion.vectors)
         )
@@ -505,13 +427,10 @@ class ParameterServer:
             tier.promoted += len(promotion.keys) if inserted else 0
         return inserted
 
-    def _next_touches(self) -> list[_Touch]:
-        with self._lock:
-            touches, self._touches, self._num_touches = self._touches, [], 0
-        return touches
-
-    def _touch(self, touches: Sequence[_Touch]) -> None:
+    def _touch(self, touches: Sequence[Touch]) -> None:
         """Mark rows as used, but for those written since they were read: erased ones must get no mark."""
+        if not touches:
+            return
         keys: defaultdict[tuple[Tier, str], list[NDArray[np.int64]]] = defaultdict(list)
         with self._writing:
             for touch in touches:
@@ -543,7 +462,7 @@ class ParameterServer:
             _log.warning("tier %s of the parameter server takes no rows at present: %s", tier.name, error)
         return error is None
 
-    def _drop_outdated(self, inserted: Sequence[tuple[Tier, _Promotion]]) -> None:
+    def _drop_outdated(self, inserted: Sequence[Unverified]) -> None:
         """Take rows back that another process has changed or erased, which the tier they came from showed too late.
 
         That process writes the lower tier first: what it changes after this look, it will change above as well. Done
@@ -560,7 +479,7 @@ class ParameterServer:
                     self._leave_out(tier, promotion.table, outdated, error)
 
     @staticmethod
-    def _are_current(promotion: _Promotion) -> NDArray[np.bool_]:
+    def _are_current(promotion: Promotion) -> NDArray[np.bool_]:
         """Which of the rows are the same where they came from; none if that cannot be told."""
         vectors = np.empty_like(promotion.vectors)
         try:

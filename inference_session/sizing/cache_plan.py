@@ -11,7 +11,6 @@ import numpy as np
 from inference_session.embedding_cache.cpu_cache import bytes_to_hold, rows_held
 from inference_session.sizing.hit_rate import HitRateCurve
 
-DEFAULT_TARGET = 0.95
 _KIB, _MIB = 1 << 10, 1 << 20
 _NUM_KNEE_POINTS = 256
 _SMALLEST_PART = 1000
@@ -72,7 +71,7 @@ class CachePlan:
         sizes = np.unique(np.geomspace(least, self.most_bytes, num_points).astype(np.int64))
         return [CachePoint(size, self.hit_rate(size)) for size in sizes.tolist()]
 
-    def recommended(self, target: float = DEFAULT_TARGET) -> CachePoint:
+    def recommended(self, target: float) -> CachePoint:
         """The smallest cache with `target` of the best hit rate that any could have, rounded up to KiB or MiB."""
         wanted = target * self.best_hit_rate
         low, high = self.least_bytes, self.most_bytes

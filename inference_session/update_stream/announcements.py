@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import Any
 
 from inference_session.errors import ConfigurationError, UnavailableError
-from inference_session.update_stream.kafka_url import KafkaUrl, topic_name
+from inference_session.update_stream.kafka_url import KafkaUrl
+from inference_session.update_stream.topics import MAX_VERSION, announcement_topic
 
 try:
     from confluent_kafka import Consumer, KafkaException, TopicPartition
@@ -21,18 +22,11 @@ except ImportError as missing:
         "announcements need the package `confluent-kafka`: pip install 'hotrow[kafka]'"
     ) from missing
 
-PREFIX = "hotrow_versions"
 KEY = b"version"
-MAX_VERSION = 2**31 - 1
 _BROKER_S = 10.0
 _MAX_MESSAGES = 1000
 
 _log = logging.getLogger(__name__)
-
-
-def announcement_topic(model: str) -> str:
-    """The topic of a model's versions; ConfigurationError where Kafka allows no such name."""
-    return topic_name(PREFIX, model)
 
 
 class Announcements:

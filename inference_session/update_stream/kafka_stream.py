@@ -15,13 +15,12 @@ see every message. Where the rows are not durable, nothing is saved, and the str
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import re
 import socket
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Protocol, TypeVar
@@ -31,8 +30,11 @@ from numpy.typing import NDArray
 
 from inference_session.errors import ConfigurationError, StoreError, UnavailableError
 from inference_session.formats.native import TableSpec
-from inference_session.update_stream.encodings import REASONS, Refusal, Updates, decode
-from inference_session.update_stream.kafka_url import KafkaUrl, table_of
+from inference_session.update_stream.encodings import Refusal, Updates, decode
+from inference_session.update_stream.kafka_url import KafkaUrl
+from inference_session.update_stream.offset_notes import read_offsets, with_offsets
+from inference_session.update_stream.stream_stats import StreamStats
+from inference_session.update_stream.topics import table_of
 
 try:
     from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
@@ -43,8 +45,6 @@ except ImportError as missing:
 
 DISCOVERY_S = 1.0
 MAX_MESSAGES = 10_000
-MAX_SET_ASIDE = 100
-"""Refused messages of which the statistics tell."""
 _POLL_S = 0.05
 _SAVE_S = 1.0
 _FOLLOW_S = 5.0
@@ -108,23 +108,20 @@ class KafkaUpdateStream:
         self._since_ms = 0 if since is None else int(since.timestamp() * 1000)
         self._allow_non_finite = allow_non_finite
         self._positions: dict[Partition, int] = {}
-        """Of the partitions followed, the next offset; _BEGINNING where nothing has come yet."""
-        self._behind: set[Partition] | None = None
-        """Partitions found at first whose end has not been seen yet; None: nothing has been found out."""
-        self._current = threading.Event()
-        self._closing = threading.Event()
-        self._lock = threading.Lock()
-        self._counts = dict.fromkeys(("messages", "updated_rows", "deleted_rows", "failures"), 0)
-        self._rejected = dict.fromkeys(REASONS, 0)
-        self._set_aside: deque[str] = deque(maxlen=MAX_SET_ASIDE)
-        self._lag: dict[Partition, int] = {}
-        self._staleness_s = 0.0
-        self._oldest_pending_s: float | None = None
-        self._failure: str | None = None
-        self._unsaved: set[int] = set()
+        """Of the partitions followed, the next offset; _BEGINNING where nothing has come yet.
+
+        To follow others, the whole is replaced: other threads may be looking through it.
+        """
         self._vanished: set[Partition] = set()
         """Partitions whose saved offsets mean nothing any more."""
+        self._unsaved: set[int] = set()
+        """Tables that have been applied further than their notes say."""
+        self._behind: set[Partition] | None = None
+        """Partitions found at first whose end has not been seen yet; None: nothing has been found out."""
         self._save_at = self._discover_at = 0.0
+        self._stats = StreamStats(model)
+        self._current = threading.Event()
+        self._closing = threading.Event()
         self._consumer = _create_consumer(url, f"hotrow.{model}.{version}.{socket.gethostname()}")
         self._url = url
         self._thread = threading.Thread(target=self._work, name="hotrow-update-stream", daemon=True)
@@ -139,17 +136,7 @@ class KafkaUpdateStream:
 
     def stats(self) -> dict[str, Any]:
         """What has been done so far (docs/operations.md)."""
-        with self._lock:
-            pending, now = self._oldest_pending_s, time.time()
-            return {
-                **self._counts,
-                "lag_messages": sum(self._lag.values()),
-                "staleness_s": self._staleness_s if pending is None else max(now - pending, 0.0),
-                "topics": sorted({topic for topic, _ in self._positions}),
-                "rejected": dict(self._rejected),
-                "set_aside": list(self._set_aside),
-                "failure": self._failure,
-            }
+        return {**self._stats.snapshot(), "topics": sorted({topic for topic, _ in self._positions})}
 
     def close(self) -> None:
         """Apply no more, and save how far it came. May be called more than once."""
@@ -174,12 +161,12 @@ class KafkaUpdateStream:
         try:
             work()
         except KafkaException as error:
-            self._report(f"the brokers: {error.args[0].str()}")
+            self._stats.fail(f"the brokers: {error.args[0].str()}")
             self._closing.wait(_FIRST_PAUSE_S)
         except (UnavailableError, StoreError) as error:  # closing: what is not applied comes again at the next start
-            self._report(str(error))
+            self._stats.fail(str(error))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is logged, and the same messages come again
-            self._report(f"{type(error).__name__}: {error}")
+            self._stats.fail(f"{type(error).__name__}: {error}")
             _log.exception("the update stream of model %r failed, and tries again", self._model)
             self._assign()
             self._closing.wait(_LONGEST_PAUSE_S)
@@ -202,10 +189,10 @@ class KafkaUpdateStream:
         try:
             topics = self._consumer.list_topics(timeout=_BROKER_S).topics
         except KafkaException as error:
-            self._report(f"no broker answers at {self._url}: {error.args[0].str()}")
+            self._stats.fail(f"no broker answers at {self._url}: {error.args[0].str()}")
             self._current.set()
             return
-        self._recovered()
+        self._stats.recover()
         found = {
             (name, partition)
             for name, topic in topics.items()
@@ -227,31 +214,30 @@ class KafkaUpdateStream:
             _log.warning(
                 "topic %r, partition %d, has vanished or begun anew: what comes back is read", topic, partition
             )
-            with self._lock:
-                del self._positions[topic, partition]
-                self._lag.pop((topic, partition), None)
-                self._vanished.add((topic, partition))
-            if self._rows.is_durable and (table := table_of(topic, self._model)) in self._tables:
-                self._unsaved.add(self._tables[table or ""])
+            table = self._table(topic)
+            if table is not None and self._rows.is_durable:
+                self._unsaved.add(table)
+        self._positions = {one: offset for one, offset in self._positions.items() if one not in partitions}
+        self._vanished.update(partitions)
         self._note_ends(partitions)
         self._assign()
 
     def _follow(self, partitions: Iterable[Partition]) -> None:
+        new = {}
         for topic, partition in sorted(partitions):
-            offset = self._saved_offset(topic, partition)
+            new[topic, partition] = offset = self._saved_offset(topic, partition)
             _log.info("following topic %r, partition %d, from offset %d", topic, partition, offset)
-            with self._lock:
-                self._positions[topic, partition] = offset
+        self._positions = {**self._positions, **new}
         self._assign()
 
     def _assign(self) -> None:
         self._consumer.assign([TopicPartition(*one, offset) for one, offset in self._positions.items()])
 
     def _saved_offset(self, topic: str, partition: int) -> int:
-        table = self._tables.get(table_of(topic, self._model) or "")
+        table = self._table(topic)
         if table is None or not self._rows.is_durable or (topic, partition) in self._vanished:
             return _BEGINNING
-        offsets = self._persist(lambda: _offsets(self._rows.note(table), topic))
+        offsets = self._persist(lambda: read_offsets(self._rows.note(table), topic))
         return offsets.get(partition, _BEGINNING)
 
     def _consume(self) -> tuple[dict[str, list[Any]], int, dict[Partition, int]]:
@@ -265,36 +251,30 @@ class KafkaUpdateStream:
             elif error.code() == KafkaError._PARTITION_EOF:
                 ends[topic, message.partition() or 0] = message.offset() or 0
             else:
-                self._report(f"topic {topic!r}: {error.str()}")
+                self._stats.fail(f"topic {topic!r}: {error.str()}")
                 self._discover_at = 0.0
         oldest_ms = min((messages[0].timestamp()[1] for messages in by_topic.values()), default=0)
         return by_topic, oldest_ms, ends
 
     def _apply_all(self, by_topic: Mapping[str, list[Any]], oldest_ms: int) -> None:
-        published_s = oldest_ms / 1000 if oldest_ms > 0 else time.time()
-        with self._lock:
-            self._oldest_pending_s = published_s
-        reached = {topic: _ends(messages) for topic, messages in by_topic.items()}
+        self._stats.begin(oldest_ms / 1000 if oldest_ms > 0 else time.time())
         for topic, messages in by_topic.items():
-            self._apply(topic, messages, reached[topic])
-        with self._lock:
-            self._counts["messages"] += sum(map(len, by_topic.values()))
-            self._staleness_s = max(time.time() - published_s, 0.0)
-            self._oldest_pending_s = None
-            for topic, offsets in reached.items():
-                # Not what the client says, which counts the end of a partition as a message.
-                self._positions |= {(topic, partition): offset for partition, offset in offsets.items()}
+            reached = _ends(messages)
+            self._apply(topic, messages, reached)
+            # Not what the client says, which counts the end of a partition as a message; nor what was left meanwhile.
+            applied = {(topic, partition): offset for partition, offset in reached.items()}
+            self._positions.update((one, applied[one]) for one in applied.keys() & self._positions.keys())
+        self._stats.end(sum(map(len, by_topic.values())))
         self._measure_lag()
 
     def _reach(self, ends: Mapping[Partition, int]) -> None:
         """Count what lies between the last message and the end as read: marks of transactions, messages compacted."""
-        with self._lock:
-            for partition in ends.keys() & self._positions.keys():
-                self._positions[partition] = max(self._positions[partition], ends[partition])
+        for partition in ends.keys() & self._positions.keys():
+            self._positions[partition] = max(self._positions[partition], ends[partition])
         self._measure_lag()
 
     def _apply(self, topic: str, messages: Sequence[Any], reached: Mapping[int, int]) -> None:
-        table = self._tables.get(table_of(topic, self._model) or "")
+        table = self._table(topic)
         if table is None:
             text = f"the model has no table of that name, but {', '.join(map(repr, self._tables)) or 'none'}"
             self._refuse(topic, messages, [Refusal(i, "unknown_table", text) for i in range(len(messages))])
@@ -310,9 +290,7 @@ class KafkaUpdateStream:
         )
         self._refuse(topic, messages, updates.refusals)
         self._persist(lambda: self._write(table, updates, topic, reached))
-        with self._lock:
-            self._counts["updated_rows"] += len(updates.keys)
-            self._counts["deleted_rows"] += len(updates.deleted)
+        self._stats.count_rows(updated=len(updates.keys), deleted=len(updates.deleted))
 
     def _write(self, table: int, updates: Updates, topic: str, reached: Mapping[int, int]) -> None:
         """Write rows of a topic, whose partitions are then applied up to `reached`."""
@@ -333,7 +311,7 @@ class KafkaUpdateStream:
         """Whether the process that may write to the store, another one, has saved as much within some seconds."""
         deadline = time.monotonic() + _FOLLOW_S
         while time.monotonic() < deadline and not self._closing.wait(_POLL_S):
-            saved = _offsets(self._rows.note(table), topic)
+            saved = read_offsets(self._rows.note(table), topic)
             if all(saved.get(partition, 0) >= offset for partition, offset in reached.items()):
                 return True
         return False
@@ -345,12 +323,12 @@ class KafkaUpdateStream:
             try:
                 result = work()
             except (UnavailableError, StoreError) as error:
-                self._report(str(error))
+                self._stats.fail(str(error))
                 self._measure_lag()
                 if self._closing.wait(pause_s):
                     raise
             else:
-                self._recovered()
+                self._stats.recover()
                 return result
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
@@ -358,13 +336,8 @@ class KafkaUpdateStream:
         """Set messages aside."""
         for refusal in refusals:
             message = messages[refusal.position]
-            text = f"{topic!r}, partition {message.partition()}, offset {message.offset()}: {refusal.text}"
-            with self._lock:
-                is_first = not self._rejected[refusal.reason]
-                self._rejected[refusal.reason] += 1
-                self._set_aside.append(f"{refusal.reason}: {text}")
-            if is_first:
-                _log.warning("an update is refused (%s; further ones are only counted): %s", refusal.reason, text)
+            where = f"{topic!r}, partition {message.partition()}, offset {message.offset()}"
+            self._stats.refuse(refusal.reason, f"{where}: {refusal.text}")
 
     def _note_ends(self, ends: Iterable[Partition]) -> None:
         if self._behind is not None and not self._current.is_set():
@@ -373,17 +346,17 @@ class KafkaUpdateStream:
                 self._current.set()
 
     def _measure_lag(self) -> None:
-        """How many messages each partition has beyond those that are applied, as the brokers said last.
+        """How many messages partitions have beyond those that are applied, as the brokers said last.
 
         One that ends before them was made anew, and is read from its beginning.
         """
-        cut = []
+        lag_messages, cut = 0, []
         for (topic, partition), position in self._positions.items():
             _, end = self._consumer.get_watermark_offsets(TopicPartition(topic, partition), cached=True)
-            with self._lock:
-                self._lag[topic, partition] = max(end - position, 0) if position >= 0 else max(end, 0)
+            lag_messages += max(end - max(position, 0), 0)
             if 0 <= end < position:
                 cut.append((topic, partition))
+        self._stats.lag(lag_messages)
         if cut:
             self._leave(cut)
             self._discover_at = 0.0
@@ -404,26 +377,15 @@ class KafkaUpdateStream:
 
     def _save_table(self, table: int) -> None:
         """Rows that are pushed anew lose this note with them, and so get their updates again."""
-        offsets: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        offsets: defaultdict[str, dict[int, int]] = defaultdict(dict)
         for (topic, partition), offset in self._positions.items():
-            if self._tables.get(table_of(topic, self._model) or "") == table and offset >= 0:
-                offsets[topic][str(partition)] = offset
-        note = {**_note(self._rows.note(table)), "offsets": offsets}
-        self._rows.save_note(table, json.dumps(note))
+            if self._table(topic) == table and offset >= 0:
+                offsets[topic][partition] = offset
+        self._rows.save_note(table, with_offsets(self._rows.note(table), offsets))
 
-    def _report(self, failure: str) -> None:
-        with self._lock:
-            is_news = self._failure is None
-            self._counts["failures"] += 1
-            self._failure = failure
-        if is_news:
-            _log.warning("the update stream of model %r waits: %s", self._model, failure)
-
-    def _recovered(self) -> None:
-        with self._lock:
-            was_down, self._failure = self._failure is not None, None
-        if was_down:
-            _log.info("the update stream of model %r goes on", self._model)
+    def _table(self, topic: str) -> int | None:
+        """The table whose updates a topic carries; None: the model has none of that name."""
+        return self._tables.get(table_of(topic, self._model) or "")
 
 
 def _create_consumer(url: KafkaUrl, group: str) -> Consumer:
@@ -450,20 +412,3 @@ def _create_consumer(url: KafkaUrl, group: str) -> Consumer:
 def _ends(messages: Iterable[Any]) -> dict[int, int]:
     """By partition, the offset behind its last message."""
     return {message.partition(): message.offset() + 1 for message in messages}
-
-
-def _note(text: str | None) -> dict[str, Any]:
-    """A table's note, which a push may have begun; {} where it is none of ours."""
-    try:
-        note = json.loads(text or "{}")
-    except ValueError:
-        return {}
-    return note if isinstance(note, dict) else {}
-
-
-def _offsets(text: str | None, topic: str) -> dict[int, int]:
-    """By partition of a topic, up to where a table's note says that it is applied."""
-    topics = _note(text).get("offsets")
-    offsets = topics.get(topic) if isinstance(topics, dict) else None
-    found = offsets.items() if isinstance(offsets, dict) else ()
-    return {int(name): offset for name, offset in found if name.isdecimal() and type(offset) is int and offset >= 0}

@@ -1,4 +1,4 @@
-"""The brokers of an update stream by URL, and the topics of a model.
+"""The brokers of an update stream by URL.
 
     kafka://[user:password@]host[:port][,host[:port]…][?option=value&…]
 
@@ -19,8 +19,6 @@ from inference_session.secret_file import OPTION, url_password
 
 SCHEME = "kafka"
 DEFAULT_PORT = 9092
-PREFIXES = ("hps_et", "hctr_et")
-"""What topics begin with: HPS's name, which we publish under, and HugeCTR's of 3.4, which we follow as well."""
 
 _OPTIONS = {
     "security_protocol": "security.protocol",
@@ -30,7 +28,6 @@ _OPTIONS = {
     "tls_client_key": "ssl.key.location",
 }
 _BROKER = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[^\s:/@\[\]]+)(:(?P<port>\d{1,5}))?")
-_TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")
 
 
 @dataclass(frozen=True)
@@ -78,26 +75,6 @@ class KafkaUrl:
             password=url_password(unquote(password) if separator else None, options),
             options=options,
         )
-
-
-def topic_name(*parts: str) -> str:
-    """The topic of these parts, such as prefix, model and table; ConfigurationError where Kafka allows no such name."""
-    topic = ".".join(parts)
-    if not _TOPIC.fullmatch(topic):
-        raise ConfigurationError(
-            f"{topic!r} is no name for a Kafka topic: allowed are up to 249 letters, digits, '.', '_' and '-'"
-        )
-    return topic
-
-
-def table_of(topic: str, model: str) -> str | None:
-    """The table whose updates a topic carries, None where it is none of this model's."""
-    for prefix in PREFIXES:
-        begin = f"{prefix}.{model}."
-        table = topic[len(begin) :]
-        if topic.startswith(begin) and table and "." not in table:
-            return table
-    return None
 
 
 def _broker(text: str) -> str:

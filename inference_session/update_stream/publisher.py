@@ -13,9 +13,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from inference_session.errors import ConfigurationError, InvalidRequestError, StoreError, UnavailableError
 from inference_session.formats.native import folder_names
-from inference_session.update_stream.announcements import KEY, MAX_VERSION, announcement_topic
+from inference_session.update_stream.announcements import KEY
 from inference_session.update_stream.encodings import check_rows, encode_batch, encode_keys, encode_vectors
-from inference_session.update_stream.kafka_url import PREFIXES, KafkaUrl, topic_name
+from inference_session.update_stream.kafka_url import KafkaUrl
+from inference_session.update_stream.topics import MAX_VERSION, PREFIXES, announcement_topic, topic_name
 
 try:
     from confluent_kafka import KafkaError, KafkaException, Producer

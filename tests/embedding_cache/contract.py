@@ -210,6 +210,19 @@ class EmbeddingCacheContract:
             assert result.missing["narrow"].tolist() == [1, 3]
             assert result.vectors["narrow"].ravel().tolist() == [10.0, 0.0, 30.0, 0.0]
 
+    def test_lookups_can_be_forgotten(self) -> None:
+        """Hits and misses are counted from 0 again; rows and the changes made to them are not concerned."""
+        with self.create(DIMS) as cache:
+            cache.insert("wide", [1, 2], vectors_of(np.array([1, 2]), 5))
+            before = cache.stats()
+            cache.lookup({"wide": [1, 3, 4]})
+            cache.forget_lookups()
+            assert cache.stats() == before
+            cache.lookup({"wide": [1, 5], "narrow": [1]})
+            counts = cache.stats()
+
+        assert (counts["hits"], counts["misses"]) == ((1, 2) if self.holds_rows else (0, 3))
+
     def test_a_closed_cache_refuses_everything(self) -> None:
         """Closing twice is fine; any use afterwards is an error that says so."""
         cache = self.create(DIMS)

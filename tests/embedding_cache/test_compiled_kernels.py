@@ -14,13 +14,12 @@ OUTER = HEAD + "from inner import inner\n@kernel\ndef outer(a):\n    return inne
 RUN = "import outer; print(outer.outer(1), sum(outer.outer.stats.cache_hits.values()))"
 
 
-def run_outer(folder: Path, inner: str) -> list[int]:
+def run_outer(folder: Path, inner: str, **settings: str) -> list[int]:
     """What outer(1) returns in a fresh process, and how often it was found compiled."""
     (folder / "inner.py").write_text(HEAD + f"@kernel\ndef inner(a):\n    return {inner}\n")
     environment = {"PYTHONPATH": f"{folder}:{ROOT}", "NUMBA_CACHE_DIR": str(folder / "compiled")}
-    environment["PYTHONDONTWRITEBYTECODE"] = (
-        "1"  # a .pyc is found stale by size and whole seconds only, and both can stay
-    )
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a .pyc is known by size and whole seconds, and both can stay
+    environment |= settings
     done = subprocess.run([sys.executable, "-c", RUN], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [int(word) for word in done.stdout.split()]
@@ -33,3 +32,28 @@ def test_a_kernel_is_compiled_anew_when_one_that_it_calls_changes(tmp_path: Path
     assert run_outer(tmp_path, "a + 1") == [20, 0]
     assert run_outer(tmp_path, "a + 1") == [20, 1]
     assert run_outer(tmp_path, "a + 5") == [60, 0]
+
+
+@pytest.mark.slow
+def test_kernels_that_an_image_ships_are_found_in_an_empty_volume(tmp_path: Path) -> None:
+    """Numba itself uses no folder that it cannot write to; one that holds something is left as it is."""
+    (tmp_path / "outer.py").write_text(OUTER)
+    assert run_outer(tmp_path, "a + 1") == [20, 0]
+    volume, shipped = tmp_path / "volume/kernels", str(tmp_path / "compiled")
+
+    assert run_outer(tmp_path, "a + 1", NUMBA_CACHE_DIR=str(volume), HOTROW_SHIPPED_KERNELS=shipped) == [20, 1]
+    assert [path.name for path in volume.parent.iterdir()] == ["kernels"]
+
+    (tmp_path / "own").mkdir()
+    assert run_outer(tmp_path, "a + 1", NUMBA_CACHE_DIR=str(tmp_path / "own"), HOTROW_SHIPPED_KERNELS=shipped) == [
+        20,
+        0,
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shipped", ["absent", "outer.py"])
+def test_a_folder_of_shipped_kernels_that_is_none_does_no_harm(shipped: str, tmp_path: Path) -> None:
+    """They are compiled, as without it."""
+    (tmp_path / "outer.py").write_text(OUTER)
+    assert run_outer(tmp_path, "a + 1", HOTROW_SHIPPED_KERNELS=str(tmp_path / shipped)) == [20, 0]

@@ -218,6 +218,16 @@ def test_backing_may_be_pinned_or_read_only_already() -> None:
             assert np.array_equal(rows_of(cache.lookup({"t": cupy.arange(100)}), "t"), rows)
 
 
+def test_caches_may_share_backing_rows() -> None:
+    """Two caches over the same rows, or over a part of them: the one that is left answers when the other is closed."""
+    rows = vectors_of(np.arange(100), 4)
+    for part in (rows, rows[:50]):
+        first = cache_of({"t": 4}, 0, backing={"t": (np.arange(len(part)), part)})
+        with cache_of({"t": 4}, 0, backing={"t": (np.arange(100), rows)}) as second:
+            first.close()
+            assert np.array_equal(rows_of(second.lookup({"t": cupy.arange(100)}), "t"), rows)
+
+
 def test_a_lookup_waits_for_nobody() -> None:
     """With wait=False the call returns while the stream is still busy; its result is there when the stream is done."""
     with cache_of({"t": 8}) as cache, cupy.cuda.Stream(non_blocking=True) as stream:

@@ -47,9 +47,7 @@ def fuzz(target: Target, folder: Path, *, seed: int, seconds: float, max_files: 
             click.echo(f"file {num_files} of seed {seed}: {files[which]}")
             raise
         faulthandler.cancel_dump_traceback_later()
-        for path, content in zip(files, sound, strict=True):  # a reader may mend what goes with a damaged file
-            if not path.exists() or path.read_bytes() != content:
-                replace(path, content)
+        restore(files, sound)
     return max_files
 
 
@@ -57,6 +55,13 @@ def replace(path: Path, content: bytes) -> None:
     """As a new file: the old one may still be mapped."""
     path.unlink(missing_ok=True)
     path.write_bytes(content)
+
+
+def restore(files: list[Path], sound: list[bytes]) -> None:
+    """Make all files sound again: a reader may mend what goes with a damaged one."""
+    for path, content in zip(files, sound, strict=True):
+        if not path.exists() or path.read_bytes() != content:
+            replace(path, content)
 
 
 def _limit_memory() -> None:

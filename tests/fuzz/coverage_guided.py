@@ -1,6 +1,7 @@
 """`python -m tests.fuzz.coverage_guided TARGET`: as `python -m tests.fuzz`, by atheris.
 
-It keeps what reaches new code, and goes on from there. `pip install atheris`, where its authors have built it.
+It keeps what reaches new code, and goes on from there. `pip install atheris`, where its authors have built it. With
+PYTHONHASHSEED set, the same seed feeds the same files in the same order; the time only says how many of them.
 
 A file is fed as its number among the target's files, one byte, then what it holds. What goes wrong is printed, and kept
 in the folder as `crash-…`, `timeout-…` or `oom-…`.
@@ -21,7 +22,7 @@ import onnxruntime
 from tests.fuzz.mutator import Mutator
 
 READERS = ("inference_session", "triton_backend", "hotrow")
-COMPILED = re.compile(r"^@\w*kernel|^import numba|^from numba", re.MULTILINE)
+COMPILED = re.compile(r"^@\w*kernel|^import numba|^from (numba|inference_session\.machine_code)", re.MULTILINE)
 """In modules that Numba compiles, which knows no instruments."""
 MEMORY_MIB = 4096
 HANG_S = 60
@@ -36,12 +37,12 @@ def kernel_modules() -> list[str]:
 
 
 with atheris.instrument_imports(include=READERS, exclude=kernel_modules()):
-    from tests.fuzz.__main__ import replace
+    from tests.fuzz.__main__ import replace, restore
     from tests.fuzz.targets import TARGETS
 
 
-def fuzz(name: str, folder: Path, *, seed: int, seconds: int) -> None:
-    """Ends the process: with status 0 when the time is over."""
+def fuzz(name: str, folder: Path, *, seed: int, seconds: int, max_files: int) -> None:
+    """Ends the process: with status 0 when the time is over, or so many files were read."""
     target, (files_folder, corpus) = TARGETS[name], (folder / "files", folder / "corpus")
     files_folder.mkdir(parents=True)
     corpus.mkdir()
@@ -58,7 +59,7 @@ def fuzz(name: str, folder: Path, *, seed: int, seconds: int) -> None:
         except target.errors:
             pass
         finally:
-            replace(files[number], sound[number])
+            restore(files, sound)
 
     def mutated(data: bytes, max_size: int, seed: int) -> bytes:
         if seed % 2 and data:
@@ -67,7 +68,13 @@ def fuzz(name: str, folder: Path, *, seed: int, seconds: int) -> None:
 
     longest = 2 * max(map(len, sound)) + 10_000
     options = [f"-max_total_time={seconds}", f"-seed={seed or 1}", f"-max_len={longest}", f"-timeout={HANG_S}"]
-    options += [f"-rss_limit_mb={MEMORY_MIB}", f"-artifact_prefix={folder}/", str(corpus)]
+    options += [
+        f"-runs={max_files}",
+        f"-rss_limit_mb={MEMORY_MIB}",
+        "-keep_seed=1",
+        f"-artifact_prefix={folder}/",
+        str(corpus),
+    ]
     atheris.Setup([sys.argv[0], *options], read, custom_mutator=mutated)
     atheris.Fuzz()
 
@@ -75,14 +82,15 @@ def fuzz(name: str, folder: Path, *, seed: int, seconds: int) -> None:
 @click.command()
 @click.argument("target", type=click.Choice(list(TARGETS)))
 @click.option("--seconds", type=float, default=60.0, show_default=True)
-@click.option("--max-files", type=int, help="Taken as `python -m tests.fuzz` does, without effect.")
+@click.option("--max-files", type=int, default=2**31 - 1, help="End earlier, after so many.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--folder", type=click.Path(path_type=Path), help="Where the files are; default: a new folder.")
-def main(target: str, seconds: float, max_files: int | None, seed: int, folder: Path | None) -> None:
+def main(target: str, seconds: float, max_files: int, seed: int, folder: Path | None) -> None:
     """Feed a reader of foreign bytes with files that atheris makes up."""
     logging.disable()
     onnxruntime.set_default_logger_severity(4)
-    fuzz(target, folder or Path(tempfile.mkdtemp(prefix="hotrow-fuzz-")), seed=seed % 2**31, seconds=int(seconds))
+    folder = folder or Path(tempfile.mkdtemp(prefix="hotrow-fuzz-"))
+    fuzz(target, folder, seed=seed % 2**31, seconds=int(seconds), max_files=max_files)
 
 
 if __name__ == "__main__":

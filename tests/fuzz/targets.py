@@ -7,7 +7,11 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import onnx
@@ -27,7 +31,12 @@ from inference_session.formats.onnx_model import import_onnx
 from inference_session.formats.verified_files import VerifiedFiles
 from inference_session.hot_keys import read_hot_keys, write_hot_keys
 from inference_session.key_recorder import read_recording
+from inference_session.model_source import hdfs_source
+from inference_session.model_source.copy import Copy
+from inference_session.model_source.create import create_source
+from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis_replies import CURSOR, REPLY, read_rows
+from inference_session.parameter_server.rocksdb_store import RocksDbStore, list_rocksdb_tables
 from inference_session.parameter_server.table_file import TableFile, write_table
 from inference_session.sizing.trace_file import read_trace
 from inference_session.update_stream.encodings import Message, decode, encode_batch
@@ -181,6 +190,112 @@ _BATCH = encode_batch(np.arange(6), _RNG.standard_normal((6, _DIM), np.float32))
 _ROW = _RNG.standard_normal(_DIM, np.float32).tobytes()
 
 
+class _NameNode(BaseHTTPRequestHandler):
+    """Answers each request with what a file in the folder says."""
+
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1
+    folder: Path
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        path, operation = url.path.removeprefix("/webhdfs/v1"), parse_qs(url.query)["op"][0]
+        file = self.folder / f"{operation}{path.replace('/', '-')}"
+        status = 200 if file.is_file() else 404
+        content = (file if status == 200 else self.folder / "error").read_bytes()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None:
+        """Nothing is logged."""
+
+
+@cache
+def _name_node(folder: Path) -> str:
+    """Starts one that lives as long as the process; returns its address."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("NameNode", (_NameNode,), {"folder": folder}))
+    Thread(target=server.serve_forever, daemon=True).start()
+    hdfs_source.PAUSES_S = (0.0,)  # what may pass does not, here
+    return f"127.0.0.1:{server.server_port}"
+
+
+def _hdfs_replies(folder: Path) -> list[Path]:
+    (folder / "replies").mkdir(parents=True)
+    for path, names in {"/m": ["a", "b"], "/m/b": ["c"]}.items():
+        children = [_status(name, is_folder=name == "b") for name in names]
+        replies = {"GETFILESTATUS": {"FileStatus": _status("", is_folder=True)}}
+        replies["LISTSTATUS"] = {"FileStatuses": {"FileStatus": children}}
+        for operation, reply in replies.items():
+            (folder / "replies" / f"{operation}{path.replace('/', '-')}").write_text(json.dumps(reply))
+    for path in ("/m/a", "/m/b/c"):
+        name = path.replace("/", "-")
+        (folder / f"replies/GETFILESTATUS{name}").write_text(json.dumps({"FileStatus": _status("", is_folder=False)}))
+        (folder / f"replies/OPEN{name}").write_bytes(bytes(100))
+    error = {"exception": "FileNotFoundException", "javaClassName": "java.io.FileNotFoundException", "message": "none"}
+    (folder / "replies/error").write_text(json.dumps({"RemoteException": error}))
+    return sorted((folder / "replies").iterdir())
+
+
+def _status(name: str, *, is_folder: bool) -> dict[str, object]:
+    size = 0 if is_folder else 100
+    kind = "DIRECTORY" if is_folder else "FILE"
+    return {"pathSuffix": name, "type": kind, "length": size, "modificationTime": 1700000000000, "fileId": 16387}
+
+
+def _copy_from_hdfs(folder: Path) -> None:
+    """Whatever the NameNode says, nothing is written beside the copy."""
+    target = folder / "copies/one/copy"
+    shutil.rmtree(folder / "copies", ignore_errors=True)
+    target.parent.mkdir(parents=True)
+    url = f"hdfs://{_name_node(folder / 'replies')}/m"
+    try:
+        with create_source(url) as source:
+            source.stat("nothing")
+        with Copy(url, target) as copy:
+            copy.run()
+    finally:
+        assert {path.name for path in (folder / "copies").iterdir()} == {"one"}
+        assert {path.name for path in target.parent.iterdir()} <= {"copy", ".tmp-copy"}
+
+
+_NAMESPACE = Namespace("m", "1")
+
+
+def _rocksdb_files(folder: Path) -> list[Path]:
+    rng = np.random.default_rng(0)
+    store = RocksDbStore(folder / "db", _NAMESPACE, {"a": 3, "b": 2}, writable=True)
+    for table_name, dim in (("a", 3), ("b", 2)):
+        store.insert(table_name, np.arange(500), rng.standard_normal((500, dim), np.float32))
+        store.set_note(table_name, "whole")
+    store.close()
+    return [path for path in sorted((folder / "db").iterdir()) if path.stat().st_size]
+
+
+def _use_rocksdb(folder: Path) -> None:
+    """A copy of it: RocksDB mends and tidies what it opens."""
+    shutil.rmtree(folder / "copy", ignore_errors=True)
+    shutil.copytree(folder / "db", folder / "copy")
+    list_rocksdb_tables(folder / "copy")
+    for writable in (False, True):
+        store = RocksDbStore(folder / "copy", _NAMESPACE, {"a": 3, "b": 2}, writable=writable)
+        try:
+            _use_store(store, writable=writable)
+        finally:
+            store.close()
+
+
+def _use_store(store: RocksDbStore, *, writable: bool) -> None:
+    for name, dim in (("a", 3), ("b", 2)):
+        store.note(name)
+        store.fetch(name, np.arange(-5, 600), np.empty((605, dim), np.float32))
+        for _, vectors in store.scan(name):
+            assert vectors.shape[1] == dim
+        if writable:
+            store.insert(name, np.arange(9), np.ones((9, dim), np.float32))
+
+
 def _messages(folder: Path) -> list[Path]:
     for name, content in (("key", b"\1" + bytes(7)), ("row", _ROW), ("batch", _BATCH)):
         (folder / name).write_bytes(content)
@@ -280,6 +395,8 @@ TARGETS = {
     "config_pbtxt": Target(_config, lambda folder: ModelConfig.read(folder / "m/config.pbtxt")),
     "key_traces": Target(_traces, _read_traces),
     "key_recording": Target(_recording, _read_recordings),
+    "hdfs_replies": Target(_hdfs_replies, _copy_from_hdfs, errors=(HotrowError, OSError)),
+    "rocksdb": Target(_rocksdb_files, _use_rocksdb),
     "kafka_messages": Target(_messages, _decode),
     "redis_replies": Target(_replies, _read_replies),
     "state_files": Target(_state_files, _read_state),

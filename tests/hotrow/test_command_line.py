@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -230,3 +232,34 @@ def test_serve_names_what_cannot_be_served(run: Run, version_dir: Path) -> None:
     assert err.startswith("hotrow: ")
     assert "ctr" in err
     assert err.count("\n") == 1
+
+
+HEAVY = ("numba", "onnx", "onnxruntime", "confluent_kafka", "redis", "rocksdict", "matplotlib", "cupy")
+LOAD_ALL = f"""
+import sys, click
+from hotrow.command_line import cli
+context = click.Context(cli)
+assert all(cli.get_command(context, name) for name in cli.list_commands(context))
+print([name for name in {HEAVY} if name in sys.modules])
+"""
+COMPLETE = """
+import sys, click
+from hotrow.command_line import cli
+print([item.value for item in cli.shell_complete(click.Context(cli), "pu")])
+print([name for name in sys.modules if name.startswith("hotrow.commands.")])
+"""
+
+
+def _printed(code: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_help_is_light() -> None:
+    """No command loads a large package, or one that may not be installed, before it works."""
+    assert _printed(LOAD_ALL) == ["[]"]
+
+
+def test_completion_loads_no_command() -> None:
+    """The tab key completes names of commands without their modules."""
+    assert _printed(COMPLETE) == ["['publish-version', 'push', 'publish']", "[]"]

@@ -17,7 +17,7 @@ from playwright.sync_api import Browser
 from hotrow.commands.size import command
 from inference_session import InferenceSession
 from inference_session.errors import HotrowError
-from inference_session.sizing import LruCurve
+from inference_session.sizing.hit_rate import LruCurve
 from tests import small_model
 from tests.browser import Look
 from tests.formats.hugectr.test_importer import Source

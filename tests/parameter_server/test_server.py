@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_session.errors import SessionClosedError, StoreError, TableNotFoundError, UnavailableError
+from inference_session.parameter_server import pending
 from inference_session.parameter_server import server as server_module
 from inference_session.parameter_server import tier as tier_module
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
@@ -168,7 +169,7 @@ def test_rows_that_another_process_has_changed_are_not_promoted() -> None:
 
 def test_promotions_are_bounded_in_bytes(make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that wait are dropped and counted once they take too much memory, however few requests they are of."""
-    monkeypatch.setattr(server_module, "MAX_PENDING_BYTES", 100)
+    monkeypatch.setattr(pending, "MAX_PENDING_BYTES", 100)
     stack = make()
     with stack.server._writing:  # so that nothing is promoted meanwhile
         for begin in range(0, 200, 20):
@@ -334,9 +335,9 @@ def test_a_tier_that_answers_checks_only_is_tried_less_and_less(
 def test_promotions_are_bounded(make: Callable[..., Stack]) -> None:
     """What does not fit in the queue is dropped and counted; requests do not wait."""
     stack = make()
-    in_hand = server_module.PROMOTIONS_AT_ONCE
+    in_hand = pending.PROMOTIONS_AT_ONCE
     with stack.server._writing:
-        for _ in range(server_module.MAX_PENDING_PROMOTIONS + in_hand + 10):
+        for _ in range(pending.MAX_PENDING_PROMOTIONS + in_hand + 10):
             assert stack.fetch(KEYS[:7])[0].all()
         assert stack.server.stats()["dropped_promotions"] >= 7 * 8
     stack.server.wait_for_promotions()

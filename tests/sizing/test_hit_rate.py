@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from inference_session.embedding_cache.cpu_cache import CpuEmbeddingCache, bytes_to_hold, count_hits, rows_held
-from inference_session.sizing import CachePlan, KeySample, LruCurve, SamplingError, SimulatedCurve, TracedTable
+from inference_session.sizing.cache_plan import CachePlan, TracedTable
+from inference_session.sizing.hit_rate import LruCurve, SamplingError, SimulatedCurve
+from inference_session.sizing.key_sample import KeySample
 
 _KEYS = st.lists(st.integers(-3, 12) | st.sampled_from([2**63 - 1, -(2**63)]), max_size=200)
 

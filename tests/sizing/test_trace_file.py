@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_session.errors import TraceFormatError
-from inference_session.sizing import read_trace, trace_file
+from inference_session.sizing import trace_file
+from inference_session.sizing.trace_file import read_trace
 
 _KEYS = np.array([3, -1, 2**63 - 1, -(2**63), 0, 3], np.int64)
 

@@ -155,3 +155,30 @@ def test_no_request_may_be_empty_in_all_inputs_where_triton_batches(dtype: str) 
 
     assert describe(spec_of([bag], [CLICK]), "ctr").max_batch_size == 0
     assert describe(spec_of([bag, fixed], [CLICK]), "ctr").max_batch_size == (0 if dtype == "object" else 1024)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "input { dims: [ { } ] }",
+        "input { name { } }",
+        "backend { }",
+        'parameters { key: "a" value { string_value { } } }',
+    ],
+)
+def test_a_message_in_a_values_place_is_an_error_that_names_the_file(text: str, tmp_path: Path) -> None:
+    """As every other config.pbtxt that is none."""
+    path = tmp_path / "config.pbtxt"
+    path.write_text(text, encoding="utf-8")
+
+    with pytest.raises(ConfigurationError, match=r"config\.pbtxt: not readable .* has a message for a value"):
+        ModelConfig.read(path)
+
+
+def test_a_field_with_an_empty_list_is_as_one_that_is_absent(tmp_path: Path) -> None:
+    """Protobuf's text format allows such lists."""
+    path = tmp_path / "config.pbtxt"
+    path.write_text('name: [] parameters { key: "a" value: [] }', encoding="utf-8")
+
+    assert ModelConfig.read(path).name == ""
+    assert ModelConfig.read(path).parameters == {"a": ""}

@@ -39,6 +39,9 @@ class _Workspace(threading.local):
 
 _workspace = _Workspace()
 
+NO_POSITIONS = np.empty(0, np.int64)
+"""For `lookup`, where nobody asks which keys are unknown."""
+
 
 def lookup(
     tables: NDArray[np.void],

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import numba
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic as numba_intrinsic
+
+from inference_session.machine_code import compiled
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -30,12 +31,7 @@ def kernel(function: Function) -> Function:
     """
     sources = _digest(Path(__file__).parent), _digest(Path(function.__code__.co_filename).parent)
     function.__qualname__ += "_".join(["", *sorted(set(sources))])
-    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "_nrt": False, "forceinline": True}
-    try:
-        return cast("Function", numba.njit(cache=True, **options)(function))
-    except RuntimeError:
-        # Numba found no folder it may write its cache to (a read-only image without a home): compile per process.
-        return cast("Function", numba.njit(**options)(function))
+    return cast("Function", compiled(function, nogil=True, error_model="numpy", _nrt=False, forceinline=True))
 
 
 @functools.cache

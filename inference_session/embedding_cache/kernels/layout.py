@@ -8,6 +8,7 @@ arrays behind its addresses alive until the call returns.
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
@@ -73,3 +74,10 @@ SEGMENT = np.dtype(
         ("output_stride", np.int64),  # bytes from one row of the output to the next
     ]
 )
+
+
+def address_of(array: Any) -> int:
+    """Where the elements of an array begin, NumPy's or CuPy's."""
+    if isinstance(array, np.ndarray):
+        return int(array.__array_interface__["data"][0])  # half the time of array.ctypes.data
+    return int(array.data.ptr)

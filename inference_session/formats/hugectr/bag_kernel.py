@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
+
+from inference_session.machine_code import compiled
 
 Int64s = NDArray[np.int64]
 _SIGNATURE = "boolean(int32[::1], int64[::1], int64, int64, int64[::1], int64[::1])"
@@ -48,5 +49,5 @@ def _place_bags(  # noqa: PLR0917  compiled functions take their arguments by po
 
 place_bags = cast(
     "Callable[[Any, Int64s, int, int, Int64s, Int64s], bool]",
-    numba.njit(_SIGNATURE, nogil=True, cache=True)(_place_bags),
+    compiled(_place_bags, _SIGNATURE, nogil=True),
 )

@@ -13,7 +13,7 @@ from inference_session.formats.onnx_model.hoisting import Hoister
 from inference_session.formats.onnx_model.joining import join_lookups
 from inference_session.formats.onnx_model.lookups import Lookup, Surgery, take_lookups
 from inference_session.formats.onnx_model.pooling import pool_lookups
-from inference_session.formats.onnx_model.tables import StaysDenseError, find_tables, read_directly
+from inference_session.formats.onnx_model.tables import StaysDenseError, TableSearch, find_tables, read_directly
 from inference_session.formats.onnx_model.types import Dims, Types
 from inference_session.formats.onnx_model.weights import Weight
 
@@ -39,7 +39,19 @@ def carve(model: ModelProto, weights: dict[str, Weight], names: Names, min_rows:
     Args:
         merge: move pooling into look-ups and let neighbours share a matrix, where that is exactly equivalent.
     """
+    return _carve_found(model, weights, names, find_tables(model.graph, weights, min_rows), merge=merge)
+
+
+def keep_whole(model: ModelProto, weights: dict[str, Weight], names: Names, min_rows: int, reason: str) -> Carved:
+    """The same for a model whose tables all stay in the dense network, for this reason."""
     search = find_tables(model.graph, weights, min_rows)
+    dense = {**search.dense, **dict.fromkeys(search.tables, reason)}
+    return _carve_found(model, weights, names, TableSearch([], dense), merge=False)
+
+
+def _carve_found(
+    model: ModelProto, weights: dict[str, Weight], names: Names, search: TableSearch, *, merge: bool
+) -> Carved:
     while True:
         copy = ModelProto()
         copy.CopyFrom(model)

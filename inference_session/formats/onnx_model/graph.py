@@ -207,10 +207,12 @@ def _copy_constants(scope: GraphProto, small: dict[str, TensorProto], names: Nam
             node.input[:] = [tensor.name if i == name else i for i in node.input]
 
 
-def add_constant(graph: GraphProto, names: Names, stem: str, values: ArrayLike) -> str:
-    """Add an int64 initializer; returns its name."""
+def add_constant(
+    graph: GraphProto, names: Names, stem: str, values: ArrayLike, dtype: type[np.integer[Any]] = np.int64
+) -> str:
+    """Add an initializer of integers; returns its name."""
     name = names.fresh(stem)
-    graph.initializer.append(numpy_helper.from_array(np.asarray(values, np.int64), name))
+    graph.initializer.append(numpy_helper.from_array(np.asarray(values, dtype), name))
     return name
 
 

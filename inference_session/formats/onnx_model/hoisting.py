@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from inference_session.formats.onnx_model.graph import (
@@ -136,7 +137,9 @@ class Hoister:
         node.CopyFrom(step)
         node.name, node.input[0], node.output[0] = f"hotrow_{output}", vectors, output
         if step.op_type == "Slice" and len(step.input) > 3 and step.input[3]:
-            node.input[3] = add_constant(self.main, self.names, f"{output}_axes", self._axes(step) or [])
+            is_narrow = constants(self.main)[step.input[3]].data_type == TensorProto.INT32
+            dtype = np.int32 if is_narrow else np.int64  # that of the other indices, which ONNX wants to be the same
+            node.input[3] = add_constant(self.main, self.names, f"{output}_axes", self._axes(step) or [], dtype)
         return [node]
 
     def _shaped_as_keys(self, vectors: str, keys: str, table: str, output: str) -> list[NodeProto]:

@@ -28,6 +28,12 @@ LOOP = """m (int64[b, 2] keys) => (float[n, 2, 4] y) {
             r = Squeeze(k, x)  v = Gather(w, r)""",
             True,
         ),
+        (
+            """f = Constant<value = int64[1] {-1}>()  j = Reshape(i, f)  p = Cast<to = 6>(j)
+            o = Constant<value = int32[1] {1}>()  e = Add(p, o)  x = Constant<value = int32[1] {-2}>()
+            k = Slice(keys, p, e, x)  h = Constant<value = int64[1] {0}>()  r = Squeeze(k, h)  v = Gather(w, r)""",
+            True,
+        ),
         ("k = Gather(keys, i)  g = Gather(w, k)  v = Gather(w, k)", True),
     ],
 )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from onnx import TensorProto, helper, numpy_helper
 
+from inference_session import InferenceSession
 from inference_session.formats.onnx_model import import_onnx
 
 from .evaluate import evaluate
@@ -371,3 +372,20 @@ def test_batches_that_matter_under_some_values_only_are_found(tmp_path: Path) ->
 
     assert report.spec.batched
     assert not report.spec.joinable
+
+
+def test_answers_drawn_at_random(tmp_path: Path) -> None:
+    """Noise differs from run to run; what does not is compared as ever."""
+    model = model_of(
+        """g (int64[n, 2] ids) => (float[n, 2, 4] y, float[n, 2, 4] noisy) {
+            y = Gather(t, ids)  noise = RandomNormalLike(y)  noisy = Add(y, noise) }""",
+        {"t": table()},
+    )
+
+    report = import_model(tmp_path, model)
+
+    assert len(report.tables) == 1
+    with InferenceSession.open(report.version_dir) as session:
+        found = session.run({"ids": KEYS})
+    np.testing.assert_array_equal(found["y"], table()[KEYS])
+    assert not np.array_equal(found["noisy"], found["y"])

@@ -1,0 +1,35 @@
+"""How background work leaves requests their turn: small pieces, with rests in between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from threading import Event
+from typing import TypeVar
+
+REST_PER_WORK = 4.0
+"""Rest after a piece of work, beside the time that it took: a fifth of one core at most, and of a store."""
+MAX_REST_S = 0.2
+"""The longest of these rests: a store that is slow now and then is no reason to fall behind."""
+
+Piece = TypeVar("Piece")
+
+
+def rest_after(worked_s: float) -> float:
+    """Seconds to rest after work of so many."""
+    return min(REST_PER_WORK * worked_s, MAX_REST_S)
+
+
+def paced(pieces: Sequence[Piece], ending: Event, *, over_s: float = 0.0) -> Iterator[Piece]:
+    """Hand out pieces of work, each of which its receiver does at once, with a rest after each.
+
+    They are spread over `over_s` seconds if that is longer than they take so. Ends early once `ending` is set.
+    """
+    begin = time.monotonic()
+    for number, piece in enumerate(pieces, start=1):
+        started = time.monotonic()
+        yield piece
+        done = time.monotonic()
+        turn = begin + over_s * number / len(pieces)
+        if ending.wait(max(rest_after(done - started), turn - done)):
+            return

@@ -1,0 +1,160 @@
+"""What fetches leave to the background: rows to promote, rows to mark as used. Bounded, and safe to share."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.parameter_server.tier import Tier
+
+MAX_PENDING_PROMOTIONS = 1024
+MAX_PENDING_BYTES = 64 << 20
+"""Promotions that wait for their turn; further ones are dropped and counted, for the next miss brings them again."""
+MAX_PENDING_TOUCHES = 1 << 20
+"""Keys read that wait to be marked as used; further ones are not."""
+PROMOTIONS_AT_ONCE, ROWS_AT_ONCE = 64, 1024
+"""Promotions, or rows of promotions or touches, after which the rest of the background work has its turn."""
+
+
+class Promotion(NamedTuple):
+    """Rows on their way up."""
+
+    source: Tier
+    tiers: Sequence[Tier]
+    table: str
+    keys: NDArray[np.int64]
+    """[n]"""
+    vectors: NDArray[np.float32]
+    """[n, embedding_dim]"""
+    moment: int
+    """Of the table's writes, when the fetch began."""
+
+    def rows(self, which: NDArray[np.bool_]) -> Promotion:
+        """Some of them."""
+        return self._replace(keys=self.keys[which], vectors=self.vectors[which])
+
+
+class Touch(NamedTuple):
+    """Rows that were read."""
+
+    tier: Tier
+    table: str
+    keys: NDArray[np.int64]
+    """[n]"""
+    moment: int
+    """Of the table's writes, when the fetch began."""
+
+
+class Unverified(NamedTuple):
+    """Rows that were promoted from a tier which may show older ones than it has."""
+
+    tier: Tier
+    """Where they are now."""
+    promotion: Promotion
+
+
+class PendingPromotions:
+    """Promotions that wait for their turn, and those done that wait to be verified."""
+
+    def __init__(self) -> None:
+        self.num_dropped = 0
+        """Rows."""
+        self._queue: queue.Queue[Promotion] = queue.Queue(MAX_PENDING_PROMOTIONS)
+        self._unverified: list[Unverified] = []
+        self._num_bytes = 0  # of both
+        self._lock = threading.Lock()  # also held while the queue is added to
+
+    def put(self, promotion: Promotion) -> None:
+        """Have rows promoted, unless too many wait already."""
+        with self._lock:
+            if self._queue.full() or self._num_bytes > MAX_PENDING_BYTES:
+                self.num_dropped += len(promotion.keys)
+            else:
+                self._num_bytes += promotion.vectors.nbytes
+                self._queue.put(promotion)
+
+    def take(self) -> list[Promotion]:
+        """Some of those that wait, of which `finish` must hear when they are done."""
+        promotions: list[Promotion] = []
+        num_rows = 0
+        with contextlib.suppress(queue.Empty):
+            while len(promotions) < PROMOTIONS_AT_ONCE and num_rows < ROWS_AT_ONCE:
+                promotions.append(self._queue.get_nowait())
+                num_rows += len(promotions[-1].keys)
+        with self._lock:
+            self._num_bytes -= sum(promotion.vectors.nbytes for promotion in promotions)
+        return promotions
+
+    def finish(self, num_promotions: int) -> None:
+        """So many of those taken are done, or given up."""
+        for _ in range(num_promotions):
+            self._queue.task_done()
+
+    def wait(self) -> None:
+        """Return when all that have been put here are done."""
+        self._queue.join()
+
+    def discard(self) -> None:
+        """Give up all that wait."""
+        while promotions := self.take():
+            self.finish(len(promotions))
+
+    def keep(self, unverified: Sequence[Unverified]) -> None:
+        """Keep promotions that were done until `take_unverified`."""
+        with self._lock:
+            self._unverified += unverified
+            self._num_bytes += sum(one.promotion.vectors.nbytes for one in unverified)
+
+    def take_unverified(self) -> list[Unverified]:
+        """All that have been kept."""
+        with self._lock:
+            unverified, self._unverified = self._unverified, []
+            self._num_bytes -= sum(one.promotion.vectors.nbytes for one in unverified)
+        return unverified
+
+
+class PendingTouches:
+    """Touches that wait for their turn."""
+
+    def __init__(self) -> None:
+        self._touches: deque[Touch] = deque()
+        self._num_keys = 0
+        self._lock = threading.Lock()
+
+    def put(self, touch: Touch) -> None:
+        """Have rows marked as used, unless too many wait already."""
+        with self._lock:
+            if self._num_keys <= MAX_PENDING_TOUCHES:
+                self._touches.append(touch)
+                self._num_keys += len(touch.keys)
+
+    def take(self) -> list[Touch]:
+        """Some of those that wait."""
+        touches: list[Touch] = []
+        num_keys = 0
+        with self._lock:
+            while self._touches and num_keys < ROWS_AT_ONCE:
+                touches.append(self._touches.popleft())
+                num_keys += len(touches[-1].keys)
+            self._num_keys -= num_keys
+        return touches
+
+
+def joined(promotions: Sequence[Promotion]) -> list[Promotion]:
+    """The same rows, those that go the same way in one piece: a call of a store costs as much as a hundred rows."""
+    ways: defaultdict[tuple[Tier, tuple[Tier, ...], str], list[Promotion]] = defaultdict(list)
+    for part in promotions:
+        ways[part.source, tuple(part.tiers), part.table].append(part)
+    return [
+        parts[0]._replace(
+            keys=np.concatenate([part.keys for part in parts]), vectors=np.concatenate([part.vectors for part in parts])
+        )
+        for parts in ways.values()
+    ]

@@ -1,0 +1,155 @@
+"""A RocksDB as `RocksDbStore` opens it: as its one writer, or as a reader that follows it; and its errors as ours."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from inference_session.errors import ConfigurationError, SessionClosedError, StoreError, UnavailableError
+
+try:
+    from rocksdict import (
+        AccessType,
+        BlockBasedOptions,
+        ChecksumType,
+        DataBlockIndexType,
+        DbClosedError,
+        DBCompressionType,
+        Options,
+        Rdict,
+        WriteBatch,
+    )
+except ImportError as missing:
+    raise ConfigurationError(
+        "a RocksDB store needs the package `rocksdict`: pip install 'hotrow[rocksdb]'"
+    ) from missing
+
+_MEMTABLE_BYTES = 64 << 20
+_ALL_MEMTABLES_BYTES = 512 << 20
+_BLOCK_BYTES = 1024
+_FILE_BYTES = 256 << 20
+CURRENT_FILE = "CURRENT"
+"""What every RocksDB has; without it there is none."""
+
+
+def open_writer(path: Path) -> Any:
+    """Open a database for writing, made if there is none."""
+    path.mkdir(parents=True, exist_ok=True)
+    families = {name: family_options() for name in list_families(path)}
+    return Rdict(str(path), options=family_options(), column_families=families)
+
+
+def open_reader(path: Path, secondary_path: Path) -> Any:
+    """Follow a database that another may be writing; `secondary_path` is a folder for RocksDB's own log."""
+    refuse_absent(path)
+    with translated(path):
+        _refuse_incomplete(path)
+        return _open_as(path, AccessType.secondary(str(secondary_path)))
+
+
+def _refuse_incomplete(path: Path, num_attempts: int = 5) -> None:
+    """Raise where a data file is missing or cut: a secondary would take the database for an older one, without the rows
+    in it, but who opens it read-only finds out.
+    """
+    try:
+        _open_as(path, AccessType.read_only()).close()
+    except Exception:
+        if num_attempts == 1:
+            raise
+        # A live writer may just have merged a file into others and removed it.
+        _refuse_incomplete(path, num_attempts - 1)
+
+
+def _open_as(path: Path, access_type: Any) -> Any:
+    families = {name: family_options() for name in stored_families(path)}
+    return Rdict(str(path), options=family_options(), column_families=families, access_type=access_type)
+
+
+def state_of_files(path: Path) -> object:
+    """Differs once a writer has written anything. Catching up stops all threads of this process for some milliseconds,
+    so it is not done for nothing.
+    """
+    try:
+        with os.scandir(path) as entries:
+            return {
+                (entry.name, entry.stat().st_size, entry.stat().st_mtime_ns)
+                for entry in entries
+                if entry.name.endswith(".log") or entry.name.startswith("MANIFEST")
+            }
+    except FileNotFoundError:  # a log that has just been removed, so something has been written
+        return object()
+
+
+def stored_families(path: Path) -> list[str]:
+    """Names of a database's column families, `default` among them."""
+    names: list[str] = Rdict.list_cf(str(path))
+    return names
+
+
+def list_families(path: Path) -> list[str]:
+    """As `stored_families`; of a database that is yet to be made, those that it begins with."""
+    return stored_families(path) if (path / CURRENT_FILE).exists() else ["default"]
+
+
+def write_batch() -> Any:
+    """An empty batch of writes of keys and rows as bytes."""
+    return WriteBatch(raw_mode=True)
+
+
+def family_options() -> Options:
+    """Fixed-size rows, read by single random keys: small blocks with a hash index, found by a filter, read where the
+    kernel keeps them. A block cache of our own would only hold the same rows twice.
+    """
+    blocks = BlockBasedOptions()
+    blocks.set_block_size(_BLOCK_BYTES)
+    blocks.set_bloom_filter(10, block_based=False)
+    blocks.set_data_block_index_type(DataBlockIndexType.binary_and_hash())
+    blocks.set_data_block_hash_ratio(0.75)
+    blocks.set_format_version(5)
+    blocks.set_checksum_type(ChecksumType.xxh3())
+    blocks.disable_cache()
+    options = Options(raw_mode=True)
+    options.create_if_missing(True)
+    options.set_block_based_table_factory(blocks)
+    options.set_allow_mmap_reads(True)
+    options.set_compression_type(DBCompressionType.none())  # trained float32 hardly shrinks
+    options.set_write_buffer_size(_MEMTABLE_BYTES)
+    options.set_db_write_buffer_size(_ALL_MEMTABLES_BYTES)
+    options.set_target_file_size_base(_FILE_BYTES)
+    options.set_level_compaction_dynamic_level_bytes(True)
+    options.set_keep_log_file_num(4)
+    return options
+
+
+def refuse_absent(path: Path) -> None:
+    """Raise a StoreError where there is no RocksDB."""
+    if not (path / CURRENT_FILE).exists():
+        raise StoreError(
+            f"there is no RocksDB at {str(path)!r}; `hotrow push VERSION_DIR --to rocksdb://{path}` makes one"
+        )
+
+
+@contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """Errors of RocksDB as ours."""
+    try:
+        yield
+    except DbClosedError as error:
+        raise SessionClosedError(f"the RocksDB at {str(path)!r} has been closed") from error
+    except OSError as error:
+        raise UnavailableError(f"the RocksDB at {str(path)!r} cannot be used: {error.strerror or error}") from error
+    except Exception as error:
+        if type(error) is not Exception:  # which is all that rocksdict raises
+            raise
+        raise _as_ours(path, str(error)) from error
+
+
+def _as_ours(path: Path, text: str) -> Exception:
+    name, text = f"the RocksDB at {str(path)!r}", " ".join(text.split())
+    if "LOCK" in text and "lock" in text:
+        return UnavailableError(f"{name} is being written by another process, or twice by this one ({text})")
+    kind = UnavailableError if text.startswith(("IO error", "Operation timed out", "Resource busy")) else StoreError
+    return kind(f"{name}: {text}")

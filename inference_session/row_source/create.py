@@ -1,0 +1,77 @@
+"""Which rows a session reads, by its settings."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inference_session.config import SessionConfig
+from inference_session.embedding_cache.cpu_cache import CpuEmbeddingCache, bytes_to_hold
+from inference_session.embedding_cache.null_cache import NullEmbeddingCache
+from inference_session.formats.native import TABLES_FOLDER, ModelSpec
+from inference_session.parameter_server.create import create_parameter_server
+from inference_session.parameter_server.table_file import TableFile
+from inference_session.row_source.base import RowSource
+from inference_session.row_source.cached_rows import CachedRows, HostCache
+from inference_session.row_source.mapped_rows import MappedRows
+from inference_session.row_source.updatable_rows import UpdatableRows
+
+if TYPE_CHECKING:
+    from inference_session.gpu_context import GpuContext
+
+
+def create_row_source(
+    spec: ModelSpec, config: SessionConfig, directory: Path, gpu: GpuContext | None = None
+) -> RowSource:
+    """The rows of a version directory: its own files, or with a store in the settings that store's, through a cache.
+
+    With a GPU, rows that do not change are looked up there, others on the host.
+
+    Raises what `TableFile.open`, `create_parameter_server` and `create_embedding_cache` do.
+    """
+    num_threads = config.num_lookup_threads
+    if not config.has_store:
+        folder, verify = directory / TABLES_FOLDER, config.verify == "full"
+        files = [TableFile.open(folder / table.folder, table, verify_index=verify) for table in spec.tables]
+        if gpu is not None and config.update_stream is None:
+            from inference_session.gpu_rows import GpuRows
+
+            return GpuRows(files, gpu, num_threads=num_threads, cache_bytes=config.cache_bytes)
+        source = MappedRows if config.update_stream is None else UpdatableRows
+        return source(files, num_threads=num_threads)
+    cache = _create_cache(spec, config)
+    try:
+        server = create_parameter_server(spec, config, directory)
+    except BaseException:
+        cache.close()
+        raise
+    may_default = config.insert_mode == "async" and config.unknown_keys == "default_vector"
+    return CachedRows(
+        spec.tables,
+        cache,
+        server,
+        num_threads=num_threads,
+        refresh_interval_s=config.refresh_interval_s,
+        async_from=config.hit_rate_threshold if may_default else None,
+    )
+
+
+def resolved_cache_bytes(spec: ModelSpec, config: SessionConfig) -> int:
+    """The bytes of the cache over stores that these settings ask for; 0: none."""
+    if config.cache_bytes is not None:
+        return config.cache_bytes
+    if not config.cache_fraction:
+        return 0
+    dims = {table.folder: table.embedding_dim for table in spec.tables}
+    parts = {table.folder: math.ceil(table.num_rows * config.cache_fraction) for table in spec.tables}
+    return bytes_to_hold(dims, parts)
+
+
+def _create_cache(spec: ModelSpec, config: SessionConfig) -> HostCache:
+    dims = {table.folder: table.embedding_dim for table in spec.tables}
+    num_rows = {table.folder: table.num_rows for table in spec.tables}
+    cache_bytes = resolved_cache_bytes(spec, config)
+    if cache_bytes == 0 or not dims:
+        return NullEmbeddingCache(dims)
+    return CpuEmbeddingCache(dims, cache_bytes, num_rows=num_rows, num_threads=config.num_lookup_threads)

@@ -1,0 +1,84 @@
+"""The keys that a look-up in a cache has not found, as tables that the kernel reads behind the cache's own."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.embedding_cache.kernels.hash_index import BUCKET_BYTES
+from inference_session.embedding_cache.kernels.layout import address_of
+from inference_session.embedding_cache.kernels.missing import collect_keys, write_vectors
+from inference_session.embedding_cache.null_cache import empty_tables
+
+_KEYS_PER_BUCKET = 8
+_LINE_BYTES = 64
+
+
+class _Part(NamedTuple):
+    """The rows of one table in an overlay."""
+
+    keys: NDArray[np.int64]
+    """[n], each once."""
+    vectors: NDArray[np.float32]
+    """[n, embedding_dim], to be filled in."""
+    found: NDArray[np.bool_]
+    """[n], to be filled in: False where the vector is the default."""
+
+
+class Overlay:
+    """The keys that a look-up has not found, as tables of their own (kernels/missing.py)."""
+
+    def __init__(
+        self,
+        dims: NDArray[np.int64],
+        segments: NDArray[np.void],
+        counts: NDArray[np.int64],
+        positions: NDArray[np.int64],
+    ) -> None:
+        """Collect the keys at `positions`, counts[s] of them of segment s."""
+        self.segments = segments
+        self.counts = counts
+        self._positions = positions
+        num_keys = np.bincount(segments["table"], counts, len(dims)).astype(np.int64)
+        self._begins = np.cumsum(num_keys) - num_keys
+        num_buckets = num_keys // _KEYS_PER_BUCKET + 1
+        buckets_before = np.cumsum(num_buckets) - num_buckets
+        self._buckets = _at_line(BUCKET_BYTES * int(num_buckets.sum()))
+        self._keys = np.empty(len(positions), np.int64)
+        self._found = np.zeros(len(positions), np.bool_)
+        self._rows = np.empty(len(positions), np.int64)
+        self.records = empty_tables(dims)
+        self.records["num_buckets"] = num_buckets
+        self.records["index_address"] = address_of(self._buckets) + BUCKET_BYTES * buckets_before
+        self.records["keys_address"] = address_of(self._keys) + 8 * self._begins
+        collect_keys(segments, counts, positions, self.records, self._rows)
+        self.parts = self._allocate(dims)
+        self.moments: dict[int, int] = {}
+        """By table, how many writes there had been when the vectors were fetched."""
+
+    def write(self, num_unknown: NDArray[np.int64]) -> None:
+        """Copy the vectors to the outputs that are not pooled; num_unknown[s] receives the keys not found."""
+        missing = (self.segments, self.counts, self._positions)
+        write_vectors(*missing, self.records, self._rows, self._found, self._begins, num_unknown)
+
+    def _allocate(self, dims: NDArray[np.int64]) -> dict[int, _Part]:
+        """Room for the vectors of the keys there are, by table."""
+        num_rows = self.records["num_rows"]
+        num_elements = num_rows * dims
+        ends = np.cumsum(num_elements)
+        self._vectors = np.empty(num_elements.sum(), np.float32)
+        self.records["vectors_address"] = address_of(self._vectors) + 4 * (ends - num_elements)
+        parts = {}
+        for t in np.flatnonzero(num_rows).tolist():
+            rows = slice(self._begins[t], self._begins[t] + num_rows[t])
+            vectors = self._vectors[ends[t] - num_elements[t] : ends[t]].reshape(-1, dims[t])
+            parts[t] = _Part(self._keys[rows], vectors, self._found[rows])
+        return parts
+
+
+def _at_line(num_bytes: int) -> NDArray[np.uint8]:
+    """Zeros that begin at a cache line."""
+    memory = np.zeros(num_bytes + _LINE_BYTES, np.uint8)
+    return memory[-address_of(memory) % _LINE_BYTES :][:num_bytes]

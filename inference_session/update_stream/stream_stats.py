@@ -1,0 +1,97 @@
+"""What an update stream has done so far, and how it is doing: told by the stream's thread, asked for by any."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from typing import Any
+
+from inference_session.update_stream.encodings import REASONS
+
+MAX_SET_ASIDE = 100
+"""Refused messages of which the statistics tell."""
+
+_log = logging.getLogger(__name__)
+
+
+class StreamStats:
+    """Counters of one model's stream. Failures are logged when they begin and end, refusals once per reason."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(("messages", "updated_rows", "deleted_rows", "failures"), 0)
+        self._rejected = dict.fromkeys(REASONS, 0)
+        self._set_aside: deque[str] = deque(maxlen=MAX_SET_ASIDE)
+        self._lag_messages = 0
+        self._staleness_s = 0.0
+        self._pending_since_s: float | None = None
+        """When the oldest of the messages that are being applied was published; None: none are."""
+        self._failure: str | None = None
+
+    def begin(self, published_s: float) -> None:
+        """Messages are about to be applied, the oldest of them published at this value of time.time()."""
+        with self._lock:
+            self._pending_since_s = published_s
+
+    def end(self, num_messages: int) -> None:
+        """The messages that `begin` told of are applied."""
+        with self._lock:
+            self._counts["messages"] += num_messages
+            self._staleness_s = self._age_s()
+            self._pending_since_s = None
+
+    def count_rows(self, *, updated: int, deleted: int) -> None:
+        """Rows have been written."""
+        with self._lock:
+            self._counts["updated_rows"] += updated
+            self._counts["deleted_rows"] += deleted
+
+    def lag(self, num_messages: int) -> None:
+        """So many messages that the brokers have are not applied."""
+        with self._lock:
+            self._lag_messages = num_messages
+
+    def refuse(self, reason: str, text: str) -> None:
+        """A message is set aside, for one of REASONS."""
+        with self._lock:
+            is_first = not self._rejected[reason]
+            self._rejected[reason] += 1
+            self._set_aside.append(f"{reason}: {text}")
+        if is_first:
+            _log.warning("an update is refused (%s; further ones are only counted): %s", reason, text)
+
+    def fail(self, failure: str) -> None:
+        """The stream cannot go on at present."""
+        with self._lock:
+            is_news = self._failure is None
+            self._counts["failures"] += 1
+            self._failure = failure
+        if is_news:
+            _log.warning("the update stream of model %r waits: %s", self._model, failure)
+
+    def recover(self) -> None:
+        """The stream goes on, if it did not."""
+        with self._lock:
+            was_down, self._failure = self._failure is not None, None
+        if was_down:
+            _log.info("the update stream of model %r goes on", self._model)
+
+    def snapshot(self) -> dict[str, Any]:
+        """All of it, by the names of docs/operations.md."""
+        with self._lock:
+            return {
+                **self._counts,
+                "lag_messages": self._lag_messages,
+                "staleness_s": self._age_s(),
+                "rejected": dict(self._rejected),
+                "set_aside": list(self._set_aside),
+                "failure": self._failure,
+            }
+
+    def _age_s(self) -> float:
+        """Must be called while holding the lock."""
+        pending = self._pending_since_s
+        return self._staleness_s if pending is None else max(time.time() - pending, 0.0)
