@@ -62,11 +62,17 @@ class _Terminal:
     def interrupt(self) -> int:
         """Ctrl-C; the exit status."""
         self.process.send_signal(signal.SIGINT)
-        with contextlib.suppress(OSError):  # a terminal that nobody writes to any more cannot be read
-            while data := os.read(self._ours, 1 << 16):
-                self.drawn += data.decode(errors="replace")
+        wait_until(self._has_ended, "the end")
         os.close(self._ours)
-        return self.process.wait(timeout=PATIENCE_S)
+        return self.process.wait()
+
+    def _has_ended(self) -> bool:
+        """Whether it has, and all is read that it has drawn."""
+        ended = self.process.poll() is not None
+        with contextlib.suppress(OSError):  # a terminal that nobody writes to any more cannot be read
+            while select.select([self._ours], [], [], 0)[0] and (data := os.read(self._ours, 1 << 16)):
+                self.drawn += data.decode(errors="replace")
+        return ended
 
 
 def test_one_picture(served: Served) -> None:
