@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from importlib import import_module
 from typing import cast
@@ -10,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from hotrow import __version__
+from hotrow.printable import printable
 from inference_session.errors import HotrowError
 
 _SECTIONS = {
@@ -84,11 +86,20 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point: an error that we raise on purpose, or that a file system raises, is one line and exit code 1."""
+    _show_what_takes_long()
     try:
         cli(prog_name="hotrow")
     except (HotrowError, OSError) as error:
-        click.echo(f"hotrow: {_in_one_line(error)}", err=True)
+        click.echo(f"hotrow: {printable(_in_one_line(error))}", err=True)
         sys.exit(1)
+
+
+def _show_what_takes_long() -> None:
+    """Tell a person who looks why the first command on a machine waits: it compiles kernels."""
+    if sys.stderr.isatty():
+        log = logging.getLogger("inference_session.machine_code")
+        log.setLevel(logging.INFO)
+        log.addHandler(logging.StreamHandler())
 
 
 def _in_one_line(error: HotrowError | OSError) -> str:

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from hotrow.units import in_units
+from hotrow.units import counted, in_units
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.formats.native import SESSION_FILE, TABLES_FOLDER, ModelSpec
 from inference_session.model_source import is_url
@@ -295,7 +295,7 @@ def _repository(repository: Path) -> Iterator[Finding]:
         )
         yield from _packages(set())
         return
-    yield Finding("repository", "ok", f"{len(models)} models: {', '.join(model.name for model in models)}")
+    yield Finding("repository", "ok", f"{counted(len(models), 'model')}: {', '.join(model.name for model in models)}")
     yield from _permissions(repository)
     yield _memory([item for need in needs for item in need.items])
     yield from _packages({url for need in needs for url in need.urls})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import shutil
 import tempfile
@@ -12,22 +13,53 @@ from pathlib import Path
 from typing import Any
 
 import numba
+from numba.core.caching import FunctionCache
+from numba.core.registry import cpu_target
+from numba.core.runtime.nrt import rtsys
 
 FOLDER = "NUMBA_CACHE_DIR"
 """Where Numba keeps machine code, which it has to be able to write to even where all is there already."""
 SHIPPED_FOLDER = "HOTROW_SHIPPED_KERNELS"
 """What an image brings along, which that folder begins with: it lies in a volume as a rule, which is empty at first."""
 
+_log = logging.getLogger(__name__)
 
-def compiled(function: Callable[..., Any], *signatures: str, **options: Any) -> Any:
-    """As `numba.njit`, kept on disk where there is a folder for it."""
+rtsys.initialize(cpu_target.target_context)  # what machine code from the disk calls; compiling would do it itself
+
+
+class _MachineCode(FunctionCache):
+    """On disk. Numba would import all of its compiler before it loads any, which takes longer than everything else
+    that a process does before it serves, and 20 MiB; compiling imports it where nothing was found.
+    """
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        with self._guard_against_spurious_io_errors():
+            loaded = self._load_overload(sig, target_context)
+            if loaded is None:
+                _announce()
+            return loaded
+
+
+def compiled(function: Callable[..., Any], signature: str | None = None, **options: Any) -> Any:
+    """As `numba.njit`, kept on disk where there is a folder for it.
+
+    With a signature it is compiled, or loaded, at once and for those types only, else when it is first called.
+    """
     _unpack_shipped()
-    njit: Any = numba.njit
-    try:
-        return njit(*signatures, cache=True, **options)(function)
-    except RuntimeError:
-        # Numba found no folder it may write its cache to (a read-only image without a home): compile per process.
-        return njit(*signatures, **options)(function)
+    dispatcher: Any = numba.njit(**options)(function)
+    # Where Numba finds no folder that it may write to (a read-only image without a home), each process compiles.
+    with suppress(RuntimeError):
+        dispatcher._cache = _MachineCode(function)
+    if signature is not None:
+        dispatcher.compile(signature)
+        dispatcher.disable_compile()
+    return dispatcher
+
+
+@functools.cache
+def _announce() -> None:
+    """Say once why a process does nothing for a while."""
+    _log.info("compiling kernels for this machine, the first time only; this may take a minute")
 
 
 @functools.cache

@@ -49,8 +49,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-cpu.import_compiler()  # else the first session to be opened would
-
 _WARM_UP_BATCHES = ((1, 1), (1, 64), (4, 1), (16, 1), (8, 64), (16, 1), (8, 64), (1, 64), (1, 1))
 """Requests and samples of each, run before a version serves: a network takes longer for a size that is new to it."""
 

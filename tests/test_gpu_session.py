@@ -138,6 +138,22 @@ def test_a_network_of_many_inputs_runs_with_graphs_or_without(tmp_path: Path) ->
         ask(num_samples)
 
 
+def test_inputs_come_out_as_outputs(tmp_path: Path) -> None:
+    """A network that only hands on what it gets, small or large, copies it between host memory and the device."""
+    nodes = [helper.make_node("Identity", ["x"], ["y"]), helper.make_node("Flatten", ["x"], ["flat"])]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2, 3])]
+    outputs = [
+        helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 2, 3]),
+        helper.make_tensor_value_info("flat", TensorProto.FLOAT, ["n", 6]),
+    ]
+    engine = engine_of(small_network(tmp_path, nodes, inputs, outputs))
+    for num_samples in (1, 5, 5, 20_000, 5, 1, 20_000):
+        x = np.random.default_rng(num_samples).random((num_samples, 2, 3), np.float32)
+        y, flat = engine.run({"x": x}, ["y", "flat"])
+        assert np.array_equal(y, x)
+        assert np.array_equal(flat, x.reshape(num_samples, 6))
+
+
 def test_values_that_a_network_refuses_are_the_requests_fault(tmp_path: Path) -> None:
     """Shapes that clash inside the network are an InvalidRequestError; the next request is answered."""
     inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [name]) for name in "ab"]

@@ -349,6 +349,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         if isinstance(keys, cupy.ndarray) and keys.ndim == 1 and keys.dtype in (_INT64, _INT32):
             self._check(table)
             if keys.data.device_id == self.device.id:
+                _check_aligned(table, "keys", keys)
                 return keys
         return _on_device(self._checked_keys(table, keys), np.int64)
 
@@ -377,6 +378,7 @@ class GpuEmbeddingCache(EmbeddingCache):
             )
         if out.size and out.strides[1] != out.itemsize:
             raise InvalidRequestError(f"table {table!r}: out must be writeable, the elements of a row adjacent")
+        _check_aligned(table, "out", out)
         return out
 
     def _write(self, table: str, keys: ArrayLike, vectors: ArrayLike, *, may_insert: bool) -> None:
@@ -445,6 +447,12 @@ def check_free(num_bytes: int, device_id: int, setting: str) -> None:
 def _forget(cache: weakref.ref[GpuEmbeddingCache], known: Any, _gone: object) -> None:
     if (alive := cache()) is not None:
         alive._remembered.pop(known, None)
+
+
+def _check_aligned(table: str, what: str, array: Any) -> None:
+    """InvalidRequestError for views between the places of their elements, which would break the device for good."""
+    if array.size and (array.data.ptr | array.strides[0]) % array.itemsize:
+        raise InvalidRequestError(f"table {table!r}: {what} must lie at multiples of {array.itemsize} bytes")
 
 
 def _on_device(array: Any, dtype: Any) -> Any:

@@ -8,32 +8,60 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_session.embedding_cache.kernels.layout import address_of
 from inference_session.parameter_server import redis_layout as layout
+from inference_session.parameter_server.base import FetchRequest
+from inference_session.parameter_server.redis_replies import REPLY
 
 
 class Read(NamedTuple):
-    """One HMGET: some keys of one partition of a table."""
+    """Some HMGETs that one server answers, over one connection: keys of one or several partitions of a table."""
 
-    table: str
-    name: bytes
-    fields: NDArray[np.void]
-    positions: NDArray[np.int64]
-    out: NDArray[np.float32]
+    tag: str
+    request: FetchRequest
     found: NDArray[np.bool_]
-    reply: tuple[int, ...]
-    """A REPLY record."""
-    num_bytes: int
+    """By position in the request."""
+    order: NDArray[np.int64]
+    """Positions of keys in the request."""
+    commands: NDArray[np.int64]
+    """See Hmgets; their keys are order[begin:end]."""
+    wire: memoryview
+    """The commands as they are sent."""
 
-    def payload(self) -> bytes:
-        return layout.command(b"HMGET", self.name, fields=self.fields, num_fields=len(self.fields))
+    @property
+    def name(self) -> bytes:
+        return layout.rows_name(self.tag, int(self.commands[0, 0]))
+
+    @property
+    def num_bytes(self) -> int:
+        num_keys = int(self.commands[-1, 2]) - int(self.commands[0, 1])
+        row_bytes: int = 4 * self.request.out.shape[1]
+        return num_keys * (row_bytes + 16)
+
+    def payload(self) -> memoryview:
+        return self.wire
+
+    def replies(self) -> NDArray[np.void]:
+        """What is expected: REPLY records."""
+        out, begins, ends = self.request.out, self.commands[:, 1], self.commands[:, 2]
+        replies = np.empty(len(self.commands), REPLY)
+        replies["num_keys"], replies["row_bytes"] = ends - begins, 4 * out.shape[1]
+        replies["positions_address"] = address_of(self.order) + 8 * begins
+        replies["output_address"], replies["output_stride"] = address_of(out), out.strides[0]
+        replies["found_address"] = address_of(self.found)
+        return replies
 
     def run(self, client: Any) -> None:
         """The same through the `redis` package."""
-        rows = client.execute_command("HMGET", self.name, *(key.tobytes() for key in self.fields["key"]))
-        for position, row in zip(self.positions.tolist(), rows, strict=True):
-            if row is not None:
-                self.out[position] = np.frombuffer(row, "<f4")
-                self.found[position] = True
+        _, keys, out = self.request
+        for partition, begin, end, _ in self.commands.tolist():
+            positions = self.order[begin:end]
+            name = layout.rows_name(self.tag, partition)
+            rows = client.execute_command("HMGET", name, *(key.tobytes() for key in keys[positions]))
+            for position, row in zip(positions.tolist(), rows, strict=True):
+                if row is not None:
+                    out[position] = np.frombuffer(row, "<f4")
+                    self.found[position] = True
 
 
 class Write(NamedTuple):

@@ -108,6 +108,8 @@ class RedisConnection:
         cursor = np.zeros(1, CURSOR)
         cursor["key"] = -1
         row_bytes = int(replies["row_bytes"].max(initial=0))
+        if not self._filled:
+            self._receive(deadline)
         while True:
             used = read_rows(replies, cursor, self._buffer.__array_interface__["data"][0], self._filled)
             self._drop(used)
@@ -153,9 +155,10 @@ class RedisConnection:
 
     def _log_in(self, deadline: Deadline) -> None:
         commands = []
-        if self._url.password is not None:
+        password = self._url.current_password()
+        if password is not None:
             user = [] if self._url.user is None else [self._url.user.encode()]
-            commands.append(command(b"AUTH", *user, self._url.password.encode()))
+            commands.append(command(b"AUTH", *user, password.encode()))
         if self._url.db:
             commands.append(command(b"SELECT", b"%d" % self._url.db))
         if commands:

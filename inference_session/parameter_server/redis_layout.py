@@ -29,6 +29,13 @@ MAX_PROBED_PARTITIONS = 64
 KEY_FIELD = np.dtype([("length", "S4"), ("key", "<i8"), ("end", "S2")])
 """A key as an argument of a command: `$8 CRLF key CRLF`. No padding: the array is the bytes to send."""
 
+_ZERO = ord("0")
+_ARRAY, _HMGET, _BEFORE_KEY, _LINE_END = (
+    np.frombuffer(text, np.uint8) for text in (b"*", b"\r\n$5\r\nHMGET\r\n", b"$8\r\n", b"\r\n")
+)
+_MAX_HEAD_BYTES = 64
+"""Of an HMGET, what comes before the name."""
+
 
 class Partitioning(NamedTuple):
     """How a table's keys are spread over partitions."""
@@ -96,26 +103,121 @@ def _sort(
         bounds[p] += 1
 
 
+@kernel
+def _write_text(text: Any, begin: int, end: int, to: NDArray[np.uint8], at: int) -> int:
+    """Append text[begin:end]; returns where it ends."""
+    for i in range(begin, end):
+        to[at] = text[i]
+        at += 1
+    return at
+
+
+@kernel
+def _write_number(number: int, to: NDArray[np.uint8], at: int) -> int:
+    """Append decimal digits; returns where they end."""
+    power = 1
+    while number // power >= 10:
+        power *= 10
+    while power > 0:
+        to[at] = _ZERO + number // power % 10
+        power //= 10
+        at += 1
+    return at
+
+
+@kernel
+def _write_key(key: Any, to: NDArray[np.uint8], at: int) -> int:
+    """Append a key as an argument; returns where it ends."""
+    at = _write_text(_BEFORE_KEY, 0, len(_BEFORE_KEY), to, at)
+    for byte in range(8):
+        to[at] = np.uint8(key >> np.uint64(8 * byte))
+        at += 1
+    return _write_text(_LINE_END, 0, len(_LINE_END), to, at)
+
+
+@kernel
+def _write_hmgets(  # noqa: PLR0917  compiled functions take their arguments by position
+    keys: NDArray[np.uint64],
+    order: NDArray[np.int64],
+    bounds: NDArray[np.int64],
+    names: NDArray[np.uint8],
+    name_bounds: NDArray[np.int64],
+    max_keys: int,
+    commands: NDArray[np.int64],
+    to: NDArray[np.uint8],
+) -> int:
+    """Write one HMGET after the other, of keys that are ordered by partition; returns how many."""
+    count, at, begin = 0, 0, 0
+    for p in range(len(name_bounds) - 1):
+        while begin < bounds[p]:
+            end = min(begin + max_keys, bounds[p])
+            at = _write_text(_ARRAY, 0, len(_ARRAY), to, at)
+            at = _write_number(end - begin + 2, to, at)
+            at = _write_text(_HMGET, 0, len(_HMGET), to, at)
+            at = _write_text(names, name_bounds[p], name_bounds[p + 1], to, at)
+            for i in range(begin, end):
+                at = _write_key(keys[order[i]], to, at)
+            commands[count, 0], commands[count, 1], commands[count, 2], commands[count, 3] = p, begin, end, at
+            begin = end
+            count += 1
+    return count
+
+
 @functools.cache
 def compile_kernels() -> None:
     """Compile what is here, or load it from Numba's cache, before anybody waits for an answer."""
-    by_partition(np.zeros(1, np.int64), Partitioning(1))
+    hmgets("", np.zeros(1, np.int64), Partitioning(1), max_keys=1)
 
 
 def partition_of(keys: NDArray[np.int64], partitioning: Partitioning) -> NDArray[np.int64]:
     """The partition of each key."""
-    partitions, order = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
-    bounds = np.zeros(partitioning.num_partitions + 1, np.int64)
-    _sort(keys.view(np.uint64), partitioning.mixes, partitions, order, bounds)
-    return partitions
+    return _sorted(keys, partitioning)[0]
 
 
 def by_partition(keys: NDArray[np.int64], partitioning: Partitioning) -> tuple[NDArray[np.int64], list[int]]:
     """Positions of the keys by partition, in their order within it; partition p is order[bounds[p] : bounds[p + 1]]."""
+    _, order, ends = _sorted(keys, partitioning)
+    return order, [0, *ends[:-1].tolist()]
+
+
+class Hmgets(NamedTuple):
+    """The commands that fetch some keys."""
+
+    order: NDArray[np.int64]
+    """Positions of the keys in the order in which they are asked for."""
+    commands: NDArray[np.int64]
+    """[num_commands, 4]: partition; where its keys begin and end in `order`; where it ends in `wire`."""
+    wire: memoryview
+    """What is to be sent."""
+
+
+def hmgets(tag: str, keys: NDArray[np.int64], partitioning: Partitioning, *, max_keys: int) -> Hmgets:
+    """The HMGETs for some keys of a table, contiguous, so many in one command at most."""
+    _, order, ends = _sorted(keys, partitioning)
+    names, name_bounds, longest = _names_as_arguments(tag, partitioning.num_partitions)
+    most = min(partitioning.num_partitions, len(keys)) + len(keys) // max_keys
+    wire = np.empty(most * (_MAX_HEAD_BYTES + longest) + len(keys) * KEY_FIELD.itemsize, np.uint8)
+    commands = np.empty((most, 4), np.int64)
+    count = _write_hmgets(keys.view(np.uint64), order, ends, names, name_bounds, max_keys, commands, wire)
+    return Hmgets(order, commands[:count], wire.data)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_as_arguments(tag: str, num_partitions: int) -> tuple[NDArray[np.uint8], NDArray[np.int64], int]:
+    """The names of the hashes of rows as arguments of commands; where each begins, and the end; the longest's bytes."""
+    names = [b"$%d\r\n%b\r\n" % (len(name), name) for name in (rows_name(tag, p) for p in range(num_partitions))]
+    lengths = list(map(len, names))
+    return np.frombuffer(b"".join(names), np.uint8), np.cumsum([0, *lengths]), max(lengths)
+
+
+def _sorted(
+    keys: NDArray[np.int64], partitioning: Partitioning
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """The partition of each key, their positions by partition, and where each partition ends among these; and a 0."""
     partitions, order = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
     ends = np.zeros(partitioning.num_partitions + 1, np.int64)
     _sort(keys.view(np.uint64), partitioning.mixes, partitions, order, ends)
-    return order, [0, *ends[:-1].tolist()]
+    return partitions, order, ends
 
 
 def key_fields(keys: NDArray[np.int64]) -> NDArray[np.void]:

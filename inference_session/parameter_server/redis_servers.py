@@ -19,6 +19,7 @@ try:
     from redis.backoff import NoBackoff
     from redis.cluster import RedisCluster
     from redis.crc import key_slot
+    from redis.credentials import CredentialProvider
     from redis.exceptions import ConnectionError as RedisConnectionError
     from redis.exceptions import SlotNotCoveredError
     from redis.exceptions import TimeoutError as RedisTimeoutError
@@ -110,13 +111,13 @@ class RedisServers:
     def _connect(self) -> Any:
         url = self._url
         settings: dict[str, Any] = {
-            "username": url.user,
-            "password": url.password,
             "socket_timeout": self._timeout_s,
             "socket_connect_timeout": self._timeout_s,
             "protocol": 2,
             "retry": Retry(NoBackoff(), 0),
         }
+        if (url.user, url.password) != (None, None):
+            settings["credential_provider"] = _Credentials(url)
         if url.uses_tls:
             settings |= _tls_settings(url)
         if url.is_cluster:
@@ -127,8 +128,8 @@ class RedisServers:
 
     def _translated(self, error: Exception) -> Exception:
         text = str(error)
-        if self._url.password:
-            text = text.replace(self._url.password, "***")
+        for password in filter(None, (self._url.password, self._url.current_password())):
+            text = text.replace(password, "***")
         if isinstance(error, redis.exceptions.MovedError) and not self._url.is_cluster:
             text = f"this is a node of a Cluster ({text}); write {self._url.scheme}+cluster:// for its URL"
         denied = redis.AuthenticationError, redis.exceptions.AuthorizationError
@@ -145,6 +146,17 @@ class RedisServers:
         passes = isinstance(error, passing) or not PASSING_CODES.isdisjoint(text.split())
         kind = UnavailableError if passes and not isinstance(error, denied) else StoreError
         return kind(f"store {str(self._url)!r}: {text}")
+
+
+class _Credentials(CredentialProvider):
+    """Asked by the package for each connection."""
+
+    def __init__(self, url: StoreUrl) -> None:
+        self._url = url
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        password = self._url.current_password() or ""
+        return (password,) if self._url.user is None else (self._url.user, password)
 
 
 @contextmanager
@@ -167,16 +179,20 @@ def list_redis_tables(url: StoreUrl, *, timeout_ms: int) -> list[StoredTable]:
             for name in client.scan_iter(match="hps_et{*}v", count=SCAN_STEP):
                 parts = layout.split_name(name)
                 if parts is not None:
-                    counts[parts[0]] = counts.get(parts[0], 0) + int(client.hlen(name))
-                    widths[parts[0]] = _row_bytes(client, name)
+                    num_rows, widths[parts[0]] = _rows_and_bytes(client, name)
+                    counts[parts[0]] = counts.get(parts[0], 0) + num_rows
     finally:
         servers.close()
     return [StoredTable(tag, counts[tag], widths[tag] // 4) for tag in sorted(counts)]
 
 
-def _row_bytes(client: Any, name: bytes) -> int:
-    _, rows = client.hscan(name, 0, count=1)
-    return len(next(iter(rows.values()), b""))
+def _rows_and_bytes(client: Any, name: bytes) -> tuple[int, int]:
+    """How many rows a hash has, and how many bytes one of them."""
+    try:
+        _, rows = client.hscan(name, 0, count=1)
+        return int(client.hlen(name)), len(next(iter(rows.values()), b""))
+    except redis.ResponseError as error:
+        raise redis.ResponseError(f"{name!r}, which is named as a table's rows: {error}") from None
 
 
 def _tls_settings(url: StoreUrl) -> dict[str, Any]:

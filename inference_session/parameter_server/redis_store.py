@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.embedding_cache.kernels.layout import address_of
 from inference_session.errors import (
     SessionClosedError,
     StoreError,
@@ -46,7 +45,7 @@ from inference_session.parameter_server.redis_connection import (
     RedisConnection,
 )
 from inference_session.parameter_server.redis_overflow import Eviction, Overflow, num_uses
-from inference_session.parameter_server.redis_replies import REPLY, compile_kernels
+from inference_session.parameter_server.redis_replies import compile_kernels
 from inference_session.parameter_server.redis_servers import SCAN_STEP, RedisServers
 from inference_session.parameter_server.store_url import DEFAULT_TIMEOUT_MS, StoreUrl
 
@@ -327,41 +326,32 @@ class RedisStore(BoundStore):
 
     def _parts(self, table: str, keys: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """Positions of the keys of each command, in their order, with their partition."""
-        order, slices = self._split(table, keys)
-        for partition, begin, end in slices:
-            yield partition, order[begin:end]
-
-    def _split(self, table: str, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], Iterator[tuple[int, int, int]]]:
-        """Positions of keys by partition, and for each command its partition and its slice of them."""
         self._refuse_if_closed()
-        step = max(1, _BYTES_PER_BATCH // (4 * self.embedding_dim(table)))
         order, bounds = layout.by_partition(np.ascontiguousarray(keys), self._partitioning(table))
-        slices = (
-            (partition, first, min(first + step, end))
-            for partition, (begin, end) in enumerate(pairwise(bounds))
-            for first in range(begin, end, step)
-        )
-        return order, slices
+        step = self._keys_per_command(table)
+        for partition, (begin, end) in enumerate(pairwise(bounds)):
+            for first in range(begin, end, step):
+                yield partition, order[first : min(first + step, end)]
+
+    def _keys_per_command(self, table: str) -> int:
+        return max(1, _BYTES_PER_BATCH // (4 * self.embedding_dim(table)))
 
     def _reads(self, request: FetchRequest, found: NDArray[np.bool_]) -> Iterator[Read]:
         table, keys, out = request
+        self._refuse_if_closed()
         check_fetch(keys, out, self.embedding_dim(table))
-        tag = self.namespace.tag(table)
-        order, slices = self._split(table, keys)
-        fields = layout.key_fields(keys[order])
-        row_bytes = 4 * out.shape[1]
-        order_address, out_address, found_address = address_of(order), address_of(out), address_of(found)
-        for partition, begin, end in slices:
-            yield Read(
-                table,
-                layout.rows_name(tag, partition),
-                fields[begin:end],
-                order[begin:end],
-                out,
-                found,
-                (end - begin, row_bytes, order_address + 8 * begin, out_address, out.strides[0], found_address),
-                (end - begin) * (row_bytes + 16),
-            )
+        if not len(keys):
+            return
+        tag, step = self.namespace.tag(table), self._keys_per_command(table)
+        order, commands, wire = layout.hmgets(tag, np.ascontiguousarray(keys), self._partitioning(table), max_keys=step)
+        has_one_connection = not self.url.is_cluster and self._num_connections == 1
+        commands_per_read = max(1, step * len(commands) // len(keys)) if has_one_connection else 1
+        sent = 0
+        for first in range(0, len(commands), commands_per_read):
+            part = commands[first : first + commands_per_read]
+            wire_end = int(part[-1, 3])
+            yield Read(tag, request, found, order, part, wire[sent:wire_end])
+            sent = wire_end
 
     def _run(self, commands: Sequence[Any], read: _Reader) -> None:
         """Run commands on the servers that have their hashes; again where these have changed, for doing any of our
@@ -406,20 +396,22 @@ class RedisStore(BoundStore):
 
         All commands of a partition take the same connection, for they must be done in their order.
         """
-        batches: dict[tuple[Address, int], list[Any]] = {}
+        batches: dict[tuple[Address, int], tuple[list[Any], int]] = {}
         for command in commands:
             partition = command.name[:-1]  # without the `v` or `t` that its two hashes differ by
             where = self._servers.address(command.name), zlib.crc32(partition) % self._num_connections
-            batch = batches.setdefault(where, [])
+            batch, num_bytes = batches.get(where, ([], 0))
             batch.append(command)
-            if len(batch) == _COMMANDS_PER_BATCH or _num_bytes(batch) >= _BYTES_PER_BATCH:
-                yield where, batches.pop(where)
-        yield from batches.items()
+            batches[where] = batch, num_bytes + command.num_bytes
+            if len(batch) == _COMMANDS_PER_BATCH or num_bytes + command.num_bytes >= _BYTES_PER_BATCH:
+                yield where, batches.pop(where)[0]
+        yield from ((where, batch) for where, (batch, _) in batches.items())
 
     @staticmethod
     def _read_rows(connection: RedisConnection, reads: Sequence[Read], deadline: Deadline) -> None:
-        replies = np.array([read.reply for read in reads], REPLY)
-        connection.read_rows(replies, [read.table for read in reads], deadline)
+        replies = [read.replies() for read in reads]
+        tables = [read.request.table for read, expected in zip(reads, replies, strict=True) for _ in expected]
+        connection.read_rows(replies[0] if len(replies) == 1 else np.concatenate(replies), tables, deadline)
 
     @staticmethod
     def _read_numbers(connection: RedisConnection, writes: Sequence[Write | WriteAbsent], deadline: Deadline) -> None:

@@ -12,13 +12,14 @@ password. A password is kept from every text made of a URL.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from inference_session.errors import ConfigurationError
-from inference_session.secret_file import OPTION, url_password
+from inference_session.secret_file import OPTION, read_secret, url_password
 
 if TYPE_CHECKING:
     from inference_session.parameter_server.base import EmbeddingStore
@@ -64,6 +65,15 @@ class StoreUrl:
     def uses_tls(self) -> bool:
         """Whether the connection is encrypted."""
         return self.scheme.startswith("rediss")
+
+    def current_password(self) -> str | None:
+        """The password by now: that of a file may have been changed since."""
+        path = self.options.get(OPTION)
+        if path is None:
+            return self.password
+        with suppress(ConfigurationError):  # just being exchanged, perhaps
+            return read_secret(Path(path))
+        return self.password
 
     def count(self, name: str, default: int) -> int:
         """An option that is a whole number from 1."""

@@ -11,7 +11,7 @@ from inference_session.parameter_server.table_index import index_bytes
 
 Place = Literal["page cache", "process", "device", "shared memory"]
 
-PROCESS_BYTES = 110 << 20
+PROCESS_BYTES = 80 << 20
 """Private memory of a serving process before any model: Python, NumPy, Numba's kernels, ONNX Runtime (as measured)."""
 SHARED_MEMORY_BYTES = 1 << 20
 """What Triton's Python backend sets up per process in /dev/shm; requests and answers under way come on top."""

@@ -349,6 +349,9 @@ def test_what_cannot_be_is_refused_clearly() -> None:
     with pytest.raises(ConfigurationError, match="backing of table 't': vectors are"):
         cache_of({"t": 4}, backing={"t": ([1], np.zeros((1, 3), np.float32))})
     with cache_of({"t": 4}) as cache:
+        apart = cupy.zeros(84, np.uint8)[4:]
+        with pytest.raises(InvalidRequestError, match="keys must lie at multiples of 8 bytes"):
+            cache.lookup({"t": apart.view(np.int64)})
         with pytest.raises(InvalidRequestError, match=r"out is NumPy's float32 \[1, 4\], expected CuPy's"):
             cache.lookup({"t": [1]}, {"t": np.zeros((1, 4), np.float32)})
         assert repr(cache).startswith("<GpuEmbeddingCache [1 tables, 0 of")

@@ -7,9 +7,10 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pytest
@@ -60,6 +61,19 @@ def partition_in_plain_python(key: int, num_partitions: int) -> int:
     x ^= rotated(x, 24) ^ rotated(x, 49)
     x = x * 0x9FB21C651E98DF25 & MASK
     return (x ^ x >> 28) % num_partitions
+
+
+Answer = TypeVar("Answer")
+
+
+def eventually_answers(call: Callable[[], Answer]) -> Answer:
+    """What a call answers once the connections that were cut are known to be."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with suppress(UnavailableError):
+            return call()
+        time.sleep(0.05)
+    return call()
 
 
 def open_store(url: str, namespace: Namespace | None = None, *, timeout_ms: int = PATIENCE_MS) -> RedisStore:
@@ -174,6 +188,29 @@ def test_partitions_are_those_of_hps() -> None:
         assert len(bounds) == count + 1
         for p in range(count):
             assert order[bounds[p] : bounds[p + 1]].tolist() == [i for i, e in enumerate(expected) if e == p]
+
+
+@pytest.mark.parametrize("max_keys", [1, 3, 1_000])
+@pytest.mark.parametrize("num_partitions", [1, 8, 1_000])
+@pytest.mark.parametrize("num_keys", [1, 9, 700])
+def test_commands_are_written_as_redis_reads_them(num_keys: int, num_partitions: int, max_keys: int) -> None:
+    """The compiled HMGETs are byte for byte those put together in plain Python, and ask for every key once."""
+    keys = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, num_keys)
+    partitioning = layout.Partitioning(num_partitions)
+    order, commands, wire = layout.hmgets("hps_et.a.b", keys, partitioning, max_keys=max_keys)
+
+    expected, sizes = b"", []
+    for partition, begin, end, wire_end in commands.tolist():
+        asked = keys[order[begin:end]]
+        assert (layout.partition_of(asked, partitioning) == partition).all()
+        name = layout.rows_name("hps_et.a.b", partition)
+        expected += layout.command(b"HMGET", name, fields=layout.key_fields(asked), num_fields=len(asked))
+        assert wire_end == len(expected)
+        sizes.append(end - begin)
+    assert wire[: len(expected)] == expected
+    assert sorted(order.tolist()) == list(range(num_keys))
+    assert sum(sizes) == num_keys
+    assert max(sizes) <= max_keys
 
 
 def test_a_row_lies_where_hps_looks_for_it(server: RedisServer) -> None:
@@ -430,6 +467,27 @@ class TestOutages:
                         with pytest.raises(StoreError, match=r"WRONGPASS|invalid") as caught:
                             fetch(store, "user", keys_of(1))
                         assert "wrong-secret" not in str(caught.value)
+
+    def test_a_password_that_was_changed_in_its_file_lets_new_connections_in(self, tmp_path: Path) -> None:
+        """Those that there were have been cut; nothing has to be opened anew."""
+        secret = tmp_path / "secret"
+        secret.write_text("first-secret", encoding="utf-8")
+        with RedisServer("--requirepass", "first-secret") as server:
+            url = f"redis://127.0.0.1:{server.port}?password_file={secret}"
+            with open_store(url) as store, open_store(f"{url}&partitions=1") as direct:
+                assert not any(fetch(each, "user", keys_of(1))[0].any() for each in (store, direct))
+                admin = redis.Redis.from_url(f"redis://:first-secret@127.0.0.1:{server.port}")
+                admin.config_set("requirepass", "second-secret")
+                admin.client_kill_filter(_type="normal", skipme=True)
+                admin.close()
+                for each in (store, direct):
+                    with pytest.raises(StoreError, match=r"WRONGPASS|invalid"):
+                        eventually_answers(lambda each=each: fetch(each, "user", keys_of(1)))
+
+                secret.write_text("second-secret", encoding="utf-8")
+                for each in (store, direct):
+                    assert not eventually_answers(lambda each=each: fetch(each, "user", keys_of(1)))[0].any()
+                    each.check()
 
     def test_a_wrong_password_is_said_without_showing_it(self) -> None:
         """The error names the server and what it answered, and no secret is in it or anywhere near."""

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from numba.core.registry import cpu_target
 from numpy.typing import NDArray
 
 from inference_session.embedding_cache.kernels.blocks import BLOCK, CURSOR, NUM_STAGES, Span, bag_length, look_up_blocks
@@ -73,12 +72,6 @@ def lookup(
         if num_parts > 1:
             return _lookup_parts(tables, segments, missing_counts, missing_positions, cuts[: num_parts + 1])
     return _lookup_range(tables, segments, (0, 0), (len(segments), 0), missing_counts, missing_positions)
-
-
-def import_compiler() -> None:
-    """Import now what Numba would when the first kernel is called, a third of a second's worth."""
-    for context in (cpu_target.typing_context, cpu_target.target_context):
-        context.refresh()
 
 
 def compile_kernels() -> None:

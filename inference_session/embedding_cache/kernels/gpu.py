@@ -70,9 +70,12 @@ class Launch:
         self._kernel = _kernel("look_up" if few and not tiles.pooled else "look_up_and_pool")
         self._grid = (-(-self.num_tiles // _WARPS),)
         self._held: tuple[Any, ...] = ()
+        self._uploaded: Any = None
         if not few:
             self._held = cupy.asarray(segments.view(np.uint8)), cupy.asarray(tiles.first)
             request["segments_address"], request["first_tiles_address"] = (a.data.ptr for a in self._held)
+            self._uploaded = cupy.cuda.Event(disable_timing=True)
+            self._uploaded.record()
         self._request = request.tobytes()
 
     def run(
@@ -97,6 +100,8 @@ class Launch:
         """
         if not self.num_tiles:
             return
+        if self._uploaded is not None:  # perhaps on another stream
+            cupy.cuda.get_current_stream().wait_event(self._uploaded)
         # The fields of a NumPy record take several times as long to write.
         request = bytearray(self._request)
         _ADDRESSES.pack_into(request, _ADDRESSES_OFFSET, missing_bits_address, outputs_address, num_unknown_address)
