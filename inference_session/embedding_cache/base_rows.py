@@ -16,6 +16,7 @@ import numpy as np
 from cupy.cuda import runtime
 from numpy.typing import ArrayLike, NDArray
 
+from inference_session.available_memory import available_bytes
 from inference_session.embedding_cache.base import check_backing
 from inference_session.embedding_cache.kernels import gpu
 from inference_session.embedding_cache.kernels.gpu_layout import (
@@ -28,7 +29,6 @@ from inference_session.embedding_cache.kernels.gpu_layout import (
 )
 from inference_session.embedding_cache.kernels.layout import VectorCode
 from inference_session.errors import ConfigurationError
-from inference_session.mapped_pages import available_bytes
 
 _CHUNK_KEYS = 1 << 20
 _LOAD = 0.55

@@ -289,7 +289,7 @@ class ParameterServer:
                 return
             self._degraded_keys += num_unknown
         if on_store_failure == "error":
-            reasons = "; ".join(f"{tier.name}: {tier.failure or 'failed, see the log'}" for tier in failed)
+            reasons = "; ".join(f"{tier.name}: {tier.failure or tier.last_error}" for tier in failed)
             raise UnavailableError(f"{num_unknown} keys cannot be fetched while a store is out ({reasons})")
 
     def _remember_unknown(self, wanted: Sequence[WantedRows], now: float) -> None:
@@ -361,6 +361,7 @@ class ParameterServer:
         """Count a failure and log it once; a tier that is down is left out from now on."""
         with self._lock:
             tier.failures += 1
+            tier.last_error = str(error)
             is_news = tier.failure is None if leave_out or isinstance(error, UnavailableError) else True
             if leave_out or isinstance(error, UnavailableError):
                 if tier.failure is None:
