@@ -118,6 +118,19 @@ def test_the_version_that_was_chosen_comes_back(serve: Serve, repository: Path) 
     assert scale_of(served) == 5
 
 
+def test_a_load_that_is_under_way_when_a_process_is_lost_is_not_undone(serve: Serve, repository: Path) -> None:
+    """Who loads another version because the one that serves hangs gets that, whatever the watch-dog does about it."""
+    served = serve(repository)
+    lost = served.stub("ctr")
+    lost.suspend()
+
+    assert hotrow("load", "ctr", "--version", "1", "--url", served.grpc).returncode == 0
+    wait_until(lambda: not is_running(lost), "the end of the lost process")
+
+    wait_until(lambda: scale_of(served, timeout_s=5) is not None, "an answer")
+    assert scale_of(served) == 1
+
+
 def test_a_server_that_goes_down_with_a_backend_process_is_started_again(serve: Serve, repository: Path) -> None:
     """Its ports, models and versions come back; the loss is counted."""
     served = serve(repository)
