@@ -11,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from hotrow import __version__
+from hotrow.printable import printable
 from inference_session.errors import HotrowError
 
 _SECTIONS = {
@@ -89,7 +90,7 @@ def main() -> None:
     try:
         cli(prog_name="hotrow")
     except (HotrowError, OSError) as error:
-        click.echo(f"hotrow: {_in_one_line(error)}", err=True)
+        click.echo(f"hotrow: {printable(_in_one_line(error))}", err=True)
         sys.exit(1)
 
 

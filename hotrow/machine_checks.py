@@ -17,7 +17,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from hotrow.units import in_units
+from hotrow.units import counted, in_units
+from inference_session.available_memory import available_bytes
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.formats.native import SESSION_FILE, TABLES_FOLDER, ModelSpec
 from inference_session.model_source import is_url
@@ -207,7 +208,10 @@ def _cuda() -> Finding:
     if result.returncode == 0:
         return Finding("CUDA", "ok", f"{result.stdout.split()[0]} usable")
     reason = (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
-    fix = "install the CuPy that fits the driver: cupy-cuda12x or cupy-cuda13x; nvidia-smi shows the driver's CUDA"
+    fix = (
+        "install the CuPy that fits the driver: cupy-cuda12x or cupy-cuda13x, with [ctk] behind it where there is no"
+        " CUDA toolkit; nvidia-smi shows the driver's CUDA"
+    )
     return Finding("CUDA", "problem", f"CuPy cannot use it: {reason}", fix)
 
 
@@ -295,7 +299,7 @@ def _repository(repository: Path) -> Iterator[Finding]:
         )
         yield from _packages(set())
         return
-    yield Finding("repository", "ok", f"{len(models)} models: {', '.join(model.name for model in models)}")
+    yield Finding("repository", "ok", f"{counted(len(models), 'model')}: {', '.join(model.name for model in models)}")
     yield from _permissions(repository)
     yield _memory([item for need in needs for item in need.items])
     yield from _packages({url for need in needs for url in need.urls})
@@ -365,17 +369,6 @@ def _needs_in_place(found: InPlaceModel) -> _Needs:
         MemoryItem("program", "process", PROCESS_BYTES, 1),
     ]
     return _Needs(items, {*settings.values(), *sources})
-
-
-def available_bytes() -> int:
-    """Memory that processes may still take: the machine's, or what the container's limit leaves."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    available = int(fields["MemAvailable"].split()[0]) << 10
-    limit, current = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and current.exists() and (text := limit.read_text(encoding="ascii").strip()).isdecimal():
-        available = min(available, max(int(text) - int(current.read_text(encoding="ascii")), 0))
-    return available
 
 
 def _packages(urls: set[str]) -> Iterator[Finding]:

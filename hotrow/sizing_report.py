@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from hotrow.printable import as_cell
 from hotrow.units import in_units
 from inference_session.embedding_cache.cpu_cache import bytes_to_hold, rows_held
 from inference_session.formats.native import ModelSpec, TableSpec
@@ -176,7 +176,7 @@ def _table_as_json(table: TableReport) -> dict[str, Any]:
 def show(report: SizingReport) -> None:
     """Print all as tables."""
     console = Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH, highlight=False)
-    console.print(f"[b]Memory[/b] of {escape(str(report.version_dir))}")
+    console.print(f"[b]Memory[/b] of {as_cell(str(report.version_dir))}")
     console.print(_memory_table(report))
     for line in memory_lines(report):
         console.print(line)
@@ -184,7 +184,7 @@ def show(report: SizingReport) -> None:
         console.print("With --trace, a cache size is recommended from the keys that the model is really asked for.")
         return
     for table in report.tables.values():
-        console.print(f"\n[b]Table {escape(table.spec.name)}[/b]: {facts(table)}")
+        console.print(f"\n[b]Table {as_cell(table.spec.name)}[/b]: {facts(table)}")
         console.print(_curve_table("rows", _table_rows(table)))
     if len(report.spec.tables) > 1:
         console.print("\n[b]All tables[/b], as one cache")
@@ -199,7 +199,7 @@ def _memory_table(report: SizingReport) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for item in report.items:
         numbers = (str(item.each_bytes), in_units(item.each_bytes), str(item.copies), in_units(item.total_bytes))
-        table.add_row(item.name, item.place, *numbers)
+        table.add_row(as_cell(item.name), item.place, *numbers)
     table.add_section()
     total = report.total_bytes
     table.add_row("one version", "", str(total), in_units(total), "", in_units(total))
@@ -281,5 +281,11 @@ def conclusions(report: SizingReport) -> Iterator[str]:
     error = f" ± {report.error(chosen.cache_bytes):.4f}" if report.is_sampled else ""
     yield (
         f"Recommended: cache_bytes {chosen.cache_bytes} ({in_units(chosen.cache_bytes)}), hit rate "
-        f"{chosen.hit_rate:.4f}{error}: the smallest with {report.target:g} of the best possible."
+        f"{chosen.hit_rate:.4f}{error}: the smallest with {report.target:g} of the best possible{_where(report)}."
     )
+
+
+def _where(report: SizingReport) -> str:
+    """For whom a cache is recommended where the model, as it is configured, has none."""
+    in_files = not report.cache_bytes and bytes_in(report.items, "page cache")
+    return ", once rows are in stores or on a GPU" if in_files else ""

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from rich import box
 from rich.console import Group, RenderableType
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from hotrow.metrics_page import MetricsPage, Window
+from hotrow.printable import as_cell, printable
 from hotrow.units import in_units
 
 _HISTORY = 24
@@ -215,7 +215,7 @@ class TopView:
             for labels in sorted(tables, key=lambda labels: labels["table"]):
                 cells = zip(_TABLE_COLUMNS, self._table_row(labels), strict=True)
                 shown = (cell for column, cell in cells if column.from_width <= width)
-                table.add_row(*_names(version), _name(labels["table"]), *shown)
+                table.add_row(*_names(version), as_cell(labels["table"]), *shown)
         return table if table.row_count else None
 
     def _table_row(self, labels: dict[str, str]) -> Iterator[str | Text]:
@@ -236,7 +236,7 @@ class TopView:
                 state = Text("up", _GOOD) if up else Text("DOWN", _BAD)
                 cells = zip(_TIER_COLUMNS, self._tier_row(labels), strict=True)
                 shown = (cell for column, cell in cells if column.from_width <= width)
-                table.add_row(*_names(version), _name(labels["tier"]), state, *shown)
+                table.add_row(*_names(version), as_cell(labels["tier"]), state, *shown)
         return table if table.row_count else None
 
     def _tier_row(self, labels: dict[str, str]) -> Iterator[str | Text]:
@@ -267,7 +267,7 @@ class TopView:
         for state in self._states:
             if state.state != "READY" and state.reason != "unloaded":
                 shown = Text(state.state or "UNKNOWN", _BAD if state.state == "UNAVAILABLE" else "yellow")
-                table.add_row(_name(state.model), _name(state.version), shown, _name(state.reason))
+                table.add_row(as_cell(state.model), as_cell(state.version), shown, as_cell(state.reason))
         return table if table.row_count else None
 
     def _note_changes(self, before: MetricsPage, after: MetricsPage) -> None:
@@ -288,7 +288,7 @@ class TopView:
                     self._note(f"{labels['model']}{version}: {what}")
 
     def _note(self, event: str) -> None:
-        self._events.append(f"{time.strftime('%H:%M:%S')}  {_printable(event)}")
+        self._events.append(f"{time.strftime('%H:%M:%S')}  {printable(event)}")
 
 
 def _table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
@@ -312,16 +312,7 @@ def _shown(columns: Sequence[_Column], width: int) -> list[str]:
 
 
 def _names(version: _Version) -> tuple[str, str]:
-    return _name(version.model), _name(version.version)
-
-
-def _name(text: str) -> str:
-    """For a cell: whatever a server calls its models, a terminal must not obey it."""
-    return escape(_printable(text))
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return as_cell(version.model), as_cell(version.version)
 
 
 def _number(value: float | None) -> str:

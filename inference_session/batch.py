@@ -210,6 +210,8 @@ class TensorLayout(RequestLayout):
             if array is None:
                 self._explain_names(inputs)
                 continue
+            if not expected.rank and array.shape == (1,):
+                array = array.reshape(())  # a scalar, as servers without scalars send it
             if array.dtype != expected.dtype or array.ndim != expected.rank or array.size > self._max_elements:
                 self._explain_array(expected, array)
             shape = array.shape

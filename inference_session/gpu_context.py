@@ -68,6 +68,7 @@ class GpuContext:
                 with cupy.cuda.Device(self.device_id), self.stream:
                     yield
             except (OutOfMemoryError, CUDARuntimeError) as error:
+                _log.warning("cuda:%s cannot answer a request: %s", self.device_id, error)
                 raise UnavailableError(f"cuda:{self.device_id} cannot answer this request: {error}") from error
             finally:
                 self._is_open = False

@@ -9,6 +9,7 @@ count from the working directory. Models are imported into a cache folder (HOTRO
 from __future__ import annotations
 
 import json
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from inference_session.errors import ConfigurationError, InvalidRequestError, TableNotFoundError
 from inference_session.formats.hugectr.csr import DENSE, KEYS, OFFSETS
 from inference_session.formats.hugectr.data_source import DataSource, DataSourceParams, DataSourceType_t
+from inference_session.formats.hugectr.dlpack import borrowed_array
 from inference_session.formats.hugectr.import_cache import cached_import
 from inference_session.formats.hugectr.json_file import JsonFile
 from inference_session.formats.hugectr.ps_fields import PsJson, PsModel
@@ -36,13 +38,18 @@ __all__ = [
     "DataSourceType_t",
     "DatabaseOverflowPolicy_t",
     "DatabaseType_t",
+    "EmbeddingCacheType_t",
     "InferenceParams",
     "ParameterServerConfig",
     "PersistentDatabaseParams",
     "UpdateSourceParams",
     "UpdateSourceType_t",
     "VolatileDatabaseParams",
+    "inference",
 ]
+
+inference = sys.modules[__name__]
+"""HugeCTR's submodule: `from inference_session import hugectr` stands for `import hugectr`."""
 
 
 class DatabaseType_t(str, Enum):  # noqa: N801  HugeCTR's name
@@ -71,36 +78,58 @@ class UpdateSourceType_t(str, Enum):  # noqa: N801  HugeCTR's name
     kafka_message_queue = "kafka_message_queue"
 
 
-class _Section:
-    """A section of ps.json."""
+class EmbeddingCacheType_t(str, Enum):  # noqa: N801  HugeCTR's name
+    """Kinds of `embedding_cache_type`."""
 
-    def __init__(self, document: dict[str, Any]) -> None:
-        self.document = document
+    Dynamic = "dynamic"
+    UVM = "uvm"
+    Static = "static"
+    Stochastic = "stochastic"
+
+
+class _Section:
+    """A section of ps.json; its fields are attributes, and may be set later."""
+
+    _kind = "type"
+
+    def __init__(self, **fields: Any) -> None:
+        vars(self).update(fields)
+
+    def document(self) -> dict[str, Any]:
+        """The section as ps.json has it."""
+        fields = dict(vars(self))
+        return {"type": fields.pop(self._kind), **fields}
 
     def __repr__(self) -> str:
         # No more of it: it may hold a password.
-        return f"<{type(self).__name__} {str(self.document['type'])!r}>"
+        return f"<{type(self).__name__} {str(self.document()['type'])!r}>"
 
 
 class VolatileDatabaseParams(_Section):
     """`volatile_db` of ps.json, its fields as keywords."""
 
     def __init__(self, type: str = "parallel_hash_map", **settings: Any) -> None:  # noqa: A002  HugeCTR's name
-        super().__init__({"type": type, **settings})
+        super().__init__(type=type, **settings)
 
 
 class PersistentDatabaseParams(_Section):
     """`persistent_db` of ps.json, its fields as keywords; 3.4 calls the type `backend`."""
 
+    _kind = "backend"
+
     def __init__(self, backend: str = "disabled", **settings: Any) -> None:
-        super().__init__({"type": backend, **settings})
+        super().__init__(backend=backend, **settings)
 
 
 class UpdateSourceParams(_Section):
     """`update_source` of ps.json, its fields as keywords."""
 
     def __init__(self, type: str = "null", **settings: Any) -> None:  # noqa: A002  HugeCTR's name
-        super().__init__({"type": type, **settings})
+        super().__init__(type=type, **settings)
+
+
+_REQUIRED: Any = object()
+"""For what has no default, although what stands before it has one."""
 
 
 def _of_ps_json(name: str = "", default: Any = None) -> Any:
@@ -117,10 +146,10 @@ class InferenceParams:
     hit_rate_threshold: float = field(metadata={"name": ""})
     dense_model_file: str = field(metadata={"name": "dense_file"})
     sparse_model_files: Sequence[str] = field(metadata={"name": "sparse_files"})
-    device_id: int
-    use_gpu_embedding_cache: bool = field(metadata={"name": "gpucache"})
-    cache_size_percentage: float = field(metadata={"name": "gpucacheper"})
-    i64_input_key: bool
+    device_id: int = 0
+    use_gpu_embedding_cache: bool = _of_ps_json("gpucache", _REQUIRED)
+    cache_size_percentage: float = _of_ps_json("gpucacheper", _REQUIRED)
+    i64_input_key: bool = _REQUIRED
     use_mixed_precision: bool = False
     scaler: float = 1.0
     use_algorithm_search: bool = True
@@ -152,6 +181,11 @@ class InferenceParams:
     thread_pool_size: int | None = _of_ps_json()
     init_ec: bool | None = _of_ps_json()
     fuse_embedding_table: bool | None = _of_ps_json()
+
+    def __post_init__(self) -> None:
+        missing = [name for name, value in vars(self).items() if value is _REQUIRED]
+        if missing:
+            raise TypeError(f"InferenceParams of model {self.model_name!r} lacks {', '.join(missing)}")
 
     def document(self) -> dict[str, Any]:
         """The model's entry in ps.json."""
@@ -280,6 +314,18 @@ class HPS:
             raise TableNotFoundError(f"model {model_name!r} has no table {table_id!r}; it has {len(tables)}, from 0")
         return session.lookup(tables[table_id].folder, _integers("keys", keys, np.dtype(np.int64)))
 
+    def lookup_fromdlpack(self, keys: Any, out_tensor: Any, model_name: str, table_id: int, device_id: int = 0) -> None:
+        """The same for DLPack capsules in host memory, which stay usable: int64 keys, and float32 room for vectors.
+
+        Raises:
+            InvalidRequestError: a capsule holds something else, or has no room for the vectors.
+        """
+        vectors = self.lookup(borrowed_array("keys", keys, np.int64), model_name, table_id, device_id)
+        room = borrowed_array("out_tensor", out_tensor, np.float32)
+        if len(room) < vectors.size:
+            raise InvalidRequestError(f"out_tensor has room for {len(room)} elements; the vectors have {vectors.size}")
+        room[: vectors.size] = vectors.ravel()
+
     def __repr__(self) -> str:
         return f"<HPS of models {', '.join(map(repr, self._sessions))}>"
 
@@ -291,7 +337,7 @@ def _parsed(
     document: dict[str, Any] = {"supportlonglong": i64_input_key, "models": models}
     for name in ("volatile_db", "persistent_db", "update_source"):
         if (store := getattr(stores, name)) is not None:
-            document[name] = store.document
+            document[name] = store.document()
     text = json.dumps(document, indent=1, default=str)
     return parse_ps_json(JsonFile(Path.cwd() / source, text, json.loads(text), ConfigurationError))
 

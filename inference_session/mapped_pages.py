@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import time
-from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
@@ -29,9 +28,3 @@ def map_pages(array: NDArray[Any], deadline: float) -> None:
         size = min(_CHUNK_BYTES, end - address)
         if time.monotonic() > deadline or _madvise(address, size, _POPULATE_READ):
             return
-
-
-def available_bytes() -> int:
-    """Memory that can be had without swapping, cached files included; 0 where Linux does not say."""
-    with Path("/proc/meminfo").open(encoding="ascii") as lines:
-        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)

@@ -74,6 +74,7 @@ class InferenceSession:
             ModelFormatError: a file is missing, damaged or not what session.json says; names it.
             ConfigurationError: a setting is unknown or its value not allowed.
             CanaryError: it answers its canary requests wrongly.
+            UnavailableError: the GPU has failed meanwhile.
         """
         begin = time.perf_counter()
         directory = Path(directory)
@@ -367,6 +368,8 @@ class InferenceSession:
             if time.monotonic() < deadline:
                 self._run_made_up(num_requests if self._may_join else 1, num_samples)
         self._dense.end_warm_up()
+        if self.failure is not None:
+            raise UnavailableError(self.failure)
 
     def _run_made_up(self, num_requests: int, num_samples: int) -> None:
         # Zeros need not be a sensible request, nor need all stores be up; a batch that fails is no request's end.

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
+from inference_session import hugectr
 from inference_session.errors import HotrowError
 from inference_session.hugectr import (
     HPS,
@@ -144,6 +146,70 @@ def test_tables_are_described_in_python(source: Source) -> None:
     found = HPS(config).lookup(np.array([source.keys[1][0], 10**9]), "small", 1, 0)
 
     np.testing.assert_array_equal(found, [source.vectors[1][0], [-1] * 4])
+
+
+def test_scripts_of_later_versions_run(source: Source) -> None:
+    """No `device_id`, kinds of caches as an enumeration, fields of stores set one by one, the submodule `inference`."""
+    store = hugectr.inference.VolatileDatabaseParams()
+    store.type = DatabaseType_t.hash_map
+    store.num_partitions = 4
+    params = hugectr.inference.InferenceParams(
+        model_name="small",
+        max_batchsize=10,
+        hit_rate_threshold=1.0,
+        dense_model_file="",
+        sparse_model_files=[str(source.table_folder(table)) for table in range(2)],
+        deployed_devices=[0],
+        use_gpu_embedding_cache=True,
+        cache_size_percentage=0.5,
+        embedding_cache_type=hugectr.inference.EmbeddingCacheType_t.UVM,
+        i64_input_key=True,
+    )
+    tables = ({"small": ["wide", "deep"]}, {"small": [1, 4]}, {"small": [2, 3]})
+    hps = HPS(ParameterServerConfig(*tables, [params], volatile_db=store))
+
+    np.testing.assert_array_equal(hps.lookup(list(source.keys[1][:2]), "small", 1), source.vectors[1][:2])
+
+
+def test_parameters_without_a_default_must_be_given() -> None:
+    """Although `device_id`, which stands before them, has one."""
+    with pytest.raises(TypeError, match="of model 'm' lacks cache_size_percentage, i64_input_key"):
+        InferenceParams("m", 1, 1.0, "", [], use_gpu_embedding_cache=True)
+
+
+def test_capsules_are_read_and_filled(source: Source) -> None:
+    """DLPack tensors of any library, which may go on using them."""
+    out = np.full((1, 13), -7, np.float32)
+    capsule = out.__dlpack__()
+
+    HPS(source.ps_json()).lookup_fromdlpack(np.array(source.keys[1][:3]).__dlpack__(), capsule, "small", 1)
+
+    np.testing.assert_array_equal(out[0, :12], source.vectors[1][:3].ravel())
+    assert out[0, 12] == -7
+    assert '"dltensor"' in repr(capsule)  # and not "used_dltensor"
+
+
+@pytest.mark.parametrize(
+    ("keys", "out", "message"),
+    [
+        (np.arange(2), np.empty(3, np.float32), "out_tensor has room for 3 elements; the vectors have 8"),
+        (np.arange(2, dtype=np.int32), np.empty(8, np.float32), "keys holds elements 'i4'; int64 is expected"),
+        (np.arange(2), np.empty(8), "out_tensor holds elements 'f8'; float32 is expected"),
+        (np.arange(4)[::2], np.empty(8, np.float32), "keys has gaps between its elements"),
+    ],
+)
+def test_capsules_of_other_tensors_are_refused(
+    source: Source, keys: NDArray[Any], out: NDArray[Any], message: str
+) -> None:
+    """What is found and what is expected is said."""
+    with pytest.raises(HotrowError, match=message):
+        HPS(source.ps_json()).lookup_fromdlpack(keys.__dlpack__(), out.__dlpack__(), "small", 1)
+
+
+def test_what_is_no_capsule_is_refused(source: Source) -> None:
+    """An array in a capsule's place."""
+    with pytest.raises(HotrowError, match="keys is no DLPack capsule that is still unused, found"):
+        HPS(source.ps_json()).lookup_fromdlpack(np.arange(2), None, "small", 1)
 
 
 BAD: list[tuple[Callable[[Source], Any], str]] = [

@@ -93,7 +93,9 @@ class Answering:
             return _failure(answer)
         if spec.layout != "tensors":
             return packed_response(answer, spec, self._device_id)
-        return pb_utils.InferenceResponse([write_tensor(name, array) for name, array in answer.items()])
+        # Triton has no scalars: they are sent in shape [1].
+        arrays = {name: array if array.ndim else array.reshape(1) for name, array in answer.items()}
+        return pb_utils.InferenceResponse([write_tensor(name, array) for name, array in arrays.items()])
 
 
 def _failure(error: Exception) -> TritonResponse:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import triton_python_backend_utils as pb_utils
 
@@ -21,6 +21,11 @@ from triton_backend import heartbeat
 from triton_backend.stubs import RESTARTS_PARAMETER
 
 INTERVAL_S = 0.5
+
+Family: TypeAlias = "tuple[str, str]"
+"""Name and description."""
+StatsPath: TypeAlias = "tuple[str, ...]"
+"""Where a value is in `InferenceSession.stats`."""
 
 _COUNTERS = {
     "failed_requests": ("hotrow_failed_requests_total", "Requests answered with an error"),
@@ -62,14 +67,9 @@ _UPDATE_GAUGES = {
         "Time from publishing to serving of the oldest row just applied",
     ),
 }
-_REJECTED = {
-    "rejected": ("hotrow_update_messages_rejected_total", "Messages of the update stream set aside, by reason"),
-}
-_TIER_GAUGES = {"up": ("hotrow_tier_up", "1 while the tier answers, 0 while it is down and requests go past it")}
-_RESTARTS = (
-    "hotrow_backend_restarts_total",
-    "Times that a dead or hung backend process was replaced",
-)
+_REJECTED = ("hotrow_update_messages_rejected_total", "Messages of the update stream set aside, by reason")
+_TIER_UP = ("hotrow_tier_up", "1 while the tier answers, 0 while it is down and requests go past it")
+_RESTARTS = ("hotrow_backend_restarts_total", "Times that a dead or hung backend process was replaced")
 _GAUGES = {
     "loaded_at": ("hotrow_loaded_timestamp_seconds", "When the version was loaded, in seconds since 1970"),
     "load_s": ("hotrow_load_seconds", "Time it took to open the version"),
@@ -79,7 +79,6 @@ _GAUGES = {
     ),
     "version_info": ("hotrow_model_version_info", "1 while this version is loaded"),
 }
-
 
 _restarts: list[Any] = []
 """The family: a metric fails once it is gone."""
@@ -105,39 +104,18 @@ class SessionMetrics:
 
     def __init__(self, stats: Callable[[], Mapping[str, Any]], labels: Mapping[str, str]) -> None:
         self._stats = stats
-        self._labels = dict(labels)
+        self._labels = labels
         self._families: list[Any] = []  # a metric fails once its family is gone
+        self._counters: dict[StatsPath, Any] = {}
+        self._gauges: dict[StatsPath, Any] = {}
+        self._tiers_up: dict[str, Any] = {}
         first = stats()
-        self._counters = self._make(_COUNTERS, pb_utils.MetricFamily.COUNTER, self._labels)
-        self._tables = {
-            folder: self._make(_TABLE_COUNTERS, pb_utils.MetricFamily.COUNTER, self._of_table(first, folder))
-            for folder in first["tables"]
-        }
-        self._cache = {
-            folder: self._make(_CACHE_COUNTERS, pb_utils.MetricFamily.COUNTER, self._of_table(first, folder))
-            for folder in first["cache"].get("tables", ())
-        }
-        self._tiers = {
-            tier: self._make(_TIER_COUNTERS, pb_utils.MetricFamily.COUNTER, {**self._labels, "tier": tier})
-            for tier in first["tiers"]
-        }
-        self._tiers_up = {
-            tier: self._make(_TIER_GAUGES, pb_utils.MetricFamily.GAUGE, {**self._labels, "tier": tier})["up"]
-            for tier in first["tiers"]
-        }
-        updates = first["updates"]
-        self._updates = self._make(_UPDATE_COUNTERS if updates else {}, pb_utils.MetricFamily.COUNTER, self._labels)
-        self._update_gauges = self._make(_UPDATE_GAUGES if updates else {}, pb_utils.MetricFamily.GAUGE, self._labels)
-        self._rejected = {
-            reason: self._make(_REJECTED, pb_utils.MetricFamily.COUNTER, {**self._labels, "reason": reason})["rejected"]
-            for reason in updates.get("rejected", ())
-        }
-        gauges = self._make(_GAUGES, pb_utils.MetricFamily.GAUGE, self._labels)
-        gauges["load_s"].set(first["load_s"])
-        gauges["loaded_at"].set(time.time())
-        self._version_info = gauges["version_info"]
-        self._resident_memory = gauges["resident_memory"]
-        self._reported: dict[tuple[str, ...], int] = {}
+        self._make_all(first)
+        fixed = {key: self._gauge(one) for key, one in _GAUGES.items()}
+        fixed["load_s"].set(first["load_s"])
+        fixed["loaded_at"].set(time.time())
+        self._version_info, self._resident_memory = fixed["version_info"], fixed["resident_memory"]
+        self._reported: dict[StatsPath, int] = {}
         self._report()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="hotrow-metrics", daemon=True)
@@ -156,47 +134,61 @@ class SessionMetrics:
             if not heartbeat.is_orphan():
                 self._report()
 
+    def _make_all(self, stats: Mapping[str, Any]) -> None:
+        """A metric for each value of these statistics that is shown."""
+        for folder, table in stats["tables"].items():
+            self._count(_TABLE_COUNTERS, "tables", folder, table=table["name"])
+        for folder in stats["cache"].get("tables", ()):
+            self._count(_CACHE_COUNTERS, "cache", "tables", folder, table=stats["tables"][folder]["name"])
+        for tier in stats["tiers"]:
+            self._count(_TIER_COUNTERS, "tiers", tier, tier=tier)
+            self._tiers_up[tier] = self._gauge(_TIER_UP, tier=tier)
+        if stats["updates"]:
+            self._count(_UPDATE_COUNTERS, "updates")
+            self._gauges = {("updates", key): self._gauge(one) for key, one in _UPDATE_GAUGES.items()}
+            for reason in stats["updates"]["rejected"]:
+                self._count({reason: _REJECTED}, "updates", "rejected", reason=reason)
+        # Requests come last of all: whoever sees them counted sees what they did counted as well.
+        self._count(_COUNTERS)
+
     def _report(self) -> None:
         stats = self._stats()
-        for group, members, values in (
-            ("tables", self._tables, stats["tables"]),
-            ("cache", self._cache, stats["cache"].get("tables", {})),
-            ("tiers", self._tiers, stats["tiers"]),
-        ):
-            for name, counters in members.items():
-                for key, counter in counters.items():
-                    self._raise_to(counter, (group, name, key), values[name][key])
-        for key, counter in self._updates.items():
-            self._raise_to(counter, ("updates", key), stats["updates"][key])
-        for reason, counter in self._rejected.items():
-            self._raise_to(counter, ("updates", "rejected", reason), stats["updates"]["rejected"][reason])
-        for key, gauge in self._update_gauges.items():
-            gauge.set(stats["updates"][key])
         for tier, gauge in self._tiers_up.items():
             gauge.set(int(stats["tiers"][tier]["failure"] is None))
-        # Requests come last of all: whoever sees them counted sees what they did counted as well.
-        for key, counter in self._counters.items():
-            self._raise_to(counter, (key,), stats[key])
+        for path, gauge in self._gauges.items():
+            gauge.set(_value(stats, path))
+        for path, counter in self._counters.items():
+            self._raise_to(counter, path, _value(stats, path))
         # Again and again: a generation that this one replaced may set it to 0 after this one began.
         self._version_info.set(1)
         self._resident_memory.set(_resident_bytes())
 
-    def _of_table(self, stats: Mapping[str, Any], folder: str) -> dict[str, str]:
-        return {**self._labels, "table": stats["tables"][folder]["name"]}
-
-    def _raise_to(self, counter: Any, key: tuple[str, ...], value: int) -> None:
-        grown = value - self._reported.get(key, 0)
+    def _raise_to(self, counter: Any, path: StatsPath, value: int) -> None:
+        grown = value - self._reported.get(path, 0)
         if grown:
             counter.increment(grown)
-            self._reported[key] = value
+            self._reported[path] = value
 
-    def _make(self, families: Mapping[str, tuple[str, str]], kind: Any, labels: Mapping[str, str]) -> dict[str, Any]:
-        metrics = {}
-        for key, (name, description) in families.items():
-            family = pb_utils.MetricFamily(name=name, description=description, kind=kind)
-            self._families.append(family)
-            metrics[key] = family.Metric(labels=dict(labels))
-        return metrics
+    def _count(self, families: Mapping[str, Family], *path: str, **labels: str) -> None:
+        """Count values by their name behind `path` in the statistics."""
+        for key, one in families.items():
+            place = (*path, key)
+            self._counters[place] = self._metric(one, pb_utils.MetricFamily.COUNTER, labels)
+
+    def _gauge(self, family: Family, **labels: str) -> Any:
+        return self._metric(family, pb_utils.MetricFamily.GAUGE, labels)
+
+    def _metric(self, family: Family, kind: Any, labels: Mapping[str, str]) -> Any:
+        name, description = family
+        self._families.append(pb_utils.MetricFamily(name=name, description=description, kind=kind))
+        return self._families[-1].Metric(labels={**self._labels, **labels})
+
+
+def _value(stats: Mapping[str, Any], path: StatsPath) -> Any:
+    value: Any = stats
+    for name in path:
+        value = value[name]
+    return value
 
 
 def _resident_bytes() -> int:

@@ -15,6 +15,7 @@ import triton_python_backend_utils as pb_utils
 
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError
+from inference_session.formats.native import ModelSpec
 from inference_session.user_cache import state_folder
 from inference_session.versions import VersionManager
 from triton_backend import heartbeat
@@ -46,13 +47,10 @@ class TritonPythonModel:
         self._versions = versions
         self._tracing = create_tracing()
         spec = versions.spec
-        # Triton joins requests itself, and checks their size, where it knows which dimension counts samples; packed
-        # requests say themselves how many they hold, and it joins them where it has been told to.
-        packed = spec.layout != "tensors"
-        come_alone = "dynamic_batching" not in config if packed else config["max_batch_size"] == 0
+        come_alone = _come_alone(spec, config)
         self._answering = Answering(
             versions,
-            max_samples=max_samples if spec.batched and come_alone and not packed else 0,
+            max_samples=max_samples if come_alone and spec.batched and spec.layout == "tensors" else 0,
             device_id=int(args["model_instance_device_id"]),
             tracing=self._tracing,
         )
@@ -119,6 +117,15 @@ def open_versions(directory: Path, settings: Mapping[str, Any], args: Mapping[st
     with contextlib.suppress(RuntimeError):  # a user without a home has no state kept
         defaults["state_dir"] = str(state_folder((source if source.exists() else folder).resolve().parent))
     return VersionManager(directory, partial(InferenceSession.open, directory, defaults=defaults, **settings))
+
+
+def _come_alone(spec: ModelSpec, config: Mapping[str, Any]) -> bool:
+    """Whether it is ours to join requests, and to check their size.
+
+    Triton does both where it knows which dimension counts samples. Packed requests say themselves how many they hold;
+    it joins them where it has been told to.
+    """
+    return config["max_batch_size"] == 0 if spec.layout == "tensors" else "dynamic_batching" not in config
 
 
 def _users_own(version_dir: Path) -> Path:

@@ -268,14 +268,14 @@ def _differences(kind: str, present: tuple[TensorConfig, ...], wanted: tuple[Ten
 
 
 def _described(tensor: TensorSpec, by_samples: bool) -> TensorConfig:
-    dims = tensor.shape[1:] if by_samples else tensor.shape
+    dims = tensor.shape[1:] if by_samples else tensor.shape or (1,)  # Triton has no scalars
     if tensor.dtype not in _DATA_TYPES:
         raise UnsupportedModelError(
             f"tensor {tensor.name!r} has type {tensor.dtype}; Triton serves: {', '.join(_DATA_TYPES)}"
         )
-    if not dims or 0 in dims:
+    if 0 in dims:
         raise UnsupportedModelError(
-            f"tensor {tensor.name!r} has shape {list(tensor.shape)}; Triton serves no scalars and no empty dimensions"
+            f"tensor {tensor.name!r} has shape {list(tensor.shape)}; Triton serves no empty dimensions"
         )
     return TensorConfig(tensor.name, _DATA_TYPES[tensor.dtype], dims)
 

@@ -15,104 +15,50 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
-import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, get_args
 from urllib.parse import quote
 
 from inference_session.errors import ConfigurationError, HotrowError, UnavailableError
-from triton_backend import heartbeat, reaper
+from triton_backend import reaper
 from triton_backend.installation import Installation, find_installation
-from triton_backend.ports import resolve_ports
 from triton_backend.reaper import remove_shared_memory
 from triton_backend.remote import RESTRICTED_HEADER, RemoteServer
-from triton_backend.repository import IN_PLACE_BACKENDS, VIEW_FOLDER, ServableModel, find_models, ps_json_variables
+from triton_backend.repository import IN_PLACE_BACKENDS, VIEW_FOLDER, ServableModel, find_models
 from triton_backend.repository_view import RepositoryView, has_gpu
+from triton_backend.server_command import (
+    EXIT_TIMEOUT_S,
+    THIS_MACHINE,
+    Endpoint,
+    ServerCommand,
+    ServerOptions,
+    plain_path,
+    with_ports,
+)
 from triton_backend.server_log import ServerLog
-from triton_backend.tls import ServerTls
 from triton_backend.watchdog import POLL_S, Watchdog
+
+__all__ = ["ServerError", "ServerOptions", "TritonServer"]
 
 UNLOAD_TIMEOUT_S = 12.0
 """How long a stop waits for requests under way and for models to close."""
 LOAD_TIMEOUT_S = 3600.0
 MAX_RESTARTS = 5
 """How often a server that goes down with its backend processes is started again."""
-EXIT_TIMEOUT_S = 5
-"""How long the server then waits for clients to hang up, before it is killed."""
-RESTRICTED_APIS = "model-repository,model-config,shared-memory,statistics,trace,logging"
 _POLL_S = 0.05
-_THIS_MACHINE = "127.0.0.1"
-Endpoint: TypeAlias = Literal["http", "grpc", "metrics"]
 
 
 class ServerError(HotrowError, RuntimeError):
     """The server did not start, or ended by itself; the message says why."""
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """What to serve, and where."""
-
-    repository: Path
-    models: tuple[str, ...] = ()
-    """Empty: all of the repository."""
-    host: str = "127.0.0.1"
-    http_port: int = 8000
-    """0 for any of the ports: a free one is chosen."""
-    grpc_port: int = 8001
-    metrics_port: int = 8002
-    http_host: str | None = None
-    """Where HTTP listens, if not as the others: it has no TLS. None: as `host`, with `tls` on this machine only."""
-    tls: ServerTls | None = None
-    """Of the gRPC endpoint. None: plain text."""
-    restricted_key: str | None = None
-    """A secret that clients send as header `hotrow-key` to use the management APIs. None: these are open."""
-    verbose: bool = False
-    """Show the server's informational log lines too."""
-    extra_flags: tuple[str, ...] = ()
-    """Given to tritonserver as they are, after ours."""
-
-    def host_of(self, endpoint: Endpoint) -> str:
-        """The address that an endpoint listens on."""
-        if endpoint != "http":
-            return self.host
-        return self.http_host or (self.host if self.tls is None else _THIS_MACHINE)
-
-    def port_of(self, endpoint: Endpoint) -> int:
-        """The port that an endpoint listens on."""
-        return {"http": self.http_port, "grpc": self.grpc_port, "metrics": self.metrics_port}[endpoint]
-
-
-@dataclass(frozen=True)
-class _Command:
-    """How the server's program is run, and run again."""
-
-    arguments: tuple[str, ...]
-    environment: Mapping[str, str]
-    folder: Path
-    """Its working directory: stubs import from theirs first, so it must not be the user's."""
-    memory_prefix: str
-
-    def start(self, models: Sequence[ServableModel]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [*self.arguments, *(f"--load-model={model.name}" for model in models)],
-            env=self.environment,
-            cwd=self.folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
 
 
 class TritonServer:
@@ -122,7 +68,7 @@ class TritonServer:
         self,
         options: ServerOptions,
         models: list[ServableModel],
-        command: _Command,
+        command: ServerCommand,
         cleanup: contextlib.ExitStack,
     ) -> None:
         self.options = options
@@ -156,25 +102,10 @@ class TritonServer:
             models = find_models(repository, options.models, backends=sorted(path.name for path in backends.iterdir()))
             if any(model.backend in IN_PLACE_BACKENDS for model in models):
                 repository = cleanup.enter_context(_adapted(repository, folder / VIEW_FOLDER))
-            options = _with_ports(replace(options, repository=_plain_path(repository, folder)))
-            memory_prefix = f"hotrow_{os.getpid()}_{secrets.token_hex(4)}_"
-            cleanup.enter_context(_reaper(memory_prefix, folder))
-            (folder / "heartbeats").mkdir()
-            command = _Command(
-                (
-                    str(installation.executable),
-                    f"--backend-directory={backends}",
-                    f"--backend-config=python,shm-region-prefix-name={memory_prefix}",
-                    *_flags(options),
-                ),
-                {
-                    **installation.environment(folder),
-                    **ps_json_variables(options.extra_flags),
-                    heartbeat.FOLDER_VARIABLE: str(folder / "heartbeats"),
-                },
-                folder,
-                memory_prefix,
-            )
+            options = with_ports(replace(options, repository=plain_path(repository, folder)))
+            command = ServerCommand.of(options, installation, backends, folder)
+            cleanup.enter_context(_reaper(command.memory_prefix, folder))
+            command.heartbeats.mkdir()
             server = cls(options, models, command, cleanup)
             server._await_ready()
             server._watchdog.look()  # before anybody learns that it serves: what is lost from now on is missed
@@ -194,7 +125,7 @@ class TritonServer:
     @property
     def heartbeats(self) -> Path:
         """The folder where backend processes beat."""
-        return self._command.folder / "heartbeats"
+        return self._command.heartbeats
 
     @property
     def endpoints(self) -> dict[str, str]:
@@ -337,7 +268,7 @@ class TritonServer:
         return RemoteServer(self._own_address("grpc"), restricted_key=self.options.restricted_key, tls=tls)
 
     def _own_address(self, endpoint: Endpoint) -> str:
-        everywhere = {"0.0.0.0": _THIS_MACHINE, "::": "::1"}  # noqa: S104  addresses to listen on, none to ask
+        everywhere = {"0.0.0.0": THIS_MACHINE, "::": "::1"}  # noqa: S104  addresses to listen on, none to ask
         host = self.options.host_of(endpoint)
         return _address(everywhere.get(host, host), self.options.port_of(endpoint))
 
@@ -358,46 +289,6 @@ def _adapted(repository: Path, folder: Path) -> Iterator[Path]:
             names = ", ".join(sorted(view.moved_to_cpu))
             print(f"hotrow: no GPU on this machine; models of KIND_GPU run on the CPU: {names}", file=sys.stderr)
         yield folder
-
-
-def _plain_path(repository: Path, folder: Path) -> Path:
-    """The repository, through a link in `folder` if its path has spaces or the like: stubs are started by a shell."""
-    if re.fullmatch(r"[\w./+@%,=-]+", str(repository)):
-        return repository
-    link = folder / "repository"
-    link.symlink_to(repository)
-    return link
-
-
-def _with_ports(options: ServerOptions) -> ServerOptions:
-    wanted = {f"--{name}-port": (options.host_of(name), options.port_of(name)) for name in get_args(Endpoint)}
-    http, grpc, metrics = resolve_ports(wanted).values()
-    return replace(options, http_port=http, grpc_port=grpc, metrics_port=metrics)
-
-
-def _flags(options: ServerOptions) -> list[str]:
-    flags = [
-        f"--model-repository={options.repository}",
-        "--model-control-mode=explicit",
-        # Strict readiness turns false while a version is loaded, and for ever after a failed one.
-        "--strict-readiness=false",
-        "--disable-auto-complete-config",
-        f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
-    ]
-    for endpoint in get_args(Endpoint):
-        flags += [f"--{endpoint}-address={options.host_of(endpoint)}", f"--{endpoint}-port={options.port_of(endpoint)}"]
-    if options.tls is not None:
-        flags += options.tls.flags()
-    # Percentiles beside the averages; it costs nothing that could be measured.
-    flags.append("--metrics-config=summary_latencies=true")
-    if not options.verbose:
-        flags.append("--log-info=false")
-    if not any(Path("/dev").glob("nvidia[0-9]*")):
-        flags += ["--allow-gpu-metrics=false", "--pinned-memory-pool-byte-size=0"]
-    if options.restricted_key is not None:
-        rule = f"{RESTRICTED_APIS}:{RESTRICTED_HEADER}={options.restricted_key}"
-        flags += [f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"]
-    return [*flags, *options.extra_flags]
 
 
 @contextlib.contextmanager

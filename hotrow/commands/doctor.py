@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from hotrow.units import counted
+
 if TYPE_CHECKING:
     from hotrow.machine_checks import Finding
-
 
 _PORT = click.IntRange(0, 65535)
 
@@ -58,7 +59,7 @@ def command(
         click.echo(json.dumps([asdict(finding) for finding in found], indent=1, ensure_ascii=False))
     counts = Counter(finding.level for finding in found)
     if not as_json:
-        click.echo(f"{counts['problem']} problems, {counts['warning']} warnings.")
+        click.echo(f"{counted(counts['problem'], 'problem')}, {counted(counts['warning'], 'warning')}.")
     sys.exit(1 if counts["problem"] else 0)
 
 

@@ -9,8 +9,10 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from hotrow.printable import as_cell
 from hotrow.progress import byte_progress
 from inference_session.errors import ConfigurationError
 from inference_session.formats import manifest
@@ -63,7 +65,7 @@ def _inspect_store(url: StoreUrl, *, as_json: bool) -> None:
     for heading in ("rows", "dim"):
         shown.add_column(heading, justify="right")
     for table in tables:
-        shown.add_row(table.tag, str(table.num_rows), str(table.embedding_dim or "?"))
+        shown.add_row(as_cell(table.tag), str(table.num_rows), str(table.embedding_dim or "?"))
     longest = max((len(table.tag) for table in tables), default=0)
     Console(width=None if sys.stdout.isatty() else longest + _NUMBERS_WIDTH).print(shown)
 
@@ -143,14 +145,14 @@ def _show(description: dict[str, Any]) -> None:
     for title in ("inputs", "outputs"):
         table = Table("name", "type", "shape", title=title.capitalize(), title_justify="left")
         for tensor in description[title]:
-            table.add_row(tensor["name"], tensor["dtype"], str(tensor["shape"]))
+            table.add_row(as_cell(tensor["name"]), tensor["dtype"], escape(str(tensor["shape"])))
         console.print(table)
     tables = Table("name", "folder", title="Tables", title_justify="left")
     for heading in ("rows", "dim", "type", "bytes"):
         tables.add_column(heading, justify="right")
     for row in description["tables"]:
         numbers = (str(row["rows"]), str(row["embedding_dim"]), row["dtype"], str(row["bytes"]))
-        tables.add_row(row["name"], row["folder"], *numbers)
+        tables.add_row(as_cell(row["name"]), row["folder"], *numbers)
     console.print(tables)
-    console.print(f"Tasks: {', '.join(description['tasks']) or 'none'}", highlight=False)
+    console.print(f"Tasks: {as_cell(', '.join(description['tasks'])) or 'none'}", highlight=False)
     console.print(f"Bytes of all tables: {description['total_table_bytes']}", highlight=False)

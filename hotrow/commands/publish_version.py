@@ -9,6 +9,7 @@ import click
 
 from hotrow.commands.import_model import model_name
 from hotrow.progress import byte_progress
+from inference_session.available_memory import available_bytes
 from inference_session.formats import manifest
 from inference_session.formats.native import ModelSpec
 from triton_backend.model_config import STANDALONE_CODE, configured_cache_bytes, write_model_config
@@ -61,7 +62,6 @@ def command(folder: Path, name: str, repository: Path, version: int | None, max_
 
 def _report_memory(report: PublishReport) -> None:
     """What a swap will take on a machine like this one, as long as both versions are loaded."""
-    from hotrow.machine_checks import available_bytes
     from inference_session.sizing.memory import bytes_in, memory_items
 
     cache_bytes = configured_cache_bytes(report.spec, report.version_dir)

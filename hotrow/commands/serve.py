@@ -122,7 +122,8 @@ def _announce(server: TritonServer) -> None:
     for name, url in server.endpoints.items():
         click.echo(f"{name:<8} {url}")
     for model in server.models:
-        click.echo(f"model    {model.name} (versions {', '.join(map(str, model.versions))})")
+        noun = "version" if len(model.versions) == 1 else "versions"
+        click.echo(f"model    {model.name} ({noun} {', '.join(map(str, model.versions))})")
 
 
 def _tls(certificate: Path | None, key: Path | None, client_ca: Path | None) -> ServerTls | None:

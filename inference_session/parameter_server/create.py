@@ -10,6 +10,7 @@ from pathlib import Path
 from inference_session.config import SessionConfig
 from inference_session.errors import UnavailableError
 from inference_session.formats.native import TABLES_FOLDER, ModelSpec
+from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.deletable_files import SUFFIX, DeletableFiles
 from inference_session.parameter_server.namespace import Namespace, version_path
 from inference_session.parameter_server.retirement import Retirement
@@ -43,11 +44,7 @@ def create_parameter_server(spec: ModelSpec, config: SessionConfig, directory: P
             if url is not None:
                 store = create_store(url, namespace, dims, writable="later", timeout_ms=config.store_timeout_ms)
                 opened.callback(store.close)
-                volatile = name == "volatile"
-                promotes, touches = volatile and config.cache_missed_keys, volatile and config.touch_rows
-                durable = not volatile and store.supports_writes
-                tier = Tier(name, store, volatile, durable, cache_missed_keys=promotes, touches=touches)
-                tiers.append(tier)
+                tiers.append(_tier(name, store, config))
         _check(tiers)
         if has_files:
             files = TableFileStore(directory, spec, verify_indexes=config.verify == "full")
@@ -58,6 +55,12 @@ def create_parameter_server(spec: ModelSpec, config: SessionConfig, directory: P
         on_store_failure="error" if config.unknown_keys == "reject" else config.on_store_failure,
         retirement=_retirement(tiers, config, version_path(directory)),
     )
+
+
+def _tier(name: str, store: EmbeddingStore, config: SessionConfig) -> Tier:
+    if name == "volatile":
+        return Tier(name, store, volatile=True, cache_missed_keys=config.cache_missed_keys, touches=config.touch_rows)
+    return Tier(name, store, durable=store.supports_writes)
 
 
 def _retirement(tiers: Sequence[Tier], config: SessionConfig, folder: Path) -> Retirement | None:

@@ -179,16 +179,20 @@ def list_redis_tables(url: StoreUrl, *, timeout_ms: int) -> list[StoredTable]:
             for name in client.scan_iter(match="hps_et{*}v", count=SCAN_STEP):
                 parts = layout.split_name(name)
                 if parts is not None:
-                    counts[parts[0]] = counts.get(parts[0], 0) + int(client.hlen(name))
-                    widths[parts[0]] = _row_bytes(client, name)
+                    num_rows, widths[parts[0]] = _rows_and_bytes(client, name)
+                    counts[parts[0]] = counts.get(parts[0], 0) + num_rows
     finally:
         servers.close()
     return [StoredTable(tag, counts[tag], widths[tag] // 4) for tag in sorted(counts)]
 
 
-def _row_bytes(client: Any, name: bytes) -> int:
-    _, rows = client.hscan(name, 0, count=1)
-    return len(next(iter(rows.values()), b""))
+def _rows_and_bytes(client: Any, name: bytes) -> tuple[int, int]:
+    """How many rows a hash has, and how many bytes one of them."""
+    try:
+        _, rows = client.hscan(name, 0, count=1)
+        return int(client.hlen(name)), len(next(iter(rows.values()), b""))
+    except redis.ResponseError as error:
+        raise redis.ResponseError(f"{name!r}, which is named as a table's rows: {error}") from None
 
 
 def _tls_settings(url: StoreUrl) -> dict[str, Any]:

@@ -34,6 +34,8 @@ class Tier:
     """Whether rows that are read here are to be marked as used."""
     failure: str | None = None
     """Why the tier is left out at the moment; None: it is in use."""
+    last_error: str = ""
+    """Of its last failure."""
     incarnation: str = ""
     """Of the store, when it was last looked after."""
     back_since: float = -math.inf

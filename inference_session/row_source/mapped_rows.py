@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_session.available_memory import available_bytes
 from inference_session.embedding_cache.kernels import cpu
 from inference_session.embedding_cache.kernels.cpu import NO_POSITIONS
 from inference_session.embedding_cache.kernels.layout import TABLE
 from inference_session.hot_keys import HotKeys
-from inference_session.mapped_pages import available_bytes, map_pages
+from inference_session.mapped_pages import map_pages
 from inference_session.parameter_server.base import Rows
 from inference_session.parameter_server.table_file import TableFile
 from inference_session.row_source.base import RowSource

@@ -189,3 +189,22 @@ def test_mistakes_are_told_in_one_line(server: RedisServer, version_dir: Path) -
     assert swapped.exit_code == 2
     assert "behind --to" in swapped.output
     assert "secret" not in swapped.output
+
+
+def test_names_that_others_gave_are_shown_and_not_obeyed() -> None:
+    """Markup and control characters in the name of a hash are text: neither rich nor the terminal acts upon them."""
+    with RedisServer() as server, server.client() as client:
+        for tag in ("[bold]a[/none]", "b\x1b[31m\x07"):
+            client.hset(f"hps_et{{{tag}/p0}}v", b"12345678", bytes(8))
+        shown = run("inspect", server.url).output
+    assert "[bold]a[/none]" in shown
+    assert "\x1b" not in shown
+    assert "\x07" not in shown
+
+
+def test_a_key_that_is_no_hash_is_named() -> None:
+    """Who looks into a store is told what is wrong with which key."""
+    with RedisServer() as server, server.client() as client:
+        client.set("hps_et{hps_et.ctr@3.user/p2}v", "text")
+        with pytest.raises(StoreError, match=r"hps_et\{hps_et\.ctr@3\.user/p2\}v'.*WRONGTYPE"):
+            run("inspect", server.url)

@@ -240,6 +240,10 @@ def test_a_tier_with_a_broken_table_stays_in_use(make: Callable[..., Stack]) -> 
         assert stack.fetch(KEYS)[0].all()
     assert stack.tier("volatile")["failure"] is None
     assert stack.tier("volatile")["failures"] >= 3  # type: ignore[operator]
+    strict = make(on_store_failure="error")
+    strict.faults["persistent"] = StoreError("yet another width")
+    with pytest.raises(UnavailableError, match=r"200 keys.*yet another width"):
+        strict.fetch(KEYS)
 
 
 def test_updates_missed_during_an_outage_leave_nothing_stale(

@@ -96,7 +96,6 @@ def test_names_with_any_characters_are_escaped(version_dir: Path) -> None:
     ("tensor", "message"),
     [
         (TensorSpec("z", "complex64", (-1, 1)), "'z' has type complex64"),
-        (TensorSpec("z", "float32", ()), "'z' has shape \\[\\]; Triton serves no scalars"),
         (TensorSpec("z", "float32", (-1, 0)), "'z' has shape \\[-1, 0\\]"),
     ],
 )
@@ -104,6 +103,14 @@ def test_what_triton_cannot_carry_is_refused(tensor: TensorSpec, message: str) -
     """A tensor of a type or rank that Triton lacks is an error that names it."""
     with pytest.raises(UnsupportedModelError, match=message):
         describe(spec_of([tensor], [CLICK]), "ctr")
+
+
+def test_scalars_are_served_in_shape_1() -> None:
+    """Triton has none."""
+    config = describe(spec_of([IDS, TensorSpec("temperature", "float32", ())], [CLICK], batched=False), "ctr")
+
+    assert config.max_batch_size == 0
+    assert config.inputs[1] == TensorConfig("temperature", "TYPE_FP32", (1,))
 
 
 def test_a_users_config_is_kept_for_the_next_version(version_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from onnx import ModelProto, TypeProto, ValueInfoProto, helper, shape_inference
 
@@ -55,10 +56,10 @@ def value_type(value: ValueInfoProto) -> ValueType:
     return ValueType(tensor.elem_type, tuple(_dim(dim) for dim in tensor.shape.dim))
 
 
-def _dim(dim: object) -> int | str | None:
-    if dim.HasField("dim_value"):  # type: ignore[attr-defined]
-        return int(dim.dim_value)  # type: ignore[attr-defined]
-    return str(dim.dim_param) or None  # type: ignore[attr-defined]
+def _dim(dim: Any) -> int | str | None:
+    if dim.HasField("dim_value") and dim.dim_value >= 0:  # -1 is how some exporters write an open size
+        return int(dim.dim_value)
+    return str(dim.dim_param) or None
 
 
 def _inferred(model: ModelProto, weights: dict[str, Weight]) -> ModelProto:

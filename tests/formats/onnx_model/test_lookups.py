@@ -389,3 +389,37 @@ def test_answers_drawn_at_random(tmp_path: Path) -> None:
         found = session.run({"ids": KEYS})
     np.testing.assert_array_equal(found["y"], table()[KEYS])
     assert not np.array_equal(found["noisy"], found["y"])
+
+
+def test_scalars(tmp_path: Path) -> None:
+    """An input and an output of no dimensions; servers that have none send the input in shape [1]."""
+    model = model_of(
+        """g (int64[n, 2] ids, float temperature) => (float[n, 2, 4] y, float largest) {
+            v = Gather(t, ids)  y = Div(v, temperature)  largest = ReduceMax <keepdims=0> (y) }""",
+        {"t": table()},
+    )
+    inputs = {"ids": KEYS, "temperature": np.array(2, np.float32)}
+
+    report = check(tmp_path, model, inputs)
+
+    with InferenceSession.open(report.version_dir) as session:
+        found = session.run({**inputs, "temperature": np.array([2], np.float32)})
+    np.testing.assert_allclose(found["y"], table()[KEYS] / 2, rtol=1e-6)
+    assert found["largest"] == found["y"].max()
+
+
+def test_sizes_of_minus_one_are_open(tmp_path: Path) -> None:
+    """As some exporters write them."""
+    graph = helper.make_graph(
+        [helper.make_node("Gather", ["w", "keys"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("keys", TensorProto.INT64, [-1, 2])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [-1, 2, 4])],
+        [numpy_helper.from_array(table(), "w")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+    report = check(tmp_path, model, {"keys": KEYS}, {"keys": KEYS[:1]})
+
+    assert report.spec.batched
+    assert report.spec.inputs[0].shape == (-1, 2)
