@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -120,6 +121,23 @@ def test_the_version_that_was_chosen_comes_back(serve: Serve, repository: Path) 
 
     load_ctr(served)
     await_scale(served, 5)
+
+
+def test_a_load_that_is_under_way_when_a_process_is_lost_is_not_undone(serve: Serve, repository: Path) -> None:
+    """Who loads another version while the one that serves hangs gets that, whatever the watch-dog does about it."""
+    served = serve(repository)
+    lost = served.stub("ctr")
+
+    with ThreadPoolExecutor(1) as thread:
+        load = thread.submit(hotrow, "load", "ctr", "--version", "1", "--url", served.grpc)
+        wait_until(lambda: load.done() or served.stubs("ctr", 1), "the load to begin")
+        with suppress(psutil.NoSuchProcess):  # the load has been faster
+            lost.suspend()
+    assert load.result().returncode == 0
+    wait_until(lambda: not is_running(lost), "the end of the lost process")
+
+    wait_until(lambda: scale_of(served, timeout_s=5) is not None, "an answer")
+    assert scale_of(served) == 1
 
 
 def test_a_server_that_goes_down_with_a_backend_process_is_started_again(serve: Serve, repository: Path) -> None:
