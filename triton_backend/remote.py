@@ -96,9 +96,10 @@ class RemoteServer:
 
     def repository_index(self) -> list[dict[str, str]]:
         """What the server has found in its repository: `name`, and of what it has or had loaded `version`, `state`
-        and, where there is one, `reason`.
+        and `reason`, which may be empty.
         """
-        return list(self._call("get_model_repository_index", as_json=True).get("models", []))
+        index = self._call("get_model_repository_index", as_json=True).get("models", [])
+        return [{**entry, "reason": plain_reason(entry.get("reason", ""))} for entry in index]
 
     def has_model(self, model: str) -> bool:
         """Whether the server has found the model's folder; one that came since it last looked, it finds on a load."""
@@ -248,4 +249,4 @@ def _why_not_connected(message: str) -> str:
 
 def _state(entry: Mapping[str, str]) -> VersionState:
     state = entry.get("state", "UNAVAILABLE")
-    return VersionState(int(entry["version"]), state, plain_reason(entry.get("reason", "")))
+    return VersionState(int(entry["version"]), state, entry["reason"])

@@ -22,8 +22,10 @@ from inference_session.embedding_cache.kernels import gpu
 from inference_session.embedding_cache.kernels.gpu_layout import (
     EVENTS,
     INDEX,
+    MOST_BUCKETS,
     ROWS,
     SLOTS,
+    buckets_for_all,
     index_bytes,
     is_wide,
 )
@@ -31,12 +33,8 @@ from inference_session.embedding_cache.kernels.layout import VectorCode
 from inference_session.errors import ConfigurationError
 
 _CHUNK_KEYS = 1 << 20
-_LOAD = 0.55
-"""Of the slots of an index over all keys: each finds a place then, nearly always at the first attempt."""
 _REGISTER_MAPPED, _REGISTER_READ_ONLY = 2, 8
 _ELEMENT_BYTES = {VectorCode.FLOAT32: 4, VectorCode.FLOAT16: 2, VectorCode.INT8: 1}
-_MOST_KEYS = int((2**32 - 2) * _LOAD)
-"""Slots are numbered by 32 bits, and one number says that there is none."""
 _pinned_here: Counter[tuple[int, int]] = Counter()
 """How many arrays use what has been pinned where it lies, by address and number of bytes."""
 _pinning = threading.RLock()  # may be taken again by a finalizer that runs within
@@ -137,11 +135,6 @@ class BaseRows:
             dim: embedding_dim.
             code: what the rows are stored as.
         """
-        if keys is not None and len(vectors) > _MOST_KEYS:
-            raise ConfigurationError(
-                f"{len(vectors)} rows with keys are more than an index on a GPU holds, {_MOST_KEYS}:"
-                " use the device 'cpu'"
-            )
         self.on_device = isinstance(vectors, cupy.ndarray)
         self._pinned = None if self.on_device else PinnedArray(vectors)
         self._vectors = vectors if self._pinned is not None else cupy.ascontiguousarray(vectors)
@@ -152,6 +145,7 @@ class BaseRows:
         self.rows = np.array((address, row_bytes, int(code), int(wide)), ROWS)
         self.index, self.numbers_address, self.num_bytes = np.zeros((), INDEX), 0, 0
         self.by_number = keys is None
+        self._memory: Any = None
         if keys is not None and self.num_rows:
             self._build(keys)
         if self.on_device:
@@ -169,12 +163,17 @@ class BaseRows:
         table["base_by_number"] = int(self.by_number)
 
     def _build(self, keys: ArrayLike) -> None:
-        num_buckets = int(self.num_rows / (SLOTS * _LOAD)) + 1
+        num_buckets = buckets_for_all(self.num_rows)
         while not self._fill(keys, num_buckets):
             num_buckets += num_buckets // 8 + 1
 
     def _fill(self, keys: Any, num_buckets: int) -> bool:
         """Index all keys in so many buckets; False where one found no place."""
+        if num_buckets > MOST_BUCKETS:
+            raise ConfigurationError(
+                f"{self.num_rows} rows with keys are more than an index on a GPU can hold: use the device 'cpu'"
+            )
+        self._memory = None  # of the attempt before
         self._memory = cupy.zeros(index_bytes(num_buckets, marks=False, numbers=True), np.uint8)
         events = cupy.zeros(len(EVENTS), np.uint64)
         tags_address = self._memory.data.ptr

@@ -35,6 +35,7 @@ from inference_session.embedding_cache.kernels.gpu_layout import (
     EVENTS,
     GPU_TABLE,
     INDEX,
+    MOST_BUCKETS,
     READERS_BYTES,
     ROWS,
     SLOTS,
@@ -50,7 +51,6 @@ from inference_session.parameter_server.table_file import bytes_per_row
 _ALIGNMENT = 256
 _LOAD = 0.7
 """Of all slots, those that a table with a known number of rows is made to need: hardly a key is evicted then."""
-_MOST_BUCKETS = (2**32 - 2) // SLOTS
 _KEYS_PER_WRITE = 1 << 20
 _MAX_GEOMETRIES = 1024
 _MAX_REMEMBERED = 64
@@ -89,7 +89,8 @@ class GpuEmbeddingCache(EmbeddingCache):
         Args:
             dims: embedding_dim of each table by name.
             cache_bytes: upper bound on all memory that the cache allocates and keeps on the device; the index over
-                backing rows (some 15 bytes a row) is not part of it, nor are results, nor what a write needs meanwhile.
+                backing rows (24 bytes a row, 30 of hundreds of millions) is not part of it, nor are results, nor what
+                a write needs meanwhile.
             device_id: number of the GPU.
             dtype: how rows are held. float16 rounds to nearest, int8 as `quantise_int8` says.
             backing: keys int64 [n] and vectors float32 [n, embedding_dim] that misses are served from, by table. They
@@ -476,7 +477,7 @@ def _table_bytes(num_buckets: int, row_bytes: int) -> int:
 
 def _buckets_to_hold(num_rows: int | None) -> int:
     """Buckets such that so many rows all find room, but for the unlucky."""
-    return _MOST_BUCKETS if num_rows is None else min(int(num_rows / (SLOTS * _LOAD)) + 1, _MOST_BUCKETS)
+    return MOST_BUCKETS if num_rows is None else min(int(num_rows / (SLOTS * _LOAD)) + 1, MOST_BUCKETS)
 
 
 def bytes_to_hold(dims: Mapping[str, int], num_rows: Mapping[str, int], dtype: VectorType = "float32") -> int:

@@ -47,6 +47,21 @@ def test_keys_spread_evenly() -> None:
     assert 15 < tags.min() <= tags.max() < 70
 
 
+@pytest.mark.parametrize(("num_rows", "most_bytes"), [(1, 1000), (1000, 25), (10**6, 26), (10**7, 28), (10**9, 32)])
+def test_an_index_is_small_and_nearly_always_large_enough(num_rows: int, most_bytes: int) -> None:
+    """All keys of a table find room in their buckets, of which one slot is kept free, at few bytes a row."""
+    num_buckets = gpu_layout.buckets_for_all(num_rows)
+    assert gpu_layout.index_bytes(num_buckets, marks=False, numbers=True) <= most_bytes * num_rows
+    assert num_buckets < gpu_layout.MOST_BUCKETS
+    if num_rows <= 10**6:
+        generator = np.random.default_rng(num_rows)
+        failed = [
+            np.bincount(generator.integers(0, num_buckets, num_rows), minlength=num_buckets).max() >= SLOTS
+            for _ in range(5)
+        ]
+        assert sum(failed) <= 2
+
+
 @settings(deadline=None, max_examples=50)
 @given(bucket=st.binary(min_size=64, max_size=64), tag=st.integers(0, 255))
 def test_the_slots_of_a_tag_are_found(bucket: bytes, tag: int) -> None:

@@ -5,6 +5,7 @@ Nothing here needs a GPU: tests/embedding_cache/gpu_model.py computes what the k
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,10 @@ from inference_session.embedding_cache.kernels.layout import SEGMENT, PoolingCod
 
 SLOTS = 62
 BUCKET_BYTES = 64
+MOST_BUCKETS = (2**32 - 2) // SLOTS
+"""Slots are numbered by 32 bits, and one number says that there is none."""
+_FULLEST = 0.55
+"""Of the slots of an index over all keys, those in use at most."""
 MAX_INLINE_SEGMENTS = 32
 """Segments that travel as a kernel's parameter; more are copied to the device first."""
 EVENTS = ("inserts", "updates", "evictions", "erases", "misses", "unknown", "refused")
@@ -97,6 +102,21 @@ def request_of(segments: NDArray[np.void], tiles: Tiles) -> NDArray[np.void]:
 def index_bytes(num_buckets: int, *, marks: bool, numbers: bool) -> int:
     """Memory of an index."""
     return num_buckets * (BUCKET_BYTES * (2 if marks else 1) + SLOTS * (8 + (4 if numbers else 0)))
+
+
+def buckets_for_all(num_rows: int) -> int:
+    """Buckets such that so many keys all find room, but for one table in twenty; which keys share one is random."""
+    num_buckets = int(num_rows / (SLOTS * _FULLEST)) + 1
+    while num_buckets * _share_overfull(num_rows / num_buckets) > 0.05:
+        num_buckets += num_buckets // 32 + 1
+    return num_buckets
+
+
+def _share_overfull(mean: float) -> float:
+    """Of buckets with so many keys on average, those with more than their slots but one, which inserts leave free."""
+    if mean == 0:
+        return 0.0
+    return math.fsum(math.exp(n * math.log(mean) - mean - math.lgamma(n + 1)) for n in range(SLOTS, 2 * SLOTS))
 
 
 def is_wide(dim: int, element_bytes: int, address: int, row_bytes: int) -> bool:
