@@ -8,15 +8,16 @@ from threading import Event
 from typing import TypeVar
 
 REST_PER_WORK = 4.0
-"""Rest after a piece of work, beside the time that it took: a fifth of one core at most, and of a store."""
+"""Rest after a piece of work, beside the processor time that it took: a fifth of one core at most. A store that answers
+such work takes about as much of its own."""
 MAX_REST_S = 0.2
-"""The longest of these rests: a store that is slow now and then is no reason to fall behind."""
+"""The longest of these rests."""
 
 Piece = TypeVar("Piece")
 
 
 def rest_after(worked_s: float) -> float:
-    """Seconds to rest after work of so many."""
+    """Seconds to rest after work that took so many of this thread's processor time."""
     return min(REST_PER_WORK * worked_s, MAX_REST_S)
 
 
@@ -27,9 +28,9 @@ def paced(pieces: Sequence[Piece], ending: Event, *, over_s: float = 0.0) -> Ite
     """
     begin = time.monotonic()
     for number, piece in enumerate(pieces, start=1):
-        started = time.monotonic()
+        started_s = time.thread_time()
         yield piece
-        done = time.monotonic()
+        rest_s = rest_after(time.thread_time() - started_s)
         turn = begin + over_s * number / len(pieces)
-        if ending.wait(max(rest_after(done - started), turn - done)):
+        if ending.wait(max(rest_s, turn - time.monotonic())):
             return

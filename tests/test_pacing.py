@@ -18,6 +18,8 @@ class Clock(threading.Event):
     def monotonic(self) -> float:
         return self.now
 
+    thread_time = monotonic
+
     def wait(self, timeout: float | None = None) -> bool:
         assert timeout is not None
         self.now += max(timeout, 0.0)

@@ -378,14 +378,14 @@ class ParameterServer:
         next_round = time.monotonic() + ROUND_INTERVAL_S
         rest_s = TURN_INTERVAL_S
         while not self._closing.wait(rest_s):
-            begin = time.monotonic()
+            started_s = time.thread_time()
             self._take_turn()
-            if begin >= next_round:
+            if time.monotonic() >= next_round:
                 for tier in self._tiers:
                     self._survive(self._look_after, tier)
                 self._survive(self._drop_outdated, self._promotions.take_unverified())
                 next_round = time.monotonic() + ROUND_INTERVAL_S
-            rest_s = max(TURN_INTERVAL_S, rest_after(time.monotonic() - begin))
+            rest_s = max(TURN_INTERVAL_S, rest_after(time.thread_time() - started_s))
         self._survive(self._drop_outdated, self._promotions.take_unverified())
         self._promotions.discard()
 
@@ -505,12 +505,12 @@ class ParameterServer:
             with self._writing:
                 for table in list(tier.unwritten):
                     self._drop_unwritten(tier, table)
+                # Before anybody can find it failing once more, so that the log has things in their order.
+                _log.info("tier %s of the parameter server answers again", tier.name)
                 with self._lock:
                     tier.failure, tier.back_since = None, time.monotonic()
         except (UnavailableError, StoreError) as error:
             self._report(tier, error, leave_out=tier.failure is not None)
-        else:
-            _log.info("tier %s of the parameter server answers again", tier.name)
 
     def _look_for_losses(self, tier: Tier) -> None:
         """Drop all that was written to a volatile tier whose store has forgotten some of it and shows older rows."""

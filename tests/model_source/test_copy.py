@@ -245,8 +245,15 @@ def test_a_killed_command_is_completed_by_the_next(hdfs: Hdfs, tmp_path: Path) -
 
     with create_source(url.rpartition("/")[0]) as place:
         first = subprocess.Popen(command)
-        wait_until(lambda: num_staged(place, "table") > 0, "some bytes to arrive")
-        first.send_signal(signal.SIGKILL)
+
+        def has_begun() -> bool:
+            """Looked at while it stands still: it must not come to its end meanwhile."""
+            first.send_signal(signal.SIGSTOP)
+            begun = num_staged(place, "table") > 0
+            first.send_signal(signal.SIGKILL if begun else signal.SIGCONT)
+            return begun
+
+        wait_until(has_begun, "some bytes to arrive")
         first.wait()
         assert place.stat("table") is None
 

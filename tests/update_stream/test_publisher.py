@@ -101,7 +101,8 @@ def test_a_silent_or_absent_broker_is_an_error(small: SmallVersion) -> None:
 
 def test_a_broker_that_dies_is_no_silent_loss(small: SmallVersion) -> None:
     """What it had not confirmed is an error at the latest when the publisher is closed."""
-    with Broker() as broker, Publisher(broker.url, small.model, timeout_s=2) as publisher:
+    # Time enough for a busy machine to confirm the first row; the second is waited for as long.
+    with Broker() as broker, Publisher(broker.url, small.model, timeout_s=6) as publisher:
         publisher.publish("hashed", [1], np.zeros((1, 2)))
         publisher.flush()
         broker.stop()
