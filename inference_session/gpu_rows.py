@@ -7,6 +7,7 @@ pinned host memory, where the same kernel reads them.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,8 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.embedding_cache.base_rows import BaseRows
+from inference_session.embedding_cache.gpu_cache import check_free
 from inference_session.embedding_cache.kernels import gpu
-from inference_session.embedding_cache.kernels.gpu_layout import GPU_TABLE, MAX_INLINE_SEGMENTS, divide
+from inference_session.embedding_cache.kernels.gpu_layout import (
+    GPU_TABLE,
+    MAX_INLINE_SEGMENTS,
+    buckets_for_all,
+    divide,
+    index_bytes,
+)
 from inference_session.embedding_cache.kernels.layout import VectorCode
 from inference_session.errors import ConfigurationError, SessionClosedError
 from inference_session.gpu_context import GpuContext
@@ -25,6 +33,7 @@ from inference_session.hot_keys import HotKeys
 from inference_session.parameter_server.table_file import TableFile
 from inference_session.row_source import MappedRows
 
+_log = logging.getLogger(__name__)
 _MAX_SHAPES = 1024
 _UPLOAD_BYTES = 64 << 20
 _FREE_FRACTION = 0.8
@@ -46,8 +55,8 @@ class GpuRows(MappedRows):
             cache_bytes: most device memory for tables and their indexes; None: most of what is free.
 
         Raises:
-            ConfigurationError: cache_bytes is more than the device has free, or there is too little memory, on the
-                device for the indexes or on the host for the rest.
+            ConfigurationError: cache_bytes and the tables are more than the device has free, or there is too little
+                memory, on the device for the indexes or on the host for the rest.
         """
         super().__init__(tables, num_threads=num_threads)
         self._context = context
@@ -57,11 +66,14 @@ class GpuRows(MappedRows):
         with cupy.cuda.Device(context.device_id), context.stream:
             gpu.compile_kernels()
             with _memory_checked(context.device_id):
-                self._bases = _upload(tables, _budget(cache_bytes, context.device_id))
+                self._bases = _upload(tables, _budget(tables, cache_bytes, context.device_id))
                 self._gpu_records = self._describe(tables)
             context.stream.synchronize()
         on_host = [t.spec.folder for t, base in zip(tables, self._bases, strict=True) if not base.on_device]
         num_bytes = sum(base.num_bytes for base in self._bases)
+        if on_host and cache_bytes is None:  # else it was asked for
+            names = ", ".join(map(repr, on_host))
+            _log.warning("cuda:%s had no room for tables %s: read from host memory", context.device_id, names)
         self._where = {"device": f"cuda:{context.device_id}", "bytes": num_bytes, "on_host": on_host}
 
     def request(self) -> AbstractContextManager[None]:
@@ -164,16 +176,20 @@ def _memory_checked(device_id: int) -> Iterator[None]:
         ) from error
 
 
-def _budget(cache_bytes: int | None, device_id: int) -> int:
-    free, total = cupy.cuda.runtime.memGetInfo()
+def _budget(tables: Sequence[TableFile], cache_bytes: int | None, device_id: int) -> int:
+    """Bytes that tables may take on the current device."""
     if cache_bytes is None:
-        return int(free * _FREE_FRACTION)
-    if cache_bytes > free:
-        raise ConfigurationError(
-            f"cache_bytes needs {cache_bytes} bytes on cuda:{device_id}, which has {free} free of {total}:"
-            " ask for less, or free some"
-        )
+        return int(cupy.cuda.runtime.memGetInfo()[0] * _FREE_FRACTION)
+    check_free(min(cache_bytes, sum(map(_bytes_on_device, tables))), device_id, "cache_bytes")
     return cache_bytes
+
+
+def _bytes_on_device(table: TableFile) -> int:
+    """Of a table's vectors, and of the index where it has keys."""
+    if table.spec.keys == "row_number":
+        return int(table.vectors.nbytes)
+    num_buckets = buckets_for_all(table.spec.num_rows)
+    return int(table.vectors.nbytes) + index_bytes(num_buckets, marks=False, numbers=True)
 
 
 def _upload(tables: Sequence[TableFile], budget: int) -> list[BaseRows]:

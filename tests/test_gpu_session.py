@@ -86,6 +86,12 @@ def test_many_threads_get_their_own_answers(
         list(pool.map(ask, range(200)))
 
 
+def test_tables_may_be_smaller_than_their_budget(version: tuple[Path, small_model.Arrays]) -> None:
+    """More cache_bytes than the device has are no error where the tables need less, as during a swap."""
+    with InferenceSession.open(version[0], device="cuda:0", cache_bytes=1 << 44) as session:
+        assert session.stats()["gpu"]["on_host"] == []
+
+
 def small_network(folder: Path, nodes: list[Any], inputs: list[Any], outputs: list[Any]) -> Path:
     """An ONNX file, from which no tables are carved."""
     graph = helper.make_graph(nodes, "small", inputs, outputs)

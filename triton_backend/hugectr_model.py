@@ -13,7 +13,7 @@ from inference_session.gpu_device import unusable_for_sessions
 from inference_session.versions import VersionManager
 from triton_backend import model
 from triton_backend.chosen_versions import is_chosen
-from triton_backend.in_place import Backend, InPlaceModel, check_config, contradictions, read_model_folder
+from triton_backend.in_place import Backend, InPlaceModel, contradictions, read_model_folder
 
 
 class TritonPythonModel(model.TritonPythonModel):
@@ -27,7 +27,6 @@ class TritonPythonModel(model.TritonPythonModel):
         # A version that is chosen by its number is not the one that config.pbtxt names the files of.
         with found.served_before(version) if is_chosen(config) else found.imported(version) as version_dir:
             versions = model.open_versions(version_dir, {**_device(args), **found.session_settings}, args)
-        check_config(config, versions.spec)
         _warn(found, versions.spec, config, args)
         return versions, model.DEFAULT_MAX_SAMPLES
 

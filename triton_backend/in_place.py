@@ -24,7 +24,6 @@ from inference_session.formats.hugectr.ps_fields import PsJson, PsModel
 from inference_session.formats.hugectr.ps_json import read_ps_json
 from inference_session.formats.native import ModelSpec
 from inference_session.model_source import is_url
-from triton_backend.model_config import describe
 from triton_backend.repository import PS_VARIABLE, SOURCE_LINK, ps_variable
 
 Backend = Literal["hugectr", "hps"]
@@ -128,14 +127,6 @@ def in_place_backend(name: str) -> Backend | None:
     return names.get(name)
 
 
-def check_config(config: Mapping[str, Any], spec: ModelSpec) -> None:
-    """ConfigurationError unless the inputs of a config.pbtxt (as Triton's JSON) are those of the model."""
-    wanted = {tensor.name: tensor.data_type for tensor in describe(spec, "").inputs}
-    found = {tensor["name"]: tensor["data_type"] for tensor in config["input"]}
-    if found != wanted:
-        raise ConfigurationError(f"config.pbtxt: inputs are {_typed(found)}; this model's are {_typed(wanted)}")
-
-
 def contradictions(model: InPlaceModel, spec: ModelSpec, *, max_batch_size: int) -> list[str]:
     """Statements in config.pbtxt that the model's own files contradict; the files hold."""
     facts = {"mixed_precision": "false (computed in float32)"}
@@ -203,7 +194,3 @@ def _placed(folder: Path, name: str) -> str:
 
 def _listed(names: str) -> Sequence[str]:
     return [name for part in names.split(",") if (name := part.strip())]
-
-
-def _typed(tensors: Mapping[str, str]) -> str:
-    return ", ".join(f"{name!r} {data_type}" for name, data_type in tensors.items())

@@ -23,6 +23,7 @@ from triton_backend.answering import Answering, TritonRequest, TritonResponse
 from triton_backend.errors import load_error
 from triton_backend.joining import JoiningQueue
 from triton_backend.metrics import SessionMetrics, count_restarts
+from triton_backend.model_config import check_config
 from triton_backend.repository import SOURCE_LINK, VIEW_FOLDER
 from triton_backend.tensors import check_types
 from triton_backend.tracing import create_tracing
@@ -40,6 +41,7 @@ class TritonPythonModel:
         try:
             versions, max_samples = self._open(config, args)
             check_types((*versions.spec.inputs, *versions.spec.outputs))
+            check_config(config, versions.spec)
         except Exception as error:  # noqa: BLE001  whatever it was, who asked for the load is told in plain words
             raise load_error(error) from None
         self._versions = versions

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError, UnsupportedModelError
@@ -137,9 +138,7 @@ def describe(spec: ModelSpec, name: str, *, max_batch_size: int = 1024, backend:
     Raises:
         UnsupportedModelError: a tensor's type or rank is none that Triton knows.
     """
-    outputs = list(spec.outputs)
-    if spec.label_outputs and PREDICTIONS not in [tensor.name for tensor in outputs]:
-        outputs.append(TensorSpec(PREDICTIONS, "float32", (-1, len(spec.labels))))
+    outputs = _all_outputs(spec)
     if spec.layout != "tensors":
         return _describe_packed(spec, name, max_batch_size=max_batch_size, backend=backend)
     by_samples = (
@@ -156,6 +155,12 @@ def describe(spec: ModelSpec, name: str, *, max_batch_size: int = 1024, backend:
         outputs=tuple(_described(tensor, by_samples) for tensor in outputs),
         default_model_filename="",
     )
+
+
+def _all_outputs(spec: ModelSpec) -> list[TensorSpec]:
+    if not spec.label_outputs or PREDICTIONS in [tensor.name for tensor in spec.outputs]:
+        return list(spec.outputs)
+    return [*spec.outputs, TensorSpec(PREDICTIONS, "float32", (-1, len(spec.labels)))]
 
 
 def _describe_packed(spec: ModelSpec, name: str, *, max_batch_size: int, backend: str) -> ModelConfig:
@@ -198,6 +203,43 @@ def write_model_config(
     if standalone:
         (version_dir / "model.py").write_text(STANDALONE_CODE, encoding="utf-8")
     return path
+
+
+def check_config(config: Mapping[str, Any], spec: ModelSpec) -> None:
+    """Refuse a version whose requests are other than what a config.pbtxt, given as Triton's JSON, lets clients send.
+
+    Its inputs have to be the model's and its outputs, of which some may be absent, among the model's. Types have to be
+    the same, and where requests are not packed, sizes too, unless one is open in either.
+
+    Raises:
+        ConfigurationError: names the first difference.
+    """
+    packed = spec.layout != "tensors"
+    outer = (-1,) if config.get("max_batch_size") else ()
+    for kind, tensors in (("input", spec.inputs), ("output", () if packed else _all_outputs(spec))):
+        here = {tensor.name: TensorConfig(tensor.name, _DATA_TYPES[tensor.dtype], tensor.shape) for tensor in tensors}
+        there = {tensor["name"]: _tensor_of_json(tensor, outer) for tensor in config.get(kind, ()) if here}
+        for name in {**there, **(here if kind == "input" else {})}:
+            if not _suits(there.get(name), here.get(name), sizes=not packed):
+                raise ConfigurationError(
+                    f"{CONFIG_FILE} does not describe this version: {kind} {there.get(name, 'absent')} there, "
+                    f"{here.get(name, 'absent')} here"
+                )
+
+
+def _tensor_of_json(tensor: Mapping[str, Any], outer: tuple[int, ...]) -> TensorConfig:
+    """With the sizes that the model gets, that of the number of samples among them."""
+    dims = tensor["reshape"]["shape"] if "reshape" in tensor else tensor.get("dims", ())
+    return TensorConfig(tensor["name"], tensor["data_type"], (*outer, *map(int, dims)))
+
+
+def _suits(there: TensorConfig | None, here: TensorConfig | None, *, sizes: bool) -> bool:
+    if there is None or here is None or there.data_type != here.data_type:
+        return False
+    same = len(there.dims) == len(here.dims) and all(
+        one == other or -1 in {one, other} for one, other in zip(there.dims, here.dims, strict=True)
+    )
+    return same or not sizes
 
 
 def _check_fits(path: Path, wanted: ModelConfig) -> None:

@@ -7,8 +7,9 @@ hung      has not beaten for `SILENT_S` (heartbeat.py), and its version does not
 
 The model is loaded with the configuration that it has, plus how often that has been needed: a difference that makes
 Triton load it afresh, beside what is there, and tells the new process what to report. The versions stay those that were
-ready. A hung process is killed once the new one serves, which ends its requests with an error. Where that takes the
-server down, as it shares locks with the process, the server is started again, on the same ports with the same versions.
+ready, or become those of a load that was under way. A hung process is killed once the new one serves, which ends its
+requests with an error. Where that takes the server down, as it shares locks with the process, the server is started
+again, on the same ports with the same versions.
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ class Watchdog:
         self._suspected: set[int] = set()
         self._examined: set[int] = set()
         self._loaded: dict[str, Loaded] = {}
+        self._loading: set[str] = set()
+        """Models of which a version was being loaded when last looked."""
         self._restarts: Counter[str] = Counter()
         self._healing: dict[str, threading.Thread] = {}
         self._observed_at = self._lost_at = -RECENT_S
@@ -172,7 +175,7 @@ class Watchdog:
         self._lost.add(stub.pid)
         self._lost_at = time.monotonic()
         _say(f"{stub} {how}")
-        self._observe()
+        self._observe(PROBE_S)  # what a busy server has swapped in meanwhile must not be undone
         loaded = self._loaded.get(stub.model)
         if loaded and stub.version in loaded.versions:
             self._replaced[stub.model].append(stub)
@@ -207,24 +210,38 @@ class Watchdog:
         _say(f"model {model!r} serves again")
 
     def _load_once(self, model: str, number: int) -> None:
+        self._await_loads_of_others(model)
         loaded = self._loaded[model]
+        lost = {stub.version for stub in self._replaced[model]}
+        if lost and lost.isdisjoint(loaded.versions):
+            return  # somebody has put another version in its place meanwhile
         config = with_versions(loaded.config, loaded.versions)
         config["parameters"] = {**config.get("parameters", {}), RESTARTS_PARAMETER: {"string_value": str(number)}}
         self._server.load(model, config)
         _let_newer_versions_be_noticed(self._server.repository / model, loaded.versions)
 
-    def _observe(self) -> None:
+    def _await_loads_of_others(self, model: str) -> None:
+        """Let loads end that are under way: the server would do so too, and what they load is what is wanted."""
+        self._observe()
+        while model in self._loading:
+            time.sleep(POLL_S)
+            self._observe()
+
+    def _observe(self, patience_s: float = OBSERVE_S) -> None:
         """Note what is served. What cannot be learned now is left as it was."""
         self._observed_at = time.monotonic()
         with suppress(OSError, HTTPException):
             ready: dict[str, list[int]] = {}
-            for entry in json.loads(self._server.request("POST", "v2/repository/index")):
+            index = json.loads(self._server.request("POST", "v2/repository/index", timeout=patience_s))
+            self._loading = {entry["name"] for entry in index if entry.get("state") == "LOADING"}
+            for entry in index:
                 if entry.get("state") == "READY":
                     ready.setdefault(entry["name"], []).append(int(entry["version"]))
             for model in set(self._loaded) - set(ready) - set(self._healing):
                 del self._loaded[model]
             for model, versions in ready.items():
-                config = json.loads(self._server.request("GET", f"v2/models/{quote(model, safe='')}/config"))
+                path = f"v2/models/{quote(model, safe='')}/config"
+                config = json.loads(self._server.request("GET", path, timeout=patience_s))
                 self._loaded[model] = Loaded(tuple(sorted(versions)), config)
 
 

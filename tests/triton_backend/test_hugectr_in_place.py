@@ -10,8 +10,8 @@ import pytest
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.formats.native import ModelSpec, TensorSpec
 from tests.formats.hugectr.test_importer import Source
-from triton_backend.in_place import InPlaceModel, check_config, contradictions, read_model_folder
-from triton_backend.model_config import ModelConfig, TensorConfig, write_model_config
+from triton_backend.in_place import InPlaceModel, contradictions, read_model_folder
+from triton_backend.model_config import ModelConfig, TensorConfig, check_config, write_model_config
 from triton_backend.repository import ps_json_variables
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.formats.native import ModelSpec, TensorSpec
-from triton_backend.model_config import ModelConfig, TensorConfig, describe, write_model_config
+from triton_backend.model_config import ModelConfig, TensorConfig, check_config, describe, write_model_config
 
 
 def spec_of(inputs: list[TensorSpec], outputs: list[TensorSpec], **fields: object) -> ModelSpec:
@@ -189,3 +190,57 @@ def test_a_field_with_an_empty_list_is_as_one_that_is_absent(tmp_path: Path) -> 
 
     assert ModelConfig.read(path).name == ""
     assert ModelConfig.read(path).parameters == {"a": ""}
+
+
+def _json(inputs: dict[str, tuple[str, list[int]]], outputs: dict[str, tuple[str, list[int]]]) -> dict[str, object]:
+    """What Triton tells a backend of a config.pbtxt for batches."""
+    tensors = [
+        [{"name": name, "data_type": kind, "dims": dims} for name, (kind, dims) in described.items()]
+        for described in (inputs, outputs)
+    ]
+    return {"max_batch_size": 8, "input": tensors[0], "output": tensors[1]}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [
+        ({"ids": ("TYPE_INT64", [26])}, {"click": ("TYPE_FP32", [1]), "OUTPUT0": ("TYPE_FP32", [1])}),
+        ({"ids": ("TYPE_INT64", [-1])}, {"OUTPUT0": ("TYPE_FP32", [-1])}),
+    ],
+    ids=["as written", "open sizes, fewer outputs"],
+)
+def test_a_version_that_config_pbtxt_describes_is_served(inputs: Any, outputs: Any) -> None:
+    """Users may leave outputs out, and sizes open."""
+    check_config(_json(inputs, outputs), spec_of([IDS], [CLICK], labels=("click",), label_outputs=("click",)))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "difference"),
+    [
+        (
+            {"ids": ("TYPE_INT64", [25])},
+            {},
+            r"input 'ids' TYPE_INT64 \[-1, 25\] there, 'ids' TYPE_INT64 \[-1, 26\] here",
+        ),
+        ({"ids": ("TYPE_INT64", [26, 1])}, {}, "input 'ids'"),
+        ({"ids": ("TYPE_INT32", [26])}, {}, "input 'ids' TYPE_INT32"),
+        ({"keys": ("TYPE_INT64", [26])}, {}, "input 'keys' .* there, absent here"),
+        ({}, {}, "input absent there, 'ids'"),
+        ({"ids": ("TYPE_INT64", [26])}, {"like": ("TYPE_FP32", [1])}, "output 'like' .* there, absent here"),
+        ({"ids": ("TYPE_INT64", [26])}, {"click": ("TYPE_FP32", [2])}, r"output 'click' TYPE_FP32 \[-1, 2\]"),
+    ],
+)
+def test_a_version_that_config_pbtxt_does_not_describe_is_refused(inputs: Any, outputs: Any, difference: str) -> None:
+    """It would go live and answer nothing that its clients ask."""
+    with pytest.raises(ConfigurationError, match=difference):
+        check_config(_json(inputs, outputs), spec_of([IDS], [CLICK]))
+
+
+def test_a_reshape_in_config_pbtxt_counts() -> None:
+    """Of a tensor that Triton reshapes, the model sees the new shape."""
+    config = {
+        "max_batch_size": 8,
+        "input": [{"name": "id", "data_type": "TYPE_INT64", "dims": [1], "reshape": {"shape": []}}],
+        "output": [{"name": "like", "data_type": "TYPE_FP32", "dims": [1], "reshape": {"shape": []}}],
+    }
+    check_config(config, spec_of([TensorSpec("id", "int64", (-1,))], [LIKE]))
