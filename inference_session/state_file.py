@@ -5,6 +5,7 @@ A file is a line that names the format, the SHA-256 of the content, and the cont
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -23,8 +24,9 @@ def write_state(path: Path, content: bytes) -> None:
     """Write a file and flush it to the disk, then rename it into place; OSError where that cannot be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for staged in path.parent.glob(f".tmp-*-{path.name}"):
-        if time.time() - staged.stat().st_mtime > _ABANDONED_S:
-            staged.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # its writer has just renamed it
+            if time.time() - staged.stat().st_mtime > _ABANDONED_S:
+                staged.unlink()
     # Several processes may write the same state: each renames a file of its own.
     staged = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     try:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import getpass
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -17,6 +19,16 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 _skipped: list[str] = []
+
+# The same examples on every machine and in every run, however slow the machine is. Fixtures serve all examples of a
+# test, and properties all implementations of a contract, which hypothesis takes for mistakes.
+settings.register_profile(
+    "any machine",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=(HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.differing_executors),
+)
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")
@@ -45,6 +57,12 @@ def browser() -> Iterator[Browser]:
 
     with started_browser() as browser:
         yield browser
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # A shell has what it runs in the background ignore Ctrl-C, and all that starts from there would ignore it too.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -23,7 +23,7 @@ from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
 from tests import small_model
-from tests.parameter_server.servers import RedisClusterServers, RedisServer, wait_until
+from tests.parameter_server.servers import PATIENCE_MS, RedisClusterServers, RedisServer, wait_until
 
 DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
 NUM_ROWS, NUM_READERS = 50, 3
@@ -31,7 +31,7 @@ EVERY = np.arange(NUM_ROWS)
 
 
 def push(directory: Path, url: str) -> None:
-    with create_store(url, Namespace("small", "1"), DIMS, writable=True) as store:
+    with create_store(url, Namespace("small", "1"), DIMS, writable=True, timeout_ms=PATIENCE_MS) as store:
         for table in small_model.TABLES:
             TablePush(directory, table, store).run()
 
@@ -45,8 +45,8 @@ def opened(tmp_path: Path, url: str, **settings: object) -> Iterator[InferenceSe
     push(directory, database)
     push(directory, url)
     shutil.rmtree(directory / "tables")
-    stores = {"volatile_store": url, "persistent_store": database, "store_timeout_ms": 400}
-    with InferenceSession.open(directory, **stores, **settings) as session:
+    stores = {"volatile_store": url, "persistent_store": database}
+    with InferenceSession.open(directory, **stores, **{"store_timeout_ms": 400, **settings}) as session:
         yield session
 
 
@@ -125,6 +125,11 @@ def hits(session: InferenceSession) -> int:
     return count
 
 
+def outages(session: InferenceSession) -> int:
+    count: int = session.stats()["tiers"]["volatile"]["outages"]
+    return count
+
+
 def wait_for_redis(session: InferenceSession) -> None:
     wait_until(lambda: is_up(session), "Redis to be used again")
     before = hits(session)
@@ -136,13 +141,17 @@ def wait_for_redis(session: InferenceSession) -> None:
 )
 def test_a_cluster_fails_over_while_it_is_written(tmp_path: Path, number: signal.Signals, cache_bytes: int) -> None:
     """Masters go and their replicas take over: no answer is old, none is an error, and no old row stays."""
-    with RedisClusterServers() as cluster, opened(tmp_path, cluster.url, cache_bytes=cache_bytes) as session:
+    with (
+        RedisClusterServers(node_timeout_ms=3000) as cluster,
+        opened(tmp_path, cluster.url, cache_bytes=cache_bytes) as session,
+    ):
         rows = WrittenRows(session)
         with rows.under_load():
             for master in cluster.masters[:2]:
                 rows.pass_on()
+                before = outages(session)
                 master.send_signal(number)
-                wait_until(lambda: not is_up(session), "the outage to be noticed")
+                wait_until(lambda before=before: outages(session) > before, "the outage to be noticed")  # type: ignore[misc]
                 rows.pass_on()
                 wait_for_redis(session)
                 master.send_signal(signal.SIGCONT) if number == signal.SIGSTOP else None
@@ -192,8 +201,9 @@ def test_a_redis_is_full(tmp_path: Path) -> None:
         rows = WrittenRows(session)
         with rows.under_load():
             rows.pass_on()
+            before = outages(session)
             client.config_set("maxmemory", "1")
-            wait_until(lambda: session.stats()["tiers"]["volatile"]["outages"] > 1, "Redis to refuse rows")
+            wait_until(lambda: outages(session) > before + 1, "Redis to refuse rows")
             rows.pass_on()
             client.config_set("maxmemory", "0")
             wait_for_redis(session)
@@ -207,8 +217,9 @@ def test_a_redis_becomes_read_only(tmp_path: Path) -> None:
         rows = WrittenRows(session)
         with rows.under_load(), server.client() as client:
             rows.pass_on()
+            before = outages(session)
             client.replicaof("127.0.0.1", other.port)
-            wait_until(lambda: not is_up(session), "Redis to refuse rows")
+            wait_until(lambda: outages(session) > before, "Redis to refuse rows")
             rows.pass_on()
             client.replicaof("NO", "ONE")
             wait_for_redis(session)
@@ -218,7 +229,8 @@ def test_a_redis_becomes_read_only(tmp_path: Path) -> None:
 
 def test_a_rocksdb_is_damaged(tmp_path: Path) -> None:
     """Rows that Redis has are answered as ever; those that only the damaged files have are UNAVAILABLE."""
-    with RedisServer() as server, opened(tmp_path, server.url, cache_bytes=0, on_store_failure="error") as session:
+    settings = {"cache_bytes": 0, "on_store_failure": "error", "store_timeout_ms": PATIENCE_MS}
+    with RedisServer() as server, opened(tmp_path, server.url, **settings) as session:
         expected = session.lookup("code", [0, 1])
         for file in (tmp_path / "db").glob("*.sst"):
             content = bytearray(file.read_bytes())

@@ -30,7 +30,7 @@ from inference_session.parameter_server.wrappers import WrapperStore
 from inference_session.row_source import UpdatableRows
 from tests import small_model
 from tests.hadoop import Hdfs
-from tests.parameter_server.servers import RedisServer
+from tests.parameter_server.servers import PATIENCE_MS, RedisServer
 
 Table = dict[int, list[float]]
 
@@ -99,12 +99,12 @@ def test_all_tiers_and_updates_are_in_a_dump(version: Path, tmp_path: Path, redi
     first, second, third = list(expected["hashed"])[:3]
     with create_store(f"rocksdb://{tmp_path}/db", Namespace("model", "1"), DIMS, writable=True) as store:
         store.insert("hashed", *rows(first, second, 77, value=1))
-    with create_store(redis_url, Namespace("model", "1"), DIMS) as store:
+    with create_store(redis_url, Namespace("model", "1"), DIMS, timeout_ms=PATIENCE_MS) as store:
         store.insert("hashed", *rows(second, 78, value=2))
     expected["hashed"] |= {first: [1, 1], second: [2, 2], 77: [1, 1], 78: [2, 2]}
     stores = {"volatile_store": redis_url, "persistent_store": f"rocksdb://{tmp_path}/db"}
 
-    with InferenceSession.open(version, **stores) as session:
+    with InferenceSession.open(version, **stores, store_timeout_ms=PATIENCE_MS) as session:
         session.dump(tmp_path / "dump")
         assert read_all(tmp_path / "dump") == expected
 

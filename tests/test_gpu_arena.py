@@ -10,7 +10,7 @@ from inference_session.gpu_arena import Arena
 REQUESTS = st.lists(st.lists(st.integers(0, 5000), max_size=8), min_size=1, max_size=8)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(requests=REQUESTS)
 def test_pieces_are_apart_and_come_again(requests: list[list[int]]) -> None:
     """Whatever was asked for in between, a request like an earlier one gets that one's places."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from inference_session.formats.verified_files import VerifiedFiles, file_state
 from inference_session.hot_keys import read_hot_keys, write_hot_keys
 from inference_session.state_file import read_state, write_state
 from tests import small_model
+from tests.parameter_server.servers import PATIENCE_S, wait_until
 from tests.test_stored_session import push
 
 
@@ -29,7 +30,7 @@ def stored(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     return directory, {
         "persistent_store": f"rocksdb://{tmp_path}/db",
         "cache_bytes": 1 << 20,
-        "warm_up_s": 60,
+        "warm_up_s": PATIENCE_S,
         "state_dir": str(tmp_path / "state"),
     }
 
@@ -88,10 +89,7 @@ def test_a_running_session_writes_by_itself(stored: tuple[Path, dict[str, Any]])
     path = Path(settings["state_dir"]) / "small.hot_keys"
     with InferenceSession.open(directory, **settings) as session:
         ask(session)
-        deadline = time.monotonic() + 120
-        while not path.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(path.exists, "the file")
 
         assert read_hot_keys(path)["code"].size
 
@@ -188,10 +186,11 @@ def test_verified_files_are_known_until_they_change(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"content")
     known = VerifiedFiles(tmp_path / "verified")
+    os.utime(file, (1e10, 1e10))  # as young as it gets, however long this takes
     known.add(file_state(file), "checksum")
     assert not known.holds(file_state(file), "checksum")
 
-    shutil.os.utime(file, (1e9, 1e9))
+    os.utime(file, (1e9, 1e9))
     known.add(file_state(file), "checksum")
     known.save()
     known = VerifiedFiles(tmp_path / "verified")

@@ -7,7 +7,6 @@ import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
 from tests import small_model
-from tests.parameter_server.servers import RedisServer, wait_until
+from tests.parameter_server.servers import PATIENCE_MS, RedisServer, wait_until
 
 DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
 NUM_CLIENTS = 4
@@ -27,7 +26,7 @@ Damage = Callable[[RedisServer], None]
 
 
 def push(directory: Path, url: str) -> None:
-    with create_store(url, Namespace("small", "1"), DIMS, writable=True) as store:
+    with create_store(url, Namespace("small", "1"), DIMS, writable=True, timeout_ms=PATIENCE_MS) as store:
         for table in small_model.TABLES:
             TablePush(directory, table, store).run()
 
@@ -131,8 +130,7 @@ def test_no_answer_is_wrong_while_redis_is_away(
                     )
 
     assert not load.faults, load.faults[0]
-    # Once a change of state, not once a request; a busy machine may add an outage to the two.
+    # Once a change of state, not once a request; a busy machine may add outages to the two, the last one at the end.
     said = [record.message for record in caplog.records if record.message.startswith("tier volatile")]
-    changes = ["failed" in message for message in said if "failed" in message or "answers again" in message]
-    assert all(before != after for before, after in pairwise(changes)), said
-    assert len(changes) >= 4
+    num_lost, num_back = (sum(what in message for message in said) for what in ("failed", "answers again"))
+    assert 2 <= num_back <= num_lost <= num_back + 1, said

@@ -35,7 +35,7 @@ from inference_session.parameter_server.wrappers import FaultStore
 from inference_session.row_source import CachedRows
 from tests import small_model
 from tests.parameter_server.hooked_store import HookedStore
-from tests.parameter_server.servers import wait_until
+from tests.parameter_server.servers import PATIENCE_MS, PATIENCE_S, wait_until
 
 DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
 TINY_CACHE_BYTES = 2000
@@ -55,7 +55,9 @@ def version(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, small_model
 
 
 def push(directory: Path, url: str) -> None:
-    with create_store(url, Namespace(directory.parent.name, directory.name), DIMS, writable=True) as store:
+    with create_store(
+        url, Namespace(directory.parent.name, directory.name), DIMS, writable=True, timeout_ms=PATIENCE_MS
+    ) as store:
         for table in small_model.TABLES:
             TablePush(directory, table, store).run()
 
@@ -78,7 +80,7 @@ def assert_answers(answer: object, expected: small_model.Arrays) -> None:
         np.testing.assert_allclose(array, expected[name], atol=1e-5, rtol=1e-5, err_msg=name)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     lengths=st.lists(st.integers(0, 6), min_size=6, max_size=6),
@@ -416,13 +418,13 @@ def test_async_inserts_answer_by_default_and_then_by_row(
         rows = session._rows
         assert isinstance(rows, CachedRows)
         assert rows._late is not None
-        assert rows._late.wait(30)
+        assert rows._late.wait(PATIENCE_S)
         for spec in small_model.TABLES:
             rows._cache.clear(spec.folder)
 
         first = session.run(inputs)
         defaults = session.stats()["tables"]["user_weight"]["default_vectors"]
-        assert rows._late.wait(30)
+        assert rows._late.wait(PATIENCE_S)
         second = session.run(inputs)
 
     assert defaults == 60

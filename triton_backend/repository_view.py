@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,8 @@ from triton_backend.repository import IN_PLACE_BACKENDS, SOURCE_LINK, is_version
 
 _SCHEDULERS = ("dynamic_batching", "sequence_batching", "ensemble_scheduling")
 _INTERVAL_S = 0.01
+_SETTLED_NS = 2_000_000_000
+"""Age from which on a further change of a folder is bound to change its time too."""
 
 
 class RepositoryView:
@@ -73,14 +76,14 @@ class RepositoryView:
             config.close()
 
     def _follow(self, stopping: threading.Event) -> None:
-        changed = 0
+        seen = 0
         while not stopping.wait(_INTERVAL_S):
             for config in self._configs.values():
                 config.serve()
             with contextlib.suppress(OSError):  # changed again while it was looked at
-                if changed != (now := self._repository.stat().st_mtime_ns):
+                if seen != (changed := self._repository.stat().st_mtime_ns):
                     self.refresh()
-                    changed = now
+                    seen = changed if abs(time.time_ns() - changed) > _SETTLED_NS else 0
 
     def _add(self, source: Path, target: Path) -> None:
         if _backend(source) not in IN_PLACE_BACKENDS:

@@ -23,6 +23,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from http.client import HTTPException
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, get_args
@@ -155,7 +156,8 @@ class TritonServer:
         with self._cleanup:
             if self._has_ended():
                 return
-            with contextlib.suppress(OSError):  # its HTTP endpoint may be switched off: then it unloads on SIGTERM
+            # Its HTTP endpoint may be switched off: then it unloads on SIGTERM.
+            with contextlib.suppress(OSError, HTTPException):
                 self._unload_models()
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -202,7 +204,7 @@ class TritonServer:
         """Endpoints open once every model has been loaded."""
         try:
             self.request("GET", "v2/health/ready")
-        except OSError:
+        except (OSError, HTTPException):
             return False
         return True
 

@@ -52,7 +52,7 @@ class ServerLog:
 
     def finish(self) -> None:
         """Wait for the last lines of a server that has ended; not for ever, as its stubs may live on."""
-        self._thread.join(timeout=2)
+        self._thread.join(timeout=5)
 
     def reason(self) -> str:
         """Why the server ended, in its own words."""

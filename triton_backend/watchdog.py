@@ -175,7 +175,7 @@ class Watchdog:
         self._lost.add(stub.pid)
         self._lost_at = time.monotonic()
         _say(f"{stub} {how}")
-        self._observe()
+        self._observe(PROBE_S)  # what a busy server has swapped in meanwhile must not be undone
         loaded = self._loaded.get(stub.model)
         if loaded and stub.version in loaded.versions:
             self._replaced[stub.model].append(stub)
@@ -227,12 +227,12 @@ class Watchdog:
             time.sleep(POLL_S)
             self._observe()
 
-    def _observe(self) -> None:
+    def _observe(self, patience_s: float = OBSERVE_S) -> None:
         """Note what is served. What cannot be learned now is left as it was."""
         self._observed_at = time.monotonic()
         with suppress(OSError, HTTPException):
             ready: dict[str, list[int]] = {}
-            index = json.loads(self._server.request("POST", "v2/repository/index"))
+            index = json.loads(self._server.request("POST", "v2/repository/index", timeout=patience_s))
             self._loading = {entry["name"] for entry in index if entry.get("state") == "LOADING"}
             for entry in index:
                 if entry.get("state") == "READY":
@@ -240,7 +240,8 @@ class Watchdog:
             for model in set(self._loaded) - set(ready) - set(self._healing):
                 del self._loaded[model]
             for model, versions in ready.items():
-                config = json.loads(self._server.request("GET", f"v2/models/{quote(model, safe='')}/config"))
+                path = f"v2/models/{quote(model, safe='')}/config"
+                config = json.loads(self._server.request("GET", path, timeout=patience_s))
                 self._loaded[model] = Loaded(tuple(sorted(versions)), config)
 
 

@@ -54,15 +54,16 @@ def fetch(place: str | Path, progress: Progress | None = None) -> Path:
             with Copy(url, target) as copy:
                 copy.run(progress)
         os.utime(target.parent)
-        _remove_old(folder)
+        _remove_old(folder, used=target.parent)
     return target
 
 
 def forget(place: str | Path) -> None:
     """Remove the copies of a URL, if there are any."""
     if is_url(place) and _folder_of(str(place)).is_dir():
-        with _locked(_folder_of(str(place))):
-            _remove_old(_folder_of(str(place)), num_kept=0)
+        with _locked(folder := _folder_of(str(place))):
+            for state in _states(folder):
+                shutil.rmtree(state)
 
 
 def link_tree(source: Path, target: Path) -> None:
@@ -88,8 +89,13 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _remove_old(folder: Path, num_kept: int = NUM_KEPT) -> None:
-    """Must be called while holding the lock."""
-    states = sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime_ns)
-    for path in states[: len(states) - num_kept]:
+def _states(folder: Path) -> list[Path]:
+    """The copies of one source, the one used last at the end."""
+    return sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime_ns)
+
+
+def _remove_old(folder: Path, used: Path) -> None:
+    """Remove all but the states used last, of which `used` is the very last. Must be called while holding the lock."""
+    others = [path for path in _states(folder) if path != used]
+    for path in others[: 1 - NUM_KEPT]:
         shutil.rmtree(path)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -22,8 +22,7 @@ KEYS = st.sampled_from([LOWEST, LOWEST + 1, -1, 0, 1, 2, 3, 255, 256, HIGHEST - 
 KEY_LISTS = st.lists(KEYS, max_size=40)
 TABLES = st.sampled_from(["narrow", "wide"])
 DIMS = {"narrow": 1, "wide": 5}
-# Every subclass runs the same properties, which hypothesis takes for a mistake.
-SHARED = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.differing_executors])
+SHARED = settings(max_examples=40)
 OPERATIONS = st.lists(
     st.tuples(st.sampled_from(["insert", "update", "erase", "clear", "lookup"]), TABLES, KEY_LISTS), max_size=12
 )

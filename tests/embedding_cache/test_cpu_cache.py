@@ -41,7 +41,7 @@ class TestCpuEmbeddingCache(EmbeddingCacheContract):
         return create_embedding_cache(dims, "cpu", cache_bytes=cache_bytes)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     dims=st.lists(st.integers(1, 300), min_size=1, max_size=6),
     extra=st.integers(0, 200_000),

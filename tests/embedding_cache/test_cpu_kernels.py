@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -92,7 +92,7 @@ tricky_keys = st.one_of(
 tables_of_keys = st.lists(tricky_keys, max_size=200, unique=True)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(
     data=st.data(),
     held=tables_of_keys,
@@ -125,7 +125,7 @@ def test_unpooled_lookup_equals_a_dict(  # noqa: PLR0917
     assert positions[:total].tolist() == unknown
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(0, 50), max_size=20),
     pooling=st.sampled_from([PoolingCode.SUM, PoolingCode.MEAN, PoolingCode.MAX]),

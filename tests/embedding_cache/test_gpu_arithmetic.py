@@ -29,7 +29,7 @@ RECORDS = {
 }
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(key=st.integers(-(2**63), 2**63 - 1), num_buckets=st.integers(1, 2**32 // SLOTS))
 def test_every_key_has_a_bucket_and_a_tag(key: int, num_buckets: int) -> None:
     """Buckets are in range, and tags never those that mean free or busy."""
@@ -62,7 +62,7 @@ def test_an_index_is_small_and_nearly_always_large_enough(num_rows: int, most_by
         assert sum(failed) <= 2
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(bucket=st.binary(min_size=64, max_size=64), tag=st.integers(0, 255))
 def test_the_slots_of_a_tag_are_found(bucket: bytes, tag: int) -> None:
     """As a plain comparison finds them, whatever the other bytes are; the last two bytes are no slots."""
@@ -70,7 +70,7 @@ def test_the_slots_of_a_tag_are_found(bucket: bytes, tag: int) -> None:
     assert found == [slot for slot in range(SLOTS) if bucket[slot] == tag]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(slots=st.integers(1, 2**SLOTS - 1), start=st.integers(0, SLOTS - 1))
 def test_a_search_goes_round_the_bucket(slots: int, start: int) -> None:
     """The slot that is taken is the first one at or after the start, else the first of all."""
@@ -84,7 +84,7 @@ def test_bits_become_bytes(bits: int) -> None:
     assert gpu_model.spread(bits).to_bytes(4, "little") == bytes(bits >> i & 1 for i in range(4))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(first=st.integers(0, 2**32 - 1), second=st.integers(0, 2**32 - 1))
 def test_lanes_are_ordered_by_class(first: int, second: int) -> None:
     """Each lane is there once: those of the first set, of the second, the others, each as they were."""
@@ -93,7 +93,7 @@ def test_lanes_are_ordered_by_class(first: int, second: int) -> None:
     assert order == sorted(range(gpu_model.LANES), key=lambda lane: rank[lane])
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(dim=st.integers(1, 300), num_keys=st.integers(0, 32), in_flight=st.sampled_from([1, 4, 8]))
 def test_every_element_is_copied_once(dim: int, num_keys: int, in_flight: int) -> None:
     """All lanes together copy each element of each row exactly once, four at a time or one by one."""
@@ -102,7 +102,7 @@ def test_every_element_is_copied_once(dim: int, num_keys: int, in_flight: int) -
         assert sorted(copied) == [(key, step) for key in range(num_keys) for step in range(steps)]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     sizes=st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 7), st.booleans()), min_size=1, max_size=80),
 )

@@ -118,7 +118,7 @@ def test_rows_are_held_as_asked(dtype: Any, error: float, dim: int) -> None:
         assert np.isnan(out.get()[500:]).all()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(
     sizes=st.lists(st.integers(0, 700), min_size=1, max_size=70),
     seed=st.integers(0, 2**32 - 1),

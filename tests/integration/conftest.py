@@ -17,10 +17,11 @@ import psutil
 import pytest
 import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
+from tritonclient.utils import InferenceServerException
 
 from inference_session.errors import HotrowError
 from tests.integration.models import write_bags, write_ctr, write_flat, write_types
-from tests.parameter_server.servers import wait_until
+from tests.parameter_server.servers import PATIENCE_S, wait_until
 from triton_backend.installation import find_installation
 
 NUMPY_1 = np.__version__.startswith("1.")
@@ -47,12 +48,16 @@ class Served:
 
     def http_client(self) -> Any:
         """A tritonclient for HTTP; whoever asks closes it."""
-        return http_client.InferenceServerClient(self.http, network_timeout=60)
+        return http_client.InferenceServerClient(self.http, network_timeout=PATIENCE_S, connection_timeout=PATIENCE_S)
 
     def family(self) -> list[psutil.Process]:
         """The launcher, the server and its stubs."""
         launcher = psutil.Process(self.process.pid)
         return [launcher, *launcher.children(recursive=True)]
+
+    def server(self) -> psutil.Process:
+        """The tritonserver that runs now."""
+        return next(process for process in self.family() if name_of(process) == "tritonserver")
 
     def stubs(self, model: str = "", version: int | None = None) -> list[psutil.Process]:
         """The backend processes that live, of a model and a version if these are given."""
@@ -76,7 +81,7 @@ class Served:
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Signal the launcher and return its exit status."""
         self.process.send_signal(number)
-        return self.process.wait(timeout=120)
+        return self.process.wait(timeout=PATIENCE_S)
 
     def close(self) -> None:
         """Stop it if it still runs."""
@@ -89,6 +94,30 @@ class Served:
 
 
 Serve = Callable[..., Served]
+
+
+def is_ready(client: Any, model: str) -> bool:
+    """Whether a server says so, if there is one at the moment."""
+    try:
+        return bool(client.is_model_ready(model))
+    except InferenceServerException:
+        return False
+
+
+def name_of(process: psutil.Process) -> str:
+    """Its program's; nothing where it has ended since it was listed."""
+    try:
+        return str(process.name())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Whether it lives; a zombie does not."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def start(repository: Path | str, *flags: str) -> Served:

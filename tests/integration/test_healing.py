@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,12 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from tests.integration.conftest import Serve, Served
+from tests.integration.conftest import Serve, Served, is_running
 from tests.integration.models import ctr_answer, write_ctr, write_flat
 from tests.integration.test_requests import DENSE, IDS, ask, counters
 from tests.parameter_server.servers import wait_until
@@ -32,11 +30,16 @@ def repository(tmp_path: Path) -> Path:
     return tmp_path / "repository"
 
 
-def scale_of(served: Served, *, timeout_s: float = 20) -> float | None:
+def await_scale(served: Served, scale: float) -> None:
+    """Wait until a version answers that scales its sums so."""
+    wait_until(lambda: scale_of(served) == scale, f"an answer scaled by {scale}")
+
+
+def scale_of(served: Served) -> float | None:
     """By what the version that answers scales its sums; None where none answers."""
     with served.grpc_client() as client:
         try:
-            answer = ask(client, "ctr", {"ids": IDS, "dense": DENSE}, client_timeout=timeout_s).as_numpy("OUTPUT0")
+            answer = ask(client, "ctr", {"ids": IDS, "dense": DENSE}, client_timeout=5).as_numpy("OUTPUT0")
         except InferenceServerException:
             return None
     return float((answer / ctr_answer(IDS, DENSE)).mean())
@@ -73,7 +76,7 @@ def test_a_lost_backend_process_is_replaced(serve: Serve, repository: Path, numb
     with served.grpc_client() as client:
         config = client.get_model_config("ctr", as_json=True)["config"]
         assert config["version_policy"] == {"latest": {"num_versions": 1}}
-    assert scale_of(served) == 3
+    await_scale(served, 3)
     lost = served.stub("ctr")
 
     lost.send_signal(number)
@@ -81,7 +84,7 @@ def test_a_lost_backend_process_is_replaced(serve: Serve, repository: Path, numb
     await_line(served, "model 'ctr' serves again")
 
     # A process that is killed while it shares a lock may take the server down, which is started again then.
-    wait_until(lambda: scale_of(served, timeout_s=5) == 3, "an answer")
+    await_scale(served, 3)
     wait_until(lambda: is_healthy(served), "health")
     wait_until(lambda: restarts(served, "ctr") >= 1, "the loss to be counted")
     went_down = any("went down" in line for line in served.errors)
@@ -100,7 +103,8 @@ def test_health_notices_without_a_watchdog(serve: Serve, repository: Path, numbe
 
     result = hotrow("health", "--model", "ctr", "--url", served.grpc)
 
-    launcher.resume()
+    launcher.kill()  # which takes less time than a stop that waits for the lost process
+    served.process.wait()
     assert result.returncode == 1
     assert result.stderr.count("\n") == 1
 
@@ -113,10 +117,10 @@ def test_the_version_that_was_chosen_comes_back(serve: Serve, repository: Path) 
 
     served.stub("ctr", version=1).kill()
     await_line(served, "model 'ctr' serves again")
-    assert scale_of(served) == 1
+    await_scale(served, 1)
 
     load_ctr(served)
-    assert scale_of(served) == 5
+    await_scale(served, 5)
 
 
 def test_a_load_that_is_under_way_when_a_process_is_lost_is_not_undone(serve: Serve, repository: Path) -> None:
@@ -140,14 +144,14 @@ def test_a_server_that_goes_down_with_a_backend_process_is_started_again(serve: 
     """Its ports, models and versions come back; the loss is counted."""
     served = serve(repository)
     assert hotrow("load", "ctr", "--version", "1", "--url", served.grpc).returncode == 0
-    server = next(process for process in served.family() if process.name() == "tritonserver")
+    server = served.server()
     lost = served.stub("ctr", version=1)
     lost.kill()
     await_line(served, f"backend process {lost.pid}")
 
     server.send_signal(signal.SIGABRT)
     await_line(served, "tritonserver went down")
-    wait_until(lambda: scale_of(served, timeout_s=5) == 1, "an answer")
+    await_scale(served, 1)
 
     wait_until(lambda: restarts(served, "ctr") >= 1, "the loss to be counted")
     assert served.stop() == 0
@@ -168,9 +172,9 @@ def test_a_killed_launcher_leaves_nothing(serve: Serve, repository: Path, victim
         family = served.family()
         assert shared_memory_of(served)
 
-        for process in family:
-            if process.pid == served.process.pid or process.name() in victims:
-                os.kill(process.pid, signal.SIGKILL)
+        if "tritonserver" in victims:
+            served.server().kill()
+        served.process.kill()
         served.process.wait()
 
     wait_until(lambda: not any(is_running(process) for process in family), "the end of all processes")
@@ -188,14 +192,6 @@ def load_ctr(served: Served) -> None:
         client.load_model("ctr")
 
 
-def is_running(process: psutil.Process) -> bool:
-    """Whether it lives; a zombie does not."""
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
-
-
 def test_backend_processes_do_not_outlive_a_server_of_others(serve: Serve, repository: Path) -> None:
     """Where nobody clears up after a killed server, they notice, end themselves and remove their memory."""
     # Without metrics: a call about them that the server's end interrupts may hold the interpreter for ever.
@@ -207,7 +203,7 @@ def test_backend_processes_do_not_outlive_a_server_of_others(serve: Serve, repos
     reaper.kill()
     launcher.suspend()
 
-    next(process for process in others if process.name() == "tritonserver").kill()
+    served.server().kill()
 
     wait_until(lambda: not any(is_running(stub) for stub in stubs), "the end of the backend processes")
     assert not any(path.exists() for path in memory)
@@ -224,4 +220,4 @@ def test_readiness_survives_failed_loads(serve: Serve, repository: Path) -> None
         with pytest.raises(InferenceServerException):
             grpc.load_model("ctr")
         assert http.is_server_ready()
-        np.testing.assert_equal(scale_of(served), 3)
+    await_scale(served, 3)

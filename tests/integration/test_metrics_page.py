@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from hotrow.command_line import cli
 from tests.integration.conftest import Serve
 from tests.integration.models import write_ctr
+from tests.parameter_server.servers import wait_until
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
@@ -72,11 +73,14 @@ def test_the_page_has_each_metric_of_a_server_with_its_kind_and_labels(serve: Se
             config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
     served = serve(tmp_path / "repository")
 
-    with urllib.request.urlopen(served.metrics) as page:  # noqa: S310  a page of ours
-        found = reported(page.read().decode())
+    def found() -> dict[str, Metric]:
+        """What the server reports at the moment."""
+        with urllib.request.urlopen(served.metrics) as page:  # noqa: S310  a page of ours
+            return reported(page.read().decode())
+
     described = {name: Metric(metric.kind, metric.labels) for name, metric in documented().items()}
-    assert described.items() <= found.items()
-    assert {name for name in found if name.startswith("hotrow_")} <= described.keys()
+    wait_until(lambda: described.items() <= found().items(), f"all of {sorted(described)}")
+    assert {name for name in found() if name.startswith("hotrow_")} <= described.keys()
 
 
 def test_the_page_has_each_alert_its_first_steps_and_what_it_reads() -> None:

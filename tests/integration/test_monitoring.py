@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from tritonclient.utils import InferenceServerException
 
 from hotrow.command_line import cli
-from tests.integration.conftest import Serve, Served
+from tests.integration.conftest import Serve, Served, is_ready
 from tests.integration.models import write_ctr
 from tests.parameter_server.servers import RedisServer, free_port, wait_until
 
@@ -72,7 +72,7 @@ class Monitored:
         """Whether Prometheus answers the query with anything; a query that it refuses is an error."""
         try:
             answer = requests.get(f"{self._url}/api/v1/query", params={"query": query}, timeout=10)
-        except requests.ConnectionError:  # it is starting
+        except (requests.ConnectionError, requests.Timeout):  # it is starting, or busy
             return False
         if answer.status_code == requests.codes.service_unavailable:
             return False
@@ -177,5 +177,5 @@ def kill_stub(served: Served) -> None:
 def unload(served: Served) -> None:
     """Unload the model, as soon as the server lets us."""
     with served.grpc_client() as client:
-        wait_until(lambda: client.is_model_ready("ctr"), "the model to serve again")
+        wait_until(lambda: is_ready(client, "ctr"), "the model to serve again")
         client.unload_model("ctr")

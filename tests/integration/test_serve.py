@@ -7,9 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,8 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
-from tests.integration.conftest import Serve, Served
+from tests.integration.conftest import Serve, Served, is_running
+from tests.parameter_server.servers import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.triton
 
@@ -82,8 +81,7 @@ def echo(client: Any, module: Any, model: str = "echo") -> None:
 
 def assert_nothing_left(family: list[psutil.Process], launcher: int) -> None:
     """No process of the family runs, and no shared memory of theirs is left."""
-    running = [process for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
-    assert running == []
+    assert [process for process in family if is_running(process)] == []
     assert shared_memory(launcher) == []
 
 
@@ -155,18 +153,12 @@ def test_requests_under_way_are_answered_before_the_stop(serve: Serve, tmp_path:
     served = serve(tmp_path / "repository")
     with served.grpc_client() as client, ThreadPoolExecutor() as threads:
         answer = threads.submit(echo, client, tritonclient.grpc, "slow")
-        wait_until(begun.exists)
+        wait_until(begun.exists, "the request to be computed")
         served.process.send_signal(signal.SIGTERM)
         go_on.touch()
 
-        answer.result(timeout=120)
-    assert served.process.wait(timeout=120) == 0
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll until the condition holds; pytest's timeout ends a wait in vain."""
-    while not condition():
-        time.sleep(0.01)
+        answer.result(timeout=PATIENCE_S)
+    assert served.process.wait(timeout=PATIENCE_S) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
@@ -174,10 +166,9 @@ def test_a_server_that_dies_is_noticed(serve: Serve, repository: Path, number: s
     """When the server dies by a signal, the launcher says so, ends with an error, and clears up after it."""
     served = serve(repository)
     family = served.family()
-    server = next(process for process in family if process.name() == "tritonserver")
 
-    server.send_signal(number)
-    status = served.process.wait(timeout=120)
+    served.server().send_signal(number)
+    status = served.process.wait(timeout=PATIENCE_S)
 
     assert status == 1
     assert_nothing_left(family, served.process.pid)

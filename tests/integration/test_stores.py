@@ -16,7 +16,7 @@ from inference_session.formats.native import TABLES_FOLDER
 from inference_session.formats.onnx_model import import_onnx
 from tests.integration.conftest import Serve, Served
 from tests.integration.test_real_models import ask
-from tests.parameter_server.servers import RedisServer, wait_until
+from tests.parameter_server.servers import PATIENCE_S, RedisServer, wait_until
 from triton_backend.model_config import write_model_config
 
 pytestmark = pytest.mark.triton
@@ -31,7 +31,7 @@ def hotrow(*arguments: object) -> None:
 
 def metric(served: Served, line: str) -> float:
     """The value of the one line of /metrics that begins so."""
-    with urllib.request.urlopen(served.metrics, timeout=10) as page:  # noqa: S310  a page of ours
+    with urllib.request.urlopen(served.metrics, timeout=PATIENCE_S) as page:  # noqa: S310  a page of ours
         lines = [text for text in page.read().decode().splitlines() if text.startswith(line)]
     assert len(lines) == 1, (line, lines)
     return float(lines[0].rpartition(" ")[2])
@@ -63,7 +63,7 @@ def test_a_model_is_served_from_stores_alone(shared: Path, serve: Serve, tmp_pat
                 np.testing.assert_allclose(answer, expected[name], rtol=0, atol=1e-6)
 
         check()
-        assert metric(served, f"hotrow_tier_up{tier}") == 1
+        wait_until(lambda: metric(served, f"hotrow_tier_up{tier}") == 1, "the metric to tell that all is well")
         server.stop()
         check()
         wait_until(lambda: metric(served, f"hotrow_tier_up{tier}") == 0, "the metric to tell of the outage")

@@ -22,12 +22,13 @@ from hotrow.command_line import cli
 from inference_session import InferenceSession
 from inference_session.formats.manifest import write_manifest
 from inference_session.formats.onnx_model import import_onnx
+from inference_session.hot_keys import read_hot_keys
 from tests.formats.hugectr.test_importer import requests_of
 from tests.integration.conftest import Serve, Served
 from tests.integration.models import ctr_answer, write_ctr
 from tests.integration.test_requests import DENSE, IDS, ask, counters
 from tests.integration.test_stores import hotrow
-from tests.parameter_server.servers import RedisServer, wait_until
+from tests.parameter_server.servers import PATIENCE_MS, PATIENCE_S, RedisServer, wait_until
 from triton_backend.model_config import write_model_config
 
 pytestmark = pytest.mark.triton
@@ -342,7 +343,8 @@ def test_the_new_version_starts_with_the_hot_rows(serve: Serve, tmp_path: Path) 
     write_ctr(repository / "ctr" / "1")
     with RedisServer() as redis:
         with (repository / "ctr" / "config.pbtxt").open("a", encoding="utf-8") as config:
-            for name, value in {"volatile_store": redis.url, "cache_fraction": "1"}.items():
+            settings = {"volatile_store": redis.url, "cache_fraction": 1, "store_timeout_ms": PATIENCE_MS}
+            for name, value in {**settings, "warm_up_s": PATIENCE_S}.items():
                 config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
         served = serve(repository)
 
@@ -354,7 +356,10 @@ def test_the_new_version_starts_with_the_hot_rows(serve: Serve, tmp_path: Path) 
             ask(client, "ctr", CTR)
             wait_until(lambda: sum(hits_and_misses("1")) == IDS.size, "the first keys to be counted")
             state = tmp_path / "cache" / "state"
-            wait_until(lambda: any(state.glob("*/ctr.hot_keys")), "hot keys to be kept")
+            wait_until(
+                lambda: any(len(read_hot_keys(file)["item"]) == 5 for file in state.glob("*/ctr.hot_keys")),
+                "all five keys to be kept",
+            )
             write_ctr(repository / "ctr" / "2", scale=3)
             client.load_model("ctr")
             assert tell_ctr(ask(client, "ctr", CTR).as_numpy("OUTPUT0"), 0) == 2

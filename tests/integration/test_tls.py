@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,10 +89,18 @@ def is_refused(served: Served, options: tuple[object, ...], reason: str) -> bool
     return reason in str(refused)
 
 
+def is_ready(served: Served) -> bool:
+    """Whether the HTTP endpoint says that the model is."""
+    try:
+        with urllib.request.urlopen(f"http://{served.http}/v2/models/ctr/ready") as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
+
+
 def lose_backend_process(served: Served) -> None:
     """Kill it, and wait until the launcher has loaded its model again."""
-    (stub,) = [process for process in served.family() if "stub" in process.name()]
-    os.kill(stub.pid, signal.SIGKILL)
+    served.stub("ctr").kill()
     wait_until(lambda: any("serves again" in line for line in served.errors), f"the model again: {served.errors}")
 
 
@@ -106,7 +112,7 @@ def test_a_server_with_tls_answers_those_who_know_its_authority(
     served = serve(repository, "--host", "0.0.0.0", *flags(authority.issue("localhost")))  # noqa: S104  of this test
     stranger = new_authority(tmp_path / "stranger")
 
-    assert "serves" in ask(served, "--tls-ca", authority.file).output
+    wait_until(lambda: "serves" in ask(served, "--tls-ca", authority.file).output, "an answer")
     for options, reason in (
         ((), "it wants TLS (--tls-ca"),
         (("--tls-ca", stranger.file), "not signed by the authority"),
@@ -135,11 +141,11 @@ def test_a_server_with_mutual_tls_wants_a_certificate_and_heals_itself(
     served = serve(repository, *flags(authority.issue("localhost")), "--tls-client-ca", str(authority.file))
 
     assert isinstance(ask(served, "--tls-ca", authority.file).exception, UnavailableError)
-    assert "serves" in ask(served, "--tls-ca", authority.file, *known).output
+    wait_until(lambda: "serves" in ask(served, "--tls-ca", authority.file, *known).output, "an answer")
     lose_backend_process(served)
     health = ["health", "--model", "ctr", "--url", served.grpc.replace("127.0.0.1", "localhost")]
-    answer = CliRunner().invoke(cli, [*health, "--tls-ca", str(authority.file), *known])
-    assert "answers" in answer.output
+    asking = [*health, "--tls-ca", str(authority.file), *known]
+    wait_until(lambda: "answers" in CliRunner().invoke(cli, asking).output, "the model to answer")
     assert not any("cannot be loaded again" in line for line in served.errors)
 
 
@@ -152,8 +158,7 @@ def test_the_launcher_is_not_locked_out_by_an_authority_of_clients_only(
     served = serve(repository, *flags(authority.issue("127.0.0.1")), "--tls-client-ca", str(of_clients.file))
 
     lose_backend_process(served)
-    with urllib.request.urlopen(f"http://{served.http}/v2/models/ctr/ready") as answer:
-        assert answer.status == 200
+    wait_until(lambda: is_ready(served), "the model to be ready")
 
 
 def test_what_cannot_be_used_is_said_before_the_start(authority: Authority, tmp_path: Path) -> None:

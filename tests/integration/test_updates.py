@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,7 @@ def test_published_rows_are_served(serve: Serve, tmp_path: Path) -> None:
     tables = small_model.write(newer, seed=1)
     inputs = small_model.random_inputs(40, np.random.default_rng(2), num_items=3)
     expected = small_model.expected(tables, inputs)
+    begun_s = time.time()
     with Broker() as broker:
         path = write_model_config(version, small_model.SPEC, "small")
         with path.open("a") as config:
@@ -63,9 +65,9 @@ def test_published_rows_are_served(serve: Serve, tmp_path: Path) -> None:
             lambda: metric(served, 'hotrow_update_messages_rejected_total{model="small",reason="key_width"') == 1,
             "the refused message to be counted",
         )
-        assert metric(served, f"hotrow_update_lag_messages{labels}") == 0
-        assert metric(served, f"hotrow_update_rows_total{labels}") >= 50 + 40
-        assert 0 < metric(served, f"hotrow_update_staleness_seconds{labels}") < 60
+        wait_until(lambda: metric(served, f"hotrow_update_lag_messages{labels}") == 0, "all messages to be applied")
+        wait_until(lambda: metric(served, f"hotrow_update_rows_total{labels}") >= 50 + 40, "all rows to be counted")
+        assert 0 < metric(served, f"hotrow_update_staleness_seconds{labels}") <= time.time() - begun_s
 
 
 def test_announced_versions_are_served(serve: Serve, tmp_path: Path) -> None:
@@ -89,10 +91,10 @@ def test_announced_versions_are_served(serve: Serve, tmp_path: Path) -> None:
                 broker.send("hotrow_versions.small", (b"version", b"../../4"))
                 hotrow("announce", "small", "3", "--to", broker.url)
                 assert any("dense.onnx" in line for line in follower.stdout), "the damaged version is named"
-                assert served_versions(served) == [2]
+                wait_until(lambda: served_versions(served) == [2], "version 2 alone to be ready")
                 hotrow("announce", "small", "4", "--to", broker.url)
                 assert any("version 4 serves" in line for line in follower.stdout)
-                assert served_versions(served) == [4]
+                wait_until(lambda: served_versions(served) == [4], "version 4 alone to be ready")
             finally:
                 follower.terminate()
         assert follower.returncode == 0

@@ -20,6 +20,7 @@ from inference_session.formats import manifest
 from tests.integration.conftest import NUMPY_1, Served, start
 from tests.integration.models import ctr_answer, write_bags, write_ctr, write_flat, write_types
 from tests.integration.test_requests import DENSE, IDS, ask
+from tests.parameter_server.servers import wait_until
 
 pytestmark = pytest.mark.triton
 
@@ -161,9 +162,12 @@ def test_a_version_is_tested_beside_the_one_that_serves(server: Served, model: s
     succeed(*test, "--compare-with", 1, "--tolerance", 1e6)
     succeed("load", model, "--version", 2, *url)
 
-    states = {row["version"]: row["state"] for row in json.loads(succeed("versions", model, *url, "--json"))}
-    assert states[2] == "READY"
-    assert states[1] in ("UNLOADING", "UNAVAILABLE")
+    def states() -> dict[int, str]:
+        """Of each version."""
+        return {row["version"]: row["state"] for row in json.loads(succeed("versions", model, *url, "--json"))}
+
+    assert states()[2] == "READY"
+    wait_until(lambda: states()[1] in ("UNLOADING", "UNAVAILABLE"), "version 1 to leave")
 
 
 def break_manifest(version_dir: Path, change: Callable[[Path], None]) -> None:
@@ -253,7 +257,7 @@ def test_health_of_what_is_not_there(server: Served, model: str) -> None:
 
 def test_health_of_a_stopped_server(server: Served) -> None:
     """A server that takes the connection and says nothing is not waited for."""
-    process = next(process for process in server.family() if process.name() == "tritonserver")
+    process = server.server()
     process.suspend()
     try:
         line = fail("health", "--model", "flat", "--url", server.grpc)

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from inference_session.errors import ConfigurationError, SourceError, UnavailableError
+from inference_session.errors import ConfigurationError, HotrowError, SourceError, UnavailableError
 from inference_session.model_source import Copy, create_source, hdfs_source, transfer
 from inference_session.model_source.hdfs_url import HdfsUrl
 from tests.hadoop import Hdfs
 from tests.model_source.test_sources import CONTENT, put
-from tests.parameter_server.servers import answering, free_port, serving
+from tests.parameter_server.servers import PATIENCE_S, answering, free_port, serving, wait_until
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not try again for seconds what is known to fail."""
     monkeypatch.setattr(hdfs_source, "PAUSES_S", (0.01, 0.01))
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try as long as processes take to start on a busy machine."""
+    monkeypatch.setattr(hdfs_source, "PAUSES_S", (0.1,) * 10 * PATIENCE_S)
+    monkeypatch.setattr(hdfs_source, "GIVE_UP_S", float(PATIENCE_S))
 
 
 def test_urls_have_a_port_if_none_is_given() -> None:
@@ -60,12 +71,52 @@ def test_the_wrong_port(hdfs: Hdfs) -> None:
         create_source(f"hdfs://127.0.0.1:{hdfs.rpc_port}/a").stat("")
 
 
-@pytest.mark.parametrize("body", [b"[]", b'{"FileStatus": 5}', b"<html>", b""])
+@pytest.mark.parametrize("body", [b"[]", b'{"FileStatus": 5}', b"<html>", b"", b"[" * 100_000])
 def test_another_web_server(body: bytes) -> None:
     """A server that answers something else is no HDFS, whatever it says."""
-    answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (len(body), body)
-    with answering(answer) as port, pytest.raises(SourceError, match="does not answer as WebHDFS does"):
+    with saying(body) as port, pytest.raises(SourceError, match="does not answer as WebHDFS does"):
         create_source(f"hdfs://127.0.0.1:{port}/a").stat("")
+
+
+FILE = {"pathSuffix": "b", "type": "FILE", "length": 5, "modificationTime": 1}
+
+
+@pytest.mark.parametrize(
+    "child",
+    [{"pathSuffix": name} for name in ("../b", "..", "c/d", "", "a", None)]
+    + [{"length": length} for length in (-1, "5", [], 1.5, 2**63)],
+    ids=str,
+)
+def test_a_folder_holds_plain_files(child: dict[str, object]) -> None:
+    """A child's name that would lead elsewhere, or that is there twice, and a size that is none, are no NameNode's."""
+    children = [{**FILE, "pathSuffix": "a"}, {**FILE, **child}]
+    body = {"FileStatus": {**FILE, "type": "DIRECTORY"}, "FileStatuses": {"FileStatus": children}}
+    with (
+        saying(json.dumps(body).encode()) as port,
+        create_source(f"hdfs://127.0.0.1:{port}/a") as source,
+        pytest.raises(SourceError, match="does not answer as WebHDFS does"),
+    ):
+        source.entries()
+
+
+def test_folders_without_end_are_refused() -> None:
+    """A NameNode whose every folder holds another one."""
+    folder = {**FILE, "type": "DIRECTORY"}
+    body = {"FileStatus": folder, "FileStatuses": {"FileStatus": [folder, {**FILE, "pathSuffix": "a"}]}}
+    with (
+        saying(json.dumps(body).encode()) as port,
+        create_source(f"hdfs://127.0.0.1:{port}/a") as source,
+        pytest.raises(SourceError, match="more than 1000 folders in each other"),
+    ):
+        source.entries()
+
+
+@contextmanager
+def saying(body: bytes) -> Iterator[int]:
+    """A web server that gives the same answer to all that it is asked."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
+    with answering(head + body) as port:
+        yield port
 
 
 def test_tokens_are_sent_and_never_shown(
@@ -109,9 +160,8 @@ def test_safe_mode_is_named(hdfs: Hdfs, impatient: None) -> None:
         source.make_folder("a")
 
 
-def test_safe_mode_that_ends_is_waited_for(hdfs: Hdfs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_safe_mode_that_ends_is_waited_for(hdfs: Hdfs, patient: None) -> None:
     """What a NameNode in safe mode refuses is done once it has left it."""
-    monkeypatch.setattr(hdfs_source, "PAUSES_S", (0.1,) * 100)
     with create_source(hdfs.url + "/safe") as source:
         with hdfs.safe_mode():
             thread = threading.Thread(target=source.make_folder, args=("b",))
@@ -132,9 +182,8 @@ def test_a_full_target_is_named(hdfs: Hdfs) -> None:
             put(source, "file", CONTENT)
 
 
-def test_a_datanode_that_dies_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_datanode_that_dies_is_waited_for(monkeypatch: pytest.MonkeyPatch, patient: None) -> None:
     """Reads go on at their byte, and files can be written, when a DataNode that was killed is back."""
-    monkeypatch.setattr(hdfs_source, "PAUSES_S", (0.2,) * 150)
     with Hdfs() as hdfs, create_source(hdfs.url + "/") as source:
         monkeypatch.setenv("HADOOP_USER_NAME", "root")
         put(source, "content", CONTENT)
@@ -159,6 +208,16 @@ def test_a_datanode_that_dies_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
         assert source.read("again", 0, len(CONTENT)) == CONTENT
 
 
+def can_be_written(hdfs: Hdfs) -> bool:
+    """Whether there is a DataNode that takes files."""
+    with create_source(f"{hdfs.url}/trials") as source:
+        try:
+            put(source, str(time.monotonic_ns()), b"1")
+        except HotrowError:
+            return False
+    return True
+
+
 def test_a_file_whose_writer_died_is_begun_again(impatient: None, tmp_path: Path) -> None:
     """A copy whose DataNode died amid a file fails, and the next one completes it, though HDFS holds that file open."""
     (tmp_path / "table").mkdir()
@@ -176,7 +235,8 @@ def test_a_file_whose_writer_died_is_begun_again(impatient: None, tmp_path: Path
         with Copy(tmp_path / "table", f"{hdfs.url}/table") as copy, pytest.raises(UnavailableError, match="DataNode"):
             copy.run(kill)
         hdfs.start("DataNode")
-        patch.setattr(hdfs_source, "PAUSES_S", (0.2,) * 50)
+        wait_until(lambda: can_be_written(hdfs), "the DataNode to be back")
+        patch.setattr(hdfs_source, "PAUSES_S", (0.2,) * 10)
         with Copy(tmp_path / "table", f"{hdfs.url}/table") as copy:
             copy.run()
         with create_source(f"{hdfs.url}/table") as source:

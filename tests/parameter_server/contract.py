@@ -355,7 +355,7 @@ class StoreContract(ReadContract):
     def test_any_sequence_of_calls_answers_as_a_dictionary(self, store: EmbeddingStore) -> None:
         """Insert, erase and fetch in any order mean what they mean to a dict."""
 
-        @settings(max_examples=25, deadline=None)
+        @settings(max_examples=25)
         @given(CALLS)
         def check(calls: list[tuple[str, list[int], int]]) -> None:
             store.clear("odd")

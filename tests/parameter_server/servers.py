@@ -23,6 +23,10 @@ import redis
 
 PATIENCE_S = 120
 """How long anything may take on a machine that is slow and busy; only what never comes costs as much."""
+PATIENCE_MS = 1000 * PATIENCE_S
+_BUS = 10_000
+"""How far above its port a node of a Cluster listens for others."""
+_OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def redis_binary() -> str:
@@ -45,12 +49,18 @@ def _packaged(package: str, pattern: str) -> str | None:
 
 
 def free_port() -> int:
-    """A port that is free, and whose Cluster bus (10,000 above) is free as well."""
+    """A port that is free, and so is that of its Cluster bus.
+
+    Neither is one that the kernel gives to outgoing connections, if the machine has others: a client that calls again
+    and again while nobody listens is given that very port in the end, and then there is no way to listen there.
+    """
+    lowest_outgoing = int(_OUTGOING.read_text(encoding="ascii").split()[0]) if _OUTGOING.exists() else 0
+    ports = range(_BUS, lowest_outgoing - _BUS) if lowest_outgoing > 2 * _BUS + 2000 else range(20_000, 45_000)
     while True:
-        port = random.randrange(20_000, 45_000)
+        port = random.SystemRandom().choice(ports)
         with contextlib.suppress(OSError), socket.socket() as one, socket.socket() as two:
             one.bind(("127.0.0.1", port))
-            two.bind(("127.0.0.1", port + 10_000))
+            two.bind(("127.0.0.1", port + _BUS))
             return port
 
 
@@ -119,11 +129,16 @@ class RedisServer:
 
 
 class RedisClusterServers:
-    """Three masters, each with a replica. A context manager."""
+    """Three masters, each with a replica. A context manager.
 
-    def __init__(self, binary: str | None = None) -> None:
-        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000", "--repl-diskless-sync-delay", "0")
-        self.servers = [RedisServer(*options, "--repl-ping-replica-period", "1", binary=binary) for _ in range(6)]
+    Args:
+        node_timeout_ms: a node that is silent for so long counts as dead, which on a busy machine it need not be.
+    """
+
+    def __init__(self, binary: str | None = None, *, node_timeout_ms: int = 60_000) -> None:
+        options = ("--cluster-enabled", "yes", "--cluster-node-timeout", str(node_timeout_ms))
+        options += ("--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1")
+        self.servers = [RedisServer(*options, binary=binary) for _ in range(6)]
 
     @property
     def url(self) -> str:

@@ -23,7 +23,7 @@ from inference_session.parameter_server.table_file import write_table
 from inference_session.parameter_server.table_push import TablePush
 from inference_session.parameter_server.wrappers import FaultStore
 from tests.parameter_server.contract import assert_same_bits, fetch, random_keys, random_vectors
-from tests.parameter_server.servers import RedisClusterServers, RedisServer
+from tests.parameter_server.servers import PATIENCE_MS, RedisClusterServers, RedisServer
 
 NUM_ROWS = 5000
 DIMS = {"hashed": 16, "numbered": 4, "halved": 3}
@@ -68,7 +68,7 @@ def stored(url: str) -> dict[str, Any]:
 
 def check_rows(url: str, namespace: Namespace, version_dir: Path) -> None:
     """Everything in the files is in the store, bit by bit, as a look-up would see it."""
-    with create_store(url, namespace, DIMS, timeout_ms=20_000) as store:
+    with create_store(url, namespace, DIMS, timeout_ms=PATIENCE_MS) as store:
         keys = np.fromfile(version_dir / TABLES_FOLDER / "hashed" / "key", np.int64)
         vectors = np.fromfile(version_dir / TABLES_FOLDER / "hashed" / "emb_vector", np.float32).reshape(-1, 16)
         last = {key: i for i, key in enumerate(keys.tolist())}

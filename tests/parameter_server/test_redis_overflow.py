@@ -19,7 +19,7 @@ from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
 from tests.parameter_server.contract import DIMS, assert_same_bits, fetch, keys_of, packed, random_keys, random_vectors
-from tests.parameter_server.servers import RedisClusterServers, RedisServer, wait_until
+from tests.parameter_server.servers import PATIENCE_MS, RedisClusterServers, RedisServer, wait_until
 
 KEYS, VECTORS = random_keys(400), random_vectors(400, 4)
 POLICIES = ("evict_oldest", "evict_random", "evict_least_used")
@@ -36,7 +36,7 @@ def open_store(url: str, policy: str, *, margin: int = 40, target: float = 0.5, 
     """A store in a name space of its own."""
     options = f"overflow_margin={margin}&overflow_policy={policy}&overflow_resolution_target={target}"
     namespace = Namespace(f"overflow{next(_numbers)}", "1")
-    store = create_store(f"{url}?partitions={partitions}&{options}", namespace, DIMS, timeout_ms=20_000)
+    store = create_store(f"{url}?partitions={partitions}&{options}", namespace, DIMS, timeout_ms=PATIENCE_MS)
     assert isinstance(store, RedisStore)
     return store
 
@@ -160,7 +160,7 @@ def test_a_redis_that_takes_no_writes_is_read_all_the_same(server: RedisServer) 
         store.insert("user", KEYS, VECTORS[:, :4])
         client.execute_command("ACL", "SETUSER", user, "on", ">pass", "~*", "+@read", "+@connection")
         url = server.url.replace("redis://", f"redis://{user}:pass@")
-        reader = create_store(url + "?partitions=2", store.namespace, DIMS)
+        reader = create_store(url + "?partitions=2", store.namespace, DIMS, timeout_ms=PATIENCE_MS)
         parameter_server = ParameterServer([Tier("volatile", reader, volatile=True, touches=True)])
         held = fetch(store, "user", KEYS)[0]
 

@@ -15,6 +15,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 import redis
+from numpy.typing import NDArray
 
 from inference_session.errors import ConfigurationError, StoreError, UnavailableError
 from inference_session.parameter_server import redis_layout as layout
@@ -34,6 +35,7 @@ from tests.parameter_server.contract import (
     random_vectors,
 )
 from tests.parameter_server.servers import (
+    PATIENCE_MS,
     RedisClusterServers,
     RedisServer,
     answering,
@@ -74,7 +76,7 @@ def eventually_answers(call: Callable[[], Answer]) -> Answer:
     return call()
 
 
-def open_store(url: str, namespace: Namespace | None = None, *, timeout_ms: int = 20_000) -> RedisStore:
+def open_store(url: str, namespace: Namespace | None = None, *, timeout_ms: int = PATIENCE_MS) -> RedisStore:
     """A store in a name space of its own."""
     store = create_store(url, namespace or Namespace(f"model{next(_numbers)}", "1"), DIMS, timeout_ms=timeout_ms)
     assert isinstance(store, RedisStore)
@@ -330,7 +332,7 @@ def test_tables_of_a_server_are_listed(server: RedisServer, cluster: RedisCluste
             store.insert("wide", keys_of(1), random_vectors(1, 128))
         with server.client() as client:
             client.set("hps_et{not a hash of rows}v", "x")
-        tables = {t.tag: t[1:] for t in list_redis_tables(StoreUrl.parse(place.url), timeout_ms=20_000)}
+        tables = {t.tag: t[1:] for t in list_redis_tables(StoreUrl.parse(place.url), timeout_ms=PATIENCE_MS)}
         assert tables["hps_et.listed@3.user"] == (100, 4)
         assert tables["hps_et.listed@3.wide"] == (1, 128)
         assert "hps_et.listed@3.odd" not in tables
@@ -340,7 +342,7 @@ def test_rows_of_another_width_are_refused(server: RedisServer, cluster: RedisCl
     """A row that is longer or shorter than the table's is an error naming table and widths, and no vector."""
     for place in (server, cluster):
         namespace = Namespace(f"widths{next(_numbers)}")
-        with create_store(place.url, namespace, {"user": 3}, timeout_ms=20_000) as other:
+        with create_store(place.url, namespace, {"user": 3}, timeout_ms=PATIENCE_MS) as other:
             other.insert("user", keys_of(1, 2, 3), random_vectors(3, 3))
         with open_store(place.url, namespace) as store:
             with pytest.raises(StoreError, match=r"'user'.*row of 12 bytes, expected 16"):
@@ -361,6 +363,22 @@ def test_a_key_of_another_type_under_our_name_is_an_error(server: RedisServer) -
                 call()
         store.insert("odd", keys_of(1), np.ones((1, 1), np.float32))
         assert fetch(store, "odd", keys_of(1))[1].item() == 1
+
+
+def finds(store: RedisStore, keys: NDArray[np.int64], table: str = "user") -> bool:
+    """Whether all rows are there at the moment."""
+    try:
+        return bool(fetch(store, table, keys)[0].all())
+    except UnavailableError:
+        return False
+
+
+def lets_in(client: redis.Redis) -> bool:
+    """Whether the server has a place for a client."""
+    try:
+        return bool(client.ping())
+    except redis.ConnectionError:
+        return False
 
 
 class TestOutages:
@@ -391,15 +409,18 @@ class TestOutages:
 
     def test_a_server_that_hangs_is_given_up_in_time(self) -> None:
         """A stopped process is not waited for; when it goes on, so do we."""
-        with RedisServer() as server, open_store(server.url, timeout_ms=300) as store:
-            store.insert("user", keys_of(1), random_vectors(1, 4))
+        namespace = Namespace("hanging", "1")
+        with RedisServer() as server, open_store(server.url, namespace, timeout_ms=300) as store:
+            with open_store(server.url, namespace) as patient:
+                patient.insert("user", keys_of(1), random_vectors(1, 4))
+            wait_until(lambda: finds(store, keys_of(1)), "an answer in time")
             server.send_signal(signal.SIGSTOP)
             with pytest.raises(UnavailableError, match=r"300 ms|in time"):
                 fetch(store, "user", keys_of(1))
             with pytest.raises(UnavailableError):
                 store.check()
             server.send_signal(signal.SIGCONT)
-            assert fetch(store, "user", keys_of(1))[0].all()
+            wait_until(lambda: finds(store, keys_of(1)), "an answer in time")
 
     @pytest.mark.parametrize(
         "answer",
@@ -505,7 +526,7 @@ class TestOutages:
                 store.erase("user", keys_of(1))
                 store.set_note("user", store.note("user") or "x")
                 assert store.num_rows("user") == 2
-                assert list_redis_tables(store.url, timeout_ms=5000)[0].num_rows == 2
+                assert list_redis_tables(store.url, timeout_ms=PATIENCE_MS)[0].num_rows == 2
                 store.clear("user")
                 store.remove_versions([])
 
@@ -540,7 +561,8 @@ class TestOutages:
     def test_a_server_with_too_many_clients_says_so(self) -> None:
         """That may pass, so it is no fault of the request."""
         with RedisServer("--maxclients", "1") as server, server.client() as client:
-            client.ping()
+            # Whoever asked whether it is up need not be gone yet.
+            wait_until(lambda: lets_in(client), "the only client's place")
             url = f"redis://127.0.0.1:{server.port}?partitions=1"
             with open_store(url) as store, pytest.raises(UnavailableError, match="max number of clients"):
                 fetch(store, "user", keys_of(1))
@@ -551,14 +573,7 @@ class TestOutages:
             with open_store(server.url, Namespace("replicated")) as store:
                 store.insert("odd", keys_of(1), np.ones((1, 1), np.float32))
             with open_store(replica.url, Namespace("replicated")) as store:
-
-                def arrived() -> bool:
-                    try:
-                        return bool(fetch(store, "odd", keys_of(1))[0].all())
-                    except UnavailableError:  # still loading
-                        return False
-
-                wait_until(arrived, "the row to reach the replica")
+                wait_until(lambda: finds(store, keys_of(1), "odd"), "the row to reach the replica")
                 with pytest.raises(UnavailableError, match="READONLY"):
                     store.insert("odd", keys_of(2), np.ones((1, 1), np.float32))
                 assert fetch(store, "odd", keys_of(1))[0].all()
@@ -600,22 +615,15 @@ class TestCluster:
     def test_a_dead_master_is_replaced_by_its_replica(self) -> None:
         """While a master is dead its keys are unavailable; its replica takes over and all rows are there again."""
         keys, vectors = random_keys(2000), random_vectors(2000, 4)
-        with RedisClusterServers() as cluster, open_store(cluster.url, timeout_ms=1000) as store:
+        with RedisClusterServers(node_timeout_ms=5000) as cluster, open_store(cluster.url) as store:
             store.insert("user", keys, vectors)
-            for client in (server.client() for server in cluster.masters):
-                client.execute_command("WAIT", 1, 5000)
-                client.close()
+            for server in cluster.masters:
+                with server.client() as client:
+                    wait_until(lambda c=client: c.execute_command("WAIT", 1, 1000) > 0, "the replica to follow")  # type: ignore[misc]
             cluster.servers[1].stop(signal.SIGKILL)
             with pytest.raises(UnavailableError):
                 fetch(store, "user", keys)
-
-            def whole_again() -> bool:
-                try:
-                    return bool(fetch(store, "user", keys)[0].all())
-                except UnavailableError:
-                    return False
-
-            wait_until(whole_again, "the replica to take over")
+            wait_until(lambda: finds(store, keys), "the replica to take over")
             assert_same_bits(fetch(store, "user", keys)[1], vectors)
             store.insert("user", keys, -vectors)
             cluster.servers[1].start()

@@ -15,7 +15,7 @@ from inference_session.parameter_server.retirement import retired_versions
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
 from tests import small_model
-from tests.parameter_server.servers import RedisServer, wait_until
+from tests.parameter_server.servers import PATIENCE_MS, RedisServer, wait_until
 
 DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
 
@@ -37,13 +37,13 @@ def test_the_newest_up_to_the_current_one_are_kept(versions: str, num_kept: int,
 
 
 def push(directory: Path, url: str) -> None:
-    with create_store(url, Namespace("small", directory.name), DIMS, writable=True) as store:
+    with create_store(url, Namespace("small", directory.name), DIMS, writable=True, timeout_ms=PATIENCE_MS) as store:
         for table in small_model.TABLES:
             TablePush(directory, table, store).run()
 
 
 def versions_in(url: str) -> Collection[str]:
-    with create_store(url, Namespace("small", "1"), DIMS) as store:
+    with create_store(url, Namespace("small", "1"), DIMS, timeout_ms=PATIENCE_MS) as store:
         return store.versions()
 
 
@@ -60,7 +60,7 @@ def test_opening_a_version_retires_older_ones(tmp_path: Path, monkeypatch: pytes
         for version in ("1", "2", "5"):
             shutil.rmtree(repository / version / "tables")
         shutil.rmtree(repository / "3")
-        stores = {"volatile_store": server.url, "persistent_store": database}
+        stores = {"volatile_store": server.url, "persistent_store": database, "store_timeout_ms": PATIENCE_MS}
 
         with InferenceSession.open(repository / "5", keep_versions=0, **stores):
             assert len(versions_in(server.url)) == 6

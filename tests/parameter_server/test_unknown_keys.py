@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from inference_session.errors import UnavailableError
+from inference_session.parameter_server import unknown_keys
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
 from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.server import ParameterServer
@@ -44,8 +46,9 @@ def insert(store: EmbeddingStore | ParameterServer, key: int, value: float) -> N
     store.insert("user", np.array([key]), np.full((1, 2), value, np.float32))
 
 
-def test_unknown_keys_are_not_asked_for_again_at_once() -> None:
+def test_unknown_keys_are_not_asked_for_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A key that no tier has is remembered until refresh(); the other keys of a request are asked for as ever."""
+    monkeypatch.setattr(unknown_keys, "MEMORY_S", 1e6)
     store = RecordingStore(MemoryStore(DIMS))
     insert(store, 1, 10)
     server = ParameterServer([Tier("memory", store)])

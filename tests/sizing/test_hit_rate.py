@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -47,7 +47,6 @@ def recommendations(shared: Path) -> NDArray[np.int64]:
     return np.frombuffer(data, ">i8").astype(np.int64)
 
 
-@settings(deadline=None)  # the first example waits for a compiler
 @given(_KEYS, st.integers(0, 20))
 def test_lru_is_exact_at_every_size(keys: list[int], capacity: int) -> None:
     """The curve says what a cache that is run over the keys does."""
@@ -68,7 +67,6 @@ def test_lru_is_exact_on_a_real_trace(recommendations: NDArray[np.int64], rows: 
     assert round(hit_rate, 3) == expected
 
 
-@settings(deadline=None)  # the first example waits for a compiler
 @given(_KEYS, st.integers(1, 20))
 def test_ours_is_what_the_cache_does(keys: list[int], capacity: int) -> None:
     """The simulation has the hits of a CpuEmbeddingCache that is given each missing row at once."""
@@ -115,7 +113,6 @@ def _ours(keys: NDArray[np.int64], rows: int) -> float:
     return count_hits(keys, capacity=rows) / len(keys)
 
 
-@settings(deadline=None)  # the first example waits for a compiler
 @given(st.lists(st.integers(0, 50), max_size=300), st.integers(1, 60), st.integers(1, 100))
 def test_a_sample_has_all_uses_of_its_keys(keys: list[int], max_keys: int, step: int) -> None:
     """It keeps the trace's order and its bound, whatever the pieces that it came in."""

@@ -13,7 +13,7 @@ from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, Producer, To
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from tests.parameter_server.servers import free_port, wait_until
+from tests.parameter_server.servers import PATIENCE_S, free_port, wait_until
 
 
 def broker_binary() -> str:
@@ -67,26 +67,26 @@ class Broker:
     def create_topic(self, name: str, num_partitions: int = 1) -> None:
         """Make a topic."""
         admin = self.admin()
-        admin.create_topics([NewTopic(name, num_partitions, 1)])[name].result(10)
+        admin.create_topics([NewTopic(name, num_partitions, 1)])[name].result(PATIENCE_S)
 
     def delete_topic(self, name: str) -> None:
         """Drop a topic and its messages."""
         admin = self.admin()
-        admin.delete_topics([name])[name].result(10)
+        admin.delete_topics([name])[name].result(PATIENCE_S)
 
     def send(self, topic: str, *messages: tuple[bytes | None, bytes | None], partition: int = 0) -> None:
         """Publish raw messages, (key, value), and wait until they are there."""
         producer = Producer({"bootstrap.servers": self.address, "log_level": 0, "error_cb": lambda _: None})
         for key, value in messages:
             producer.produce(topic, value, key, partition)
-        assert producer.flush(20) == 0
+        assert producer.flush(PATIENCE_S) == 0
 
     def messages(self, topic: str) -> list[Any]:
         """All messages of a topic, in order by partition."""
         consumer = Consumer({"bootstrap.servers": self.address, "group.id": "test", "auto.offset.reset": "earliest"})
         found = []
-        for partition in consumer.list_topics(topic, timeout=10).topics[topic].partitions:
-            low, high = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=10)
+        for partition in consumer.list_topics(topic, timeout=PATIENCE_S).topics[topic].partitions:
+            low, high = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=PATIENCE_S)
             consumer.assign([TopicPartition(topic, partition, low)])
             while low < high:
                 batch = [message for message in consumer.consume(10_000, 0.2) if message.error() is None]
@@ -98,11 +98,13 @@ class Broker:
     def committed(self, model: str) -> dict[str, int]:
         """The offsets that the servers of a model have committed, by topic and partition."""
         admin = self.admin()
-        groups = [group.group_id for group in admin.list_consumer_groups().result(10).valid]
+        groups = [group.group_id for group in admin.list_consumer_groups().result(PATIENCE_S).valid]
         found: dict[str, int] = {}
         for group in groups:
             if group.startswith(f"hotrow.{model}."):
-                offsets = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)])[group].result(10)
+                offsets = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)])[group].result(
+                    PATIENCE_S
+                )
                 found |= {f"{one.topic}/{one.partition}": one.offset for one in offsets.topic_partitions}
         return {name: offset for name, offset in found.items() if offset >= 0}
 

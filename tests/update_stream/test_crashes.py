@@ -19,7 +19,7 @@ from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.store_url import create_store
 from inference_session.update_stream import Publisher
-from tests.parameter_server.servers import RedisServer
+from tests.parameter_server.servers import PATIENCE_MS, RedisServer
 from tests.test_stored_session import DIMS, push
 from tests.update_stream.broker import Broker
 from tests.update_stream.conftest import SmallVersion
@@ -34,6 +34,7 @@ from inference_session import InferenceSession
 directory, volatile, persistent, stream = sys.argv[1:]
 InferenceSession.open(directory).close()  # has the kernels compiled, once for all
 settings = {"volatile_store": volatile, "persistent_store": persistent, "update_stream": stream}
+settings["store_timeout_ms"] = 120_000
 for line in sys.stdin:
     child = os.fork()
     if child == 0:
@@ -64,13 +65,14 @@ def test_fifty_kills_lose_nothing(broker: Broker, small: SmallVersion, tmp_path:
             rng = np.random.default_rng(0)
             with Publisher(broker.url, small.model) as publisher:
                 while rounds.acquire():
+                    is_last = done.is_set()
                     keys = rng.choice(NUM_KEYS, 300, replace=False)
                     values = rng.standard_normal(300, np.float32)
                     publisher.publish("hashed", keys, np.stack([values, -values], axis=1))
                     publisher.delete("hashed", keys[:20])
                     expected.update(zip(keys.tolist(), values.tolist(), strict=True))
                     expected.update(dict.fromkeys(keys[:20].tolist()))
-                    if done.is_set():  # with one round at least that no killed consumer has seen
+                    if is_last:  # a round that no killed consumer has seen
                         return
                     time.sleep(0.05)
 
@@ -88,7 +90,7 @@ def test_fifty_kills_lose_nothing(broker: Broker, small: SmallVersion, tmp_path:
             calm = [False] * 50
             kill(consumers, await_report(consumers, lambda rows, lag: is_calm(calm, rows > 0 and lag == 0)))
         for url in (redis.url, database):
-            with create_store(url, Namespace(small.model, "1"), DIMS) as store:
+            with create_store(url, Namespace(small.model, "1"), DIMS, timeout_ms=PATIENCE_MS) as store:
                 check(store, expected)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_session.errors import ConfigurationError
@@ -31,7 +31,6 @@ def batch(keys: list[int], vectors: np.ndarray, width: int) -> bytes:
     return b"".join(parts)
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -16,10 +16,10 @@ from inference_session.errors import ConfigurationError
 from inference_session.formats.native import TABLES_FOLDER
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.store_url import create_store
-from inference_session.update_stream import Publisher
+from inference_session.update_stream import Publisher, kafka_stream
 from inference_session.update_stream.encodings import encode_batch
 from tests import small_model
-from tests.parameter_server.servers import RedisServer, wait_until
+from tests.parameter_server.servers import PATIENCE_MS, PATIENCE_S, RedisServer, wait_until
 from tests.test_stored_session import DIMS, push
 from tests.update_stream.broker import Broker
 from tests.update_stream.conftest import SmallVersion
@@ -129,14 +129,21 @@ def test_updates_never_tear_or_hide_rows(broker: Broker, small: SmallVersion) ->
         assert (session.lookup("user.weight", np.arange(num_keys)) == 59).all()
 
 
-def test_the_stream_is_replayed_where_nothing_is_durable(broker: Broker, small: SmallVersion) -> None:
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Brokers, and whoever else writes to a store, may take as long as a busy machine needs."""
+    for name in ("_BROKER_S", "_FOLLOW_S"):
+        monkeypatch.setattr(kafka_stream, name, PATIENCE_S / 2)
+
+
+def test_the_stream_is_replayed_where_nothing_is_durable(broker: Broker, small: SmallVersion, patience: None) -> None:
     """Before `open` returns, in the order of the stream, and nothing is committed."""
     with Publisher(broker.url, small.model) as publisher:
         for value in range(5):
             publisher.publish("user.weight", [1, 2], vectors(value, rows=2))
         publisher.delete("user.weight", [2])
     for _ in range(2):
-        with InferenceSession.open(small.directory, update_stream=broker.url) as session:
+        with InferenceSession.open(small.directory, update_stream=broker.url, catch_up_s=PATIENCE_S) as session:
             np.testing.assert_array_equal(session.lookup("user.weight", [1]), vectors(4))
             np.testing.assert_array_equal(session.lookup("user.weight", [2]), vectors(0))
             assert session.stats()["updates"]["lag_messages"] == 0
@@ -277,7 +284,7 @@ def test_updates_reach_every_tier_and_the_cache(
         (small.directory / TABLES_FOLDER).rename(tmp_path / "away")
     keys = small.tables["hashed/key"]
     with RedisServer() as redis:
-        stores = {"volatile_store": redis.url, "persistent_store": database}
+        stores = {"volatile_store": redis.url, "persistent_store": database, "store_timeout_ms": PATIENCE_MS}
         with InferenceSession.open(small.directory, **stores, update_stream=broker.url) as session:
             session.lookup("hashed", keys)
             session.lookup("user.weight", np.arange(-50, 50))
@@ -291,8 +298,8 @@ def test_updates_reach_every_tier_and_the_cache(
             wait_until(lambda: bool(broker.committed(small.model)), "offsets to be committed")
         with InferenceSession.open(small.directory, **stores, cache_bytes=0) as session:
             np.testing.assert_array_equal(session.lookup("hashed", keys[3:6]), [DEFAULT] * 3)
-        for url in stores.values():
-            with create_store(url, Namespace(small.model, "1"), DIMS) as store:
+        for url in (redis.url, database):
+            with create_store(url, Namespace(small.model, "1"), DIMS, timeout_ms=PATIENCE_MS) as store:
                 out = np.zeros((6, 2), np.float32)
                 assert store.fetch("hashed", keys[:6], out).tolist() == [True] * 3 + [False] * 3
                 assert (out[:3] == 4).all()
@@ -300,12 +307,12 @@ def test_updates_reach_every_tier_and_the_cache(
             assert session.stats()["updates"]["messages"] == 0
 
 
-def test_who_cannot_write_follows_who_does(broker: Broker, small: SmallVersion, tmp_path: Path) -> None:
+def test_who_cannot_write_follows_who_does(broker: Broker, small: SmallVersion, tmp_path: Path, patience: None) -> None:
     """Of two sessions on one RocksDB both serve every update, from a Redis of its own too; the second takes over."""
     database = f"rocksdb://{tmp_path}/db"
     push(small.directory, database)
     keys = small.tables["hashed/key"]
-    settings = {"persistent_store": database, "update_stream": broker.url}
+    settings = {"persistent_store": database, "update_stream": broker.url, "store_timeout_ms": PATIENCE_MS}
     with (
         Publisher(broker.url, small.model) as publisher,
         RedisServer() as redis,

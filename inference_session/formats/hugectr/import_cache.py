@@ -88,7 +88,7 @@ def cached_import(
                     )
                     _refuse_changes(before, _states(sources))
             os.utime(entry)
-            _remove_old(imports)
+            _remove_old(imports, entry)
             # Others may open while we do. The lock is let go for a moment on the way: look again.
             fcntl.flock(lock, fcntl.LOCK_SH)
             if version_dir.is_dir():
@@ -169,13 +169,14 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:_HASH_LENGTH]
 
 
-def _remove_old(imports: Path) -> None:
-    """Remove all but the imports used last and the one that serves.
+def _remove_old(imports: Path, used: Path) -> None:
+    """Remove all but the imports used last, of which `used` is the very last, and the one that serves.
 
     Must be called while holding the lock alone: nobody is opening one.
     """
-    entries = sorted((path for path in imports.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime_ns)
-    for path in set(entries[:-NUM_KEPT]) - set(_served(imports)[-1:]):
+    others = [path for path in imports.iterdir() if path.is_dir() and path != used]
+    others.sort(key=lambda path: path.stat().st_mtime_ns)
+    for path in set(others[: 1 - NUM_KEPT]) - set(_served(imports)[-1:]):
         shutil.rmtree(path)
 
 

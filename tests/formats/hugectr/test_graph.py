@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_session.errors import ModelFormatError, UnsupportedModelError
@@ -318,7 +318,7 @@ def _places(value: Any, at: tuple[str | int, ...] = ()) -> list[tuple[str | int,
     return [place for key, inner in items for place in [(*at, key), *_places(inner, (*at, key))]]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300)
 @given(data=st.data(), replacement=_JSON)
 def test_no_replaced_value_does_worse_than_an_error(data: st.DataObject, replacement: Any, tmp_path: Path) -> None:
     """Whatever stands in any place of the graph: a network, or an error of ours."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from inference_session.errors import ConfigurationError, ModelFormatError
 from inference_session.formats.hugectr.import_cache import NUM_KEPT, cached_import, default_cache_folder, kept_import
 from inference_session.formats.hugectr.ps_json import read_ps_json
 from tests.formats.hugectr.test_importer import Source
+from tests.parameter_server.servers import PATIENCE_S
 
 OPEN = """
 import sys
@@ -124,12 +126,19 @@ def test_a_version_is_found_by_its_number(source: Source, tmp_path: Path) -> Non
 
 def test_old_imports_are_removed(source: Source, tmp_path: Path) -> None:
     """Those used last are kept; a session that has one open goes on without its files."""
-    versions = []
-    with InferenceSession.open(imported(source, tmp_path / "cache")) as session:
+    versions: list[Path] = []
+
+    def import_next() -> Path:
+        """By any clock used later than those before it, and earlier than the next one."""
+        versions.append(imported(source, tmp_path / "cache"))
+        os.utime(versions[-1].parent.parent, (1e9 + len(versions), 1e9 + len(versions)))
+        return versions[-1]
+
+    with InferenceSession.open(import_next()) as session:
         before = session.predict(source.request())
         for _ in range(NUM_KEPT + 1):
             change_a_vector(source)
-            versions.append(imported(source, tmp_path / "cache"))
+            import_next()
 
         np.testing.assert_array_equal(session.predict(source.request()), before)
     assert {path.parent.parent for path in versions[-NUM_KEPT:]} == set(entries(tmp_path / "cache"))
@@ -140,7 +149,7 @@ def test_processes_that_start_at_once_share_one_import(source: Source, tmp_path:
     command = [sys.executable, "-c", OPEN, str(source.ps_json()), str(tmp_path / "cache")]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
 
-    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
 
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert len(set(outputs)) == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_session.config import SessionConfig
@@ -394,7 +394,7 @@ _JSON = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200)
 @given(data=st.data(), value=_JSON)
 def test_no_replaced_value_does_worse_than_an_error(data: st.DataObject, value: Any, tmp_path: Path) -> None:
     """Whatever stands in any place: a configuration, or an error that names file and line."""

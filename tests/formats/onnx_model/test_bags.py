@@ -99,7 +99,7 @@ def pooled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Inf
 CUTS = st.lists(st.integers(0, 12), min_size=1, max_size=12).map(sorted)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cuts=CUTS, keys=st.lists(st.integers(-1000, 999), min_size=1, max_size=10))
 def test_any_offsets_mean_what_they_meant(
     pooled: tuple[Path, InferenceSession], cuts: list[int], keys: list[int]

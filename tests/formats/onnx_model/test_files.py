@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import ModelProto, TensorProto, helper
 
@@ -138,7 +138,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path, content: bytes) -> None:
     assert not _left(tmp_path)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 @given(data=st.data())
 def test_damaged_models_end_in_our_own_errors(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """A byte changed or bytes cut off lead to an error of ours or to a working model, and never leave a mess."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx.parser
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from onnx import TensorProto, helper, numpy_helper
@@ -31,7 +31,7 @@ def test_a_row_read_becomes_a_lookup_of_the_model_input(tmp_path: Path) -> None:
     assert not (report.version_dir / "keys.onnx").exists()
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20)
 @given(keys=hnp.arrays(np.int64, st.tuples(st.integers(0, 5), st.just(2)), elements=st.integers(-1000, 999)))
 def test_keys_in_range_answer_as_the_original(tmp_path_factory: pytest.TempPathFactory, keys: np.ndarray) -> None:
     """Any keys that ONNX Runtime takes, negative ones and no samples at all included, give the same answer."""
