@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
@@ -72,4 +73,6 @@ def _unpack_shipped() -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".tmp-", dir=folder.parent, ignore_cleanup_errors=True) as staging:
             copy = Path(shutil.copytree(shipped, Path(staging) / folder.name))
+            for inner in (copy, *(path for path in copy.rglob("*") if path.is_dir())):
+                inner.chmod(inner.stat().st_mode | stat.S_IRWXU)
             copy.rename(folder)  # fails where another process was first

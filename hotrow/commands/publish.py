@@ -11,7 +11,7 @@ import click
 
 from hotrow.progress import row_progress
 from inference_session.errors import ConfigurationError
-from inference_session.formats.native import SESSION_FILE, folder_names
+from inference_session.formats.native import SESSION_FILE, ModelSpec
 from inference_session.update_stream.kafka_url import KafkaUrl
 
 if TYPE_CHECKING:
@@ -77,10 +77,11 @@ def _sources(source: Path, table: str | None, since: Path | None) -> list[_Sourc
                 f"{source}: no version directory, it has no {SESSION_FILE}; a folder with a table's files"
                 " needs --table, and cannot be compared by --since"
             )
-        return [_whole(open_folder(source, folder_names([table])[0]))]
-    tables = [one for one in open_tables(source) if table is None or table in (one.spec.name, one.spec.folder)]
-    if not tables:
-        raise ConfigurationError(f"{source}: there is no table {table!r}")
+        return [_whole(open_folder(source, table))]
+    tables = open_tables(source)
+    if table is not None:
+        wanted = ModelSpec.read(source).table(table)
+        tables = [one for one in tables if one.spec == wanted]
     if since is None:
         return [_whole(one) for one in tables]
     old = {one.spec.folder: one for one in open_tables(since)}

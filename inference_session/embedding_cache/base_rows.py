@@ -33,7 +33,7 @@ from inference_session.embedding_cache.kernels.layout import VectorCode
 from inference_session.errors import ConfigurationError
 
 _CHUNK_KEYS = 1 << 20
-_REGISTER_MAPPED, _REGISTER_READ_ONLY = 2, 8
+_REGISTER_PORTABLE, _REGISTER_MAPPED, _REGISTER_READ_ONLY = 1, 2, 8
 _ELEMENT_BYTES = {VectorCode.FLOAT32: 4, VectorCode.FLOAT16: 2, VectorCode.INT8: 1}
 _pinned_here: Counter[tuple[int, int]] = Counter()
 """How many arrays use what has been pinned where it lies, by address and number of bytes."""
@@ -65,7 +65,8 @@ class PinnedArray:
             if place not in _pinned_here:
                 if _is_pinned(*place):
                     return not _overlaps_pinned_here(*place)
-                flags = _REGISTER_MAPPED | (0 if array.flags.writeable else _REGISTER_READ_ONLY)
+                flags = _REGISTER_PORTABLE | _REGISTER_MAPPED  # a cache on another device may share it
+                flags |= 0 if array.flags.writeable else _REGISTER_READ_ONLY
                 try:
                     runtime.hostRegister(*place, flags)
                 except runtime.CUDARuntimeError:  # memory of a kind that cannot be pinned, as that of mapped files

@@ -144,10 +144,11 @@ class ModelSpec:
         return self.joinable and (self.batched or self.layout == "hps")
 
     def table(self, name: str) -> TableSpec:
-        """The table of that original name or folder; TableNotFoundError otherwise."""
-        for table in self.tables:
-            if name in (table.name, table.folder):
-                return table
+        """The table of that original name, else of that folder; TableNotFoundError where there is neither."""
+        by_folder = {table.folder: table for table in self.tables}
+        by_name = {table.name: table for table in self.tables}
+        if table := by_name.get(name) or by_folder.get(name):
+            return table
         known = ", ".join(repr(table.name) for table in self.tables) or "none"
         raise TableNotFoundError(f"the model has no table {name!r}; its tables: {known}")
 

@@ -51,7 +51,7 @@ class Copy:
         self._place = create_source(folder)
         self._staged = StagedCopy(self._place, self._name)
         try:
-            self._refuse_bad_target()
+            self._was_published = self._refuse_bad_target()
             self._inventory = Inventory.of(self._origin)
         except BaseException:
             self.close()
@@ -70,6 +70,9 @@ class Copy:
             OSError: the source cannot be read, or the target not written.
             UnavailableError: one of them does not answer, or the source changes all the time. Run it again.
         """
+        if self._was_published:
+            self._staged.tidy_up()
+            return CopyReport(len(self._inventory.files), self.num_bytes, self.num_bytes)
         num_resumed = 0
         for _ in range(MAX_ROUNDS):
             kept = self._staged.prepare(self._origin.name_of(""), self._inventory)
@@ -95,14 +98,18 @@ class Copy:
     ) -> None:
         self.close()
 
-    def _refuse_bad_target(self) -> None:
+    def _refuse_bad_target(self) -> bool:
+        """Returns whether it is there already because an earlier run of this copy had only to tidy up."""
         target = self._place.name_of(self._name)
         if self._place.stat(self._name) is not None:
+            if self._staged.was_published(self._origin.name_of("")):
+                return True
             raise ConfigurationError(f"{target}: exists already; choose another target")
         if target.startswith(f"{self._origin.name_of('').rstrip('/')}/"):
             raise ConfigurationError(f"{target}: lies in {self._origin.name_of('')}, which was to be copied there")
+        return False
 
-    def _transfer(self, kept: dict[str, int], progress: Progress) -> SourceError | ModelFormatError | None:
+    def _transfer(self, kept: dict[str, int], progress: Progress) -> OSError | ModelFormatError | None:
         """Copy all files, some at a time. Returns the error where the source itself may have caused it by a change."""
         stopped = Event()
         with ThreadPoolExecutor(NUM_FILES * NUM_CHUNKS) as readers, ThreadPoolExecutor(NUM_FILES) as writers:
@@ -124,7 +131,7 @@ class Copy:
             try:
                 for future in as_completed(futures):
                     future.result()
-            except (SourceError, ModelFormatError) as error:
+            except (SourceError, ModelFormatError, FileNotFoundError) as error:
                 return error
             finally:
                 stopped.set()

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from inference_session.errors import ConfigurationError, HotrowError, SourceError, UnavailableError
 from inference_session.model_source.base import ChunksFrom, Entry, ModelSource
+from inference_session.model_source.hdfs_escapes import EscapingSession
 from inference_session.model_source.hdfs_url import HdfsUrl
 
 try:
@@ -53,7 +54,7 @@ class HdfsSource(ModelSource):
     def __init__(self, url: HdfsUrl) -> None:
         """Nothing is sent before it is needed. ConfigurationError where the environment asks for what is not there."""
         self.url = url
-        self._session = requests.Session()
+        self._session = EscapingSession(url.address)
         self._session.mount(
             url.http_url, requests.adapters.HTTPAdapter(pool_connections=8, pool_maxsize=_MAX_CONNECTIONS)
         )
@@ -104,6 +105,7 @@ class HdfsSource(ModelSource):
         left = num_bytes - sum(map(len, parts))
         if not left:
             return
+        self._session.prepare_for(self._client, self._path(path))
         with self._client.read(self._path(path), offset=begin + num_bytes - left, length=left) as stream:
             while left and (part := stream.read(min(left, _READ_BYTES))):
                 parts.append(part)
@@ -129,6 +131,7 @@ class HdfsSource(ModelSource):
 
     def _write_on(self, path: str, chunks_from: ChunksFrom) -> BaseException | None:
         """Write from the file's end; returns what the chunks themselves failed by, which is not ours to try again."""
+        self._session.prepare_for(self._client, self._path(path))
         before = self._status(path)
         begin = before["length"] if before else 0
         sent = _Counted(chunks_from(begin))
@@ -141,12 +144,9 @@ class HdfsSource(ModelSource):
         after = self._status(path)
         # A DataNode that runs into a quota, or has no room for a further block, may call that a success.
         if after is None or after["length"] != begin + sent.num_bytes:
-            cause = "is the file system full, or its quota used up?"
-            if "%" in self._path(path):
-                cause = "some releases of Hadoop take the % in a name for an escape"
             raise SourceError(
                 f"{self.name_of(path)}: {begin + sent.num_bytes} bytes were written, {after['length'] if after else 0}"
-                f" are there; {cause}"
+                " are there; is the file system full, or its quota used up?"
             )
         return None
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_session.errors import StoreError, UnavailableError
 from inference_session.parameter_server.tier import Tier
 
 MAX_PENDING_PROMOTIONS = 1024
@@ -39,6 +40,16 @@ class Promotion(NamedTuple):
     def rows(self, which: NDArray[np.bool_]) -> Promotion:
         """Some of them."""
         return self._replace(keys=self.keys[which], vectors=self.vectors[which])
+
+    def are_current(self) -> NDArray[np.bool_]:
+        """Which of the rows are the same where they came from; none if that cannot be told."""
+        vectors = np.empty_like(self.vectors)
+        try:
+            found = self.source.store.fetch(self.table, self.keys, vectors)
+        except (UnavailableError, StoreError):
+            return np.zeros(len(self.keys), np.bool_)
+        same: NDArray[np.bool_] = found & (vectors.view(np.uint32) == self.vectors.view(np.uint32)).all(axis=1)
+        return same
 
 
 class Touch(NamedTuple):

@@ -116,7 +116,9 @@ def family_options() -> Options:
     options.set_block_based_table_factory(blocks)
     options.set_allow_mmap_reads(True)
     options.set_compression_type(DBCompressionType.none())  # trained float32 hardly shrinks
+    options.set_allow_concurrent_memtable_write(False)  # a table has one writer, who need not look out for others
     options.set_write_buffer_size(_MEMTABLE_BYTES)
+    options.set_max_write_buffer_number(4)  # a write that waits for the disk holds up all of this process
     options.set_db_write_buffer_size(_ALL_MEMTABLES_BYTES)
     options.set_target_file_size_base(_FILE_BYTES)
     options.set_level_compaction_dynamic_level_bytes(True)

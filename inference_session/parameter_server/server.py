@@ -42,8 +42,6 @@ from inference_session.parameter_server.wanted_rows import WantedRows
 
 OnStoreFailure = Literal["default_vector", "error"]
 
-MAX_UNWRITTEN_KEYS = 1_000_000
-"""Keys of a table that are remembered for a volatile tier that is out; with more of them it drops the whole table."""
 MAX_REPORTED = 100
 """Different errors that are logged; a store that makes up ever new ones does not fill the log."""
 PAUSE_S = 5.0
@@ -324,7 +322,7 @@ class ParameterServer:
             try:
                 for tier in reversed(self._tiers if tiers is None else tiers):
                     if tier.store.supports_writes:
-                        error = self._try(tier, write)
+                        error = tier.attempt(write)
                         if error is not None and not tier.volatile:
                             raise error
                         if error is not None:
@@ -337,41 +335,29 @@ class ParameterServer:
                     if table in self._unknown:
                         self._unknown[table].forget(keys)
 
-    @staticmethod
-    def _try(tier: Tier, act: Callable[[EmbeddingStore], None]) -> HotrowError | None:
-        """Do something to a tier's store, or say why not. A volatile tier that is out is not even tried."""
-        if tier.failure is not None and tier.volatile:
-            return UnavailableError(tier.failure)
-        try:
-            act(tier.store)
-        except (UnavailableError, StoreError) as error:
-            return error
-        return None
-
     def _leave_out(self, tier: Tier, table: str, keys: NDArray[np.int64], error: HotrowError) -> None:
         """Serve nothing from a tier that has older rows of these keys. Must be called while holding `_writing`."""
-        unwritten = tier.unwritten.setdefault(table, [])
-        if unwritten is not None:
-            unwritten.append(keys.copy())
-            if sum(map(len, unwritten)) > MAX_UNWRITTEN_KEYS:
-                tier.unwritten[table] = None
+        tier.remember_unwritten(table, keys)
         self._report(tier, error, leave_out=True)
 
     def _report(self, tier: Tier, error: HotrowError, *, leave_out: bool = False) -> None:
         """Count a failure and log it once; a tier that is down is left out from now on."""
+        is_out = leave_out or isinstance(error, UnavailableError)
         with self._lock:
             tier.failures += 1
             tier.last_error = str(error)
-            is_news = tier.failure is None if leave_out or isinstance(error, UnavailableError) else True
-            if leave_out or isinstance(error, UnavailableError):
-                if tier.failure is None:
-                    tier.begin_outage(str(error))
-            elif str(error) in self._reported or len(self._reported) >= MAX_REPORTED:
-                is_news = False
-            else:
-                self._reported.add(str(error))
+            is_news = tier.failure is None if is_out else self._is_new(str(error))
+            if is_out and is_news:
+                tier.begin_outage(str(error))
         if is_news:
             _log.warning("tier %s of the parameter server failed: %s", tier.name, error)
+
+    def _is_new(self, failure: str) -> bool:
+        """Whether it has not been reported yet. Must be called while holding `_lock`."""
+        if failure in self._reported or len(self._reported) >= MAX_REPORTED:
+            return False
+        self._reported.add(failure)
+        return True
 
     def _work(self) -> None:
         """Promote and touch rows, bring back tiers that are out, and let readers catch up, until the server closes."""
@@ -450,8 +436,8 @@ class ParameterServer:
         """
         if tier.failure is not None or time.monotonic() < tier.paused_until:
             return False
-        error = self._try(tier, act)
-        down = None if error is None else self._try(tier, lambda store: store.check())
+        error = tier.attempt(act)
+        down = None if error is None else tier.attempt(lambda store: store.check())
         if down is not None:
             self._report(tier, down)
             return False
@@ -470,25 +456,14 @@ class ParameterServer:
         once a round, for a tier that catches up may hold up all threads of this process meanwhile.
         """
         sources = {promotion.source for _, promotion in inserted}
-        seen = {source for source in sources if self._try(source, lambda store: store.refresh()) is None}
+        seen = {source for source in sources if source.attempt(lambda store: store.refresh()) is None}
         with self._writing:
             for tier, promotion in inserted:
                 keys = promotion.keys
-                outdated = keys[~self._are_current(promotion)] if promotion.source in seen else keys
-                error = self._try(tier, lambda store, p=promotion, k=outdated: store.erase(p.table, k))  # type: ignore[misc]
+                outdated = keys[~promotion.are_current()] if promotion.source in seen else keys
+                error = tier.attempt(lambda store, p=promotion, k=outdated: store.erase(p.table, k))  # type: ignore[misc]
                 if error is not None:
                     self._leave_out(tier, promotion.table, outdated, error)
-
-    @staticmethod
-    def _are_current(promotion: Promotion) -> NDArray[np.bool_]:
-        """Which of the rows are the same where they came from; none if that cannot be told."""
-        vectors = np.empty_like(promotion.vectors)
-        try:
-            found = promotion.source.store.fetch(promotion.table, promotion.keys, vectors)
-        except (UnavailableError, StoreError):
-            return np.zeros(len(promotion.keys), np.bool_)
-        same: NDArray[np.bool_] = found & (vectors.view(np.uint32) == promotion.vectors.view(np.uint32)).all(axis=1)
-        return same
 
     def _look_after(self, tier: Tier) -> None:
         """Bring a tier back if it answers; let one that is in use see what others have written."""
@@ -497,20 +472,22 @@ class ParameterServer:
                 with self._writing if tier.store.lags else contextlib.nullcontext():
                     tier.store.refresh()
                 self._look_for_losses(tier)
-                return
-            if time.monotonic() < tier.retry_at:
-                return
-            tier.store.check()
-            self._look_for_losses(tier)
-            with self._writing:
-                for table in list(tier.unwritten):
-                    self._drop_unwritten(tier, table)
-                # Before anybody can find it failing once more, so that the log has things in their order.
-                _log.info("tier %s of the parameter server answers again", tier.name)
-                with self._lock:
-                    tier.failure, tier.back_since = None, time.monotonic()
+            elif time.monotonic() >= tier.retry_at:
+                self._bring_back(tier)
         except (UnavailableError, StoreError) as error:
             self._report(tier, error, leave_out=tier.failure is not None)
+
+    def _bring_back(self, tier: Tier) -> None:
+        """Use a tier again that was out, without the rows that it has missed newer ones of."""
+        tier.store.check()
+        self._look_for_losses(tier)
+        with self._writing:
+            for table in list(tier.unwritten):
+                tier.drop_unwritten(table)
+            # Before anybody can find it failing once more, so that the log has things in their order.
+            _log.info("tier %s of the parameter server answers again", tier.name)
+            with self._lock:
+                tier.failure, tier.back_since = None, time.monotonic()
 
     def _look_for_losses(self, tier: Tier) -> None:
         """Drop all that was written to a volatile tier whose store has forgotten some of it and shows older rows."""
@@ -521,19 +498,9 @@ class ParameterServer:
             with self._writing:
                 for table, writes in list(self._writes.items()):
                     tier.unwritten[table] = None if (keys := writes.keys()) is None else [keys]
-                    self._drop_unwritten(tier, table)
+                    tier.drop_unwritten(table)
                     self._on_drop(table, keys)
         tier.incarnation = incarnation
-
-    @staticmethod
-    def _drop_unwritten(tier: Tier, table: str) -> None:
-        """Drop rows whose newer ones could not be written. Must be called while holding `_writing`."""
-        keys = tier.unwritten[table]
-        if keys is None:
-            tier.store.clear(table)
-        else:
-            tier.store.erase(table, np.concatenate(keys))
-        del tier.unwritten[table]
 
 
 def _contains(ordered: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_session.errors import HotrowError, StoreError, UnavailableError
 from inference_session.parameter_server.base import EmbeddingStore
 
 STEADY_S = 10.0
 """A tier that was back for less than this is unsteady, and left out for longer each time."""
+MAX_UNWRITTEN_KEYS = 1_000_000
+"""Keys of a table that are remembered for a volatile tier that is out; with more of them it drops the whole table."""
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.5, 16.0
 """The shortest and the longest that an unsteady tier is left out before it is tried again."""
 
@@ -68,6 +72,33 @@ class Tier:
         unsteady = now - self.back_since < STEADY_S
         self.retry_pause_s = min(max(MIN_RETRY_PAUSE_S, 2 * self.retry_pause_s), MAX_RETRY_PAUSE_S) if unsteady else 0.0
         self.retry_at = now + self.retry_pause_s
+
+    def attempt(self, act: Callable[[EmbeddingStore], None]) -> HotrowError | None:
+        """Do something to the store, or say why not. A volatile tier that is out is not even tried."""
+        if self.failure is not None and self.volatile:
+            return UnavailableError(self.failure)
+        try:
+            act(self.store)
+        except (UnavailableError, StoreError) as error:
+            return error
+        return None
+
+    def remember_unwritten(self, table: str, keys: NDArray[np.int64]) -> None:
+        """The newest rows of these keys could not be written here. Must be called while nobody else writes."""
+        unwritten = self.unwritten.setdefault(table, [])
+        if unwritten is not None:
+            unwritten.append(keys.copy())
+            if sum(map(len, unwritten)) > MAX_UNWRITTEN_KEYS:
+                self.unwritten[table] = None
+
+    def drop_unwritten(self, table: str) -> None:
+        """Drop rows whose newer ones could not be written. Must be called while nobody else writes."""
+        keys = self.unwritten[table]
+        if keys is None:
+            self.store.clear(table)
+        else:
+            self.store.erase(table, np.concatenate(keys))
+        del self.unwritten[table]
 
     def counters(self) -> dict[str, Any]:
         """What `ParameterServer.stats` says of the tier."""

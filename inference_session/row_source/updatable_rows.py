@@ -35,7 +35,8 @@ class UpdatableRows(MappedRows):
         self._readers = Readers()
         defaults = [np.full(spec.embedding_dim, spec.default_vector, np.float32) for spec in self._specs]
         self._updated = [UpdatedTable(default, self._readers) for default in defaults]
-        self._state = _UpdatedState(self._records, np.zeros(len(tables), np.int64), ())
+        both = np.concatenate([self._records, self._records])
+        self._state = _UpdatedState(both, np.zeros(len(tables), np.int64), (None,) * len(tables))
         self._writing = threading.Lock()
         count_deleted(np.zeros(0, SEGMENT), self._records, self._state.deleted_addresses, NO_POSITIONS)  # compiles
 
@@ -61,13 +62,13 @@ class UpdatableRows(MappedRows):
         rows = vectors if aliases is keys else vectors[original]
         with self._writing:
             self._updated[table].insert(aliases, rows)
-            self._publish()
+            self._publish(table)
 
     def erase(self, table: int, keys: NDArray[np.int64]) -> None:
         """See RowSource."""
         with self._writing:
             self._updated[table].erase(aliases_of(self._specs[table], keys)[0])
-            self._publish()
+            self._publish(table)
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
@@ -93,16 +94,16 @@ class UpdatableRows(MappedRows):
         }
         return {**super().stats(), "updated": updated}
 
-    def _publish(self) -> None:
-        """Have later look-ups find the changed rows. Must be called while holding `_writing`."""
-        num_tables = len(self._specs)
-        records = np.concatenate([self._records, self._records])
-        addresses = np.zeros(num_tables, np.int64)
-        for t, table in enumerate(self._updated):
-            if table.num_rows:
-                records[t] = table.record(self._records[t]["default_address"], num_tables + t)
-                addresses[t] = table.arrays.deleted.ctypes.data if table.any_deleted else 0
-        self._state = _UpdatedState(records, addresses, tuple(table.arrays for table in self._updated))
+    def _publish(self, t: int) -> None:
+        """Have later look-ups find the changed rows of a table. Must be called while holding `_writing`."""
+        table, state = self._updated[t], self._state
+        deleted_address = table.arrays.deleted.ctypes.data if table.any_deleted else 0
+        if state.held[t] is table.arrays and state.deleted_addresses[t] == deleted_address:
+            return
+        records, addresses = state.records.copy(), state.deleted_addresses.copy()
+        records[t] = table.record(self._records[t]["default_address"], len(self._specs) + t)
+        addresses[t] = deleted_address
+        self._state = _UpdatedState(records, addresses, (*state.held[:t], table.arrays, *state.held[t + 1 :]))
 
 
 class _UpdatedState(NamedTuple):
@@ -112,5 +113,5 @@ class _UpdatedState(NamedTuple):
     """TABLE records to begin with, then those of the files behind them."""
     deleted_addresses: NDArray[np.int64]
     """By table, of UpdatedArrays.deleted; 0: nothing has been deleted."""
-    held: tuple[UpdatedArrays, ...]
+    held: tuple[UpdatedArrays | None, ...]
     """What the records lead to."""

@@ -218,7 +218,7 @@ def _batch(value: bytes | None, embedding_dim: int) -> tuple[NDArray[np.int64], 
         return _no_rows(embedding_dim)[:2]
     readings = [np.frombuffer(value, _row_type(width, embedding_dim), offset=HEADER_BYTES) for width in widths]
     rows = readings[0] if len(readings) == 1 else min(readings, key=_num_implausible)
-    return rows["key"].astype(np.int64), np.ascontiguousarray(rows["vector"])
+    return rows["key"].astype(np.int64), rows["vector"]
 
 
 def _num_implausible(rows: NDArray[np.void]) -> int:
@@ -237,9 +237,9 @@ def _refuse(rows: _Rows, allowed: NDArray[np.bool_], reason: str, text: str, ref
 
 
 def _last_of_each_key(rows: _Rows, refusals: list[Refusal]) -> Updates:
-    _, last = np.unique(rows.keys[::-1], return_index=True)
-    if len(last) < len(rows.keys):
-        rows = rows.at(len(rows.keys) - 1 - last)
+    """In the order of the keys' bytes, in which stores keep them."""
+    _, last = np.unique(rows.keys[::-1].byteswap().view(np.uint64), return_index=True)
+    rows = rows.at(len(rows.keys) - 1 - last)
     if not rows.deleted.any():
         return Updates(rows.keys, rows.vectors, rows.keys[:0], refusals)
     return Updates(rows.keys[~rows.deleted], rows.vectors[~rows.deleted], rows.keys[rows.deleted], refusals)

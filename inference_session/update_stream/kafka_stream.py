@@ -2,11 +2,15 @@
 
     discover    topics of this model's tables, every second: new ones from where their rows are durable up to, else
                 from the oldest message; ones that have vanished are left, and begin anew when they come back
-    consume     many messages at once, of all partitions
+    consume     a few messages at once, of all partitions
     decode      by table; messages that cannot be applied are set aside, counted, and logged once per reason
     apply       to every tier and the cache; while a store is down, again and again: nothing is dropped
+    rest        after every few hundred rows, for a moment, in which requests have the interpreter
     save        where rows are durable, once a second: how far they are, beside the rows, then the same to the brokers
     follow      a store that has another process for its one writer: once that one has saved as much, rows are read anew
+
+Requests are answered by other threads of this process, and what the client library and RocksDB do, they do without
+letting these run. So all work is done in pieces of well below a millisecond; they also fit the processor's cache.
 
 Partitions are assigned, not shared out by a consumer group: every process keeps its own cache up to date, and so has to
 see every message. Where the rows are not durable, nothing is saved, and the stream is read from its beginning at start.
@@ -21,8 +25,9 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import groupby
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -30,6 +35,7 @@ from numpy.typing import NDArray
 
 from inference_session.errors import ConfigurationError, StoreError, UnavailableError
 from inference_session.formats.native import TableSpec
+from inference_session.pacing import Rests
 from inference_session.update_stream.encodings import Refusal, Updates, decode
 from inference_session.update_stream.kafka_url import KafkaUrl
 from inference_session.update_stream.offset_notes import read_offsets, with_offsets
@@ -37,14 +43,20 @@ from inference_session.update_stream.stream_stats import StreamStats
 from inference_session.update_stream.topics import table_of
 
 try:
-    from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, TopicPartition
+    from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
 except ImportError as missing:
     raise ConfigurationError(
         "an update stream needs the package `confluent-kafka`: pip install 'hotrow[kafka]'"
     ) from missing
 
 DISCOVERY_S = 1.0
-MAX_MESSAGES = 10_000
+MAX_MESSAGES = 500
+"""Taken from the client library at once."""
+_BYTES_AT_ONCE = 256 << 10
+"""Of messages that are taken at once, about."""
+_TAKES = 8
+"""After so many, what has been taken is applied: the more rows at once, the faster do stores take them."""
+_ROWS_AT_ONCE = 256
 _POLL_S = 0.05
 _SAVE_S = 1.0
 _FOLLOW_S = 5.0
@@ -119,6 +131,8 @@ class KafkaUpdateStream:
         self._behind: set[Partition] | None = None
         """Partitions found at first whose end has not been seen yet; None: nothing has been found out."""
         self._save_at = self._discover_at = 0.0
+        self._num_at_once = 1
+        self._rests = Rests()
         self._stats = StreamStats(model)
         self._current = threading.Event()
         self._closing = threading.Event()
@@ -177,6 +191,7 @@ class KafkaUpdateStream:
             self._discover_at = time.monotonic() + DISCOVERY_S
         by_topic, oldest_ms, ends = self._consume()
         if by_topic:
+            self._rests.rest()
             self._apply_all(by_topic, oldest_ms)
         if ends:
             self._reach(ends)
@@ -244,17 +259,39 @@ class KafkaUpdateStream:
         """Messages by topic; the time in ms at which the oldest was published; where partitions have their end."""
         by_topic: defaultdict[str, list[Any]] = defaultdict(list)
         ends: dict[Partition, int] = {}
-        for message in self._consumer.consume(MAX_MESSAGES, _POLL_S):
-            error, topic = message.error(), message.topic() or ""
-            if error is None:
-                by_topic[topic].append(message)
-            elif error.code() == KafkaError._PARTITION_EOF:
+        consumed = self._take()
+        failed = [message for message in consumed if message.error()]
+        for topic, messages in groupby([message for message in consumed if not message.error()], Message.topic):
+            by_topic[topic] += messages
+        for message in failed:
+            topic, error = message.topic() or "", message.error()
+            if error.code() == KafkaError._PARTITION_EOF:
                 ends[topic, message.partition() or 0] = message.offset() or 0
             else:
                 self._stats.fail(f"topic {topic!r}: {error.str()}")
                 self._discover_at = 0.0
         oldest_ms = min((messages[0].timestamp()[1] for messages in by_topic.values()), default=0)
         return by_topic, oldest_ms, ends
+
+    def _take(self) -> list[Any]:
+        """Messages, and words of partitions' ends, as far as they are there."""
+        taken: list[Any] = []
+        for take in range(_TAKES):
+            num_wanted = self._num_at_once
+            try:
+                messages = self._consumer.consume(num_wanted, 0.0 if take else _POLL_S)
+            except KafkaException:
+                if not taken:
+                    raise
+                break  # it will be raised again, when these are not lost by it
+            taken += messages
+            # A batch may be a thousand times as large as a row.
+            num_fitting = _BYTES_AT_ONCE * len(messages) // (sum(map(len, messages)) or 1)
+            self._num_at_once = min(max(num_fitting, 1), 2 * num_wanted, MAX_MESSAGES)
+            if len(messages) < num_wanted:
+                break
+            self._rests.rest()
+        return taken
 
     def _apply_all(self, by_topic: Mapping[str, list[Any]], oldest_ms: int) -> None:
         self._stats.begin(oldest_ms / 1000 if oldest_ms > 0 else time.time())
@@ -283,22 +320,25 @@ class KafkaUpdateStream:
             messages = [message for message in messages if message.timestamp()[1] >= self._since_ms]
         spec = self._specs[table]
         updates = decode(
-            [(message.key(), message.value()) for message in messages],
+            list(zip(map(Message.key, messages), map(Message.value, messages), strict=True)),
             spec.embedding_dim,
             allow_non_finite=self._allow_non_finite,
             min_key=0 if spec.keys == "row_number" else None,
         )
         self._refuse(topic, messages, updates.refusals)
+        self._rests.rest()
         self._persist(lambda: self._write(table, updates, topic, reached))
         self._stats.count_rows(updated=len(updates.keys), deleted=len(updates.deleted))
 
     def _write(self, table: int, updates: Updates, topic: str, reached: Mapping[int, int]) -> None:
         """Write rows of a topic, whose partitions are then applied up to `reached`."""
         try:
-            if len(updates.keys):
-                self._rows.update(table, updates.keys, updates.vectors)
-            if len(updates.deleted):
-                self._rows.erase(table, updates.deleted)
+            for part in _parts(len(updates.keys)):
+                self._rows.update(table, updates.keys[part], updates.vectors[part])
+                self._rests.rest()
+            for part in _parts(len(updates.deleted)):
+                self._rows.erase(table, updates.deleted[part])
+                self._rests.rest()
         except UnavailableError:
             if not (self._rows.is_durable and self._await_writer(table, topic, reached)):
                 raise
@@ -409,6 +449,12 @@ def _create_consumer(url: KafkaUrl, group: str) -> Consumer:
         raise ConfigurationError(f"settings of {str(url)!r} are refused: {error.args[0].str()}") from error
 
 
-def _ends(messages: Iterable[Any]) -> dict[int, int]:
+def _ends(messages: Sequence[Any]) -> dict[int, int]:
     """By partition, the offset behind its last message."""
-    return {message.partition(): message.offset() + 1 for message in messages}
+    last = dict(zip(map(Message.partition, messages), map(Message.offset, messages), strict=True))
+    return {partition: offset + 1 for partition, offset in last.items()}
+
+
+def _parts(num_rows: int) -> Iterator[slice]:
+    """So many rows, in pieces."""
+    return (slice(begin, begin + _ROWS_AT_ONCE) for begin in range(0, num_rows, _ROWS_AT_ONCE))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from inference_session.errors import ConfigurationError, ModelFormatError
 from inference_session.formats import manifest
-from inference_session.formats.native import SESSION_FILE, TABLES_FOLDER, ModelSpec, TableSpec
+from inference_session.formats.native import SESSION_FILE, TABLES_FOLDER, ModelSpec, TableSpec, folder_names
 from inference_session.parameter_server.table_file import (
     KEY_FILE,
     VECTOR_FILE,
@@ -83,15 +83,20 @@ def open_tables(version_dir: Path) -> list[Table]:
 
 
 def open_folder(folder: Path, table: str) -> Table:
-    """The table in a folder of files `key` and `emb_vector` as HugeCTR writes them, or of a version directory, under
-    the folder name `table`.
+    """The table in a folder of files `key` and `emb_vector` as HugeCTR writes them, or of a version directory, as the
+    table of that name.
 
-    Without a session.json two levels up, vectors are float32, and there must be a `key` file.
+    Without a session.json two levels up, vectors are float32, and there must be a `key` file. With one, that says by
+    which folder name the table goes.
     """
     version_dir = folder.resolve().parent.parent
     if folder.resolve().parent.name == TABLES_FOLDER and (version_dir / SESSION_FILE).exists():
-        spec = ModelSpec.read(version_dir).table(folder.resolve().name)
-        return Table(replace(spec, folder=table), TableFile.open(folder, spec))
+        model = ModelSpec.read(version_dir)
+        spec = next((one for one in model.tables if one.folder == folder.resolve().name), None)
+        if spec is None:
+            raise ModelFormatError(f"{folder}: {version_dir / SESSION_FILE} names no table in this folder")
+        known = next((one.folder for one in model.tables if one.name == table), folder_names([table])[0])
+        return Table(replace(spec, folder=known), TableFile.open(folder, spec))
     key_bytes, vector_bytes = _size(folder / KEY_FILE), _size(folder / VECTOR_FILE)
     num_rows = key_bytes // 8
     row_bytes = vector_bytes // num_rows if num_rows else 4
@@ -100,7 +105,7 @@ def open_folder(folder: Path, table: str) -> Table:
             f"{folder}: {KEY_FILE} has {key_bytes} bytes and {VECTOR_FILE} {vector_bytes},"
             " which are no int64 keys with as many float32 vectors"
         )
-    spec = TableSpec(table, table, num_rows, row_bytes // 4)
+    spec = TableSpec(table, folder_names([table])[0], num_rows, row_bytes // 4)
     vectors = np.memmap(folder / VECTOR_FILE, "<f4", "r", shape=(num_rows, row_bytes // 4)) if num_rows else _NO_VECTORS
     keys = np.memmap(folder / KEY_FILE, "<i8", "r") if num_rows else _NO_KEYS
     return Table(spec, TableFile(spec, vectors, keys, None))

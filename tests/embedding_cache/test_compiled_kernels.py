@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -58,9 +59,11 @@ def test_kernels_that_an_image_ships_are_found_in_an_empty_volume(tmp_path: Path
     (tmp_path / "outer.py").write_text(OUTER)
     assert run_outer(tmp_path, "a + 1") == [20, 0]
     volume, shipped = tmp_path / "volume/kernels", str(tmp_path / "compiled")
+    subprocess.run(["chmod", "-R", "a-w", shipped], check=True)
 
     assert run_outer(tmp_path, "a + 1", NUMBA_CACHE_DIR=str(volume), HOTROW_SHIPPED_KERNELS=shipped) == [20, 1]
     assert [path.name for path in volume.parent.iterdir()] == ["kernels"]
+    assert all(path.stat().st_mode & stat.S_IWUSR for path in [volume, *volume.iterdir()])
 
     (tmp_path / "own").mkdir()
     assert run_outer(tmp_path, "a + 1", NUMBA_CACHE_DIR=str(tmp_path / "own"), HOTROW_SHIPPED_KERNELS=shipped) == [

@@ -51,6 +51,14 @@ def test_a_table_is_found_by_name_and_by_folder() -> None:
         SPEC.table("x")
 
 
+def test_names_of_tables_come_before_folders() -> None:
+    """A table whose name is another one's folder is meant by it."""
+    clash = replace(SPEC, tables=(TableSpec("a.b", "a_b", 1, 1), TableSpec("a_b", "a_b_2", 1, 1)))
+
+    assert clash.table("a_b").folder == clash.table("a_b_2").folder == "a_b_2"
+    assert clash.table("a.b").folder == "a_b"
+
+
 def _set(path: str, value: Any) -> Any:
     """A change of one place in the document."""
 

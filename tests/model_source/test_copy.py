@@ -16,6 +16,7 @@ import pytest
 from inference_session.errors import ConfigurationError, ModelFormatError, UnavailableError
 from inference_session.formats import manifest
 from inference_session.model_source import Copy, ModelSource, create_source, transfer
+from inference_session.model_source.staged_copy import StagedCopy
 from inference_session.parameter_server.table_file import write_table
 from tests import small_model
 from tests.hadoop import Hdfs
@@ -37,7 +38,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture(params=["local", "hdfs"])
 def origin(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A table folder with one large file, a small one, an empty one and an empty folder."""
+    """A table folder with one large file, a small one, an empty one, one of an odd name, and an empty folder."""
     if request.param == "local":
         place = str(tmp_path / "origin" / "table")
     else:
@@ -46,6 +47,7 @@ def origin(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         put(source, "emb_vector", np.random.default_rng(1).bytes(_BIG))
         put(source, "key", np.arange(1000).tobytes())
         put(source, "inner/empty file", b"")
+        put(source, "50% off/a+b;c ü%41#?&=", b"odd")
         source.make_folder("empty")
     return place
 
@@ -99,7 +101,7 @@ def test_the_target_is_the_source(origin: str, target: str) -> None:
     copy(origin, target, told.append)
     assert contents(target) == contents(origin)
     assert folder_of(target) == ["copy"]
-    assert sum(told) == _BIG + 8000
+    assert sum(told) == _BIG + 8003
 
 
 def test_a_single_file_is_copied(origin: str, target: str) -> None:
@@ -114,6 +116,21 @@ def test_a_target_that_exists_is_refused(origin: str, target: str) -> None:
     with pytest.raises(ConfigurationError, match="copy: exists already"):
         copy(origin, target)
     assert contents(target) == {"": np.arange(1000).tobytes()}
+
+
+def test_a_copy_killed_between_its_last_steps_is_tidied_up(
+    origin: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A target that is whole, beside what its run had no time to remove, is completed by the same command."""
+    with monkeypatch.context() as patch:
+        patch.setattr(StagedCopy, "tidy_up", lambda _self: interrupted_after(0)(0))
+        with pytest.raises(_InterruptError):
+            copy(origin, target)
+
+    copy(origin, target)
+
+    assert contents(target) == contents(origin)
+    assert folder_of(target) == ["copy"]
 
 
 def test_a_folder_is_not_copied_into_itself(origin: str) -> None:

@@ -251,7 +251,7 @@ def test_updates_missed_during_an_outage_leave_nothing_stale(
 ) -> None:
     """A volatile tier that could not take an update drops its old rows before it is used again."""
     for limit in (1_000_000, 3):
-        monkeypatch.setattr(server_module, "MAX_UNWRITTEN_KEYS", limit)
+        monkeypatch.setattr(tier_module, "MAX_UNWRITTEN_KEYS", limit)
         stack = make()
         stack.volatile.insert("user", KEYS, VECTORS)
         stack.faults["volatile"] = UnavailableError("gone")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from hotrow.command_line import cli
 from inference_session.errors import ConfigurationError, InvalidRequestError, StoreError, UnavailableError
 from inference_session.formats import manifest
-from inference_session.formats.native import TABLES_FOLDER
+from inference_session.formats.native import TABLES_FOLDER, ModelSpec
 from inference_session.update_stream import Publisher
 from inference_session.update_stream.encodings import Updates, decode
 from tests import small_model
@@ -66,6 +67,21 @@ def test_a_table_folder_is_published(broker: Broker, small: SmallVersion, tmp_pa
     (folder / "key").unlink()
     with pytest.raises(ConfigurationError, match="publish a version directory, or a folder with the files"):
         hotrow("publish", folder, "--to", broker.url, "--model", small.model, "--table", "t")
+
+
+def test_a_table_of_a_version_goes_by_its_folder(broker: Broker, small: SmallVersion, tmp_path: Path) -> None:
+    """Where another table's folder has the name that this one's would have, the version knows better."""
+    version = tmp_path / "version"
+    shutil.copytree(small.directory, version)
+    spec = ModelSpec.read(version)
+    tables = [replace(table, name="user weight") if table.folder == "hashed" else table for table in spec.tables]
+    replace(spec, tables=tuple(tables)).write(version)
+
+    source = version / TABLES_FOLDER / "hashed"
+    hotrow("publish", source, "--to", broker.url, "--model", small.model, "--table", "user weight")
+
+    found = published(broker, small.topic("hashed"), 2)
+    assert rows_of(found) == as_rows(small.tables["hashed/key"], small.tables["hashed"])
 
 
 def test_only_what_differs_is_published(broker: Broker, small: SmallVersion, tmp_path: Path) -> None:

@@ -1,0 +1,46 @@
+"""Names with a % in them on HDFS: DataNodes of some releases (Hadoop 2.7 among them) decode such a path twice.
+
+They would read and write another file than was asked for. So, before the first such path goes to a DataNode, it is
+asked for something that it must refuse, for which reason says what it has decoded.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from urllib.parse import urlsplit
+
+import requests
+
+_PROBE = "/hotrow%zz"
+"""`%zz` is no escape: who decodes it fails by it."""
+_BLOCK_BYTES = 1
+"""No file can be made of such blocks, so nothing is."""
+
+
+class EscapingSession(requests.Session):
+    """Sends paths as those DataNodes want them, once it has found out that they do."""
+
+    def __init__(self, name_node: str) -> None:
+        """`name_node`: its host:port, which decodes paths once."""
+        super().__init__()
+        self._name_node = name_node
+        self._decodes_twice: bool | None = None
+        self._asking = threading.Lock()
+
+    def prepare_for(self, client: Any, path: str) -> None:
+        """Find out how DataNodes decode, if this path makes a difference; `client` is the HDFS client over this."""
+        if "%" not in path:
+            return
+        with self._asking:
+            if self._decodes_twice is None:
+                location = client._create(_PROBE, blocksize=_BLOCK_BYTES, overwrite=False).headers["location"]
+                answer = client._request(method="PUT", url=location, data=b"")
+                self._decodes_twice = "escape sequence" in answer.text
+
+    def send(self, request: requests.PreparedRequest, **settings: Any) -> requests.Response:
+        """See requests.Session; redirections come by here as well."""
+        parts = urlsplit(request.url or "")
+        if self._decodes_twice and parts.netloc != self._name_node:
+            request.url = parts._replace(path=parts.path.replace("%", "%25")).geturl()
+        return super().send(request, **settings)
