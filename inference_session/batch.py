@@ -195,6 +195,7 @@ class TensorLayout(RequestLayout):
     def __init__(self, spec: ModelSpec, outputs: Outputs, *, network_inputs: frozenset[str], max_elements: int) -> None:
         super().__init__(outputs, max_elements=max_elements)
         self._batched = spec.batched
+        self._equal_sizes = spec.equal_sizes
         ragged = _ragged_inputs(spec, network_inputs)
         self._inputs = tuple(_expected(tensor, tensor.name in ragged) for tensor in spec.inputs)
 
@@ -225,8 +226,20 @@ class TensorLayout(RequestLayout):
                     num_samples = shape[0]
                 shapes.append(shape[1:-1] if expected.ragged else shape[1:])
             checked[expected.name] = array if array.dtype != object else _decoded(expected.name, array)
+        for group in self._equal_sizes:
+            self._check_sizes(group, checked)
         outputs = self._outputs.resolve(request.outputs)
         return CheckedRequest(checked, outputs, max(num_samples, 0), tuple(shapes))
+
+    def _check_sizes(self, group: Sequence[tuple[str, int]], inputs: Mapping[str, NDArray[Any]]) -> None:
+        (first, first_axis), *others = group
+        for name, axis in others:
+            shape, expected = inputs[name].shape, inputs[first].shape
+            if shape[axis] != expected[first_axis]:
+                raise InvalidRequestError(
+                    f"input {name!r} has shape {list(shape)}, but {first!r} has {list(expected)}: dimension {axis} of "
+                    f"{name!r} and dimension {first_axis} of {first!r} must be the same"
+                )
 
     def made_up(self, num_samples: int) -> Request:
         return Request({expected.name: self._zeros(expected, num_samples) for expected in self._inputs})

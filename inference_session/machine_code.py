@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numba
@@ -30,15 +31,24 @@ rtsys.initialize(cpu_target.target_context)  # what machine code from the disk c
 
 class _MachineCode(FunctionCache):
     """On disk. Numba would import all of its compiler before it loads any, which takes longer than everything else
-    that a process does before it serves, and 20 MiB; compiling imports it where nothing was found.
+    that a process does before it serves, and 20 MiB; compiling imports it where nothing was found. And it would fail
+    where files are damaged, as by a loss of power, or the disk is full.
     """
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        with self._guard_against_spurious_io_errors():
+        loaded = None
+        try:
             loaded = self._load_overload(sig, target_context)
-            if loaded is None:
-                _announce()
-            return loaded
+        except (OSError, EOFError, UnpicklingError):
+            with suppress(OSError):
+                self.flush()  # else what is compiled now could not be kept either
+        if loaded is None:
+            _announce()
+        return loaded
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        with suppress(OSError):
+            super().save_overload(sig, data)
 
 
 def compiled(function: Callable[..., Any], signature: str | None = None, **options: Any) -> Any:

@@ -12,6 +12,10 @@ REST_PER_WORK = 4.0
 such work takes about as much of its own."""
 MAX_REST_S = 0.2
 """The longest of these rests."""
+_REST_S = 50e-6
+"""Long enough for a thread that waits for the interpreter to wake up and take it."""
+_MAX_RESTS_SHARE = 0.25
+"""Of the time: on a machine that is busy with other things every rest may take many milliseconds."""
 
 Piece = TypeVar("Piece")
 
@@ -34,3 +38,18 @@ def paced(pieces: Sequence[Piece], ending: Event, *, over_s: float = 0.0) -> Ite
         turn = begin + over_s * number / len(pieces)
         if ending.wait(max(rest_s, turn - time.monotonic())):
             return
+
+
+class Rests:
+    """Moments in which a thread leaves the interpreter to those that answer requests, within a piece of work."""
+
+    def __init__(self) -> None:
+        self._next_at = 0.0
+
+    def rest(self) -> None:
+        """Pause, unless pauses have taken their share of the time."""
+        begin = time.monotonic()
+        if begin >= self._next_at:
+            time.sleep(_REST_S)
+            end = time.monotonic()
+            self._next_at = end + (end - begin) * (1 / _MAX_RESTS_SHARE - 1)

@@ -90,7 +90,7 @@ def _fetch(folder: Path) -> None:
 
 def _run_or_skip(command: list[str], folder: Path) -> None:
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=450, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         pytest.skip(f"Hadoop's jars cannot be had: {error}")
     if done.returncode:

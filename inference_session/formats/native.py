@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -30,6 +31,8 @@ PREDICTIONS = "OUTPUT0"
 
 Pooling = Literal["none", "sum", "mean", "max"]
 VectorType = Literal["float32", "float16", "int8"]
+SCALE_AND_BIAS_BYTES = 8
+"""Behind the elements of an int8 row: a float32 each."""
 KeyKind = Literal["row_number", "stored"]
 
 
@@ -67,12 +70,17 @@ class TableSpec:
     @property
     def row_bytes(self) -> int:
         """Size of one stored vector; an int8 row ends with its float32 scale and bias."""
-        return {"float32": 4, "float16": 2, "int8": 1}[self.dtype] * self.embedding_dim + 8 * (self.dtype == "int8")
+        return bytes_per_row(self.embedding_dim, self.dtype)
 
     @property
     def num_bytes(self) -> int:
         """Size of the vectors and, where they are stored, of the keys."""
         return self.num_rows * (self.row_bytes + 8 * (self.keys == "stored"))
+
+
+def bytes_per_row(embedding_dim: int, dtype: VectorType) -> int:
+    """Size of one row of `emb_vector`."""
+    return embedding_dim * np.dtype(dtype).itemsize + SCALE_AND_BIAS_BYTES * (dtype == "int8")
 
 
 @dataclass(frozen=True)
@@ -124,6 +132,8 @@ class ModelSpec:
     """The outputs, [samples] or [samples, k], that side by side make up the predictions; empty: none qualify."""
     batched: bool = True
     """The first dimension of every input and output counts samples, and may take any size."""
+    equal_sizes: tuple[tuple[tuple[str, int], ...], ...] = ()
+    """Groups of dimensions, each an input and an axis of it, that have one size in a request."""
     joinable: bool = True
     """No answer depends on the other samples of its batch, so that requests may be computed together."""
     layout: Literal["tensors", "hugectr", "hps"] = "tensors"
@@ -180,11 +190,19 @@ def _parse(document: object) -> ModelSpec:
     document["outputs"] = tuple(_record(TensorSpec, item, "outputs") for item in _list(document, "outputs"))
     document["tables"] = tuple(_record(TableSpec, item, "tables") for item in _list(document, "tables"))
     document["lookups"] = tuple(_record(LookupSpec, item, "lookups") for item in _list(document, "lookups"))
+    document["equal_sizes"] = tuple(_dimensions(group) for group in _list(document, "equal_sizes"))
     for name in ("labels", "label_outputs"):
         document[name] = tuple(str(item) for item in _list(document, name))
     spec = _record(ModelSpec, document, "")
     _check(spec)
     return spec
+
+
+def _dimensions(group: Any) -> tuple[tuple[str, int], ...]:
+    is_list = isinstance(group, list) and len(group) > 1
+    if not is_list or not all(isinstance(pair, list) and len(pair) == 2 for pair in group):
+        raise ValueError(f"equal_sizes: expected a list of pairs, each of an input and an axis, found {group!r}")
+    return tuple((name, axis) for name, axis in group)
 
 
 Record = TypeVar("Record")
@@ -215,6 +233,10 @@ def _check(spec: ModelSpec) -> None:
         raise ValueError("field 'batched': true, but the first dimension of an input is not -1")
     if not isinstance(spec.settings, Mapping):
         raise ValueError(f"field 'settings': expected an object, found {spec.settings!r}")
+    axes = {tensor.name: range(len(tensor.shape)) for tensor in spec.inputs}
+    for name, axis in itertools.chain(*spec.equal_sizes):
+        if not isinstance(name, str) or type(axis) is not int or axis not in axes.get(name, ()):
+            raise ValueError(f"equal_sizes: no input {name!r} has an axis {axis!r}")
     folders: set[str] = set()
     for table in spec.tables:
         _check_table(table)

@@ -251,6 +251,18 @@ class ParameterServer:
         if not asking:
             return True
         requests = [want.missing() for want in asking]
+        found = self._ask(tier, requests)
+        if found is None:
+            return False
+        for want, request, part in zip(asking, requests, found, strict=True):
+            want.take(request, part)
+            if tier.touches:
+                self._touches.put(Touch(tier, want.table, request.keys[part], want.moment))
+            self._promote(tier, above, want, request, part)
+        return True
+
+    def _ask(self, tier: Tier, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]] | None:
+        """`fetch_many` of a tier's store, counted; None where it does not answer."""
         num_keys = sum(len(request.keys) for request in requests)
         outages = tier.outages
         try:
@@ -265,14 +277,7 @@ class ParameterServer:
             tier.hits += hits
             tier.misses += 0 if found is None else num_keys - hits
             tier.skipped += num_keys if found is None else 0
-        if found is None:
-            return False
-        for want, request, part in zip(asking, requests, found, strict=True):
-            want.take(request, part)
-            if tier.touches:
-                self._touches.put(Touch(tier, want.table, request.keys[part], want.moment))
-            self._promote(tier, above, want, request, part)
-        return True
+        return found
 
     def _settle(
         self, wanted: Sequence[WantedRows], failed: Sequence[Tier], on_store_failure: OnStoreFailure, now: float

@@ -35,6 +35,9 @@ class WantedRows:
 
     def take(self, fetched: FetchRequest, hits: NDArray[np.bool_]) -> None:
         """Enter what a tier had of the missing keys."""
+        if hits.all() and fetched.out is self.vectors:  # as a rule
+            self.found[:], self.left = True, self.left[:0]
+            return
         positions = self.left[hits]
         if fetched.out is not self.vectors:
             self.vectors[positions] = fetched.out[hits]

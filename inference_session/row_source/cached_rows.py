@@ -309,15 +309,16 @@ class CachedRows(RowSource):
         ]
         for (t, part), found in zip(overlay.parts.items(), self._server.fetch_unique(requests), strict=True):
             part.found[:] = found
-            part.vectors[~found] = self._defaults[t]
+            if not found.all():
+                part.vectors[~found] = self._defaults[t]
 
     def _keep(self, overlay: Overlay) -> None:
         """Cache the rows that were found, and not written since."""
         for t, part in overlay.parts.items():
             with self._caching:
                 current = part.found & ~self._writes[t].written(part.keys, overlay.moments[t])
-                if current.any():
-                    self._cache.insert(self._specs[t].folder, part.keys[current], part.vectors[current])
+                rows = slice(None) if current.all() else current  # as a rule, and then nothing is copied
+                self._cache.insert(self._specs[t].folder, part.keys[rows], part.vectors[rows])
 
     def _by_table(self, segments: NDArray[np.void], counts: NDArray[np.int64]) -> list[int]:
         sums: list[int] = np.bincount(segments["table"], counts, len(self._specs)).astype(np.int64).tolist()

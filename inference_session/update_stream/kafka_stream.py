@@ -35,10 +35,10 @@ from numpy.typing import NDArray
 
 from inference_session.errors import ConfigurationError, StoreError, UnavailableError
 from inference_session.formats.native import TableSpec
+from inference_session.pacing import Rests
 from inference_session.update_stream.encodings import Refusal, Updates, decode
 from inference_session.update_stream.kafka_url import KafkaUrl
 from inference_session.update_stream.offset_notes import read_offsets, with_offsets
-from inference_session.update_stream.rests import Rests
 from inference_session.update_stream.stream_stats import StreamStats
 from inference_session.update_stream.topics import table_of
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from inference_session.errors import ConfigurationError, UnavailableError
 from inference_session.formats import manifest
 from inference_session.formats.manifest import FileEntry
 from inference_session.formats.native import TABLES_FOLDER, ModelSpec
+from inference_session.formats.verified_files import FileState, file_state
 from inference_session.session import InferenceSession
 from inference_session.versions.model_version import ModelVersion
 
@@ -160,11 +162,23 @@ class VersionManager:
 
     def _watch(self, interval_s: float) -> None:
         """Update whenever the manifest has changed; what cannot be loaded is tried again, ever more seldom."""
-        failure = ""
-        pause_s = interval_s
-        while not self._closing.wait(pause_s):
+        failure, failed, pause_s, retry_at = "", None, interval_s, 0.0
+        while not self._closing.wait(interval_s):
+            found = self._manifest_state()
+            if failure and found == failed:
+                if time.monotonic() < retry_at:
+                    continue
+                pause_s = min(2 * pause_s, MAX_RETRY_S)
+            else:
+                pause_s = interval_s
             failure = self._try_update(failure)
-            pause_s = min(2 * pause_s, max(MAX_RETRY_S, interval_s)) if failure else interval_s
+            failed, retry_at = found, time.monotonic() + pause_s
+
+    def _manifest_state(self) -> FileState | None:
+        """Which file the manifest is at present."""
+        with contextlib.suppress(OSError):
+            return file_state(self._directory / manifest.MANIFEST_FILE)
+        return None
 
     def _try_update(self, last_failure: str) -> str:
         """Update, or log once and return why not."""

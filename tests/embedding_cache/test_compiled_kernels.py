@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import subprocess
 import sys
@@ -78,3 +79,25 @@ def test_a_folder_of_shipped_kernels_that_is_none_does_no_harm(shipped: str, tmp
     """They are compiled, as without it."""
     (tmp_path / "outer.py").write_text(OUTER)
     assert run_outer(tmp_path, "a + 1", HOTROW_SHIPPED_KERNELS=str(tmp_path / shipped)) == [20, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("suffix", "size"), [("nbi", 0), ("nbc", 20)])
+def test_damaged_machine_code_is_compiled_anew(suffix: str, size: int, tmp_path: Path) -> None:
+    """What a loss of power leaves of a file costs the next process time, and the one after it nothing."""
+    (tmp_path / "outer.py").write_text(OUTER)
+    assert run_outer(tmp_path, "a + 1") == [20, 0]
+    for file in (tmp_path / "compiled").rglob(f"*.{suffix}"):
+        os.truncate(file, size)
+
+    assert run_outer(tmp_path, "a + 1") == [20, 0]
+    assert run_outer(tmp_path, "a + 1") == [20, 1]
+
+
+@pytest.mark.slow
+def test_a_full_disk_keeps_nothing_and_fails_nothing(tmp_path: Path) -> None:
+    """Machine code that cannot be kept is used all the same."""
+    full = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+    (tmp_path / "outer.py").write_text(full + OUTER)
+    assert run_outer(tmp_path, "a + 1") == [20, 0]
+    assert run_outer(tmp_path, "a + 1") == [20, 0]

@@ -104,6 +104,9 @@ def _set(path: str, value: Any) -> Any:
         (_set("tables.1.default_vector", "zero"), "default_vector"),
         (_set("lookups.0.keys", 3), "must be strings"),
         (_set("settings", []), "settings"),
+        (_set("equal_sizes", [[["user", 0]]]), "equal_sizes: expected a list of pairs"),
+        (_set("equal_sizes", [[["user", 0], ["nowhere", 0]]]), "equal_sizes: no input 'nowhere' has an axis 0"),
+        (_set("equal_sizes", [[["user", 0], ["user", True]]]), "equal_sizes: no input 'user' has an axis True"),
     ],
 )
 def test_a_bad_field_is_named(tmp_path: Path, change: Any, message: str) -> None:

@@ -27,6 +27,7 @@ MEMORY_BYTES = (4 << 30) + (128 << 20) * (os.cpu_count() or 1)
 
 def fuzz(target: Target, folder: Path, *, seed: int, seconds: float, max_files: int) -> int:
     """Returns how many damaged files were read."""
+    folder.mkdir(parents=True, exist_ok=True)
     files = target.prepare(folder)
     sound = [path.read_bytes() for path in files]
     target.read(folder)

@@ -50,6 +50,7 @@ def fuzz(name: str, folder: Path, *, seed: int, seconds: int, max_files: int) ->
     sound = [path.read_bytes() for path in files]
     for number, content in enumerate(sound):
         (corpus / str(number)).write_bytes(bytes([number]) + content)
+    target.read(files_folder)  # which may take a minute where kernels have to be compiled
 
     def read(data: bytes) -> None:
         number = data[0] % len(files) if data else 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -68,12 +71,52 @@ def test_the_wrong_port(hdfs: Hdfs) -> None:
         create_source(f"hdfs://127.0.0.1:{hdfs.rpc_port}/a").stat("")
 
 
-@pytest.mark.parametrize("body", [b"[]", b'{"FileStatus": 5}', b"<html>", b""])
+@pytest.mark.parametrize("body", [b"[]", b'{"FileStatus": 5}', b"<html>", b"", b"[" * 100_000])
 def test_another_web_server(body: bytes) -> None:
     """A server that answers something else is no HDFS, whatever it says."""
-    answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b" % (len(body), body)
-    with answering(answer) as port, pytest.raises(SourceError, match="does not answer as WebHDFS does"):
+    with saying(body) as port, pytest.raises(SourceError, match="does not answer as WebHDFS does"):
         create_source(f"hdfs://127.0.0.1:{port}/a").stat("")
+
+
+FILE = {"pathSuffix": "b", "type": "FILE", "length": 5, "modificationTime": 1}
+
+
+@pytest.mark.parametrize(
+    "child",
+    [{"pathSuffix": name} for name in ("../b", "..", "c/d", "", "a", None)]
+    + [{"length": length} for length in (-1, "5", [], 1.5, 2**63)],
+    ids=str,
+)
+def test_a_folder_holds_plain_files(child: dict[str, object]) -> None:
+    """A child's name that would lead elsewhere, or that is there twice, and a size that is none, are no NameNode's."""
+    children = [{**FILE, "pathSuffix": "a"}, {**FILE, **child}]
+    body = {"FileStatus": {**FILE, "type": "DIRECTORY"}, "FileStatuses": {"FileStatus": children}}
+    with (
+        saying(json.dumps(body).encode()) as port,
+        create_source(f"hdfs://127.0.0.1:{port}/a") as source,
+        pytest.raises(SourceError, match="does not answer as WebHDFS does"),
+    ):
+        source.entries()
+
+
+def test_folders_without_end_are_refused() -> None:
+    """A NameNode whose every folder holds another one."""
+    folder = {**FILE, "type": "DIRECTORY"}
+    body = {"FileStatus": folder, "FileStatuses": {"FileStatus": [folder, {**FILE, "pathSuffix": "a"}]}}
+    with (
+        saying(json.dumps(body).encode()) as port,
+        create_source(f"hdfs://127.0.0.1:{port}/a") as source,
+        pytest.raises(SourceError, match="more than 1000 folders in each other"),
+    ):
+        source.entries()
+
+
+@contextmanager
+def saying(body: bytes) -> Iterator[int]:
+    """A web server that gives the same answer to all that it is asked."""
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
+    with answering(head + body) as port:
+        yield port
 
 
 def test_tokens_are_sent_and_never_shown(

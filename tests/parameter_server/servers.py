@@ -54,7 +54,7 @@ def free_port() -> int:
     Neither is one that the kernel gives to outgoing connections, if the machine has others: a client that calls again
     and again while nobody listens is given that very port in the end, and then there is no way to listen there.
     """
-    lowest_outgoing = int(_OUTGOING.read_text(encoding="ascii").split()[0])
+    lowest_outgoing = int(_OUTGOING.read_text(encoding="ascii").split()[0]) if _OUTGOING.exists() else 0
     ports = range(_BUS, lowest_outgoing - _BUS) if lowest_outgoing > 2 * _BUS + 2000 else range(20_000, 45_000)
     while True:
         port = random.SystemRandom().choice(ports)

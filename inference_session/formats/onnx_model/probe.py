@@ -18,6 +18,8 @@ from onnx import TensorProto, helper
 from inference_session.formats.onnx_model.types import ValueType
 
 Arrays = dict[str, NDArray[Any]]
+Dimensions = tuple[tuple[str, int], ...]
+"""Inputs, each with an axis."""
 
 _INNER_SIZE = 3
 _CLUSTER = 64
@@ -37,13 +39,15 @@ class Recipe:
     bound: int
     """Other integers are below this."""
     ascending: bool
-    """Whether one-dimensional integers ascend, from 0, as offsets do."""
+    """Whether integers ascend along the last dimension, from 0, as offsets do."""
 
     def arrays(self, seed: int, sizes: Mapping[str, int], inner: int = _INNER_SIZE) -> Arrays:
         """One set of inputs; `sizes` and `inner` are the first and the other dimensions that the model leaves open."""
         random = np.random.default_rng(seed)
+        in_front = {name: kind.dims[0] for name, kind in self.inputs.items() if kind.dims}
+        named = {dim: sizes[name] for name, dim in in_front.items() if isinstance(dim, str)}
         return {
-            name: self._array(random, name, kind, _shape(kind, sizes[name], inner))
+            name: self._array(random, name, kind, _shape(kind, sizes[name], inner, named))
             for name, kind in self.inputs.items()
         }
 
@@ -57,9 +61,9 @@ class Recipe:
             return random.random(shape).astype(dtype)
         bound = min(self.rows.get(name, self.bound), int(np.iinfo(dtype).max))
         values = _clustered(random, bound, shape)
-        if self.ascending and len(shape) == 1 and name not in self.rows:
+        if self.ascending and shape and name not in self.rows:
             values = np.sort(values)
-            values[:1] = 0
+            values[..., :1] = 0
         return values.astype(dtype)
 
 
@@ -69,9 +73,11 @@ def _clustered(random: np.random.Generator, bound: int, shape: tuple[int, ...]) 
     return np.minimum(begins + random.integers(0, _CLUSTER, shape), bound - 1)
 
 
-def _shape(kind: ValueType, size: int, inner: int) -> tuple[int, ...]:
-    first_or_inner = [size] + [inner] * len(kind.dims or ())
-    return tuple(dim if isinstance(dim, int) else first_or_inner[i] for i, dim in enumerate(kind.dims or ()))
+def _shape(kind: ValueType, size: int, inner: int, named: Mapping[str, int]) -> tuple[int, ...]:
+    """Open sizes are `size` in front and `inner` behind, but for those that bear the name of one in front."""
+    dims = kind.dims or ()
+    behind = [dim if isinstance(dim, int) else named.get(dim or "", inner) for dim in dims[1:]]
+    return (*(dim if isinstance(dim, int) else size for dim in dims[:1]), *behind)
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,8 @@ class Findings:
     notes: tuple[str, ...] = ()
     feeds: tuple[Arrays, ...] = ()
     """Inputs that the model accepts."""
+    equal_sizes: tuple[Dimensions, ...] = ()
+    """Groups of dimensions that bear one symbol, and that the model does not accept with different sizes."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,8 @@ class Prober:
         batched = may_be_batched and not self._takes_unequal(recipe) and self._follows_samples(recipe)
         feeds = tuple(self._feeds(recipe))
         joinable = batched and self._is_joinable(recipe)
-        return Findings(batched, joinable, self._shapes(feeds), self._notes(batched, joinable), feeds)
+        equal_sizes = tuple(group for group in self._symbols(batched) if self._must_be_equal(group, feeds))
+        return Findings(batched, joinable, self._shapes(feeds), self._notes(batched, joinable), feeds, equal_sizes)
 
     def _recipe(self) -> Recipe | None:
         for bound, ascending in product(_BOUNDS, (False, True)):
@@ -164,6 +173,28 @@ class Prober:
             for a, b, together in zip(*parts, whole, strict=True):  # type: ignore[arg-type]
                 if a.shape[1:] != b.shape[1:] or not close(together, np.concatenate([a, b]), _TOLERANCE):
                     return False
+        return True
+
+    def _symbols(self, batched: bool) -> Iterator[Dimensions]:
+        """The dimensions that share a symbol, but for those that count the samples of a batched model."""
+        found: dict[str, list[tuple[str, int]]] = {}
+        for name, kind in self.inputs.items():
+            for axis, dim in enumerate(kind.dims or ()):
+                if isinstance(dim, str) and (axis or not batched):
+                    found.setdefault(dim, []).append((name, axis))
+        return (tuple(group) for group in found.values() if len(group) > 1)
+
+    def _must_be_equal(self, group: Dimensions, feeds: tuple[Arrays, ...]) -> bool:
+        """Whether the model fails when any one of them is larger than the others; one of 1 may be stretched."""
+        sizes = [{arrays[name].shape[axis] for name, axis in group} for arrays in feeds]
+        telling = next((a for a, found in zip(feeds, sizes, strict=True) if len(found) == 1 and min(found) > 1), None)
+        if telling is None:
+            return False
+        for name, axis in group:
+            array = telling[name]
+            grown = np.concatenate([array, array.take([-1], axis)], axis)
+            if self.run({**telling, name: grown}) is not None:
+                return False
         return True
 
     def _shapes(self, feeds: tuple[Arrays, ...]) -> tuple[tuple[int, ...], ...]:

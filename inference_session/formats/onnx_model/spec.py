@@ -43,6 +43,7 @@ def model_spec(
         label_outputs=tuple(labels),
         batched=findings.batched,
         joinable=findings.joinable,
+        equal_sizes=findings.equal_sizes,
         source=source,
     )
     return spec, tuple(_notes(spec, carved))

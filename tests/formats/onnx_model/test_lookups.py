@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx.parser
@@ -13,7 +14,8 @@ from hypothesis.extra import numpy as hnp
 from onnx import TensorProto, helper, numpy_helper
 
 from inference_session import InferenceSession
-from inference_session.formats.onnx_model import import_onnx
+from inference_session.errors import InvalidRequestError
+from inference_session.formats.onnx_model import import_onnx, importer
 
 from .evaluate import evaluate
 from .models import assert_same, check, import_model, model_of, table
@@ -423,3 +425,53 @@ def test_sizes_of_minus_one_are_open(tmp_path: Path) -> None:
 
     assert report.spec.batched
     assert report.spec.inputs[0].shape == (-1, 2)
+
+
+DLRM = """g (float[batch, 4] dense, int64[2, batch] offsets, int64[n] keys) => (float[batch, 4] y) {
+    z = Constant <value = int64 {0}> ()  first = Gather <axis=0> (offsets, z)
+    picked = Gather (keys, first)  v = Gather (t, picked)  y = Add (dense, v) }"""
+
+
+def test_sizes_of_one_name_are_equal(tmp_path: Path) -> None:
+    """Offsets beside dense features, as DLRM has them: sizes that a model cannot take together are refused by name."""
+    offsets, keys = np.array([[0, 2], [1, 2]]), np.array([5, 6, 999])
+    inputs = {"dense": np.ones((2, 4), np.float32), "offsets": offsets, "keys": keys}
+
+    report = check(tmp_path, model_of(DLRM, {"t": table()}), inputs)
+
+    assert report.spec.equal_sizes == ((("dense", 0), ("offsets", 1)),)
+    assert not any("made-up" in note for note in report.notes)
+    message = r"input 'offsets' has shape \[2, 0\], but 'dense' has \[2, 4\]: dimension 1 of 'offsets' and dimension 0"
+    with InferenceSession.open(report.version_dir) as session, pytest.raises(InvalidRequestError, match=message):
+        session.run({**inputs, "offsets": offsets[:, :0]})
+
+
+def test_sizes_of_one_name_that_need_not_be_equal(tmp_path: Path) -> None:
+    """Exporters give names without a meaning, too: what the model is seen to take is not refused up front."""
+    graph = """g (int64[n] a, int64[n] b) => (float[1, 4] y) {
+        z = Constant <value = int64[1] {0}> ()  u = Gather(t, a)  v = Gather(t, b)
+        p = ReduceSum(u, z)  q = ReduceSum(v, z)  y = Add(p, q) }"""
+
+    report = check(tmp_path, model_of(graph, {"t": table()}), {"a": KEYS[0], "b": KEYS[1]})
+
+    assert report.spec.equal_sizes == ()
+
+
+def test_a_model_that_is_taken_apart_wrongly_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake of the importer's costs the tables, never the answers: here, look-ups read each other's keys."""
+    carve = importer.carve
+
+    def carve_wrongly(*args: Any, **options: Any) -> Any:
+        carved = carve(*args, **options)
+        first, second = carved.lookups
+        first.keys, second.keys = second.keys, first.keys
+        return carved
+
+    monkeypatch.setattr(importer, "carve", carve_wrongly)
+    graph = "m (int64[b] a, int64[b] c) => (float[b, 4] y) { u = Gather(w, a)  v = Gather(x, c)  y = Sub(u, v) }"
+
+    report = check(tmp_path, model_of(graph, {"w": table(), "x": table(seed=1)}), {"a": KEYS[0], "c": KEYS[1]})
+
+    assert not report.tables
+    assert [item.name for item in report.stays_dense] == ["w", "x"]
+    assert not (report.version_dir / "tables").exists()

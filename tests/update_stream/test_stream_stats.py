@@ -1,0 +1,67 @@
+"""What a stream tells of itself."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+
+from inference_session.update_stream.stream_stats import MAX_SET_ASIDE, StreamStats
+
+
+@pytest.fixture
+def stats() -> StreamStats:
+    """Of a stream that has done nothing yet."""
+    return StreamStats("ctr")
+
+
+def test_a_failure_is_logged_when_it_begins_and_ends(stats: StreamStats, caplog: pytest.LogCaptureFixture) -> None:
+    """All of them are counted, and the last one is told while it lasts."""
+    with caplog.at_level(logging.INFO):
+        stats.fail("no broker")
+        stats.fail("still none")
+        during = stats.snapshot()
+        stats.recover()
+        stats.recover()
+
+    assert (during["failures"], during["failure"]) == (2, "still none")
+    assert stats.snapshot()["failure"] is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "the update stream of model 'ctr' waits: no broker",
+        "the update stream of model 'ctr' goes on",
+    ]
+
+
+def test_refusals_are_logged_once_per_reason(stats: StreamStats, caplog: pytest.LogCaptureFixture) -> None:
+    """The log does not grow with a producer's faults, nor does what is kept of them."""
+    for i in range(2 * MAX_SET_ASIDE):
+        stats.refuse("no_key", f"message {i}")
+    stats.refuse("truncated", "another")
+
+    told = stats.snapshot()
+    assert told["rejected"]["no_key"] == 2 * MAX_SET_ASIDE
+    assert len(told["set_aside"]) == MAX_SET_ASIDE
+    assert told["set_aside"][-1] == "truncated: another"
+    assert len(caplog.records) == 2
+
+
+def test_staleness_grows_while_messages_wait(stats: StreamStats) -> None:
+    """What is being applied counts by its age, and what has been by the age that it had."""
+    stats.begin(time.time() - 1000)
+    pending = stats.snapshot()["staleness_s"]
+    stats.end(5)
+    applied = stats.snapshot()
+
+    assert pending > 500
+    assert applied["staleness_s"] > 500
+    assert applied["staleness_s"] == stats.snapshot()["staleness_s"]
+    assert applied["messages"] == 5
+
+
+def test_a_clock_that_went_back_makes_no_negative_age(stats: StreamStats) -> None:
+    """Publishers have clocks of their own."""
+    stats.begin(time.time() + 1e6)
+    stats.end(1)
+
+    assert stats.snapshot()["staleness_s"] == 0
