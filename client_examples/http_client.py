@@ -20,7 +20,7 @@ for name, array in inputs().items():
     tensor.set_data_from_numpy(array, binary_data=True)
     tensors.append(tensor)
 
-with triton.InferenceServerClient(options.url) as client:
+with triton.InferenceServerClient(options.url.removeprefix("http://")) as client:
     # OUTPUT0 has all tasks side by side; `liked` and `loved` can be asked for by name.
     outputs = [triton.InferRequestedOutput("OUTPUT0", binary_data=True)]
     answer = client.infer(MODEL, tensors, outputs=outputs)

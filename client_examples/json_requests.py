@@ -22,7 +22,8 @@ body = {
     ],
     "outputs": [{"name": "OUTPUT0"}],
 }
-response = requests.post(f"{options.url}/v2/models/{MODEL}/infer", json=body, timeout=10)
+url = options.url if "://" in options.url else f"http://{options.url}"
+response = requests.post(f"{url}/v2/models/{MODEL}/infer", json=body, timeout=10)
 if not response.ok:
     raise SystemExit(f"{response.status_code}: {response.text}")
 output = response.json()["outputs"][0]

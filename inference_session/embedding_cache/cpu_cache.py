@@ -22,8 +22,8 @@ from inference_session.embedding_cache.kernels.hash_index import BUCKET_BYTES, M
 from inference_session.embedding_cache.kernels.layout import MAX_MARK, SEGMENT, TABLE, VectorCode
 from inference_session.embedding_cache.readers import Readers
 from inference_session.errors import ConfigurationError, InvalidRequestError, SessionClosedError
-from inference_session.formats.native import VectorType
-from inference_session.parameter_server.table_file import bytes_per_row, quantise_int8
+from inference_session.formats.native import VectorType, bytes_per_row
+from inference_session.parameter_server.table_file import quantise_int8
 
 ROWS_PER_BUCKET = 6
 """Half of its slots, so that a bucket hardly ever overflows."""

@@ -45,8 +45,7 @@ from inference_session.embedding_cache.kernels.gpu_layout import (
 )
 from inference_session.embedding_cache.kernels.layout import SEGMENT, VectorCode
 from inference_session.errors import ConfigurationError, InvalidRequestError, SessionClosedError
-from inference_session.formats.native import VectorType
-from inference_session.parameter_server.table_file import bytes_per_row
+from inference_session.formats.native import VectorType, bytes_per_row
 
 _ALIGNMENT = 256
 _LOAD = 0.7

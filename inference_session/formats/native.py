@@ -31,6 +31,8 @@ PREDICTIONS = "OUTPUT0"
 
 Pooling = Literal["none", "sum", "mean", "max"]
 VectorType = Literal["float32", "float16", "int8"]
+SCALE_AND_BIAS_BYTES = 8
+"""Behind the elements of an int8 row: a float32 each."""
 KeyKind = Literal["row_number", "stored"]
 
 
@@ -68,12 +70,17 @@ class TableSpec:
     @property
     def row_bytes(self) -> int:
         """Size of one stored vector; an int8 row ends with its float32 scale and bias."""
-        return {"float32": 4, "float16": 2, "int8": 1}[self.dtype] * self.embedding_dim + 8 * (self.dtype == "int8")
+        return bytes_per_row(self.embedding_dim, self.dtype)
 
     @property
     def num_bytes(self) -> int:
         """Size of the vectors and, where they are stored, of the keys."""
         return self.num_rows * (self.row_bytes + 8 * (self.keys == "stored"))
+
+
+def bytes_per_row(embedding_dim: int, dtype: VectorType) -> int:
+    """Size of one row of `emb_vector`."""
+    return embedding_dim * np.dtype(dtype).itemsize + SCALE_AND_BIAS_BYTES * (dtype == "int8")
 
 
 @dataclass(frozen=True)

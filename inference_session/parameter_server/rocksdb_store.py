@@ -7,6 +7,7 @@ its process dies; what the note of a table vouches for survives the machine as w
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 import tempfile
@@ -44,6 +45,9 @@ _BYTES_PER_BATCH = 8 << 20
 """Of rows that are sorted together."""
 _BYTES_PER_WRITE = 256 << 10
 """While RocksDB writes, no other thread of this process runs Python."""
+_NO_SPACE = "No space left on device"
+
+_log = logging.getLogger(__name__)
 
 
 class RocksDbStore(BoundStore):
@@ -221,14 +225,12 @@ class RocksDbStore(BoundStore):
             if self._closed:
                 return
             self._closed = True
-            with translated(self.path):
-                for family in self._families.values():
-                    if family is not None:
-                        if self._is_writer:
-                            family.flush()
-                        family.close()
-                if self._db is not None:
-                    self._db.close()
+            for family in self._families.values():
+                if family is not None:
+                    self._close_handle(family, flush=self._is_writer)
+            if self._db is not None:
+                self._close_handle(self._db)
+            self._families, self._db = {}, None  # what could not be closed is let go
         if self._secondary_path is not None:
             shutil.rmtree(self._secondary_path, ignore_errors=True)
 
@@ -301,10 +303,34 @@ class RocksDbStore(BoundStore):
     def _write(self, table: str, fill: Callable[[Any], object]) -> None:
         """Write a batch, which `fill` fills, to the table at once: all of it or nothing."""
         batch = write_batch()
-        with translated(self.path):
-            batch.set_default_column_family(self._db.get_column_family_handle(self.namespace.tag(table)))
-            fill(batch)
-            self._db.write(batch)
+        try:
+            with translated(self.path):
+                batch.set_default_column_family(self._db.get_column_family_handle(self.namespace.tag(table)))
+                fill(batch)
+                self._db.write(batch)
+        except UnavailableError as error:
+            if _NO_SPACE not in str(error):
+                self._step_down()
+            raise
+
+    def _step_down(self) -> None:
+        """Become a reader again after a write that failed. RocksDB takes no more writes until it is opened anew, which
+        the next one does; only where there was no space does it go on by itself.
+        """
+        with suppress(UnavailableError), translated(self.path), self._lock:
+            if self._is_writer and self._secondary_path is not None:
+                self._db = self._open_database(as_writer=False)
+                self._families, self._seen, self._is_writer = {}, None, False
+
+    def _close_handle(self, handle: Any, *, flush: bool = False) -> None:
+        """Close the database or a table. Rows that the disk does not take now stay in the log, and are not lost."""
+        try:
+            with translated(self.path):
+                if flush:
+                    handle.flush()
+                handle.close()
+        except UnavailableError as error:
+            _log.warning("rows stay in the log until the database is opened again: %s", error)
 
     def _fetch(self, table: str, family: Any, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
         if len(keys) < _MIN_SORTED_KEYS:

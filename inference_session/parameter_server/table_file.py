@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from inference_session.embedding_cache.kernels import cpu
 from inference_session.embedding_cache.kernels.layout import SEGMENT, TABLE, VectorCode
 from inference_session.errors import ModelFormatError, SessionClosedError, StoreError
-from inference_session.formats.native import TABLES_FOLDER, ModelSpec, TableSpec, VectorType
+from inference_session.formats.native import SCALE_AND_BIAS_BYTES, TABLES_FOLDER, ModelSpec, TableSpec, VectorType
 from inference_session.parameter_server.base import SCAN_BYTES, EmbeddingStore, Rows, check_fetch
 from inference_session.parameter_server.table_index import (
     IndexReport,
@@ -40,7 +40,6 @@ _CODES: dict[VectorType, VectorCode] = {
     "float16": VectorCode.FLOAT16,
     "int8": VectorCode.INT8,
 }
-_SCALE_AND_BIAS_BYTES = 8
 _ROWS_PER_CHUNK = 1 << 16
 
 
@@ -74,8 +73,7 @@ class TableFile:
         An index that is absent or stale, or with `verify_index`, which reads all of it, damaged, is built (`progress`
         is told the rows done), or, with `must_have_index`, a ModelFormatError.
         """
-        row_bytes = bytes_per_row(spec.embedding_dim, spec.dtype)
-        vectors = _map_rows(folder / VECTOR_FILE, spec, row_bytes)
+        vectors = _map_rows(folder / VECTOR_FILE, spec, spec.row_bytes)
         if spec.dtype != "int8":
             vectors = vectors.view(spec.dtype)
         if spec.keys == "row_number":
@@ -139,7 +137,7 @@ class TableFile:
             record["index_address"], record["num_buckets"] = self._index.address, self._index.num_buckets
             record["keys_address"] = self._keys.ctypes.data
         record["vectors_address"] = self._vectors.ctypes.data
-        record["row_bytes"] = bytes_per_row(self.spec.embedding_dim, self.spec.dtype)
+        record["row_bytes"] = self.spec.row_bytes
         record["num_rows"], record["embedding_dim"] = self.spec.num_rows, self.spec.embedding_dim
         record["vector_code"] = _CODES[self.spec.dtype]
         record["default_address"] = self._default.ctypes.data
@@ -250,17 +248,10 @@ def quantise_int8(vectors: NDArray[np.floating]) -> NDArray[np.uint8]:
 
 def dequantise_int8(rows: NDArray[np.uint8]) -> NDArray[np.float32]:
     """The vectors that rows of an int8 table stand for: uint8 [n, dim + 8] → float32 [n, dim]."""
-    elements = rows[:, :-_SCALE_AND_BIAS_BYTES].view(np.int8)
-    factors = np.ascontiguousarray(rows[:, -_SCALE_AND_BIAS_BYTES:]).view("<f4")
+    elements = rows[:, :-SCALE_AND_BIAS_BYTES].view(np.int8)
+    factors = np.ascontiguousarray(rows[:, -SCALE_AND_BIAS_BYTES:]).view("<f4")
     vectors: NDArray[np.float32] = elements * factors[:, :1] + factors[:, 1:]
     return vectors
-
-
-def bytes_per_row(embedding_dim: int, dtype: VectorType) -> int:
-    """Size of one row of `emb_vector`."""
-    if dtype == "int8":
-        return embedding_dim + _SCALE_AND_BIAS_BYTES
-    return embedding_dim * np.dtype(dtype).itemsize
 
 
 def _encode(vectors: NDArray[np.floating], dtype: VectorType) -> NDArray[np.generic]:

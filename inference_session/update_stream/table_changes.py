@@ -17,7 +17,6 @@ from inference_session.parameter_server.table_file import (
     KEY_FILE,
     VECTOR_FILE,
     TableFile,
-    bytes_per_row,
     dequantise_int8,
 )
 
@@ -126,7 +125,5 @@ def _size(path: Path) -> int:
 
 def _as_float32(vectors: NDArray[np.generic], spec: TableSpec) -> NDArray[np.float32]:
     if spec.dtype == "int8":
-        return dequantise_int8(
-            cast("NDArray[np.uint8]", vectors.reshape(-1, bytes_per_row(spec.embedding_dim, "int8")))
-        )
+        return dequantise_int8(cast("NDArray[np.uint8]", vectors.reshape(-1, spec.row_bytes)))
     return np.ascontiguousarray(vectors, np.float32)

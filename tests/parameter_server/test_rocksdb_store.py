@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -326,6 +327,38 @@ def test_a_reader_refuses_an_incomplete_database_until_it_is_mended(
         shutil.copytree(whole, damaged)
         store.check()
         assert_same_bits(fetch(store, "wide", keys)[1], vectors)
+
+
+def _write_beyond_a_limit(path: Path) -> None:
+    """Insert rows, be refused, insert when there is room again; then be refused for good, and close."""
+    keys, vectors = random_keys(2000), random_vectors(2000, 128)
+    unlimited = resource.RLIM_INFINITY
+    with open_store(path, writable=True) as store:
+        store.insert("wide", keys, vectors)
+    with open_store(path, writable="later") as store:
+        for _ in range(2):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, unlimited))
+            with pytest.raises(UnavailableError, match="File too large"):
+                store.insert("wide", keys, vectors)
+            assert fetch(store, "wide", keys)[0].all()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
+            store.insert("wide", keys, -vectors)
+            assert_same_bits(fetch(store, "wide", keys)[1], -vectors)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, unlimited))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
+    with open_store(path, writable=True) as store:
+        assert_same_bits(fetch(store, "wide", keys)[1], -vectors)
+
+
+def test_writes_go_on_once_the_disk_takes_them_again(tmp_path: Path) -> None:
+    """What a disk refuses is an error, rows are read meanwhile, and nothing but another write is needed after it.
+
+    A limit on the size of files, which holds for a process of its own, stands for a disk that fails or a quota.
+    """
+    process = multiprocessing.get_context("spawn").Process(target=_write_beyond_a_limit, args=(tmp_path / "db",))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_closing_twice_and_using_after_is_no_crash(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx.parser
@@ -14,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from inference_session import InferenceSession
 from inference_session.errors import InvalidRequestError
-from inference_session.formats.onnx_model import import_onnx
+from inference_session.formats.onnx_model import import_onnx, importer
 
 from .evaluate import evaluate
 from .models import assert_same, check, import_model, model_of, table
@@ -454,3 +455,23 @@ def test_sizes_of_one_name_that_need_not_be_equal(tmp_path: Path) -> None:
     report = check(tmp_path, model_of(graph, {"t": table()}), {"a": KEYS[0], "b": KEYS[1]})
 
     assert report.spec.equal_sizes == ()
+
+
+def test_a_model_that_is_taken_apart_wrongly_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake of the importer's costs the tables, never the answers: here, look-ups read each other's keys."""
+    carve = importer.carve
+
+    def carve_wrongly(*args: Any, **options: Any) -> Any:
+        carved = carve(*args, **options)
+        first, second = carved.lookups
+        first.keys, second.keys = second.keys, first.keys
+        return carved
+
+    monkeypatch.setattr(importer, "carve", carve_wrongly)
+    graph = "m (int64[b] a, int64[b] c) => (float[b, 4] y) { u = Gather(w, a)  v = Gather(x, c)  y = Sub(u, v) }"
+
+    report = check(tmp_path, model_of(graph, {"w": table(), "x": table(seed=1)}), {"a": KEYS[0], "c": KEYS[1]})
+
+    assert not report.tables
+    assert [item.name for item in report.stays_dense] == ["w", "x"]
+    assert not (report.version_dir / "tables").exists()
