@@ -2,12 +2,16 @@
 
     python benchmarks/freshness.py                       starts a broker; two minutes
     python benchmarks/freshness.py --to kafka://HOST:PORT
+    python benchmarks/freshness.py --model FOLDER        a model and events of your own
 
 The example model has learned from the first 80 % of MovieLens-100k (downloaded by pip) in order of time. The other
 ratings come here as they came then. For each hundred of them a Triton is asked what it predicts; then their outcome is
 known, and a trainer moves the rows of these users and movies a little, the network being frozen, and publishes them.
 The next hundred is asked for once the server's answers have become those of the trainer, which is checked. The same
 ratings are asked for before any update as well. AUC is of all of them together.
+
+FOLDER has `model.onnx` and events from after its training, in order of time: `eval_inputs.npz` with all of its inputs,
+`labels.npz` with what came of it, by the names of its outputs. The rows of its two largest tables learn.
 """
 
 from __future__ import annotations
@@ -15,10 +19,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import onnxruntime
@@ -29,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from demo.client import MODEL, Client
 from demo.metrics import auc_by_task
 from demo.movielens import TASKS, Inputs, MovieLens, fetch, take
-from inference_session.formats.native import DENSE_FILE, ModelSpec
+from inference_session.formats.native import DENSE_FILE, KEYS_FILE, LookupSpec, ModelSpec
 from inference_session.update_stream import Publisher
 from inference_session.update_stream.table_changes import open_tables
 from tests.update_stream.broker import Broker
@@ -37,12 +45,30 @@ from triton_backend.server import ServerOptions, TritonServer
 
 REPOSITORY = Path(__file__).resolve().parent.parent / "model_repository"
 TRAINED = {"users_weight": ("user_id", 0.02), "movies_weight": ("movie_id", 0.005)}
-"""By table, the input whose rows learn, and how fast."""
+"""By table of the example, the input whose rows learn, and how fast."""
+RATES = (0.01, 0.01)
+"""Of the two largest tables of another model."""
 STEP = 1e-2
 """How far a vector's elements are moved to find the slope of the loss."""
 DEADLINE_S = 60.0
 
 Floats = NDArray[np.float32]
+
+
+class Events(NamedTuple):
+    """What happened after a model was trained, in order of time."""
+
+    repository: Path
+    """Holds the model's folder."""
+    model: str
+    tasks: Sequence[str]
+    learning: Mapping[str, tuple[str, float]]
+    """By table, the input whose rows learn, and how fast."""
+    inputs: Inputs
+    labels: Floats
+    """[events, tasks]"""
+    text: str
+    """What they are."""
 
 
 class Trainer:
@@ -52,22 +78,25 @@ class Trainer:
     framework for that; this one needs nothing but the version that is served.
     """
 
-    def __init__(self, version_dir: Path) -> None:
+    def __init__(self, version_dir: Path, tasks: Sequence[str], learning: Mapping[str, tuple[str, float]]) -> None:
         self._lookups = ModelSpec.read(version_dir).lookups
-        self._network = onnxruntime.InferenceSession(version_dir / DENSE_FILE, providers=["CPUExecutionProvider"])
+        self._tasks, self._learning = list(tasks), learning
+        self._network = _network(version_dir / DENSE_FILE)
+        self._key_network = _network(version_dir / KEYS_FILE) if (version_dir / KEYS_FILE).exists() else None
         self.rows = {table.spec.folder: np.array(table.file.vectors, np.float32) for table in open_tables(version_dir)}
         self._sums = {folder: np.full_like(rows, 1e-4) for folder, rows in self.rows.items()}
 
     def predict(self, inputs: Inputs) -> Floats:
         """Probabilities float32 [samples, tasks] with the rows as they are now."""
-        return self._run(self._feeds(inputs))
+        known = self._with_derived(inputs)
+        return self._run(known, self._vectors(known))
 
     def learn(self, inputs: Inputs, labels: Floats) -> dict[str, NDArray[np.int64]]:
         """Move the rows of these samples; returns the keys of those that have moved, by table."""
-        feeds = self._feeds(inputs)
-        slopes = {table: self._slopes(feeds, table, labels) for table in TRAINED}
+        known = self._with_derived(inputs)
+        slopes = {table: self._slopes(known, name, labels) for table, (name, _) in self._learning.items()}
         moved = {}
-        for table, (name, rate) in TRAINED.items():
+        for table, (name, rate) in self._learning.items():
             keys, inverse = np.unique(inputs[name], return_inverse=True)
             total = np.zeros((len(keys), self.rows[table].shape[1]), np.float32)
             np.add.at(total, inverse.reshape(-1), slopes[table])
@@ -76,26 +105,51 @@ class Trainer:
             moved[table] = keys
         return moved
 
-    def _feeds(self, inputs: Inputs) -> Inputs:
-        """The network's inputs: the model's own, and vectors in place of keys."""
-        vectors = {lookup.dense_input: self.rows[lookup.table][inputs[lookup.keys]] for lookup in self._lookups}
-        pooled = {lookup.dense_input for lookup in self._lookups if lookup.pooling == "sum"}
-        vectors = {name: rows.sum(axis=1) if name in pooled else rows for name, rows in vectors.items()}
-        return {one.name: {**inputs, **vectors}[one.name] for one in self._network.get_inputs()}
+    def _with_derived(self, inputs: Inputs) -> Inputs:
+        """The inputs, and the keys and weights that the model derives from them."""
+        if self._key_network is None:
+            return inputs
+        names = [one.name for one in self._key_network.get_outputs()]
+        feeds = {one.name: inputs[one.name] for one in self._key_network.get_inputs()}
+        return {**inputs, **dict(zip(names, self._key_network.run(names, feeds), strict=True))}
 
-    def _run(self, feeds: Inputs) -> Floats:
-        return np.concatenate(self._network.run(list(TASKS), feeds), axis=1)
+    def _vectors(self, inputs: Inputs) -> list[Floats]:
+        """Of each look-up."""
+        return [_pooled(lookup, self.rows[lookup.table][inputs[lookup.keys]], inputs) for lookup in self._lookups]
 
-    def _slopes(self, feeds: Inputs, table: str, labels: Floats) -> Floats:
-        """Of the loss by the vectors of a table's trained input: float32 [samples, embedding_dim]."""
-        lookup = next(one for one in self._lookups if one.keys == TRAINED[table][0])
-        dim, num_samples = self.rows[table].shape[1], len(labels)
-        many = {name: np.concatenate([column] * (2 * dim)) for name, column in feeds.items()}
+    def _run(self, inputs: Inputs, vectors: Sequence[Floats]) -> Floats:
+        """The network's answers with vectors in place of keys."""
+        parts = defaultdict(list)
+        for lookup, part in zip(self._lookups, vectors, strict=True):
+            parts[lookup.dense_input].append(part.reshape(len(part), -1) if lookup.joined else part)
+        columns = {**inputs, **{name: np.concatenate(found, axis=1) for name, found in parts.items()}}
+        feeds = {one.name: columns[one.name] for one in self._network.get_inputs()}
+        return np.concatenate([part.reshape(len(part), 1) for part in self._network.run(self._tasks, feeds)], axis=1)
+
+    def _slopes(self, inputs: Inputs, name: str, labels: Floats) -> Floats:
+        """Of the loss by the vectors of an input's keys: float32 [samples, embedding_dim]."""
+        position = next(i for i, one in enumerate(self._lookups) if one.keys == name)
+        vectors = self._vectors(inputs)
+        dim, num_samples = vectors[position].shape[-1], len(labels)
         moves = np.repeat(np.concatenate([np.eye(dim), -np.eye(dim)]), num_samples, axis=0).astype(np.float32) * STEP
-        many[lookup.dense_input] = many[lookup.dense_input] + moves.reshape(many[lookup.dense_input].shape)
-        losses = _loss(self._run(many), np.concatenate([labels] * (2 * dim))).reshape(2, dim, num_samples)
+        many = [np.concatenate([part] * (2 * dim)) for part in vectors]
+        many[position] += moves.reshape(many[position].shape)
+        many_inputs = {one: np.concatenate([column] * (2 * dim)) for one, column in inputs.items()}
+        losses = _loss(self._run(many_inputs, many), np.concatenate([labels] * (2 * dim))).reshape(2, dim, num_samples)
         slopes: Floats = (losses[0] - losses[1]).T / (2 * STEP)
         return slopes
+
+
+def _network(path: Path) -> onnxruntime.InferenceSession:
+    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+
+def _pooled(lookup: LookupSpec, rows: Floats, inputs: Inputs) -> Floats:
+    if lookup.weights is not None:
+        rows = rows * inputs[lookup.weights][..., None]
+    pool = {"none": lambda: rows, "sum": lambda: rows.sum(axis=1), "mean": lambda: rows.mean(axis=1)}
+    pooled: Floats = pool[lookup.pooling]()
+    return pooled
 
 
 def _loss(predictions: Floats, labels: Floats) -> Floats:
@@ -109,36 +163,56 @@ def main() -> None:
     """Replay and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--to", metavar="KAFKA_URL", help="brokers without earlier updates of this model")
-    parser.add_argument("--ratings", type=int, default=100, help="ratings between two updates")
-    parser.add_argument("--limit", type=int, help="replay only so many ratings")
+    parser.add_argument("--model", metavar="FOLDER", type=Path, help="another model than the example, with its events")
+    parser.add_argument("--every", type=int, default=100, help="events between two updates")
+    parser.add_argument("--limit", type=int, help="replay only so many events")
     options = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        repository = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        events = example(repository) if options.model is None else of_folder(options.model, repository)
+        rows = slice(0, options.limit)
+        events = events._replace(inputs=take(events.inputs, rows), labels=events.labels[rows])
+        print(f"{len(events.labels)} {events.text}, updated every {options.every}")
+        url = options.to or stack.enter_context(Broker()).url
+        with (repository / events.model / "config.pbtxt").open("a") as config:
+            config.write(f'parameters {{ key: "update_stream" value {{ string_value: "{url}" }} }}\n')
+        server = stack.enter_context(
+            TritonServer.start(ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0))
+        )
+        client = Client(tritonclient.grpc, server.endpoints["gRPC"], events.model)
+        stack.callback(client.close)
+        without = client.predict(events.inputs)
+        trainer = Trainer(repository / events.model / "1", events.tasks, events.learning)
+        publisher = stack.enter_context(Publisher(url, events.model))
+        parts = [slice(begin, begin + options.every) for begin in range(0, len(events.labels), options.every)]
+        steps = [replay(client, trainer, publisher, take(events.inputs, part), events.labels[part]) for part in parts]
+    answers, delays_s = np.concatenate([answer for answer, _ in steps]), [delay_s for _, delay_s in steps]
+    report(events, without, answers, delays_s)
+
+
+def example(repository: Path) -> Events:
+    """The example model, and the ratings after those that it has learned from."""
     data = MovieLens.read(fetch())
     inputs, labels = data.samples()
-    later = slice(data.num_train, None if options.limit is None else data.num_train + options.limit)
-    inputs, labels = take(inputs, later), labels[later]
+    later = slice(data.num_train, None)
     days = (data.ratings.times[later][-1] - data.ratings.times[later][0]) / 86400
-    print(f"{len(labels)} ratings of the {days:.1f} days after training, updated every {options.ratings}")
-    with contextlib.ExitStack() as stack:
-        url = options.to or stack.enter_context(Broker()).url
-        repository = write_repository(Path(stack.enter_context(tempfile.TemporaryDirectory())), url)
-        server_options = ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0)
-        server = stack.enter_context(TritonServer.start(server_options))
-        client = stack.enter_context(contextlib.closing(Client(tritonclient.grpc, server.endpoints["gRPC"])))
-        without = client.predict(inputs)
-        trainer = Trainer(repository / MODEL / "1")
-        publisher = stack.enter_context(Publisher(url, MODEL))
-        parts = [slice(begin, begin + options.ratings) for begin in range(0, len(labels), options.ratings)]
-        steps = [replay(client, trainer, publisher, take(inputs, part), labels[part]) for part in parts]
-    answers, delays_s = np.concatenate([answer for answer, _ in steps]), [delay_s for _, delay_s in steps]
-    report(labels, without, answers, delays_s)
+    shutil.copytree(REPOSITORY / MODEL, repository / MODEL)
+    text = f"ratings of the {days:.1f} days after training"
+    return Events(repository, MODEL, TASKS, TRAINED, take(inputs, later), labels[later], text)
 
 
-def write_repository(folder: Path, url: str) -> Path:
-    """The example model with an update stream."""
-    shutil.copytree(REPOSITORY / MODEL, folder / MODEL)
-    with (folder / MODEL / "config.pbtxt").open("a") as config:
-        config.write(f'parameters {{ key: "update_stream" value {{ string_value: "{url}" }} }}\n')
-    return folder
+def of_folder(folder: Path, repository: Path) -> Events:
+    """A model and events in files."""
+    model = folder.resolve().name
+    command = [sys.executable, "-m", "hotrow", "import", "onnx", str(folder / "model.onnx"), "--name", model]
+    subprocess.run([*command, "--repository", str(repository)], check=True, stdout=subprocess.DEVNULL)
+    spec = ModelSpec.read(repository / model / "1")
+    largest = sorted(spec.tables, key=lambda table: -table.num_rows)[: len(RATES)]
+    keys = {one.table: one.keys for one in reversed(spec.lookups) if one.pooling == "none"}
+    learning = {table.folder: (keys[table.folder], rate) for table, rate in zip(largest, RATES, strict=True)}
+    with np.load(folder / "eval_inputs.npz") as inputs, np.load(folder / "labels.npz") as labels:
+        columns = [labels[task].reshape(-1, 1).astype(np.float32) for task in spec.labels]
+        return Events(repository, model, spec.labels, learning, dict(inputs), np.concatenate(columns, axis=1), "events")
 
 
 def replay(
@@ -164,10 +238,11 @@ def await_answers(client: Client, events: Inputs, expected: Floats) -> None:
         time.sleep(0.005)
 
 
-def report(labels: Floats, without: Floats, answers: Floats, delays_s: list[float]) -> None:
+def report(events: Events, without: Floats, answers: Floats, delays_s: list[float]) -> None:
     """AUC by task, and the delays."""
     print(f"{'AUC':<10}{'without':>10}{'with':>10}{'gain':>10}")
-    for task, before, after in zip(TASKS, auc_by_task(labels, without), auc_by_task(labels, answers), strict=True):
+    both = auc_by_task(events.labels, without), auc_by_task(events.labels, answers)
+    for task, before, after in zip(events.tasks, *both, strict=True):
         print(f"{task:<10}{before:>10.4f}{after:>10.4f}{after - before:>+10.4f}")
     median, high = np.quantile(delays_s[1:] or delays_s, (0.5, 0.99)) * 1e3
     print(

@@ -16,15 +16,16 @@ Predictions = NDArray[np.float32]
 
 
 class Client:
-    """Asks the served model over one of Triton's protocols; `module` is tritonclient.grpc or tritonclient.http."""
+    """Asks a served model over one of Triton's protocols; `module` is tritonclient.grpc or tritonclient.http."""
 
-    def __init__(self, module: ModuleType, url: str) -> None:
+    def __init__(self, module: ModuleType, url: str, model: str = MODEL) -> None:
         self._module = module
+        self._model = model
         self._client = module.InferenceServerClient(url)
 
     def predict(self, inputs: Inputs) -> Predictions:
         """Probabilities float32 [samples, tasks], asked for in batches."""
-        num_samples = len(inputs["user_id"])
+        num_samples = len(next(iter(inputs.values())))
         batches = [take(inputs, slice(i, i + BATCH_SIZE)) for i in range(0, num_samples, BATCH_SIZE)]
         return np.concatenate([self._infer(batch) for batch in batches])
 
@@ -38,5 +39,5 @@ class Client:
             tensors.append(self._module.InferInput(name, column.shape, data_type))
             tensors[-1].set_data_from_numpy(column)
         output = self._module.InferRequestedOutput("OUTPUT0")
-        answer: Predictions = self._client.infer(MODEL, tensors, outputs=[output]).as_numpy("OUTPUT0")
+        answer: Predictions = self._client.infer(self._model, tensors, outputs=[output]).as_numpy("OUTPUT0")
         return answer

@@ -284,6 +284,8 @@ class KafkaUpdateStream:
                 if not taken:
                     raise
                 break  # it will be raised again, when these are not lost by it
+            if not messages:
+                break
             taken += messages
             # A batch may be a thousand times as large as a row.
             num_fitting = _BYTES_AT_ONCE * len(messages) // (sum(map(len, messages)) or 1)

@@ -6,6 +6,7 @@ tables             which initializers are only read by rows
 hoisting           row reads out of Loop, Scan and If
 lookups, pooling, joining    row reads become look-ups
 carve              the dense network and the network that computes keys
+guards             operators that ONNX Runtime dies of, where a list is empty
 probe, replay      the original is asked, and held against the result
 importer           all of it, into a version directory that appears whole or not at all
 """

@@ -71,14 +71,14 @@ def _guarded(scope: GraphProto, names: Names, node: NodeProto) -> list[NodeProto
     """What takes the place of a node."""
     operands = node.input[:1] if node.op_type in _RECURRENT else node.input
     outputs = [name for name in node.output if name]
-    fresh = names.fresh(f"{outputs[0]}_num_elements")
-    nodes = [make_node("Size", [operands[0]], fresh)]
+    total = names.fresh(f"{outputs[0]}_num_elements")
+    nodes = [make_node("Size", [operands[0]], total)]
     for operand in operands[1:]:
         size, product = names.fresh(f"{operand}_num_elements"), names.fresh(f"{outputs[0]}_num_elements")
-        nodes += [make_node("Size", [operand], size), make_node("Mul", [fresh, size], product)]
-        fresh = product
+        nodes += [make_node("Size", [operand], size), make_node("Mul", [total, size], product)]
+        total = product
     is_empty = names.fresh(f"{outputs[0]}_is_empty")
-    nodes.append(make_node("Equal", [fresh, add_constant(scope, names, f"{is_empty}_zero", 0)], is_empty))
+    nodes.append(make_node("Equal", [total, add_constant(scope, names, f"{is_empty}_zero", 0)], is_empty))
     empty, full = _Empty(names, node).branch(), _as_it_is(names, node)
     name = f"hotrow_{outputs[0]}"
     nodes.append(helper.make_node("If", [is_empty], outputs, name=name, then_branch=empty, else_branch=full))
