@@ -197,6 +197,11 @@ class SessionConfig:
         return self.volatile_store is not None or self.persistent_store is not None
 
     @property
+    def has_fixed_rows(self) -> bool:
+        """Whether rows are those of the table files and never change: a GPU looks them up itself."""
+        return not self.has_store and self.update_stream is None
+
+    @property
     def num_dense_threads(self) -> int:
         """`dense_threads` with 0 resolved for this machine."""
         return self.dense_threads or max(1, min(8, _num_cores() // 2))

@@ -104,12 +104,18 @@ def configured_session(spec: ModelSpec, version_dir: Path, **settings: str) -> S
 def configured_cache_bytes(spec: ModelSpec, version_dir: Path, *, on_device: bool = False, **settings: str) -> int:
     """The cache_bytes that these settings, config.pbtxt and session.json ask for, in this order.
 
-    0 where the processor reads the table files.
+    0 where the processor reads the table files. For a GPU that does, without such a setting, what all take there.
     """
-    from inference_session.row_source import resolved_cache_bytes  # imports Numba, which few commands need
+    # These import Numba, which few commands need.
+    from inference_session.gpu_placement import bytes_on_device
+    from inference_session.row_source import resolved_cache_bytes
 
     config = configured_session(spec, version_dir, **settings)
-    return resolved_cache_bytes(spec, config) if config.has_store or on_device else 0
+    if config.has_store:
+        return resolved_cache_bytes(spec, config)
+    if not (on_device and config.has_fixed_rows):
+        return 0
+    return sum(map(bytes_on_device, spec.tables)) if config.cache_bytes is None else config.cache_bytes
 
 
 def _tensor_config(message: object) -> TensorConfig:
