@@ -220,7 +220,7 @@ def memory_lines(report: SizingReport) -> Iterator[str]:
         f"Table files: {in_units(files)} on disk, mapped and shared by all processes; "
         "as much page cache keeps them from being read again."
     )
-    if not report.cache_bytes:
+    if not report.cache_bytes and not device:
         yield "No cache: look-ups read the table files, which a cache on the CPU would not make faster."
 
 

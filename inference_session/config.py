@@ -127,8 +127,9 @@ class SessionConfig:
     unknown_keys: Literal["default_vector", "reject"] = _setting("default_vector", _choice("default_vector", "reject"))
     """What becomes of a key that its table does not hold: answered with the table's default vector and counted,
     or the request that holds it is rejected, alone."""
-    dense_precision: Literal["float32", "tf32"] = _setting("float32", _choice("float32", "tf32"))
-    """How exactly a GPU computes the dense network: `tf32` is faster, with relative errors of about 1e-3."""
+    dense_precision: Literal["float32", "tf32", "float16"] = _setting("float32", _choice("float32", "tf32", "float16"))
+    """How exactly the dense network is computed: on a GPU, `tf32` and `float16` are faster, with relative errors of
+    about 1e-3, and `float16` holds numbers up to 65504 only."""
     dense_threads: int = _setting(0, _count(0))
     """Threads of the dense network for one batch. 0: half the processor's cores, at least one, at most eight."""
     lookup_threads: int = _setting(0, _count(0))
@@ -194,6 +195,11 @@ class SessionConfig:
     def has_store(self) -> bool:
         """Whether rows come from stores, through a cache."""
         return self.volatile_store is not None or self.persistent_store is not None
+
+    @property
+    def has_fixed_rows(self) -> bool:
+        """Whether rows are those of the table files and never change: a GPU looks them up itself."""
+        return not self.has_store and self.update_stream is None
 
     @property
     def num_dense_threads(self) -> int:

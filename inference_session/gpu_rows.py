@@ -22,13 +22,12 @@ from inference_session.embedding_cache.kernels import gpu
 from inference_session.embedding_cache.kernels.gpu_layout import (
     GPU_TABLE,
     MAX_INLINE_SEGMENTS,
-    buckets_for_all,
     divide,
-    index_bytes,
 )
 from inference_session.embedding_cache.kernels.layout import VectorCode
 from inference_session.errors import ConfigurationError, SessionClosedError
 from inference_session.gpu_context import GpuContext
+from inference_session.gpu_placement import bytes_on_device, placed_on_device
 from inference_session.hot_keys import HotKeys
 from inference_session.parameter_server.table_file import TableFile
 from inference_session.row_source import MappedRows
@@ -180,30 +179,20 @@ def _budget(tables: Sequence[TableFile], cache_bytes: int | None, device_id: int
     """Bytes that tables may take on the current device."""
     if cache_bytes is None:
         return int(cupy.cuda.runtime.memGetInfo()[0] * _FREE_FRACTION)
-    check_free(min(cache_bytes, sum(map(_bytes_on_device, tables))), device_id, "cache_bytes")
+    check_free(min(cache_bytes, sum(bytes_on_device(table.spec) for table in tables)), device_id, "cache_bytes")
     return cache_bytes
-
-
-def _bytes_on_device(table: TableFile) -> int:
-    """Of a table's vectors, and of the index where it has keys."""
-    if table.spec.keys == "row_number":
-        return int(table.vectors.nbytes)
-    num_buckets = buckets_for_all(table.spec.num_rows)
-    return int(table.vectors.nbytes) + index_bytes(num_buckets, marks=False, numbers=True)
 
 
 def _upload(tables: Sequence[TableFile], budget: int) -> list[BaseRows]:
     """The rows of each table, on the device while the budget lasts."""
-    bases: dict[int, BaseRows] = {}
-    for t in sorted(range(len(tables)), key=lambda t: tables[t].vectors.nbytes):
-        table = tables[t]
-        keys = None if table.spec.keys == "row_number" else table.keys()
-        fits = table.vectors.nbytes <= budget
-        vectors = _uploaded(table.vectors) if fits else table.vectors
-        code = VectorCode[table.spec.dtype.upper()]
-        bases[t] = BaseRows(keys, vectors, table.spec.embedding_dim, code=code)
-        budget -= bases[t].num_bytes
-    return [bases[t] for t in range(len(tables))]
+    on_device = placed_on_device([table.spec for table in tables], budget)
+    return [_base_rows(table, is_placed) for table, is_placed in zip(tables, on_device, strict=True)]
+
+
+def _base_rows(table: TableFile, on_device: bool) -> BaseRows:
+    keys = None if table.spec.keys == "row_number" else table.keys()
+    vectors = _uploaded(table.vectors) if on_device else table.vectors
+    return BaseRows(keys, vectors, table.spec.embedding_dim, code=VectorCode[table.spec.dtype.upper()])
 
 
 def _uploaded(rows: NDArray[Any]) -> Any:

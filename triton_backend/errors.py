@@ -36,7 +36,9 @@ def load_error(error: Exception) -> Exception:
     The Python backend appends the place in our code to the message, and hands it on as a C string: the zero byte ends
     it before that. An error that we did not raise on purpose leaves its traceback in the server's log.
     """
-    if not isinstance(error, HotrowError):
+    if isinstance(error, OSError) and error.filename:
+        error = HotrowError(f"{error.filename}: {error.strerror}")
+    elif not isinstance(error, HotrowError):
         pb_utils.Logger.log_error("".join(traceback.format_exception(error)))
         error = HotrowError(f"{type(error).__name__}: {error}")
     refusal: Exception = pb_utils.TritonModelException(f"{error}\0")

@@ -31,6 +31,8 @@ _DATA_TYPES = {
     "float64": "TYPE_FP64",
     "object": "TYPE_STRING",
 }
+_SCALAR = (1,)
+"""The dims of a scalar: Triton has none."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +104,18 @@ def configured_session(spec: ModelSpec, version_dir: Path, **settings: str) -> S
 def configured_cache_bytes(spec: ModelSpec, version_dir: Path, *, on_device: bool = False, **settings: str) -> int:
     """The cache_bytes that these settings, config.pbtxt and session.json ask for, in this order.
 
-    0 where the processor reads the table files.
+    0 where the processor reads the table files. For a GPU that does, without such a setting, what all take there.
     """
-    from inference_session.row_source import resolved_cache_bytes  # imports Numba, which few commands need
+    # These import Numba, which few commands need.
+    from inference_session.gpu_placement import bytes_on_device
+    from inference_session.row_source import resolved_cache_bytes
 
     config = configured_session(spec, version_dir, **settings)
-    return resolved_cache_bytes(spec, config) if config.has_store or on_device else 0
+    if config.has_store:
+        return resolved_cache_bytes(spec, config)
+    if not (on_device and config.has_fixed_rows):
+        return 0
+    return sum(map(bytes_on_device, spec.tables)) if config.cache_bytes is None else config.cache_bytes
 
 
 def _tensor_config(message: object) -> TensorConfig:
@@ -217,7 +225,7 @@ def check_config(config: Mapping[str, Any], spec: ModelSpec) -> None:
     packed = spec.layout != "tensors"
     outer = (-1,) if config.get("max_batch_size") else ()
     for kind, tensors in (("input", spec.inputs), ("output", () if packed else _all_outputs(spec))):
-        here = {tensor.name: TensorConfig(tensor.name, _DATA_TYPES[tensor.dtype], tensor.shape) for tensor in tensors}
+        here = {tensor.name: _tensor_of_spec(tensor) for tensor in tensors}
         there = {tensor["name"]: _tensor_of_json(tensor, outer) for tensor in config.get(kind, ()) if here}
         for name in {**there, **(here if kind == "input" else {})}:
             if not _suits(there.get(name), here.get(name), sizes=not packed):
@@ -227,10 +235,14 @@ def check_config(config: Mapping[str, Any], spec: ModelSpec) -> None:
                 )
 
 
+def _tensor_of_spec(tensor: TensorSpec) -> TensorConfig:
+    return TensorConfig(tensor.name, _DATA_TYPES[tensor.dtype], tensor.shape or _SCALAR)
+
+
 def _tensor_of_json(tensor: Mapping[str, Any], outer: tuple[int, ...]) -> TensorConfig:
     """With the sizes that the model gets, that of the number of samples among them."""
     dims = tensor["reshape"]["shape"] if "reshape" in tensor else tensor.get("dims", ())
-    return TensorConfig(tensor["name"], tensor["data_type"], (*outer, *map(int, dims)))
+    return TensorConfig(tensor["name"], tensor["data_type"], (*outer, *map(int, dims)) or _SCALAR)
 
 
 def _suits(there: TensorConfig | None, here: TensorConfig | None, *, sizes: bool) -> bool:
@@ -268,7 +280,7 @@ def _differences(kind: str, present: tuple[TensorConfig, ...], wanted: tuple[Ten
 
 
 def _described(tensor: TensorSpec, by_samples: bool) -> TensorConfig:
-    dims = tensor.shape[1:] if by_samples else tensor.shape or (1,)  # Triton has no scalars
+    dims = tensor.shape[1:] if by_samples else tensor.shape or _SCALAR
     if tensor.dtype not in _DATA_TYPES:
         raise UnsupportedModelError(
             f"tensor {tensor.name!r} has type {tensor.dtype}; Triton serves: {', '.join(_DATA_TYPES)}"

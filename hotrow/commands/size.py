@@ -60,7 +60,7 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generi
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="GPUs, each with a process, a cache and the network of its own; 0: on the CPU.",
+    help="GPUs, each with a process, the tables and the network of its own; 0: on the CPU.",
 )
 @click.option(
     "--target",
@@ -113,14 +113,16 @@ def command(
     from hotrow.sizing_report import SizingReport, show
     from hotrow.traced_tables import read_traces
     from inference_session.sizing.memory import memory_items
-    from triton_backend.model_config import configured_cache_bytes
+    from triton_backend.model_config import configured_cache_bytes, configured_session
 
     with served_version(directory) as version:
         spec = ModelSpec.read(version.directory)
         if cache_bytes is None:
             cache_bytes = configured_cache_bytes(spec, version.directory, on_device=devices > 0, **version.settings)
         copies = {"num_processes": max(processes, devices), "num_devices": devices}
-        items = memory_items(spec, version.directory, cache_bytes=cache_bytes, **copies)
+        config = configured_session(spec, version.directory, **version.settings)
+        rows_on_device = devices > 0 and config.has_fixed_rows
+        items = memory_items(spec, version.directory, cache_bytes=cache_bytes, rows_on_device=rows_on_device, **copies)
     report = SizingReport(
         version_dir=version.named,
         spec=spec,

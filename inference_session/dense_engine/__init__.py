@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from inference_session.config import SessionConfig
 from inference_session.dense_engine.base import DenseEngine
 from inference_session.dense_engine.onnx_engine import OnnxEngine
 from inference_session.dense_engine.vector_engine import VectorEngine
+from inference_session.errors import ModelFormatError
 
 if TYPE_CHECKING:
     from inference_session.gpu_context import GpuContext
@@ -16,14 +18,33 @@ if TYPE_CHECKING:
 __all__ = ["DenseEngine", "OnnxEngine", "VectorEngine", "create_engine"]
 
 
+_log = logging.getLogger(__name__)
+
+
 def create_engine(path: Path, config: SessionConfig, gpu: GpuContext | None) -> OnnxEngine:
-    """The engine of an ONNX file, on the GPU if there is one; raises what the engines do."""
+    """The engine of an ONNX file, on the GPU if there is one; raises what the engines and `in_float16` do."""
+    if config.dense_precision != "float16":
+        return _open(path, None, config, gpu)
+    # Imported where needed: the converter, and ONNX below it, take a while to load.
+    from inference_session.dense_engine.float16 import in_float16, not_in_float16
+
     if gpu is None:
-        return OnnxEngine(path, num_threads=config.num_dense_threads)
+        _log.warning("%s: dense_precision 'float16' makes nothing faster on the processor, only less exact", path)
+    content = in_float16(path)
+    try:
+        return _open(path, content, config, gpu)
+    except ModelFormatError as error:
+        raise not_in_float16(path, error) from error
+
+
+def _open(path: Path, content: bytes | None, config: SessionConfig, gpu: GpuContext | None) -> OnnxEngine:
+    if gpu is None:
+        return OnnxEngine(path, content=content, num_threads=config.num_dense_threads)
     from inference_session.dense_engine.cuda_engine import CudaEngine
 
     return CudaEngine(
         path,
+        content=content,
         num_threads=config.num_dense_threads,
         gpu=gpu,
         use_tf32=config.dense_precision == "tf32",

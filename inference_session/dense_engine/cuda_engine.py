@@ -47,8 +47,11 @@ class _Bound(NamedTuple):
 class CudaEngine(OnnxEngine):
     """One ONNX file on a GPU. Inputs that CuPy has on the device are read there; outputs come back to the host."""
 
-    def __init__(self, path: Path, *, num_threads: int, gpu: GpuContext, use_tf32: bool) -> None:
+    def __init__(
+        self, path: Path, *, content: bytes | None = None, num_threads: int, gpu: GpuContext, use_tf32: bool
+    ) -> None:
         """`use_tf32`: let matrix products round their inputs to 10 bits, for relative errors of about 1e-3.
+        `content`: see OnnxEngine.
 
         Raises:
             ConfigurationError: ONNX Runtime has no CUDA provider, or could not start it here.
@@ -63,10 +66,10 @@ class CudaEngine(OnnxEngine):
         }
         self._may_record = True
         try:
-            self._open(path, num_threads, {**settings, "enable_cuda_graph": "1"})
+            self._open(path, content, num_threads, {**settings, "enable_cuda_graph": "1"})
         except ModelFormatError as error:  # some node runs on the processor, which no graph can hold
             self._may_record = False
-            self._open(path, num_threads, settings)
+            self._open(path, content, num_threads, settings)
             _log.info("%s: without CUDA graphs: %s", path, error)
         self._path = path
         self._gpu = gpu  # behind the network among our attributes: that has to go before the stream that it runs on
@@ -95,8 +98,9 @@ class CudaEngine(OnnxEngine):
             with self._gpu.request():
                 self._check_graphs(recorded)
 
-    def _open(self, path: Path, num_threads: int, settings: dict[str, str]) -> None:
-        super().__init__(path, num_threads=num_threads, providers=[(PROVIDER, settings), "CPUExecutionProvider"])
+    def _open(self, path: Path, content: bytes | None, num_threads: int, settings: dict[str, str]) -> None:
+        providers = [(PROVIDER, settings), "CPUExecutionProvider"]
+        super().__init__(path, content=content, num_threads=num_threads, providers=providers)
 
     def _compute(self, session: Any, inputs: Mapping[str, Any], outputs: Sequence[str]) -> list[np.ndarray[Any, Any]]:
         with self._gpu.request():

@@ -32,7 +32,19 @@ VALUE_ERRORS = (ort_errors.InvalidArgument, ort_errors.Fail, ort_errors.RuntimeE
 class OnnxEngine(DenseEngine):
     """One ONNX file on the CPU, with a thread pool of its own that does not spin."""
 
-    def __init__(self, path: Path, *, num_threads: int, providers: Sequence[Any] = ("CPUExecutionProvider",)) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        content: bytes | None = None,
+        num_threads: int,
+        providers: Sequence[Any] = ("CPUExecutionProvider",),
+    ) -> None:
+        """`content`: what to take for the file's, if not what is in it.
+
+        Raises:
+            ModelFormatError: ONNX Runtime cannot load it.
+        """
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = num_threads
         options.inter_op_num_threads = 1
@@ -42,7 +54,7 @@ class OnnxEngine(DenseEngine):
         try:
             # Its fallback prints to stdout and tries the same provider again.
             self._session: Any = onnxruntime.InferenceSession(
-                path, options, providers=list(providers), enable_fallback=0
+                path if content is None else content, options, providers=list(providers), enable_fallback=0
             )
             self.input_names = frozenset(tensor.name for tensor in self._session.get_inputs())
             self.output_names = frozenset(tensor.name for tensor in self._session.get_outputs())

@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inference_session.embedding_cache.base import ROW_COUNTS, EmbeddingCache, LookupResult, check_range
+from inference_session.embedding_cache.cache_lines import LINE_BYTES, zeros_at_line
 from inference_session.embedding_cache.kernels import cpu, cpu_cache
 from inference_session.embedding_cache.kernels.cpu_cache import CacheArrays
 from inference_session.embedding_cache.kernels.hash_index import BUCKET_BYTES, MAX_ROWS
-from inference_session.embedding_cache.kernels.layout import MAX_MARK, SEGMENT, TABLE, VectorCode
+from inference_session.embedding_cache.kernels.layout import MAX_MARK, SEGMENT, TABLE, VectorCode, address_of
 from inference_session.embedding_cache.readers import Readers
 from inference_session.errors import ConfigurationError, InvalidRequestError, SessionClosedError
 from inference_session.formats.native import VectorType, bytes_per_row
@@ -31,7 +32,6 @@ GHOSTS_PER_ROW = 2
 _SPARE_PARTS, _MAX_SPARE_ROWS = 16, 4096
 """One row in so many is kept free for writers, up to a number."""
 _MOST_ROWS = MAX_ROWS - cpu_cache.NUM_LISTS
-_LINE_BYTES = 64
 _AS_COMPILED: tuple[Literal["C"], Literal["A"], Literal["W"]] = ("C", "A", "W")
 """Arrays of any other kind, as over a message's bytes, would have the kernels compiled once more."""
 
@@ -266,15 +266,15 @@ def _num_bytes(num_rows: int, row_bytes: int) -> int:
     num_buckets = -(-num_rows // ROWS_PER_BUCKET)
     per_row = row_bytes + 8 + 1 + 1 + 2 * 4 + 2 * GHOSTS_PER_ROW
     heads_and_counts = cpu_cache.NUM_LISTS * (2 * 4 + 8) + 8 * cpu_cache.NUM_EVENTS
-    return num_buckets * BUCKET_BYTES + num_rows * per_row + heads_and_counts + 2 * _LINE_BYTES + TABLE.itemsize
+    return num_buckets * BUCKET_BYTES + num_rows * per_row + heads_and_counts + 2 * LINE_BYTES + TABLE.itemsize
 
 
 def _allocate(num_rows: int, row_bytes: int) -> CacheArrays:
     num_buckets = -(-num_rows // ROWS_PER_BUCKET)
     arrays = CacheArrays(
-        buckets=_at_line(num_buckets, BUCKET_BYTES),
+        buckets=zeros_at_line(num_buckets, BUCKET_BYTES),
         keys=np.zeros(num_rows, np.int64),
-        vectors=_at_line(num_rows, row_bytes),
+        vectors=zeros_at_line(num_rows, row_bytes),
         marks=np.zeros(num_rows, np.uint8),
         lists=np.zeros(num_rows, np.uint8),
         links=np.zeros((num_rows + cpu_cache.NUM_LISTS, 2), np.uint32),
@@ -284,13 +284,6 @@ def _allocate(num_rows: int, row_bytes: int) -> CacheArrays:
     )
     cpu_cache.link_all_free(arrays)
     return arrays
-
-
-def _at_line(num_rows: int, row_bytes: int) -> NDArray[np.uint8]:
-    """Zeros, [num_rows, row_bytes], that begin at a cache line."""
-    memory = np.zeros(num_rows * row_bytes + _LINE_BYTES, np.uint8)
-    offset = -memory.ctypes.data % _LINE_BYTES
-    return memory[offset : offset + num_rows * row_bytes].reshape(num_rows, row_bytes)
 
 
 def _describe(tables: Any, dims: Any, dtype: VectorType) -> NDArray[np.void]:
@@ -305,7 +298,5 @@ def _describe(tables: Any, dims: Any, dtype: VectorType) -> NDArray[np.void]:
 
 
 def _segment(table: int, keys: NDArray[np.int64], out: NDArray[np.float32]) -> tuple[int, ...]:
-    keys_address: int = keys.__array_interface__["data"][0]
-    output_address: int = out.__array_interface__["data"][0]
     step = keys.strides[0]
-    return (table, keys_address, 8, step, 8, len(keys), 1, 0, 0, 0, 0, output_address, out.strides[0])
+    return (table, address_of(keys), 8, step, 8, len(keys), 1, 0, 0, 0, 0, address_of(out), out.strides[0])

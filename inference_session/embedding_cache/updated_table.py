@@ -7,6 +7,7 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_session.embedding_cache.cache_lines import zeros_at_line
 from inference_session.embedding_cache.kernels.hash_index import BUCKET_BYTES
 from inference_session.embedding_cache.kernels.layout import TABLE
 from inference_session.embedding_cache.kernels.updated_table import (
@@ -21,7 +22,6 @@ from inference_session.embedding_cache.readers import Readers
 _FIRST_CAPACITY = 1024
 _SPARE_PARTS = 8
 """One row in so many has to be free once rows that were replaced have been freed; with fewer the table grows."""
-_LINE_BYTES = 64
 
 
 class UpdatedTable:
@@ -117,10 +117,8 @@ def _rows(
 
 def _allocate(capacity: int, embedding_dim: int) -> UpdatedArrays:
     num_buckets = capacity * 2 // 17 + 1  # 8.5 rows for 12 slots
-    buckets = np.zeros((num_buckets + 1) * BUCKET_BYTES, np.uint8)
-    begin = -buckets.ctypes.data % _LINE_BYTES
     return UpdatedArrays(
-        buckets=buckets[begin : begin + num_buckets * BUCKET_BYTES].reshape(num_buckets, BUCKET_BYTES),
+        buckets=zeros_at_line(num_buckets, BUCKET_BYTES),
         keys=np.zeros(capacity, np.int64),
         vectors=np.zeros((capacity, embedding_dim), np.float32),
         deleted=np.zeros(capacity, np.uint8),

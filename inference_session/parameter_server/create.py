@@ -83,9 +83,12 @@ def _retirement(tiers: Sequence[Tier], config: SessionConfig, folder: Path) -> R
 
 def _check(tiers: list[Tier]) -> None:
     """Leave out tiers whose store does not answer, unless that is all of them."""
-    failures = list(filter(None, map(_failure, tiers)))
-    if len(failures) == len(tiers):
-        raise failures[0]
+    failures = [(tier, error) for tier in tiers if (error := _failure(tier))]
+    if failures and len(failures) == len(tiers):
+        raise failures[0][1]
+    for tier, error in failures:
+        _log.warning("the version is opened without its %s store, which does not answer: %s", tier.name, error)
+        tier.begin_outage(str(error))
 
 
 def _failure(tier: Tier) -> UnavailableError | None:
@@ -93,7 +96,5 @@ def _failure(tier: Tier) -> UnavailableError | None:
     try:
         tier.store.check()
     except UnavailableError as error:
-        _log.warning("the version is opened without its %s store, which does not answer: %s", tier.name, error)
-        tier.begin_outage(str(error))
         return error
     return None

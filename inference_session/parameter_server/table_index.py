@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from inference_session.embedding_cache.kernels.hash_index import BUCKET_BYTES, MAX_ROWS, count_keys, insert_rows
 from inference_session.errors import ModelFormatError
+from inference_session.formats.staging import flush
 
 INDEX_FILE = "index"
 PARTIAL_FILE = "index.partial"
@@ -198,9 +199,9 @@ def _write_index(folder: Path, keys: NDArray[np.int64], progress: Progress | Non
     partial = folder / PARTIAL_FILE
     try:
         _fill(_resume(partial, keys), keys, progress, checkpoint=partial)
-        _sync(partial)
+        flush(partial)
         partial.replace(folder / INDEX_FILE)
-        _sync(folder)
+        flush(folder)
     except OSError:
         with contextlib.suppress(OSError):
             partial.unlink()
@@ -242,7 +243,7 @@ def _fill(
         insert_rows(buckets.ctypes.data, num_buckets, keys.ctypes.data, len(keys), begin, end)
         checksum = zlib.crc32(keys[begin:end].data, checksum)
         if checkpoint is not None and end % ROWS_PER_CHECKPOINT == 0:
-            _sync(checkpoint)  # the buckets, before a header that counts on them
+            flush(checkpoint)  # the buckets, before a header that counts on them
             _seal(header, magic=_UNFINISHED, num_indexed=end, key_checksum=checksum)
         progress(end - begin)
     _seal(
@@ -300,14 +301,6 @@ def _create_file(path: Path, size: int) -> NDArray[np.uint8]:
         # Without room set aside, a full disk would kill the process when it writes to the mapping.
         os.posix_fallocate(file.fileno(), 0, size)
         return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ def create_row_source(
     if not config.has_store:
         folder, verify = directory / TABLES_FOLDER, config.verify == "full"
         files = [TableFile.open(folder / table.folder, table, verify_index=verify) for table in spec.tables]
-        if gpu is not None and config.update_stream is None:
+        if gpu is not None and config.has_fixed_rows:
             from inference_session.gpu_rows import GpuRows
 
             return GpuRows(files, gpu, num_threads=num_threads, cache_bytes=config.cache_bytes)

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_session.embedding_cache.cache_lines import zeros_at_line
 from inference_session.embedding_cache.kernels.hash_index import BUCKET_BYTES
 from inference_session.embedding_cache.kernels.layout import address_of
 from inference_session.embedding_cache.kernels.missing import collect_keys, write_vectors
 from inference_session.embedding_cache.null_cache import empty_tables
 
 _KEYS_PER_BUCKET = 8
-_LINE_BYTES = 64
 
 
 class _Part(NamedTuple):
@@ -45,7 +45,7 @@ class Overlay:
         self._begins = np.cumsum(num_keys) - num_keys
         num_buckets = num_keys // _KEYS_PER_BUCKET + 1
         buckets_before = np.cumsum(num_buckets) - num_buckets
-        self._buckets = _at_line(BUCKET_BYTES * int(num_buckets.sum()))
+        self._buckets = zeros_at_line(int(num_buckets.sum()), BUCKET_BYTES)
         self._keys = np.empty(len(positions), np.int64)
         self._found = np.zeros(len(positions), np.bool_)
         self._rows = np.empty(len(positions), np.int64)
@@ -76,9 +76,3 @@ class Overlay:
             vectors = self._vectors[ends[t] - num_elements[t] : ends[t]].reshape(-1, dims[t])
             parts[t] = _Part(self._keys[rows], vectors, self._found[rows])
         return parts
-
-
-def _at_line(num_bytes: int) -> NDArray[np.uint8]:
-    """Zeros that begin at a cache line."""
-    memory = np.zeros(num_bytes + _LINE_BYTES, np.uint8)
-    return memory[-address_of(memory) % _LINE_BYTES :][:num_bytes]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import compress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from inference_session.formats.native import DENSE_FILE, KEYS_FILE, TABLES_FOLDER, ModelSpec
+from inference_session.formats.native import DENSE_FILE, KEYS_FILE, TABLES_FOLDER, ModelSpec, TableSpec
+from inference_session.gpu_placement import index_bytes_on_device, placed_on_device, vectors_bytes
 from inference_session.parameter_server.table_index import index_bytes
 
 Place = Literal["page cache", "process", "device", "shared memory"]
@@ -35,16 +37,23 @@ class MemoryItem(NamedTuple):
 
 
 def memory_items(
-    spec: ModelSpec, version_dir: Path, *, cache_bytes: int, num_processes: int = 1, num_devices: int = 0
+    spec: ModelSpec,
+    version_dir: Path,
+    *,
+    cache_bytes: int,
+    num_processes: int = 1,
+    num_devices: int = 0,
+    rows_on_device: bool = False,
 ) -> list[MemoryItem]:
     """What one version takes; during a swap two versions are loaded, each with all of it.
 
     Args:
         spec: of the version.
         version_dir: where its networks are, and its tables unless it has none but those of its stores.
-        cache_bytes: of each process, or where there are devices, of each device.
+        cache_bytes: of each process; with `rows_on_device`, what tables and indexes may take of each device.
         num_processes: that serve the version.
-        num_devices: GPUs that hold cache and network; 0: the processes do.
+        num_devices: GPUs that hold the network; 0: the processes do.
+        rows_on_device: whether the devices look rows up, instead of the processes.
     """
     tables = spec.tables if (version_dir / TABLES_FOLDER).is_dir() else ()
     stored = [table.num_rows for table in tables if table.keys == "stored"]
@@ -52,13 +61,25 @@ def memory_items(
     place: Place = "device" if num_devices else "process"
     copies = num_devices or num_processes
     return [
-        MemoryItem("vectors", "page cache", sum(table.num_rows * table.row_bytes for table in tables), 1),
+        MemoryItem("vectors", "page cache", sum(map(vectors_bytes, tables)), 1),
         MemoryItem("keys", "page cache", 8 * sum(stored), 1),
         MemoryItem("index", "page cache", sum(map(index_bytes, stored)), 1),
-        MemoryItem("cache", place, cache_bytes, copies),
+        *(_rows_on_device(tables, cache_bytes, num_devices) if rows_on_device else ()),
+        MemoryItem("cache", "process", 0 if rows_on_device else cache_bytes, num_processes),
         MemoryItem("dense network", place, networks, copies),
         MemoryItem("program", "process", PROCESS_BYTES, num_processes),
         MemoryItem("tensors", "shared memory", SHARED_MEMORY_BYTES, num_processes),
+    ]
+
+
+def _rows_on_device(tables: Sequence[TableSpec], cache_bytes: int, num_devices: int) -> list[MemoryItem]:
+    """What tables take that are looked up by GPUs; those that do not fit are pinned in host memory."""
+    placed = sum(map(vectors_bytes, compress(tables, placed_on_device(tables, cache_bytes))))
+    pinned = sum(map(vectors_bytes, tables)) - placed
+    return [
+        MemoryItem("vectors on device", "device", placed, num_devices),
+        MemoryItem("index on device", "device", sum(map(index_bytes_on_device, tables)), num_devices),
+        MemoryItem("pinned vectors", "process", pinned, num_devices),
     ]
 
 

@@ -16,11 +16,15 @@ from playwright.sync_api import Browser
 
 from hotrow.commands.size import command
 from inference_session import InferenceSession
+from inference_session.embedding_cache.kernels.gpu_layout import buckets_for_all, index_bytes
 from inference_session.errors import HotrowError
 from inference_session.sizing.hit_rate import LruCurve
 from tests import small_model
 from tests.browser import Look
 from tests.formats.hugectr.test_importer import Source
+
+INDEX_ON_DEVICE = index_bytes(buckets_for_all(30), marks=False, numbers=True)
+"""Of the 30 stored keys of the small model."""
 
 
 @pytest.fixture
@@ -66,13 +70,48 @@ def test_memory_without_a_trace(version_dir: Path) -> None:
     assert "trace" not in document
 
 
-def test_devices_hold_cache_and_network(version_dir: Path) -> None:
-    """With GPUs each has a process, and what it holds is counted per device."""
-    document = _json(version_dir, "--devices", 2, "--cache-bytes", 4096)
+def test_devices_hold_tables_and_network(version_dir: Path) -> None:
+    """With GPUs each has a process, all vectors and an index of stored keys, counted per device."""
+    document = _json(version_dir, "--devices", 2)
 
     networks = sum((version_dir / name).stat().st_size for name in ("dense.onnx", "keys.onnx"))
-    assert document["device_bytes"] == 4096 + networks
+    vectors = 50 * 4 * 4 + 40 * 3 * 2 + 30 * 2 * 4
+    assert document["cache_bytes"] == vectors + INDEX_ON_DEVICE
+    assert document["device_bytes"] == document["cache_bytes"] + networks
     assert all(item["copies"] == 2 for item in document["memory"] if item["place"] != "page cache")
+
+
+@pytest.mark.parametrize(
+    ("cache_bytes", "placed"),
+    [
+        (0, 0),
+        (40 * 3 * 2 - 1, 0),
+        (40 * 3 * 2 + 30 * 2 * 4 + INDEX_ON_DEVICE, 480),
+        (480 + INDEX_ON_DEVICE + 799, 480),
+        (480 + INDEX_ON_DEVICE + 800, 1280),
+    ],
+)
+def test_tables_that_do_not_fit_a_device(version_dir: Path, cache_bytes: int, placed: int) -> None:
+    """The smallest tables lie on the device, the others in pinned memory of each process; indexes are on the device."""
+    parts = {item["name"]: item for item in _json(version_dir, "--devices=1", "--cache-bytes", cache_bytes)["memory"]}
+
+    assert parts["vectors on device"]["total_bytes"] == placed
+    assert (parts["pinned vectors"]["total_bytes"], parts["pinned vectors"]["place"]) == (1280 - placed, "process")
+    assert parts["index on device"]["total_bytes"] == INDEX_ON_DEVICE
+    assert parts["cache"]["total_bytes"] == 0
+
+
+@pytest.mark.parametrize("setting", ["volatile_store", "update_stream"])
+def test_rows_that_change_are_not_on_devices(version_dir: Path, setting: str) -> None:
+    """With a store or an update stream a GPU has the network alone, and a cache is in each process."""
+    url = {"volatile_store": "redis://h", "update_stream": "kafka://h:9092"}[setting]
+    parameters = f'parameters {{ key: "{setting}" value {{ string_value: "{url}" }} }}'
+    (version_dir.parent / "config.pbtxt").write_text(f'backend: "hotrow" {parameters}')
+
+    document = _json(version_dir, "--devices", 2)
+
+    assert [item["name"] for item in document["memory"] if item["place"] == "device"] == ["dense network"]
+    assert (document["cache_bytes"] > 0) == (setting == "volatile_store")
 
 
 def test_settings_tell_the_cache(version_dir: Path) -> None:

@@ -111,6 +111,17 @@ def write_types(version_dir: Path, *, strings: bool) -> None:
     _write(version_dir, spec, nodes, inputs, {})
 
 
+def write_scalar(version_dir: Path) -> None:
+    """`hot` [samples] is what a scalar divides; `largest` is a scalar."""
+    inputs = [TensorSpec("logit", "float32", (-1,)), TensorSpec("temperature", "float32", ())]
+    outputs = (TensorSpec("hot", "float32", (-1,)), TensorSpec("largest", "float32", ()))
+    nodes = [
+        helper.make_node("Div", ["logit", "temperature"], ["hot"]),
+        helper.make_node("ReduceMax", ["hot"], ["largest"], keepdims=0),
+    ]
+    _write(version_dir, ModelSpec(tuple(inputs), outputs, (), (), batched=False), nodes, inputs, {})
+
+
 def _write(
     version_dir: Path,
     spec: ModelSpec,

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from tests.integration.conftest import NUMPY_1, Serve, Served
-from tests.integration.models import NUM_ROWS, TABLE, ctr_answer, flat_answer, write_types
+from tests.integration.models import NUM_ROWS, TABLE, ctr_answer, flat_answer, write_scalar, write_types
 from tests.parameter_server.servers import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.triton
@@ -442,3 +442,15 @@ def test_random_binary_does_not_hurt(served: Served) -> None:
     with served.grpc_client() as client:
         bag = np.frombuffer(struct.pack("<2q", 3, 4), np.int64).reshape(1, 2)
         assert ask(client, "bags", {"bag": bag}).as_numpy("score")[0, 0] == TABLE[[3, 4]].sum()
+
+
+def test_scalars_are_sent_in_shape_1(serve: Serve, tmp_path: Path) -> None:
+    """Triton has none."""
+    write_scalar(tmp_path / "scalar" / "1")
+    inputs = {"logit": np.array([1, 3], np.float32), "temperature": np.array([2], np.float32)}
+
+    with serve(tmp_path).grpc_client() as client:
+        answer = ask(client, "scalar", inputs)
+
+    np.testing.assert_array_equal(answer.as_numpy("hot"), [0.5, 1.5])
+    np.testing.assert_array_equal(answer.as_numpy("largest"), [1.5])

@@ -107,10 +107,15 @@ def test_what_triton_cannot_carry_is_refused(tensor: TensorSpec, message: str) -
 
 def test_scalars_are_served_in_shape_1() -> None:
     """Triton has none."""
-    config = describe(spec_of([IDS, TensorSpec("temperature", "float32", ())], [CLICK], batched=False), "ctr")
+    spec = spec_of([TensorSpec("temperature", "float32", ())], [TensorSpec("largest", "float32", ())], batched=False)
+
+    config = describe(spec, "ctr")
 
     assert config.max_batch_size == 0
-    assert config.inputs[1] == TensorConfig("temperature", "TYPE_FP32", (1,))
+    assert config.inputs == (TensorConfig("temperature", "TYPE_FP32", (1,)),)
+    assert config.outputs == (TensorConfig("largest", "TYPE_FP32", (1,)),)
+    as_json = _json({"temperature": ("TYPE_FP32", [1])}, {"largest": ("TYPE_FP32", [1])})
+    check_config({**as_json, "max_batch_size": 0}, spec)
 
 
 def test_a_users_config_is_kept_for_the_next_version(version_dir: Path) -> None:

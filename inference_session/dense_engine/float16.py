@@ -1,0 +1,45 @@
+"""A dense network in float16, behind the inputs and outputs that it had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError, EncodeError
+from onnx.checker import ValidationError
+from onnxruntime.transformers.float16 import convert_float_to_float16
+
+from inference_session.errors import ModelFormatError, UnsupportedModelError
+
+_READ_ERRORS = (DecodeError, OSError, ValidationError, ValueError)
+_CONVERSION_ERRORS = (AssertionError, EncodeError, ValueError, RuntimeError)
+"""What the converter raises, for instance of networks of 2 GiB and more."""
+
+
+def in_float16(path: Path) -> bytes:
+    """An ONNX file that computes in float16 what the one at `path` does; its float32 inputs and outputs stay so.
+
+    Constants beyond float16's range become its largest number, and those that would vanish its smallest.
+    Operators that ONNX Runtime has in float32 only stay as they are, between casts.
+
+    Raises:
+        ModelFormatError: the file, or the one with its weights, is missing or damaged.
+        UnsupportedModelError: the network cannot be converted.
+    """
+    try:
+        model = onnx.load(path)
+    except _READ_ERRORS as error:
+        raise ModelFormatError(f"{path}: cannot be read: {error}") from error
+    try:
+        content: bytes = convert_float_to_float16(model, keep_io_types=True).SerializeToString()
+    except _CONVERSION_ERRORS as error:
+        raise not_in_float16(path, error) from error
+    return content
+
+
+def not_in_float16(path: Path, error: Exception) -> UnsupportedModelError:
+    """That the network at `path` cannot be computed so, and what to do."""
+    reason = str(error).removeprefix(f"{path}: ")
+    return UnsupportedModelError(
+        f"{path}: dense_precision 'float16' does not suit this network, take 'float32' or 'tf32': {reason}"
+    )
