@@ -98,13 +98,13 @@ class Broker:
     def committed(self, model: str) -> dict[str, int]:
         """The offsets that the servers of a model have committed, by topic and partition."""
         admin = self.admin()
-        groups = [group.group_id for group in admin.list_consumer_groups().result(PATIENCE_S).valid]
         found: dict[str, int] = {}
-        for group in groups:
-            if group.startswith(f"hotrow.{model}."):
-                offsets = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)])[group].result(
-                    PATIENCE_S
-                )
+        topics = admin.list_topics(timeout=PATIENCE_S).topics.items()
+        every = [TopicPartition(name, partition) for name, topic in topics for partition in topic.partitions]
+        for group in admin.list_consumer_groups().result(PATIENCE_S).valid:
+            if every and group.group_id.startswith(f"hotrow.{model}."):
+                wanted = ConsumerGroupTopicPartitions(group.group_id, every)  # older clients find none unless named
+                offsets = admin.list_consumer_group_offsets([wanted])[group.group_id].result(PATIENCE_S)
                 found |= {f"{one.topic}/{one.partition}": one.offset for one in offsets.topic_partitions}
         return {name: offset for name, offset in found.items() if offset >= 0}
 
