@@ -66,7 +66,7 @@ fuzz-same: $(FUZZED:%=fuzz-same-%)
 $(FUZZED:%=fuzz-same-%): fuzz-same-%: $(VENV)/.fuzz
 	@folder=$$(mktemp -d) && \
 	if PYTHONHASHSEED=0 $(BIN)/python -m $(FUZZ_ENGINE) $* --seed 1 --seconds $(FUZZ_SECONDS) \
-	  --max-files $$((500 * $(FUZZ_SECONDS))) --folder $$folder/files >$$folder/log 2>&1; \
+	  --max-files $$((2000 * $(FUZZ_SECONDS))) --folder $$folder/files >$$folder/log 2>&1; \
 	then echo "$*: $$(tail -n 1 $$folder/log)"; rm -r $$folder; \
 	else cat $$folder/log; echo "$*: the files are in $$folder"; exit 1; fi
 
