@@ -101,3 +101,11 @@ def test_a_full_disk_keeps_nothing_and_fails_nothing(tmp_path: Path) -> None:
     (tmp_path / "outer.py").write_text(full + OUTER)
     assert run_outer(tmp_path, "a + 1") == [20, 0]
     assert run_outer(tmp_path, "a + 1") == [20, 0]
+
+
+def test_an_image_compiles_all_that_serving_wants() -> None:
+    """By the command in the Dockerfile, which has to end well."""
+    command = "inference_session.all_kernels"
+    assert f"-m {command}\n" in (ROOT / "Dockerfile").read_text()
+    done = subprocess.run([sys.executable, "-m", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
