@@ -14,25 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_CPU = (1, 0)
-_KINDS = {"i": 0, "u": 1, "f": 2, "b": 6}
+from inference_session.dlpack_layout import CPU, KINDS, DataType, Tensor
 
-
-class _DataType(ctypes.Structure):
-    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
-
-
-class _Tensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("dtype", _DataType),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("byte_offset", ctypes.c_uint64),
-    )
+_DEVICE = (CPU, 0)
 
 
 class _Managed(ctypes.Structure):
@@ -40,7 +24,7 @@ class _Managed(ctypes.Structure):
 
 
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
-_Managed._fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter))
+_Managed._fields_ = (("tensor", Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter))
 
 _exported: dict[int, tuple[Any, ...]] = {}
 """What must outlive a capsule, by the number in its `context`, until the consumer calls the deleter."""
@@ -65,13 +49,13 @@ class Exported:
         self._array = np.ascontiguousarray(array)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return _CPU
+        return _DEVICE
 
     def __dlpack__(self, stream: object = None) -> object:
         array = self._array
-        dtype = _DataType(_KINDS[array.dtype.kind], 8 * array.itemsize, 1)
+        dtype = DataType(KINDS[array.dtype.kind], 8 * array.itemsize, 1)
         shape = (ctypes.c_int64 * array.ndim)(*array.shape)
-        tensor = _Tensor(array.ctypes.data, *_CPU, array.ndim, dtype, ctypes.addressof(shape), None, 0)
+        tensor = Tensor(array.ctypes.data, *_DEVICE, array.ndim, dtype, shape, None, 0)
         number = next(_numbers)
         managed = _Managed(tensor, number, _release)
         _exported[number] = (array, shape, managed)
@@ -85,7 +69,7 @@ class Imported:
         self._tensor = tensor
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return _CPU
+        return _DEVICE
 
     def __dlpack__(self, **options: object) -> Any:
         return self._tensor.to_dlpack()

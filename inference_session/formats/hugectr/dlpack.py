@@ -1,4 +1,4 @@
-"""Tensors that other libraries lend as capsules, by the layout that DLPack fixes (dlpack.h, version 0).
+"""Tensors that other libraries lend as DLPack capsules.
 
 NumPy takes capsules over, after which nobody else may; HugeCTR's callers go on with theirs.
 """
@@ -12,25 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_session.dlpack_layout import CPU, CUDA_HOST, KINDS, Tensor
 from inference_session.errors import InvalidRequestError
 
-_CPU, _CUDA_HOST = 1, 3
-_KINDS = {0: "i", 1: "u", 2: "f"}
-
-
-class _Tensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("num_dims", ctypes.c_int32),
-        ("kind", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
+_KINDS = {code: kind for kind, code in KINDS.items()}
 
 
 def borrowed_array(name: str, capsule: Any, dtype: type[np.generic]) -> NDArray[Any]:
@@ -40,13 +25,13 @@ def borrowed_array(name: str, capsule: Any, dtype: type[np.generic]) -> NDArray[
         InvalidRequestError: it is no capsule, or holds something but such elements, side by side, in host memory.
     """
     tensor = _tensor(name, capsule)
-    shape = [tensor.shape[axis] for axis in range(tensor.num_dims)]
-    if tensor.device_type not in (_CPU, _CUDA_HOST):
+    shape = [tensor.shape[axis] for axis in range(tensor.ndim)]
+    if tensor.device_type not in (CPU, CUDA_HOST):
         raise InvalidRequestError(
             f"{name} is on a device of DLPack's type {tensor.device_type}; host memory is expected"
         )
-    found = f"{_KINDS.get(tensor.kind, '?')}{tensor.bits // 8}"
-    if found != np.dtype(dtype).str[1:] or tensor.lanes != 1:
+    found = f"{_KINDS.get(tensor.dtype.code, '?')}{tensor.dtype.bits // 8}"
+    if found != np.dtype(dtype).str[1:] or tensor.dtype.lanes != 1:
         raise InvalidRequestError(f"{name} holds elements {found!r}; {np.dtype(dtype).name} is expected")
     if not _is_contiguous(tensor, shape):
         raise InvalidRequestError(f"{name} has gaps between its elements; a contiguous tensor is expected")
@@ -54,24 +39,24 @@ def borrowed_array(name: str, capsule: Any, dtype: type[np.generic]) -> NDArray[
     if not size:
         return np.empty(0, dtype)
     address = tensor.data + tensor.byte_offset
-    data = (ctypes.c_byte * (size * tensor.bits // 8)).from_address(address)
+    data = (ctypes.c_byte * (size * tensor.dtype.bits // 8)).from_address(address)
     return np.frombuffer(data, dtype)
 
 
-def _tensor(name: str, capsule: Any) -> _Tensor:
+def _tensor(name: str, capsule: Any) -> Tensor:
     address = ctypes.pythonapi.PyCapsule_GetPointer
     address.restype, address.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     try:
-        return ctypes.cast(address(capsule, b"dltensor"), ctypes.POINTER(_Tensor)).contents
+        return ctypes.cast(address(capsule, b"dltensor"), ctypes.POINTER(Tensor)).contents
     except ValueError as error:
         raise InvalidRequestError(f"{name} is no DLPack capsule that is still unused, found {capsule!r}") from error
 
 
-def _is_contiguous(tensor: _Tensor, shape: list[int]) -> bool:
+def _is_contiguous(tensor: Tensor, shape: list[int]) -> bool:
     if not tensor.strides:
         return True
     step = 1
-    for axis in reversed(range(tensor.num_dims)):
+    for axis in reversed(range(tensor.ndim)):
         if shape[axis] > 1 and tensor.strides[axis] != step:
             return False
         step *= shape[axis]
