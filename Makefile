@@ -18,7 +18,7 @@ help:
 	@echo "make test            set up and run the tests"
 	@echo "make test-exporters  the importer against PyTorch, JAX and Keras (downloads them)"
 	@echo "make fuzz            every reader of foreign files, a minute each on other files each time (FUZZ_SECONDS)"
-	@echo "make fuzz-same       the readers of models and messages, a minute each on the same files each time (make -j2 -O)"
+	@echo "make fuzz-same       the readers of models and messages, a minute each at most, on the same files each time (make -j2 -O)"
 	@echo "make check           formatting, lint, types, known vulnerabilities"
 	@echo "make bench           benchmarks, each beside its ceiling or peer"
 	@echo "make bench-report    whole requests through Triton beside their peers: bench-report.html and the README's figure"
@@ -66,7 +66,7 @@ fuzz-same: $(FUZZED:%=fuzz-same-%)
 $(FUZZED:%=fuzz-same-%): fuzz-same-%: $(VENV)/.fuzz
 	@folder=$$(mktemp -d) && \
 	if PYTHONHASHSEED=0 $(BIN)/python -m $(FUZZ_ENGINE) $* --seed 1 --seconds $(FUZZ_SECONDS) \
-	  --max-files $$((2000 * $(FUZZ_SECONDS))) --folder $$folder/files >$$folder/log 2>&1; \
+	  --max-files $$((5000 * $(FUZZ_SECONDS))) --folder $$folder/files >$$folder/log 2>&1; \
 	then echo "$*: $$(tail -n 1 $$folder/log)"; rm -r $$folder; \
 	else cat $$folder/log; echo "$*: the files are in $$folder"; exit 1; fi
 

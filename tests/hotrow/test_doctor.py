@@ -139,7 +139,7 @@ def _as_nobody(check: Callable[[], list[Finding]]) -> list[Finding]:
 
 def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the user may not even look at is a problem of its own, and the other checks go on."""
-    locked = PermissionError(13, "Permission denied", "/root/libpython.so")
+    locked = PermissionError(13, "Permission denied", "/locked/libpython.so")
 
     def refuse() -> Path:
         raise locked
@@ -148,7 +148,7 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
 
     found = list(examine(Plan(ports=_ANY_PORTS)))
 
-    assert any(f.level == "problem" and "/root/libpython.so: Permission denied" in f.message for f in found)
+    assert any(f.level == "problem" and "/locked/libpython.so: Permission denied" in f.message for f in found)
     assert found[-1].check in machine_checks._PACKAGES
 
 
