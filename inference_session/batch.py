@@ -92,6 +92,22 @@ class JoinedBatch:
         self._parts[name] = parts
 
 
+class Staged(NamedTuple):
+    """Memory that holds what a batch has under these names, behind each other; no names: something made of it."""
+
+    names: tuple[str, ...]
+    array: NDArray[Any]
+
+    def fill(self, batch: JoinedBatch) -> None:
+        """Write another batch of the same shapes over it."""
+        parts: list[Any] = [part for name in self.names for part in batch.parts(name)]
+        flat = self.array.reshape(-1)
+        if len(parts) == 1:
+            flat[:] = parts[0].reshape(-1)
+        else:
+            np.concatenate(parts, axis=None, out=flat, casting="same_kind")
+
+
 class RequestLayout(ABC):
     """How requests of one model carry their samples.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -107,6 +107,17 @@ class GpuRows(MappedRows):
                 self._launches.clear()
             launch = self._launches[shapes] = self._create_launch(segments)
         launch.run(segments, num_unknown_address=address)
+
+    def repeated(self, segments: NDArray[np.void], num_unknown: NDArray[np.int64]) -> Callable[[], None]:
+        """`look_up` of always the same segments, which lead to other keys each time."""
+        start = self._create_launch(segments).repeated(segments, num_unknown.ctypes.data)
+
+        def look_up() -> None:
+            if self._gpu_records is None:
+                raise SessionClosedError("the session has been closed")
+            start()
+
+        return look_up
 
     def counts(self, num_segments: int) -> NDArray[np.int64]:
         """See RowSource: in pinned memory."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from inference_session.batch import CheckedRequest, JoinedBatch, Request, RequestLayout, TensorLayout, answer_jointly
+from inference_session.batch import CheckedRequest, Request, RequestLayout, TensorLayout, answer_jointly
 from inference_session.canary import check_canary
 from inference_session.config import SessionConfig
 from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine, create_engine
@@ -34,10 +34,11 @@ from inference_session.errors import (
 from inference_session.formats import manifest
 from inference_session.formats.native import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec
 from inference_session.formats.verified_files import VerifiedFiles
+from inference_session.forward import Forward
 from inference_session.gpu_device import open_gpu
 from inference_session.hot_keys import HotKeysWriter, read_hot_keys
 from inference_session.key_recorder import create_key_recorder
-from inference_session.lookup_plan import LookedUp, LookupPlan
+from inference_session.lookup_plan import LookupPlan
 from inference_session.outputs import Answer, Outputs
 from inference_session.parameter_server.namespace import version_path
 from inference_session.row_source import create_row_source
@@ -117,6 +118,7 @@ class InferenceSession:
         self._stats = SessionStats(spec)
         self._rows = create_row_source(spec, config, directory, self._gpu)
         self._plan = LookupPlan(spec, self._rows)
+        self._forward = self._create_forward()
         self._may_join = spec.joins_requests
         self._hot_keys: HotKeysWriter | None = None
         self._updates: KafkaUpdateStream | None = None
@@ -179,29 +181,21 @@ class InferenceSession:
         mark("look-up")
         batch = self._layout.join(requests)
         if self._keys:
-            batch.add(self._run(self._keys, batch, sorted(self._keys.output_names)))
-        with self._rows.request():
-            looked_up = self._plan.run(batch)
-            batch.add(looked_up.vectors)
-            mark("network")
-            outputs = self._run(self._dense, batch, self._layout.wanted(requests))
-            looked_up = looked_up._replace(num_unknown=self._rows.settled(looked_up.num_unknown))
+            names = sorted(self._keys.output_names)
+            results = self._keys.run({name: batch.array(name) for name in self._keys.input_names}, names)
+            batch.add(dict(zip(names, results, strict=True)))
+        computed = self._forward.run(batch, self._layout.wanted(requests), mark)
         mark("answer")
-        self._refuse_unknown(looked_up)
-        self._stats.count_batch(batch.num_samples, looked_up.num_keys, looked_up.num_unknown)
-        return self._layout.split(outputs, requests)
+        self._refuse_unknown(computed.num_unknown)
+        self._stats.count_batch(batch.num_samples, computed.num_keys, computed.num_unknown)
+        return self._layout.split(computed.outputs, requests)
 
-    @staticmethod
-    def _run(engine: DenseEngine, batch: JoinedBatch, outputs: Sequence[str]) -> Answer:
-        inputs = {name: batch.array(name) for name in engine.input_names}
-        return dict(zip(outputs, engine.run(inputs, outputs), strict=True))
-
-    def _refuse_unknown(self, looked_up: LookedUp) -> None:
-        if self.config.unknown_keys == "reject" and looked_up.num_unknown.any():
-            lookup = self.spec.lookups[int(np.flatnonzero(looked_up.num_unknown)[0])]
+    def _refuse_unknown(self, num_unknown: NDArray[np.int64]) -> None:
+        if self.config.unknown_keys == "reject" and num_unknown.any():
+            lookup = self.spec.lookups[int(np.flatnonzero(num_unknown)[0])]
             table = self.spec.table(lookup.table)
             raise UnknownKeyError(
-                f"{looked_up.num_unknown.sum()} keys are unknown, the first of them in table {table.name!r}, "
+                f"{num_unknown.sum()} keys are unknown, the first of them in table {table.name!r}, "
                 f"which has {table.num_rows} rows; setting unknown_keys=default_vector would answer all the same"
             )
 
@@ -324,6 +318,13 @@ class InferenceSession:
             _log.warning("device auto: on the CPU: %s", error)
             self._gpu = None
             return create_engine(path, self.config, None)
+
+    def _create_forward(self) -> Forward:
+        if self._gpu is None:
+            return Forward(self._plan, self._rows, self._dense)
+        from inference_session.gpu_replay import create_forward
+
+        return create_forward(self._plan, self._rows, self._dense)
 
     def _create_layout(self) -> RequestLayout:
         # Imported where needed: what they build on takes half a second to load.
