@@ -269,39 +269,21 @@ __device__ __forceinline__ u32 segment_of(const u32* first_tiles, u32 num_segmen
 
 __device__ __forceinline__ u32 this_tile() { return blockIdx.x * (blockDim.x / LANES) + threadIdx.x / LANES; }
 
-// A tile and the keys of its lanes; none behind the last tile.
-struct Tile {
-  u32 number;
-  u32 segment = 0;
-  Asked asked;
-
-  __device__ __forceinline__ Tile(const Request& request, u32 number) : number(number) {
-    if (number >= request.num_tiles) return;
-    segment = segment_of(request.few_tiles, request.num_segments, number);
-    const Segment& of = request.few_segments[segment];
-    asked = keys_of(request, of, request.tables[of.table].dim, number, request.few_tiles[segment]);
-  }
-};
-
-template <bool QUIET>
-__device__ __forceinline__ void look_up_tiles(const Request& request, Tile tile) {
-  const u64 policy = keeping_policy();
-  const u32 num_warps = gridDim.x * (blockDim.x / LANES);
-  while (tile.number < request.num_tiles) {
-    const Tile next(request, tile.number + num_warps);  // its keys come while the rows of this one are copied
-    const Segment& segment = request.few_segments[tile.segment];
-    look_up_keys<QUIET>(request, segment, request.tables[segment.table], tile.segment, tile.number, tile.asked, policy);
-    tile = next;
-  }
-}
-
 // For few segments, none of them pooled: these stay in the parameters' own memory.
 extern "C" __global__ void __launch_bounds__(256) look_up(const __grid_constant__ Request request) {
   Reading reading(request.readers);
-  const Tile first(request, this_tile());
+  const u32 tile = this_tile();
+  const bool exists = tile < request.num_tiles;
+  const u32 s = exists ? segment_of(request.few_tiles, request.num_segments, tile) : 0;
+  const Segment& segment = request.few_segments[s];
+  const Table& table = request.tables[segment.table];
+  Asked asked;
+  if (exists) asked = keys_of(request, segment, table.dim, tile, request.few_tiles[s]);
   reading.wait();
-  if (reading.quiet) look_up_tiles<true>(request, first);
-  else look_up_tiles<false>(request, first);
+  if (exists) {
+    if (reading.quiet) look_up_keys<true>(request, segment, table, s, tile, asked, keeping_policy());
+    else look_up_keys<false>(request, segment, table, s, tile, asked, keeping_policy());
+  }
   reading.end();
 }
 
