@@ -166,8 +166,7 @@ class InferenceSession:
         An answer that cannot be given is an error in its place; the other requests are not concerned. `mark` is told
         the stages from `look-up` on.
         """
-        if self._closed:
-            raise SessionClosedError(f"the session of {str(self.directory)!r} has been closed")
+        self._check_open()
         answers = answer_jointly(requests, self._layout, partial(self._compute, mark=mark), may_join=self._may_join)
         self._stats.count_requests(len(requests), sum(isinstance(answer, HotrowError) for answer in answers))
         return answers
@@ -212,6 +211,7 @@ class InferenceSession:
             TableNotFoundError: neither a table's name nor its folder.
             UnavailableError: a store is down that may have one of the keys, and the settings want no default instead.
         """
+        self._check_open()
         spec = self.spec.table(table)
         wanted = _as_keys(keys)
         vectors = np.empty((len(wanted), spec.embedding_dim), np.float32)
@@ -231,6 +231,7 @@ class InferenceSession:
             UnavailableError: the persistent store cannot take them at present, for instance because another process is
                 the RocksDB's writer; any of the rows may have been written, and the call may be repeated.
         """
+        self._check_open()
         spec = self.spec.table(table)
         rows = np.ascontiguousarray(vectors)
         wanted = _as_keys(keys)
@@ -243,6 +244,7 @@ class InferenceSession:
 
     def erase(self, table: str, keys: ArrayLike) -> None:
         """Drop rows, as `update` writes them: their keys, int64 [n], are unknown to the stores from now on."""
+        self._check_open()
         self._rows.erase(self.spec.tables.index(self.spec.table(table)), _as_keys(keys))
 
     def refresh(self) -> None:
@@ -251,6 +253,7 @@ class InferenceSession:
         Raises:
             UnavailableError: a store is down. Rows that it may have stay as they are.
         """
+        self._check_open()
         self._rows.refresh()
 
     def save_hot_keys(self) -> None:
@@ -273,8 +276,7 @@ class InferenceSession:
             ConfigurationError: the target exists.
             UnavailableError: a store is down.
         """
-        if self._closed:
-            raise SessionClosedError(f"the session of {str(self.directory)!r} has been closed")
+        self._check_open()
         return dump(self._rows, self.spec, target, progress)
 
     def stats(self) -> dict[str, Any]:
@@ -283,7 +285,7 @@ class InferenceSession:
         return {**self._stats.snapshot(), **self._rows.stats(), "updates": updates}
 
     def close(self) -> None:
-        """Answer no more. May be called twice.
+        """Answer no more: requests and changes are a SessionClosedError from now on. May be called twice.
 
         Without stores, what is under way is finished; with them it is a SessionClosedError where rows are missing.
         """
@@ -313,6 +315,10 @@ class InferenceSession:
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         return f"<InferenceSession {str(self.directory)!r} [{len(self.spec.tables)} tables, {state}]>"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SessionClosedError(f"the session of {str(self.directory)!r} has been closed")
 
     def _create_engine(self, path: Path) -> OnnxEngine:
         """The dense engine: where nobody insists on a GPU, on the processor if ONNX Runtime cannot use it after all."""

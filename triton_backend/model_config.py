@@ -14,6 +14,8 @@ from triton_backend import text_format
 from triton_backend.text_format import quoted
 
 CONFIG_FILE = "config.pbtxt"
+MAX_BATCH_SIZE = 2**31 - 1
+"""The highest that Triton can read."""
 STANDALONE_CODE = "from triton_backend.model import TritonPythonModel  # noqa: F401\n"
 
 _DATA_TYPES = {
