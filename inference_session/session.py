@@ -32,7 +32,7 @@ from inference_session.errors import (
     UnsupportedModelError,
 )
 from inference_session.formats import manifest
-from inference_session.formats.native import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec
+from inference_session.formats.native import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec, TableSpec
 from inference_session.formats.verified_files import VerifiedFiles
 from inference_session.gpu_device import open_gpu
 from inference_session.hot_keys import HotKeysWriter, read_hot_keys
@@ -234,7 +234,7 @@ class InferenceSession:
         self._check_open()
         spec = self.spec.table(table)
         rows = np.ascontiguousarray(vectors)
-        wanted = _as_keys(keys)
+        wanted = _as_written_keys(keys, spec)
         if rows.shape != (len(wanted), spec.embedding_dim) or not np.can_cast(rows.dtype, np.float32, "same_kind"):
             raise InvalidRequestError(
                 f"table {table!r}: vectors are {rows.dtype} {list(rows.shape)},"
@@ -245,7 +245,8 @@ class InferenceSession:
     def erase(self, table: str, keys: ArrayLike) -> None:
         """Drop rows, as `update` writes them: their keys, int64 [n], are unknown to the stores from now on."""
         self._check_open()
-        self._rows.erase(self.spec.tables.index(self.spec.table(table)), _as_keys(keys))
+        spec = self.spec.table(table)
+        self._rows.erase(self.spec.tables.index(spec), _as_written_keys(keys, spec))
 
     def refresh(self) -> None:
         """Read the cached rows again from the stores; requests go on meanwhile. Without stores this does nothing.
@@ -456,6 +457,16 @@ def _as_keys(keys: ArrayLike) -> NDArray[np.int64]:
     if wanted.ndim != 1 or (wanted.size and not np.can_cast(wanted.dtype, np.int64, "safe")):
         raise InvalidRequestError(f"keys are {wanted.dtype} {list(wanted.shape)}, expected int64 [n]")
     return np.ascontiguousarray(wanted, np.int64)
+
+
+def _as_written_keys(keys: ArrayLike, spec: TableSpec) -> NDArray[np.int64]:
+    """Keys of rows to be written. Stores know row numbers from 0 alone: no look-up would ever find another one."""
+    wanted = _as_keys(keys)
+    if spec.keys == "row_number" and (wanted < 0).any():
+        raise InvalidRequestError(
+            f"table {spec.name!r} has row numbers for keys, which are written from 0 on; found {int(wanted.min())}"
+        )
+    return wanted
 
 
 def _narrowed(array: NDArray[Any], expected: np.dtype[Any]) -> NDArray[Any]:
