@@ -109,14 +109,13 @@ class Launch:
         addresses = missing_bits_address, outputs_address, num_unknown_address
         self._start(self._filled_in(segments, addresses, seed, fill))
 
-    def repeated(self, segments: NDArray[np.void], num_unknown_address: int) -> Callable[[], None]:
+    def repeated(self, segments: NDArray[np.void] | None, num_unknown_address: int) -> Callable[[], None]:
         """The same launch each time it is called, on the stream that is current then: `run` of these arguments."""
         if not self.num_tiles:
             return _nothing
-        inline = None if self._held else segments
         if self._uploaded is not None:
             self._uploaded.synchronize()
-        return partial(self._start, self._filled_in(inline, (0, 0, num_unknown_address), seed=0, fill=False))
+        return partial(self._start, self._filled_in(segments, (0, 0, num_unknown_address), seed=0, fill=False))
 
     def _filled_in(
         self, segments: NDArray[np.void] | None, addresses: tuple[int, int, int], seed: int, fill: bool
