@@ -138,12 +138,12 @@ class GpuCachedRows(GpuSource, StoredRows):
         """The missing keys."""
         bits = self._cache.look_up_again(missed.alone)
         self._context.wait()
-        first, keys_per_tile, _ = divide(missed.alone)
+        tiles = divide(missed.alone)
         missing = []
         for s, num_keys in enumerate(missed.num_keys.tolist()):
-            words = bits[first[s] : first[s + 1]].view(np.uint8)
-            tiles = np.unpackbits(words, bitorder="little").reshape(-1, 32)[:, :keys_per_tile]
-            missing.append(_in_bags(missed.segments[s], num_keys, np.flatnonzero(tiles.ravel()[:num_keys])))
+            words = bits[tiles.first[s] : tiles.first[s + 1]].view(np.uint8)
+            is_missing = np.unpackbits(words, bitorder="little").reshape(-1, 32)[:, : tiles.keys_per_tile]
+            missing.append(_in_bags(missed.segments[s], num_keys, np.flatnonzero(is_missing.ravel()[:num_keys])))
         counts = np.array([len(positions) for positions in missing], np.int64)
         return Overlay(self._dims, missed.segments, counts, np.concatenate(missing))
 

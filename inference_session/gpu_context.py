@@ -8,6 +8,7 @@ while it fetches that, others have the device (`paused`).
 from __future__ import annotations
 
 import contextlib
+import heapq
 import logging
 import math
 import threading
@@ -33,6 +34,8 @@ _log = logging.getLogger(__name__)
 class _Memory(NamedTuple):
     """What one request passes through."""
 
+    number: int
+    """The lowest that is free is taken, so that requests one by one always find the same places."""
     pinned: Arena
     device: Arena
 
@@ -47,9 +50,10 @@ class GpuContext:
         self._is_open = False
         with cupy.cuda.Device(device_id):
             self.stream = cupy.cuda.Stream(non_blocking=True)
-            self._memory = _allocate_memory()
+            self._memory = _allocate_memory(0)
         self._free = [self._memory]
-        """Of no request at present: but for one, of such as were under way while others were paused."""
+        """A heap of what no request has at present: more than one where requests have overlapped others' pauses."""
+        self._num_memories = 1
 
     @property
     def failure(self) -> str | None:
@@ -76,7 +80,7 @@ class GpuContext:
             memory: _Memory | None = None
             try:
                 with cupy.cuda.Device(self.device_id), self.stream:
-                    self._memory = memory = self._free.pop() if self._free else _allocate_memory()
+                    self._memory = memory = self._take_memory()
                     yield
             except (OutOfMemoryError, CUDARuntimeError) as error:
                 _log.warning("cuda:%s cannot answer a request: %s", self.device_id, error)
@@ -88,7 +92,7 @@ class GpuContext:
                 if memory is not None:
                     memory.pinned.reset()
                     memory.device.reset()
-                    self._free.append(memory)
+                    heapq.heappush(self._free, memory)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -113,10 +117,11 @@ class GpuContext:
     @contextlib.contextmanager
     def scratch(self) -> Iterator[None]:
         """What is taken within is free again after it: then all that was launched has ended."""
-        marks = [arena.mark() for arena in self._memory]
+        arenas = self._memory.pinned, self._memory.device
+        marks = [arena.mark() for arena in arenas]
         yield
         self.wait()
-        for arena, mark in zip(self._memory, marks, strict=True):
+        for arena, mark in zip(arenas, marks, strict=True):
             arena.reset(mark)
 
     def wait(self) -> None:
@@ -159,10 +164,19 @@ class GpuContext:
         memory, begin = self._memory.device.take(math.prod(shape) * np.dtype(dtype).itemsize)
         return cupy.ndarray(shape, dtype, memory.data + begin)
 
+    def _take_memory(self) -> _Memory:
+        """Must be called while holding the lock."""
+        if self._free:
+            return heapq.heappop(self._free)
+        memory = _allocate_memory(self._num_memories)
+        self._num_memories += 1
+        return memory
 
-def _allocate_memory() -> _Memory:
+
+def _allocate_memory(number: int) -> _Memory:
     """On the current device."""
     return _Memory(
+        number,
         Arena(lambda num_bytes: pinned_empty((num_bytes,), np.uint8), _FIRST_ARENA_BYTES),
         Arena(lambda num_bytes: cupy.empty(num_bytes, np.uint8), _FIRST_ARENA_BYTES),
     )

@@ -78,7 +78,8 @@ def written(tmp_path: Path) -> tuple[Path, small_model.Arrays]:
 
 
 def open_on_gpu(directory: Path, **settings: Any) -> InferenceSession:
-    settings = {"cache_bytes": 1 << 20, "persistent_store": url_of(directory), "warm_up_s": 10, **settings}
+    size = {} if "cache_fraction" in settings else {"cache_bytes": 1 << 20}
+    settings = {**size, "persistent_store": url_of(directory), "warm_up_s": 10, **settings}
     return InferenceSession.open(directory, device="cuda:0", **settings)
 
 
@@ -315,6 +316,17 @@ def test_the_next_session_starts_with_the_rows_of_the_last(
         assert session.stats()["cache"]["rows"] > 0
         session.run(inputs)
         assert session.stats()["cache"]["misses"] == unknown
+
+
+def test_the_cache_takes_a_part_of_the_rows(version: tuple[Path, small_model.Arrays]) -> None:
+    """cache_fraction counts rows: 1 has room for all of them, 0 leaves the look-up to the processor."""
+    with open_on_gpu(version[0], cache_fraction=1) as session:
+        tables = session.stats()["cache"]["tables"]
+        assert all(tables[spec.folder]["capacity"] >= spec.num_rows for spec in small_model.TABLES)
+    with open_on_gpu(version[0], cache_fraction=0) as session:
+        inputs = small_model.random_inputs(9, np.random.default_rng(0))
+        assert_answers(session.run(inputs), small_model.expected(version[1], inputs))
+        assert session.stats()["cache"]["capacity"] == 0
 
 
 def test_a_cache_that_does_not_fit_is_refused(version: tuple[Path, small_model.Arrays]) -> None:

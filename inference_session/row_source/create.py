@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inference_session.config import SessionConfig
+from inference_session.embedding_cache import gpu_budget
 from inference_session.embedding_cache.base import EmbeddingCache
 from inference_session.embedding_cache.cpu_cache import CpuEmbeddingCache, bytes_to_hold
 from inference_session.embedding_cache.null_cache import NullEmbeddingCache
@@ -65,15 +66,15 @@ def create_row_source(
     )
 
 
-def resolved_cache_bytes(spec: ModelSpec, config: SessionConfig) -> int:
-    """The bytes of the cache over stores that these settings ask for; 0: none."""
+def resolved_cache_bytes(spec: ModelSpec, config: SessionConfig, *, on_device: bool = False) -> int:
+    """The bytes of the cache over stores that these settings ask for, in a process or on a GPU; 0: none."""
     if config.cache_bytes is not None:
         return config.cache_bytes
     if not config.cache_fraction:
         return 0
     dims = {table.folder: table.embedding_dim for table in spec.tables}
     parts = {table.folder: math.ceil(table.num_rows * config.cache_fraction) for table in spec.tables}
-    return bytes_to_hold(dims, parts)
+    return gpu_budget.bytes_to_hold(dims, parts) if on_device else bytes_to_hold(dims, parts)
 
 
 def _create_cache(spec: ModelSpec, config: SessionConfig) -> HostCache:
@@ -90,7 +91,7 @@ def _create_gpu_cache(spec: ModelSpec, config: SessionConfig, gpu: GpuContext) -
 
     dims = {table.folder: table.embedding_dim for table in spec.tables}
     num_rows = {table.folder: table.num_rows for table in spec.tables}
-    return SessionGpuCache(dims, resolved_cache_bytes(spec, config), gpu, num_rows=num_rows)
+    return SessionGpuCache(dims, resolved_cache_bytes(spec, config, on_device=True), gpu, num_rows=num_rows)
 
 
 def _create_server(spec: ModelSpec, config: SessionConfig, directory: Path, cache: EmbeddingCache) -> ParameterServer:
