@@ -198,7 +198,7 @@ class InferenceSession:
     def _refuse_unknown(self, looked_up: LookedUp) -> None:
         if self.config.unknown_keys == "reject" and looked_up.num_unknown.any():
             lookup = self.spec.lookups[int(np.flatnonzero(looked_up.num_unknown)[0])]
-            table = self.spec.table(lookup.table)
+            table = self.spec.table_in(lookup.table)
             raise UnknownKeyError(
                 f"{looked_up.num_unknown.sum()} keys are unknown, the first of them in table {table.name!r}, "
                 f"which has {table.num_rows} rows; setting unknown_keys=default_vector would answer all the same"
