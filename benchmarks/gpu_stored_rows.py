@@ -3,8 +3,8 @@
     python benchmarks/gpu_stored_rows.py [--samples 1024] [--rows 100000]
 
 26 tables x dim 128, stored keys, one key of each per sample, drawn afresh for every request. The server is one tier in
-host memory, the fastest there is, and its bare fetch of the missing keys is measured beside. Missing rows are cached, so
-that they take the place of some hot ones. Vectors are pooled in a second case. Every first answer of a case is checked;
+host memory, the fastest there is, and its bare fetch of the missing keys is measured beside. Missing rows are cached,
+so that some hot ones go. Vectors are pooled in a second case. Every first answer of a case is checked;
 medians of requests one by one.
 """
 
