@@ -161,6 +161,8 @@ def answer_jointly(
     An answer that cannot be given is an error in its place. A malformed request never reaches the others, and if a
     batch fails, its requests are computed one by one, so that only the one to blame gets the error.
     """
+    if len(requests) == 1:
+        return [_answer_alone(requests[0], layout, compute)]
     answers: list[Answer | HotrowError] = []
     groups: dict[Hashable, list[int]] = {}
     checked: dict[int, CheckedRequest] = {}
@@ -176,6 +178,15 @@ def answer_jointly(
         for i, answer in zip(members, _compute_jointly([checked[i] for i in members], compute), strict=True):
             answers[i] = answer
     return answers
+
+
+def _answer_alone(
+    request: Request, layout: RequestLayout, compute: Callable[[Sequence[CheckedRequest]], list[Answer]]
+) -> Answer | HotrowError:
+    try:
+        return compute([layout.check(request)])[0]
+    except HotrowError as error:
+        return error
 
 
 _UNANSWERED = HotrowError("the request has not been answered")
@@ -269,8 +280,10 @@ class TensorLayout(RequestLayout):
 
     def join(self, requests: Sequence[CheckedRequest]) -> JoinedBatch:
         batch = JoinedBatch.of(requests)
+        if len(requests) == 1:
+            return batch
         for expected in self._inputs:
-            if expected.ragged and len(requests) > 1:
+            if expected.ragged:
                 batch.replace(expected.name, _even_out(batch.parts(expected.name)))
         return batch
 

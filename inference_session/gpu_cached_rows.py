@@ -35,6 +35,8 @@ _INSERTS_AT_ONCE = 64
 _KEYS_PER_FETCH = 1 << 16
 _BEYOND_ALL_ROWS = np.iinfo(np.int64).max
 _KEY_BYTES, _FLOAT_BYTES = 8, 4
+_MOST_BYTES = 1 << 28
+"""Of device memory for the vectors of bags that have missing keys; a single look-up may need more."""
 
 
 class _Missed(NamedTuple):
@@ -81,10 +83,12 @@ class GpuCachedRows(GpuSource, StoredRows):
         """See RowSource and CachedRows.look_up. Waited for: what is missing is known only then."""
         self._cache.look_up(segments, num_keys, num_unknown)
         self._context.wait()
-        if num_unknown.any():
+        if not num_unknown.any():
+            return
+        waits = self._waits(int(num_unknown.sum()), int(num_keys.sum()))
+        for places in self._groups(segments, np.flatnonzero(num_unknown)):
             with self._context.scratch():
-                places = np.flatnonzero(num_unknown)
-                num_unknown[places] = self._complete(segments[places], int(num_keys.sum()))
+                num_unknown[places] = self._complete(segments[places], waits)
 
     def fetch(self, table: int, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
         """See RowSource."""
@@ -101,38 +105,43 @@ class GpuCachedRows(GpuSource, StoredRows):
         where = {"device": f"cuda:{self._context.device_id}", "bytes": stats["cache"]["bytes"], "on_host": []}
         return {**stats, "gpu": where}
 
-    def _complete(self, segments: NDArray[np.void], num_keys: int) -> NDArray[np.int64]:
+    def _groups(self, segments: NDArray[np.void], places: NDArray[np.intp]) -> list[NDArray[np.intp]]:
+        """The places of segments that have missing keys, parted such that `_MOST_BYTES` do for each part."""
+        missed = segments[places]
+        num_floats = _num_positions(missed) * self._dims[missed["table"]] * (missed["pooling"] != PoolingCode.NONE)
+        part = np.cumsum(num_floats * _FLOAT_BYTES) // _MOST_BYTES
+        return np.split(places, np.flatnonzero(np.diff(part)) + 1)
+
+    def _complete(self, segments: NDArray[np.void], waits: bool) -> NDArray[np.int64]:
         """Answer the keys that the cache lacks of segments that have such; returns the unknown keys per segment.
 
-        `num_keys`: of the whole look-up.
+        `waits`: whether they are fetched before, else after they have been answered by default.
         """
         missed = self._each_key_alone(segments)
         overlay = self._collect(missed)
-        if self._waits(len(overlay.rows), num_keys):
+        if waits:
             with self._context.paused():
                 self._fetch(overlay)
         else:
             self._fill_by_default(overlay)
         self._fill_in(missed, overlay)
         num_unknown = overlay.num_unknown()
-        self._late.put(overlay)
+        if overlay.parts:  # else others have brought in all of it since it was missed
+            self._late.put(overlay)
         return num_unknown
 
     def _each_key_alone(self, segments: NDArray[np.void]) -> _Missed:
-        pooled = np.flatnonzero(segments["pooling"] != PoolingCode.NONE)
-        alone = segments.copy()
+        pooled, ragged = np.flatnonzero(segments["pooling"] != PoolingCode.NONE), segments["begins_address"] != 0
+        alone, num_keys = segments.copy(), _num_positions(segments)
+        alone["num_rows"][ragged], alone["keys_per_row"][ragged] = num_keys[ragged], 1
+        alone["row_stride"][ragged] = alone["key_stride"][ragged]
         for i in pooled.tolist():
-            if alone[i]["begins_address"]:
-                num_positions = _array_at(alone[i]["ends_address"], int(alone[i]["num_rows"])).max(initial=0)
-                alone[i]["num_rows"], alone[i]["keys_per_row"] = num_positions, 1
-                alone[i]["row_stride"] = alone[i]["key_stride"]
-            dim = int(self._dims[alone[i]["table"]])
-            shape = (int(alone[i]["num_rows"]), int(alone[i]["keys_per_row"]) * dim)
-            alone[i]["output_address"] = address_of(self._context.empty(shape))
-            alone[i]["output_stride"] = shape[1] * _FLOAT_BYTES
+            shape = (int(alone["num_rows"][i]), int(alone["keys_per_row"][i] * self._dims[alone["table"][i]]))
+            alone["output_address"][i] = address_of(self._context.empty(shape))
+            alone["output_stride"][i] = shape[1] * _FLOAT_BYTES
         for field in ("pooling", "weights_address", "begins_address", "ends_address"):
             alone[field] = 0
-        return _Missed(segments, alone, alone["num_rows"] * alone["keys_per_row"], pooled)
+        return _Missed(segments, alone, num_keys, pooled)
 
     def _collect(self, missed: _Missed) -> Overlay:
         """The missing keys."""
@@ -189,6 +198,14 @@ class GpuCachedRows(GpuSource, StoredRows):
         on_device = self._context.empty((records.nbytes,), np.uint8)
         on_device.set(self.stage(records.view(np.uint8)), stream=self._context.stream)
         return on_device
+
+
+def _num_positions(segments: NDArray[np.void]) -> NDArray[np.int64]:
+    """Keys of each segment, those between bags included."""
+    num_positions: NDArray[np.int64] = segments["num_rows"] * segments["keys_per_row"]
+    for i in np.flatnonzero(segments["begins_address"]).tolist():
+        num_positions[i] = _array_at(segments["ends_address"][i], int(segments["num_rows"][i])).max(initial=0)
+    return num_positions
 
 
 def _in_bags(segment: np.void, num_keys: int, positions: NDArray[np.intp]) -> NDArray[np.intp]:

@@ -60,6 +60,27 @@ class GpuContext:
         """Why the device can be used no more; None: it can."""
         return self._broken
 
+    @property
+    def is_current(self) -> bool:
+        """Whether what this thread launches runs on the device without further ado."""
+        return bool(cupy.cuda.runtime.getDevice() == self.device_id)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """The device for launches on `stream` that are waited for, on memory that is known: a lean `request`.
+
+        Raises:
+            UnavailableError: see `request`.
+        """
+        with self._lock:
+            if self._broken is not None:
+                raise UnavailableError(self._broken)
+            try:
+                yield
+            except BaseException:
+                self.wait()  # where it was for a device that has failed, that is what there is to say
+                raise
+
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
         """The device and its stream for one request; on leaving, all that was launched has ended.

@@ -16,6 +16,7 @@ from inference_session.dense_engine import DenseEngine
 from inference_session.dense_engine.cuda_engine import BoundRun, CudaEngine
 from inference_session.errors import InvalidRequestError
 from inference_session.forward import Computed, Forward
+from inference_session.gpu_context import GpuContext
 from inference_session.gpu_rows import GpuRows
 from inference_session.lookup_plan import LookupPlan, PlacedKeys
 from inference_session.row_source import RowSource
@@ -43,37 +44,44 @@ class ReplayingForward(Forward):
     computed anew each time.
     """
 
-    def __init__(self, plan: LookupPlan, rows: GpuRows, dense: CudaEngine) -> None:
+    def __init__(
+        self, plan: LookupPlan, rows: GpuRows, dense: CudaEngine, context: GpuContext, computed: Sequence[str]
+    ) -> None:
+        """`computed`: names that batches have beside their inputs, as outputs of a key graph."""
         super().__init__(plan, rows, dense)
-        self._gpu_rows, self._engine = rows, dense
+        self._gpu_rows, self._engine, self._context, self._computed = rows, dense, context, computed
+        self._may_repeat = plan.follows_shapes(computed)
         self._replays: dict[Hashable, _Replay] = {}
 
     def run(self, batch: JoinedBatch, outputs: Sequence[str], mark: Mark) -> Computed:
         """See Forward."""
-        case = (batch.num_samples, batch.shapes, *outputs)
-        with self._rows.request():
-            replay = self._replays.get(case) or self._recorded(case, batch, outputs)
-            if replay is not None:
-                try:
-                    return self._run_again(replay, batch, outputs, mark)
-                except InvalidRequestError:  # the other way says best what the network refuses
-                    del self._replays[case]
+        if not self._may_repeat:
             return super().run(batch, outputs, mark)
+        case = (batch.num_samples, batch.shapes, *[batch.array(name).shape for name in self._computed], *outputs)
+        replay = self._replays.get(case) or self._recorded(case, batch, outputs)
+        if replay is not None and self._context.is_current:
+            try:
+                with self._context.held():
+                    return self._run_again(replay, batch, outputs, mark)
+            except InvalidRequestError:  # the other way says best what the network refuses
+                self._replays.pop(case, None)
+        return super().run(batch, outputs, mark)
 
     def _recorded(self, case: Hashable, batch: JoinedBatch, outputs: Sequence[str]) -> _Replay | None:
         """What such batches do, from now on known; None where they need not do the same, or it is not known yet."""
-        if not (outputs and self._plan.follows_shapes and self._engine.may_bind(outputs)):
+        if not outputs or not self._engine.may_bind(outputs):
             return None
-        keys = self._plan.place(batch)
-        batch.add(keys.vectors)
-        network = self._engine.bind(self._network_inputs(batch), outputs)
-        if network is None:
-            return None
-        if len(self._replays) >= _MAX_REPLAYS:
-            self._replays.clear()
-        replay = _Replay(keys, self._gpu_rows.repeated(keys.segments, keys.num_unknown), network)
-        self._replays[case] = replay
-        return replay
+        with self._rows.request():
+            keys = self._plan.place(batch)
+            batch.add(keys.vectors)
+            network = self._engine.bind(self._network_inputs(batch), outputs)
+            if network is None:
+                return None
+            if len(self._replays) >= _MAX_REPLAYS:
+                self._replays.clear()
+            replay = _Replay(keys, self._gpu_rows.repeated(keys.segments, keys.num_unknown), network)
+            self._replays[case] = replay
+            return replay
 
     def _run_again(self, replay: _Replay, batch: JoinedBatch, outputs: Sequence[str], mark: Mark) -> Computed:
         keys = replay.keys
@@ -85,8 +93,10 @@ class ReplayingForward(Forward):
         return Computed(results, keys.num_keys, keys.num_unknown.copy())
 
 
-def create_forward(plan: LookupPlan, rows: RowSource, dense: DenseEngine) -> Forward:
+def create_forward(
+    plan: LookupPlan, rows: RowSource, dense: DenseEngine, context: GpuContext, computed: Sequence[str]
+) -> Forward:
     """Replaying, where the rows and the network both are on the GPU."""
     if isinstance(rows, GpuRows) and isinstance(dense, CudaEngine):
-        return ReplayingForward(plan, rows, dense)
+        return ReplayingForward(plan, rows, dense, context, computed)
     return Forward(plan, rows, dense)

@@ -88,7 +88,7 @@ class GpuRows(GpuSource, MappedRows):
         if self._launches is None:
             raise SessionClosedError("the session has been closed")
         launch, given = self._launches.of(segments)
-        start = launch.repeated(given, address_of(num_unknown))
+        start = launch.repeated(given, address_of(num_unknown), self._context.stream)
 
         def look_up() -> None:
             if self._launches is None:

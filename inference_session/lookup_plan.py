@@ -7,7 +7,7 @@ records; a batch then costs a copy of that array, the addresses of its keys, and
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -116,10 +116,12 @@ class LookupPlan:
         self.record(placed)
         return LookedUp(placed.vectors, placed.num_keys, placed.num_unknown)
 
-    @property
-    def follows_shapes(self) -> bool:
-        """Whether batches of equal `shapes` and sizes differ in nothing but values: all is laid out alike."""
-        return bool(self._lookups) and not self._irregular
+    def follows_shapes(self, computed: Collection[str]) -> bool:
+        """Whether all is laid out alike in batches with the same number of samples, the same `shapes`, and the same
+        shapes of what is `computed` out of their inputs.
+        """
+        irregular = [self._lookups[i] for i in self._irregular]
+        return bool(self._lookups) and all(lookup.keys in computed and not lookup.bags for lookup in irregular)
 
     def record(self, placed: PlacedKeys) -> None:
         """Tell the recorder what was looked up."""

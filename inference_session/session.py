@@ -192,7 +192,7 @@ class InferenceSession:
     def _refuse_unknown(self, num_unknown: NDArray[np.int64]) -> None:
         if self.config.unknown_keys == "reject" and num_unknown.any():
             lookup = self.spec.lookups[int(np.flatnonzero(num_unknown)[0])]
-            table = self.spec.table(lookup.table)
+            table = self.spec.table_in(lookup.table)
             raise UnknownKeyError(
                 f"{num_unknown.sum()} keys are unknown, the first of them in table {table.name!r}, "
                 f"which has {table.num_rows} rows; setting unknown_keys=default_vector would answer all the same"
@@ -331,7 +331,8 @@ class InferenceSession:
             return Forward(self._plan, self._rows, self._dense)
         from inference_session.gpu_replay import create_forward
 
-        return create_forward(self._plan, self._rows, self._dense)
+        computed = sorted(self._keys.output_names) if self._keys else []
+        return create_forward(self._plan, self._rows, self._dense, self._gpu, computed)
 
     def _create_layout(self) -> RequestLayout:
         # Imported where needed: what they build on takes half a second to load.

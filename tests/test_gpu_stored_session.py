@@ -6,6 +6,8 @@ Runs where there is a CUDA device: `make test PYTEST_ARGS="-m gpu"`.
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -340,6 +342,28 @@ def test_a_cache_that_does_not_fit_is_refused(version: tuple[Path, small_model.A
         SessionGpuCache({"huge": 64}, 1 << 42, GpuContext(0), num_rows={"huge": 1 << 40})
 
 
+def test_more_rows_than_are_written_or_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large cache that is filled, dumped, updated and erased in pieces holds what one in a single piece would."""
+    monkeypatch.setattr("inference_session.gpu_session_cache._BUCKETS_AT_ONCE", 50)
+    from inference_session.gpu_context import GpuContext
+    from inference_session.gpu_session_cache import SessionGpuCache
+
+    keys = np.random.default_rng(0).permutation(np.arange(-5_000, 5_000))
+    vectors = np.stack([keys, -keys], axis=1).astype(np.float32)
+    with SessionGpuCache({"t": 2}, 1 << 22, GpuContext(0), num_rows={"t": len(keys)}) as cache:
+        cache.insert("t", keys, vectors)
+        held = cache.dump("t")
+        assert len(held) == len(np.unique(held)) == cache.stats()["rows"] >= 0.99 * len(keys)
+        assert np.isin(held, keys).all()
+        assert np.array_equal(np.sort(cache.hottest("t")), np.sort(held))
+        cache.update("t", keys, vectors + 1)
+        assert np.array_equal(np.sort(cache.dump("t")), np.sort(held))
+        cache.erase("t", keys[keys % 2 == 0])
+        assert np.array_equal(np.sort(cache.dump("t")), np.sort(held[held % 2 != 0]))
+        cache.clear("t")
+        assert cache.stats()["rows"] == len(cache.dump("t")) == 0
+
+
 def test_a_closed_session_refuses_look_ups(version: tuple[Path, small_model.Arrays]) -> None:
     """Nothing reads device memory that has been given back; closing twice is fine, and statistics remain."""
     session = open_on_gpu(version[0])
@@ -472,9 +496,15 @@ def gpu_rows(server: ParameterServer, cache_bytes: int = 12_000) -> GpuCachedRow
     return GpuCachedRows(SPECS, cache, server, context)
 
 
-@pytest.mark.parametrize("num_looks", [1, 3, 9, 40])
-def test_any_look_up_answers_as_numpy_and_the_processor(num_looks: int) -> None:
-    """Pooling, weights, ragged bags with gaps, both types of keys, few segments and many, hits beside misses."""
+@pytest.mark.parametrize(("num_looks", "most_bytes"), [(1, None), (3, None), (9, None), (40, None), (9, 1), (20, 2000)])
+def test_any_look_up_answers_as_numpy_and_the_processor(
+    num_looks: int, most_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pooling, weights, ragged bags with gaps, both types of keys, few segments and many, hits beside misses; also in
+    several parts, where memory would not do for all at once.
+    """
+    if most_bytes is not None:
+        monkeypatch.setattr("inference_session.gpu_cached_rows._MOST_BYTES", most_bytes)
     store, known = memory_store()
     on_gpu = gpu_rows(ParameterServer([Tier("memory", store)]))
     cache = CpuEmbeddingCache({spec.folder: spec.embedding_dim for spec in SPECS}, 1 << 14)
@@ -576,3 +606,37 @@ def test_large_requests_have_many_missing_rows() -> None:
         assert num_unknown == [int((look.keys == 10**6).sum()) for look in (plain, bags)]
         await_inserts(rows)
     rows.close()
+
+
+def test_a_failed_device_fails_all_that_needs_it(written: tuple[Path, small_model.Arrays]) -> None:
+    """After an illegal access requests, updates and refreshes are told so; statistics and closing still work."""
+    script = f"""
+import os
+import numpy as np
+import cupy
+from inference_session import InferenceSession
+from inference_session.errors import UnavailableError
+from tests import small_model
+settings = {{"persistent_store": {url_of(written[0])!r}, "cache_bytes": 1 << 20, "refresh_interval_s": 0.1}}
+session = InferenceSession.open({str(written[0])!r}, device="cuda:0", **settings)
+inputs = small_model.random_inputs(4, np.random.default_rng(0))
+session.run(inputs)
+cupy.RawKernel('extern "C" __global__ void break_it(int* p) {{ *p = 1; }}', "break_it")((1,), (1,), (np.uint64(16),))
+update = lambda: session.update("code", [1], np.ones((1, 3), np.float32))
+for use in (lambda: session.run(inputs), lambda: session.lookup("code", [1]), update, session.refresh):
+    try:
+        use()
+    except UnavailableError as error:
+        assert "cuda:0 has failed" in str(error), error
+    else:
+        raise AssertionError("answered")
+assert "cuda:0 has failed" in session.failure
+assert session.stats()["cache"]["capacity"] > 0
+session.close()
+print("all as expected", flush=True)
+os._exit(0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=200, cwd=Path.cwd()
+    )
+    assert "all as expected" in done.stdout, done.stderr

@@ -69,7 +69,7 @@ class Launch:
             request[field] = address
         self.num_tiles = int(tiles.first[-1])
         few = len(segments) <= MAX_INLINE_SEGMENTS
-        self._kernel = _kernel("look_up" if few and not tiles.pooled else "look_up_and_pool")
+        self._kernel = _kernel("look_up" if few and not tiles.pooled else "look_up_and_pool").kernel
         # Small blocks spread a small request over all multiprocessors.
         self._threads = THREADS if self.num_tiles >= _MANY_TILES else _FEW_THREADS
         self._grid = (-(-self.num_tiles // (self._threads // 32)),)
@@ -109,13 +109,13 @@ class Launch:
         addresses = missing_bits_address, outputs_address, num_unknown_address
         self._start(self._filled_in(segments, addresses, seed, fill))
 
-    def repeated(self, segments: NDArray[np.void] | None, num_unknown_address: int) -> Callable[[], None]:
-        """The same launch each time it is called, on the stream that is current then: `run` of these arguments."""
+    def repeated(self, segments: NDArray[np.void] | None, num_unknown_address: int, stream: Any) -> Callable[[], None]:
+        """The same launch each time it is called: `run` of these arguments on that stream."""
         if not self.num_tiles:
             return _nothing
         if self._uploaded is not None:
             self._uploaded.synchronize()
-        return partial(self._start, self._filled_in(segments, (0, 0, num_unknown_address), seed=0, fill=False))
+        return partial(self._start, self._filled_in(segments, (0, 0, num_unknown_address), seed=0, fill=False), stream)
 
     def _filled_in(
         self, segments: NDArray[np.void] | None, addresses: tuple[int, int, int], seed: int, fill: bool
@@ -129,8 +129,8 @@ class Launch:
         filled_in: NDArray[np.void] = np.ndarray((), _RAW_REQUEST, request)
         return filled_in
 
-    def _start(self, request: NDArray[np.void]) -> None:
-        self._kernel(self._grid, (self._threads,), (request,))
+    def _start(self, request: NDArray[np.void], stream: Any = None) -> None:
+        self._kernel(self._grid, (self._threads,), (request,), stream=stream)
 
 
 class Writer:

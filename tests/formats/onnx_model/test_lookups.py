@@ -24,6 +24,22 @@ KEYS = np.array([[0, 1], [999, -1], [-1000, 7]], np.int64)
 ONE = "m (int64[b, 2] keys) => (float[b, 2, 4] y) { y = Gather(w, keys) }"
 
 
+def test_a_table_may_be_called_as_the_folder_of_another(tmp_path: Path) -> None:
+    """Folders get names of their own, and each table its own rows."""
+    graph = """m (int64[b, 2] keys) => (float[b, 2, 7] y) {
+        u = Gather(w, keys)  v = Gather(x, keys)  y = Concat<axis = 2>(u, v) }"""
+    model = model_of(graph, {"w": table(), "x": table(1200, 3)})
+    for old, new in (("w", "a/b"), ("x", "a_b")):
+        for tensor in model.graph.initializer:
+            tensor.name = new if tensor.name == old else tensor.name
+        for node in model.graph.node:
+            node.input[:] = [new if name == old else name for name in node.input]
+
+    report = check(tmp_path, model, {"keys": KEYS})
+
+    assert [(t.name, t.folder, t.num_rows) for t in report.tables] == [("a/b", "a_b", 1000), ("a_b", "a_b_2", 1200)]
+
+
 @pytest.mark.parametrize(
     ("reading", "reason"),
     [
