@@ -39,8 +39,8 @@ from inference_session.parameter_server.rocksdb_database import (
 )
 
 _KEYS_PER_MULTIGET = 2048
-"""More of them are sorted first, for then neighbours in the files are often asked for together; and few enough that their
-rows are still in the processor's cache when they are copied."""
+"""More of them are sorted first, for then neighbours in the files are often asked for together; and few enough that
+their rows are still in the processor's cache when they are copied."""
 _BYTES_PER_BATCH = 8 << 20
 """Of rows that are sorted together."""
 _BYTES_PER_WRITE = 256 << 10
