@@ -353,7 +353,7 @@ class RocksDbStore(BoundStore):
                 f"table {table!r} in the RocksDB at {str(self.path)!r} has a row of {min(widths)} bytes,"
                 f" expected {expected} ({out.shape[1]} float32)"
             )
-        vectors = np.frombuffer(b"".join(present), "<f4").reshape(len(present), out.shape[1])  # type: ignore[arg-type]
+        vectors = np.frombuffer(b"".join(present), "<f4").reshape(len(present), out.shape[1])
         if len(present) == len(rows):
             out[:] = vectors
             return np.ones(len(rows), np.bool_)
