@@ -56,7 +56,7 @@ _BYTES_AT_ONCE = 256 << 10
 """Of messages that are taken at once, about."""
 _TAKES = 8
 """After so many, what has been taken is applied: the more rows at once, the faster do stores take them."""
-_ROWS_AT_ONCE = 256
+_ROWS_AT_ONCE = 1024
 _POLL_S = 0.05
 _SAVE_S = 1.0
 _FOLLOW_S = 5.0
@@ -442,6 +442,7 @@ def _create_consumer(url: KafkaUrl, group: str) -> Consumer:
         "fetch.error.backoff.ms": 200,
         "reconnect.backoff.max.ms": 1000,
         "queued.max.messages.kbytes": 32 << 10,
+        "fetch.queue.backoff.ms": 10,  # once so much waits; in the usual second a consumer that is behind runs dry
         "log_level": 0,  # what matters is logged here
         "error_cb": lambda _: None,
     }
