@@ -404,7 +404,8 @@ def _is_in_order(keys: NDArray[np.int64]) -> bool:
 
 def _by_first_byte(keys: NDArray[np.int64]) -> NDArray[np.uint64]:
     """Numbers that order keys as their bytes do."""
-    return keys.byteswap().view(np.uint64)
+    numbers: NDArray[np.uint64] = keys.byteswap().view(np.uint64)
+    return numbers
 
 
 def _as_bytes(rows: NDArray[np.generic]) -> list[bytes]:
