@@ -39,7 +39,7 @@ def read_traces(
     with key_progress("Simulating caches", total) as progress:
         return {
             folder: TableReport(
-                spec=spec.table(folder),
+                spec=spec.table_in(folder),
                 num_keys=sample.num_keys,
                 num_unknown=num_unknown[folder],
                 rate=sample.rate,
@@ -75,9 +75,11 @@ def _parts(spec: ModelSpec, traces: Iterable[str], trace_format: str) -> Iterato
         name, equals, path = argument.partition("=")
         table = name if equals and any(name in (table.name, table.folder) for table in spec.tables) else None
         file = Path(path if table else argument)
-        parts = read_recording(file) if file.is_dir() else read_trace(file, trace_format)
-        for part in parts:
-            yield _table_of(spec, file, part.table or table), part
+        if file.is_dir():  # a recording, which knows tables by their folders
+            yield from ((spec.table_in(str(part.table)), part) for part in read_recording(file))
+        else:
+            for part in read_trace(file, trace_format):
+                yield _table_of(spec, file, part.table or table), part
 
 
 def _table_of(spec: ModelSpec, file: Path, table: str | None) -> TableSpec:

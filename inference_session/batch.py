@@ -314,10 +314,19 @@ def _even_out(arrays: Sequence[Any]) -> list[Part]:
 def _decoded(name: str, array: NDArray[Any]) -> NDArray[Any]:
     """Strings as ONNX Runtime wants them; Triton hands over bytes."""
     try:
-        texts = [item.decode() if isinstance(item, bytes) else str(item) for item in array.reshape(-1)]
-    except UnicodeDecodeError as error:
-        raise InvalidRequestError(f"input {name!r} holds a string that is not UTF-8: {error}") from error
+        texts = [_text(item) for item in array.reshape(-1)]
+    except (UnicodeError, TypeError) as error:
+        raise InvalidRequestError(f"input {name!r} holds a string that is not UTF-8, or no string: {error}") from error
     return np.array(texts, dtype=object).reshape(array.shape)
+
+
+def _text(item: object) -> str:
+    if isinstance(item, bytes):
+        return item.decode()
+    if not isinstance(item, str):
+        raise TypeError(f"found {item!r}")
+    item.encode()  # Python has strings that no UTF-8 can hold, and ONNX Runtime wants that
+    return str(item)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -28,14 +28,22 @@ def _choice(*allowed: str) -> Callable[[Any], str]:
     return parse
 
 
-def _count(at_least: int) -> Callable[[Any], int]:
+_MAX_THREADS = 1024
+"""Of one pool. A number mistyped by a few digits would take every thread that the machine has, from all processes."""
+_MAX_TIME = 10**9
+"""In seconds or milliseconds. Threads and sockets cannot wait for all numbers that are longer."""
+
+
+def _count(at_least: int, at_most: int | None = None) -> Callable[[Any], int]:
+    allowed = f"allowed: whole numbers from {at_least}" + (f" to {at_most}" if at_most else "")
+
     def parse(value: Any) -> int:
         try:
             number = int(str(value))
         except ValueError:
             number = at_least - 1
-        if number < at_least:
-            raise ValueError(f"allowed: whole numbers from {at_least}")
+        if number < at_least or (at_most and number > at_most):
+            raise ValueError(allowed)
         return number
 
     return parse
@@ -48,10 +56,14 @@ def _number(low: float, high: float) -> Callable[[Any], float]:
         except ValueError:
             number = math.nan
         if not low <= number <= high:
-            raise ValueError(f"allowed: numbers from {low:g}" + (f" to {high:g}" if high < math.inf else ""))
+            raise ValueError(f"allowed: numbers from {low:g}" + (f" to {high:.12g}" if high < math.inf else ""))
         return number
 
     return parse
+
+
+def _seconds(value: Any) -> float:
+    return _number(0, _MAX_TIME)(value)
 
 
 def _flag(value: Any) -> bool:
@@ -130,9 +142,9 @@ class SessionConfig:
     dense_precision: Literal["float32", "tf32", "float16"] = _setting("float32", _choice("float32", "tf32", "float16"))
     """How exactly the dense network is computed: on a GPU, `tf32` and `float16` are faster, with relative errors of
     about 1e-3, and `float16` holds numbers up to 65504 only."""
-    dense_threads: int = _setting(0, _count(0))
+    dense_threads: int = _setting(0, _count(0, _MAX_THREADS))
     """Threads of the dense network for one batch. 0: half the processor's cores, at least one, at most eight."""
-    lookup_threads: int = _setting(0, _count(0))
+    lookup_threads: int = _setting(0, _count(0, _MAX_THREADS))
     """Threads of one look-up, taken only by large ones. 0: as `dense_threads`."""
     max_keys_per_request: int = _setting(10_000_000, _count(1))
     """A request with more elements than this in any of its inputs is rejected."""
@@ -142,7 +154,7 @@ class SessionConfig:
     """URL of the store that is asked next, and holds all rows."""
     store_namespace: Literal["version", "shared"] = _setting("version", _choice("version", "shared"))
     """Whose rows are read in the stores: the version's own, or those that all versions share, HPS's."""
-    store_timeout_ms: int = _setting(DEFAULT_TIMEOUT_MS, _count(1))
+    store_timeout_ms: int = _setting(DEFAULT_TIMEOUT_MS, _count(1, _MAX_TIME))
     """The longest that a request waits for one store."""
     on_store_failure: Literal["default_vector", "error"] = _setting(
         "default_vector", _choice("default_vector", "error")
@@ -162,7 +174,7 @@ class SessionConfig:
     """Whether rows that are read from the volatile store are marked as used there."""
     keep_versions: int = _setting(2, _count(0))
     """The newest versions up to this one whose rows stay in the volatile store. 0: all."""
-    refresh_interval_s: float = _setting(0.0, _number(0, math.inf))
+    refresh_interval_s: float = _setting(0.0, _seconds)
     """Time between two refreshes of the cache from the stores. 0: never by itself."""
     record_keys: str = _setting("", _folder)
     """Folder below which the keys that are looked up are recorded, for `hotrow size`. Empty: they are not."""
@@ -177,10 +189,10 @@ class SessionConfig:
     """Updates published before this are not applied: the version has learned from them. None: all there are."""
     non_finite_updates: Literal["refuse", "apply"] = _setting("refuse", _choice("refuse", "apply"))
     """What becomes of an update with NaN or infinite elements."""
-    catch_up_s: float = _setting(10.0, _number(0, math.inf))
+    catch_up_s: float = _setting(10.0, _seconds)
     """The longest that opening a version waits until it serves what had been published before."""
 
-    warm_up_s: float = _setting(0.0, _number(0, math.inf))
+    warm_up_s: float = _setting(0.0, _seconds)
     """The longest that opening a version spends on bringing hot rows in and on trying batches of several sizes."""
     state_dir: str = _setting("", str)
     """Folder where a session keeps which rows are hot, for the next version or process. Empty: nowhere."""
@@ -188,7 +200,7 @@ class SessionConfig:
     """A file of recorded requests and answers (canary.py) that a version has to answer before it serves."""
     canary_tolerance: float = _setting(0.2, _number(0, math.inf))
     """How far answers may be from the recorded ones: the mean absolute difference of any output."""
-    watch_interval_s: float = _setting(0.0, _number(0, math.inf))
+    watch_interval_s: float = _setting(0.0, _seconds)
     """How often MANIFEST.json is looked at, so that new content in the same folder is served. 0: never."""
 
     @property

@@ -31,6 +31,10 @@ class Arena:
         self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return self._blocks[self._current], begin
 
-    def reset(self) -> None:
-        """Nothing that was taken is in use any more."""
-        self._current = self._used = 0
+    def mark(self) -> tuple[int, int]:
+        """How much has been taken, for `reset`."""
+        return self._current, self._used
+
+    def reset(self, mark: tuple[int, int] = (0, 0)) -> None:
+        """Nothing that was taken since the mark is in use any more."""
+        self._current, self._used = mark

@@ -1,17 +1,19 @@
 """What the parts of a session share on a GPU: a stream, memory that requests pass through, whether it still works.
 
 A request holds the context from its keys to its predictions. In between nothing is waited for; at the end `request` is
-the one place where the host waits for the device.
+the one place where the host waits for the device. Only a look-up that has to know what is missing waits earlier, and
+while it fetches that, others have the device (`paused`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import heapq
 import logging
 import math
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -29,6 +31,15 @@ _locks: dict[int, threading.RLock] = {}
 _log = logging.getLogger(__name__)
 
 
+class _Memory(NamedTuple):
+    """What one request passes through."""
+
+    number: int
+    """The lowest that is free is taken, so that requests one by one always find the same places."""
+    pinned: Arena
+    device: Arena
+
+
 class GpuContext:
     """One GPU as one session uses it: one request at a time, in order."""
 
@@ -39,8 +50,10 @@ class GpuContext:
         self._is_open = False
         with cupy.cuda.Device(device_id):
             self.stream = cupy.cuda.Stream(non_blocking=True)
-            self._pinned = Arena(lambda num_bytes: pinned_empty((num_bytes,), np.uint8), _FIRST_ARENA_BYTES)
-            self._device = Arena(lambda num_bytes: cupy.empty(num_bytes, np.uint8), _FIRST_ARENA_BYTES)
+            self._memory = _allocate_memory(0)
+        self._free = [self._memory]
+        """A heap of what no request has at present: more than one where requests have overlapped others' pauses."""
+        self._num_memories = 1
 
     @property
     def failure(self) -> str | None:
@@ -64,8 +77,10 @@ class GpuContext:
                 yield
                 return
             self._is_open = True
+            memory: _Memory | None = None
             try:
                 with cupy.cuda.Device(self.device_id), self.stream:
+                    self._memory = memory = self._take_memory()
                     yield
             except (OutOfMemoryError, CUDARuntimeError) as error:
                 _log.warning("cuda:%s cannot answer a request: %s", self.device_id, error)
@@ -74,8 +89,40 @@ class GpuContext:
                 self._is_open = False
                 # What ended a request early may be another sign of the device's failure, which counts then.
                 self.wait()
-                self._pinned.reset()
-                self._device.reset()
+                if memory is not None:
+                    memory.pinned.reset()
+                    memory.device.reset()
+                    heapq.heappush(self._free, memory)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the device to others while this request waits for something else; what it has taken stays its own.
+
+        Not within a request that is part of another.
+
+        Raises:
+            UnavailableError: the device has failed meanwhile.
+        """
+        self.wait()
+        memory, self._is_open = self._memory, False
+        self._lock.release()
+        try:
+            yield
+        finally:
+            self._lock.acquire()
+            self._memory, self._is_open = memory, True
+        if self._broken is not None:
+            raise UnavailableError(self._broken)
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[None]:
+        """What is taken within is free again after it: then all that was launched has ended."""
+        arenas = self._memory.pinned, self._memory.device
+        marks = [arena.mark() for arena in arenas]
+        yield
+        self.wait()
+        for arena, mark in zip(arenas, marks, strict=True):
+            arena.reset(mark)
 
     def wait(self) -> None:
         """Until all that was launched has ended; UnavailableError where the device has failed."""
@@ -102,7 +149,7 @@ class GpuContext:
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         """An array in host memory that kernels can read and write, until the request ends."""
         num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
-        memory, begin = self._pinned.take(num_bytes)
+        memory, begin = self._memory.pinned.take(num_bytes)
         array: NDArray[Any] = memory[begin : begin + num_bytes].view(dtype).reshape(shape)
         return array
 
@@ -114,5 +161,22 @@ class GpuContext:
 
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
         """An array on the device, until the request ends."""
-        memory, begin = self._device.take(math.prod(shape) * np.dtype(dtype).itemsize)
+        memory, begin = self._memory.device.take(math.prod(shape) * np.dtype(dtype).itemsize)
         return cupy.ndarray(shape, dtype, memory.data + begin)
+
+    def _take_memory(self) -> _Memory:
+        """Must be called while holding the lock."""
+        if self._free:
+            return heapq.heappop(self._free)
+        memory = _allocate_memory(self._num_memories)
+        self._num_memories += 1
+        return memory
+
+
+def _allocate_memory(number: int) -> _Memory:
+    """On the current device."""
+    return _Memory(
+        number,
+        Arena(lambda num_bytes: pinned_empty((num_bytes,), np.uint8), _FIRST_ARENA_BYTES),
+        Arena(lambda num_bytes: cupy.empty(num_bytes, np.uint8), _FIRST_ARENA_BYTES),
+    )

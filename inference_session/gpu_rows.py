@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import cupy
@@ -19,28 +18,24 @@ from numpy.typing import NDArray
 from inference_session.embedding_cache.base_rows import BaseRows
 from inference_session.embedding_cache.gpu_cache import check_free
 from inference_session.embedding_cache.kernels import gpu
-from inference_session.embedding_cache.kernels.gpu_layout import (
-    GPU_TABLE,
-    MAX_INLINE_SEGMENTS,
-    divide,
-)
-from inference_session.embedding_cache.kernels.layout import VectorCode
+from inference_session.embedding_cache.kernels.gpu_layout import GPU_TABLE
+from inference_session.embedding_cache.kernels.layout import VectorCode, address_of
 from inference_session.errors import ConfigurationError, SessionClosedError
 from inference_session.gpu_context import GpuContext
 from inference_session.gpu_placement import bytes_on_device, placed_on_device
+from inference_session.gpu_source import GpuSource, Launches
 from inference_session.hot_keys import HotKeys
 from inference_session.parameter_server.table_file import TableFile
 from inference_session.row_source import MappedRows
 
 _log = logging.getLogger(__name__)
-_MAX_SHAPES = 1024
 _UPLOAD_BYTES = 64 << 20
 _FREE_FRACTION = 0.8
 """Of the free device memory, what tables may take where no setting says: the network and requests need some too."""
 
 
-class GpuRows(MappedRows):
-    """The rows of table files on a GPU. Look-ups run within `GpuContext.request`, which waits for them."""
+class GpuRows(GpuSource, MappedRows):
+    """The rows of table files on a GPU."""
 
     def __init__(
         self, tables: Sequence[TableFile], context: GpuContext, *, num_threads: int, cache_bytes: int | None = None
@@ -59,7 +54,7 @@ class GpuRows(MappedRows):
         """
         super().__init__(tables, num_threads=num_threads)
         self._context = context
-        self._launches: dict[bytes, gpu.Launch] = {}
+        self._launches: Launches | None
         self._defaults: Any
         self._gpu_records: Any
         with cupy.cuda.Device(context.device_id), context.stream:
@@ -67,6 +62,7 @@ class GpuRows(MappedRows):
             with _memory_checked(context.device_id):
                 self._bases = _upload(tables, _budget(tables, cache_bytes, context.device_id))
                 self._gpu_records = self._describe(tables)
+            self._launches = Launches(self._gpu_records.data.ptr)
             context.stream.synchronize()
         on_host = [t.spec.folder for t, base in zip(tables, self._bases, strict=True) if not base.on_device]
         num_bytes = sum(base.num_bytes for base in self._bases)
@@ -75,18 +71,6 @@ class GpuRows(MappedRows):
             _log.warning("cuda:%s had no room for tables %s: read from host memory", context.device_id, names)
         self._where = {"device": f"cuda:{context.device_id}", "bytes": num_bytes, "on_host": on_host}
 
-    def request(self) -> AbstractContextManager[None]:
-        """See RowSource."""
-        return self._context.request()
-
-    def empty(self, shape: tuple[int, ...]) -> Any:
-        """See RowSource."""
-        return self._context.empty(shape)
-
-    def stage(self, array: NDArray[Any]) -> NDArray[Any]:
-        """See RowSource."""
-        return self._context.stage(array)
-
     def look_up(
         self,
         segments: NDArray[np.void],
@@ -94,31 +78,10 @@ class GpuRows(MappedRows):
         num_unknown: NDArray[np.int64],
     ) -> None:
         """See RowSource: launched, not waited for. What the segments lead to has been staged."""
-        if self._gpu_records is None:
+        if self._launches is None:
             raise SessionClosedError("the session has been closed")
-        address = num_unknown.ctypes.data
-        if len(segments) > MAX_INLINE_SEGMENTS:
-            self._create_launch(segments).run(num_unknown_address=address)
-            return
-        shapes = b"".join([segments[name].tobytes() for name in ("num_rows", "keys_per_row", "pooling")])
-        launch = self._launches.get(shapes)
-        if launch is None:
-            if len(self._launches) >= _MAX_SHAPES:
-                self._launches.clear()
-            launch = self._launches[shapes] = self._create_launch(segments)
-        launch.run(segments, num_unknown_address=address)
-
-    def counts(self, num_segments: int) -> NDArray[np.int64]:
-        """See RowSource: in pinned memory."""
-        counts = self._context.pinned((num_segments,), np.int64)
-        counts[:] = 0
-        return counts
-
-    def settled(self, counts: NDArray[np.int64]) -> NDArray[np.int64]:
-        """See RowSource."""
-        self._context.wait()
-        settled: NDArray[np.int64] = counts.copy()
-        return settled
+        launch, given = self._launches.of(segments)
+        launch.run(given, num_unknown_address=address_of(num_unknown))
 
     def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:
         """See RowSource: the rows are where they are to be."""
@@ -140,11 +103,8 @@ class GpuRows(MappedRows):
             for base in self._bases:
                 base.close()
             # What follows this version on the device has all of the memory.
-            self._bases, self._gpu_records, self._defaults = [], None, None
+            self._bases, self._gpu_records, self._defaults, self._launches = [], None, None, None
             cupy.get_default_memory_pool().free_all_blocks()
-
-    def _create_launch(self, segments: NDArray[np.void]) -> gpu.Launch:
-        return gpu.Launch(segments, divide(segments), tables_address=self._gpu_records.data.ptr)
 
     def _describe(self, tables: Sequence[TableFile]) -> Any:
         """GPU_TABLE records, and the default vectors they lead to, on the device."""

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_session.errors import UnavailableError
 from inference_session.state_file import read_state, write_state
 
 HotKeys = Mapping[str, NDArray[np.int64]]
@@ -80,7 +81,7 @@ class HotKeysWriter:
             try:
                 write_hot_keys(self._path, self._hot_keys())
                 self._written_at = num_lookups
-            except OSError as error:
+            except (OSError, UnavailableError) as error:  # the disk, or the GPU whose cache it is
                 if str(error) != self._failure:
                     self._failure = str(error)
                     _log.warning("hot keys are not kept for the next start: %s", error)

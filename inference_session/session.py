@@ -32,7 +32,7 @@ from inference_session.errors import (
     UnsupportedModelError,
 )
 from inference_session.formats import manifest
-from inference_session.formats.native import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec
+from inference_session.formats.native import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec, TableSpec
 from inference_session.formats.verified_files import VerifiedFiles
 from inference_session.gpu_device import open_gpu
 from inference_session.hot_keys import HotKeysWriter, read_hot_keys
@@ -166,8 +166,7 @@ class InferenceSession:
         An answer that cannot be given is an error in its place; the other requests are not concerned. `mark` is told
         the stages from `look-up` on.
         """
-        if self._closed:
-            raise SessionClosedError(f"the session of {str(self.directory)!r} has been closed")
+        self._check_open()
         answers = answer_jointly(requests, self._layout, partial(self._compute, mark=mark), may_join=self._may_join)
         self._stats.count_requests(len(requests), sum(isinstance(answer, HotrowError) for answer in answers))
         return answers
@@ -199,7 +198,7 @@ class InferenceSession:
     def _refuse_unknown(self, looked_up: LookedUp) -> None:
         if self.config.unknown_keys == "reject" and looked_up.num_unknown.any():
             lookup = self.spec.lookups[int(np.flatnonzero(looked_up.num_unknown)[0])]
-            table = self.spec.table(lookup.table)
+            table = self.spec.table_in(lookup.table)
             raise UnknownKeyError(
                 f"{looked_up.num_unknown.sum()} keys are unknown, the first of them in table {table.name!r}, "
                 f"which has {table.num_rows} rows; setting unknown_keys=default_vector would answer all the same"
@@ -212,6 +211,7 @@ class InferenceSession:
             TableNotFoundError: neither a table's name nor its folder.
             UnavailableError: a store is down that may have one of the keys, and the settings want no default instead.
         """
+        self._check_open()
         spec = self.spec.table(table)
         wanted = _as_keys(keys)
         vectors = np.empty((len(wanted), spec.embedding_dim), np.float32)
@@ -231,9 +231,10 @@ class InferenceSession:
             UnavailableError: the persistent store cannot take them at present, for instance because another process is
                 the RocksDB's writer; any of the rows may have been written, and the call may be repeated.
         """
+        self._check_open()
         spec = self.spec.table(table)
         rows = np.ascontiguousarray(vectors)
-        wanted = _as_keys(keys)
+        wanted = _as_written_keys(keys, spec)
         if rows.shape != (len(wanted), spec.embedding_dim) or not np.can_cast(rows.dtype, np.float32, "same_kind"):
             raise InvalidRequestError(
                 f"table {table!r}: vectors are {rows.dtype} {list(rows.shape)},"
@@ -243,7 +244,9 @@ class InferenceSession:
 
     def erase(self, table: str, keys: ArrayLike) -> None:
         """Drop rows, as `update` writes them: their keys, int64 [n], are unknown to the stores from now on."""
-        self._rows.erase(self.spec.tables.index(self.spec.table(table)), _as_keys(keys))
+        self._check_open()
+        spec = self.spec.table(table)
+        self._rows.erase(self.spec.tables.index(spec), _as_written_keys(keys, spec))
 
     def refresh(self) -> None:
         """Read the cached rows again from the stores; requests go on meanwhile. Without stores this does nothing.
@@ -251,6 +254,7 @@ class InferenceSession:
         Raises:
             UnavailableError: a store is down. Rows that it may have stay as they are.
         """
+        self._check_open()
         self._rows.refresh()
 
     def save_hot_keys(self) -> None:
@@ -273,8 +277,7 @@ class InferenceSession:
             ConfigurationError: the target exists.
             UnavailableError: a store is down.
         """
-        if self._closed:
-            raise SessionClosedError(f"the session of {str(self.directory)!r} has been closed")
+        self._check_open()
         return dump(self._rows, self.spec, target, progress)
 
     def stats(self) -> dict[str, Any]:
@@ -283,7 +286,7 @@ class InferenceSession:
         return {**self._stats.snapshot(), **self._rows.stats(), "updates": updates}
 
     def close(self) -> None:
-        """Answer no more. May be called twice.
+        """Answer no more: requests and changes are a SessionClosedError from now on. May be called twice.
 
         Without stores, what is under way is finished; with them it is a SessionClosedError where rows are missing.
         """
@@ -313,6 +316,10 @@ class InferenceSession:
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         return f"<InferenceSession {str(self.directory)!r} [{len(self.spec.tables)} tables, {state}]>"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SessionClosedError(f"the session of {str(self.directory)!r} has been closed")
 
     def _create_engine(self, path: Path) -> OnnxEngine:
         """The dense engine: where nobody insists on a GPU, on the processor if ONNX Runtime cannot use it after all."""
@@ -450,6 +457,16 @@ def _as_keys(keys: ArrayLike) -> NDArray[np.int64]:
     if wanted.ndim != 1 or (wanted.size and not np.can_cast(wanted.dtype, np.int64, "safe")):
         raise InvalidRequestError(f"keys are {wanted.dtype} {list(wanted.shape)}, expected int64 [n]")
     return np.ascontiguousarray(wanted, np.int64)
+
+
+def _as_written_keys(keys: ArrayLike, spec: TableSpec) -> NDArray[np.int64]:
+    """Keys of rows to be written. Stores know row numbers from 0 alone: no look-up would ever find another one."""
+    wanted = _as_keys(keys)
+    if spec.keys == "row_number" and (wanted < 0).any():
+        raise InvalidRequestError(
+            f"table {spec.name!r} has row numbers for keys, which are written from 0 on; found {int(wanted.min())}"
+        )
+    return wanted
 
 
 def _narrowed(array: NDArray[Any], expected: np.dtype[Any]) -> NDArray[Any]:

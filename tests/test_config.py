@@ -29,7 +29,13 @@ def test_the_first_source_wins() -> None:
         ("dense_threads", "-1"),
         ("dense_threads", "two"),
         ("dense_threads", 1.5),
+        ("dense_threads", 100_000),
+        ("lookup_threads", "99999999999999999999"),
         ("max_keys_per_request", 0),
+        ("refresh_interval_s", "inf"),
+        ("watch_interval_s", 1e300),
+        ("catch_up_s", "nan"),
+        ("store_timeout_ms", 10**30),
     ],
 )
 def test_a_bad_value_is_explained(name: str, value: object) -> None:

@@ -28,3 +28,18 @@ def test_pieces_are_apart_and_come_again(requests: list[list[int]]) -> None:
                 assert block != other or start >= begin + sizes[i]
         assert places.setdefault(tuple(sizes), taken) == taken
         arena.reset()
+
+
+@given(sizes=st.lists(st.integers(0, 5000), max_size=6), more=st.lists(st.integers(0, 5000), max_size=6))
+def test_what_is_taken_since_a_mark_is_free_again(sizes: list[int], more: list[int]) -> None:
+    """Memory for something in between leaves the pieces after it where they would have been."""
+    arena = Arena(bytearray, 1024)
+    for _ in range(2):  # the second time all blocks are there
+        first = [arena.take(size) for size in sizes]
+        mark = arena.mark()
+        for size in more:
+            arena.take(size)
+        arena.reset(mark)
+        between = [arena.take(size) for size in sizes]
+        arena.reset()
+    assert [arena.take(size) for size in (*sizes, *sizes)] == [*first, *between]

@@ -28,6 +28,7 @@ from inference_session.errors import (
 from inference_session.formats.manifest import write_manifest
 from inference_session.formats.native import TensorSpec
 from tests import small_model
+from tests.integration.models import write_types
 
 
 @pytest.fixture(scope="module")
@@ -305,6 +306,19 @@ def test_many_threads_get_their_own_answers(session: InferenceSession, tables: s
     assert not failures
 
 
+@pytest.mark.parametrize("word", [b"\xff", "\ud800", None, 7])
+def test_what_is_no_text_is_refused(tmp_path: Path, word: object) -> None:
+    """Nothing is made up for it, such as the text 'None'; texts and their UTF-8 come back as they were."""
+    write_types(tmp_path / "1", strings=True)
+    known = {"flag": [[True]] * 2, "half": np.zeros((2, 1), np.float16)}
+    with InferenceSession.open(tmp_path / "1") as session:
+        texts = np.array([["né"], ["né".encode()]], object)
+        assert session.run({**known, "word": texts})["echo"].tolist() == [["né"], ["né"]]
+
+        with pytest.raises(InvalidRequestError, match="input 'word' holds a string that is not UTF-8, or no string"):
+            session.run({**known, "word": np.array([["né"], [word]], object)})
+
+
 def test_a_closed_session_says_so(version: tuple[Path, small_model.Arrays]) -> None:
     """close() may be called twice; requests after it get a clear error, and repr tells."""
     session = InferenceSession.open(version[0])
@@ -313,8 +327,15 @@ def test_a_closed_session_says_so(version: tuple[Path, small_model.Arrays]) -> N
     session.close()
 
     assert "[3 tables, closed]" in repr(session)
-    with pytest.raises(SessionClosedError, match="has been closed"):
-        session.run(small_model.random_inputs(1, np.random.default_rng(0)))
+    for ask in (
+        lambda: session.run(small_model.random_inputs(1, np.random.default_rng(0))),
+        lambda: session.lookup("code", [1]),
+        lambda: session.update("code", [1], np.zeros((1, 3))),
+        lambda: session.erase("code", [1]),
+        session.refresh,
+    ):
+        with pytest.raises(SessionClosedError, match="has been closed"):
+            ask()
 
 
 def test_a_network_refused_without_a_word_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,40 @@ def test_any_requests_are_answered_as_from_files(
     assert session.stats()["tables"]["hashed"]["default_vectors"] - before == 2 * unknown
 
 
+def test_row_numbers_from_before_the_first_row_are_unknown(tmp_path: Path) -> None:
+    """They are counted from the end once, not again in the files behind the store: no key is answered by two rows."""
+    directory = tmp_path / "repository" / "small" / "1"
+    small_model.write(directory)
+    keys = np.arange(-160, 160)
+    with InferenceSession.open(directory) as files:
+        expected = {table: files.lookup(table, keys) for table in ("user.weight", "code")}
+    push(directory, f"rocksdb://{tmp_path}/db")
+
+    with InferenceSession.open(directory, persistent_store=f"rocksdb://{tmp_path}/db") as session:
+        for table, vectors in expected.items():
+            np.testing.assert_array_equal(session.lookup(table, keys), vectors)
+            assert not vectors[keys < -50].any()
+
+
+def test_rows_are_written_by_row_numbers_from_0(tmp_path: Path) -> None:
+    """A row under a number from the end would be in the store, and never be found."""
+    directory = tmp_path / "repository" / "small" / "1"
+    small_model.write(directory)
+    push(directory, f"rocksdb://{tmp_path}/db")
+
+    with InferenceSession.open(directory, persistent_store=f"rocksdb://{tmp_path}/db") as session:
+        for write in (
+            lambda: session.update("code", [3, -1], np.ones((2, 3))),
+            lambda: session.erase("code", [-1]),
+        ):
+            with pytest.raises(InvalidRequestError, match=r"'code' has row numbers for keys.* from 0 on; found -1"):
+                write()
+        session.update("hashed", [-1], np.ones((1, 2)))
+
+        assert session.lookup("hashed", [-1]).tolist() == [[1.0, 1.0]]
+        assert not np.isclose(session.lookup("code", [3, -1]), 1.0).all(axis=1).any()
+
+
 def test_large_requests_are_split_over_threads(
     session: InferenceSession, version: tuple[Path, small_model.Arrays]
 ) -> None:

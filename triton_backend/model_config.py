@@ -14,6 +14,8 @@ from triton_backend import text_format
 from triton_backend.text_format import quoted
 
 CONFIG_FILE = "config.pbtxt"
+MAX_BATCH_SIZE = 2**31 - 1
+"""The highest that Triton can read."""
 STANDALONE_CODE = "from triton_backend.model import TritonPythonModel  # noqa: F401\n"
 
 _DATA_TYPES = {
@@ -112,7 +114,7 @@ def configured_cache_bytes(spec: ModelSpec, version_dir: Path, *, on_device: boo
 
     config = configured_session(spec, version_dir, **settings)
     if config.has_store:
-        return resolved_cache_bytes(spec, config)
+        return resolved_cache_bytes(spec, config, on_device=on_device)
     if not (on_device and config.has_fixed_rows):
         return 0
     return sum(map(bytes_on_device, spec.tables)) if config.cache_bytes is None else config.cache_bytes

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from inference_session.errors import ConfigurationError
 from inference_session.formats.native import SESSION_FILE, ModelSpec
+from inference_session.formats.staging import MAX_VERSION
 from triton_backend.model_config import CONFIG_FILE, ModelConfig
 
 IN_PLACE_BACKENDS = frozenset({"hugectr", "hps"})
@@ -25,7 +26,7 @@ _VERSION = re.compile(r"[1-9][0-9]*")
 
 def is_version(name: str) -> bool:
     """Whether a folder of that name in a model's folder is a version."""
-    return _VERSION.fullmatch(name) is not None
+    return _VERSION.fullmatch(name) is not None and int(name) <= MAX_VERSION
 
 
 def ps_variable(backend: str) -> str:

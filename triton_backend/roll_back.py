@@ -26,7 +26,11 @@ def roll_back(server: RemoteServer, model: str) -> tuple[int, int]:
         except NoSuchVersionError:
             continue
         return ready[-1], candidate
-    raise RemoteError(f"{model}: version {ready[-1]} serves, and there is no lower one to go back to")
+    tried = "" if ready[-1] <= _MAX_GAP else f" among those loaded before and the {_MAX_GAP} numbers below it"
+    raise RemoteError(
+        f"{model}: version {ready[-1]} serves, and there is no lower one{tried} to go back to; "
+        f"`hotrow load {model} --version N` loads any that you know of"
+    )
 
 
 def _candidates(listed: list[int], serving: int) -> Iterator[int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import click
 
-from inference_session.update_stream.topics import MAX_VERSION, announcement_topic
+from inference_session.formats.staging import MAX_VERSION
+from inference_session.update_stream.topics import announcement_topic
 
 
 @click.command()

@@ -9,6 +9,8 @@ import click
 
 from hotrow.progress import byte_progress
 from inference_session.formats.native import TABLES_FOLDER, ModelSpec, is_folder_name
+from inference_session.formats.staging import MAX_VERSION
+from triton_backend.model_config import MAX_BATCH_SIZE
 
 
 class FileOrUrl(click.Path):
@@ -24,7 +26,7 @@ class FileOrUrl(click.Path):
 
 def model_name(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
     if not is_folder_name(value.replace(".", "_")) or value.startswith("."):
-        raise click.BadParameter(f"{value!r} may hold letters, digits, '_', '-' and '.' only")
+        raise click.BadParameter(f"{value!r} may hold letters, digits, '_', '-' and '.' only, and not begin with '.'")
     return value
 
 
@@ -35,7 +37,7 @@ _repository = click.option(
     help="Model repository; made if there is none.",
 )
 _version = click.option(
-    "--version", type=click.IntRange(min=1), help="Version number.  [default: one above the highest]"
+    "--version", type=click.IntRange(1, MAX_VERSION), help="Version number.  [default: one above the highest]"
 )
 
 
@@ -58,7 +60,7 @@ def command() -> None:
 )
 @click.option(
     "--max-batch-size",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, MAX_BATCH_SIZE),
     default=1024,
     show_default=True,
     help="Most samples in one request; written to config.pbtxt.",

@@ -7,6 +7,7 @@ import click
 from hotrow.progress import waiting
 from hotrow.server_options import ServerAddress, server_options
 from inference_session.errors import ConfigurationError
+from inference_session.formats.staging import MAX_VERSION
 from triton_backend.remote import RemoteError, RemoteServer
 
 
@@ -14,7 +15,7 @@ from triton_backend.remote import RemoteError, RemoteServer
 @click.argument("model")
 @click.option(
     "--version",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, MAX_VERSION),
     help="Serve exactly this one.  [default: the newest, or what the version policy in config.pbtxt says]",
 )
 @click.option(

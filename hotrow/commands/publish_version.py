@@ -12,7 +12,8 @@ from hotrow.progress import byte_progress
 from inference_session.available_memory import available_bytes
 from inference_session.formats import manifest
 from inference_session.formats.native import ModelSpec
-from triton_backend.model_config import STANDALONE_CODE, configured_cache_bytes, write_model_config
+from inference_session.formats.staging import MAX_VERSION
+from triton_backend.model_config import MAX_BATCH_SIZE, STANDALONE_CODE, configured_cache_bytes, write_model_config
 
 if TYPE_CHECKING:
     from inference_session.formats.publishing import PublishReport
@@ -27,10 +28,12 @@ if TYPE_CHECKING:
     type=click.Path(file_okay=False, path_type=Path),
     help="Model repository; made if there is none.",
 )
-@click.option("--version", type=click.IntRange(min=1), help="Version number.  [default: one above the highest]")
+@click.option(
+    "--version", type=click.IntRange(1, MAX_VERSION), help="Version number.  [default: one above the highest]"
+)
 @click.option(
     "--max-batch-size",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, MAX_BATCH_SIZE),
     default=1024,
     show_default=True,
     help="Most samples in one request; written to the config.pbtxt of a new model.",

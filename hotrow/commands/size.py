@@ -121,8 +121,14 @@ def command(
             cache_bytes = configured_cache_bytes(spec, version.directory, on_device=devices > 0, **version.settings)
         copies = {"num_processes": max(processes, devices), "num_devices": devices}
         config = configured_session(spec, version.directory, **version.settings)
-        rows_on_device = devices > 0 and config.has_fixed_rows
-        items = memory_items(spec, version.directory, cache_bytes=cache_bytes, rows_on_device=rows_on_device, **copies)
+        items = memory_items(
+            spec,
+            version.directory,
+            cache_bytes=cache_bytes,
+            rows_on_device=devices > 0 and config.has_fixed_rows,
+            cache_on_device=devices > 0 and config.has_store,
+            **copies,
+        )
     report = SizingReport(
         version_dir=version.named,
         spec=spec,

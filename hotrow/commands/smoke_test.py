@@ -8,20 +8,23 @@ import click
 
 from hotrow.progress import waiting
 from hotrow.server_options import ServerAddress, server_options
+from inference_session.formats.staging import MAX_VERSION
 from triton_backend.recorded_requests import RecordedRequest, largest_difference, not_finite, read_requests
 from triton_backend.remote import RemoteError, RemoteServer
+
+_VERSION = click.IntRange(1, MAX_VERSION)
 
 
 @click.command()
 @click.argument("model")
-@click.option("--version", type=click.IntRange(min=1), required=True, help="The version to test; it must be loaded.")
+@click.option("--version", type=_VERSION, required=True, help="The version to test; it must be loaded.")
 @click.option(
     "--requests",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     required=True,
     help='A request per line, as JSON: {"inputs": [{"name": …, "shape": …, "datatype": …, "data": …}]}.',
 )
-@click.option("--compare-with", type=click.IntRange(min=1), metavar="OLD", help="Ask this version too, and compare.")
+@click.option("--compare-with", type=_VERSION, metavar="OLD", help="Ask this version too, and compare.")
 @click.option("--tolerance", type=click.FloatRange(min=0), help="Largest difference allowed.  [default: any]")
 @server_options
 def command(

@@ -14,6 +14,9 @@ from hotrow.server_options import ServerAddress, server_options
 from inference_session.errors import UnavailableError
 from triton_backend.remote import RemoteError, RemoteServer, VersionState
 
+_LEAST_WIDTH = 8
+"""Of the column of numbers, which may be dates."""
+
 
 @click.command()
 @click.argument("model")
@@ -40,8 +43,9 @@ def command(model: str, address: ServerAddress, metrics_url: str | None, as_json
         return
     if not rows:
         click.echo(f"{model}: no version has been loaded")
+    width = max([_LEAST_WIDTH, *(len(str(row["version"])) + 1 for row in rows)])
     for row in rows:
-        click.echo(_line(row))
+        click.echo(_line(row, width))
 
 
 def _requests(server: RemoteServer, model: str) -> Mapping[int, Mapping[str, Any]]:
@@ -76,7 +80,7 @@ def _facts(
     return facts
 
 
-def _line(facts: Mapping[str, Any]) -> str:
+def _line(facts: Mapping[str, Any], width: int) -> str:
     known = [
         "serves" if facts["serves"] else "",
         f"{facts['requests']} requests" if "requests" in facts else "",
@@ -84,4 +88,4 @@ def _line(facts: Mapping[str, Any]) -> str:
         f"hit rate {facts['hit_rate']}" if "hit_rate" in facts else "",
         facts.get("reason", ""),
     ]
-    return f"{facts['version']:<8}{facts['state']:<13}{', '.join(filter(None, known))}".rstrip()
+    return f"{facts['version']:<{width}}{facts['state']:<13}{', '.join(filter(None, known))}".rstrip()

@@ -28,6 +28,14 @@ from inference_session.embedding_cache.base import (
     check_vectors,
 )
 from inference_session.embedding_cache.base_rows import BaseRows, check_base
+from inference_session.embedding_cache.gpu_budget import (
+    ALIGNMENT,
+    aligned,
+    buckets_per_table,
+    buckets_to_hold,
+    fixed_bytes,
+    table_bytes,
+)
 from inference_session.embedding_cache.gpu_results import Geometry, Missing, Vectors
 from inference_session.embedding_cache.kernels import gpu
 from inference_session.embedding_cache.kernels.gpu_layout import (
@@ -35,8 +43,6 @@ from inference_session.embedding_cache.kernels.gpu_layout import (
     EVENTS,
     GPU_TABLE,
     INDEX,
-    MOST_BUCKETS,
-    READERS_BYTES,
     ROWS,
     SLOTS,
     divide,
@@ -47,9 +53,6 @@ from inference_session.embedding_cache.kernels.layout import SEGMENT, VectorCode
 from inference_session.errors import ConfigurationError, InvalidRequestError, SessionClosedError
 from inference_session.formats.native import VectorType, bytes_per_row
 
-_ALIGNMENT = 256
-_LOAD = 0.7
-"""Of all slots, those that a table with a known number of rows is made to need: hardly a key is evicted then."""
 _KEYS_PER_WRITE = 1 << 20
 _MAX_GEOMETRIES = 1024
 _MAX_REMEMBERED = 64
@@ -109,8 +112,8 @@ class GpuEmbeddingCache(EmbeddingCache):
         self.dtype = dtype
         self.device = cupy.cuda.Device(device_id)
         self._row_bytes = [bytes_per_row(dim, dtype) for dim in dims.values()]
-        limits = [_buckets_to_hold((num_rows or {}).get(table)) for table in dims]
-        self._num_buckets = _buckets_per_table(cache_bytes, self._row_bytes, limits)
+        limits = [buckets_to_hold((num_rows or {}).get(table)) for table in dims]
+        self._num_buckets = buckets_per_table(cache_bytes, self._row_bytes, limits)
         self._write_lock = Lock()
         self._geometries: dict[Any, Geometry] = {}
         self._num_keys_before = np.zeros(len(dims), np.int64)
@@ -220,15 +223,15 @@ class GpuEmbeddingCache(EmbeddingCache):
 
     def _allocate(self, code: VectorCode) -> None:
         """One piece of device memory for everything."""
-        sizes = [_table_bytes(*pair) for pair in zip(self._num_buckets, self._row_bytes, strict=True)]
-        self._fixed_bytes = _fixed_bytes(len(sizes))
+        sizes = [table_bytes(*pair) for pair in zip(self._num_buckets, self._row_bytes, strict=True)]
+        self._fixed_bytes = fixed_bytes(len(sizes))
         total = self._fixed_bytes + sum(sizes)
         check_free(total, self.device.id, "cache_bytes")
         self._memory = cupy.cuda.MemoryPointer(cupy.cuda.Memory(total), 0)
         self._memory.memset_async(0, self._fixed_bytes)
         self._readers_address: int = self._memory.ptr
-        self._events_address: int = self._memory.ptr + _ALIGNMENT
-        self._tables_address = self._events_address + _aligned(len(sizes) * len(EVENTS) * 8)
+        self._events_address: int = self._memory.ptr + ALIGNMENT
+        self._tables_address = self._events_address + aligned(len(sizes) * len(EVENTS) * 8)
         self._records = np.zeros(len(sizes), GPU_TABLE)
         offset = self._fixed_bytes
         for t, (num_buckets, row_bytes, size) in enumerate(zip(self._num_buckets, self._row_bytes, sizes, strict=True)):
@@ -241,7 +244,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         tags = self._memory.ptr + offset
         marks = tags + num_buckets * BUCKET_BYTES
         keys = marks + num_buckets * BUCKET_BYTES
-        vectors = tags + _aligned(index_bytes(num_buckets, marks=True, numbers=False))
+        vectors = tags + aligned(index_bytes(num_buckets, marks=True, numbers=False))
         dim = list(self.dims.values())[t]
         wide = is_wide(
             dim, {VectorCode.FLOAT32: 4, VectorCode.FLOAT16: 2, VectorCode.INT8: 1}[code], vectors, row_bytes
@@ -424,7 +427,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         t = self._check(table) and self._positions[table]
         inserts, updates, evictions, erases = self._counts[t, :4].tolist()
         num_buckets = self._num_buckets[t]
-        num_bytes = _table_bytes(num_buckets, self._row_bytes[t]) + (self._fixed_bytes if t == 0 else 0)
+        num_bytes = table_bytes(num_buckets, self._row_bytes[t]) + (self._fixed_bytes if t == 0 else 0)
         rows = inserts - evictions - erases
         return dict(
             zip(ROW_COUNTS, (inserts, updates, evictions, erases, rows, SLOTS * num_buckets, num_bytes), strict=True)
@@ -457,50 +460,3 @@ def _check_aligned(table: str, what: str, array: Any) -> None:
 
 def _on_device(array: Any, dtype: Any) -> Any:
     return cupy.ascontiguousarray(cupy.asarray(array), dtype)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _fixed_bytes(num_tables: int) -> int:
-    """What a cache takes beside its tables: the count of readers, those of events, and the records."""
-    assert READERS_BYTES <= _ALIGNMENT  # noqa: S101  what follows lies behind it
-    return _ALIGNMENT + _aligned(num_tables * len(EVENTS) * 8) + _aligned(num_tables * GPU_TABLE.itemsize)
-
-
-def _table_bytes(num_buckets: int, row_bytes: int) -> int:
-    index = _aligned(index_bytes(num_buckets, marks=True, numbers=False))
-    return index + _aligned(SLOTS * num_buckets * row_bytes)
-
-
-def _buckets_to_hold(num_rows: int | None) -> int:
-    """Buckets such that so many rows all find room, but for the unlucky."""
-    return MOST_BUCKETS if num_rows is None else min(int(num_rows / (SLOTS * _LOAD)) + 1, MOST_BUCKETS)
-
-
-def bytes_to_hold(dims: Mapping[str, int], num_rows: Mapping[str, int], dtype: VectorType = "float32") -> int:
-    """The cache_bytes that a GPU cache for so many rows of each table takes."""
-    tables = (_table_bytes(_buckets_to_hold(num_rows[t]), bytes_per_row(dim, dtype)) for t, dim in dims.items())
-    return _fixed_bytes(len(dims)) + sum(tables)
-
-
-def _buckets_per_table(cache_bytes: int, row_bytes: Sequence[int], limits: Sequence[int]) -> list[int]:
-    """The same number of buckets for each table, or its limit, such that all fit; none for 0 bytes."""
-    if cache_bytes == 0:
-        return [0] * len(row_bytes)
-
-    def needed(most: int) -> int:
-        sizes = [_table_bytes(min(most, limit), size) for size, limit in zip(row_bytes, limits, strict=True)]
-        return _fixed_bytes(len(row_bytes)) + sum(sizes)
-
-    if cache_bytes < needed(1):
-        raise ConfigurationError(
-            f"cache_bytes is {cache_bytes}, too little for {len(row_bytes)} tables on a GPU: at least {needed(1)},"
-            " or 0 for no cache"
-        )
-    low, high = 1, max(limits, default=1)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if needed(middle) <= cache_bytes else (low, middle - 1)
-    return [min(low, limit) for limit in limits]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from inference_session.errors import HotrowError
@@ -19,10 +19,11 @@ _log = logging.getLogger(__name__)
 
 
 class LateInserts(Generic[Missing]):
-    """Hands what is put in to `insert`, in its order, from a thread of its own."""
+    """Hands what is put in to `insert`, in its order, from a thread of its own: as much as waits, up to `at_once`."""
 
-    def __init__(self, insert: Callable[[Missing], None]) -> None:
+    def __init__(self, insert: Callable[[Sequence[Missing]], None], at_once: int = 1) -> None:
         self._insert = insert
+        self._at_once = at_once
         self._waiting: deque[Missing] = deque()
         self._changed = threading.Condition()
         self._busy = False
@@ -62,11 +63,11 @@ class LateInserts(Generic[Missing]):
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if self._closed:
                     return
-                missing = self._waiting.popleft()
+                missing = [self._waiting.popleft() for _ in range(min(self._at_once, len(self._waiting)))]
                 self._busy = True
             self._survive(missing)
 
-    def _survive(self, missing: Missing) -> None:
+    def _survive(self, missing: Sequence[Missing]) -> None:
         """Insert; what goes wrong must not end what comes after. A tier that is down is logged elsewhere."""
         try:
             self._insert(missing)

@@ -159,6 +159,14 @@ class ModelSpec:
         known = ", ".join(repr(table.name) for table in self.tables) or "none"
         raise TableNotFoundError(f"the model has no table {name!r}; its tables: {known}")
 
+    def table_in(self, folder: str) -> TableSpec:
+        """The table of that folder, which may be another table's name; TableNotFoundError where there is none."""
+        for table in self.tables:
+            if table.folder == folder:
+                return table
+        known = ", ".join(repr(table.folder) for table in self.tables) or "none"
+        raise TableNotFoundError(f"the model has no table in folder {folder!r}; its folders: {known}")
+
     def write(self, directory: Path) -> None:
         """Write session.json into a version directory that is being staged."""
         document = {"format": FORMAT, **asdict(self)}

@@ -11,6 +11,9 @@ from pathlib import Path
 
 from inference_session.errors import ConfigurationError, UnavailableError
 
+MAX_VERSION = 2**63 - 1
+"""The highest version number that Triton can read."""
+
 
 @contextmanager
 def stage_version(repository: Path, model: str, version: int | None = None) -> Iterator[tuple[Path, Path]]:
@@ -27,11 +30,13 @@ def stage_version(repository: Path, model: str, version: int | None = None) -> I
     folder = repository / model
     if not model or Path(model).name != model or model.startswith("."):
         raise ConfigurationError(f"{model!r} cannot be the name of a model: it names its folder in the repository")
-    if version is not None and version < 1:
-        raise ConfigurationError(f"{folder}: version {version} cannot be; versions count from 1")
+    if version is not None:
+        _check_number(folder, version)
     made = [path for path in (folder, repository) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
-    version = next_version(folder) if version is None else version
+    if version is None:
+        version = next_version(folder)
+        _check_number(folder, version)
     target, staging = folder / str(version), folder / f".tmp-{version}"
     _refuse_existing(target)
     with _locked_folder(staging):
@@ -77,6 +82,13 @@ def next_version(folder: Path) -> int:
     """The version after the highest one in a model's folder."""
     versions = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]
     return max(versions, default=0) + 1
+
+
+def _check_number(folder: Path, version: int) -> None:
+    if not 0 < version <= MAX_VERSION:
+        raise ConfigurationError(
+            f"{folder}: version {version} cannot be; allowed: whole numbers from 1 to {MAX_VERSION}"
+        )
 
 
 def _refuse_existing(target: Path) -> None:

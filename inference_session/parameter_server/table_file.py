@@ -146,7 +146,7 @@ class TableFile:
 
 
 class TableFileStore(EmbeddingStore):
-    """All tables of a version directory, as a tier that is read only."""
+    """All tables of a version directory, by their folders, as a tier that is read only."""
 
     def __init__(self, version_dir: Path, spec: ModelSpec, *, verify_indexes: bool = False) -> None:
         """Open the tables; `verify_indexes`: as of `TableFile.open`."""
@@ -168,27 +168,27 @@ class TableFileStore(EmbeddingStore):
 
     def embedding_dim(self, table: str) -> int:
         """Number of elements of the table's vectors."""
-        return self._spec.table(table).embedding_dim
+        return self._spec.table_in(table).embedding_dim
 
     def num_rows(self, table: str) -> int:
         """Number of rows in the table's files."""
-        return self._spec.table(table).num_rows
+        return self._spec.table_in(table).num_rows
 
     def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
         """See EmbeddingStore."""
-        return self._files[self._spec.table(table).folder].fetch(keys, out)
+        return self._files[self._spec.table_in(table).folder].fetch(keys, out)
 
     def scan(self, table: str) -> Iterator[Rows]:
         """See EmbeddingStore. Of rows with equal keys the last one, each time."""
-        return self._files[self._spec.table(table).folder].scan()
+        return self._files[self._spec.table_in(table).folder].scan()
 
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:  # noqa: ARG002
         """Refused."""
-        raise StoreError(f"table {self._spec.table(table).name!r} is in files, which are never changed")
+        raise StoreError(f"table {self._spec.table_in(table).name!r} is in files, which are never changed")
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:  # noqa: ARG002
         """Refused."""
-        raise StoreError(f"table {self._spec.table(table).name!r} is in files, which are never changed")
+        raise StoreError(f"table {self._spec.table_in(table).name!r} is in files, which are never changed")
 
     def close(self) -> None:
         """Close every table."""

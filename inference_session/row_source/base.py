@@ -125,4 +125,4 @@ class RowSource(ABC):
         segment["key_bytes"] = segment["key_stride"] = segment["row_stride"] = 8
         segment["num_rows"], segment["keys_per_row"] = len(keys), 1
         segment["output_address"], segment["output_stride"] = out.ctypes.data, out.strides[0]
-        self.look_up(segment, np.array([len(keys)]), np.zeros(1, np.int64))
+        self.look_up(segment, np.array([len(keys)]), self.counts(1))

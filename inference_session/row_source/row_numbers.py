@@ -20,5 +20,10 @@ def aliases_of(spec: TableSpec, keys: NDArray[np.int64]) -> tuple[NDArray[np.int
 
 
 def stored_keys(spec: TableSpec, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The keys that stores know: row numbers that count from the end become those that count from the start."""
-    return keys if spec.keys == "stored" else keys + spec.num_rows * (keys < 0)
+    """The keys that stores know: row numbers that count from the end become those that count from the start.
+
+    Those from before the first row stay as they are: counted once, they would look like numbers from the end again.
+    """
+    if spec.keys == "stored":
+        return keys
+    return np.where((keys < 0) & (keys >= -spec.num_rows), keys + spec.num_rows, keys)

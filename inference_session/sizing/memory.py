@@ -44,6 +44,7 @@ def memory_items(
     num_processes: int = 1,
     num_devices: int = 0,
     rows_on_device: bool = False,
+    cache_on_device: bool = False,
 ) -> list[MemoryItem]:
     """What one version takes; during a swap two versions are loaded, each with all of it.
 
@@ -54,6 +55,7 @@ def memory_items(
         num_processes: that serve the version.
         num_devices: GPUs that hold the network; 0: the processes do.
         rows_on_device: whether the devices look rows up, instead of the processes.
+        cache_on_device: whether the devices have the cache over stores, instead of the processes.
     """
     tables = spec.tables if (version_dir / TABLES_FOLDER).is_dir() else ()
     stored = [table.num_rows for table in tables if table.keys == "stored"]
@@ -65,7 +67,9 @@ def memory_items(
         MemoryItem("keys", "page cache", 8 * sum(stored), 1),
         MemoryItem("index", "page cache", sum(map(index_bytes, stored)), 1),
         *(_rows_on_device(tables, cache_bytes, num_devices) if rows_on_device else ()),
-        MemoryItem("cache", "process", 0 if rows_on_device else cache_bytes, num_processes),
+        MemoryItem("cache", "device", cache_bytes, num_devices)
+        if cache_on_device
+        else MemoryItem("cache", "process", 0 if rows_on_device else cache_bytes, num_processes),
         MemoryItem("dense network", place, networks, copies),
         MemoryItem("program", "process", PROCESS_BYTES, num_processes),
         MemoryItem("tensors", "shared memory", SHARED_MEMORY_BYTES, num_processes),

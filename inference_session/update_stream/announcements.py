@@ -12,8 +12,9 @@ from types import TracebackType
 from typing import Any
 
 from inference_session.errors import ConfigurationError, UnavailableError
+from inference_session.formats.staging import MAX_VERSION
 from inference_session.update_stream.kafka_url import KafkaUrl
-from inference_session.update_stream.topics import MAX_VERSION, announcement_topic
+from inference_session.update_stream.topics import announcement_topic
 
 try:
     from confluent_kafka import Consumer, KafkaException, TopicPartition

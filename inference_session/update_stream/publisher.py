@@ -13,10 +13,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from inference_session.errors import ConfigurationError, InvalidRequestError, StoreError, UnavailableError
 from inference_session.formats.native import folder_names
+from inference_session.formats.staging import MAX_VERSION
 from inference_session.update_stream.announcements import KEY
 from inference_session.update_stream.encodings import check_rows, encode_batch, encode_keys, encode_vectors
 from inference_session.update_stream.kafka_url import KafkaUrl
-from inference_session.update_stream.topics import MAX_VERSION, PREFIXES, announcement_topic, topic_name
+from inference_session.update_stream.topics import PREFIXES, announcement_topic, topic_name
 
 try:
     from confluent_kafka import KafkaError, KafkaException, Producer

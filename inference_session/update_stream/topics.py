@@ -8,8 +8,6 @@ from inference_session.errors import ConfigurationError
 
 PREFIXES = ("hps_et", "hctr_et")
 """What topics begin with: HPS's name, which we publish under, and HugeCTR's of 3.4, which we follow as well."""
-MAX_VERSION = 2**31 - 1
-"""Of those that can be announced."""
 
 _ANNOUNCEMENTS = "hotrow_versions"
 _TOPIC = re.compile(r"[A-Za-z0-9._-]{1,249}")

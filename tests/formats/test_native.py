@@ -59,6 +59,15 @@ def test_names_of_tables_come_before_folders() -> None:
     assert clash.table("a.b").folder == "a_b"
 
 
+def test_a_table_is_found_by_its_folder_alone() -> None:
+    """Whatever other tables are called; an unknown folder lists those that exist."""
+    clash = replace(SPEC, tables=(TableSpec("a.b", "a_b", 1, 1), TableSpec("a_b", "a_b_2", 1, 1)))
+
+    assert [clash.table_in(folder).name for folder in ("a_b", "a_b_2")] == ["a.b", "a_b"]
+    with pytest.raises(TableNotFoundError, match=r"no table in folder 'a\.b'; its folders: 'a_b', 'a_b_2'"):
+        clash.table_in("a.b")
+
+
 def _set(path: str, value: Any) -> Any:
     """A change of one place in the document."""
 

@@ -76,10 +76,23 @@ def test_a_version_that_appeared_meanwhile_is_not_replaced(tmp_path: Path) -> No
     assert [path.name for path in (tmp_path / "ctr").iterdir()] == ["1"]
 
 
-@pytest.mark.parametrize(("model", "version"), [("", 1), ("a/b", 1), ("..", 1), (".hidden", 1), ("ctr", 0)])
+@pytest.mark.parametrize(
+    ("model", "version"), [("", 1), ("a/b", 1), ("..", 1), (".hidden", 1), ("ctr", 0), ("ctr", 2**63)]
+)
 def test_names_that_are_no_folders_are_refused(model: str, version: int, tmp_path: Path) -> None:
-    """Nothing is written outside of the repository, and versions count from 1."""
+    """Nothing is written outside of the repository, and versions are numbers that Triton reads."""
     with pytest.raises(ConfigurationError), stage_version(tmp_path, model, version):
+        pytest.fail("must not be entered")
+
+
+def test_no_version_follows_the_highest_that_can_be(tmp_path: Path) -> None:
+    """Triton would serve a number beyond it under another one, or not at all."""
+    (tmp_path / "ctr" / str(2**63 - 1)).mkdir(parents=True)
+
+    with (
+        pytest.raises(ConfigurationError, match="allowed: whole numbers from 1 to 9223372036854775807"),
+        stage_version(tmp_path, "ctr"),
+    ):
         pytest.fail("must not be entered")
 
 

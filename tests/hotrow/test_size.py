@@ -103,15 +103,18 @@ def test_tables_that_do_not_fit_a_device(version_dir: Path, cache_bytes: int, pl
 
 @pytest.mark.parametrize("setting", ["volatile_store", "update_stream"])
 def test_rows_that_change_are_not_on_devices(version_dir: Path, setting: str) -> None:
-    """With a store or an update stream a GPU has the network alone, and a cache is in each process."""
+    """With an update stream a GPU has the network alone, with a store the cache as well."""
     url = {"volatile_store": "redis://h", "update_stream": "kafka://h:9092"}[setting]
     parameters = f'parameters {{ key: "{setting}" value {{ string_value: "{url}" }} }}'
     (version_dir.parent / "config.pbtxt").write_text(f'backend: "hotrow" {parameters}')
 
     document = _json(version_dir, "--devices", 2)
 
-    assert [item["name"] for item in document["memory"] if item["place"] == "device"] == ["dense network"]
-    assert (document["cache_bytes"] > 0) == (setting == "volatile_store")
+    on_device = {item["name"]: item["each_bytes"] for item in document["memory"] if item["place"] == "device"}
+    has_cache = setting == "volatile_store"
+    assert list(on_device) == ["cache"] * has_cache + ["dense network"]
+    assert on_device.get("cache", 0) == document["cache_bytes"]
+    assert (document["cache_bytes"] > 0) == has_cache
 
 
 def test_settings_tell_the_cache(version_dir: Path) -> None:

@@ -207,6 +207,7 @@ def test_a_model_that_does_not_load_is_named(tmp_path: Path, tritonserver: None)
         ({"remove": "echo/1/model.py"}, "Triton would wait for it for ever"),
         ({"remove": "echo/config.pbtxt"}, "config.pbtxt does not exist"),
         ({"rename": ("echo/1", "echo/1.tmp")}, "is no version number, but Triton would take it for one"),
+        ({"rename": ("echo/1", f"echo/{2**63}")}, "is no version number, but Triton would take it for one"),
         ({"rename": ("echo/1", "echo/one")}, "holds no version"),
         ({"config": 'backend: "onnxruntime"'}, "this server has no backend 'onnxruntime'; it has: 'hotrow'"),
         ({"config": 'name: "x" backend: "python"'}, "name is 'x', but the folder is 'echo'"),

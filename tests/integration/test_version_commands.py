@@ -110,6 +110,19 @@ def test_a_new_model_goes_live_and_back(server: Served, model: str) -> None:
     assert serves(server, model, 2)
 
 
+def test_versions_may_be_dates(server: Served, model: str) -> None:
+    """Large numbers are loaded and listed like others; roll-back, which cannot see the folder, says where it looked."""
+    url, date = ("--url", server.grpc), 20260131120000
+    write_ctr(server.repository / model / str(date), scale=SCALES[2])
+    assert succeed("load", model, *url) == f"{model}: version {date} serves\n"
+    assert succeed("versions", model, *url).startswith(f"{date} READY")
+
+    assert "no lower one among those loaded before and the 100 numbers below it" in fail("roll-back", model, *url)
+    assert succeed("load", model, "--version", 2, *url) == f"{model}: version 2 serves (before: {date})\n"
+    assert succeed("load", model, *url) == f"{model}: version {date} serves (before: 2)\n"
+    assert succeed("roll-back", model, *url) == f"{model}: version 2 serves (before: {date})\n"
+
+
 def test_a_version_is_chosen_and_left_again(server: Served, model: str) -> None:
     """Exactly the version asked for serves, though newer ones are there; a load without one takes the newest."""
     url = ("--url", server.grpc)

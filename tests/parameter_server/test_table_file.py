@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from inference_session.errors import InvalidRequestError, ModelFormatError, SessionClosedError, StoreError
+from inference_session.errors import (
+    InvalidRequestError,
+    ModelFormatError,
+    SessionClosedError,
+    StoreError,
+    TableNotFoundError,
+)
 from inference_session.formats.native import ModelSpec, TableSpec
 from inference_session.parameter_server.table_file import (
     TableFile,
@@ -207,13 +213,29 @@ def test_a_closed_table_refuses(folder: Path) -> None:
     np.testing.assert_array_equal(vectors, VECTORS)
 
 
+def test_the_store_knows_folders_alone(tmp_path: Path) -> None:
+    """A table whose name is another one's folder does not answer for that one."""
+    write_table(tmp_path / "tables" / "a_b", [VECTORS], keys=[KEYS])
+    write_table(tmp_path / "tables" / "a_b_2", [2 * VECTORS], keys=[KEYS])
+    spec = ModelSpec((), (), (TableSpec("a/b", "a_b", 7, 3), TableSpec("a_b", "a_b_2", 7, 3)), ())
+
+    with TableFileStore(tmp_path, spec) as store:
+        out = np.zeros((2, 3), np.float32)
+        for row, folder in enumerate(store.tables):
+            store.fetch(folder, np.array([6]), out[row : row + 1])
+
+        assert out.tolist() == [[15, 16, 17], [30, 32, 34]]
+        with pytest.raises(TableNotFoundError, match="no table in folder 'a/b'"):
+            store.num_rows("a/b")
+
+
 def test_the_store_reads_all_tables_of_a_version_and_writes_none(tmp_path: Path) -> None:
-    """A version's tables as a read-only tier, by folder or original name."""
+    """A version's tables as a read-only tier, by their folders."""
     write_table(tmp_path / "tables" / "t", [VECTORS], keys=[KEYS])
     spec = ModelSpec((), (), (TableSpec("a/b", "t", 7, 3),), ())
     with TableFileStore(tmp_path, spec) as store:
         out = np.zeros((1, 3), np.float32)
-        assert store.fetch("a/b", np.array([6]), out).all()
+        assert store.fetch("t", np.array([6]), out).all()
         assert out[0].tolist() == [15, 16, 17]
         assert (store.tables, store.num_rows("t"), store.embedding_dim("t")) == (("t",), 7, 3)
         assert not store.supports_writes

@@ -43,7 +43,7 @@ class Replay:
         return [results[output.name] for output in self._spec.outputs]
 
     def _look_up(self, lookup: LookupSpec, values: Arrays) -> NDArray[np.float32]:
-        table, keys = self._spec.table(lookup.table), values[lookup.keys]
+        table, keys = self._spec.table_in(lookup.table), values[lookup.keys]
         if lookup.columns is not None:
             keys = keys[:, slice(*lookup.columns)]
         vectors = np.asarray(self._tables[lookup.table][keys], np.float32)

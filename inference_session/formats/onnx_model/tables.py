@@ -25,6 +25,10 @@ from inference_session.formats.onnx_model.weights import Weight
 VECTOR_TYPES: dict[int, VectorType] = {TensorProto.FLOAT: "float32", TensorProto.FLOAT16: "float16"}
 
 
+_OTHER_ROW_READS = ("GatherND", "GatherElements")
+"""Operators that read rows in ways that no look-up of ours does."""
+
+
 class StaysDenseError(Exception):
     """A table turns out not to be one; the importer then begins again without it. Never leaves the importer."""
 
@@ -78,6 +82,7 @@ def _obstacle(weight: Weight, min_rows: int) -> str | None:
 def _uses(graph: GraphProto, weights: dict[str, Weight]) -> dict[str, _Uses]:
     uses = {name: _Uses() for name in weights}
     aliases = _aliases(graph, set(weights))
+    read_by_rows = {node.input[0] for node in all_nodes(graph) if is_row_read(node)}
     for node in all_nodes(graph):
         for position, name in enumerate(node.input):
             table = aliases.get(name)
@@ -86,12 +91,22 @@ def _uses(graph: GraphProto, weights: dict[str, Weight]) -> dict[str, _Uses]:
             if is_row_read(node) and position == 0:
                 uses[table].by_rows = True
             elif node.op_type not in ("Shape", "Size"):
-                uses[table].otherwise = f"is read as a whole by {node.op_type} {node.name or node.output[0]!r}"
+                _count_other_read(uses[table], node, is_first=position == 0, read_by_rows=read_by_rows)
     for scope in all_graphs(graph):
         for value in scope.output:
             if value.name in aliases:
                 uses[aliases[value.name]].otherwise = f"is given out as a whole, as output {value.name!r} of a graph"
     return uses
+
+
+def _count_other_read(uses: _Uses, node: NodeProto, *, is_first: bool, read_by_rows: set[str]) -> None:
+    reader = f"{node.op_type} {node.name or node.output[0]!r}"
+    if is_first and node.op_type in _OTHER_ROW_READS:
+        uses.by_rows, uses.otherwise = True, f"is read by {reader}, no Gather"
+    else:
+        uses.otherwise = f"is read as a whole by {reader}"
+        # Rows of what is made of it are read, as of a quantized table: whoever trained it calls it a table.
+        uses.by_rows |= is_first and node.output[0] in read_by_rows
 
 
 def is_row_read(node: NodeProto) -> bool:

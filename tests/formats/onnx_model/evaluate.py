@@ -40,7 +40,7 @@ def evaluate(version_dir: Path, inputs: Arrays) -> Arrays:
 
 
 def _look_up(version_dir: Path, spec: ModelSpec, lookup: LookupSpec, values: Arrays) -> NDArray[np.float32]:
-    table, keys = spec.table(lookup.table), values[lookup.keys]
+    table, keys = spec.table_in(lookup.table), values[lookup.keys]
     assert keys.dtype in (np.int64, np.int32)
     if lookup.columns is not None:
         keys = keys[:, slice(*lookup.columns)]

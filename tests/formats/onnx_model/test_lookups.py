@@ -24,6 +24,41 @@ KEYS = np.array([[0, 1], [999, -1], [-1000, 7]], np.int64)
 ONE = "m (int64[b, 2] keys) => (float[b, 2, 4] y) { y = Gather(w, keys) }"
 
 
+def test_a_table_may_be_called_as_the_folder_of_another(tmp_path: Path) -> None:
+    """Folders get names of their own, and each table its own rows."""
+    graph = """m (int64[b, 2] keys) => (float[b, 2, 7] y) {
+        u = Gather(w, keys)  v = Gather(x, keys)  y = Concat<axis = 2>(u, v) }"""
+    model = model_of(graph, {"w": table(), "x": table(1200, 3)})
+    for old, new in (("w", "a/b"), ("x", "a_b")):
+        for tensor in model.graph.initializer:
+            tensor.name = new if tensor.name == old else tensor.name
+        for node in model.graph.node:
+            node.input[:] = [new if name == old else name for name in node.input]
+
+    report = check(tmp_path, model, {"keys": KEYS})
+
+    assert [(t.name, t.folder, t.num_rows) for t in report.tables] == [("a/b", "a_b", 1000), ("a_b", "a_b_2", 1200)]
+
+
+@pytest.mark.parametrize(
+    ("reading", "reason"),
+    [
+        ("t = Mul(w, s)  y = Gather(t, keys)", "is read as a whole by Mul 't'"),
+        ("y = GatherND(w, keys)", "is read by GatherND 'y', no Gather"),
+        ("t = DequantizeLinear(q, s)  y = Gather(t, keys)", "holds int8; tables hold float32 or float16"),
+    ],
+)
+def test_a_table_that_is_read_in_another_way_is_named(reading: str, reason: str, tmp_path: Path) -> None:
+    """It stays in the dense network, answers are the original's, and the report says why."""
+    graph = f"m (int64[b, 1] keys) => (float y) {{ s = Constant<value = float {{0.5}}>()  {reading} }}"
+    weight = "q" if "q" in reading else "w"
+    rows = np.arange(-4000, 4000).astype(np.int8).reshape(2000, 4) if weight == "q" else table()
+
+    report = check(tmp_path, model_of(graph, {weight: rows}), {"keys": KEYS[:, :1]})
+
+    assert [(item.name, item.reason) for item in report.stays_dense] == [(weight, reason)]
+
+
 def test_a_row_read_becomes_a_lookup_of_the_model_input(tmp_path: Path) -> None:
     """A Gather of an input's keys needs no network to compute keys."""
     report = check(tmp_path, model_of(ONE, {"w": table()}), {"keys": KEYS})

@@ -1,0 +1,69 @@
+"""How a GPU cache's budget of bytes becomes rows. Nothing here needs a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from inference_session.embedding_cache.kernels.gpu_layout import (
+    EVENTS,
+    GPU_TABLE,
+    MOST_BUCKETS,
+    READERS_BYTES,
+    SLOTS,
+    index_bytes,
+)
+from inference_session.errors import ConfigurationError
+from inference_session.formats.native import VectorType, bytes_per_row
+
+ALIGNMENT = 256
+_LOAD = 0.7
+"""Of all slots, those that a table with a known number of rows is made to need: hardly a key is evicted then."""
+
+
+def aligned(num_bytes: int) -> int:
+    """The next place behind so many bytes where something may begin."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def fixed_bytes(num_tables: int) -> int:
+    """What a cache takes beside its tables: the count of readers, those of events, and the records."""
+    assert READERS_BYTES <= ALIGNMENT  # noqa: S101  what follows lies behind it
+    return ALIGNMENT + aligned(num_tables * len(EVENTS) * 8) + aligned(num_tables * GPU_TABLE.itemsize)
+
+
+def table_bytes(num_buckets: int, row_bytes: int) -> int:
+    """What a table of so many buckets takes."""
+    index = aligned(index_bytes(num_buckets, marks=True, numbers=False))
+    return index + aligned(SLOTS * num_buckets * row_bytes)
+
+
+def buckets_to_hold(num_rows: int | None) -> int:
+    """Buckets such that so many rows all find room, but for the unlucky."""
+    return MOST_BUCKETS if num_rows is None else min(int(num_rows / (SLOTS * _LOAD)) + 1, MOST_BUCKETS)
+
+
+def bytes_to_hold(dims: Mapping[str, int], num_rows: Mapping[str, int], dtype: VectorType = "float32") -> int:
+    """The cache_bytes that a GPU cache for so many rows of each table takes."""
+    tables = (table_bytes(buckets_to_hold(num_rows[t]), bytes_per_row(dim, dtype)) for t, dim in dims.items())
+    return fixed_bytes(len(dims)) + sum(tables)
+
+
+def buckets_per_table(cache_bytes: int, row_bytes: Sequence[int], limits: Sequence[int]) -> list[int]:
+    """The same number of buckets for each table, or its limit, such that all fit; none for 0 bytes."""
+    if cache_bytes == 0:
+        return [0] * len(row_bytes)
+
+    def needed(most: int) -> int:
+        sizes = [table_bytes(min(most, limit), size) for size, limit in zip(row_bytes, limits, strict=True)]
+        return fixed_bytes(len(row_bytes)) + sum(sizes)
+
+    if cache_bytes < needed(1):
+        raise ConfigurationError(
+            f"cache_bytes is {cache_bytes}, too little for {len(row_bytes)} tables on a GPU: at least {needed(1)},"
+            " or 0 for no cache"
+        )
+    low, high = 1, max(limits, default=1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if needed(middle) <= cache_bytes else (low, middle - 1)
+    return [min(low, limit) for limit in limits]
