@@ -19,7 +19,7 @@ from inference_session.gpu_context import GpuContext
 from inference_session.gpu_source import Launches
 from inference_session.pacing import Rests
 
-_KEYS_AT_ONCE, _BUCKETS_AT_ONCE = 1 << 13, 1 << 12
+_KEYS_AT_ONCE, _BUCKETS_AT_ONCE = 1 << 11, 1 << 10
 """Written, read back: so few that a request which waits for the device meanwhile hardly notices."""
 _FREE, _BUSY = 0, 255
 """Tags of slots that hold no row."""

@@ -342,6 +342,28 @@ def test_a_cache_that_does_not_fit_is_refused(version: tuple[Path, small_model.A
         SessionGpuCache({"huge": 64}, 1 << 42, GpuContext(0), num_rows={"huge": 1 << 40})
 
 
+def test_more_rows_than_are_written_or_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large cache that is filled, dumped, updated and erased in pieces holds what one in a single piece would."""
+    monkeypatch.setattr("inference_session.gpu_session_cache._BUCKETS_AT_ONCE", 50)
+    from inference_session.gpu_context import GpuContext
+    from inference_session.gpu_session_cache import SessionGpuCache
+
+    keys = np.random.default_rng(0).permutation(np.arange(-5_000, 5_000))
+    vectors = np.stack([keys, -keys], axis=1).astype(np.float32)
+    with SessionGpuCache({"t": 2}, 1 << 22, GpuContext(0), num_rows={"t": len(keys)}) as cache:
+        cache.insert("t", keys, vectors)
+        held = cache.dump("t")
+        assert len(held) == len(np.unique(held)) == cache.stats()["rows"] >= 0.99 * len(keys)
+        assert np.isin(held, keys).all()
+        assert np.array_equal(np.sort(cache.hottest("t")), np.sort(held))
+        cache.update("t", keys, vectors + 1)
+        assert np.array_equal(np.sort(cache.dump("t")), np.sort(held))
+        cache.erase("t", keys[keys % 2 == 0])
+        assert np.array_equal(np.sort(cache.dump("t")), np.sort(held[held % 2 != 0]))
+        cache.clear("t")
+        assert cache.stats()["rows"] == len(cache.dump("t")) == 0
+
+
 def test_a_closed_session_refuses_look_ups(version: tuple[Path, small_model.Arrays]) -> None:
     """Nothing reads device memory that has been given back; closing twice is fine, and statistics remain."""
     session = open_on_gpu(version[0])

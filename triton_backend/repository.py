@@ -22,11 +22,19 @@ PS_VARIABLE = "HOTROW_PS_CONFIG"
 """Environment variable that names ps.json."""
 _PS_FLAG = re.compile(r"^--backend-config[=\n](hugectr|hps),ps=(.+)$", re.MULTILINE)
 _VERSION = re.compile(r"[1-9][0-9]*")
+_PLAIN = re.compile(r"[\w./+@%,=-]+")
+_IN_STUBS = IN_PLACE_BACKENDS | {"hotrow", "python"}
+"""Backends whose models run in processes of their own."""
 
 
 def is_version(name: str) -> bool:
     """Whether a folder of that name in a model's folder is a version."""
     return _VERSION.fullmatch(name) is not None and int(name) <= MAX_VERSION
+
+
+def is_plain(path: str) -> bool:
+    """Whether a shell leaves it as it is: Triton starts the processes of Python models by one."""
+    return _PLAIN.fullmatch(path) is not None
 
 
 def ps_variable(backend: str) -> str:
@@ -84,6 +92,11 @@ def _check_model(folder: Path, backends: Sequence[str]) -> ServableModel:
     if backends and config.backend and config.backend not in backends:
         raise ConfigurationError(
             f"model {folder.name!r}: this server has no backend {config.backend!r}; it has: {_listed(backends)}"
+        )
+    if config.backend in _IN_STUBS and not is_plain(folder.name):
+        raise ConfigurationError(
+            f"model {folder.name!r}: Triton starts its process by a shell, which that name would not survive; allowed: "
+            f"letters, digits and any of .+@%,=_-; rename {folder}"
         )
     versions = _versions(folder, config.backend)
     for version in versions:

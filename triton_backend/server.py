@@ -34,7 +34,7 @@ from triton_backend import reaper
 from triton_backend.installation import Installation, find_installation
 from triton_backend.reaper import remove_shared_memory
 from triton_backend.remote import RESTRICTED_HEADER, RemoteServer
-from triton_backend.repository import IN_PLACE_BACKENDS, VIEW_FOLDER, ServableModel, find_models
+from triton_backend.repository import IN_PLACE_BACKENDS, VIEW_FOLDER, ServableModel, find_models, is_plain
 from triton_backend.repository_view import RepositoryView, has_gpu
 from triton_backend.server_command import (
     EXIT_TIMEOUT_S,
@@ -97,7 +97,7 @@ class TritonServer:
         """
         installation = installation or find_installation()
         with contextlib.ExitStack() as cleanup:
-            folder = Path(cleanup.enter_context(tempfile.TemporaryDirectory(prefix="hotrow-serve-")))
+            folder = Path(cleanup.enter_context(_temporary_folder()))
             backends = installation.prepare(folder)
             repository = options.repository.absolute()
             models = find_models(repository, options.models, backends=sorted(path.name for path in backends.iterdir()))
@@ -281,6 +281,16 @@ def _address(host: str, port: int) -> str:
 
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Goes to our own server, whatever proxy the environment names."""
+
+
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for what the server is made of; ConfigurationError where it could not be started from there."""
+    if not is_plain(tempfile.gettempdir()):
+        raise ConfigurationError(
+            f"{tempfile.gettempdir()!r}, for temporary files: Triton starts processes by a shell, which that name "
+            "would not survive; set TMPDIR to another folder"
+        )
+    return tempfile.TemporaryDirectory(prefix="hotrow-serve-")
 
 
 @contextlib.contextmanager

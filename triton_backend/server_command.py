@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from triton_backend import heartbeat
 from triton_backend.installation import Installation
 from triton_backend.ports import resolve_ports
 from triton_backend.remote import RESTRICTED_HEADER
-from triton_backend.repository import ServableModel, ps_json_variables
+from triton_backend.repository import ServableModel, is_plain, ps_json_variables
 from triton_backend.tls import ServerTls
 
 EXIT_TIMEOUT_S = 5
@@ -116,7 +115,7 @@ def with_ports(options: ServerOptions) -> ServerOptions:
 
 def plain_path(repository: Path, folder: Path) -> Path:
     """The repository, through a link in `folder` if its path has spaces or the like: stubs are started by a shell."""
-    if re.fullmatch(r"[\w./+@%,=-]+", str(repository)):
+    if is_plain(str(repository)):
         return repository
     link = folder / "repository"
     link.symlink_to(repository)

@@ -200,6 +200,19 @@ def test_a_model_that_does_not_load_is_named(tmp_path: Path, tritonserver: None)
     assert shared_memory(process.pid) == []
 
 
+def test_a_folder_that_no_server_starts_from_is_refused(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tritonserver: None
+) -> None:
+    """Triton would wait for processes that a shell cannot start."""
+    (tmp_path / "of mine").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "of mine"))
+
+    result = run_serve(repository, *free_ports())
+
+    assert result.returncode == 1
+    assert "of mine', for temporary files: Triton starts processes by a shell" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -209,6 +222,8 @@ def test_a_model_that_does_not_load_is_named(tmp_path: Path, tritonserver: None)
         ({"rename": ("echo/1", "echo/1.tmp")}, "is no version number, but Triton would take it for one"),
         ({"rename": ("echo/1", f"echo/{2**63}")}, "is no version number, but Triton would take it for one"),
         ({"rename": ("echo/1", "echo/one")}, "holds no version"),
+        ({"rename": ("echo", "my echo")}, "model 'my echo': Triton starts its process by a shell"),
+        ({"rename": ("echo", "echo;exit")}, "model 'echo;exit': Triton starts its process by a shell"),
         ({"config": 'backend: "onnxruntime"'}, "this server has no backend 'onnxruntime'; it has: 'hotrow'"),
         ({"config": 'name: "x" backend: "python"'}, "name is 'x', but the folder is 'echo'"),
         ({"config": "backend: {"}, "not readable as a Triton model configuration: line 1"),
