@@ -31,7 +31,7 @@ _FAILURES = ("nv_inference_request_failure", "hotrow_failed_requests_total")
 _GOOD, _BAD, _DIM, _HEAD = "green", "bold red", "dim", "bold cyan"
 
 
-class VersionState(NamedTuple):
+class IndexEntry(NamedTuple):
     """A line of the server's repository index."""
 
     model: str
@@ -86,7 +86,7 @@ class TopView:
         self._source = source
         # Models tell their own counters about once a second: rates are those of several looks.
         self._pages: deque[MetricsPage] = deque([MetricsPage()], maxlen=_NUM_PAGES)
-        self._states: list[VersionState] = []
+        self._states: list[IndexEntry] = []
         self._history: defaultdict[_Version, deque[float]] = defaultdict(lambda: deque(maxlen=_HISTORY))
         self._events: deque[str] = deque(maxlen=_MOST_EVENTS)
         self._is_lost = ""
@@ -96,7 +96,7 @@ class TopView:
         """Whether two pages are there to compare."""
         return len(self._pages) > 1
 
-    def add(self, page: MetricsPage, states: list[VersionState]) -> None:
+    def add(self, page: MetricsPage, states: list[IndexEntry]) -> None:
         """Another page, and the repository index where it is asked for."""
         last = self._pages[-1]
         if self._is_lost or last.time_s == 0:

@@ -312,7 +312,7 @@ class HPS:
         tables = session.spec.tables
         if not isinstance(table_id, (int, np.integer)) or not 0 <= table_id < len(tables):
             raise TableNotFoundError(f"model {model_name!r} has no table {table_id!r}; it has {len(tables)}, from 0")
-        return session.lookup(tables[table_id].folder, _integers("keys", keys, np.dtype(np.int64)))
+        return session.lookup(tables[table_id].name, _integers("keys", keys, np.dtype(np.int64)))
 
     def lookup_fromdlpack(self, keys: Any, out_tensor: Any, model_name: str, table_id: int, device_id: int = 0) -> None:
         """The same for DLPack capsules in host memory, which stay usable: int64 keys, and float32 room for vectors.

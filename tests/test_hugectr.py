@@ -171,6 +171,17 @@ def test_scripts_of_later_versions_run(source: Source) -> None:
     np.testing.assert_array_equal(hps.lookup(list(source.keys[1][:2]), "small", 1), source.vectors[1][:2])
 
 
+def test_a_table_may_be_called_as_the_folder_of_another(source: Source) -> None:
+    """Each number has its own rows, whatever names become as folders."""
+    tables = ({"small": ["a.b", "a_b"]}, {"small": [1, 4]}, {"small": [2, 3]})
+    params = params_of(source)
+    hps = HPS(ParameterServerConfig(*tables, [params]))
+
+    for table in range(2):
+        found = hps.lookup(source.keys[table][:3], "small", table)
+        np.testing.assert_array_equal(found, source.vectors[table][:3])
+
+
 def test_parameters_without_a_default_must_be_given() -> None:
     """Although `device_id`, which stands before them, has one."""
     with pytest.raises(TypeError, match="of model 'm' lacks cache_size_percentage, i64_input_key"):

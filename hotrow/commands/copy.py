@@ -16,8 +16,9 @@ def command(source: str, target: str) -> None:
     """Copy a version directory, a table folder or any other folder or file: SOURCE becomes TARGET itself.
 
     Both are paths or hdfs://HOST:PORT/path, where PORT is that of the NameNode's WebHDFS (9870 if absent) and the user
-    is HADOOP_USER_NAME. TARGET must not exist; it appears when it is whole, and every byte has been read back and
-    compared. A copy that failed goes on where it stopped when the same command is run again.
+    is HADOOP_USER_NAME. TARGET must not exist, unless it is the same, byte by byte; it appears when it is whole,
+    and every byte has been read back and compared. A copy that failed goes on where it stopped when the same command is
+    run again.
 
     \b
     Examples:

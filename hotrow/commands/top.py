@@ -14,7 +14,7 @@ from rich.live import Live
 
 from hotrow.metrics_page import MetricsPage
 from hotrow.server_options import ServerAddress, access_options
-from hotrow.top_view import TopView, VersionState
+from hotrow.top_view import IndexEntry, TopView
 from inference_session.errors import HotrowError, UnavailableError
 from triton_backend.remote import RemoteServer
 
@@ -63,15 +63,13 @@ class _RepositoryIndex:
     def __init__(self, server: RemoteServer | None) -> None:
         self._server = server
 
-    def states(self) -> list[VersionState]:
+    def states(self) -> list[IndexEntry]:
         """One per version; ConnectionError where the server does not answer."""
         try:
             index = [] if self._server is None else self._server.repository_index()
         except HotrowError as error:
             raise ConnectionError(f"gRPC: {error}") from error
-        return [
-            VersionState(*(entry.get(key, "") for key in ("name", "version", "state", "reason"))) for entry in index
-        ]
+        return [IndexEntry(*(entry.get(key, "") for key in ("name", "version", "state", "reason"))) for entry in index]
 
 
 @contextlib.contextmanager

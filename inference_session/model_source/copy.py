@@ -7,6 +7,7 @@ SHA-256 compared with what was sent and with the MANIFEST.json that lists the fi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,11 @@ from threading import Event
 from types import TracebackType
 
 from inference_session.errors import ConfigurationError, ModelFormatError, SourceError, UnavailableError
+from inference_session.model_source.base import Entry
 from inference_session.model_source.create import create_source, split_place
 from inference_session.model_source.inventory import Inventory
 from inference_session.model_source.staged_copy import StagedCopy
-from inference_session.model_source.transfer import NUM_CHUNKS, FileTransfer, Progress
+from inference_session.model_source.transfer import NUM_CHUNKS, FileTransfer, Progress, read_ahead
 
 NUM_FILES = 4
 """Files under way at a time; with NUM_CHUNKS of CHUNK_BYTES for each, what bounds the memory."""
@@ -42,17 +44,18 @@ class Copy:
         """Look at both ends; nothing is written yet.
 
         Raises:
-            ConfigurationError: the target exists, or lies in the source; a URL is malformed.
+            ConfigurationError: the target exists with other files, or lies in the source; a URL is malformed.
             ModelFormatError: the source is not as its manifest says.
             OSError, UnavailableError: the source cannot be read.
         """
         folder, self._name = split_place(target)
+        self._target = target
         self._origin = create_source(source)
         self._place = create_source(folder)
         self._staged = StagedCopy(self._place, self._name)
         try:
-            self._was_published = self._refuse_bad_target()
             self._inventory = Inventory.of(self._origin)
+            self._is_there = self._refuse_bad_target()
         except BaseException:
             self.close()
             raise
@@ -63,14 +66,16 @@ class Copy:
         return self._inventory.num_bytes
 
     def run(self, progress: Progress | None = None) -> CopyReport:
-        """Copy what an earlier run has not, and put it in place.
+        """Copy what an earlier run has not, and put it in place. A target that is there already is compared instead.
 
         Raises:
+            ConfigurationError: what is there has other contents.
             ModelFormatError: a file is not what the manifest says; names it.
             OSError: the source cannot be read, or the target not written.
             UnavailableError: one of them does not answer, or the source changes all the time. Run it again.
         """
-        if self._was_published:
+        if self._is_there:
+            self._compare(progress or _ignore)
             self._staged.tidy_up()
             return CopyReport(len(self._inventory.files), self.num_bytes, self.num_bytes)
         num_resumed = 0
@@ -99,15 +104,30 @@ class Copy:
         self.close()
 
     def _refuse_bad_target(self) -> bool:
-        """Returns whether it is there already because an earlier run of this copy had only to tidy up."""
+        """Returns whether files of these sizes are there, as of an earlier run that was killed at its very end."""
         target = self._place.name_of(self._name)
         if self._place.stat(self._name) is not None:
-            if self._staged.was_published(self._origin.name_of("")):
-                return True
-            raise ConfigurationError(f"{target}: exists already; choose another target")
+            with create_source(self._target) as there:
+                if _files(there.entries()) == _files(self._inventory.entries):
+                    return True
+            raise self._exists_already()
         if target.startswith(f"{self._origin.name_of('').rstrip('/')}/"):
             raise ConfigurationError(f"{target}: lies in {self._origin.name_of('')}, which was to be copied there")
         return False
+
+    def _compare(self, progress: Progress) -> None:
+        """Raise ConfigurationError unless every byte at the target is that of the source."""
+        with create_source(self._target) as there, ThreadPoolExecutor(2 * NUM_CHUNKS) as readers:
+            for entry in self._inventory.files:
+                chunks = zip(read_ahead(self._origin, entry, readers), read_ahead(there, entry, readers), strict=True)
+                for ours, theirs in chunks:
+                    if ours != theirs:
+                        raise self._exists_already()
+                    progress(len(ours))
+
+    def _exists_already(self) -> ConfigurationError:
+        target = self._place.name_of(self._name)
+        return ConfigurationError(f"{target}: exists already, with other contents; choose another target")
 
     def _transfer(self, kept: dict[str, int], progress: Progress) -> OSError | ModelFormatError | None:
         """Copy all files, some at a time. Returns the error where the source itself may have caused it by a change."""
@@ -145,6 +165,11 @@ class Copy:
             return True
         self._inventory = Inventory.of(self._origin)
         return False
+
+
+def _files(entries: Sequence[Entry]) -> list[tuple[str, int, bool]]:
+    """Paths and sizes."""
+    return [(entry.path, entry.num_bytes, entry.is_folder) for entry in entries]
 
 
 def _ignore(num_bytes: int) -> None:

@@ -42,10 +42,6 @@ class StagedCopy:
             self.place.make_folder(self.path_of(folder))
         return kept
 
-    def was_published(self, source: str) -> bool:
-        """Whether the target is what a run put there from this source that was killed before it had tidied up."""
-        return self._read_journal(source) is not None and self.place.stat(self.path_of("")) is None
-
     def publish(self) -> None:
         """Make it the target, and leave nothing beside; ConfigurationError where something is there by now."""
         self.place.rename(self.path_of(""), self._name)

@@ -52,10 +52,10 @@ from inference_session.parameter_server.store_url import DEFAULT_TIMEOUT_MS, Sto
 DEFAULT_CONNECTIONS = 1
 """Connections to one server that a call uses side by side. A server of one thread gains nothing by a second one, and
 the call has two sockets to wait for; calls of several threads have connections of their own anyway."""
-_BYTES_PER_BATCH = 512 << 10
+_BYTES_PER_BATCH = 256 << 10
 """Rows in one batch of commands: enough to be worth its system calls, and little for a server to do in one go."""
 _COMMANDS_PER_BATCH = 64
-_BYTES_UNDER_WAY = 1 << 20
+_BYTES_UNDER_WAY = 512 << 10
 """Rows asked for and not yet read: enough to keep the servers busy, and little for them to hold in their buffers."""
 _MAX_IDLE = 16
 """Connections to one server that are kept for the next calls, beside those of one call."""

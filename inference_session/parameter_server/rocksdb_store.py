@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import SessionClosedError, StoreError, UnavailableError
+from inference_session.pacing import Rests
 from inference_session.parameter_server.base import SCAN_BYTES, BoundStore, Rows, check_fetch, check_insert
 from inference_session.parameter_server.namespace import Namespace, StoredTable
 from inference_session.parameter_server.rocksdb_database import (
@@ -38,13 +39,13 @@ from inference_session.parameter_server.rocksdb_database import (
     write_batch,
 )
 
-_KEYS_PER_MULTIGET = 16_384
-_MIN_SORTED_KEYS = 4096
-"""From here on neighbours in the files are often asked for together, and keys are worth sorting."""
+_KEYS_PER_MULTIGET = 2048
+"""More of them are sorted first, for then neighbours in the files are often asked for together; and few enough that
+their rows are still in the processor's cache when they are copied."""
 _BYTES_PER_BATCH = 8 << 20
 """Of rows that are sorted together."""
-_BYTES_PER_WRITE = 256 << 10
-"""While RocksDB writes, no other thread of this process runs Python."""
+_BYTES_PER_WRITE = 64 << 10
+"""While RocksDB writes, no other thread of this process runs Python; they may between two writes."""
 _NO_SPACE = "No space left on device"
 
 _log = logging.getLogger(__name__)
@@ -70,6 +71,7 @@ class RocksDbStore(BoundStore):
         self._may_write = writable is not False
         super().__init__(embedding_dims)
         self._lock = threading.Lock()
+        self._rests = Rests()
         self._families: dict[str, Any] = {}
         self._seen: object = None
         """The state of the files when a reader last caught up."""
@@ -106,11 +108,16 @@ class RocksDbStore(BoundStore):
         """See EmbeddingStore."""
         family = self._family(table)
         check_fetch(keys, out, self.embedding_dim(table))
-        found = np.zeros(len(keys), np.bool_)
-        if family is not None:
-            for begin in range(0, len(keys), _KEYS_PER_MULTIGET):
-                part = slice(begin, begin + _KEYS_PER_MULTIGET)
-                found[part] = self._fetch(table, family, keys[part], out[part])
+        if family is None:
+            return np.zeros(len(keys), np.bool_)
+        if len(keys) <= _KEYS_PER_MULTIGET:
+            return self._fetch(table, family, keys, out)
+        order, found = _order_in_files(keys), np.empty(len(keys), np.bool_)
+        for begin in range(0, len(keys), _KEYS_PER_MULTIGET):
+            part = order[begin : begin + _KEYS_PER_MULTIGET]
+            vectors = np.empty((len(part), out.shape[1]), np.float32)
+            hits = found[part] = self._fetch(table, family, keys[part], vectors)
+            out[part[hits]] = vectors[hits]
         return found
 
     def scan(self, table: str) -> Iterator[Rows]:
@@ -293,12 +300,15 @@ class RocksDbStore(BoundStore):
 
     def _insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """Insert rows in the order in which RocksDB keeps them in memory, which is twice as fast as any other."""
-        order = _order_in_files(keys)
-        rows = _as_bytes(keys[order]), _as_bytes(vectors[order].astype("<f4", copy=False))
+        if not _is_in_order(keys):
+            order = _order_in_files(keys)
+            keys, vectors = keys[order], vectors[order]
+        rows = _as_bytes(keys), _as_bytes(vectors.astype("<f4", copy=False))
         step = max(1, _BYTES_PER_WRITE // (4 * vectors.shape[1]))
         for begin in range(0, len(keys), step):
             part = [column[begin : begin + step] for column in rows]
             self._write(table, lambda batch, part=part: deque(map(batch.put, *part), 0))  # type: ignore[misc]
+            self._rests.rest()
 
     def _write(self, table: str, fill: Callable[[Any], object]) -> None:
         """Write a batch, which `fill` fills, to the table at once: all of it or nothing."""
@@ -333,33 +343,23 @@ class RocksDbStore(BoundStore):
             _log.warning("rows stay in the log until the database is opened again: %s", error)
 
     def _fetch(self, table: str, family: Any, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
-        if len(keys) < _MIN_SORTED_KEYS:
-            with translated(self.path):
-                rows = family.get(_as_bytes(keys))
-            return self._place(table, rows, out)
-        order = _order_in_files(keys)
         with translated(self.path):
-            rows = family.get(_as_bytes(keys[order]))
-        ordered = np.empty_like(out)
-        hits = self._place(table, rows, ordered)
-        out[order[hits]] = ordered[hits]
-        found = np.empty_like(hits)
-        found[order] = hits
-        return found
+            rows = family.get(_as_bytes(keys))
+        return self._place(table, rows, out)
 
     def _place(self, table: str, rows: list[bytes | None], out: NDArray[np.float32]) -> NDArray[np.bool_]:
         """Write the rows that are there to their places in `out`; returns which they are."""
-        complete = None not in rows
-        present = rows if complete else [row for row in rows if row is not None]
+        present = [row for row in rows if row is not None]
         expected = 4 * out.shape[1]
-        widths = set(map(len, present)) - {expected}  # type: ignore[arg-type]
-        if widths:
+        widths = set(map(len, present))
+        if widths - {expected}:
+            widths.discard(expected)
             raise StoreError(
                 f"table {table!r} in the RocksDB at {str(self.path)!r} has a row of {min(widths)} bytes,"
                 f" expected {expected} ({out.shape[1]} float32)"
             )
-        vectors = np.frombuffer(b"".join(present), "<f4").reshape(len(present), out.shape[1])  # type: ignore[arg-type]
-        if complete:
+        vectors = np.frombuffer(b"".join(present), "<f4").reshape(len(present), out.shape[1])
+        if len(present) == len(rows):
             out[:] = vectors
             return np.ones(len(rows), np.bool_)
         found = np.array([row is not None for row in rows], np.bool_)
@@ -388,7 +388,19 @@ def list_rocksdb_tables(path: Path) -> list[StoredTable]:
 
 def _order_in_files(keys: NDArray[np.int64]) -> NDArray[np.intp]:
     """By the bytes of the keys, the first one first; equal ones stay as they are."""
-    return np.argsort(keys.byteswap().view(np.uint64), kind="stable")
+    return np.argsort(_by_first_byte(keys), kind="stable")
+
+
+def _is_in_order(keys: NDArray[np.int64]) -> bool:
+    """Whether they are as `_order_in_files` would have them, as those of an update stream are."""
+    numbers = _by_first_byte(keys)
+    return bool((numbers[:-1] <= numbers[1:]).all())
+
+
+def _by_first_byte(keys: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Numbers that order keys as their bytes do."""
+    numbers: NDArray[np.uint64] = keys.byteswap().view(np.uint64)
+    return numbers
 
 
 def _as_bytes(rows: NDArray[np.generic]) -> list[bytes]:

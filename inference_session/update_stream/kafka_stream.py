@@ -40,6 +40,7 @@ from inference_session.update_stream.encodings import Refusal, Updates, decode
 from inference_session.update_stream.kafka_url import KafkaUrl
 from inference_session.update_stream.offset_notes import read_offsets, with_offsets
 from inference_session.update_stream.stream_stats import StreamStats
+from inference_session.update_stream.taken_messages import TakenMessages
 from inference_session.update_stream.topics import table_of
 
 try:
@@ -56,7 +57,7 @@ _BYTES_AT_ONCE = 256 << 10
 """Of messages that are taken at once, about."""
 _TAKES = 8
 """After so many, what has been taken is applied: the more rows at once, the faster do stores take them."""
-_ROWS_AT_ONCE = 256
+_ROWS_AT_ONCE = 1024
 _POLL_S = 0.05
 _SAVE_S = 1.0
 _FOLLOW_S = 5.0
@@ -255,55 +256,59 @@ class KafkaUpdateStream:
         offsets = self._persist(lambda: read_offsets(self._rows.note(table), topic))
         return offsets.get(partition, _BEGINNING)
 
-    def _consume(self) -> tuple[dict[str, list[Any]], int, dict[Partition, int]]:
+    def _consume(self) -> tuple[dict[str, TakenMessages], int, dict[Partition, int]]:
         """Messages by topic; the time in ms at which the oldest was published; where partitions have their end."""
-        by_topic: defaultdict[str, list[Any]] = defaultdict(list)
+        by_topic: defaultdict[str, TakenMessages] = defaultdict(TakenMessages)
         ends: dict[Partition, int] = {}
-        consumed = self._take()
-        failed = [message for message in consumed if message.error()]
-        for topic, messages in groupby([message for message in consumed if not message.error()], Message.topic):
-            by_topic[topic] += messages
+        oldest_ms: list[int] = []
+        for consumed in self._take():
+            whole = [message for message in consumed if not message.error()]
+            for topic, group in groupby(whole, Message.topic):
+                messages = list(group)
+                oldest_ms.append(messages[0].timestamp()[1])
+                by_topic[topic].add(messages, self._since_ms)
+            if len(whole) < len(consumed):
+                ends.update(self._ends_among([message for message in consumed if message.error()]))
+        return by_topic, min(oldest_ms, default=0), ends
+
+    def _ends_among(self, failed: Iterable[Any]) -> Iterator[tuple[Partition, int]]:
+        """Where partitions have their end, as messages say that are none; others tell of failures."""
         for message in failed:
             topic, error = message.topic() or "", message.error()
             if error.code() == KafkaError._PARTITION_EOF:
-                ends[topic, message.partition() or 0] = message.offset() or 0
+                yield (topic, message.partition() or 0), message.offset() or 0
             else:
                 self._stats.fail(f"topic {topic!r}: {error.str()}")
                 self._discover_at = 0.0
-        oldest_ms = min((messages[0].timestamp()[1] for messages in by_topic.values()), default=0)
-        return by_topic, oldest_ms, ends
 
-    def _take(self) -> list[Any]:
+    def _take(self) -> Iterator[list[Any]]:
         """Messages, and words of partitions' ends, as far as they are there."""
-        taken: list[Any] = []
         for take in range(_TAKES):
             num_wanted = self._num_at_once
             try:
                 messages = self._consumer.consume(num_wanted, 0.0 if take else _POLL_S)
             except KafkaException:
-                if not taken:
+                if not take:
                     raise
-                break  # it will be raised again, when these are not lost by it
+                return  # it will be raised again, when those before are not lost by it
             if not messages:
-                break
-            taken += messages
+                return
             # A batch may be a thousand times as large as a row.
             num_fitting = _BYTES_AT_ONCE * len(messages) // (sum(map(len, messages)) or 1)
             self._num_at_once = min(max(num_fitting, 1), 2 * num_wanted, MAX_MESSAGES)
+            yield messages
             if len(messages) < num_wanted:
-                break
+                return
             self._rests.rest()
-        return taken
 
-    def _apply_all(self, by_topic: Mapping[str, list[Any]], oldest_ms: int) -> None:
+    def _apply_all(self, by_topic: Mapping[str, TakenMessages], oldest_ms: int) -> None:
         self._stats.begin(oldest_ms / 1000 if oldest_ms > 0 else time.time())
         for topic, messages in by_topic.items():
-            reached = _ends(messages)
-            self._apply(topic, messages, reached)
+            self._apply(topic, messages)
             # Not what the client says, which counts the end of a partition as a message; nor what was left meanwhile.
-            applied = {(topic, partition): offset for partition, offset in reached.items()}
+            applied = {(topic, partition): offset for partition, offset in messages.reached.items()}
             self._positions.update((one, applied[one]) for one in applied.keys() & self._positions.keys())
-        self._stats.end(sum(map(len, by_topic.values())))
+        self._stats.end(sum(messages.num_messages for messages in by_topic.values()))
         self._measure_lag()
 
     def _reach(self, ends: Mapping[Partition, int]) -> None:
@@ -312,24 +317,22 @@ class KafkaUpdateStream:
             self._positions[partition] = max(self._positions[partition], ends[partition])
         self._measure_lag()
 
-    def _apply(self, topic: str, messages: Sequence[Any], reached: Mapping[int, int]) -> None:
+    def _apply(self, topic: str, messages: TakenMessages) -> None:
         table = self._table(topic)
         if table is None:
             text = f"the model has no table of that name, but {', '.join(map(repr, self._tables)) or 'none'}"
-            self._refuse(topic, messages, [Refusal(i, "unknown_table", text) for i in range(len(messages))])
+            self._refuse(topic, messages, [Refusal(i, "unknown_table", text) for i in range(len(messages.contents))])
             return
-        if self._since_ms:
-            messages = [message for message in messages if message.timestamp()[1] >= self._since_ms]
         spec = self._specs[table]
         updates = decode(
-            list(zip(map(Message.key, messages), map(Message.value, messages), strict=True)),
+            messages.contents,
             spec.embedding_dim,
             allow_non_finite=self._allow_non_finite,
             min_key=0 if spec.keys == "row_number" else None,
         )
         self._refuse(topic, messages, updates.refusals)
         self._rests.rest()
-        self._persist(lambda: self._write(table, updates, topic, reached))
+        self._persist(lambda: self._write(table, updates, topic, messages.reached))
         self._stats.count_rows(updated=len(updates.keys), deleted=len(updates.deleted))
 
     def _write(self, table: int, updates: Updates, topic: str, reached: Mapping[int, int]) -> None:
@@ -374,11 +377,11 @@ class KafkaUpdateStream:
                 return result
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _refuse(self, topic: str, messages: Sequence[Any], refusals: Iterable[Refusal]) -> None:
+    def _refuse(self, topic: str, messages: TakenMessages, refusals: Iterable[Refusal]) -> None:
         """Set messages aside."""
         for refusal in refusals:
-            message = messages[refusal.position]
-            where = f"{topic!r}, partition {message.partition()}, offset {message.offset()}"
+            at = refusal.position
+            where = f"{topic!r}, partition {messages.partitions[at]}, offset {messages.offsets[at]}"
             self._stats.refuse(refusal.reason, f"{where}: {refusal.text}")
 
     def _note_ends(self, ends: Iterable[Partition]) -> None:
@@ -442,6 +445,7 @@ def _create_consumer(url: KafkaUrl, group: str) -> Consumer:
         "fetch.error.backoff.ms": 200,
         "reconnect.backoff.max.ms": 1000,
         "queued.max.messages.kbytes": 32 << 10,
+        "fetch.queue.backoff.ms": 10,  # once so much waits; in the usual second a consumer that is behind runs dry
         "log_level": 0,  # what matters is logged here
         "error_cb": lambda _: None,
     }
@@ -449,12 +453,6 @@ def _create_consumer(url: KafkaUrl, group: str) -> Consumer:
         return Consumer(settings)
     except KafkaException as error:
         raise ConfigurationError(f"settings of {str(url)!r} are refused: {error.args[0].str()}") from error
-
-
-def _ends(messages: Sequence[Any]) -> dict[int, int]:
-    """By partition, the offset behind its last message."""
-    last = dict(zip(map(Message.partition, messages), map(Message.offset, messages), strict=True))
-    return {partition: offset + 1 for partition, offset in last.items()}
 
 
 def _parts(num_rows: int) -> Iterator[slice]:

@@ -62,10 +62,12 @@ class Publisher:
 
         Raises:
             UnavailableError: no broker answers.
-            ConfigurationError: the URL or the encoding is not allowed.
+            ConfigurationError: the URL, the model or the encoding is not allowed.
         """
         if encoding not in get_args(Encoding):
             raise ConfigurationError(f"encoding {encoding!r} is none of {', '.join(get_args(Encoding))}")
+        if not model:
+            raise ConfigurationError(f"{model!r} is no name of a model")
         self.url = KafkaUrl.parse(url) if isinstance(url, str) else url
         self.model = model
         self.encoding = encoding
@@ -234,6 +236,8 @@ class Publisher:
         return {name: len(topic.partitions) for name, topic in topics.items() if topic.error is None}
 
     def _topic(self, table: str) -> str:
+        if not table:
+            raise InvalidRequestError("a table's name is empty")
         return topic_name(PREFIXES[0], self.model, folder_names([table])[0])
 
     def _where(self) -> str:

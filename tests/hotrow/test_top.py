@@ -17,7 +17,7 @@ from rich.console import Console
 
 from hotrow.commands.top import command
 from hotrow.metrics_page import MetricsPage, Window
-from hotrow.top_view import TopView, VersionState
+from hotrow.top_view import IndexEntry, TopView
 from inference_session.errors import UnavailableError
 
 _PAGE = """
@@ -209,9 +209,9 @@ def test_versions_that_do_not_serve_are_shown_with_their_reason() -> None:
     """The repository index tells of failed loads; what was unloaded on purpose is no news."""
     view = TopView("here")
     states = [
-        VersionState("ctr", "1", "READY", ""),
-        VersionState("ctr", "2", "UNAVAILABLE", "[checksum] differs"),
-        VersionState("old", "1", "UNAVAILABLE", "unloaded"),
+        IndexEntry("ctr", "1", "READY", ""),
+        IndexEntry("ctr", "2", "UNAVAILABLE", "[checksum] differs"),
+        IndexEntry("old", "1", "UNAVAILABLE", "unloaded"),
     ]
     view.add(_page(10.0), states)
 

@@ -118,6 +118,18 @@ def test_a_target_that_exists_is_refused(origin: str, target: str) -> None:
     assert contents(target) == {"": np.arange(1000).tobytes()}
 
 
+def test_a_target_that_is_there_already_is_compared(origin: str, target: str) -> None:
+    """A run that was killed when all was done is followed by one that finds so; another byte is refused, and stays."""
+    copy(origin, target)
+    assert copy(origin, target) == _BIG + 8003
+    with create_source(target) as place:
+        place.remove("key")
+        put(place, "key", np.arange(1, 1001).tobytes())
+    with pytest.raises(ConfigurationError, match="copy: exists already, with other contents"):
+        copy(origin, target)
+    assert contents(target)["key"] == np.arange(1, 1001).tobytes()
+
+
 def test_a_copy_killed_between_its_last_steps_is_tidied_up(
     origin: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,6 +135,10 @@ def test_what_is_no_rows_is_refused(broker: Broker, small: SmallVersion) -> None
             publisher.publish("hashed", [0.5], np.zeros((1, 2)))
         with pytest.raises(InvalidRequestError, match=r"found int64 \[1\] and float32 \[2, 2\]"):
             publisher.publish("hashed", [1], np.zeros((2, 2)))
+        with pytest.raises(InvalidRequestError, match="a table's name is empty"):
+            publisher.publish("", [1], np.zeros((1, 2)))
+    with pytest.raises(ConfigurationError, match="'' is no name of a model"):
+        Publisher(broker.url, "")
     with pytest.raises(ConfigurationError, match="encoding 'csv' is none of row, batch"):
         Publisher(broker.url, small.model, encoding="csv")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="needs --table"):

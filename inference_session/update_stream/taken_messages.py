@@ -1,0 +1,39 @@
+"""Messages as they are taken from the client library, apart from its objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from inference_session.update_stream.encodings import Message
+
+
+class TakenMessages:
+    """Messages of one topic, in their order.
+
+    The client's own objects do not live on: by the thousand, they would have the garbage collector look through all of
+    the process again and again.
+    """
+
+    def __init__(self) -> None:
+        self.contents: list[Message] = []
+        """Without those that were published too early."""
+        self.partitions: list[int] = []
+        """Of each of the contents."""
+        self.offsets: list[int] = []
+        """Of each of the contents."""
+        self.reached: dict[int, int] = {}
+        """By partition, the offset behind its last message."""
+        self.num_messages = 0
+
+    def add(self, messages: Sequence[Any], since_ms: int) -> None:
+        """Add messages of the client library; the contents of those published before are passed over."""
+        partitions, offsets = [m.partition() for m in messages], [m.offset() for m in messages]
+        self.num_messages += len(messages)
+        self.reached.update((p, offset + 1) for p, offset in dict(zip(partitions, offsets, strict=True)).items())
+        if since_ms:
+            messages = [message for message in messages if message.timestamp()[1] >= since_ms]
+            partitions, offsets = [m.partition() for m in messages], [m.offset() for m in messages]
+        self.contents += [(m.key(), m.value()) for m in messages]
+        self.partitions += partitions
+        self.offsets += offsets
