@@ -101,11 +101,12 @@ class Staged(NamedTuple):
     def fill(self, batch: JoinedBatch) -> None:
         """Write another batch of the same shapes over it."""
         parts: list[Any] = [part for name in self.names for part in batch.parts(name)]
-        flat = self.array.reshape(-1)
-        if len(parts) == 1:
-            flat[:] = parts[0].reshape(-1)
+        if not self.array.flags.c_contiguous:  # a matrix that lies there column by column
+            np.concatenate(parts, out=self.array)
+        elif len(parts) == 1:
+            self.array.reshape(-1)[:] = parts[0].reshape(-1)
         else:
-            np.concatenate(parts, axis=None, out=flat, casting="same_kind")
+            np.concatenate(parts, axis=None, out=self.array.reshape(-1), casting="same_kind")
 
 
 class RequestLayout(ABC):

@@ -76,8 +76,8 @@ class _Packed(NamedTuple):
     """Look-ups that read columns of one matrix of keys."""
 
     lookups: list[int]
-    offsets: NDArray[np.int64]
-    """Bytes from the beginning of a row of the matrix to each look-up's first key."""
+    columns: NDArray[np.int64]
+    """The first of each look-up."""
     key_bytes: int
     row_stride: int
     """Bytes from one row of the matrix to the next."""
@@ -173,7 +173,11 @@ class LookupPlan:
         """Enter the keys that are columns of a matrix, where they lie; returns what must stay alive."""
         held = []
         for name, members in self._packed.items():
-            matrix = self._rows.stage(np.ascontiguousarray(batch.array(name)))
+            keys = batch.array(name)
+            if self._rows.by_column:
+                matrix = self._rows.stage(keys.T).T
+            else:
+                matrix = self._rows.stage(np.ascontiguousarray(keys))
             if len(members.lookups) == len(segments):
                 segments["keys_address"] += address_of(matrix)
             else:
@@ -234,9 +238,13 @@ class LookupPlan:
         ]
         segments["row_stride"] = segments["keys_per_row"] * _KEY_BYTES
         for members in self._packed.values():
-            segments["key_bytes"][members.lookups] = segments["key_stride"][members.lookups] = members.key_bytes
-            segments["row_stride"][members.lookups] = members.row_stride
-            segments["keys_address"][members.lookups] = members.offsets
+            num_rows = keys[members.lookups[0]][0]
+            strides = members.key_bytes, num_rows * members.key_bytes
+            row_stride, key_stride = strides if self._rows.by_column else (members.row_stride, members.key_bytes)
+            segments["key_bytes"][members.lookups] = members.key_bytes
+            segments["row_stride"][members.lookups] = row_stride
+            segments["key_stride"][members.lookups] = key_stride
+            segments["keys_address"][members.lookups] = members.columns * key_stride
         num_keys = np.array([math.prod(shape) for shape in keys], np.int64)
         return _Geometry(segments, num_keys, tuple(shapes))
 
@@ -298,7 +306,7 @@ def _packed(spec: ModelSpec) -> dict[str, _Packed]:
         if lookups:
             key_bytes = np.dtype(tensor.dtype).itemsize
             begins = np.array([(spec.lookups[i].columns or (0, 0))[0] for i in lookups], np.int64)
-            packed[tensor.name] = _Packed(lookups, begins * key_bytes, key_bytes, tensor.shape[1] * key_bytes)
+            packed[tensor.name] = _Packed(lookups, begins, key_bytes, tensor.shape[1] * key_bytes)
     return packed
 
 
