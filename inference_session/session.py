@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -46,6 +46,7 @@ from inference_session.stages import Mark, unmarked
 from inference_session.stats import SessionStats
 
 if TYPE_CHECKING:
+    from inference_session.gpu_context import GpuContext
     from inference_session.update_stream.kafka_stream import KafkaUpdateStream
 
 _log = logging.getLogger(__name__)
@@ -82,27 +83,27 @@ class InferenceSession:
         spec = ModelSpec.read(directory)
         config = SessionConfig.resolve(settings, spec.settings, defaults or {})
         _verify(config, directory)
-        session = cls(spec, config, directory)
-        try:
-            session._warm_up()
+        gpu = open_gpu(config.device)
+        with contextlib.nullcontext() if gpu is None else gpu.opening:
+            session = cls(spec, config, directory, gpu)
+            with session._closed_on_error():
+                session._warm_up()
+        with session._closed_on_error():
             if config.canary_requests:
                 check_canary(session.run, directory.parent / config.canary_requests, config.canary_tolerance)
             session._start_counting()
             session._follow_updates()
-        except BaseException:
-            session.close()
-            raise
         session._stats.load_s = time.perf_counter() - begin
         return session
 
-    def __init__(self, spec: ModelSpec, config: SessionConfig, directory: Path) -> None:
+    def __init__(self, spec: ModelSpec, config: SessionConfig, directory: Path, gpu: GpuContext | None) -> None:
         """Use `open`, which reads and checks the version directory."""
         self.spec = spec
         self.config = config
         self.directory = directory
         self._closed = True  # until everything below is there
         cpu.compile_kernels()
-        self._gpu = open_gpu(config.device)
+        self._gpu = gpu
         self._dense: DenseEngine
         if spec.layout == "hps":
             self._dense = VectorEngine([lookup.dense_input for lookup in spec.lookups])
@@ -364,6 +365,14 @@ class InferenceSession:
         if np.can_cast(array.dtype, expected, "safe"):
             return array.astype(expected, copy=False)
         return array if isinstance(value, np.ndarray) else _narrowed(array, expected)
+
+    @contextlib.contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def _warm_up(self) -> None:
         """Have everything in place that the first requests need: the network, its memory, the hot rows."""
