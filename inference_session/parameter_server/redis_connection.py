@@ -16,9 +16,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_session.embedding_cache.kernels.layout import address_of
 from inference_session.errors import StoreError, UnavailableError
 from inference_session.parameter_server.redis_layout import command
-from inference_session.parameter_server.redis_replies import CURSOR, Status, read_rows
+from inference_session.parameter_server.redis_replies import CURSOR, POLLIN, STREAM, Status, receive_rows
 from inference_session.parameter_server.store_url import StoreUrl
 
 _BUFFER_BYTES = 256 << 10
@@ -46,14 +47,14 @@ class Deadline:
 
     def __init__(self, timeout_ms: int) -> None:
         self.timeout_ms = timeout_ms
-        self._end = time.monotonic() + timeout_ms / 1000
+        self.end_ns = time.monotonic_ns() + timeout_ms * 1_000_000
 
     def remaining_s(self) -> float:
         """Seconds left; TimeoutError if there are none."""
-        remaining = self._end - time.monotonic()
-        if remaining <= 0:
+        remaining_ns = self.end_ns - time.monotonic_ns()
+        if remaining_ns <= 0:
             raise TimeoutError
-        return remaining
+        return remaining_ns / 1e9
 
 
 class Login(NamedTuple):
@@ -87,6 +88,7 @@ class RedisConnection:
         self._filled = 0
         self._name = self._url.path or f"{address[0]}:{address[1]}"
         self._socket = self._connect(login, address, deadline)
+        self._plain_socket = self._socket.fileno() if login.tls is None else -1
         try:
             self._log_in(deadline)
         except BaseException:
@@ -108,11 +110,13 @@ class RedisConnection:
         cursor = np.zeros(1, CURSOR)
         cursor["key"] = -1
         row_bytes = int(replies["row_bytes"].max(initial=0))
-        if not self._filled:
-            self._receive(deadline)
+        stream = np.zeros(1, STREAM)
+        stream["socket"], stream["events"], stream["deadline_ns"] = self._plain_socket, POLLIN, deadline.end_ns
         while True:
-            used = read_rows(replies, cursor, self._buffer.__array_interface__["data"][0], self._filled)
-            self._drop(used)
+            stream["buffer_address"], stream["buffer_bytes"] = address_of(self._buffer), len(self._buffer)
+            stream["filled_bytes"] = self._filled
+            receive_rows(replies, cursor, stream, address_of(stream))
+            self._filled = int(stream["filled_bytes"][0])
             status = Status(int(cursor["status"][0]))
             if status is Status.DONE:
                 return

@@ -2,16 +2,21 @@
 
 HMGET is answered by `*<n> CRLF`, then for each key `$<size> CRLF <row> CRLF` or, if it is absent, `$-1 CRLF`. The
 replies to all commands of one connection come as one stream, which is read in pieces of any size: the kernel goes
-through a piece, copies each row to where it belongs, and stops where the piece ends or something else comes.
+through a piece, copies each row to where it belongs, and stops where the piece ends or something else comes. From
+a plain socket it takes the pieces itself: waiting in Python, a thread would have to get the interpreter back after each
+of them, which others want just then.
 """
 
 from __future__ import annotations
 
 import functools
+import select
+import time
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
+from numba import types
 from numpy.typing import NDArray
 
 from inference_session.embedding_cache.kernels.intrinsics import kernel, load, store
@@ -34,6 +39,27 @@ CURSOR = np.dtype(
         ("found_bytes", np.int64),  # of the row at fault
     ]
 )
+STREAM = np.dtype(
+    [
+        ("socket", np.int32),  # these three are C's `struct pollfd`; -1: the socket is none that can be read as it is
+        ("events", np.int16),
+        ("happened", np.int16),
+        ("now_s", np.int64),  # these two are C's `struct timespec`
+        ("now_ns", np.int64),
+        ("deadline_ns", np.int64),  # by the monotonic clock
+        ("buffer_address", np.int64),
+        ("buffer_bytes", np.int64),
+        ("filled_bytes", np.int64),  # what has come and not been read
+    ]
+)
+"""Where replies come from."""
+POLLIN = select.POLLIN
+_TIMESPEC_OFFSET, _NS_PER_S, _NS_PER_MS, _MAX_WAIT_MS = 8, 10**9, 10**6, 1000
+
+_clock_gettime: Any = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.intp))
+_poll: Any = types.ExternalFunction("poll", types.int32(types.intp, types.uintp, types.int32))
+_recv: Any = types.ExternalFunction("recv", types.intp(types.int32, types.intp, types.uintp, types.int32))
+_MONOTONIC = time.CLOCK_MONOTONIC
 
 
 class Status(IntEnum):
@@ -129,7 +155,40 @@ def read_rows(replies: NDArray[np.void], cursor: NDArray[np.void], buffer: int, 
     return begin
 
 
+@kernel
+def _receive(stream: NDArray[np.void], address: int) -> Any:
+    """Wait for more, but not for long; whether some came. `address`: of the STREAM record."""
+    state: Any = stream[0]
+    room = state.buffer_bytes - state.filled_bytes
+    if state.socket < 0 or room == 0:
+        return False
+    _clock_gettime(_MONOTONIC, address + _TIMESPEC_OFFSET)
+    left_ms = (state.deadline_ns - state.now_s * _NS_PER_S - state.now_ns) // _NS_PER_MS
+    if left_ms <= 0 or _poll(address, 1, min(left_ms, _MAX_WAIT_MS)) <= 0:
+        return False
+    received = _recv(state.socket, state.buffer_address + state.filled_bytes, room, 0)
+    state.filled_bytes += max(received, 0)
+    return received > 0
+
+
+@kernel
+def receive_rows(replies: NDArray[np.void], cursor: NDArray[np.void], stream: NDArray[np.void], address: int) -> None:
+    """`read_rows` out of a buffer that is filled again as long as its socket gives something.
+
+    It ends with MORE where that has to be seen to in Python: there is no room, no time, no plain socket, or an error.
+    """
+    state: Any = stream[0]
+    while True:
+        used = read_rows(replies, cursor, state.buffer_address, state.filled_bytes)
+        state.filled_bytes -= used
+        if used > 0:
+            for i in range(state.filled_bytes):
+                store(state.buffer_address, np.uint8, i, load(state.buffer_address + used, np.uint8, i))
+        if cursor[0].status != _MORE or not _receive(stream, address):
+            return
+
+
 @functools.cache
 def compile_kernels() -> None:
     """Compile what is here, or load it from Numba's cache, before anybody waits for an answer."""
-    read_rows(np.zeros(0, REPLY), np.zeros(1, CURSOR), 0, 0)
+    receive_rows(np.zeros(0, REPLY), np.zeros(1, CURSOR), np.zeros(1, STREAM), 0)

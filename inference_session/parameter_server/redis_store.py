@@ -55,10 +55,10 @@ the call has two sockets to wait for; calls of several threads have connections 
 _MAX_CONNECTIONS = 1024
 _MAX_PARTITIONS = 1 << 16
 """Far above what anybody has: their names are laid out in memory, and a digit too many would fill it."""
-_BYTES_PER_BATCH = 512 << 10
+_BYTES_PER_BATCH = 256 << 10
 """Rows in one batch of commands: enough to be worth its system calls, and little for a server to do in one go."""
 _COMMANDS_PER_BATCH = 64
-_BYTES_UNDER_WAY = 1 << 20
+_BYTES_UNDER_WAY = 512 << 10
 """Rows asked for and not yet read: enough to keep the servers busy, and little for them to hold in their buffers."""
 _MAX_IDLE = 16
 """Connections to one server that are kept for the next calls, beside those of one call."""
