@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +42,7 @@ from tests.parameter_server.servers import (
     answering,
     encrypting,
     free_port,
+    serving,
     valkey_binary,
     wait_until,
 )
@@ -451,6 +453,21 @@ class TestOutages:
             found, out = fetch(store, "user", keys_of(5, 6))
         assert found.tolist() == [False, True]
         assert_same_bits(out[1:], row)
+
+    def test_a_reply_that_never_ends_is_late(self) -> None:
+        """The time that a call may take does not begin anew with each byte."""
+
+        def drip(connection: socket.socket) -> None:
+            connection.recv(1 << 20)
+            connection.sendall(b"*10000\r\n")
+            while True:
+                connection.sendall(b"$-1\r\n")
+                time.sleep(0.01)
+
+        with serving(drip) as port:
+            store = open_store(f"redis://127.0.0.1:{port}?partitions=1", timeout_ms=300)
+            with store, pytest.raises(UnavailableError, match="did not answer within 300 ms"):
+                fetch(store, "user", np.arange(10_000))
 
     def test_a_password_in_a_file_lets_in(self, tmp_path: Path) -> None:
         """Both ways to the server, and a wrong one is refused as any other."""
