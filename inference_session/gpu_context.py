@@ -27,7 +27,7 @@ from inference_session.gpu_arena import Arena
 
 _FIRST_ARENA_BYTES = 1 << 20
 _lock = threading.RLock()
-"""Of all GPUs: while one session records a CUDA graph, no other of this process may allocate device memory, on whichever
+"""Of all GPUs: while one session records a CUDA graph, no other of this process may allocate device memory on any
 GPU. Sessions on several GPUs take turns therefore, unless each has a process of its own, as under Triton.
 """
 _log = logging.getLogger(__name__)
