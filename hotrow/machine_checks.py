@@ -27,11 +27,11 @@ from triton_backend.in_place import InPlaceModel, in_place_backend, read_model_f
 from triton_backend.installation import Installation, ServerNotFoundError, find_installation, libpython_directory
 from triton_backend.model_config import CONFIG_FILE, ModelConfig, configured_cache_bytes
 from triton_backend.ports import resolve_ports
+from triton_backend.reaper import SHARED_MEMORY
 from triton_backend.repository import ServableModel, find_models
 
 Level = Literal["ok", "warning", "problem"]
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where Triton's Python backend keeps its tensors
 LEAST_SHARED_BYTES = 64 << 20
 """A container's default, enough for a few models and small requests."""
 LEAST_OPEN_FILES = 1024

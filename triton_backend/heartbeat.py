@@ -14,11 +14,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from triton_backend.reaper import SHARED_MEMORY
+
 FOLDER_VARIABLE = "HOTROW_HEARTBEAT_DIR"
 INTERVAL_S = 1.0
 _SERVER = os.getppid()
 _TIME = struct.Struct("d")
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where the Python backend keeps its tensors
 
 
 def start() -> None:
@@ -58,5 +59,5 @@ def _open_file() -> int | None:
 def _leave() -> None:
     """End this process, and the memory it shared with a server that is no more: argument 2 names it."""
     for name in Path("/proc/self/cmdline").read_bytes().split(b"\0")[2:3]:
-        (_SHARED_MEMORY / name.decode()).unlink(missing_ok=True)
+        (SHARED_MEMORY / name.decode()).unlink(missing_ok=True)
     os._exit(1)

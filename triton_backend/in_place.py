@@ -19,9 +19,9 @@ from typing import Any, Literal
 from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError
 from inference_session.formats.hugectr.import_cache import cached_import, kept_import
-from inference_session.formats.hugectr.importer import Progress
 from inference_session.formats.hugectr.ps_fields import PsJson, PsModel
 from inference_session.formats.hugectr.ps_json import read_ps_json
+from inference_session.formats.manifest import Progress
 from inference_session.formats.native import ModelSpec
 from inference_session.model_source import is_url
 from triton_backend.repository import PS_VARIABLE, SOURCE_LINK, ps_variable

@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where the Python backend keeps its tensors
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where the Python backend keeps its tensors
 _PATIENCE_S = 10.0
 
 
@@ -43,7 +43,7 @@ def end_processes(memory_prefix: str) -> None:
 
 def remove_shared_memory(memory_prefix: str) -> None:
     """Remove the regions that killed processes leave behind."""
-    for leftover in _SHARED_MEMORY.glob(f"{memory_prefix}*"):
+    for leftover in SHARED_MEMORY.glob(f"{memory_prefix}*"):
         leftover.unlink(missing_ok=True)
 
 

@@ -10,9 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from triton_backend.reaper import SHARED_MEMORY
+
 RESTARTS_PARAMETER = "HOTROW_RESTARTS"
 """In a model's configuration: how often backend processes of the model were lost and replaced, told to the next one."""
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where the Python backend keeps its tensors
 STUB_NAME = "triton_python_b"
 """Of the program triton_python_backend_stub, as far as the kernel keeps names."""
 
@@ -60,4 +61,4 @@ def identify(pid: int) -> Stub | None:
 
 def remove_memory(stub: Stub) -> None:
     """Remove the region of a stub that was killed."""
-    (_SHARED_MEMORY / stub.memory).unlink(missing_ok=True)
+    (SHARED_MEMORY / stub.memory).unlink(missing_ok=True)

@@ -52,6 +52,9 @@ from inference_session.parameter_server.store_url import DEFAULT_TIMEOUT_MS, Sto
 DEFAULT_CONNECTIONS = 1
 """Connections to one server that a call uses side by side. A server of one thread gains nothing by a second one, and
 the call has two sockets to wait for; calls of several threads have connections of their own anyway."""
+_MAX_CONNECTIONS = 1024
+_MAX_PARTITIONS = 1 << 16
+"""Far above what anybody has: their names are laid out in memory, and a digit too many would fill it."""
 _BYTES_PER_BATCH = 256 << 10
 """Rows in one batch of commands: enough to be worth its system calls, and little for a server to do in one go."""
 _COMMANDS_PER_BATCH = 64
@@ -91,12 +94,12 @@ class RedisStore(BoundStore):
         self.namespace = namespace
         super().__init__(embedding_dims)
         self._timeout_ms = timeout_ms
-        self._num_connections = url.count("connections", DEFAULT_CONNECTIONS)
+        self._num_connections = url.count("connections", DEFAULT_CONNECTIONS, _MAX_CONNECTIONS)
         self._partitionings: dict[str, layout.Partitioning] = {}
         self._certain: set[str] = set()
         """Tables with one partitioning only that their rows fit."""
         if "partitions" in url.options:
-            given = layout.Partitioning(url.count("partitions", layout.DEFAULT_PARTITIONS))
+            given = layout.Partitioning(url.count("partitions", layout.DEFAULT_PARTITIONS, _MAX_PARTITIONS))
             self._partitionings = dict.fromkeys(embedding_dims, given)
             self._certain = set(embedding_dims)
         self._doubtful: set[str] = set()

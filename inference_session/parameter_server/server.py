@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, SessionClosedError, StoreError, UnavailableError
+from inference_session.ordered_keys import contains
 from inference_session.pacing import rest_after
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, Rows
 from inference_session.parameter_server.pending import (
@@ -172,7 +173,7 @@ class ParameterServer:
             for keys, vectors in tier.store.scan(table):
                 if self._closing.is_set():
                     raise SessionClosedError(f"{self!r} has been closed")
-                new = ~_contains(seen, keys)
+                new = ~contains(seen, keys)
                 yield keys[new], vectors[new]
                 if tier is not self._tiers[-1]:
                     found.append(keys[new])
@@ -506,12 +507,3 @@ class ParameterServer:
                     tier.drop_unwritten(table)
                     self._on_drop(table, keys)
         tier.incarnation = incarnation
-
-
-def _contains(ordered: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether each key is in a sorted array."""
-    if not len(ordered):
-        return np.zeros(len(keys), np.bool_)
-    positions = np.minimum(np.searchsorted(ordered, keys), len(ordered) - 1)
-    found: NDArray[np.bool_] = ordered[positions] == keys
-    return found

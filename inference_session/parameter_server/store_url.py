@@ -75,13 +75,14 @@ class StoreUrl:
             return read_secret(Path(path))
         return self.password
 
-    def count(self, name: str, default: int) -> int:
-        """An option that is a whole number from 1."""
+    def count(self, name: str, default: int, at_most: int | None = None) -> int:
+        """An option that is a whole number from 1, with an end where more of it would take up the machine."""
         text = self.options.get(name)
         if text is None:
             return default
-        if not text.isdecimal() or int(text) < 1:
-            raise ConfigurationError(f"store {str(self)!r}: {name} cannot be {text!r}; allowed: whole numbers from 1")
+        if not text.isdecimal() or int(text) < 1 or (at_most is not None and int(text) > at_most):
+            allowed = "whole numbers from 1" + ("" if at_most is None else f" to {at_most}")
+            raise ConfigurationError(f"store {str(self)!r}: {name} cannot be {text!r}; allowed: {allowed}")
         return int(text)
 
     def __str__(self) -> str:

@@ -140,6 +140,13 @@ def test_a_url_opens_its_store(tmp_path: Path) -> None:
             assert type(store).__name__ == "RedisStore"
 
 
+@pytest.mark.parametrize("option", ["partitions=0", "partitions=65537", "partitions=1e3", "connections=100000"])
+def test_a_number_that_would_take_up_the_machine_is_refused(option: str) -> None:
+    """The URL, the option and what is allowed are named, and nothing is opened."""
+    with pytest.raises(ConfigurationError, match=rf"{option}': \w+ cannot be '.*'; allowed: whole numbers from 1 to "):
+        create_store(f"redis://127.0.0.1:1?{option}", Namespace("m", "1"), {"t": 2})
+
+
 def test_tags_are_those_of_hps_or_bear_the_version() -> None:
     """A tag is made of its parts and falls apart into them."""
     assert Namespace("ctr").tag("user") == "hps_et.ctr.user"

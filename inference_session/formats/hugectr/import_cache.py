@@ -25,10 +25,10 @@ from pathlib import Path
 
 from inference_session.errors import ModelFormatError, UnavailableError
 from inference_session.formats import manifest, native
-from inference_session.formats.hugectr.importer import Progress, write_version
+from inference_session.formats.hugectr.importer import write_version
 from inference_session.formats.hugectr.ps_fields import PsJson, PsModel
 from inference_session.formats.hugectr.remote_files import with_local_files
-from inference_session.formats.manifest import sha256_of
+from inference_session.formats.manifest import Progress, sha256_of
 from inference_session.formats.staging import stage_version
 from inference_session.user_cache import lock_file, user_cache_folder
 

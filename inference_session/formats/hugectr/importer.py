@@ -22,7 +22,7 @@ from inference_session.formats.hugectr.onnx_graph import DenseNetwork, build_den
 from inference_session.formats.hugectr.ps_fields import KeyType, PsJson, PsModel
 from inference_session.formats.hugectr.ps_json import read_ps_json
 from inference_session.formats.hugectr.remote_files import remote_files, with_local_files
-from inference_session.formats.manifest import write_manifest
+from inference_session.formats.manifest import Progress, write_manifest
 from inference_session.formats.native import (
     DENSE_FILE,
     PREDICTIONS,
@@ -36,11 +36,9 @@ from inference_session.formats.native import (
 from inference_session.formats.publishing import share_unchanged
 from inference_session.formats.staging import stage_version
 from inference_session.model_source.fetch import forget
+from inference_session.ordered_keys import contains
 from inference_session.parameter_server.table_file import TableFile
 from inference_session.parameter_server.table_index import build_index
-
-Progress = Callable[[int], None]
-"""Told the number of bytes done since the last call, from any thread."""
 
 _KEY_BYTES = 8
 _FLOAT_BYTES = 4
@@ -323,22 +321,13 @@ def _keep_rows(source: _SourceTable, target: Path, key_type: KeyType) -> int:
             vectors = _mapped(folder / "emb_vector", "<f4").reshape(num_rows, source.embedding_dim)
             kept = []
             for begin, chunk in _key_chunks(folder / "key", key_type):
-                is_gone = ~_contains(known, chunk)
+                is_gone = ~contains(known, chunk)
                 kept.append(chunk[is_gone])
                 key_file.write(kept[-1].tobytes())
                 vector_file.write(vectors[begin : begin + len(chunk)][is_gone].tobytes())
                 num_kept += len(kept[-1])
             known = np.sort(np.concatenate([known, *kept]))
     return num_kept
-
-
-def _contains(ordered: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Whether each key is in a sorted array."""
-    if not ordered.size:
-        return np.zeros(keys.shape, np.bool_)
-    positions = np.minimum(np.searchsorted(ordered, keys), ordered.size - 1)
-    found: NDArray[np.bool_] = ordered[positions] == keys
-    return found
 
 
 def _count_keys(progress: Progress, num_keys: int) -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, ValueInfoProto, inliner, save_model
 
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
-from inference_session.formats.manifest import write_manifest
+from inference_session.formats.manifest import Progress, write_manifest
 from inference_session.formats.native import (
     DENSE_FILE,
     KEYS_FILE,
@@ -37,9 +37,6 @@ from inference_session.formats.publishing import share_unchanged
 from inference_session.formats.staging import stage_version
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[int], None]
-"""Told the number of bytes done since the last call."""
 
 _ORIGINAL_FILE = ".original.onnx"
 _MAX_INLINE_BYTES = 1_900_000_000
