@@ -51,14 +51,17 @@ class ReplayingForward(Forward):
         super().__init__(plan, rows, dense)
         self._gpu_rows, self._engine, self._context, self._computed = rows, dense, context, computed
         self._may_repeat = plan.follows_shapes(computed)
-        self._replays: dict[Hashable, _Replay] = {}
+        self._replays: dict[Hashable, _Replay | None] = {}
+        """By shapes and outputs; None: the network cannot be bound for these."""
 
     def run(self, batch: JoinedBatch, outputs: Sequence[str], mark: Mark) -> Computed:
         """See Forward."""
         if not self._may_repeat:
             return super().run(batch, outputs, mark)
         case = (batch.num_samples, batch.shapes, *[batch.array(name).shape for name in self._computed], *outputs)
-        replay = self._replays.get(case) or self._recorded(case, batch, outputs)
+        replay = self._replays.get(case)
+        if replay is None and case not in self._replays:
+            replay = self._recorded(case, batch, outputs)
         if replay is not None and self._context.is_current:
             try:
                 with self._context.held():
@@ -75,11 +78,10 @@ class ReplayingForward(Forward):
             keys = self._plan.place(batch)
             batch.add(keys.vectors)
             network = self._engine.bind(self._network_inputs(batch), outputs)
-            if network is None:
-                return None
+            look_up = self._gpu_rows.repeated(keys.segments, keys.num_unknown)
+            replay = None if network is None else _Replay(keys, look_up, network)
             if len(self._replays) >= _MAX_REPLAYS:
                 self._replays.clear()
-            replay = _Replay(keys, self._gpu_rows.repeated(keys.segments, keys.num_unknown), network)
             self._replays[case] = replay
             return replay
 
@@ -87,9 +89,9 @@ class ReplayingForward(Forward):
         keys = replay.keys
         replay.fill(batch)
         replay.look_up()
-        self._plan.record(keys)
         mark("network")
         results = dict(zip(outputs, replay.network.run(), strict=True))
+        self._plan.record(keys)  # not where the network refuses the batch: the other way records that
         return Computed(results, keys.num_keys, keys.num_unknown.copy())
 
 

@@ -88,6 +88,7 @@ class LookupPlan:
 
     def __init__(self, spec: ModelSpec, rows: RowSource) -> None:
         self._lookups = spec.lookups
+        self._counts_samples = spec.batched
         self._rows = rows
         self.recorder: KeyRecorder | None = None
         """Is told all keys that were looked up."""
@@ -120,8 +121,10 @@ class LookupPlan:
         """Whether all is laid out alike in batches with the same number of samples, the same `shapes`, and the same
         shapes of what is `computed` out of their inputs.
         """
+        if not self._lookups or not self._counts_samples:  # where samples are not counted, `shapes` tell nothing
+            return False
         irregular = [self._lookups[i] for i in self._irregular]
-        return bool(self._lookups) and all(lookup.keys in computed and not lookup.bags for lookup in irregular)
+        return all(lookup.keys in computed and not lookup.bags for lookup in irregular)
 
     def record(self, placed: PlacedKeys) -> None:
         """Tell the recorder what was looked up."""

@@ -23,6 +23,7 @@ from inference_session.errors import InvalidRequestError
 from inference_session.formats.native import PREDICTIONS
 from inference_session.gpu_device import unusable_for_sessions
 from tests import small_model
+from tests.formats.onnx_model.models import import_model, model_of, table
 from tests.integration import models
 
 Regular: TypeAlias = tuple[InferenceSession, Callable[..., Any]]
@@ -152,6 +153,24 @@ def test_threads_with_batches_of_one_size(regular: Regular) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(ask, range(200)))
+
+
+def test_requests_without_samples_may_change_their_shapes(tmp_path: Path) -> None:
+    """Where keys are computed, and nothing counts samples, inputs of other shapes have their own answers."""
+    vectors = table()
+    graph = (
+        "g (int64[i] ids, float[a, b] x) => (float[i, 4] z, float[a, b] y)"
+        " { k = Mod(ids, rows) z = Gather(emb, k) y = Add(x, x) }"
+    )
+    report = import_model(tmp_path, model_of(graph, {"emb": vectors, "rows": np.array(len(vectors))}))
+    ids = np.array([5, 1007, 3, 999])
+    with InferenceSession.open(report.version_dir, device="cuda:0", warm_up_s=5) as session:
+        assert not session.spec.batched
+        for shape in ((2, 3), (2, 3), (3, 2), (2, 3), (6, 1), (1, 1)):
+            x = np.random.default_rng(0).random(shape, np.float32)
+            answer = session.run({"ids": ids, "x": x})
+            assert np.array_equal(answer["y"], x + x)
+            assert np.array_equal(answer["z"], vectors[ids % len(vectors)])
 
 
 def test_tables_may_be_smaller_than_their_budget(version: tuple[Path, small_model.Arrays]) -> None:
