@@ -10,6 +10,8 @@ from typing import TypeVar
 REST_PER_WORK = 4.0
 """Rest after a piece of work, beside the processor time that it took: a fifth of one core at most. A store that answers
 such work takes about as much of its own."""
+PATIENT_REST_PER_WORK = 20.0
+"""The same for long rounds of work, such as refreshes, that requests would meet all the time."""
 MAX_REST_S = 0.2
 """The longest of these rests."""
 _REST_S = 50e-6
@@ -20,9 +22,9 @@ _MAX_RESTS_SHARE = 0.25
 Piece = TypeVar("Piece")
 
 
-def rest_after(worked_s: float) -> float:
+def rest_after(worked_s: float, rest_per_work: float = REST_PER_WORK) -> float:
     """Seconds to rest after work that took so many of this thread's processor time."""
-    return min(REST_PER_WORK * worked_s, MAX_REST_S)
+    return min(rest_per_work * worked_s, MAX_REST_S)
 
 
 def paced(pieces: Sequence[Piece], ending: Event, *, over_s: float = 0.0) -> Iterator[Piece]:
@@ -34,7 +36,7 @@ def paced(pieces: Sequence[Piece], ending: Event, *, over_s: float = 0.0) -> Ite
     for number, piece in enumerate(pieces, start=1):
         started_s = time.thread_time()
         yield piece
-        rest_s = rest_after(time.thread_time() - started_s)
+        rest_s = rest_after(time.thread_time() - started_s, PATIENT_REST_PER_WORK)
         turn = begin + over_s * number / len(pieces)
         if ending.wait(max(rest_s, turn - time.monotonic())):
             return

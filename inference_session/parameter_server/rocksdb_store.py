@@ -308,7 +308,8 @@ class RocksDbStore(BoundStore):
         for begin in range(0, len(keys), step):
             part = [column[begin : begin + step] for column in rows]
             self._write(table, lambda batch, part=part: deque(map(batch.put, *part), 0))  # type: ignore[misc]
-            self._rests.rest()
+            if self._secondary_path is not None:  # a writer from the beginning, such as a push, is no server
+                self._rests.rest()
 
     def _write(self, table: str, fill: Callable[[Any], object]) -> None:
         """Write a batch, which `fill` fills, to the table at once: all of it or nothing."""
