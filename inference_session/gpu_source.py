@@ -19,6 +19,9 @@ _MAX_SHAPES = 1024
 class GpuSource(RowSource):
     """Rows that are looked up within `GpuContext.request`, which waits for them."""
 
+    by_column = True
+    """Keys are read from host memory: apart, each of them is a transfer of its own."""
+
     _context: GpuContext
 
     def request(self) -> AbstractContextManager[None]:

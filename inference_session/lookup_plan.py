@@ -7,14 +7,14 @@ records; a batch then costs a copy of that array, the addresses of its keys, and
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.batch import JoinedBatch, Part, Ragged
+from inference_session.batch import JoinedBatch, Part, Ragged, Staged
 from inference_session.embedding_cache.kernels.layout import SEGMENT, PoolingCode, address_of
 from inference_session.errors import InvalidRequestError
 from inference_session.formats.native import LookupSpec, ModelSpec
@@ -25,6 +25,19 @@ _MAX_GEOMETRIES = 1024
 _FLOAT_BYTES = 4
 _KEY_BYTES = 8
 _NO_COUNTS = np.empty(0, np.int64)
+
+
+class PlacedKeys(NamedTuple):
+    """A batch's look-up, ready to run. Whatever the kernel reads by address is held here."""
+
+    segments: NDArray[np.void]
+    num_keys: NDArray[np.int64]
+    """Per look-up."""
+    num_unknown: NDArray[np.int64]
+    """Zeros, to be counted up."""
+    vectors: dict[str, NDArray[np.float32]]
+    """The dense network's inputs, to be written."""
+    staged: list[Staged]
 
 
 class LookedUp(NamedTuple):
@@ -63,8 +76,8 @@ class _Packed(NamedTuple):
     """Look-ups that read columns of one matrix of keys."""
 
     lookups: list[int]
-    offsets: NDArray[np.int64]
-    """Bytes from the beginning of a row of the matrix to each look-up's first key."""
+    columns: NDArray[np.int64]
+    """The first of each look-up."""
     key_bytes: int
     row_stride: int
     """Bytes from one row of the matrix to the next."""
@@ -98,6 +111,25 @@ class LookupPlan:
         """Look up all keys of a batch at once; raises what RowSource.look_up does."""
         if not self._lookups:
             return LookedUp({}, _NO_COUNTS, _NO_COUNTS)
+        placed = self.place(batch)
+        self._rows.look_up(placed.segments, placed.num_keys, placed.num_unknown)
+        self.record(placed)
+        return LookedUp(placed.vectors, placed.num_keys, placed.num_unknown)
+
+    def follows_shapes(self, computed: Collection[str]) -> bool:
+        """Whether all is laid out alike in batches with the same number of samples, the same `shapes`, and the same
+        shapes of what is `computed` out of their inputs.
+        """
+        irregular = [self._lookups[i] for i in self._irregular]
+        return bool(self._lookups) and all(lookup.keys in computed and not lookup.bags for lookup in irregular)
+
+    def record(self, placed: PlacedKeys) -> None:
+        """Tell the recorder what was looked up."""
+        if self.recorder is not None:
+            self.recorder.record(placed.segments, placed.num_keys)
+
+    def place(self, batch: JoinedBatch) -> PlacedKeys:
+        """Lay out the keys of a batch, and room for the vectors."""
         for lookup in self._bagged:
             batch.replace(lookup.dense_input, [_cut(batch, lookup)])
         geometry = self._geometry(batch)
@@ -106,23 +138,16 @@ class LookupPlan:
         addresses = [address_of(array) for array in vectors]
         segments["output_address"] += addresses[0] if len(addresses) == 1 else np.array(addresses)[self._block_of]
         num_keys = geometry.num_keys
-        # Whatever the kernel reads by address is held here until it is done.
         held = [*self._fill_packed(segments, batch), *self._fill_weights(segments, batch)]
         if self._loose:
             num_keys = num_keys.copy()
             held += self._fill_loose(segments, batch, num_keys)
         num_unknown = self._rows.counts(len(segments))
-        self._rows.look_up(segments, num_keys, num_unknown)
-        if self.recorder is not None:
-            self.recorder.record(segments, num_keys)
-        del held
-        return LookedUp(self._inputs(vectors, batch), num_keys, num_unknown)
+        return PlacedKeys(segments, num_keys, num_unknown, self._inputs(vectors, batch), held)
 
-    def _fill_loose(
-        self, segments: NDArray[np.void], batch: JoinedBatch, num_keys: NDArray[np.int64]
-    ) -> list[NDArray[Any]]:
+    def _fill_loose(self, segments: NDArray[np.void], batch: JoinedBatch, num_keys: NDArray[np.int64]) -> list[Staged]:
         """Lay the keys that are no columns behind each other and enter where; returns what must stay alive."""
-        held: list[NDArray[Any]] = []
+        held: list[Staged] = []
         even: dict[int, list[Part]] = {}
         for i in self._loose:
             parts = batch.parts(self._key_names[i])
@@ -132,30 +157,35 @@ class LookupPlan:
                 staged = [self._rows.stage(array) for array in (bags.values, bags.begins, bags.ends)]
                 for field, array in zip(("keys_address", "begins_address", "ends_address"), staged, strict=True):
                     segments[field][i] = address_of(array)
-                held += staged
+                held += [Staged((), array) for array in staged]
             else:
                 even[i] = parts
         if even:
             places = list(even)
             keys = _laid_out([part for parts in even.values() for part in parts])  # type: ignore[misc]
-            held.append(self._rows.stage(keys))
+            staged_keys = self._rows.stage(keys)
+            held.append(Staged(tuple(self._key_names[i] for i in places), staged_keys))
             counts = num_keys[places]
-            segments["keys_address"][places] = address_of(held[-1]) + _KEY_BYTES * (np.cumsum(counts) - counts)
+            segments["keys_address"][places] = address_of(staged_keys) + _KEY_BYTES * (np.cumsum(counts) - counts)
         return held
 
-    def _fill_packed(self, segments: NDArray[np.void], batch: JoinedBatch) -> list[NDArray[Any]]:
+    def _fill_packed(self, segments: NDArray[np.void], batch: JoinedBatch) -> list[Staged]:
         """Enter the keys that are columns of a matrix, where they lie; returns what must stay alive."""
         held = []
         for name, members in self._packed.items():
-            matrix = self._rows.stage(np.ascontiguousarray(batch.array(name)))
+            keys = batch.array(name)
+            if self._rows.by_column:
+                matrix = self._rows.stage(keys.T).T
+            else:
+                matrix = self._rows.stage(np.ascontiguousarray(keys))
             if len(members.lookups) == len(segments):
                 segments["keys_address"] += address_of(matrix)
             else:
                 segments["keys_address"][members.lookups] += address_of(matrix)
-            held.append(matrix)
+            held.append(Staged((name,), matrix))
         return held
 
-    def _fill_weights(self, segments: NDArray[np.void], batch: JoinedBatch) -> list[NDArray[Any]]:
+    def _fill_weights(self, segments: NDArray[np.void], batch: JoinedBatch) -> list[Staged]:
         """Enter the weights of the look-ups that have any; returns what must stay alive."""
         held = []
         for i, keys_name, weights_name in self._weighted:
@@ -165,8 +195,9 @@ class LookupPlan:
                     f"keys {keys_name!r} have shape {list(keys.shape)}, but their factors, {weights_name!r}, "
                     f"have {list(weights.shape)}"
                 )
-            held.append(self._rows.stage(np.ascontiguousarray(weights, np.float32)))
-            segments["weights_address"][i] = address_of(held[-1])
+            staged = self._rows.stage(np.ascontiguousarray(weights, np.float32))
+            held.append(Staged((weights_name,), staged))
+            segments["weights_address"][i] = address_of(staged)
         return held
 
     def _inputs(self, vectors: list[NDArray[np.float32]], batch: JoinedBatch) -> dict[str, NDArray[np.float32]]:
@@ -207,9 +238,13 @@ class LookupPlan:
         ]
         segments["row_stride"] = segments["keys_per_row"] * _KEY_BYTES
         for members in self._packed.values():
-            segments["key_bytes"][members.lookups] = segments["key_stride"][members.lookups] = members.key_bytes
-            segments["row_stride"][members.lookups] = members.row_stride
-            segments["keys_address"][members.lookups] = members.offsets
+            num_rows = keys[members.lookups[0]][0]
+            strides = members.key_bytes, num_rows * members.key_bytes
+            row_stride, key_stride = strides if self._rows.by_column else (members.row_stride, members.key_bytes)
+            segments["key_bytes"][members.lookups] = members.key_bytes
+            segments["row_stride"][members.lookups] = row_stride
+            segments["key_stride"][members.lookups] = key_stride
+            segments["keys_address"][members.lookups] = members.columns * key_stride
         num_keys = np.array([math.prod(shape) for shape in keys], np.int64)
         return _Geometry(segments, num_keys, tuple(shapes))
 
@@ -271,7 +306,7 @@ def _packed(spec: ModelSpec) -> dict[str, _Packed]:
         if lookups:
             key_bytes = np.dtype(tensor.dtype).itemsize
             begins = np.array([(spec.lookups[i].columns or (0, 0))[0] for i in lookups], np.int64)
-            packed[tensor.name] = _Packed(lookups, begins * key_bytes, key_bytes, tensor.shape[1] * key_bytes)
+            packed[tensor.name] = _Packed(lookups, begins, key_bytes, tensor.shape[1] * key_bytes)
     return packed
 
 

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from inference_session.batch import CheckedRequest, JoinedBatch, Request, RequestLayout, TensorLayout, answer_jointly
+from inference_session.batch import CheckedRequest, Request, RequestLayout, TensorLayout, answer_jointly
 from inference_session.canary import check_canary
 from inference_session.config import SessionConfig
 from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine, create_engine
@@ -34,10 +34,11 @@ from inference_session.errors import (
 from inference_session.formats import manifest
 from inference_session.formats.native import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec, TableSpec
 from inference_session.formats.verified_files import VerifiedFiles
+from inference_session.forward import Forward
 from inference_session.gpu_device import open_gpu
 from inference_session.hot_keys import HotKeysWriter, read_hot_keys
 from inference_session.key_recorder import create_key_recorder
-from inference_session.lookup_plan import LookedUp, LookupPlan
+from inference_session.lookup_plan import LookupPlan
 from inference_session.outputs import Answer, Outputs
 from inference_session.parameter_server.namespace import version_path
 from inference_session.row_source import create_row_source
@@ -45,6 +46,7 @@ from inference_session.stages import Mark, unmarked
 from inference_session.stats import SessionStats
 
 if TYPE_CHECKING:
+    from inference_session.gpu_context import GpuContext
     from inference_session.update_stream.kafka_stream import KafkaUpdateStream
 
 _log = logging.getLogger(__name__)
@@ -81,27 +83,27 @@ class InferenceSession:
         spec = ModelSpec.read(directory)
         config = SessionConfig.resolve(settings, spec.settings, defaults or {})
         _verify(config, directory)
-        session = cls(spec, config, directory)
-        try:
-            session._warm_up()
+        gpu = open_gpu(config.device)
+        with contextlib.nullcontext() if gpu is None else gpu.opening:
+            session = cls(spec, config, directory, gpu)
+            with session._closed_on_error():
+                session._warm_up()
+        with session._closed_on_error():
             if config.canary_requests:
                 check_canary(session.run, directory.parent / config.canary_requests, config.canary_tolerance)
             session._start_counting()
             session._follow_updates()
-        except BaseException:
-            session.close()
-            raise
         session._stats.load_s = time.perf_counter() - begin
         return session
 
-    def __init__(self, spec: ModelSpec, config: SessionConfig, directory: Path) -> None:
+    def __init__(self, spec: ModelSpec, config: SessionConfig, directory: Path, gpu: GpuContext | None) -> None:
         """Use `open`, which reads and checks the version directory."""
         self.spec = spec
         self.config = config
         self.directory = directory
         self._closed = True  # until everything below is there
         cpu.compile_kernels()
-        self._gpu = open_gpu(config.device)
+        self._gpu = gpu
         self._dense: DenseEngine
         if spec.layout == "hps":
             self._dense = VectorEngine([lookup.dense_input for lookup in spec.lookups])
@@ -117,6 +119,7 @@ class InferenceSession:
         self._stats = SessionStats(spec)
         self._rows = create_row_source(spec, config, directory, self._gpu)
         self._plan = LookupPlan(spec, self._rows)
+        self._forward = self._create_forward()
         self._may_join = spec.joins_requests
         self._hot_keys: HotKeysWriter | None = None
         self._updates: KafkaUpdateStream | None = None
@@ -178,29 +181,21 @@ class InferenceSession:
         mark("look-up")
         batch = self._layout.join(requests)
         if self._keys:
-            batch.add(self._run(self._keys, batch, sorted(self._keys.output_names)))
-        with self._rows.request():
-            looked_up = self._plan.run(batch)
-            batch.add(looked_up.vectors)
-            mark("network")
-            outputs = self._run(self._dense, batch, self._layout.wanted(requests))
-            looked_up = looked_up._replace(num_unknown=self._rows.settled(looked_up.num_unknown))
+            names = sorted(self._keys.output_names)
+            results = self._keys.run({name: batch.array(name) for name in self._keys.input_names}, names)
+            batch.add(dict(zip(names, results, strict=True)))
+        computed = self._forward.run(batch, self._layout.wanted(requests), mark)
         mark("answer")
-        self._refuse_unknown(looked_up)
-        self._stats.count_batch(batch.num_samples, looked_up.num_keys, looked_up.num_unknown)
-        return self._layout.split(outputs, requests)
+        self._refuse_unknown(computed.num_unknown)
+        self._stats.count_batch(batch.num_samples, computed.num_keys, computed.num_unknown)
+        return self._layout.split(computed.outputs, requests)
 
-    @staticmethod
-    def _run(engine: DenseEngine, batch: JoinedBatch, outputs: Sequence[str]) -> Answer:
-        inputs = {name: batch.array(name) for name in engine.input_names}
-        return dict(zip(outputs, engine.run(inputs, outputs), strict=True))
-
-    def _refuse_unknown(self, looked_up: LookedUp) -> None:
-        if self.config.unknown_keys == "reject" and looked_up.num_unknown.any():
-            lookup = self.spec.lookups[int(np.flatnonzero(looked_up.num_unknown)[0])]
+    def _refuse_unknown(self, num_unknown: NDArray[np.int64]) -> None:
+        if self.config.unknown_keys == "reject" and num_unknown.any():
+            lookup = self.spec.lookups[int(np.flatnonzero(num_unknown)[0])]
             table = self.spec.table_in(lookup.table)
             raise UnknownKeyError(
-                f"{looked_up.num_unknown.sum()} keys are unknown, the first of them in table {table.name!r}, "
+                f"{num_unknown.sum()} keys are unknown, the first of them in table {table.name!r}, "
                 f"which has {table.num_rows} rows; setting unknown_keys=default_vector would answer all the same"
             )
 
@@ -332,6 +327,14 @@ class InferenceSession:
             self._gpu = None
             return create_engine(path, self.config, None)
 
+    def _create_forward(self) -> Forward:
+        if self._gpu is None:
+            return Forward(self._plan, self._rows, self._dense)
+        from inference_session.gpu_replay import create_forward
+
+        computed = sorted(self._keys.output_names) if self._keys else []
+        return create_forward(self._plan, self._rows, self._dense, self._gpu, computed)
+
     def _create_layout(self) -> RequestLayout:
         # Imported where needed: what they build on takes half a second to load.
         if self.spec.layout == "hugectr":
@@ -362,6 +365,14 @@ class InferenceSession:
         if np.can_cast(array.dtype, expected, "safe"):
             return array.astype(expected, copy=False)
         return array if isinstance(value, np.ndarray) else _narrowed(array, expected)
+
+    @contextlib.contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
 
     def _warm_up(self) -> None:
         """Have everything in place that the first requests need: the network, its memory, the hot rows."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx
@@ -20,9 +20,12 @@ from onnx import TensorProto, helper
 from inference_session import InferenceSession
 from inference_session.batch import Request
 from inference_session.errors import InvalidRequestError
+from inference_session.formats.native import PREDICTIONS
 from inference_session.gpu_device import unusable_for_sessions
 from tests import small_model
+from tests.integration import models
 
+Regular: TypeAlias = tuple[InferenceSession, Callable[..., Any]]
 NO_GPU = unusable_for_sessions(0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_GPU is not None, reason=f"no GPU: {NO_GPU}")]
 
@@ -81,6 +84,71 @@ def test_many_threads_get_their_own_answers(
     def ask(seed: int) -> None:
         inputs = small_model.random_inputs(1 + seed % 9, np.random.default_rng(seed))
         assert_answers(session.run(inputs), small_model.expected(version[1], inputs))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(200)))
+
+
+@pytest.fixture(scope="module", params=["joined", "ctr"])
+def regular(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Regular]:
+    """Models whose batches of one size differ in nothing but values, and what they answer."""
+    directory = tmp_path_factory.mktemp("regular") / "1"
+    getattr(models, f"write_{request.param}")(directory)
+    with InferenceSession.open(directory, device="cuda:0", warm_up_s=20) as session:
+        yield session, getattr(models, f"{request.param}_answer")
+
+
+def random_request(session: InferenceSession, num_samples: int, rng: np.random.Generator) -> dict[str, Any]:
+    """Row numbers, some counted from the end, and multiples of a power of two, so that sums are exact."""
+    inputs = {}
+    for tensor in session.spec.inputs:
+        numbers = rng.integers(-50, 50, (num_samples, *tensor.shape[1:]))
+        inputs[tensor.name] = (numbers if "int" in tensor.dtype else numbers / 64).astype(tensor.dtype)
+    return inputs
+
+
+def test_batches_of_one_size_differ_in_their_answers(regular: Regular) -> None:
+    """Sizes come again in any order, with other values, in one request or several, among them a large one."""
+    session, answer = regular
+    rng = np.random.default_rng(2)
+    for sizes in ((64,), (3,), (64,), (40, 24), (1,), (1, 1, 1), (3,), (2, 1), (9000,), (64,), (9000,), (5, 59)):
+        asked = [random_request(session, n, rng) for n in sizes]
+        for found, inputs in zip(session.run_many([Request(each) for each in asked]), asked, strict=True):
+            assert isinstance(found, dict)
+            assert np.array_equal(found[PREDICTIONS], answer(**inputs))
+
+
+def test_each_request_gets_the_outputs_it_asked_for(regular: Regular) -> None:
+    """Also where one of the same size asked for others."""
+    session, answer = regular
+    rng = np.random.default_rng(3)
+    first = session.spec.outputs[0].name
+    for outputs in ([first], [PREDICTIONS], [first, PREDICTIONS], [first], [], [PREDICTIONS, first]):
+        inputs = random_request(session, 64, rng)
+        found = session.run(inputs, outputs)
+        assert [*found] == outputs
+        for name, values in found.items():
+            assert np.array_equal(values, answer(**inputs)[:, : 1 if name == first else None])
+
+
+def test_unknown_rows_are_counted_in_each_batch(regular: Regular) -> None:
+    """Each time anew, in the statistics of the session."""
+    session, _ = regular
+    inputs = random_request(session, 64, np.random.default_rng(4))
+    before = session.stats()["tables"]["item"]["default_vectors"]
+    for repetition in range(1, 4):
+        inputs[session.spec.lookups[0].keys][:5, 0] = 50 + repetition
+        session.run(inputs)
+        assert session.stats()["tables"]["item"]["default_vectors"] - before == 5 * repetition
+
+
+def test_threads_with_batches_of_one_size(regular: Regular) -> None:
+    """Requests from several threads at once, all through the same places in memory."""
+    session, answer = regular
+
+    def ask(seed: int) -> None:
+        inputs = random_request(session, (7, 64)[seed % 2], np.random.default_rng(seed))
+        assert np.array_equal(session.predict(inputs), answer(**inputs))
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(ask, range(200)))

@@ -24,6 +24,7 @@ from inference_session.errors import (
     UnknownKeyError,
 )
 from inference_session.formats.native import TABLES_FOLDER
+from inference_session.forward import Forward
 from inference_session.lookup_plan import LookupPlan
 from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.namespace import Namespace
@@ -381,7 +382,8 @@ def test_in_an_outage_only_requests_that_need_the_tier_fail(
     inputs["codes"][:] = 0
     even, odd = ({**inputs, "user": np.full((2, 1), user)} for user in (4, 5))
     with InferenceSession.open(version[0], persistent_store=url_of(version[0])) as session:
-        monkeypatch.setattr(session, "_plan", LookupPlan(session.spec, failing.rows))
+        plan = LookupPlan(session.spec, failing.rows)
+        monkeypatch.setattr(session, "_forward", Forward(plan, failing.rows, session._dense))
         failing.error = UnavailableError("gone")
 
         answers = session.run_many([Request(even), Request(odd)])

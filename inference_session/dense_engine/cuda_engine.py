@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import onnxruntime
+from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from inference_session.dense_engine.onnx_engine import VALUE_ERRORS, OnnxEngine
+from inference_session.batch import Staged
+from inference_session.dense_engine.onnx_engine import VALUE_ERRORS, OnnxEngine, refused
 from inference_session.errors import ConfigurationError, ModelFormatError
 from inference_session.gpu_context import GpuContext
 
@@ -42,6 +44,28 @@ class _Bound(NamedTuple):
     """To run with, among them which graph."""
     inputs: Mapping[str, Any]
     results: Mapping[str, Any]
+
+
+class _Placed(NamedTuple):
+    """An input where the network can read it."""
+
+    array: Any
+    staged: NDArray[Any] | None
+    """Where the host has put it; None: it was on the device already."""
+
+
+class BoundRun:
+    """A run of the network over certain places in memory, as often as something new has been put there."""
+
+    def __init__(self, engine: CudaEngine, bound: _Bound, inputs: Mapping[str, _Placed]) -> None:
+        self._engine = engine
+        self._bound = bound
+        self._uploads = [placed for placed in inputs.values() if placed.staged is not None and _is_copied(placed)]
+        self.staged = [Staged((name,), placed.staged) for name, placed in inputs.items() if placed.staged is not None]
+
+    def run(self) -> list[np.ndarray[Any, Any]]:
+        """The outputs that were bound, in their order; see DenseEngine.run."""
+        return self._engine.run_again(self._bound, self._uploads)
 
 
 class CudaEngine(OnnxEngine):
@@ -98,6 +122,29 @@ class CudaEngine(OnnxEngine):
             with self._gpu.request():
                 self._check_graphs(recorded)
 
+    def may_bind(self, outputs: Sequence[str]) -> bool:
+        """Whether these outputs can be bound: the shapes that the file declares were seen to be theirs."""
+        return self._can_bind and self._trusted.issuperset(outputs)
+
+    def bind(self, inputs: Mapping[str, Any], outputs: Sequence[str]) -> BoundRun | None:
+        """A run over the places that these inputs are put in now; None where the outputs are too large for it, or their
+        shapes not known beforehand.
+        """
+        placed = {name: self._place(array) for name, array in inputs.items()}
+        arrays = {name: each.array for name, each in placed.items()}
+        bound = self._bound(self._session, arrays, outputs, self._predicted_shapes(arrays, outputs))
+        return None if bound is None else BoundRun(self, bound, placed)
+
+    def run_again(self, bound: _Bound, uploads: Sequence[_Placed]) -> list[np.ndarray[Any, Any]]:
+        """See BoundRun.run."""
+        session = self.opened()
+        for placed in uploads:
+            self._upload(placed)
+        try:
+            return self._answer(session, bound)
+        except VALUE_ERRORS as error:
+            raise refused(error) from error
+
     def _open(self, path: Path, content: bytes | None, num_threads: int, settings: dict[str, str]) -> None:
         providers = [(PROVIDER, settings), "CPUExecutionProvider"]
         super().__init__(path, content=content, num_threads=num_threads, providers=providers)
@@ -113,29 +160,43 @@ class CudaEngine(OnnxEngine):
             on_host = {name: array if isinstance(array, np.ndarray) else array.get() for name, array in inputs.items()}
             answer: list[np.ndarray[Any, Any]] = session.run(outputs, on_host, self._plain)
             return answer
-        placed = {name: self._place(array) for name, array in inputs.items()}
+        placed = {name: self._place(array).array for name, array in inputs.items()}
         shapes = self._predicted_shapes(placed, outputs)
-        if not (self._trusted & shapes.keys()).issuperset(outputs) or any(map(_is_large, shapes.values())):
+        bound = self._bound(session, placed, outputs, shapes)
+        if bound is None:
             return self._run_unbound(session, placed, outputs, shapes)
-        results = {name: self._gpu.pinned(shapes[name], _TYPES[self._declared[name][1]]) for name in outputs}
-        case = (*[(name, array.shape, _address(array)) for name, array in (*placed.items(), *results.items())],)
         try:
-            self._run_bound(session, self._bindings.get(case) or self._bind(session, case, placed, results))
+            return self._answer(session, bound)
         except VALUE_ERRORS:  # shapes other than foreseen, or a request that fails there as well
             return self._run_unbound(session, placed, outputs, shapes)
-        self._gpu.wait()
-        return [array.copy() for array in results.values()]
 
-    def _place(self, array: Any) -> Any:
-        """The array where the network can read it."""
+    def _bound(
+        self, session: Any, placed: Mapping[str, Any], outputs: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
+    ) -> _Bound | None:
+        """The binding of inputs in their places, and of results in theirs; None where their shapes are not sure."""
+        if not (self._trusted & shapes.keys()).issuperset(outputs) or any(map(_is_large, shapes.values())):
+            return None
+        results = {name: self._gpu.pinned(shapes[name], _TYPES[self._declared[name][1]]) for name in outputs}
+        case = (*[(name, array.shape, _address(array)) for name, array in (*placed.items(), *results.items())],)
+        return self._bindings.get(case) or self._bind(session, case, placed, results)
+
+    def _answer(self, session: Any, bound: _Bound) -> list[np.ndarray[Any, Any]]:
+        self._run_bound(session, bound)
+        self._gpu.wait()
+        return [array.copy() for array in bound.results.values()]
+
+    def _place(self, array: Any) -> _Placed:
         if not isinstance(array, np.ndarray):
-            return array
+            return _Placed(array, None)
         staged = self._gpu.stage(array)
         if staged.nbytes <= _MAX_IN_PLACE_BYTES:
-            return staged
-        on_device = self._gpu.empty(array.shape, array.dtype)
-        on_device.set(staged, stream=self._gpu.stream)
-        return on_device
+            return _Placed(staged, staged)
+        placed = _Placed(self._gpu.empty(array.shape, array.dtype), staged)
+        self._upload(placed)
+        return placed
+
+    def _upload(self, placed: _Placed) -> None:
+        placed.array.set(placed.staged, stream=self._gpu.stream)
 
     def _bind(self, session: Any, case: Hashable, placed: Mapping[str, Any], results: Mapping[str, Any]) -> _Bound:
         """The binding of arrays in these places, kept for the next ones there; a graph of its own while it may have."""
@@ -196,9 +257,7 @@ class CudaEngine(OnnxEngine):
             _fill(array, values.astype(array.dtype))
         for array in bound.results.values():
             array[...] = 0
-        self._run_bound(self._session, bound)
-        self._gpu.wait()
-        return [array.copy() for array in bound.results.values()]
+        return self._answer(self._session, bound)
 
     def _run_unbound(
         self, session: Any, placed: Mapping[str, Any], outputs: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
@@ -260,6 +319,10 @@ def _address(array: Any) -> int:
     if isinstance(array, np.ndarray):
         return int(array.__array_interface__["data"][0])
     return int(array.data.ptr)
+
+
+def _is_copied(placed: _Placed) -> bool:
+    return placed.array is not placed.staged
 
 
 def _is_large(shape: tuple[int, ...]) -> bool:

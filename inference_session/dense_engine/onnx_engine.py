@@ -63,15 +63,19 @@ class OnnxEngine(DenseEngine):
         self.provider: str = self._session.get_providers()[0]
 
     def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> list[np.ndarray[Any, Any]]:
-        session = self._session
-        if session is None:
-            raise SessionClosedError("the dense engine has been closed")
+        session = self.opened()
         if not outputs:  # ONNX Runtime takes this for all of them
             return []
         try:
             return self._compute(session, inputs, outputs)
         except VALUE_ERRORS as error:
-            raise InvalidRequestError(f"the network cannot compute these values: {_first_line(error)}") from error
+            raise refused(error) from error
+
+    def opened(self) -> Any:
+        """ONNX Runtime's session; SessionClosedError where it has been closed."""
+        if self._session is None:
+            raise SessionClosedError("the dense engine has been closed")
+        return self._session
 
     def close(self) -> None:
         self._session = None
@@ -80,6 +84,11 @@ class OnnxEngine(DenseEngine):
         # Contiguous arrays are bound as they are: ONNX Runtime copies nothing on the CPU.
         results: list[np.ndarray[Any, Any]] = session.run(outputs, inputs)
         return results
+
+
+def refused(error: Exception) -> InvalidRequestError:
+    """What to say where ONNX Runtime says that values do not suit the network."""
+    return InvalidRequestError(f"the network cannot compute these values: {_first_line(error)}")
 
 
 def _first_line(error: Exception) -> str:

@@ -56,12 +56,15 @@ from inference_session.formats.native import VectorType, bytes_per_row
 _KEYS_PER_WRITE = 1 << 20
 _MAX_GEOMETRIES = 1024
 _MAX_REMEMBERED = 64
+_WORD_BYTES = 4
 _INT64, _INT32, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.float32)
 
 
 class _Prepared(NamedTuple):
     """A look-up of certain arrays, ready to launch."""
 
+    names: Sequence[str]
+    """Of the keys, then of the outputs."""
     geometry: Geometry
     launch: gpu.Launch
     copies: Sequence[Any]
@@ -142,12 +145,12 @@ class GpuEmbeddingCache(EmbeddingCache):
             prepared, vectors = self._prepare(keys, out)
             geometry, launch = prepared.geometry, prepared.launch
             stream = cupy.cuda.get_current_stream()
-            bits = cupy.empty(launch.num_tiles, np.uint32)
+            bits = cupy.cuda.alloc(launch.num_tiles * _WORD_BYTES)
             with self._count_lock:
                 if self._closed:  # since it was looked at above; after the launch `close` waits for it
                     raise SessionClosedError("the embedding cache has been closed")
                 launch.run(
-                    missing_bits_address=bits.data.ptr,
+                    missing_bits_address=bits.ptr,
                     seed=next(self._seeds) & 0xFFFFFFFF,
                     fill=out is None,
                     outputs_address=vectors.address if isinstance(vectors, Vectors) else 0,
@@ -281,9 +284,9 @@ class GpuEmbeddingCache(EmbeddingCache):
         Arrays that come again, with other contents, are known by their identity; they are forgotten as they go.
         """
         into = out or {}
-        known = (out is None, *keys, *map(id, keys.values()), *into, *map(id, into.values()))
+        known = tuple(map(id, keys.values())), None if out is None else tuple(map(id, into.values()))
         prepared = self._remembered.get(known)
-        if prepared is None:
+        if prepared is None or prepared.names != (*keys, *into):
             prepared = self._prepare_new(keys, out)
             if hash(known) in self._seen and not prepared.copies and len(self._remembered) < _MAX_REMEMBERED:
                 forget = partial(_forget, weakref.ref(self), known)
@@ -310,7 +313,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         addresses = {"tables_address": self._tables_address, "readers_address": self._readers_address}
         launch = gpu.Launch(segments, geometry.tiles, **addresses)
         copies = [array for table, array in checked.items() if array is not keys[table]]
-        return _Prepared(geometry, launch, copies)
+        return _Prepared((*keys, *(out or ())), geometry, launch, copies)
 
     def _geometry(self, keys: Mapping[str, Any], out: Sequence[Any] | None) -> Geometry:
         """The geometry of checked arrays."""

@@ -77,6 +77,7 @@ class Missing(Mapping[str, Any]):
     def _positions(self, s: int) -> Any:
         tiles = self._geometry.tiles
         with self._stream:
-            words = self._bits[int(tiles.first[s]) : int(tiles.first[s + 1])]
-            bits = cupy.unpackbits(words.view(np.uint8), bitorder="little").reshape(-1, 32)[:, : tiles.keys_per_tile]
+            begin, end = 4 * int(tiles.first[s]), 4 * int(tiles.first[s + 1])
+            words = cupy.ndarray(end - begin, np.uint8, self._bits + begin)
+            bits = cupy.unpackbits(words, bitorder="little").reshape(-1, 32)[:, : tiles.keys_per_tile]
             return cupy.flatnonzero(bits.ravel()[: self._geometry.num_keys[s]])

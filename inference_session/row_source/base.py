@@ -21,6 +21,9 @@ _NOTHING_HELD = contextlib.nullcontext()
 class RowSource(ABC):
     """The rows of all tables of a model. Thread-safe."""
 
+    by_column = False
+    """Whether matrices of keys should be staged column by column: each look-up reads neighbours then."""
+
     @abstractmethod
     def look_up(self, segments: NDArray[np.void], num_keys: NDArray[np.int64], num_unknown: NDArray[np.int64]) -> None:
         """Answer SEGMENT records of so many keys each; num_unknown[s] receives the keys of segment s that were answered

@@ -98,6 +98,44 @@ def write_bags(version_dir: Path) -> None:
     _write(version_dir, spec, nodes, [TensorSpec("vectors", "float32", (-1, 4))], {"last": np.array([1])})
 
 
+def write_joined(version_dir: Path) -> None:
+    """Columns of a matrix of ids and a weighted bag side by side: `score` [samples, 1] is the sum of all, and of
+    `dense`.
+    """
+    spec = ModelSpec(
+        inputs=(
+            TensorSpec("ids", "int32", (-1, 3)),
+            TensorSpec("bag", "int64", (-1, 2)),
+            TensorSpec("factors", "float32", (-1, 2)),
+            TensorSpec("dense", "float32", (-1, 2)),
+        ),
+        outputs=(TensorSpec("score", "float32", (-1, 1)),),
+        tables=(_ITEM,),
+        lookups=(
+            LookupSpec("item", keys="ids", dense_input="vectors", columns=(0, 1), joined=True),
+            LookupSpec("item", keys="bag", dense_input="vectors", pooling="sum", weights="factors", joined=True),
+            LookupSpec("item", keys="ids", dense_input="vectors", columns=(1, 3), joined=True),
+        ),
+        labels=("score",),
+        label_outputs=("score",),
+    )
+    nodes = [
+        helper.make_node("Concat", ["vectors", "dense"], ["all"], axis=1),
+        helper.make_node("ReduceSum", ["all", "last"], ["score"], keepdims=1),
+    ]
+    _write(
+        version_dir, spec, nodes, [TensorSpec("vectors", "float32", (-1, 16)), spec.inputs[3]], {"last": np.array([1])}
+    )
+
+
+def joined_answer(
+    ids: NDArray[np.int32], bag: NDArray[np.int64], factors: NDArray[np.float32], dense: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """The scores of `write_joined`: float32 [samples, 1]."""
+    pooled = (TABLE[bag] * factors[..., None]).sum((1, 2))
+    return np.asarray((TABLE[ids].sum((1, 2)) + pooled + dense.sum(1))[:, None], np.float32)
+
+
 def write_types(version_dir: Path, *, strings: bool) -> None:
     """Booleans and halves, and strings if wanted, without any table: no predictions."""
     inputs = [TensorSpec("flag", "bool", (-1, 1)), TensorSpec("half", "float16", (-1, 1))]

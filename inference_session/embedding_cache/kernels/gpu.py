@@ -7,7 +7,8 @@ behind it alive until the stream has come so far.
 from __future__ import annotations
 
 import struct
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from inference_session.embedding_cache.kernels.gpu_layout import (
 
 THREADS = 256
 _WARPS = THREADS // 32
+_MANY_TILES, _FEW_THREADS = 2048, 64
 _RAW_REQUEST = np.dtype((np.void, REQUEST.itemsize))
 """A request without its fields: CuPy spells those out in a Python list whenever it is given any."""
 _ADDRESSES, _SEED_AND_FILL = struct.Struct("<qqq"), struct.Struct("<II")
@@ -67,8 +69,10 @@ class Launch:
             request[field] = address
         self.num_tiles = int(tiles.first[-1])
         few = len(segments) <= MAX_INLINE_SEGMENTS
-        self._kernel = _kernel("look_up" if few and not tiles.pooled else "look_up_and_pool")
-        self._grid = (-(-self.num_tiles // _WARPS),)
+        self._kernel = _kernel("look_up" if few and not tiles.pooled else "look_up_and_pool").kernel
+        # Small blocks spread a small request over all multiprocessors.
+        self._threads = THREADS if self.num_tiles >= _MANY_TILES else _FEW_THREADS
+        self._grid = (-(-self.num_tiles // (self._threads // 32)),)
         self._held: tuple[Any, ...] = ()
         self._uploaded: Any = None
         if not few:
@@ -102,13 +106,31 @@ class Launch:
             return
         if self._uploaded is not None:  # perhaps on another stream
             cupy.cuda.get_current_stream().wait_event(self._uploaded)
+        addresses = missing_bits_address, outputs_address, num_unknown_address
+        self._start(self._filled_in(segments, addresses, seed, fill))
+
+    def repeated(self, segments: NDArray[np.void] | None, num_unknown_address: int, stream: Any) -> Callable[[], None]:
+        """The same launch each time it is called: `run` of these arguments on that stream."""
+        if not self.num_tiles:
+            return _nothing
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
+        return partial(self._start, self._filled_in(segments, (0, 0, num_unknown_address), seed=0, fill=False), stream)
+
+    def _filled_in(
+        self, segments: NDArray[np.void] | None, addresses: tuple[int, int, int], seed: int, fill: bool
+    ) -> NDArray[np.void]:
         # The fields of a NumPy record take several times as long to write.
         request = bytearray(self._request)
-        _ADDRESSES.pack_into(request, _ADDRESSES_OFFSET, missing_bits_address, outputs_address, num_unknown_address)
+        _ADDRESSES.pack_into(request, _ADDRESSES_OFFSET, *addresses)
         if segments is not None:
             request[_SEGMENTS_OFFSET : _SEGMENTS_OFFSET + segments.nbytes] = segments.tobytes()
         _SEED_AND_FILL.pack_into(request, _SEED_OFFSET, seed, fill)
-        self._kernel(self._grid, (THREADS,), (np.ndarray((), _RAW_REQUEST, request),))
+        filled_in: NDArray[np.void] = np.ndarray((), _RAW_REQUEST, request)
+        return filled_in
+
+    def _start(self, request: NDArray[np.void], stream: Any = None) -> None:
+        self._kernel(self._grid, (self._threads,), (request,), stream=stream)
 
 
 class Writer:
@@ -158,6 +180,10 @@ class Writer:
         if self._num_slots:
             _run("dump", self._num_slots, self._index, keys, num_keys)
         return keys[: int(num_keys[0])].copy()
+
+
+def _nothing() -> None:
+    """A launch of no keys."""
 
 
 def _run(name: str, num_threads: int, *arguments: Any) -> None:

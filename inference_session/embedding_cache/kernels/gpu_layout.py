@@ -62,6 +62,7 @@ REQUEST = np.dtype(
 
 MAX_KEYS_PER_TILE = 32
 _MANY_KEYS, _FEW_KEYS_PER_TILE = 1 << 17, 8
+_VERY_FEW_KEYS, _LEAST_KEYS_PER_TILE = 1 << 12, 4
 _MOST_TILES = 2**31 - 1
 
 
@@ -80,7 +81,10 @@ def divide(segments: NDArray[np.void]) -> Tiles:
     """Tiles for these SEGMENT records. Small requests get small tiles, so that more warps work on them."""
     num_keys = segments["num_rows"] * segments["keys_per_row"]
     pooled = segments["pooling"] != PoolingCode.NONE
-    keys_per_tile = MAX_KEYS_PER_TILE if num_keys.sum() >= _MANY_KEYS else _FEW_KEYS_PER_TILE
+    total = num_keys.sum()
+    keys_per_tile = MAX_KEYS_PER_TILE if total >= _MANY_KEYS else _FEW_KEYS_PER_TILE
+    if total < _VERY_FEW_KEYS:
+        keys_per_tile = _LEAST_KEYS_PER_TILE
     num_tiles = np.where(pooled, segments["num_rows"], -(-num_keys // keys_per_tile))
     ends = np.cumsum(num_tiles)
     if len(ends) and max(ends[-1], num_keys.max()) > _MOST_TILES:

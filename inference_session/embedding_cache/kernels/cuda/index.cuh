@@ -28,7 +28,8 @@ struct Bucket {
   uint4 words[4];
 };
 
-// The index is asked to stay in the second-level cache, where rows that stream past would push it out.
+// The tags are asked to stay in the second-level cache, where rows that stream past would push them out. Not so the keys: of a
+// large table they would push out the tags.
 #if __CUDA_ARCH__ >= 800
 __device__ __forceinline__ u64 keeping_policy() {
   u64 policy;
@@ -50,26 +51,11 @@ __device__ __forceinline__ uint4 load_kept(const void* address, u64 policy) {
   }
   return value;
 }
-
-template <bool QUIET>
-__device__ __forceinline__ i64 load_kept_key(const i64* address, u64 policy) {
-  i64 value;
-  if constexpr (QUIET) {
-    asm volatile("ld.global.ca.L2::cache_hint.s64 %0, [%1], %2;" : "=l"(value) : "l"(address), "l"(policy));
-  } else {
-    asm volatile("ld.global.cg.L2::cache_hint.s64 %0, [%1], %2;" : "=l"(value) : "l"(address), "l"(policy));
-  }
-  return value;
-}
 #else
 __device__ __forceinline__ u64 keeping_policy() { return 0; }
 template <bool QUIET>
 __device__ __forceinline__ uint4 load_kept(const void* address, u64) {
   return __ldcg((const uint4*)address);
-}
-template <bool QUIET>
-__device__ __forceinline__ i64 load_kept_key(const i64* address, u64) {
-  return __ldcg(address);
 }
 #endif
 
@@ -109,8 +95,8 @@ __device__ __forceinline__ i64 find_slot(const Index& index, i64 key, u64 hashed
     matches &= matches - 1;
     const i64 second = matches != 0 ? bucket * SLOTS + __ffsll(matches) - 1 : first;
     matches &= matches - 1;
-    const i64 first_key = load_kept_key<QUIET>(index.keys + first, policy);
-    const i64 second_key = second != first ? load_kept_key<QUIET>(index.keys + second, policy) : first_key;
+    const i64 first_key = __ldcg(index.keys + first);
+    const i64 second_key = second != first ? __ldcg(index.keys + second) : first_key;
     if (first_key == key) return first;
     if (second_key == key) return second;
   }

@@ -5,15 +5,17 @@
 // half. Each block reports when it begins, which empties its multiprocessor's first-level cache as well, and when it ends.
 struct Reading {
   Readers* readers;
-  u64 epoch;
-  bool quiet;  // no row is written to before the block ends
+  u64 epoch = 0;
+  bool quiet = true;  // no row is written to before the block ends
 
-  __device__ __forceinline__ explicit Reading(Readers* all) : readers(all), epoch(0), quiet(true) {
+  __device__ __forceinline__ explicit Reading(Readers* all) : readers(all) {
+    if (readers != nullptr && threadIdx.x == 0) epoch = atomicAdd(&readers->arrivals, 1ull) >> 32;
+  }
+
+  // Nothing that a writer changes may be read before this.
+  __device__ __forceinline__ void wait() {
     if (readers == nullptr) return;
-    if (threadIdx.x == 0) {
-      epoch = atomicAdd(&readers->arrivals, 1ull) >> 32;
-      __threadfence();
-    }
+    if (threadIdx.x == 0) __threadfence();
     quiet = __syncthreads_or((int)(epoch & 1)) == 0;
   }
 
@@ -269,6 +271,7 @@ __device__ __forceinline__ u32 this_tile() { return blockIdx.x * (blockDim.x / L
 
 // For few segments, none of them pooled: these stay in the parameters' own memory.
 extern "C" __global__ void __launch_bounds__(256) look_up(const __grid_constant__ Request request) {
+  Reading reading(request.readers);
   const u32 tile = this_tile();
   const bool exists = tile < request.num_tiles;
   const u32 s = exists ? segment_of(request.few_tiles, request.num_segments, tile) : 0;
@@ -276,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(256) look_up(const __grid_constant_
   const Table& table = request.tables[segment.table];
   Asked asked;
   if (exists) asked = keys_of(request, segment, table.dim, tile, request.few_tiles[s]);
-  Reading reading(request.readers);
+  reading.wait();
   if (exists) {
     if (reading.quiet) look_up_keys<true>(request, segment, table, s, tile, asked, keeping_policy());
     else look_up_keys<false>(request, segment, table, s, tile, asked, keeping_policy());
@@ -304,6 +307,7 @@ __device__ __forceinline__ void look_up_tile(const Request& request, u32 tile) {
 // For any segments.
 extern "C" __global__ void __launch_bounds__(256) look_up_and_pool(const __grid_constant__ Request request) {
   Reading reading(request.readers);
+  reading.wait();
   const u32 tile = this_tile();
   if (tile < request.num_tiles) {
     if (reading.quiet) look_up_tile<true>(request, tile);
