@@ -66,11 +66,6 @@ class GpuContext:
         """Why the device can be used no more; None: it can."""
         return self._broken
 
-    @property
-    def is_current(self) -> bool:
-        """Whether what this thread launches runs on the device without further ado."""
-        return bool(cupy.cuda.runtime.getDevice() == self.device_id)
-
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """The device for launches on `stream` that are waited for, on memory that is known: a lean `request`.
@@ -82,7 +77,8 @@ class GpuContext:
             if self._broken is not None:
                 raise UnavailableError(self._broken)
             try:
-                yield
+                with self._made_current():
+                    yield
             except BaseException:
                 self.wait()  # where it was for a device that has failed, that is what there is to say
                 raise
@@ -120,6 +116,11 @@ class GpuContext:
                     memory.pinned.reset()
                     memory.device.reset()
                     heapq.heappush(self._free, memory)
+
+    def _made_current(self) -> contextlib.AbstractContextManager[object]:
+        """The device as what this thread launches on; as a rule it is, and to make it so takes as long as a launch."""
+        is_current = cupy.cuda.runtime.getDevice() == self.device_id
+        return contextlib.nullcontext() if is_current else cupy.cuda.Device(self.device_id)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
