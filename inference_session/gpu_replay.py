@@ -40,8 +40,8 @@ class _Replay(NamedTuple):
 
 
 class ReplayingForward(Forward):
-    """Keeps what batches do by their shapes. Where shapes do not say it all, as with lists of any length, batches are
-    computed anew each time.
+    """Keeps what batches do by their shapes. Where shapes do not say it all, as with lists of any length or inputs that
+    are no samples, batches are computed anew each time.
     """
 
     def __init__(
