@@ -3,7 +3,7 @@ launches follow, with nothing in between to be worked out again.
 
 A request leaves nothing behind in the memory it passes through (gpu_arena.py), so that all of one shape lie in the same
 places. What remains of the host's work is to copy the inputs, launch the look-up, run the network, wait, and copy the
-outputs: a third of the work of a batch that comes for the first time.
+outputs: about half of the work of a batch that comes for the first time.
 """
 
 from __future__ import annotations

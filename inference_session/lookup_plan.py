@@ -28,27 +28,16 @@ _NO_COUNTS = np.empty(0, np.int64)
 
 
 class PlacedKeys(NamedTuple):
-    """A batch's look-up, ready to run. Whatever the kernel reads by address is held here."""
+    """A batch's look-up, and where its results are. Whatever the kernel reads by address is held here."""
 
     segments: NDArray[np.void]
     num_keys: NDArray[np.int64]
     """Per look-up."""
     num_unknown: NDArray[np.int64]
-    """Zeros, to be counted up."""
-    vectors: dict[str, NDArray[np.float32]]
-    """The dense network's inputs, to be written."""
-    staged: list[Staged]
-
-
-class LookedUp(NamedTuple):
-    """What one batch's look-up gave."""
-
+    """Keys per look-up that were answered with the default vector; zeros until it is run."""
     vectors: dict[str, NDArray[np.float32]]
     """The dense network's inputs."""
-    num_keys: NDArray[np.int64]
-    """Keys per look-up."""
-    num_unknown: NDArray[np.int64]
-    """Keys per look-up that were answered with the default vector."""
+    staged: list[Staged]
 
 
 @dataclass(frozen=True)
@@ -108,14 +97,14 @@ class LookupPlan:
         self._irregular = [i for i, lookup in enumerate(spec.lookups) if not _is_regular(lookup, spec)]
         self._geometries: dict[Hashable, _Geometry] = {}
 
-    def run(self, batch: JoinedBatch) -> LookedUp:
+    def run(self, batch: JoinedBatch) -> PlacedKeys:
         """Look up all keys of a batch at once; raises what RowSource.look_up does."""
         if not self._lookups:
-            return LookedUp({}, _NO_COUNTS, _NO_COUNTS)
+            return PlacedKeys(np.empty(0, SEGMENT), _NO_COUNTS, _NO_COUNTS, {}, [])
         placed = self.place(batch)
         self._rows.look_up(placed.segments, placed.num_keys, placed.num_unknown)
         self.record(placed)
-        return LookedUp(placed.vectors, placed.num_keys, placed.num_unknown)
+        return placed
 
     def follows_shapes(self, computed: Collection[str]) -> bool:
         """Whether all is laid out alike in batches with the same number of samples, the same `shapes`, and the same
