@@ -352,6 +352,7 @@ class ParameterServer:
         with self._lock:
             tier.failures += 1
             tier.last_error = str(error)
+            tier.is_suspect = not is_out
             is_news = tier.failure is None if is_out else self._is_new(str(error))
             if is_out and is_news:
                 tier.begin_outage(str(error))
@@ -473,15 +474,19 @@ class ParameterServer:
 
     def _look_after(self, tier: Tier) -> None:
         """Bring a tier back if it answers; let one that is in use see what others have written."""
+        is_out = tier.is_suspect or tier.failure is not None
         try:
             if tier.failure is None:
+                if is_out:
+                    tier.store.check()
+                    is_out = tier.is_suspect = False
                 with self._writing if tier.store.lags else contextlib.nullcontext():
                     tier.store.refresh()
                 self._look_for_losses(tier)
             elif time.monotonic() >= tier.retry_at:
                 self._bring_back(tier)
         except (UnavailableError, StoreError) as error:
-            self._report(tier, error, leave_out=tier.failure is not None)
+            self._report(tier, error, leave_out=is_out)
 
     def _bring_back(self, tier: Tier) -> None:
         """Use a tier again that was out, without the rows that it has missed newer ones of."""

@@ -40,6 +40,8 @@ class Tier:
     """Why the tier is left out at the moment; None: it is in use."""
     last_error: str = ""
     """Of its last failure."""
+    is_suspect: bool = False
+    """It refused something: whether it refuses all, as after a change of passwords, is to be found out."""
     incarnation: str = ""
     """Of the store, when it was last looked after."""
     back_since: float = -math.inf
