@@ -5,6 +5,7 @@ Runs where there is a CUDA device: `make test PYTEST_ARGS="-m gpu"`.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,11 +20,12 @@ from onnx import TensorProto, helper
 
 from inference_session import InferenceSession
 from inference_session.batch import Request
-from inference_session.errors import InvalidRequestError
+from inference_session.errors import ConfigurationError, InvalidRequestError, UnavailableError
 from inference_session.formats.native import PREDICTIONS
 from inference_session.gpu_device import unusable_for_sessions
 from tests import small_model
 from tests.formats.onnx_model.models import import_model, model_of, table
+from tests.full_device import full_device
 from tests.integration import models
 
 Regular: TypeAlias = tuple[InferenceSession, Callable[..., Any]]
@@ -193,6 +195,33 @@ def engine_of(path: Path) -> Any:
     from inference_session.gpu_context import GpuContext
 
     return CudaEngine(path, num_threads=1, gpu=GpuContext(0), use_tf32=False)
+
+
+def test_a_device_without_memory_is_refused_or_left_alone(version: tuple[Path, small_model.Arrays]) -> None:
+    """Where others have taken it all, `cuda:0` says so, and `auto` serves from the processor."""
+    with full_device():
+        with pytest.raises(ConfigurationError, match=r"memory ran out on cuda:0, which has \d+ bytes free of \d+"):
+            InferenceSession.open(version[0], device="cuda:0")
+        with InferenceSession.open(version[0]) as session:
+            assert "gpu" not in session.stats()
+    with InferenceSession.open(version[0]) as session:
+        assert session.stats()["gpu"]["device"] == "cuda:0"
+
+
+@pytest.mark.parametrize("way", ["held", "request"])
+def test_a_launch_that_the_device_refuses_is_no_failure(way: str) -> None:
+    """Whoever needed it is told that it is unavailable; the next one is served."""
+    import cupy
+
+    from inference_session.gpu_context import GpuContext
+
+    context = GpuContext(0)
+    nothing = cupy.RawKernel('extern "C" __global__ void nothing() {}', "nothing")
+    for num_threads in (32, 1 << 20, 32):
+        refused = pytest.raises(UnavailableError, match="cuda:0 cannot answer this request: CUDA_ERROR")
+        with refused if num_threads > 1024 else contextlib.nullcontext(), getattr(context, way)():
+            nothing((1,), (num_threads,), ())
+    assert context.failure is None
 
 
 def test_strings_pass_through_a_network(tmp_path: Path) -> None:
