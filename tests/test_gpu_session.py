@@ -134,6 +134,31 @@ def test_each_request_gets_the_outputs_it_asked_for(regular: Regular) -> None:
             assert np.array_equal(values, answer(**inputs)[:, : 1 if name == first else None])
 
 
+def test_a_thread_that_comes_later_runs_without_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are known in the thread that recorded them alone; once it has ended, a new one may have its number."""
+    from inference_session.dense_engine import cuda_engine
+
+    graphs: list[str] = []
+    run = cuda_engine._run
+
+    def noted(session: Any, binding: Any, options: Any) -> None:
+        graphs.append(options.get_run_config_entry("gpu_graph_id"))
+        run(session, binding, options)
+
+    monkeypatch.setattr(cuda_engine, "_run", noted)
+    models.write_joined(tmp_path / "1")
+    with ThreadPoolExecutor(1) as pool:
+        session = pool.submit(InferenceSession.open, tmp_path / "1", device="cuda:0", warm_up_s=20).result()
+    assert len(set(graphs)) > 1
+    graphs.clear()
+    inputs = random_request(session, 64, np.random.default_rng(5))
+    for _ in range(10):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(session.run, inputs).result()
+    session.close()
+    assert set(graphs) == {"-1"}
+
+
 def test_unknown_rows_are_counted_in_each_batch(regular: Regular) -> None:
     """Each time anew, in the statistics of the session."""
     session, _ = regular
