@@ -6,6 +6,7 @@ pinned host memory, where the same kernel reads them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from inference_session.embedding_cache.gpu_memory import check_free, memory_chec
 from inference_session.embedding_cache.kernels import gpu
 from inference_session.embedding_cache.kernels.gpu_layout import GPU_TABLE
 from inference_session.embedding_cache.kernels.layout import VectorCode, address_of
-from inference_session.errors import SessionClosedError
+from inference_session.errors import SessionClosedError, UnavailableError
 from inference_session.gpu_context import GpuContext
 from inference_session.gpu_placement import bytes_on_device, placed_on_device
 from inference_session.gpu_source import GpuSource, Launches
@@ -108,11 +109,9 @@ class GpuRows(GpuSource, MappedRows):
         return {**super().stats(), "gpu": {**self._where}}
 
     def close(self) -> None:
-        """See RowSource."""
+        """See RowSource. A GPU that has failed gives nothing back, but to the end of the process."""
         super().close()
-        if self._context.failure is not None:
-            return  # nothing can be given back, but to the end of the process
-        with self._context.request():
+        with contextlib.suppress(UnavailableError), self._context.request():
             for base in self._bases:
                 base.close()
             # What follows this version on the device has all of the memory.

@@ -325,14 +325,16 @@ def test_unknown_keys_are_counted(version: tuple[Path, small_model.Arrays]) -> N
 
 
 def test_a_failed_device_answers_no_more(version: tuple[Path, small_model.Arrays]) -> None:
-    """After an illegal access on the device each request is told that it is unavailable, and readiness says why."""
+    """After an illegal access on the device each request is told that it is unavailable, and readiness says why; all
+    sessions can be closed.
+    """
     script = f"""
 import numpy as np
 import cupy
 from inference_session import InferenceSession
 from inference_session.errors import UnavailableError
 from tests import small_model
-session = InferenceSession.open({str(version[0])!r}, device="cuda:0")
+session, other = (InferenceSession.open({str(version[0])!r}, device="cuda:0") for _ in range(2))
 inputs = small_model.random_inputs(4, np.random.default_rng(0))
 session.run(inputs)
 assert session.failure is None
@@ -346,6 +348,7 @@ for _ in range(3):
         raise AssertionError("answered")
 assert "cuda:0 has failed" in session.failure
 session.close()
+other.close()  # which has not heard of it
 print("all as expected", flush=True)
 import os
 os._exit(0)
