@@ -491,7 +491,8 @@ class ParameterServer:
             for table in list(tier.unwritten):
                 tier.drop_unwritten(table)
             # Before anybody can find it failing once more, so that the log has things in their order.
-            _log.info("tier %s of the parameter server answers again", tier.name)
+            # A warning like the one that it ends: whoever was shown that has to see this.
+            _log.warning("tier %s of the parameter server answers again", tier.name)
             with self._lock:
                 tier.failure, tier.back_since = None, time.monotonic()
 
