@@ -48,6 +48,8 @@ class Tier:
     """Why the tier is left out at the moment; None: it is in use."""
     last_error: str = ""
     """Of its last failure."""
+    is_suspect: bool = False
+    """It refused something: whether it refuses all, as after a change of passwords, is to be found out."""
     incarnation: str = ""
     """Of the store, when it was last looked after."""
     back_since: float = -math.inf
@@ -98,6 +100,7 @@ class Tier:
         with self._lock:
             self.failures += 1
             self.last_error = str(error)
+            self.is_suspect = not is_out
             is_news = self.failure is None if is_out else self._is_new(str(error))
             if is_out and is_news:
                 self.begin_outage(str(error))
@@ -123,7 +126,8 @@ class Tier:
     def end_outage(self) -> None:
         """Use the tier again."""
         # Logged before anybody can find it failing once more, so that the log has things in their order.
-        _log.info("tier %s of the parameter server answers again", self.name)
+        # A warning like the one that it ends: whoever was shown that has to see this.
+        _log.warning("tier %s of the parameter server answers again", self.name)
         with self._lock:
             self.failure, self.back_since = None, time.monotonic()
 

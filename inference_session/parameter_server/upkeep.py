@@ -150,15 +150,19 @@ class Upkeep:
 
     def _look_after(self, tier: Tier) -> None:
         """Bring a tier back if it answers; let one that is in use see what others have written."""
+        is_out = tier.is_suspect or tier.failure is not None
         try:
             if tier.failure is None:
+                if is_out:
+                    tier.store.check()
+                    is_out = tier.is_suspect = False
                 with self._writing if tier.store.lags else contextlib.nullcontext():
                     tier.store.refresh()
                 self._look_for_losses(tier)
             elif time.monotonic() >= tier.retry_at:
                 self._bring_back(tier)
         except (UnavailableError, StoreError) as error:
-            tier.report(error, leave_out=tier.failure is not None)
+            tier.report(error, leave_out=is_out)
 
     def _bring_back(self, tier: Tier) -> None:
         """Use a tier again that was out, without the rows that it has missed newer ones of."""
