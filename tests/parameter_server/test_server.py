@@ -215,6 +215,32 @@ def test_a_tier_that_is_down_is_left_out_and_comes_back(
     assert stack.tier("volatile")["hits"] == before + 200  # type: ignore[operator]
 
 
+def test_a_tier_that_refuses_all_is_left_out(make: Callable[..., Stack], caplog: pytest.LogCaptureFixture) -> None:
+    """As a Redis does whose password was changed: it is down until it lets us in, each time anew."""
+    stack = make()
+    for times in (1, 2):
+        stack.faults["volatile"] = StoreError("WRONGPASS")
+        assert stack.fetch(KEYS)[0].all()
+        wait_until(lambda: stack.tier("volatile")["failure"] == "WRONGPASS", "the tier to be left out")
+        assert caplog.text.count("WRONGPASS") >= times
+        del stack.faults["volatile"]
+        wait_until(lambda: stack.tier("volatile")["failure"] is None, "the tier to come back")
+
+
+def test_a_tier_that_refuses_one_thing_stays(make: Callable[..., Stack]) -> None:
+    """What is wrong with one table's rows keeps no other's from being found."""
+    stack = make()
+    refusing = FaultStore(stack.volatile, lambda verb: StoreError("WRONGTYPE") if verb == "fetch_many" else None)
+    tier = Tier("volatile", refusing, volatile=True)
+    server = ParameterServer([tier, Tier("persistent", stack.persistent)])
+    for _ in range(2):
+        assert server.fetch([FetchRequest("user", KEYS, np.empty((200, 4), np.float32))])[0].all()
+        wait_until(lambda: not tier.is_suspect, "the tier to be asked")
+    assert tier.failure is None
+    assert tier.outages == 0
+    server.close()
+
+
 def test_keys_that_a_dead_tier_may_have_are_counted_or_refused(make: Callable[..., Stack]) -> None:
     """With default vectors they are not found and counted; with `error` the request is UNAVAILABLE."""
     stack = make()
