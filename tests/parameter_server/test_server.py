@@ -16,6 +16,7 @@ from inference_session.errors import SessionClosedError, StoreError, TableNotFou
 from inference_session.parameter_server import pending
 from inference_session.parameter_server import server as server_module
 from inference_session.parameter_server import tier as tier_module
+from inference_session.parameter_server import upkeep as upkeep_module
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
 from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.namespace import Namespace
@@ -56,7 +57,7 @@ class Stack:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stack]]:
-    monkeypatch.setattr(server_module, "ROUND_INTERVAL_S", 0.02)
+    monkeypatch.setattr(upkeep_module, "ROUND_INTERVAL_S", 0.02)
     monkeypatch.setattr(tier_module, "MIN_RETRY_PAUSE_S", 0.02)
     stacks: list[Stack] = []
 
@@ -319,7 +320,7 @@ def test_a_tier_that_takes_no_rows_is_still_read(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A read-only or full Redis stays in use; that it refuses promotions is logged once, however often it does."""
-    monkeypatch.setattr(server_module, "PAUSE_S", 0.0)
+    monkeypatch.setattr(tier_module, "PAUSE_S", 0.0)
     volatile, persistent = MemoryStore(DIMS), MemoryStore(DIMS)
     volatile.insert("user", KEYS[:10], VECTORS[:10])
     persistent.insert("user", KEYS, VECTORS)
@@ -417,7 +418,7 @@ def test_any_sequence_with_outages_answers_as_a_dictionary(steps: list[tuple[str
                 stack.faults["volatile"] = UnavailableError("gone")
             elif verb == "mend":
                 stack.faults.pop("volatile", None)
-                stack.server._look_after(stack.server._tiers[0])
+                stack.server.refresh()
             found, out = stack.fetch(array)
             assert found.tolist() == [key in rows for key in keys]
             expected = np.array([rows.get(key, np.float32(-7777)) for key in keys], np.float32)
@@ -428,7 +429,7 @@ def test_any_sequence_with_outages_answers_as_a_dictionary(steps: list[tuple[str
 
 def test_redis_over_rocksdb_survives_the_death_of_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed, empty after a restart, stopped and continued: every answer is right, and Redis fills up again."""
-    monkeypatch.setattr(server_module, "ROUND_INTERVAL_S", 0.05)
+    monkeypatch.setattr(upkeep_module, "ROUND_INTERVAL_S", 0.05)
     url, namespace = f"rocksdb://{tmp_path}/db", Namespace("ctr", "1")
     with create_store(url, namespace, DIMS, writable=True) as writer:
         writer.insert("user", KEYS, VECTORS)
