@@ -152,6 +152,7 @@ class TritonServer:
             if not self._has_ended():
                 self._watchdog.look()
             elif self._was_taken_down():
+                self._watchdog.lose_all()
                 self._restart()
                 self._watchdog.reload_all()
             else:
