@@ -62,6 +62,8 @@ class Outputs:
     def predictions(self, computed: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
         """All tasks side by side: float32 [samples, number of labels]."""
         columns = [computed[name] for name in self._label_outputs]
+        if not len(columns[0]):  # whose own sizes may be open
+            return np.empty((0, self._num_labels), np.float32)
         parts = [c.reshape(len(c), math.prod(c.shape[1:])).astype(np.float32, copy=False) for c in columns]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 

@@ -513,6 +513,17 @@ def test_sizes_of_minus_one_are_open(tmp_path: Path) -> None:
     assert report.spec.inputs[0].shape == (-1, 2)
 
 
+def test_predictions_of_no_samples(tmp_path: Path) -> None:
+    """They have a column per label, whatever the exporter says of the output."""
+    model = model_of("g (int64[n] ids) => (float[n, width] y) { y = Gather(t, ids) }", {"t": table()})
+
+    report = import_model(tmp_path, model)
+
+    with InferenceSession.open(report.version_dir) as session:
+        assert session.predict({"ids": KEYS[0]}).shape == (2, 4)
+        assert session.predict({"ids": KEYS[0, :0]}).shape == (0, 4)
+
+
 DLRM = """g (float[batch, 4] dense, int64[2, batch] offsets, int64[n] keys) => (float[batch, 4] y) {
     z = Constant <value = int64 {0}> ()  first = Gather <axis=0> (offsets, z)
     picked = Gather (keys, first)  v = Gather (t, picked)  y = Add (dense, v) }"""
