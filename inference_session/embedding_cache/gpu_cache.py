@@ -29,7 +29,6 @@ from inference_session.embedding_cache.base import (
 )
 from inference_session.embedding_cache.base_rows import BaseRows, check_base
 from inference_session.embedding_cache.gpu_budget import (
-    ALIGNMENT,
     aligned,
     buckets_per_table,
     buckets_to_hold,
@@ -43,6 +42,7 @@ from inference_session.embedding_cache.kernels.gpu_layout import (
     EVENTS,
     GPU_TABLE,
     INDEX,
+    READERS_BYTES,
     ROWS,
     SLOTS,
     divide,
@@ -233,7 +233,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         self._memory = cupy.cuda.MemoryPointer(cupy.cuda.Memory(total), 0)
         self._memory.memset_async(0, self._fixed_bytes)
         self._readers_address: int = self._memory.ptr
-        self._events_address: int = self._memory.ptr + ALIGNMENT
+        self._events_address: int = self._memory.ptr + aligned(READERS_BYTES)
         self._tables_address = self._events_address + aligned(len(sizes) * len(EVENTS) * 8)
         self._records = np.zeros(len(sizes), GPU_TABLE)
         offset = self._fixed_bytes
@@ -284,7 +284,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         Arrays that come again, with other contents, are known by their identity; they are forgotten as they go.
         """
         into = out or {}
-        known = tuple(map(id, keys.values())), None if out is None else tuple(map(id, into.values()))
+        known = (out is None, *map(id, keys.values()), *map(id, into.values()))
         prepared = self._remembered.get(known)
         if prepared is None or prepared.names != (*keys, *into):
             prepared = self._prepare_new(keys, out)

@@ -8,6 +8,7 @@ using u64 = unsigned long long;
 constexpr int LANES = 32;
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr int MAX_INLINE_SEGMENTS = 32;
+constexpr u32 READERS = 16;
 
 enum VectorCode { FLOAT32 = 0, FLOAT16 = 1, INT8 = 2 };
 enum PoolingCode { NONE = 0, SUM = 1, MEAN = 2, MAX = 3 };
@@ -59,8 +60,8 @@ struct Segment {
 };
 
 // Look-ups under way, in blocks. Rows are written to in odd epochs only. Arrivals hold the epoch in the upper half, and in the
-// lower how many arrived in it.
-struct Readers {
+// lower how many arrived in it. There are READERS of them, far apart, so that blocks need not queue to be counted.
+struct alignas(64) Readers {
   u64 arrivals;
   u64 departures[2];  // of even and odd epochs
   u64 late;           // how many arrived in the odd epoch before this even one
