@@ -63,8 +63,6 @@ _INT64, _INT32, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.f
 class _Prepared(NamedTuple):
     """A look-up of certain arrays, ready to launch."""
 
-    names: Sequence[str]
-    """Of the keys, then of the outputs."""
     geometry: Geometry
     launch: gpu.Launch
     copies: Sequence[Any]
@@ -141,24 +139,10 @@ class GpuEmbeddingCache(EmbeddingCache):
         """
         if self._closed:
             raise SessionClosedError("the embedding cache has been closed")
-        with self._on_device():
-            prepared, vectors = self._prepare(keys, out)
-            geometry, launch = prepared.geometry, prepared.launch
-            stream = cupy.cuda.get_current_stream()
-            bits = cupy.cuda.alloc(launch.num_tiles * _WORD_BYTES)
-            with self._count_lock:
-                if self._closed:  # since it was looked at above; after the launch `close` waits for it
-                    raise SessionClosedError("the embedding cache has been closed")
-                launch.run(
-                    missing_bits_address=bits.ptr,
-                    seed=next(self._seeds) & 0xFFFFFFFF,
-                    fill=out is None,
-                    outputs_address=vectors.address if isinstance(vectors, Vectors) else 0,
-                )
-                geometry.num_calls += 1
-            if wait:
-                stream.synchronize()
-        return LookupResult(vectors, Missing(geometry, bits, stream))
+        if cupy.cuda.runtime.getDevice() == self.device.id:  # switching costs more than the launch
+            return self._look_up(keys, out, wait)
+        with self.device:
+            return self._look_up(keys, out, wait)
 
     def insert(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
         """See EmbeddingCache. On CuPy's current stream, after the writes before; the host does not wait for it."""
@@ -271,22 +255,37 @@ class GpuEmbeddingCache(EmbeddingCache):
         place = self._memory + (self._tables_address - self._memory.ptr)
         cupy.ndarray(num_bytes, np.uint8, place).set(self._records.view(np.uint8).reshape(-1))
 
-    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Nothing, where this device is the current one already: switching costs more than a look-up's launch."""
-        current = cupy.cuda.runtime.getDevice() == self.device.id
-        return contextlib.nullcontext() if current else self.device
+    def _look_up(self, keys: Mapping[str, ArrayLike], out: Mapping[str, Any] | None, wait: bool) -> LookupResult:
+        prepared, vectors = self._prepare(keys, out)
+        geometry, launch = prepared.geometry, prepared.launch
+        stream = cupy.cuda.get_current_stream()
+        bits = cupy.cuda.alloc(launch.num_tiles * _WORD_BYTES)
+        with self._count_lock:
+            if self._closed:  # since `lookup` began; after the launch `close` waits for it
+                raise SessionClosedError("the embedding cache has been closed")
+            launch.run(
+                missing_bits_address=bits.ptr,
+                seed=next(self._seeds) & 0xFFFFFFFF,
+                fill=out is None,
+                outputs_address=vectors.address if isinstance(vectors, Vectors) else 0,
+            )
+            geometry.num_calls += 1
+        if wait:
+            stream.synchronize()
+        return LookupResult(vectors, Missing(geometry, bits, stream))
 
     def _prepare(
         self, keys: Mapping[str, ArrayLike], out: Mapping[str, Any] | None
     ) -> tuple[_Prepared, Mapping[str, Any]]:
         """What to launch, and the arrays that take the vectors.
 
-        Arrays that come again, with other contents, are known by their identity; they are forgotten as they go.
+        Arrays that come again under the same names, with other contents, are known by their identity; they are
+        forgotten as they go.
         """
         into = out or {}
-        known = (out is None, *map(id, keys.values()), *map(id, into.values()))
+        known = (out is None, len(keys), *keys, *into, *map(id, keys.values()), *map(id, into.values()))
         prepared = self._remembered.get(known)
-        if prepared is None or prepared.names != (*keys, *into):
+        if prepared is None:
             prepared = self._prepare_new(keys, out)
             if hash(known) in self._seen and not prepared.copies and len(self._remembered) < _MAX_REMEMBERED:
                 forget = partial(_forget, weakref.ref(self), known)
@@ -313,7 +312,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         addresses = {"tables_address": self._tables_address, "readers_address": self._readers_address}
         launch = gpu.Launch(segments, geometry.tiles, **addresses)
         copies = [array for table, array in checked.items() if array is not keys[table]]
-        return _Prepared((*keys, *(out or ())), geometry, launch, copies)
+        return _Prepared(geometry, launch, copies)
 
     def _geometry(self, keys: Mapping[str, Any], out: Sequence[Any] | None) -> Geometry:
         """The geometry of checked arrays."""
