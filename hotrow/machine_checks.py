@@ -20,7 +20,7 @@ import numpy as np
 from hotrow.units import counted, in_units
 from inference_session.available_memory import available_bytes
 from inference_session.errors import ConfigurationError, HotrowError
-from inference_session.formats.native import SESSION_FILE, TABLES_FOLDER, ModelSpec
+from inference_session.formats.native import INDEX_FILE, KEY_FILE, SESSION_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec
 from inference_session.model_source import is_url
 from inference_session.sizing.memory import PROCESS_BYTES, MemoryItem, bytes_in, memory_items
 from triton_backend.in_place import InPlaceModel, in_place_backend, read_model_folder
@@ -309,8 +309,8 @@ def _permissions(repository: Path) -> Iterator[Finding]:
     paths = [repository, *repository.rglob("*")]
     closed = [path for path in paths if not _may(path, os.R_OK | (os.X_OK if path.is_dir() else 0))]
     # HugeCTR's own folders get none: what serves is a copy.
-    keys = [path for path in paths if path.name == "key" and path.parent.parent.name == TABLES_FOLDER]
-    tables = [path.parent for path in keys if not (path.parent / "index").exists()]
+    keys = [path for path in paths if path.name == KEY_FILE and path.parent.parent.name == TABLES_FOLDER]
+    tables = [path.parent for path in keys if not (path.parent / INDEX_FILE).exists()]
     unwritable = [folder for folder in tables if not _may(folder, os.W_OK)]
     if closed:
         message = f"{closed[0]} cannot be read by user {os.geteuid()}{_others(closed)}"
@@ -363,7 +363,7 @@ def _needs_in_place(found: InPlaceModel) -> _Needs:
     """Of HugeCTR's files, which are only looked for: what a load makes of them takes about as much."""
     settings = found.ps_json.session_settings(found.model) | dict(found.session_settings)
     sources = found.model.sparse_files
-    files = [Path(source, name) for source in sources if not is_url(source) for name in ("key", "emb_vector")]
+    files = [Path(source, name) for source in sources if not is_url(source) for name in (KEY_FILE, VECTOR_FILE)]
     items = [
         MemoryItem("files", "page cache", sum(file.stat().st_size for file in files), 1),
         MemoryItem("program", "process", PROCESS_BYTES, 1),

@@ -19,13 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import ConfigurationError
-from inference_session.formats.native import ModelSpec
+from inference_session.formats.native import KEY_FILE, VECTOR_FILE, ModelSpec
 from inference_session.formats.staging import stage_folder
 from inference_session.model_source import Copy, create_source, is_url
 from inference_session.model_source.create import split_place
 from inference_session.model_source.fetch import cache_folder
 from inference_session.model_source.transfer import Progress
-from inference_session.parameter_server.table_file import KEY_FILE, VECTOR_FILE
 from inference_session.row_source import RowSource
 
 _ROWS_PER_CHUNK = 1 << 16

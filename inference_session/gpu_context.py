@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 import cupy
 import numpy as np
 from cupy.cuda.memory import OutOfMemoryError
+from cupy_backends.cuda.api.driver import CUDADriverError
 from cupy_backends.cuda.api.runtime import CUDARuntimeError
 from numpy.typing import NDArray
 
 from inference_session.embedding_cache.base_rows import pinned_empty
+from inference_session.embedding_cache.gpu_memory import memory_checked
 from inference_session.errors import UnavailableError
 from inference_session.gpu_arena import Arena
 
@@ -30,6 +32,8 @@ _lock = threading.RLock()
 """Of all GPUs: while one session records a CUDA graph, no other of this process may allocate device memory on any
 GPU. Sessions on several GPUs take turns therefore, unless each has a process of its own, as under Triton.
 """
+_DEVICE_ERRORS = (OutOfMemoryError, CUDARuntimeError, CUDADriverError)
+"""What CuPy raises where a device cannot do what it is asked, the last of them for launches."""
 _log = logging.getLogger(__name__)
 
 
@@ -51,10 +55,11 @@ class GpuContext:
     """
 
     def __init__(self, device_id: int) -> None:
+        """ConfigurationError where the device has no memory left."""
         self.device_id = device_id
         self._broken: str | None = None
         self._is_open = False
-        with self.opening, cupy.cuda.Device(device_id):
+        with self.opening, cupy.cuda.Device(device_id), memory_checked(device_id, "free some, or take another device"):
             self.stream = cupy.cuda.Stream(non_blocking=True)
             self._memory = _allocate_memory(0)
         self._free = [self._memory]
@@ -79,8 +84,10 @@ class GpuContext:
             try:
                 with self._made_current():
                     yield
-            except BaseException:
+            except BaseException as error:
                 self.wait()  # where it was for a device that has failed, that is what there is to say
+                if isinstance(error, _DEVICE_ERRORS):
+                    raise self._unanswerable(error) from error
                 raise
 
     @contextlib.contextmanager
@@ -105,9 +112,8 @@ class GpuContext:
                 with cupy.cuda.Device(self.device_id), self.stream:
                     self._memory = memory = self._take_memory()
                     yield
-            except (OutOfMemoryError, CUDARuntimeError) as error:
-                _log.warning("cuda:%s cannot answer a request: %s", self.device_id, error)
-                raise UnavailableError(f"cuda:{self.device_id} cannot answer this request: {error}") from error
+            except _DEVICE_ERRORS as error:
+                raise self._unanswerable(error) from error
             finally:
                 self._is_open = False
                 # What ended a request early may be another sign of the device's failure, which counts then.
@@ -116,6 +122,11 @@ class GpuContext:
                     memory.pinned.reset()
                     memory.device.reset()
                     heapq.heappush(self._free, memory)
+
+    def _unanswerable(self, error: BaseException) -> UnavailableError:
+        """What to raise where the device cannot do what a request needs."""
+        _log.warning("cuda:%s cannot answer a request: %s", self.device_id, error)
+        return UnavailableError(f"cuda:{self.device_id} cannot answer this request: {error}")
 
     def _made_current(self) -> contextlib.AbstractContextManager[object]:
         """The device as what this thread launches on; as a rule it is, and to make it so takes as long as a launch."""

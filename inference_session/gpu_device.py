@@ -28,7 +28,13 @@ def open_gpu(device: str) -> GpuContext | None:
     device_id = 0 if device == "auto" else require_gpu(device)
     from inference_session.gpu_context import GpuContext
 
-    return GpuContext(device_id)
+    try:
+        return GpuContext(device_id)
+    except ConfigurationError as error:
+        if device != "auto":
+            raise
+        _log.warning("device auto: on the CPU: %s", error)
+        return None
 
 
 def unusable_for_sessions(device_id: int) -> str | None:

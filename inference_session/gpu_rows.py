@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cupy
@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.embedding_cache.base_rows import BaseRows
-from inference_session.embedding_cache.gpu_cache import check_free
+from inference_session.embedding_cache.gpu_memory import check_free, memory_checked
 from inference_session.embedding_cache.kernels import gpu
 from inference_session.embedding_cache.kernels.gpu_layout import GPU_TABLE
 from inference_session.embedding_cache.kernels.layout import VectorCode, address_of
-from inference_session.errors import ConfigurationError, SessionClosedError
+from inference_session.errors import SessionClosedError, UnavailableError
 from inference_session.gpu_context import GpuContext
 from inference_session.gpu_placement import bytes_on_device, placed_on_device
 from inference_session.gpu_source import GpuSource, Launches
@@ -59,7 +59,7 @@ class GpuRows(GpuSource, MappedRows):
         self._gpu_records: Any
         with cupy.cuda.Device(context.device_id), context.stream:
             gpu.compile_kernels()
-            with _memory_checked(context.device_id):
+            with memory_checked(context.device_id, "free some, or set cache_bytes, so that tables stay in host memory"):
                 self._bases = _upload(tables, _budget(tables, cache_bytes, context.device_id))
                 self._gpu_records = self._describe(tables)
             self._launches = Launches(self._gpu_records.data.ptr)
@@ -109,11 +109,9 @@ class GpuRows(GpuSource, MappedRows):
         return {**super().stats(), "gpu": {**self._where}}
 
     def close(self) -> None:
-        """See RowSource."""
+        """See RowSource. A GPU that has failed gives nothing back, but to the end of the process."""
         super().close()
-        if self._context.failure is not None:
-            return  # nothing can be given back, but to the end of the process
-        with self._context.request():
+        with contextlib.suppress(UnavailableError), self._context.request():
             for base in self._bases:
                 base.close()
             # What follows this version on the device has all of the memory.
@@ -134,19 +132,6 @@ class GpuRows(GpuSource, MappedRows):
             record["embedding_dim"] = len(default)
             record["default_address"] = self._defaults.data.ptr + 4 * begin
         return cupy.asarray(records.view(np.uint8).reshape(-1))
-
-
-@contextlib.contextmanager
-def _memory_checked(device_id: int) -> Iterator[None]:
-    """ConfigurationError where device memory runs out after all, for instance as somebody else takes it meanwhile."""
-    try:
-        yield
-    except cupy.cuda.memory.OutOfMemoryError as error:
-        free, total = cupy.cuda.runtime.memGetInfo()
-        raise ConfigurationError(
-            f"cuda:{device_id} has {free} bytes free of {total}, too few for the tables and their indexes ({error}):"
-            " free some, or set cache_bytes, so that tables stay in host memory"
-        ) from error
 
 
 def _budget(tables: Sequence[TableFile], cache_bytes: int | None, device_id: int) -> int:

@@ -300,7 +300,7 @@ class HPS:
         Args:
             keys: int64 [n].
             table_id: the table's place in the model's `sparse_files`, from 0.
-            device_id: without effect: look-ups run on the CPU.
+            device_id: without effect: look-ups run where the rows of the model are.
 
         Raises:
             ConfigurationError, TableNotFoundError: no such model, or it has no such table.

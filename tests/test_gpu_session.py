@@ -5,6 +5,7 @@ Runs where there is a CUDA device: `make test PYTEST_ARGS="-m gpu"`.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,11 +20,12 @@ from onnx import TensorProto, helper
 
 from inference_session import InferenceSession
 from inference_session.batch import Request
-from inference_session.errors import InvalidRequestError
+from inference_session.errors import ConfigurationError, InvalidRequestError, UnavailableError
 from inference_session.formats.native import PREDICTIONS
 from inference_session.gpu_device import unusable_for_sessions
 from tests import small_model
 from tests.formats.onnx_model.models import import_model, model_of, table
+from tests.full_device import full_device
 from tests.integration import models
 
 Regular: TypeAlias = tuple[InferenceSession, Callable[..., Any]]
@@ -132,6 +134,31 @@ def test_each_request_gets_the_outputs_it_asked_for(regular: Regular) -> None:
             assert np.array_equal(values, answer(**inputs)[:, : 1 if name == first else None])
 
 
+def test_a_thread_that_comes_later_runs_without_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are known in the thread that recorded them alone; once it has ended, a new one may have its number."""
+    from inference_session.dense_engine import cuda_engine
+
+    graphs: list[str] = []
+    run = cuda_engine._run
+
+    def noted(session: Any, binding: Any, options: Any) -> None:
+        graphs.append(options.get_run_config_entry("gpu_graph_id"))
+        run(session, binding, options)
+
+    monkeypatch.setattr(cuda_engine, "_run", noted)
+    models.write_joined(tmp_path / "1")
+    with ThreadPoolExecutor(1) as pool:
+        session = pool.submit(InferenceSession.open, tmp_path / "1", device="cuda:0", warm_up_s=20).result()
+    assert len(set(graphs)) > 1
+    graphs.clear()
+    inputs = random_request(session, 64, np.random.default_rng(5))
+    for _ in range(10):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(session.run, inputs).result()
+    session.close()
+    assert set(graphs) == {"-1"}
+
+
 def test_unknown_rows_are_counted_in_each_batch(regular: Regular) -> None:
     """Each time anew, in the statistics of the session."""
     session, _ = regular
@@ -193,6 +220,33 @@ def engine_of(path: Path) -> Any:
     from inference_session.gpu_context import GpuContext
 
     return CudaEngine(path, num_threads=1, gpu=GpuContext(0), use_tf32=False)
+
+
+def test_a_device_without_memory_is_refused_or_left_alone(version: tuple[Path, small_model.Arrays]) -> None:
+    """Where others have taken it all, `cuda:0` says so, and `auto` serves from the processor."""
+    with full_device():
+        with pytest.raises(ConfigurationError, match=r"memory ran out on cuda:0, which has \d+ bytes free of \d+"):
+            InferenceSession.open(version[0], device="cuda:0")
+        with InferenceSession.open(version[0]) as session:
+            assert "gpu" not in session.stats()
+    with InferenceSession.open(version[0]) as session:
+        assert session.stats()["gpu"]["device"] == "cuda:0"
+
+
+@pytest.mark.parametrize("way", ["held", "request"])
+def test_a_launch_that_the_device_refuses_is_no_failure(way: str) -> None:
+    """Whoever needed it is told that it is unavailable; the next one is served."""
+    import cupy
+
+    from inference_session.gpu_context import GpuContext
+
+    context = GpuContext(0)
+    nothing = cupy.RawKernel('extern "C" __global__ void nothing() {}', "nothing")
+    for num_threads in (32, 1 << 20, 32):
+        refused = pytest.raises(UnavailableError, match="cuda:0 cannot answer this request: CUDA_ERROR")
+        with refused if num_threads > 1024 else contextlib.nullcontext(), getattr(context, way)():
+            nothing((1,), (num_threads,), ())
+    assert context.failure is None
 
 
 def test_strings_pass_through_a_network(tmp_path: Path) -> None:
@@ -313,7 +367,7 @@ def test_sessions_on_all_gpus_at_once(version: tuple[Path, small_model.Arrays]) 
 @pytest.mark.parametrize("model", ["small", "ctr"])
 def test_a_failed_device_answers_no_more(model: str, tmp_path: Path) -> None:
     """After an illegal access on the device each request is told that it is unavailable, and readiness says why:
-    where batches are computed anew, and where they are replayed.
+    where batches are computed anew, and where they are replayed. All sessions can be closed.
     """
     directory = tmp_path / "1"
     if model == "small":
@@ -328,7 +382,7 @@ import cupy
 from inference_session import InferenceSession
 from inference_session.errors import UnavailableError
 from tests import small_model
-session = InferenceSession.open({str(directory)!r}, device="cuda:0")
+session, other = (InferenceSession.open({str(directory)!r}, device="cuda:0") for _ in range(2))
 inputs = {inputs}
 for _ in range(5):
     session.run(inputs)
@@ -343,6 +397,7 @@ for _ in range(3):
         raise AssertionError("answered")
 assert "cuda:0 has failed" in session.failure
 session.close()
+other.close()  # which has not heard of it
 print("all as expected", flush=True)
 import os
 os._exit(0)

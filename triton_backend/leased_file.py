@@ -55,8 +55,12 @@ class LeasedFile:
         """A new file under our name: its handle, and whether it could be leased."""
         staged = self._path.with_name(f".tmp-{self._path.name}")
         handle = os.open(staged, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        _write(handle, self._text)
-        is_leased = _take_lease(handle)
+        try:
+            _write(handle, self._text)
+            is_leased = _take_lease(handle)
+        except OSError:  # the disk is full; it is tried again every few milliseconds
+            os.close(handle)
+            raise
         with contextlib.suppress(OSError):  # the source may be gone
             _copy_time(self._source, staged)
         staged.replace(self._path)

@@ -3,11 +3,13 @@
 A call into Triton's metrics costs tens of microseconds, so a thread compares the session's counters with what it
 reported last, twice a second; requests pay nothing. Two generations of one version (a reload in place) have equal
 labels and share one counter, which goes on. Metrics are never deleted: the server crashes when one generation uses
-a counter that the other has deleted, and an increment fails once its family is gone.
+a counter that the other has deleted, an increment fails once its family is gone, and a process that deletes them as it
+ends crashes itself, having left the server before.
 """
 
 from __future__ import annotations
 
+import ctypes
 import resource
 import threading
 import time
@@ -80,15 +82,10 @@ _GAUGES = {
     "version_info": ("hotrow_model_version_info", "1 while this version is loaded"),
 }
 
-_restarts: list[Any] = []
-"""The family: a metric fails once it is gone."""
-
 
 def count_restarts(config: Mapping[str, Any], model: str) -> None:
     """Bring the counter up to what the watch-dog says. It is the model's, and outlives versions and processes."""
-    name, description = _RESTARTS
-    _restarts.append(pb_utils.MetricFamily(name=name, description=description, kind=pb_utils.MetricFamily.COUNTER))
-    counter = _restarts[-1].Metric(labels={"model": model})
+    counter = _metric(_RESTARTS, pb_utils.MetricFamily.COUNTER, {"model": model})
     said = int(config.get("parameters", {}).get(RESTARTS_PARAMETER, {"string_value": "0"})["string_value"])
     if (more := said - counter.value()) > 0:
         counter.increment(more)
@@ -105,7 +102,6 @@ class SessionMetrics:
     def __init__(self, stats: Callable[[], Mapping[str, Any]], labels: Mapping[str, str]) -> None:
         self._stats = stats
         self._labels = labels
-        self._families: list[Any] = []  # a metric fails once its family is gone
         self._counters: dict[StatsPath, Any] = {}
         self._gauges: dict[StatsPath, Any] = {}
         self._tiers_up: dict[str, Any] = {}
@@ -173,15 +169,18 @@ class SessionMetrics:
         """Count values by their name behind `path` in the statistics."""
         for key, one in families.items():
             place = (*path, key)
-            self._counters[place] = self._metric(one, pb_utils.MetricFamily.COUNTER, labels)
+            self._counters[place] = _metric(one, pb_utils.MetricFamily.COUNTER, {**self._labels, **labels})
 
     def _gauge(self, family: Family, **labels: str) -> Any:
-        return self._metric(family, pb_utils.MetricFamily.GAUGE, labels)
+        return _metric(family, pb_utils.MetricFamily.GAUGE, {**self._labels, **labels})
 
-    def _metric(self, family: Family, kind: Any, labels: Mapping[str, str]) -> Any:
-        name, description = family
-        self._families.append(pb_utils.MetricFamily(name=name, description=description, kind=kind))
-        return self._families[-1].Metric(labels={**self._labels, **labels})
+
+def _metric(family: Family, kind: Any, labels: Mapping[str, str]) -> Any:
+    """A metric whose family nobody will ever delete, not even the interpreter at its end."""
+    name, description = family
+    made = pb_utils.MetricFamily(name=name, description=description, kind=kind)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
+    return made.Metric(labels=labels)
 
 
 def _value(stats: Mapping[str, Any], path: StatsPath) -> Any:

@@ -20,6 +20,7 @@ from inference_session.user_cache import state_folder
 from inference_session.versions import VersionManager
 from triton_backend import heartbeat
 from triton_backend.answering import Answering, TritonRequest, TritonResponse
+from triton_backend.backend_log import show_log
 from triton_backend.errors import load_error
 from triton_backend.joining import JoiningQueue
 from triton_backend.metrics import SessionMetrics, count_restarts
@@ -38,6 +39,7 @@ class TritonPythonModel:
         """Open the version directory; `args` are Triton's, all of them strings, `model_config` as JSON."""
         config = json.loads(args["model_config"])
         heartbeat.start()
+        show_log(args["model_name"], args["model_version"])
         try:
             versions, max_samples = self._open(config, args)
             check_types((*versions.spec.inputs, *versions.spec.outputs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +205,7 @@ def write_model_config(
     backend = "python" if standalone else "hotrow"
     config = describe(spec, name, max_batch_size=max_batch_size, backend=backend)
     if path.exists():
-        _check_fits(path, config)
+        _check_fits(path, config, packed=spec.layout != "tensors")
     else:
         staged = path.with_name(f".tmp-{CONFIG_FILE}")
         staged.write_text(_text(config, spec, max_samples=max_batch_size), encoding="utf-8")
@@ -256,11 +256,14 @@ def _suits(there: TensorConfig | None, here: TensorConfig | None, *, sizes: bool
     return same or not sizes
 
 
-def _check_fits(path: Path, wanted: ModelConfig) -> None:
+def _check_fits(path: Path, wanted: ModelConfig, *, packed: bool) -> None:
     present = ModelConfig.read(path)
+    there, here = present, wanted
+    if not packed and bool(present.max_batch_size) != bool(wanted.max_batch_size):
+        there, here = _with_samples(present), _with_samples(wanted)
     differences = (
-        *_differences("input", present.inputs, wanted.inputs),
-        *_differences("output", present.outputs, wanted.outputs),
+        *_differences("input", there.inputs, here.inputs),
+        *_differences("output", there.outputs, here.outputs),
     )
     if present.backend != wanted.backend:
         differences = (f"backend {present.backend!r} there, {wanted.backend!r} here", *differences)
@@ -271,14 +274,35 @@ def _check_fits(path: Path, wanted: ModelConfig) -> None:
         )
 
 
+def _with_samples(config: ModelConfig) -> ModelConfig:
+    """The same with full dims: that Triton counts samples for one of two models is no difference of each tensor."""
+    if not config.max_batch_size:
+        return config
+    inputs, outputs = (
+        tuple(replace(tensor, dims=(-1, *tensor.dims)) for tensor in tensors)
+        for tensors in (config.inputs, config.outputs)
+    )
+    return replace(config, inputs=inputs, outputs=outputs)
+
+
 def _differences(kind: str, present: tuple[TensorConfig, ...], wanted: tuple[TensorConfig, ...]) -> list[str]:
     there = {tensor.name: tensor for tensor in present}
     here = {tensor.name: tensor for tensor in wanted}
     return [
         f"{kind} {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
         for name in {**there, **here}
-        if there.get(name) != here.get(name)
+        if not _serves(there.get(name), here.get(name), narrowed=kind == "output")
     ]
+
+
+def _serves(there: TensorConfig | None, here: TensorConfig | None, *, narrowed: bool) -> bool:
+    """Whether a description holds for a tensor: sizes may be open in it, and `narrowed`, where they are in the model.
+
+    Exporters leave sizes of outputs open that others know; of an input, that would keep out what the model takes.
+    """
+    if there is None or here is None or not _suits(there, here, sizes=True):
+        return False
+    return narrowed or all(size in (-1, own) for size, own in zip(there.dims, here.dims, strict=True))
 
 
 def _described(tensor: TensorSpec, by_samples: bool) -> TensorConfig:

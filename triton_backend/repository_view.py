@@ -76,17 +76,23 @@ class RepositoryView:
             config.close()
 
     def _follow(self, stopping: threading.Event) -> None:
-        seen = 0
+        seen: list[int] = []
         while not stopping.wait(_INTERVAL_S):
             for config in self._configs.values():
-                config.serve()
+                with contextlib.suppress(OSError):  # a full disk, for instance: the reader waits for the next turn
+                    config.serve()
             with contextlib.suppress(OSError):  # changed again while it was looked at
-                if seen != (changed := self._repository.stat().st_mtime_ns):
+                if seen != (changed := self._changes()):
                     self.refresh()
-                    seen = changed if abs(time.time_ns() - changed) > _SETTLED_NS else 0
+                    seen = changed if abs(time.time_ns() - max(changed)) > _SETTLED_NS else []
+
+    def _changes(self) -> list[int]:
+        """When the repository changed, and each config.pbtxt behind a link: it may come long after its folder."""
+        linked = [path.name for path in self._folder.iterdir() if path.name not in self._configs]
+        return [_changed_ns(self._repository), *(_changed_ns(self._repository / name / CONFIG_FILE) for name in linked)]
 
     def _add(self, source: Path, target: Path) -> None:
-        if _backend(source) not in IN_PLACE_BACKENDS:
+        if _read_backend(source) not in IN_PLACE_BACKENDS:
             if not target.exists():
                 target.symlink_to(source)
             return
@@ -115,6 +121,8 @@ class RepositoryView:
             config = text_format.parse(text)
         except (OSError, ValueError) as error:
             return f"# {CONFIG_FILE} cannot be read\n{error}\n"  # which makes the load fail, and say so
+        if _backend(config) not in IN_PLACE_BACKENDS:
+            return text
         if not self._has_gpu and _move_to_cpu(config):
             self.moved_to_cpu.add(target.name)
         _join_requests(config)
@@ -131,13 +139,24 @@ def has_gpu() -> bool:
     return driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
 
 
-def _backend(source: Path) -> str:
+def _read_backend(source: Path) -> str:
     """The backend of a model; empty where its config.pbtxt cannot be read, which Triton will say."""
     try:
-        config = text_format.parse((source / CONFIG_FILE).read_text(encoding="utf-8"))
+        return _backend(text_format.parse((source / CONFIG_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError):
         return ""
+
+
+def _backend(config: text_format.Message) -> str:
     return str(config.get("backend", [""])[-1])
+
+
+def _changed_ns(path: Path) -> int:
+    """When a file or folder was last changed, which no copy can hide by keeping times; 0: it is absent."""
+    try:
+        return path.stat().st_ctime_ns
+    except OSError:
+        return 0
 
 
 def _follow_links(source: Path, target: Path) -> None:

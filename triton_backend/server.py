@@ -52,6 +52,9 @@ __all__ = ["ServerError", "ServerOptions", "TritonServer"]
 
 UNLOAD_TIMEOUT_S = 12.0
 """How long a stop waits for requests under way and for models to close."""
+HANG_UP_TIMEOUT_S = 2.0
+"""How long a server without models may take to end. One that waits for clients to hang up, or has failed to load a
+model, would take all of EXIT_TIMEOUT_S, and then give up."""
 LOAD_TIMEOUT_S = 3600.0
 MAX_RESTARTS = 5
 """How often a server that goes down with its backend processes is started again."""
@@ -157,11 +160,13 @@ class TritonServer:
             if self._has_ended():
                 return
             # Its HTTP endpoint may be switched off: then it unloads on SIGTERM.
+            patience_s = EXIT_TIMEOUT_S + 2.0
             with contextlib.suppress(OSError, HTTPException):
-                self._unload_models()
+                if self._unload_models():
+                    patience_s = HANG_UP_TIMEOUT_S
             self._process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(EXIT_TIMEOUT_S + 2)
+                self._process.wait(patience_s)
 
     def __enter__(self) -> TritonServer:
         return self
@@ -216,14 +221,15 @@ class TritonServer:
         how = "crashed" if code is None or code < 0 else f"ended with exit status {code}"
         return f"tritonserver {how}: {self._log.reason()}"
 
-    def _unload_models(self) -> None:
-        """Unload all models, and wait until their requests are answered and they are closed."""
+    def _unload_models(self) -> bool:
+        """Unload all models; returns whether in time their requests were answered and they were closed."""
         deadline = time.monotonic() + UNLOAD_TIMEOUT_S
         for name in self._loaded_models():
             path = f"v2/repository/models/{quote(name, safe='')}/unload"
             self.request("POST", path, timeout=deadline - time.monotonic())
-        while time.monotonic() < deadline and self._loaded_models():
+        while (left := self._loaded_models()) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+        return not left
 
     def _loaded_models(self) -> set[str]:
         """The models of which a version is loaded, being loaded or being unloaded."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 from triton_backend import heartbeat
+from triton_backend.backend_log import VERBOSE_VARIABLE
 from triton_backend.installation import Installation
 from triton_backend.ports import resolve_ports
 from triton_backend.remote import RESTRICTED_HEADER
@@ -85,6 +86,7 @@ class ServerCommand:
             **installation.environment(folder),
             **ps_json_variables(options.extra_flags),
             heartbeat.FOLDER_VARIABLE: str(folder / _HEARTBEATS),
+            **({VERBOSE_VARIABLE: "1"} if options.verbose else {}),
         }
         return cls(arguments, environment, folder, memory_prefix)
 

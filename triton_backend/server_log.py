@@ -23,6 +23,8 @@ _NOISE = (
     "DCGM unable to start",
     # Said of the weights that HugeCTR's users keep in a model's folder.
     "ignore version directory",
+    # Said of a version of theirs that has been removed: its link goes a moment later (repository_view.py).
+    "Failed to determine modification time for",
     # How a version that was chosen at run time is marked (remote.py).
     "version 0 is specified for model",
     # The end that we asked for.

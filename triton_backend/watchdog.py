@@ -7,9 +7,9 @@ hung      has not beaten for `SILENT_S` (heartbeat.py), and its version does not
 
 The model is loaded with the configuration that it has, plus how often that has been needed: a difference that makes
 Triton load it afresh, beside what is there, and tells the new process what to report. The versions stay those that were
-ready, or become those of a load that was under way. A hung process is killed once the new one serves, which ends its
-requests with an error. Where that takes the server down, as it shares locks with the process, the server is started
-again, on the same ports with the same versions.
+ready, or become those of a load that was under way; what somebody unloads meanwhile stays unloaded. A hung process is
+killed once the new one serves, which ends its requests with an error. Where that takes the server down, as it shares
+locks with the process, the server is started again, on the same ports with the same versions.
 """
 
 from __future__ import annotations
@@ -100,6 +100,8 @@ class Watchdog:
         self._loaded: dict[str, Loaded] = {}
         self._loading: set[str] = set()
         """Models of which a version was being loaded when last looked."""
+        self._missing: set[str] = set()
+        """Models that the server has not got since it was started anew."""
         self._restarts: Counter[str] = Counter()
         self._healing: dict[str, threading.Thread] = {}
         self._observed_at = self._lost_at = -RECENT_S
@@ -127,7 +129,8 @@ class Watchdog:
         """Load again what was loaded, into a server that has been started anew."""
         for of in (self._stubs, self._since, self._lost, self._replaced, self._healing):
             of.clear()
-        for model in self._loaded:
+        self._missing = set(self._loaded)
+        for model in self._missing.copy():
             self._heal(model)
 
     def _judge(self, stub: Stub, state: str) -> None:
@@ -207,17 +210,19 @@ class Watchdog:
                 time.sleep(wait_s)
         while self._replaced[model]:
             _end(self._replaced[model].pop())
-        _say(f"model {model!r} serves again")
+        _say(f"model {model!r} {'serves again' if model in self._loaded else 'has been unloaded, and stays so'}")
 
     def _load_once(self, model: str, number: int) -> None:
         self._await_loads_of_others(model)
-        loaded = self._loaded[model]
+        if (loaded := self._loaded.get(model)) is None:
+            return  # somebody has unloaded it
         lost = {stub.version for stub in self._replaced[model]}
         if lost and lost.isdisjoint(loaded.versions):
             return  # somebody has put another version in its place meanwhile
         config = with_versions(loaded.config, loaded.versions)
         config["parameters"] = {**config.get("parameters", {}), RESTARTS_PARAMETER: {"string_value": str(number)}}
         self._server.load(model, config)
+        self._missing.discard(model)
         _let_newer_versions_be_noticed(self._server.repository / model, loaded.versions)
 
     def _await_loads_of_others(self, model: str) -> None:
@@ -237,8 +242,9 @@ class Watchdog:
             for entry in index:
                 if entry.get("state") == "READY":
                     ready.setdefault(entry["name"], []).append(int(entry["version"]))
-            for model in set(self._loaded) - set(ready) - set(self._healing):
-                del self._loaded[model]
+            healing = {model for model, thread in list(self._healing.items()) if thread.is_alive()}
+            for model in set(self._loaded) - set(ready) - self._missing - (self._loading & healing):
+                self._loaded.pop(model, None)
             for model, versions in ready.items():
                 path = f"v2/models/{quote(model, safe='')}/config"
                 config = json.loads(self._server.request("GET", path, timeout=patience_s))

@@ -16,7 +16,7 @@ from hotrow.printable import as_cell
 from hotrow.progress import byte_progress
 from inference_session.errors import ConfigurationError
 from inference_session.formats import manifest
-from inference_session.formats.native import TABLES_FOLDER, ModelSpec, TensorSpec
+from inference_session.formats.native import INDEX_FILE, TABLES_FOLDER, ModelSpec, TensorSpec
 from inference_session.parameter_server.namespace import StoredTable, split_tag
 from inference_session.parameter_server.store_url import OPTIONS as URL_OPTIONS
 from inference_session.parameter_server.store_url import StoreUrl, list_tables
@@ -103,7 +103,6 @@ def _check_indexes(version_dir: Path, spec: ModelSpec) -> None:
     """Compare index files, which the manifest does not list because a missing one is built anew, with their keys."""
     # Imported here because Numba comes with them, which takes a second.
     from inference_session.parameter_server.table_file import TableFile
-    from inference_session.parameter_server.table_index import INDEX_FILE
 
     for table in spec.tables:
         folder = version_dir / TABLES_FOLDER / table.folder

@@ -110,7 +110,7 @@ class CudaEngine(OnnxEngine):
         self._bindings: dict[Hashable, _Bound] = {}
         """By names, shapes and addresses of inputs and outputs."""
         self._num_graphs = 0
-        self._recorder: int | None = threading.get_ident()
+        self._recorder: threading.Thread | None = threading.current_thread()
         """The thread that may record graphs, which are known in it alone; None: no longer."""
         self._plain = _run_options(_NO_GRAPH)
 
@@ -118,7 +118,7 @@ class CudaEngine(OnnxEngine):
         """See DenseEngine: recording holds up the whole device, and would hold up requests."""
         self._may_record = False
         recorded = [bound for bound in self._bindings.values() if bound.options is not self._plain]
-        if recorded and self._recorder == threading.get_ident():
+        if recorded and self._recorder is threading.current_thread():
             with self._gpu.request():
                 self._check_graphs(recorded)
 
@@ -206,7 +206,7 @@ class CudaEngine(OnnxEngine):
         for name, array in results.items():
             binding.bind_output(name, "cuda", self._gpu.device_id, array.dtype.type, array.shape, _address(array))
         options = self._plain
-        if self._may_record and threading.get_ident() == self._recorder:
+        if self._may_record and threading.current_thread() is self._recorder:
             self._num_graphs += 1
             options = _run_options(str(self._num_graphs))
             self._may_record = self._num_graphs < _MAX_GRAPHS
@@ -220,7 +220,7 @@ class CudaEngine(OnnxEngine):
         binding.bind_input(name, "cuda", self._gpu.device_id, array.dtype.type, array.shape, address)
 
     def _run_bound(self, session: Any, bound: _Bound) -> None:
-        if bound.options is self._plain or threading.get_ident() != self._recorder:
+        if bound.options is self._plain or threading.current_thread() is not self._recorder:
             _run(session, bound.binding, self._plain)
             return
         try:

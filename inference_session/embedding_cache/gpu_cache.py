@@ -35,6 +35,7 @@ from inference_session.embedding_cache.gpu_budget import (
     fixed_bytes,
     table_bytes,
 )
+from inference_session.embedding_cache.gpu_memory import check_free, memory_checked
 from inference_session.embedding_cache.gpu_results import Geometry, Missing, Vectors
 from inference_session.embedding_cache.kernels import gpu
 from inference_session.embedding_cache.kernels.gpu_layout import (
@@ -123,7 +124,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         self._remembered: dict[Any, _Prepared] = {}
         self._seen: set[int] = set()
         self._seeds = itertools.count()
-        with self.device:
+        with self.device, memory_checked(device_id, "ask for a smaller cache, or free some"):
             gpu.compile_kernels()
             self._allocate(VectorCode[dtype.upper()])
             self._base = self._index_backing(backing or {})
@@ -433,19 +434,6 @@ class GpuEmbeddingCache(EmbeddingCache):
         rows = inserts - evictions - erases
         return dict(
             zip(ROW_COUNTS, (inserts, updates, evictions, erases, rows, SLOTS * num_buckets, num_bytes), strict=True)
-        )
-
-
-def check_free(num_bytes: int, device_id: int, setting: str) -> None:
-    """ConfigurationError where a GPU has not so much memory free; of the current device."""
-    free, total = cupy.cuda.runtime.memGetInfo()
-    if num_bytes > free:
-        cupy.get_default_memory_pool().free_all_blocks()
-        free, total = cupy.cuda.runtime.memGetInfo()
-    if num_bytes > free:
-        raise ConfigurationError(
-            f"{setting} needs {num_bytes} bytes on cuda:{device_id}, which has {free} free of {total}:"
-            " ask for less, or free some"
         )
 
 

@@ -16,12 +16,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from inference_session.errors import ModelFormatError
+from inference_session.formats.native import INDEX_FILE, TABLES_FOLDER
 from inference_session.formats.verified_files import FileState, VerifiedFiles, file_state
 from inference_session.priority import yield_to_others
 
 MANIFEST_FILE = "MANIFEST.json"
 FORMAT = 1
-_REBUILDABLE = "index"
 _CHUNK_BYTES = 4 << 20
 
 Progress = Callable[[int], None]
@@ -140,7 +140,7 @@ def _check_sum(directory: Path, entry: FileEntry, known: VerifiedFiles | None, p
 
 def _is_listed(path: Path, directory: Path) -> bool:
     parts = path.relative_to(directory).parts
-    return parts != (MANIFEST_FILE,) and not (parts[0] == "tables" and parts[-1].startswith(_REBUILDABLE))
+    return parts != (MANIFEST_FILE,) and not (parts[0] == TABLES_FOLDER and parts[-1].startswith(INDEX_FILE))
 
 
 def _entry(name: str, value: dict[str, Any]) -> FileEntry:

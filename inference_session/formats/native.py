@@ -27,6 +27,10 @@ SESSION_FILE = "session.json"
 DENSE_FILE = "dense.onnx"
 KEYS_FILE = "keys.onnx"
 TABLES_FOLDER = "tables"
+KEY_FILE = "key"
+VECTOR_FILE = "emb_vector"
+INDEX_FILE = "index"
+"""The files of a table; the first two are named as HugeCTR names them."""
 PREDICTIONS = "OUTPUT0"
 
 Pooling = Literal["none", "sum", "mean", "max"]

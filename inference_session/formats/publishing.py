@@ -18,9 +18,18 @@ from inference_session.dense_engine import OnnxEngine
 from inference_session.errors import ModelFormatError, UnavailableError
 from inference_session.formats import manifest
 from inference_session.formats.manifest import MANIFEST_FILE, FileEntry, Progress
-from inference_session.formats.native import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec, TableSpec
+from inference_session.formats.native import (
+    DENSE_FILE,
+    INDEX_FILE,
+    KEY_FILE,
+    KEYS_FILE,
+    SESSION_FILE,
+    TABLES_FOLDER,
+    VECTOR_FILE,
+    ModelSpec,
+    TableSpec,
+)
 from inference_session.formats.staging import stage_version
-from inference_session.parameter_server.table_index import INDEX_FILE
 
 _CHUNK_BYTES = 4 << 20
 
@@ -115,7 +124,7 @@ def share_unchanged(staging: Path) -> int:
 
 def _check_listed(folder: Path, entries: tuple[FileEntry, ...], spec: ModelSpec) -> None:
     """ModelFormatError where the manifest leaves out a file that is there and needed: it would be left behind."""
-    tables = [f"{TABLES_FOLDER}/{table.folder}/{name}" for table in spec.tables for name in ("key", "emb_vector")]
+    tables = [f"{TABLES_FOLDER}/{table.folder}/{name}" for table in spec.tables for name in (KEY_FILE, VECTOR_FILE)]
     listed = {entry.path.as_posix() for entry in entries}
     for name in (SESSION_FILE, DENSE_FILE, KEYS_FILE, *tables):
         if (folder / name).exists() and name not in listed:
@@ -124,9 +133,9 @@ def _check_listed(folder: Path, entries: tuple[FileEntry, ...], spec: ModelSpec)
 
 def _check_table(folder: Path, table: TableSpec) -> None:
     """ModelFormatError unless the files have the sizes that session.json says; a table may be in a store alone."""
-    sizes = {"emb_vector": table.num_rows * table.row_bytes}
+    sizes = {VECTOR_FILE: table.num_rows * table.row_bytes}
     if table.keys == "stored":
-        sizes["key"] = table.num_rows * 8
+        sizes[KEY_FILE] = table.num_rows * 8
     for name, num_bytes in sizes.items():
         path = folder / name
         if path.exists() and path.stat().st_size != num_bytes:
@@ -192,7 +201,7 @@ def _take_indexes(folder: Path, staging: Path, spec: ModelSpec, shared: dict[str
     """Share the index of a table whose keys are shared, copy others: it is rebuilt where it does not fit its keys."""
     for table in spec.tables:
         place = Path(TABLES_FOLDER, table.folder)
-        keys, target = shared.get((place / "key").as_posix()), staging / place / INDEX_FILE
+        keys, target = shared.get((place / KEY_FILE).as_posix()), staging / place / INDEX_FILE
         if keys is not None and _link(keys.with_name(INDEX_FILE), target):
             continue
         if target.parent.exists() and (folder / place / INDEX_FILE).exists():

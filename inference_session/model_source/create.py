@@ -37,7 +37,7 @@ def split_place(place: str | Path) -> tuple[str, str]:
         folder, name = _parsed(str(place)).split()
         return str(folder), name
     path = Path(place).absolute()
-    if path.name in ("", "..") or not path.name:
+    if path.name in ("", ".."):
         raise ConfigurationError(f"{str(place)!r} names no file or folder that could be made")
     return str(path.parent), path.name
 

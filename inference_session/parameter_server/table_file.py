@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 from inference_session.embedding_cache.kernels import cpu
 from inference_session.embedding_cache.kernels.layout import SEGMENT, TABLE, VectorCode
 from inference_session.errors import ModelFormatError, SessionClosedError, StoreError
-from inference_session.formats.native import SCALE_AND_BIAS_BYTES, TABLES_FOLDER, ModelSpec, TableSpec, VectorType
+from inference_session.formats.native import (
+    KEY_FILE,
+    SCALE_AND_BIAS_BYTES,
+    TABLES_FOLDER,
+    VECTOR_FILE,
+    ModelSpec,
+    TableSpec,
+    VectorType,
+)
 from inference_session.parameter_server.base import SCAN_BYTES, EmbeddingStore, Rows, check_fetch
 from inference_session.parameter_server.table_index import (
     IndexReport,
@@ -31,9 +39,6 @@ from inference_session.parameter_server.table_index import (
     ensure_index,
     open_index,
 )
-
-KEY_FILE = "key"
-VECTOR_FILE = "emb_vector"
 
 _CODES: dict[VectorType, VectorCode] = {
     "float32": VectorCode.FLOAT32,

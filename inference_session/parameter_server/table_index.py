@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 
 from inference_session.embedding_cache.kernels.hash_index import BUCKET_BYTES, MAX_ROWS, count_keys, insert_rows
 from inference_session.errors import ModelFormatError
+from inference_session.formats.native import INDEX_FILE
 from inference_session.formats.staging import flush
 
-INDEX_FILE = "index"
 PARTIAL_FILE = "index.partial"
 ROWS_PER_STEP = 1 << 20
 """Rows between two calls of `progress`."""

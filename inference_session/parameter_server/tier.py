@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, StoreError, UnavailableError
-from inference_session.parameter_server.base import EmbeddingStore
+from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
 
 STEADY_S = 10.0
 """A tier that was back for less than this is unsteady, and left out for longer each time."""
@@ -20,11 +22,17 @@ MAX_UNWRITTEN_KEYS = 1_000_000
 """Keys of a table that are remembered for a volatile tier that is out; with more of them it drops the whole table."""
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.5, 16.0
 """The shortest and the longest that an unsteady tier is left out before it is tried again."""
+PAUSE_S = 5.0
+"""How long nothing is promoted to, or touched in, a tier that has just refused it."""
+MAX_REPORTED = 100
+"""Different errors that are logged; a store that makes up ever new ones does not fill the log."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class Tier:
-    """One store of the stack, and how it has been doing. Written to under the server's lock."""
+    """One store of the stack, and how it has been doing. Thread-safe."""
 
     name: str
     store: EmbeddingStore
@@ -40,6 +48,8 @@ class Tier:
     """Why the tier is left out at the moment; None: it is in use."""
     last_error: str = ""
     """Of its last failure."""
+    is_suspect: bool = False
+    """It refused something: whether it refuses all, as after a change of passwords, is to be found out."""
     incarnation: str = ""
     """Of the store, when it was last looked after."""
     back_since: float = -math.inf
@@ -63,6 +73,46 @@ class Tier:
     """Rows inserted because a lower tier had them."""
     touched: int = 0
     """Rows marked as used."""
+    _reported: set[str] = field(default_factory=set)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def fetch(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]] | None:
+        """`fetch_many` of the store, counted; None where it does not answer."""
+        outages = self.outages
+        try:
+            found = self.store.fetch_many(requests) if self.failure is None else None
+        except (UnavailableError, StoreError) as error:
+            # A call that waited through the beginning of an outage says nothing of a tier that has come back since.
+            if self.outages == outages:
+                self.report(error)
+            found = None
+        num_keys = sum(len(request.keys) for request in requests)
+        num_hits = sum(int(part.sum()) for part in found or ())
+        with self._lock:
+            self.hits += num_hits
+            self.misses += 0 if found is None else num_keys - num_hits
+            self.skipped += num_keys if found is None else 0
+        return found
+
+    def report(self, error: HotrowError, *, leave_out: bool = False) -> None:
+        """Count a failure and log it once; a tier that is down is left out from now on."""
+        is_out = leave_out or isinstance(error, UnavailableError)
+        with self._lock:
+            self.failures += 1
+            self.last_error = str(error)
+            self.is_suspect = not is_out
+            is_news = self.failure is None if is_out else self._is_new(str(error))
+            if is_out and is_news:
+                self.begin_outage(str(error))
+        if is_news:
+            _log.warning("tier %s of the parameter server failed: %s", self.name, error)
+
+    def _is_new(self, failure: str) -> bool:
+        """Whether it has not been reported yet. Must be called while holding `_lock`."""
+        if failure in self._reported or len(self._reported) >= MAX_REPORTED:
+            return False
+        self._reported.add(failure)
+        return True
 
     def begin_outage(self, failure: str) -> None:
         """Leave the tier out. One that answers a check but no requests must not make them wait again and again."""
@@ -72,6 +122,14 @@ class Tier:
         unsteady = now - self.back_since < STEADY_S
         self.retry_pause_s = min(max(MIN_RETRY_PAUSE_S, 2 * self.retry_pause_s), MAX_RETRY_PAUSE_S) if unsteady else 0.0
         self.retry_at = now + self.retry_pause_s
+
+    def end_outage(self) -> None:
+        """Use the tier again."""
+        # Logged before anybody can find it failing once more, so that the log has things in their order.
+        # A warning like the one that it ends: whoever was shown that has to see this.
+        _log.warning("tier %s of the parameter server answers again", self.name)
+        with self._lock:
+            self.failure, self.back_since = None, time.monotonic()
 
     def attempt(self, act: Callable[[EmbeddingStore], None]) -> HotrowError | None:
         """Do something to the store, or say why not. A volatile tier that is out is not even tried."""
@@ -83,8 +141,31 @@ class Tier:
             return error
         return None
 
-    def remember_unwritten(self, table: str, keys: NDArray[np.int64]) -> None:
-        """The newest rows of these keys could not be written here. Must be called while nobody else writes."""
+    def write_if_welcome(self, act: Callable[[EmbeddingStore], None]) -> bool:
+        """Write what need not be written. A tier that refuses it, being read-only or full, may still be read: it is
+        left out by no failure here, only written to no more for a while, unless it turns out to be down.
+        """
+        if self.failure is not None or time.monotonic() < self.paused_until:
+            return False
+        error = self.attempt(act)
+        down = None if error is None else self.attempt(lambda store: store.check())
+        if down is not None:
+            self.report(down)
+            return False
+        with self._lock:
+            is_news = error is not None and not self.paused_until
+            self.failures += error is not None
+            self.paused_until = 0.0 if error is None else time.monotonic() + PAUSE_S
+        if is_news:
+            _log.warning("tier %s of the parameter server takes no rows at present: %s", self.name, error)
+        return error is None
+
+    def leave_out(self, table: str, keys: NDArray[np.int64], error: HotrowError) -> None:
+        """Serve nothing from here, as it has older rows of these keys. Must be called while nobody else writes."""
+        self._remember_unwritten(table, keys)
+        self.report(error, leave_out=True)
+
+    def _remember_unwritten(self, table: str, keys: NDArray[np.int64]) -> None:
         unwritten = self.unwritten.setdefault(table, [])
         if unwritten is not None:
             unwritten.append(keys.copy())
@@ -103,4 +184,5 @@ class Tier:
     def counters(self) -> dict[str, Any]:
         """What `ParameterServer.stats` says of the tier."""
         names = ("failure", "hits", "misses", "skipped", "failures", "outages", "promoted", "touched")
-        return {name: getattr(self, name) for name in names}
+        with self._lock:
+            return {name: getattr(self, name) for name in names}

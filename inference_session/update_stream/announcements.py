@@ -11,17 +11,11 @@ import logging
 from types import TracebackType
 from typing import Any
 
-from inference_session.errors import ConfigurationError, UnavailableError
+from inference_session.errors import UnavailableError
 from inference_session.formats.staging import MAX_VERSION
+from inference_session.update_stream.kafka_client import Consumer, KafkaException, TopicPartition, create_client
 from inference_session.update_stream.kafka_url import KafkaUrl
 from inference_session.update_stream.topics import announcement_topic
-
-try:
-    from confluent_kafka import Consumer, KafkaException, TopicPartition
-except ImportError as missing:
-    raise ConfigurationError(
-        "announcements need the package `confluent-kafka`: pip install 'hotrow[kafka]'"
-    ) from missing
 
 KEY = b"version"
 _BROKER_S = 10.0
@@ -34,20 +28,14 @@ class Announcements:
     """The announcements of one model; a context manager. The last one counts, also one from before."""
 
     def __init__(self, url: KafkaUrl, model: str) -> None:
-        """Nothing is sent yet."""
+        """Nothing is sent yet. ConfigurationError where an option of the URL is refused."""
         self._url = url
         self.topic = announcement_topic(model)
         """Name of the topic."""
         self._following = False
-        self._consumer = Consumer(
-            {
-                **url.client_settings(),
-                "group.id": f"hotrow.{self.topic}",  # which nobody joins
-                "enable.auto.commit": False,
-                "log_level": 0,  # what matters is raised
-                "error_cb": lambda _: None,
-            }
-        )
+        # A group that nobody joins.
+        settings = {"group.id": f"hotrow.{self.topic}", "enable.auto.commit": False}
+        self._consumer = create_client(Consumer, url, settings)
 
     def newest(self, timeout_s: float) -> int | None:
         """The version announced last, if there is one since the last call; waits so long at most.

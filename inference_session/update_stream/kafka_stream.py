@@ -33,22 +33,24 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import ConfigurationError, StoreError, UnavailableError
+from inference_session.errors import StoreError, UnavailableError
 from inference_session.formats.native import TableSpec
 from inference_session.pacing import Rests
 from inference_session.update_stream.encodings import Refusal, Updates, decode
+from inference_session.update_stream.kafka_client import (
+    OFFSET_BEGINNING,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    Message,
+    TopicPartition,
+    create_client,
+)
 from inference_session.update_stream.kafka_url import KafkaUrl
 from inference_session.update_stream.offset_notes import read_offsets, with_offsets
 from inference_session.update_stream.stream_stats import StreamStats
 from inference_session.update_stream.taken_messages import TakenMessages
 from inference_session.update_stream.topics import table_of
-
-try:
-    from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, TopicPartition
-except ImportError as missing:
-    raise ConfigurationError(
-        "an update stream needs the package `confluent-kafka`: pip install 'hotrow[kafka]'"
-    ) from missing
 
 DISCOVERY_S = 1.0
 MAX_MESSAGES = 500
@@ -434,8 +436,7 @@ class KafkaUpdateStream:
 
 
 def _create_consumer(url: KafkaUrl, group: str) -> Consumer:
-    settings: dict[str, Any] = {
-        **url.client_settings(),
+    settings = {
         "group.id": group,  # which nobody joins: offsets are committed under its name
         "enable.auto.commit": False,
         "enable.auto.offset.store": False,
@@ -446,13 +447,8 @@ def _create_consumer(url: KafkaUrl, group: str) -> Consumer:
         "reconnect.backoff.max.ms": 1000,
         "queued.max.messages.kbytes": 32 << 10,
         "fetch.queue.backoff.ms": 10,  # once so much waits; in the usual second a consumer that is behind runs dry
-        "log_level": 0,  # what matters is logged here
-        "error_cb": lambda _: None,
     }
-    try:
-        return Consumer(settings)
-    except KafkaException as error:
-        raise ConfigurationError(f"settings of {str(url)!r} are refused: {error.args[0].str()}") from error
+    return create_client(Consumer, url, settings)
 
 
 def _parts(num_rows: int) -> Iterator[slice]:

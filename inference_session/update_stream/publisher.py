@@ -6,7 +6,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -16,15 +16,16 @@ from inference_session.formats.native import folder_names
 from inference_session.formats.staging import MAX_VERSION
 from inference_session.update_stream.announcements import KEY
 from inference_session.update_stream.encodings import check_rows, encode_batch, encode_keys, encode_vectors
+from inference_session.update_stream.kafka_client import (
+    AdminClient,
+    KafkaError,
+    KafkaException,
+    NewTopic,
+    Producer,
+    create_client,
+)
 from inference_session.update_stream.kafka_url import KafkaUrl
 from inference_session.update_stream.topics import PREFIXES, announcement_topic, topic_name
-
-try:
-    from confluent_kafka import KafkaError, KafkaException, Producer
-    from confluent_kafka.admin import AdminClient
-    from confluent_kafka.cimpl import NewTopic
-except ImportError as missing:
-    raise ConfigurationError("publishing needs the package `confluent-kafka`: pip install 'hotrow[kafka]'") from missing
 
 Encoding = Literal["row", "batch"]
 
@@ -76,14 +77,8 @@ class Publisher:
         self._timeout_s = timeout_s
         self._failure: KafkaError | None = None
         self._num_partitions: dict[str, int] = {}
-        self._settings: dict[str, Any] = {
-            **self.url.client_settings(),
-            "log_level": 0,  # what goes wrong is raised
-            "error_cb": lambda _: None,
-        }
-        # Its own errors, such as of an unknown option's value, come first.
-        self._producer = _translated(self._create_producer, f"settings of {str(self.url)!r} are refused")
-        self._admin = AdminClient(self._settings)
+        self._producer = self._create_producer()
+        self._admin = create_client(AdminClient, self.url)
         self._topics()
 
     def publish(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
@@ -150,19 +145,17 @@ class Publisher:
 
     def _create_producer(self) -> Producer:
         timeout_ms = int(self._timeout_s * 1000)
-        return Producer(
-            {
-                **self._settings,
-                # In order and without duplicates, whatever has to be sent again.
-                "enable.idempotence": True,
-                "linger.ms": 5,
-                "delivery.timeout.ms": timeout_ms,
-                "socket.timeout.ms": timeout_ms,
-                "queue.buffering.max.messages": 500_000,
-                "queue.buffering.max.kbytes": _QUEUE_BYTES >> 10,
-                "on_delivery": self._on_delivery,
-            }
-        )
+        settings = {
+            # In order and without duplicates, whatever has to be sent again.
+            "enable.idempotence": True,
+            "linger.ms": 5,
+            "delivery.timeout.ms": timeout_ms,
+            "socket.timeout.ms": timeout_ms,
+            "queue.buffering.max.messages": 500_000,
+            "queue.buffering.max.kbytes": _QUEUE_BYTES >> 10,
+            "on_delivery": self._on_delivery,
+        }
+        return create_client(Producer, self.url, settings)
 
     def _on_delivery(self, error: KafkaError | None, _message: object) -> None:
         if error is None:
@@ -252,13 +245,6 @@ _REFUSALS = (
     KafkaError._UNKNOWN_TOPIC,
     KafkaError._UNKNOWN_PARTITION,
 )
-
-
-def _translated(create: Any, what: str) -> Any:
-    try:
-        return create()
-    except KafkaException as error:
-        raise ConfigurationError(f"{what}: {error.args[0].str()}") from error
 
 
 def _as_keys(keys: ArrayLike) -> NDArray[np.int64]:

@@ -77,7 +77,8 @@ class StreamStats:
         with self._lock:
             was_down, self._failure = self._failure is not None, None
         if was_down:
-            _log.info("the update stream of model %r goes on", self._model)
+            # A warning like the one that it ends: whoever was shown that has to see this.
+            _log.warning("the update stream of model %r goes on", self._model)
 
     def snapshot(self) -> dict[str, Any]:
         """All of it, by the names of docs/operations.md."""

@@ -12,13 +12,16 @@ from numpy.typing import NDArray
 
 from inference_session.errors import ConfigurationError, ModelFormatError
 from inference_session.formats import manifest
-from inference_session.formats.native import SESSION_FILE, TABLES_FOLDER, ModelSpec, TableSpec, folder_names
-from inference_session.parameter_server.table_file import (
+from inference_session.formats.native import (
     KEY_FILE,
+    SESSION_FILE,
+    TABLES_FOLDER,
     VECTOR_FILE,
-    TableFile,
-    dequantise_int8,
+    ModelSpec,
+    TableSpec,
+    folder_names,
 )
+from inference_session.parameter_server.table_file import TableFile, dequantise_int8
 
 _CHUNK_BYTES = 8 << 20
 

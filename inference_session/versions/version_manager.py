@@ -184,7 +184,8 @@ class VersionManager:
         """Update, or log once and return why not."""
         try:
             if self.update():
-                _log.info("%s: its new content serves", self._directory)
+                level = logging.WARNING if last_failure else logging.INFO  # shown to whoever was shown the failure
+                _log.log(level, "%s: its new content serves", self._directory)
         except Exception as error:  # noqa: BLE001 - whatever it was, the old content serves, and the watch goes on
             failure = f"{type(error).__name__}: {error}"
             if failure != last_failure:

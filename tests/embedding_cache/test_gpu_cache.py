@@ -20,6 +20,7 @@ from inference_session.embedding_cache.base import LookupResult
 from inference_session.errors import ConfigurationError, InvalidRequestError, TableNotFoundError
 from inference_session.gpu_device import unusable
 from tests.embedding_cache.contract import AMPLE_BYTES, DIMS, HIGHEST, LOWEST, EmbeddingCacheContract, vectors_of
+from tests.full_device import full_device
 
 NO_GPU = unusable(0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_GPU is not None, reason=f"no GPU: {NO_GPU}")]
@@ -356,3 +357,21 @@ def test_what_cannot_be_is_refused_clearly() -> None:
             cache.lookup({"t": [1]}, {"t": np.zeros((1, 4), np.float32)})
         assert repr(cache).startswith("<GpuEmbeddingCache [1 tables, 0 of")
     assert repr(cache) == "<GpuEmbeddingCache closed>"
+
+
+def test_an_index_that_finds_no_memory_is_refused_clearly() -> None:
+    """That over backing rows lies on the device beside the cache, and its bytes are nobody's setting."""
+    keys = np.arange(5_000_000)
+    backing = {"t": (keys, np.zeros((len(keys), 1), np.float32))}
+    message = r"memory ran out on cuda:0, which has \d+ bytes free of \d+"
+    with full_device(spare_bytes=64 << 20), pytest.raises(ConfigurationError, match=message):
+        cache_of({"t": 1}, 1 << 20, backing=backing)
+
+
+def test_a_request_beyond_one_launch_is_refused() -> None:
+    """Its keys are numbered by 31 bits; the next one is answered."""
+    keys = cupy.broadcast_to(cupy.asarray([1]), 2**31)
+    with cache_of({"t": 4}) as cache:
+        with pytest.raises(InvalidRequestError, match="2147483648 keys is more than one launch can answer"):
+            cache.lookup({"t": keys})
+        assert cupy.asnumpy(cache.lookup({"t": keys[:3]}).missing["t"]).tolist() == [0, 1, 2]

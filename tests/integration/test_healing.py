@@ -13,7 +13,7 @@ import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from tests.integration.conftest import Serve, Served, is_running
+from tests.integration.conftest import Serve, Served, is_ready, is_running
 from tests.integration.models import ctr_answer, write_ctr, write_flat
 from tests.integration.test_requests import DENSE, IDS, ask, counters
 from tests.parameter_server.servers import wait_until
@@ -121,6 +121,26 @@ def test_the_version_that_was_chosen_comes_back(serve: Serve, repository: Path) 
 
     load_ctr(served)
     await_scale(served, 5)
+
+
+def test_a_model_that_cannot_be_loaded_again_can_be_unloaded(serve: Serve, repository: Path) -> None:
+    """Whoever unloads it while that is tried again and again has the last word."""
+    served = serve(repository)
+    lost = served.stub("ctr")
+    network = (repository / "ctr" / "2" / "dense.onnx").rename(repository / "dense.onnx")
+    lost.kill()
+    await_line(served, "model 'ctr' cannot be loaded again")
+
+    with served.grpc_client() as client:
+        with suppress(InferenceServerException):  # it may have gone down with the process, and its models with it
+            client.unload_model("ctr")
+        wait_until(lambda: any("stays so" in line or "went down" in line for line in served.errors), "either")
+
+        network.rename(repository / "ctr" / "2" / "dense.onnx")
+        if not any("went down" in line for line in served.errors):
+            assert not is_ready(client, "ctr")
+            client.load_model("ctr")
+    await_scale(served, 3)
 
 
 def test_a_load_that_is_under_way_when_a_process_is_lost_is_not_undone(serve: Serve, repository: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import urllib.request
 from pathlib import Path
@@ -71,4 +72,10 @@ def test_a_model_is_served_from_stores_alone(shared: Path, serve: Serve, tmp_pat
         check()
         wait_until(lambda: metric(served, f"hotrow_tier_up{tier}") == 1, "the metric to tell of the recovery")
         check()
+        for said in (
+            "failed: ",
+            "answers again",
+        ):  # with the time, the model and the version, as the server's own lines
+            line = re.compile(rf'W\d{{4}} [\d:.]+ \d+ \S+] "{MODEL} version 1: tier volatile of .* {said}')
+            wait_until(lambda wanted=line: any(map(wanted.match, served.errors)), said)  # type: ignore[misc]
         client.close()

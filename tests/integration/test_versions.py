@@ -128,12 +128,15 @@ def test_requests_that_wait_are_answered_before_an_unload(serve: Serve, tmp_path
 
 
 def test_a_standalone_version_needs_no_backend_of_ours(serve: Serve, repository: Path) -> None:
-    """`import --standalone` serves through Triton's python backend."""
+    """`import --standalone` serves through Triton's python backend, whose process ends without a crash."""
     config = repository / "ctr" / "config.pbtxt"
     config.write_text(config.read_text(encoding="utf-8").replace('"hotrow"', '"python"'), encoding="utf-8")
-    code = "from triton_backend.model import TritonPythonModel\n"
+    code = "import faulthandler\n\nfaulthandler.enable()\nfrom triton_backend.model import TritonPythonModel\n"
     (repository / "ctr" / "1" / "model.py").write_text(code, encoding="utf-8")
-    served = serve(repository)
+    served = serve(repository, "--verbose")
 
     with served.grpc_client() as client:
         np.testing.assert_array_equal(ask_ctr(client), ctr_answer(IDS, DENSE))
+    assert served.stop() == 0
+    served.close()
+    assert not [line for line in served.errors if "Fatal Python error" in line]

@@ -16,6 +16,7 @@ from inference_session.errors import SessionClosedError, StoreError, TableNotFou
 from inference_session.parameter_server import pending
 from inference_session.parameter_server import server as server_module
 from inference_session.parameter_server import tier as tier_module
+from inference_session.parameter_server import upkeep as upkeep_module
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
 from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.namespace import Namespace
@@ -56,7 +57,7 @@ class Stack:
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stack]]:
-    monkeypatch.setattr(server_module, "ROUND_INTERVAL_S", 0.02)
+    monkeypatch.setattr(upkeep_module, "ROUND_INTERVAL_S", 0.02)
     monkeypatch.setattr(tier_module, "MIN_RETRY_PAUSE_S", 0.02)
     stacks: list[Stack] = []
 
@@ -214,6 +215,32 @@ def test_a_tier_that_is_down_is_left_out_and_comes_back(
     assert stack.tier("volatile")["hits"] == before + 200  # type: ignore[operator]
 
 
+def test_a_tier_that_refuses_all_is_left_out(make: Callable[..., Stack], caplog: pytest.LogCaptureFixture) -> None:
+    """As a Redis does whose password was changed: it is down until it lets us in, each time anew."""
+    stack = make()
+    for times in (1, 2):
+        stack.faults["volatile"] = StoreError("WRONGPASS")
+        assert stack.fetch(KEYS)[0].all()
+        wait_until(lambda: stack.tier("volatile")["failure"] == "WRONGPASS", "the tier to be left out")
+        assert caplog.text.count("WRONGPASS") >= times
+        del stack.faults["volatile"]
+        wait_until(lambda: stack.tier("volatile")["failure"] is None, "the tier to come back")
+
+
+def test_a_tier_that_refuses_one_thing_stays(make: Callable[..., Stack]) -> None:
+    """What is wrong with one table's rows keeps no other's from being found."""
+    stack = make()
+    refusing = FaultStore(stack.volatile, lambda verb: StoreError("WRONGTYPE") if verb == "fetch_many" else None)
+    tier = Tier("volatile", refusing, volatile=True)
+    server = ParameterServer([tier, Tier("persistent", stack.persistent)])
+    for _ in range(2):
+        assert server.fetch([FetchRequest("user", KEYS, np.empty((200, 4), np.float32))])[0].all()
+        wait_until(lambda: not tier.is_suspect, "the tier to be asked")
+    assert tier.failure is None
+    assert tier.outages == 0
+    server.close()
+
+
 def test_keys_that_a_dead_tier_may_have_are_counted_or_refused(make: Callable[..., Stack]) -> None:
     """With default vectors they are not found and counted; with `error` the request is UNAVAILABLE."""
     stack = make()
@@ -293,7 +320,7 @@ def test_a_tier_that_takes_no_rows_is_still_read(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A read-only or full Redis stays in use; that it refuses promotions is logged once, however often it does."""
-    monkeypatch.setattr(server_module, "PAUSE_S", 0.0)
+    monkeypatch.setattr(tier_module, "PAUSE_S", 0.0)
     volatile, persistent = MemoryStore(DIMS), MemoryStore(DIMS)
     volatile.insert("user", KEYS[:10], VECTORS[:10])
     persistent.insert("user", KEYS, VECTORS)
@@ -391,7 +418,7 @@ def test_any_sequence_with_outages_answers_as_a_dictionary(steps: list[tuple[str
                 stack.faults["volatile"] = UnavailableError("gone")
             elif verb == "mend":
                 stack.faults.pop("volatile", None)
-                stack.server._look_after(stack.server._tiers[0])
+                stack.server.refresh()
             found, out = stack.fetch(array)
             assert found.tolist() == [key in rows for key in keys]
             expected = np.array([rows.get(key, np.float32(-7777)) for key in keys], np.float32)
@@ -402,7 +429,7 @@ def test_any_sequence_with_outages_answers_as_a_dictionary(steps: list[tuple[str
 
 def test_redis_over_rocksdb_survives_the_death_of_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed, empty after a restart, stopped and continued: every answer is right, and Redis fills up again."""
-    monkeypatch.setattr(server_module, "ROUND_INTERVAL_S", 0.05)
+    monkeypatch.setattr(upkeep_module, "ROUND_INTERVAL_S", 0.05)
     url, namespace = f"rocksdb://{tmp_path}/db", Namespace("ctr", "1")
     with create_store(url, namespace, DIMS, writable=True) as writer:
         writer.insert("user", KEYS, VECTORS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.parameter_server.servers import wait_until
 from triton_backend.repository_view import RepositoryView
 from triton_backend.text_format import parse, write
 
@@ -98,6 +100,29 @@ def test_models_come_and_go(repository: Path, tmp_path: Path) -> None:
 
     assert sorted(path.name for path in (tmp_path / "view").iterdir()) == ["other", "third"]
     view.close()
+
+
+def test_a_configuration_may_come_long_after_its_folder(view: RepositoryView, repository: Path, tmp_path: Path) -> None:
+    """As where a large model is copied, or another backend is chosen; with the times that the copied file had."""
+    for name in ("late", "other"):
+        (repository / name / "1").mkdir(parents=True, exist_ok=True)
+        wait_until((tmp_path / "view" / name).is_symlink, "the folder to be seen")
+    for path in (repository, repository / "other"):
+        os.utime(path, (0, 0))
+    for name in ("late", "other"):
+        shutil.copy2(repository / "ctr/config.pbtxt", repository / name / "config.pbtxt")
+
+    for name in ("late", "other"):
+        wait_until(lambda seen=tmp_path / "view" / name: not seen.is_symlink(), "the view")  # type: ignore[misc]
+        assert config_of(tmp_path / "view" / name)["instance_group"] == [{"count": ["2"], "kind": ["KIND_CPU"]}]
+
+
+def test_a_model_may_change_to_another_backend(view: RepositoryView, repository: Path, tmp_path: Path) -> None:
+    """Its configuration is the user's own from then on."""
+    text = 'backend: "hotrow" instance_group [ { kind: KIND_GPU } ]'
+    (repository / "ctr/config.pbtxt").write_text(text, encoding="utf-8")
+
+    assert (tmp_path / "view/ctr/config.pbtxt").read_text(encoding="utf-8") == text
 
 
 @pytest.mark.parametrize("text", ["{", 'backend: "hugectr" instance_group: "x" input: 3', ""])

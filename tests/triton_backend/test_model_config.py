@@ -142,6 +142,46 @@ def test_a_config_of_other_tensors_is_an_error(version_dir: Path) -> None:
     assert path.read_text(encoding="utf-8") == before
 
 
+def test_what_differs_is_named_where_triton_counts_samples_no_more(version_dir: Path) -> None:
+    """An output of one dimension changes how all tensors are described, and is the only one that is new."""
+    write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr")
+
+    with pytest.raises(ConfigurationError, match=r"output absent there, 'like' TYPE_FP32 \[-1\] here"):
+        write_model_config(version_dir, spec_of([IDS], [CLICK, LIKE]), "ctr")
+
+
+def test_a_users_config_may_count_samples_itself(version_dir: Path) -> None:
+    """Full dims, without a limit of Triton's, describe the same tensors."""
+    path = write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr")
+    edited = path.read_text(encoding="utf-8").replace("max_batch_size: 1024", "max_batch_size: 0")
+    edited = edited.replace("dynamic_batching { }", "").replace("dims: [ 26 ]", "dims: [ -1, 26 ]")
+    path.write_text(edited.replace("dims: [ 1 ]", "dims: [ -1, 1 ]"), encoding="utf-8")
+
+    write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr")
+
+
+@pytest.mark.parametrize("sizes", [(-1, 16), (16, -1)])
+def test_sizes_of_outputs_that_one_version_knows(version_dir: Path, sizes: tuple[int, int]) -> None:
+    """The same network by another exporter, which says more or less of its outputs, is the next version."""
+    first, second = (TensorSpec("vector", "float32", (-1, size)) for size in sizes)
+    path = write_model_config(version_dir, spec_of([IDS], [first]), "ctr")
+    before = path.read_text(encoding="utf-8")
+
+    write_model_config(version_dir, spec_of([IDS], [second]), "ctr")
+
+    assert path.read_text(encoding="utf-8") == before
+
+
+def test_an_input_that_takes_more_than_the_config_says_is_an_error(version_dir: Path) -> None:
+    """The server would refuse what the next version is made for."""
+    write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr")
+
+    with pytest.raises(
+        ConfigurationError, match=r"'ids' TYPE_INT64 \[-1, 26\] there, 'ids' TYPE_INT64 \[-1, -1\] here"
+    ):
+        write_model_config(version_dir, spec_of([TensorSpec("ids", "int64", (-1, -1))], [CLICK]), "ctr")
+
+
 def test_a_broken_config_is_an_error(version_dir: Path) -> None:
     """A file that cannot be read as a configuration is named, with the line."""
     path = version_dir.parent / "config.pbtxt"

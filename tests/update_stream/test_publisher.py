@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from inference_session.errors import ConfigurationError, InvalidRequestError, St
 from inference_session.formats import manifest
 from inference_session.formats.native import TABLES_FOLDER, ModelSpec
 from inference_session.update_stream import Publisher
+from inference_session.update_stream.announcements import Announcements
 from inference_session.update_stream.encodings import Updates, decode
+from inference_session.update_stream.kafka_url import KafkaUrl
 from tests import small_model
 from tests.update_stream.broker import Broker
 from tests.update_stream.conftest import SmallVersion
@@ -113,6 +116,13 @@ def test_a_silent_or_absent_broker_is_an_error(small: SmallVersion) -> None:
             Publisher(f"kafka://127.0.0.1:{port}", small.model, timeout_s=1)
     with pytest.raises(UnavailableError, match=f"no Kafka broker answers at 127.0.0.1:{port}"):
         Publisher(f"kafka://127.0.0.1:{port}", small.model, timeout_s=1)
+
+
+@pytest.mark.parametrize("kind", [Publisher, Announcements])
+def test_an_option_with_an_impossible_value_is_refused(kind: Callable[[KafkaUrl, str], object]) -> None:
+    """By its value, and before anything is sent."""
+    with pytest.raises(ConfigurationError, match=r"settings of .* are refused: .*bogus"):
+        kind(KafkaUrl.parse("kafka://127.0.0.1:9?security_protocol=bogus"), "ctr")
 
 
 def test_a_broker_that_dies_is_no_silent_loss(small: SmallVersion) -> None:

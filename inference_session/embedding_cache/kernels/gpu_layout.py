@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.embedding_cache.kernels.layout import SEGMENT, PoolingCode
+from inference_session.errors import InvalidRequestError
 
 SLOTS = 62
 BUCKET_BYTES = 64
@@ -89,7 +90,7 @@ def divide(segments: NDArray[np.void]) -> Tiles:
     num_tiles = np.where(pooled, segments["num_rows"], -(-num_keys // keys_per_tile))
     ends = np.cumsum(num_tiles)
     if len(ends) and max(ends[-1], num_keys.max()) > _MOST_TILES:
-        raise ValueError(f"a request of {num_keys.sum()} keys is more than one launch can answer")
+        raise InvalidRequestError(f"a request of {num_keys.sum()} keys is more than one launch can answer")
     return Tiles(np.concatenate([[0], ends]).astype(np.uint32), keys_per_tile, bool(pooled.any()))
 
 

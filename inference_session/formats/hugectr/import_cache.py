@@ -126,7 +126,7 @@ def _files(model: PsModel, keep_rows_of: Sequence[Path]) -> list[Path]:
     """All that the import will read."""
     single = [Path(name) for name in (model.graph_file, model.dense_file, model.statistics_file) if name]
     folders = [*map(Path, model.sparse_files), *keep_rows_of]
-    return single + [folder / name for folder in folders for name in ("key", "emb_vector")]
+    return single + [folder / name for folder in folders for name in (native.KEY_FILE, native.VECTOR_FILE)]
 
 
 def _statement(settings: PsJson, model: PsModel) -> tuple[object, ...]:

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from inference_session.config import SessionConfig
-from inference_session.errors import ConfigurationError, ModelFormatError
+from inference_session.errors import ConfigurationError
 from inference_session.formats.hugectr.csr import DENSE, HPS_COUNTS, HPS_KEYS, KEYS, OFFSETS, RequestFormat
 from inference_session.formats.hugectr.graph import Graph, read_graph
 from inference_session.formats.hugectr.onnx_graph import DenseNetwork, build_dense_network
-from inference_session.formats.hugectr.ps_fields import KeyType, PsJson, PsModel
+from inference_session.formats.hugectr.ps_fields import PsJson, PsModel
 from inference_session.formats.hugectr.ps_json import read_ps_json
 from inference_session.formats.hugectr.remote_files import remote_files, with_local_files
+from inference_session.formats.hugectr.sparse_folder import SparseFolder, stored_embedding_dim, write_table
 from inference_session.formats.manifest import Progress, write_manifest
 from inference_session.formats.native import (
     DENSE_FILE,
@@ -36,14 +29,7 @@ from inference_session.formats.native import (
 from inference_session.formats.publishing import share_unchanged
 from inference_session.formats.staging import stage_version
 from inference_session.model_source.fetch import forget
-from inference_session.ordered_keys import contains
 from inference_session.parameter_server.table_file import TableFile
-from inference_session.parameter_server.table_index import build_index
-
-_KEY_BYTES = 8
-_FLOAT_BYTES = 4
-_KEYS_PER_CHUNK = 1 << 20
-_COPY_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -77,18 +63,6 @@ class ImportReport:
     def _line(table: TableSpec, num_duplicates: int) -> str:
         duplicates = f"; {num_duplicates} are never found, as a later row has their key" if num_duplicates else ""
         return f"  {table.name!r}: {table.num_rows} rows x {table.embedding_dim}{duplicates}"
-
-
-@dataclass(frozen=True)
-class _SourceTable:
-    """One table of HugeCTR, and what it will be called."""
-
-    name: str
-    folder: Path
-    earlier: tuple[Path, ...]
-    """Folders of earlier versions whose rows are kept, the oldest first."""
-    embedding_dim: int
-    default_value: float
 
 
 @dataclass(frozen=True)
@@ -270,128 +244,29 @@ def _session_settings(settings: PsJson, model: PsModel) -> dict[str, str]:
 
 
 def _embedding_dim(settings: PsJson, model: PsModel, folder: Path) -> int:
-    """What the sizes of a folder's files say, where ps.json says nothing."""
-    num_rows = _size(folder / "key") // _KEY_BYTES
-    if not num_rows:
-        raise ConfigurationError(
-            f"{settings.path}: model {model.name!r} needs 'embedding_vecsize_per_table', as {folder} has no row to tell"
-        )
-    return max(1, _size(folder / "emb_vector") // _FLOAT_BYTES // num_rows)
-
-
-def _write_tables(job: _Job, names: Sequence[str], dims: Sequence[int]) -> tuple[TableSpec, ...]:
-    model, num_tables = job.model, len(names)
-    sources = [
-        _SourceTable(name, Path(folder), tuple(job.keep_rows_of[i::num_tables]), dim, model.default_value(i))
-        for i, (name, folder, dim) in enumerate(zip(names, model.sparse_files, dims, strict=True))
-    ]
-    return tuple(
-        _write_table(job, source, folder) for source, folder in zip(sources, folder_names(list(names)), strict=True)
+    """Where ps.json says nothing of it."""
+    if dim := stored_embedding_dim(folder):
+        return dim
+    raise ConfigurationError(
+        f"{settings.path}: model {model.name!r} needs 'embedding_vecsize_per_table', as {folder} has no row to tell"
     )
 
 
-def _write_table(job: _Job, source: _SourceTable, name: str) -> TableSpec:
-    num_rows = _num_rows(source.folder, source.embedding_dim)
-    target = job.directory / TABLES_FOLDER / name
-    target.mkdir(parents=True)
-    may_link = job.may_link and not source.earlier
-    if job.settings.key_type == "int64" or _all_uint32(source.folder / "key"):
-        _take(source.folder / "key", target / "key", may_link=may_link)
-    else:
-        _write_uint32(source.folder / "key", target / "key")
-    _take(source.folder / "emb_vector", target / "emb_vector", may_link=may_link)
-    if source.earlier:
-        num_rows += _keep_rows(source, target, job.settings.key_type)
-    build_index(target, _mapped(target / "key"), job.progress and partial(_count_keys, job.progress))
-    return TableSpec(source.name, name, num_rows, source.embedding_dim, default_vector=source.default_value)
+def _write_tables(job: _Job, names: Sequence[str], dims: Sequence[int]) -> tuple[TableSpec, ...]:
+    model, tables = job.model, []
+    places = zip(names, folder_names(list(names)), model.sparse_files, dims, strict=True)
+    for i, (name, folder, source, dim) in enumerate(places):
+        num_rows = write_table(
+            SparseFolder(Path(source), dim, job.settings.key_type),
+            job.directory / TABLES_FOLDER / folder,
+            job.keep_rows_of[i :: len(names)],
+            may_link=job.may_link,
+            progress=job.progress,
+        )
+        tables.append(TableSpec(name, folder, num_rows, dim, default_vector=model.default_value(i)))
+    return tuple(tables)
 
 
 def _num_duplicates(version_dir: Path, spec: ModelSpec) -> tuple[int, ...]:
     tables = version_dir / TABLES_FOLDER
     return tuple(TableFile.open(tables / table.folder, table).num_duplicates for table in spec.tables)
-
-
-def _keep_rows(source: _SourceTable, target: Path, key_type: KeyType) -> int:
-    """Append the rows of earlier versions whose keys no later version has; returns how many."""
-    known = np.sort(_mapped(target / "key"))
-    num_kept = 0
-    with (target / "key").open("ab") as key_file, (target / "emb_vector").open("ab") as vector_file:
-        for folder in reversed(source.earlier):
-            num_rows = _num_rows(folder, source.embedding_dim)
-            vectors = _mapped(folder / "emb_vector", "<f4").reshape(num_rows, source.embedding_dim)
-            kept = []
-            for begin, chunk in _key_chunks(folder / "key", key_type):
-                is_gone = ~contains(known, chunk)
-                kept.append(chunk[is_gone])
-                key_file.write(kept[-1].tobytes())
-                vector_file.write(vectors[begin : begin + len(chunk)][is_gone].tobytes())
-                num_kept += len(kept[-1])
-            known = np.sort(np.concatenate([known, *kept]))
-    return num_kept
-
-
-def _count_keys(progress: Progress, num_keys: int) -> None:
-    progress(num_keys * _KEY_BYTES)
-
-
-def _num_rows(folder: Path, embedding_dim: int) -> int:
-    """Rows of a sparse folder, by the sizes of both its files."""
-    key_bytes, vector_bytes = _size(folder / "key"), _size(folder / "emb_vector")
-    num_rows, rest = divmod(key_bytes, _KEY_BYTES)
-    if rest:
-        raise ModelFormatError(f"{folder / 'key'}: {key_bytes} bytes are no whole number of int64 keys")
-    expected = num_rows * embedding_dim * _FLOAT_BYTES
-    if vector_bytes != expected:
-        raise ModelFormatError(
-            f"{folder / 'emb_vector'}: {vector_bytes} bytes, expected {expected} "
-            f"({num_rows} keys, embedding_dim {embedding_dim}, float32)"
-        )
-    return num_rows
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as error:
-        raise ModelFormatError(f"{path}: cannot be read: {error.strerror}") from error
-
-
-def _take(source: Path, target: Path, *, may_link: bool) -> None:
-    """Share the file; where that is not wanted or not possible (another file system, say), copy it."""
-    if may_link:
-        with suppress(OSError):
-            os.link(source.resolve(), target)
-            return
-    with source.open("rb", buffering=0) as original, target.open("wb", buffering=0) as file:
-        try:
-            # File systems that can share the blocks of two files do so, at no cost.
-            while os.copy_file_range(original.fileno(), file.fileno(), _COPY_BYTES):
-                pass
-        except OSError:
-            shutil.copyfileobj(original, file, _COPY_BYTES)
-
-
-def _all_uint32(path: Path) -> bool:
-    """Whether a key file holds nothing but what uint32 can."""
-    return all(((chunk >= 0) & (chunk < 1 << 32)).all() for _, chunk in _key_chunks(path, "int64"))
-
-
-def _write_uint32(source: Path, target: Path) -> None:
-    """HugeCTR casts the keys of a uint32 model when it loads them, so that -1 is found as 4294967295."""
-    with target.open("wb") as file:
-        for _, chunk in _key_chunks(source, "uint32"):
-            file.write(chunk.tobytes())
-
-
-def _key_chunks(path: Path, key_type: KeyType) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """The keys of a file as the model takes them, in parts: the number of the first row, and the keys."""
-    keys: NDArray[np.int64] = _mapped(path)
-    for begin in range(0, keys.size, _KEYS_PER_CHUNK):
-        chunk = keys[begin : begin + _KEYS_PER_CHUNK]
-        yield begin, chunk if key_type == "int64" else chunk & 0xFFFFFFFF
-
-
-def _mapped(path: Path, dtype: str = "<i8") -> NDArray[Any]:
-    if not _size(path):
-        return np.empty(0, dtype)
-    return np.memmap(path, dtype, "r")

@@ -85,7 +85,7 @@ def _carve(
     read = {lookup.table for lookup in lookups}
     unread = dict.fromkeys(set(tables) - read, "is read by constant keys only; those rows are in the dense network")
     keys = _keys_network(surgery, lookups)
-    dense = _dense_network(surgery, lookups)
+    dense = _dense_network(surgery, lookups, declare_shapes=merge)
     return Carved(
         dense,
         _weights_of(dense, weights),
@@ -97,12 +97,13 @@ def _carve(
     )
 
 
-def _dense_network(surgery: Surgery, lookups: list[Lookup]) -> ModelProto:
+def _dense_network(surgery: Surgery, lookups: list[Lookup], *, declare_shapes: bool) -> ModelProto:
     inputs = list(surgery.graph.input)
     matrices: dict[str, Dims | None] = {}
     for lookup in lookups:
         name = lookup.matrix or lookup.vectors
-        matrices[name] = (*(lookup.keys_dims or (None,))[:1], None) if lookup.matrix else lookup.dims
+        dims = (*(lookup.keys_dims or (None,))[:1], None) if lookup.matrix else lookup.dims
+        matrices[name] = dims if declare_shapes else None
     inputs += [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in matrices.items()]
     return _network(surgery, inputs, list(surgery.graph.output))
 

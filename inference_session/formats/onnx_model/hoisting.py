@@ -35,6 +35,7 @@ from inference_session.formats.onnx_model.types import Types
 from inference_session.formats.onnx_model.weights import Weight
 
 _MIN_OPSET = 10
+_ALLOW_ZERO_OPSET = 14
 _INTEGERS = (TensorProto.INT64, TensorProto.INT32)
 
 
@@ -150,7 +151,9 @@ class Hoister:
         if row_shape:
             row = add_constant(self.main, self.names, f"{output}_row_shape", row_shape)
             nodes.append(make_node("Concat", [shape, row], target, axis=0))
-        return [*nodes, make_node("Reshape", [vectors, target if row_shape else shape], output)]
+        # Keys of no elements: a 0 in their shape is a size, not to be taken over from the vectors.
+        allow_zero = {"allowzero": 1} if self.opset >= _ALLOW_ZERO_OPSET else {}
+        return [*nodes, make_node("Reshape", [vectors, target if row_shape else shape], output, **allow_zero)]
 
     def _with_row_shape(self, vectors: str, gather: NodeProto, output: str) -> list[NodeProto]:
         """Say again that the last dimensions are a row's: a Loop of no iterations has only inference to go by."""

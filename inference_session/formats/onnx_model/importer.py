@@ -19,6 +19,7 @@ from inference_session.formats.native import (
     DENSE_FILE,
     KEYS_FILE,
     TABLES_FOLDER,
+    VECTOR_FILE,
     ModelSpec,
 )
 from inference_session.formats.onnx_model.canonical import to_canonical
@@ -178,7 +179,7 @@ class _Import:
             self._write_table(table, self._table_file(folders[table.name]))
 
     def _table_file(self, folder: str) -> Path:
-        return self.staging / TABLES_FOLDER / folder / "emb_vector"
+        return self.staging / TABLES_FOLDER / folder / VECTOR_FILE
 
     def _write_table(self, table: Weight, path: Path) -> None:
         path.parent.mkdir(parents=True)
@@ -203,7 +204,7 @@ class _Import:
         for i, tensor in enumerate(model.graph.initializer):
             weight = weight_of(self.source.path, tensor, blobs.get(i))
             if tensor.name in folders:
-                _refer_to(tensor, f"{TABLES_FOLDER}/{folders[tensor.name]}/emb_vector", weight.num_bytes)
+                _refer_to(tensor, f"{TABLES_FOLDER}/{folders[tensor.name]}/{VECTOR_FILE}", weight.num_bytes)
             else:
                 tensor.CopyFrom(weight.tensor())
         model = inliner.inline_local_functions(model) if model.functions else model

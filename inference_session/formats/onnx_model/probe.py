@@ -7,7 +7,7 @@ have? ONNX Runtime answers; where no made-up input suits the model, the declared
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -24,6 +24,8 @@ Dimensions = tuple[tuple[str, int], ...]
 _INNER_SIZE = 3
 _CLUSTER = 64
 _BOUNDS = (1_000_000, 1000, 100, 10, 2, 1)
+_SCALAR_BOUND = 100
+"""Numbers that stand alone tend to count iterations or results."""
 _TOLERANCE = 1e-5
 _JOINED_SIZES = ((2, 3), (1, 1), (3, 1), (1, 8), (16, 16), (2, 40))
 """Of two requests and the batch they make; several, because a dependence may show under some values only."""
@@ -47,7 +49,8 @@ class Recipe:
         in_front = {name: kind.dims[0] for name, kind in self.inputs.items() if kind.dims}
         named = {dim: sizes[name] for name, dim in in_front.items() if isinstance(dim, str)}
         return {
-            name: self._array(random, name, kind, _shape(kind, sizes[name], inner, named))
+            # NumPy gives scalars for shape [], which ONNX Runtime does not take.
+            name: np.asarray(self._array(random, name, kind, _shape(kind, sizes[name], inner, named)))
             for name, kind in self.inputs.items()
         }
 
@@ -59,7 +62,8 @@ class Recipe:
             return random.integers(0, 2, shape).astype(bool)
         if dtype.kind not in "iu":
             return random.random(shape).astype(dtype)
-        bound = min(self.rows.get(name, self.bound), int(np.iinfo(dtype).max))
+        others = self.bound if shape else min(self.bound, _SCALAR_BOUND)
+        bound = min(self.rows.get(name, others), int(np.iinfo(dtype).max))
         values = _clustered(random, bound, shape)
         if self.ascending and shape and name not in self.rows:
             values = np.sort(values)
@@ -71,6 +75,10 @@ def _clustered(random: np.random.Generator, bound: int, shape: tuple[int, ...]) 
     """Integers below a bound, from its beginning, middle and end: few pages of a mapped table are then touched."""
     begins = random.choice([0, bound // 2, max(bound - _CLUSTER, 0)], shape)
     return np.minimum(begins + random.integers(0, _CLUSTER, shape), bound - 1)
+
+
+def _first_symbol(name: str, kind: ValueType) -> str:
+    return str(kind.dims[0]) if kind.dims and kind.dims[0] else name
 
 
 def _shape(kind: ValueType, size: int, inner: int, named: Mapping[str, int]) -> tuple[int, ...]:
@@ -122,7 +130,8 @@ class Prober:
             note = (
                 "the original could not be run on made-up inputs: what its shapes say is trusted, nothing is verified"
             )
-            return Findings(may_be_batched, may_be_batched, None, (note,))
+            batched = may_be_batched and len(self._first_symbols()) == 1
+            return Findings(batched, batched, None, (note,))
         batched = may_be_batched and not self._takes_unequal(recipe) and self._follows_samples(recipe)
         feeds = tuple(self._feeds(recipe))
         joinable = batched and self._is_joinable(recipe)
@@ -132,8 +141,9 @@ class Prober:
     def _recipe(self) -> Recipe | None:
         for bound, ascending in product(_BOUNDS, (False, True)):
             recipe = Recipe(self.inputs, self.rows, bound, ascending)
-            # Many samples, so that a small table in the network is not spared by luck.
-            if all(self.run(recipe.arrays(seed, self._sizes(n))) is not None for seed, n in ((0, 100), (1, 2))):
+            # Many samples, so that a small table in the network is not spared by luck; few first, as numbers that the
+            # model takes for lengths make it fill much memory before it fails.
+            if all(self.run(recipe.arrays(seed, self._sizes(n))) is not None for seed, n in ((1, 2), (0, 100))):
                 return recipe
         return None
 
@@ -141,13 +151,27 @@ class Prober:
         return dict.fromkeys(self.inputs, size)
 
     def _takes_unequal(self, recipe: Recipe) -> bool:
-        """Whether inputs may differ in their first dimension, which then is no number of samples."""
-        symbols = [str(kind.dims[0]) if kind.dims and kind.dims[0] else name for name, kind in self.inputs.items()]
-        distinct = list(dict.fromkeys(symbols))
+        """Whether inputs may differ in their first dimension, which then is no number of samples.
+
+        A list of keys and the lengths of its parts fit together under some values only: longer lists than parts, or
+        parts of no length, do.
+        """
+        distinct = self._first_symbols()
         if len(distinct) < 2:
             return False
-        sizes = {name: 2 + distinct.index(symbol) for name, symbol in zip(self.inputs, symbols, strict=True)}
-        return self.run(recipe.arrays(2, sizes)) is not None
+        larger = {symbol: 2 + i for i, symbol in enumerate(distinct)}
+        smaller = {symbol: 1 + len(distinct) - i for i, symbol in enumerate(distinct)}
+        return any(
+            self.run(replace(recipe, bound=bound).arrays(2, self._sizes_by(sizes))) is not None
+            for bound, sizes in product((recipe.bound, 1), (larger, smaller))
+        )
+
+    def _first_symbols(self) -> list[str]:
+        """The symbols of the inputs' first dimensions, each once; where there is none, an input's own name."""
+        return list(dict.fromkeys(_first_symbol(name, kind) for name, kind in self.inputs.items()))
+
+    def _sizes_by(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        return {name: sizes[_first_symbol(name, kind)] for name, kind in self.inputs.items()}
 
     def _follows_samples(self, recipe: Recipe) -> bool:
         for size in (2, 5):

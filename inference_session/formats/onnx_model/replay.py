@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.formats.native import DENSE_FILE, KEYS_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, Pooling
+from inference_session.formats.native import (
+    DENSE_FILE,
+    KEYS_FILE,
+    TABLES_FOLDER,
+    VECTOR_FILE,
+    LookupSpec,
+    ModelSpec,
+    Pooling,
+)
 from inference_session.formats.onnx_model.evaluation import open_network
 from inference_session.formats.onnx_model.probe import Arrays
 
@@ -23,7 +31,7 @@ class Replay:
         self._keys = open_network(directory / KEYS_FILE) if (directory / KEYS_FILE).exists() else None
         self._tables = {
             table.folder: np.memmap(
-                directory / TABLES_FOLDER / table.folder / "emb_vector",
+                directory / TABLES_FOLDER / table.folder / VECTOR_FILE,
                 np.dtype(table.dtype).newbyteorder("<"),
                 "r",
                 shape=(table.num_rows, table.embedding_dim),

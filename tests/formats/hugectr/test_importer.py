@@ -22,7 +22,6 @@ from inference_session.errors import (
     ModelFormatError,
     UnsupportedModelError,
 )
-from inference_session.formats.hugectr import importer as importer_module
 from inference_session.formats.hugectr.importer import import_hugectr
 from inference_session.formats.manifest import read_manifest
 from inference_session.formats.native import ModelSpec, TensorSpec
@@ -245,7 +244,7 @@ def test_tables_are_copied_where_links_are_not_possible(
     def refuse(*_: object) -> None:
         raise OSError("Invalid cross-device link")
 
-    monkeypatch.setattr(importer_module.os, "link", refuse)
+    monkeypatch.setattr(os, "link", refuse)
     (report,) = import_hugectr(source.ps_json(), tmp_path / "repository")
 
     copy = report.version_dir / "tables/deep/emb_vector"

@@ -155,6 +155,34 @@ def test_reads_in_branches_are_moved_out(tmp_path: Path, then: str, other: str) 
     assert len(report.tables) == (2 if "w2" in other else 1)
 
 
+def test_no_keys_in_a_branch(tmp_path: Path) -> None:
+    """Samples without keys, of whatever length the other branch's are."""
+    branches = """p = Gather(w, keys)  u = ReduceSum <keepdims=0> (p, one)  ELSE
+        q = Gather(w, keys)  v = ReduceMax <keepdims=0> (q, one)"""
+    then, other = branches.split("ELSE")
+    graph = IF.replace("keys,", "keys, int64[1] one,").replace("[b] keys", "[b, k] keys")
+    model = model_of(graph.replace("THEN", then).replace("ELSE", other), {"w": table()})
+
+    feeds = [{"keys": keys, "flag": np.array(True), "one": np.array([1])} for keys in (KEYS, KEYS[:, :0])]
+    report = check(tmp_path, model, *feeds)
+
+    assert len(report.tables) == 1
+
+
+def test_ranks_that_onnx_infers_wrongly(tmp_path: Path) -> None:
+    """ONNX keeps the axis of one that ONNX Runtime drops here: what look-ups yield is not declared by that."""
+    model = model_of(
+        """g (int64[n, 2] keys) => (float[n, 4] y) {
+            columns = SplitToSequence <axis=1, keepdims=0> (keys, one)  k = SequenceAt(columns, one)
+            y = Gather(w, k) }""",
+        {"w": table(), "one": np.array(1)},
+    )
+
+    report = check(tmp_path, model, {"keys": KEYS})
+
+    assert len(report.tables) == 1
+
+
 def test_nested_bodies(tmp_path: Path) -> None:
     """A read in a branch in a Loop moves out of both."""
     body = """one = Constant<value = int64 {1}>()  even = Less(i, one)

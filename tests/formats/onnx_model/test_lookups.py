@@ -445,6 +445,41 @@ def test_scalars(tmp_path: Path) -> None:
     assert found["largest"] == found["y"].max()
 
 
+def test_a_scalar_may_be_a_key(tmp_path: Path) -> None:
+    """One user, many items: the model is tried out at import as any other."""
+    model = model_of(
+        """g (int64 user, int64[n] items) => (float[n, 4] y) {
+            u = Gather(t, user)  v = Gather(t, items)  y = Mul(u, v) }""",
+        {"t": table()},
+    )
+
+    report = check(tmp_path, model, {"user": np.array(7), "items": KEYS[0]})
+
+    assert not any("could not be run" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        "all = Identity(v)",
+        "s = ReduceSum(lengths)  sizes = Concat <axis=0> (s, dim)  z = ConstantOfShape(sizes)  all = Add(v, z)",
+    ],
+    ids=["at least", "exactly"],
+)
+def test_keys_with_the_lengths_of_their_parts(tmp_path: Path, taken: str) -> None:
+    """As many keys as the lengths say: the two lists differ in size, although most made-up ones do not fit together."""
+    model = model_of(
+        f"""g (int64[total] values, int64[n] lengths) => (float[n, 4] y) {{
+            v = Gather(t, values)  {taken}
+            running = CumSum(all, axis)  so_far = Concat <axis=0> (none, running)
+            ends = CumSum(lengths, axis)  begins = Sub(ends, lengths)
+            upper = Gather(so_far, ends)  lower = Gather(so_far, begins)  y = Sub(upper, lower) }}""",
+        {"t": table(), "axis": np.array(0), "none": np.zeros((1, 4), np.float32), "dim": np.array([4])},
+    )
+
+    check(tmp_path, model, {"values": KEYS.ravel()[:5], "lengths": np.array([2, 0, 3])})
+
+
 def test_sizes_of_minus_one_are_open(tmp_path: Path) -> None:
     """As some exporters write them."""
     graph = helper.make_graph(

@@ -1,0 +1,46 @@
+"""What is said where a GPU, or the host's pinned memory, has too little room for what is to stay there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import cupy
+from cupy.cuda import runtime
+from cupy.cuda.memory import OutOfMemoryError
+
+from inference_session.errors import ConfigurationError
+
+_NO_MEMORY = 2
+"""cudaErrorMemoryAllocation."""
+
+
+def check_free(num_bytes: int, device_id: int, setting: str) -> None:
+    """ConfigurationError where a GPU has not so much memory free; of the current device."""
+    free, total = runtime.memGetInfo()
+    if num_bytes > free:
+        cupy.get_default_memory_pool().free_all_blocks()
+        free, total = runtime.memGetInfo()
+    if num_bytes > free:
+        raise ConfigurationError(
+            f"{setting} needs {num_bytes} bytes on cuda:{device_id}, which has {free} free of {total}:"
+            " ask for less, or free some"
+        )
+
+
+@contextlib.contextmanager
+def memory_checked(device_id: int, way_out: str) -> Iterator[None]:
+    """ConfigurationError where memory runs out after all: in pieces too small, taken by somebody else meanwhile, or
+    the host's, which must be pinned. The device is the current one.
+    """
+    try:
+        yield
+    except (OutOfMemoryError, runtime.CUDARuntimeError) as error:
+        # CuPy's pool says it in an error of its own, CUDA by a number.
+        if getattr(error, "status", _NO_MEMORY) != _NO_MEMORY:
+            raise
+        free, total = runtime.memGetInfo()
+        raise ConfigurationError(
+            f"memory ran out on cuda:{device_id}, which has {free} bytes free of {total}, or the host's that can be"
+            f" pinned ({error}): {way_out}"
+        ) from error

@@ -1,0 +1,187 @@
+"""The background work of a parameter server: what fetches leave to it, and what keeps tiers fit to be asked.
+
+promote    what a lower tier had goes up to the volatile tiers above it
+touch      rows that were read are marked as used, where a tier ranks its rows by that
+catch up   stores that lag see what other processes have written
+bring back a tier that failed is used again once it answers, without the rows that it has missed newer ones of
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import StoreError, UnavailableError
+from inference_session.pacing import rest_after
+from inference_session.parameter_server.key_history import KeyHistory
+from inference_session.parameter_server.pending import (
+    PendingPromotions,
+    PendingTouches,
+    Promotion,
+    Touch,
+    Unverified,
+    joined,
+)
+from inference_session.parameter_server.tier import Tier
+
+ROUND_INTERVAL_S = 0.5
+"""How often tiers that are out are tried."""
+TURN_INTERVAL_S = 0.02
+"""How often rows are promoted and touched, and readers catch up: what comes meanwhile goes in one piece, and the pieces
+are small."""
+
+_log = logging.getLogger(__name__)
+
+
+class Upkeep:
+    """Does the work in a thread of its own, until closed. All methods may be called from any thread."""
+
+    def __init__(self, tiers: Sequence[Tier], history: KeyHistory, writing: threading.Lock) -> None:
+        """`writing`: held while rows are written, by whomever."""
+        self.promotions = PendingPromotions()
+        self.touches = PendingTouches()
+        self.on_drop: Callable[[str, NDArray[np.int64] | None], None] = lambda _table, _keys: None
+        """Told of rows that a cache may have read too old: their table and keys, None for all of its rows."""
+        self._tiers = tiers
+        self._history = history
+        self._writing = writing
+        self._closing = threading.Event()
+        self._worker = threading.Thread(target=self._work, name="hotrow-parameter-server", daemon=True)
+        self._worker.start()
+
+    def look_after_all(self) -> None:
+        """Bring tiers back that answer again, and let those in use see what others have written."""
+        for tier in self._tiers:
+            self._survive(self._look_after, tier)
+
+    def close(self) -> None:
+        """End the work. May be called twice."""
+        self._closing.set()
+        self._worker.join()
+
+    def _work(self) -> None:
+        next_round = time.monotonic() + ROUND_INTERVAL_S
+        rest_s = TURN_INTERVAL_S
+        while not self._closing.wait(rest_s):
+            started_s = time.thread_time()
+            self._take_turn()
+            if time.monotonic() >= next_round:
+                self.look_after_all()
+                self._survive(self._drop_outdated, self.promotions.take_unverified())
+                next_round = time.monotonic() + ROUND_INTERVAL_S
+            rest_s = max(TURN_INTERVAL_S, rest_after(time.thread_time() - started_s))
+        self._survive(self._drop_outdated, self.promotions.take_unverified())
+        self.promotions.discard()
+
+    def _take_turn(self) -> None:
+        """Do a small piece of what requests have left to do, and see what others have written since."""
+        promotions = self.promotions.take()
+        self._survive(self._insert, promotions)
+        self.promotions.finish(len(promotions))
+        self._survive(self._touch, self.touches.take())
+        for tier in self._tiers:
+            if tier.store.lags and tier.failure is None:
+                self._survive(self._look_after, tier)
+
+    @staticmethod
+    def _survive(work: Callable[[Any], None], item: object) -> None:
+        """Do a piece of work; what goes wrong in it must not end all that comes after."""
+        try:
+            work(item)
+        except Exception:  # noqa: BLE001 - whatever it is, it is logged, and the next piece has nothing to do with it
+            _log.exception("background work of the parameter server failed")
+
+    def _insert(self, promotions: Sequence[Promotion]) -> None:
+        if not promotions:
+            return
+        with self._writing:
+            current = joined([part for part in map(self._not_written_since, promotions) if len(part.keys)])
+            inserted = [(tier, part) for part in current for tier in part.tiers if self._insert_into(tier, part)]
+        self.promotions.keep([Unverified(tier, part) for tier, part in inserted if part.source.store.lags])
+
+    def _not_written_since(self, promotion: Promotion) -> Promotion:
+        return promotion.rows(~self._history.written(promotion.table, promotion.keys, promotion.moment))
+
+    @staticmethod
+    def _insert_into(tier: Tier, promotion: Promotion) -> bool:
+        inserted = tier.write_if_welcome(
+            lambda store: store.insert_absent(promotion.table, promotion.keys, promotion.vectors)
+        )
+        tier.promoted += len(promotion.keys) if inserted else 0
+        return inserted
+
+    def _touch(self, touches: Sequence[Touch]) -> None:
+        """Mark rows as used, but for those written since they were read: erased ones must get no mark."""
+        if not touches:
+            return
+        keys: defaultdict[tuple[Tier, str], list[NDArray[np.int64]]] = defaultdict(list)
+        with self._writing:
+            for touch in touches:
+                written = self._history.written(touch.table, touch.keys, touch.moment)
+                keys[touch.tier, touch.table].append(touch.keys[~written])
+            for (tier, table), parts in keys.items():
+                used = np.concatenate(parts)
+                touched = tier.write_if_welcome(lambda store, t=table, k=used: store.touch(t, k))  # type: ignore[misc]
+                tier.touched += len(used) if touched else 0
+
+    def _drop_outdated(self, inserted: Sequence[Unverified]) -> None:
+        """Take rows back that another process has changed or erased, which the tier they came from showed too late.
+
+        That process writes the lower tier first: what it changes after this look, it will change above as well. Done
+        once a round, for a tier that catches up may hold up all threads of this process meanwhile.
+        """
+        sources = {promotion.source for _, promotion in inserted}
+        seen = {source for source in sources if source.attempt(lambda store: store.refresh()) is None}
+        with self._writing:
+            for tier, promotion in inserted:
+                keys = promotion.keys
+                outdated = keys[~promotion.are_current()] if promotion.source in seen else keys
+                error = tier.attempt(lambda store, p=promotion, k=outdated: store.erase(p.table, k))  # type: ignore[misc]
+                if error is not None:
+                    tier.leave_out(promotion.table, outdated, error)
+
+    def _look_after(self, tier: Tier) -> None:
+        """Bring a tier back if it answers; let one that is in use see what others have written."""
+        is_out = tier.is_suspect or tier.failure is not None
+        try:
+            if tier.failure is None:
+                if is_out:
+                    tier.store.check()
+                    is_out = tier.is_suspect = False
+                with self._writing if tier.store.lags else contextlib.nullcontext():
+                    tier.store.refresh()
+                self._look_for_losses(tier)
+            elif time.monotonic() >= tier.retry_at:
+                self._bring_back(tier)
+        except (UnavailableError, StoreError) as error:
+            tier.report(error, leave_out=is_out)
+
+    def _bring_back(self, tier: Tier) -> None:
+        """Use a tier again that was out, without the rows that it has missed newer ones of."""
+        tier.store.check()
+        self._look_for_losses(tier)
+        with self._writing:
+            for table in list(tier.unwritten):
+                tier.drop_unwritten(table)
+            tier.end_outage()
+
+    def _look_for_losses(self, tier: Tier) -> None:
+        """Drop all that was written to a volatile tier whose store has forgotten some of it and shows older rows."""
+        if not tier.volatile or not self._history.any_written:
+            return
+        incarnation = tier.store.incarnation()
+        if tier.incarnation and incarnation != tier.incarnation:
+            with self._writing:
+                for table, keys in self._history.written_tables().items():
+                    tier.unwritten[table] = None if keys is None else [keys]
+                    tier.drop_unwritten(table)
+                    self.on_drop(table, keys)
+        tier.incarnation = incarnation
