@@ -340,7 +340,7 @@ def test_what_cannot_be_is_refused_clearly() -> None:
     with pytest.raises(ConfigurationError, match=r"cache_bytes is 100, too little for 1 tables on a GPU: at least \d+"):
         cache_of({"t": 4}, 100)
     with pytest.raises(ConfigurationError, match=r"needs \d+ bytes on cuda:0, which has \d+ free of \d+"):
-        cache_of({"t": 4}, 1 << 44)
+        cache_of({"t": 1024}, 1 << 44)
     with pytest.raises(ConfigurationError, match="dtype 'float64' is none of"):
         cache_of({"t": 4}, dtype="float64")
     with pytest.raises(ConfigurationError, match="this machine shows"):
