@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from inference_session.batch import CheckedRequest, Request, RequestLayout, TensorLayout, answer_jointly
+from inference_session.batch import CheckedRequest, Request, RequestLayout, answer_jointly
+from inference_session.caller_arrays import as_input, as_keys, as_rows, as_written_keys
 from inference_session.canary import check_canary
 from inference_session.config import SessionConfig
 from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine, create_engine
@@ -24,7 +25,6 @@ from inference_session.embedding_cache.kernels import cpu
 from inference_session.errors import (
     ConfigurationError,
     HotrowError,
-    InvalidRequestError,
     ModelFormatError,
     SessionClosedError,
     UnavailableError,
@@ -32,7 +32,7 @@ from inference_session.errors import (
     UnsupportedModelError,
 )
 from inference_session.formats import manifest
-from inference_session.formats.native import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec, TableSpec
+from inference_session.formats.native import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec
 from inference_session.formats.verified_files import VerifiedFiles
 from inference_session.forward import Forward
 from inference_session.gpu_device import open_gpu
@@ -44,6 +44,7 @@ from inference_session.parameter_server.namespace import version_path
 from inference_session.row_source import create_row_source
 from inference_session.stages import Mark, unmarked
 from inference_session.stats import SessionStats
+from inference_session.tensor_layout import TensorLayout
 
 if TYPE_CHECKING:
     from inference_session.gpu_context import GpuContext
@@ -114,6 +115,7 @@ class InferenceSession:
         self._keys = OnnxEngine(directory / KEYS_FILE, num_threads=1) if has_key_graph else None
         if spec.layout == "tensors":
             _check_links(spec, directory, self._dense, self._keys)
+        self._input_types = {tensor.name: np.dtype(tensor.dtype) for tensor in spec.inputs}
         self._outputs = Outputs(spec)
         self._layout = self._create_layout()
         self._stats = SessionStats(spec)
@@ -157,7 +159,7 @@ class InferenceSession:
         Raises:
             InvalidRequestError: an input is missing, unknown or malformed, or an output unknown.
         """
-        arrays = {name: self._as_array(name, value) for name, value in inputs.items()}
+        arrays = {name: as_input(name, value, self._input_types.get(name)) for name, value in inputs.items()}
         answer = self.run_many([Request(arrays, outputs)])[0]
         if isinstance(answer, HotrowError):
             raise answer
@@ -208,7 +210,7 @@ class InferenceSession:
         """
         self._check_open()
         spec = self.spec.table(table)
-        wanted = _as_keys(keys)
+        wanted = as_keys(keys)
         vectors = np.empty((len(wanted), spec.embedding_dim), np.float32)
         self._rows.fetch(self.spec.tables.index(spec), wanted, vectors)
         return vectors
@@ -228,20 +230,13 @@ class InferenceSession:
         """
         self._check_open()
         spec = self.spec.table(table)
-        rows = np.ascontiguousarray(vectors)
-        wanted = _as_written_keys(keys, spec)
-        if rows.shape != (len(wanted), spec.embedding_dim) or not np.can_cast(rows.dtype, np.float32, "same_kind"):
-            raise InvalidRequestError(
-                f"table {table!r}: vectors are {rows.dtype} {list(rows.shape)},"
-                f" expected float32 {[len(wanted), spec.embedding_dim]}"
-            )
-        self._rows.update(self.spec.tables.index(spec), wanted, rows.astype(np.float32, copy=False))
+        self._rows.update(self.spec.tables.index(spec), *as_rows(keys, vectors, spec))
 
     def erase(self, table: str, keys: ArrayLike) -> None:
         """Drop rows, as `update` writes them: their keys, int64 [n], are unknown to the stores from now on."""
         self._check_open()
         spec = self.spec.table(table)
-        self._rows.erase(self.spec.tables.index(spec), _as_written_keys(keys, spec))
+        self._rows.erase(self.spec.tables.index(spec), as_written_keys(keys, spec))
 
     def refresh(self) -> None:
         """Read the cached rows again from the stores; requests go on meanwhile. Without stores this does nothing.
@@ -353,19 +348,6 @@ class InferenceSession:
             max_elements=self.config.max_keys_per_request,
         )
 
-    def _as_array(self, name: str, value: ArrayLike) -> NDArray[Any]:
-        """What a Python caller may pass: arrays whose type converts without loss, and lists of numbers that do."""
-        expected = next((np.dtype(tensor.dtype) for tensor in self.spec.inputs if tensor.name == name), None)
-        try:
-            array = np.asarray(value)
-        except ValueError as error:  # rows of different lengths
-            raise InvalidRequestError(f"input {name!r} cannot become an array: {error}") from error
-        if expected is None:
-            return array
-        if np.can_cast(array.dtype, expected, "safe"):
-            return array.astype(expected, copy=False)
-        return array if isinstance(value, np.ndarray) else _narrowed(array, expected)
-
     @contextlib.contextmanager
     def _closed_on_error(self) -> Iterator[None]:
         try:
@@ -461,28 +443,3 @@ def _check_outputs(spec: ModelSpec, directory: Path, made: frozenset[str]) -> No
     """Refuse a network that lacks an output of the model, as `_check_links` one that lacks an input."""
     if missing := [tensor.name for tensor in spec.outputs if tensor.name not in made]:
         raise ModelFormatError(f"{directory / SESSION_FILE}: output {missing[0]!r} is none of {DENSE_FILE}'s")
-
-
-def _as_keys(keys: ArrayLike) -> NDArray[np.int64]:
-    wanted = np.asarray(keys)
-    if wanted.ndim != 1 or (wanted.size and not np.can_cast(wanted.dtype, np.int64, "safe")):
-        raise InvalidRequestError(f"keys are {wanted.dtype} {list(wanted.shape)}, expected int64 [n]")
-    return np.ascontiguousarray(wanted, np.int64)
-
-
-def _as_written_keys(keys: ArrayLike, spec: TableSpec) -> NDArray[np.int64]:
-    """Keys of rows to be written. Stores know row numbers from 0 alone: no look-up would ever find another one."""
-    wanted = _as_keys(keys)
-    if spec.keys == "row_number" and (wanted < 0).any():
-        raise InvalidRequestError(
-            f"table {spec.name!r} has row numbers for keys, which are written from 0 on; found {int(wanted.min())}"
-        )
-    return wanted
-
-
-def _narrowed(array: NDArray[Any], expected: np.dtype[Any]) -> NDArray[Any]:
-    """A list's numbers in the type that is expected: NumPy gives lists the widest. As they are where that loses any."""
-    if array.size and array.dtype.kind + expected.kind not in ("ii", "iu", "if", "ff"):
-        return array
-    narrow = array.astype(expected)
-    return array if expected.kind in "iu" and not np.array_equal(narrow, array) else narrow

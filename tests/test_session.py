@@ -282,6 +282,8 @@ def test_lookup_refuses_what_is_no_key(session: InferenceSession) -> None:
         session.lookup("code", [1.5])
     with pytest.raises(InvalidRequestError, match=r"\[1, 1\], expected int64 \[n\]"):
         session.lookup("code", [[1]])
+    with pytest.raises(InvalidRequestError, match="a list of keys cannot become an array"):
+        session.lookup("code", [[1], [2, 3]])
 
 
 def test_many_threads_get_their_own_answers(session: InferenceSession, tables: small_model.Arrays) -> None:

@@ -44,7 +44,8 @@ def _beat() -> None:
     handle = _open_file()
     while not is_orphan():
         if handle is not None:
-            os.pwrite(handle, _TIME.pack(time.monotonic()), 0)
+            with suppress(OSError):  # a full disk is no reason to stop looking for the server
+                os.pwrite(handle, _TIME.pack(time.monotonic()), 0)
         time.sleep(INTERVAL_S)
     _leave()
 

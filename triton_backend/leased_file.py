@@ -20,8 +20,8 @@ from pathlib import Path
 class LeasedFile:
     """Its readers get what `content` gives when they open it.
 
-    `serve` has to be called every few milliseconds. On a file system that lends no files the content is what it was at
-    the last call.
+    `serve` has to be called every few milliseconds. On a file system that lends no files, or is full, the content is
+    what it was at the last call.
 
     Args:
         source: what the content is made from; its times of modification, and its folder's, are shown as the file's.
@@ -44,7 +44,11 @@ class LeasedFile:
         self._text = text
         waited_for = self._handle
         _write(waited_for, text)
-        self._handle, self._is_leased = self._put_in_place()
+        try:
+            self._handle, self._is_leased = self._put_in_place()
+        except OSError:  # a full disk: he need not wait for that, and for those after him it is tried at each call
+            fcntl.fcntl(waited_for, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            raise
         os.close(waited_for)  # which ends the lease
 
     def close(self) -> None:
@@ -58,7 +62,7 @@ class LeasedFile:
         try:
             _write(handle, self._text)
             is_leased = _take_lease(handle)
-        except OSError:  # the disk is full; it is tried again every few milliseconds
+        except OSError:
             os.close(handle)
             raise
         with contextlib.suppress(OSError):  # the source may be gone

@@ -79,7 +79,7 @@ class RepositoryView:
         seen: list[int] = []
         while not stopping.wait(_INTERVAL_S):
             for config in self._configs.values():
-                with contextlib.suppress(OSError):  # a full disk, for instance: the reader waits for the next turn
+                with contextlib.suppress(OSError):  # a full disk, for instance; it is tried again
                     config.serve()
             with contextlib.suppress(OSError):  # changed again while it was looked at
                 if seen != (changed := self._changes()):

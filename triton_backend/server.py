@@ -77,7 +77,6 @@ class TritonServer:
     ) -> None:
         self.options = options
         """As asked, the ports resolved."""
-        self.models = models
         self._command = command
         self._cleanup = cleanup
         self._process = command.start(models)
@@ -139,12 +138,21 @@ class TritonServer:
         )
         return {"HTTP": f"http://{http}", "gRPC": grpc, "metrics": f"http://{metrics}/metrics"}
 
+    def served_versions(self) -> dict[str, list[int]]:
+        """The versions that answer, ascending, by model; of a folder's versions Triton serves the highest by itself."""
+        served: dict[str, list[int]] = {}
+        for entry in self._index():
+            if entry.get("state") == "READY":
+                served.setdefault(entry["name"], []).append(int(entry["version"]))
+        return {name: sorted(served[name]) for name in sorted(served)}
+
     def wait(self) -> None:
         """Look after the backend processes. Return never, unless the server ends by itself: ServerError says how."""
         while True:
             if not self._has_ended():
                 self._watchdog.look()
             elif self._was_taken_down():
+                self._watchdog.lose_all()
                 self._restart()
                 self._watchdog.reload_all()
             else:
@@ -233,8 +241,12 @@ class TritonServer:
 
     def _loaded_models(self) -> set[str]:
         """The models of which a version is loaded, being loaded or being unloaded."""
-        index = json.loads(self.request("POST", "v2/repository/index"))
-        return {entry["name"] for entry in index if entry.get("state", "UNAVAILABLE") != "UNAVAILABLE"}
+        return {entry["name"] for entry in self._index() if entry.get("state", "UNAVAILABLE") != "UNAVAILABLE"}
+
+    def _index(self) -> list[dict[str, str]]:
+        """What the server says of each version that it knows of, and of each model without any."""
+        index: list[dict[str, str]] = json.loads(self.request("POST", "v2/repository/index"))
+        return index
 
     def load(self, model: str, config: Mapping[str, Any]) -> None:
         """Load a model with a configuration, however long it takes; HotrowError or OSError where that fails.

@@ -125,11 +125,14 @@ class Watchdog:
         """Whether a backend process was lost so recently that it may have taken the server with it."""
         return time.monotonic() - self._lost_at < RECENT_S
 
+    def lose_all(self) -> None:
+        """The server is gone, and what was loaded with it: `reload_all` brings it back into the next one."""
+        self._missing = set(self._loaded)
+
     def reload_all(self) -> None:
         """Load again what was loaded, into a server that has been started anew."""
         for of in (self._stubs, self._since, self._lost, self._replaced, self._healing):
             of.clear()
-        self._missing = set(self._loaded)
         for model in self._missing.copy():
             self._heal(model)
 
@@ -237,13 +240,15 @@ class Watchdog:
         self._observed_at = time.monotonic()
         with suppress(OSError, HTTPException):
             ready: dict[str, list[int]] = {}
+            # Before it is asked: what is loaded meanwhile is missing in its answer.
+            missing = self._missing.copy()
+            healing = {model for model, thread in list(self._healing.items()) if thread.is_alive()}
             index = json.loads(self._server.request("POST", "v2/repository/index", timeout=patience_s))
             self._loading = {entry["name"] for entry in index if entry.get("state") == "LOADING"}
             for entry in index:
                 if entry.get("state") == "READY":
                     ready.setdefault(entry["name"], []).append(int(entry["version"]))
-            healing = {model for model, thread in list(self._healing.items()) if thread.is_alive()}
-            for model in set(self._loaded) - set(ready) - self._missing - (self._loading & healing):
+            for model in set(self._loaded) - set(ready) - missing - (self._loading & healing):
                 self._loaded.pop(model, None)
             for model, versions in ready.items():
                 path = f"v2/models/{quote(model, safe='')}/config"

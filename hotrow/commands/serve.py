@@ -121,9 +121,9 @@ def _interrupt(number: int, frame: object) -> None:
 def _announce(server: TritonServer) -> None:
     for name, url in server.endpoints.items():
         click.echo(f"{name:<8} {url}")
-    for model in server.models:
-        noun = "version" if len(model.versions) == 1 else "versions"
-        click.echo(f"model    {model.name} ({noun} {', '.join(map(str, model.versions))})")
+    for model, versions in server.served_versions().items():
+        noun = "version" if len(versions) == 1 else "versions"
+        click.echo(f"model    {model} ({noun} {', '.join(map(str, versions))})")
 
 
 def _tls(certificate: Path | None, key: Path | None, client_ca: Path | None) -> ServerTls | None:

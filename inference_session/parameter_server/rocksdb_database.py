@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -148,7 +149,10 @@ def translated(path: Path) -> Iterator[None]:
     except DbClosedError as error:
         raise SessionClosedError(f"the RocksDB at {str(path)!r} has been closed") from error
     except OSError as error:
-        raise UnavailableError(f"the RocksDB at {str(path)!r} cannot be used: {error.strerror or error}") from error
+        text = str(error.strerror or error)  # what rocksdict raises has no number
+        if any(os.strerror(number) in text for number in (errno.EROFS, errno.EACCES)):
+            text += " (readers too must be allowed to write to its folder, where rocksdict keeps a file)"
+        raise UnavailableError(f"the RocksDB at {str(path)!r} cannot be used: {text}") from error
     except Exception as error:
         if type(error) is not Exception:  # which is all that rocksdict raises
             raise

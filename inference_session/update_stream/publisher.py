@@ -11,6 +11,7 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from inference_session.caller_arrays import as_keys
 from inference_session.errors import ConfigurationError, InvalidRequestError, StoreError, UnavailableError
 from inference_session.formats.native import folder_names
 from inference_session.formats.staging import MAX_VERSION
@@ -94,7 +95,7 @@ class Publisher:
             UnavailableError: the brokers have stopped answering.
             StoreError: they refuse a message.
         """
-        rows = _as_keys(keys), np.ascontiguousarray(vectors, np.float32)
+        rows = as_keys(keys), np.ascontiguousarray(vectors, np.float32)
         check_rows(*rows)
         topic = self._topic(table)
         count = self._partitions(topic)
@@ -107,7 +108,7 @@ class Publisher:
 
     def delete(self, table: str, keys: ArrayLike) -> None:
         """Queue deletions: the rows of these keys, integers [n], become the default vector. Errors as of `publish`."""
-        gone = _as_keys(keys)
+        gone = as_keys(keys)
         topic = self._topic(table)
         partitions = _partition(gone, self._partitions(topic))
         self._produce(topic, ((key, None, p) for key, p in zip(encode_keys(gone), partitions, strict=True)))
@@ -245,15 +246,6 @@ _REFUSALS = (
     KafkaError._UNKNOWN_TOPIC,
     KafkaError._UNKNOWN_PARTITION,
 )
-
-
-def _as_keys(keys: ArrayLike) -> NDArray[np.int64]:
-    array = np.asarray(keys)
-    if array.ndim != 1 or (array.size and not np.can_cast(array.dtype, np.int64, "safe")):
-        raise InvalidRequestError(
-            f"keys are {array.dtype} {list(array.shape)}, expected int64 or narrower integers [n]"
-        )
-    return np.ascontiguousarray(array, np.int64)
 
 
 def _partition(keys: NDArray[np.int64], count: int) -> list[int]:

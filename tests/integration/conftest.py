@@ -41,6 +41,8 @@ class Served:
     errors: list[str]
     """Lines of stderr so far."""
     reader: threading.Thread
+    announced: str = ""
+    """The first model that it says it serves, with its versions."""
 
     def grpc_client(self) -> Any:
         """A tritonclient for gRPC; whoever asks closes it."""
@@ -139,6 +141,7 @@ def start(repository: Path | str, *flags: str) -> Served:
     for line in process.stdout:
         name, _, value = line.strip().partition(" ")
         if name == "model":
+            served.announced = value.strip()
             return served
         setattr(served, name.lower(), value.strip().removeprefix("http://" if name == "HTTP" else ""))
     served.close()

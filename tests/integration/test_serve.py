@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -104,9 +105,12 @@ def test_serves_every_model_on_every_endpoint(serve: Serve, repository: Path) ->
 
 
 def test_serves_the_models_asked_for(serve: Serve, repository: Path) -> None:
-    """With --model, the others of the repository stay unloaded."""
+    """With --model, the others of the repository stay unloaded; what is said to be served is the newest version."""
+    shutil.copytree(repository / "other" / "1", repository / "other" / "2")
+
     served = serve(repository, "--model", "other")
 
+    assert served.announced == "other (version 2)"
     with served.grpc_client() as client:
         assert client.is_model_ready("other")
         assert not client.is_model_ready("echo")

@@ -17,6 +17,7 @@ from rocksdict import AccessType, Options, Rdict
 
 from inference_session.errors import SessionClosedError, StoreError, UnavailableError
 from inference_session.parameter_server.namespace import Namespace, StoredTable
+from inference_session.parameter_server.rocksdb_database import translated
 from inference_session.parameter_server.rocksdb_store import RocksDbStore, list_rocksdb_tables
 from tests.parameter_server.contract import (
     DIMS,
@@ -202,6 +203,13 @@ def test_a_path_that_cannot_be_a_database_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(UnavailableError, match="file"):
         open_store(tmp_path / "file")
+
+
+@pytest.mark.parametrize("text", ["Read-only file system (os error 30)", "Permission denied (os error 13)"])
+def test_a_folder_that_may_not_be_written_to_is_an_error_that_says_so(text: str) -> None:
+    """For readers too, which one would not expect; root may write anywhere, so the error is raised here."""
+    with pytest.raises(UnavailableError, match="readers too must be allowed to write"), translated(Path("/rows")):
+        raise OSError(text)
 
 
 def test_rows_survive_reopening(tmp_path: Path) -> None:

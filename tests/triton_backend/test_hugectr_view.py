@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,28 @@ def test_a_configuration_may_come_long_after_its_folder(view: RepositoryView, re
     for name in ("late", "other"):
         wait_until(lambda seen=tmp_path / "view" / name: not seen.is_symlink(), "the view")  # type: ignore[misc]
         assert config_of(tmp_path / "view" / name)["instance_group"] == [{"count": ["2"], "kind": ["KIND_CPU"]}]
+
+
+def test_a_full_disk_makes_nobody_wait(view: RepositoryView, repository: Path, tmp_path: Path) -> None:
+    """Where no file can be made beside the one that is read, he who reads gets what is true, at once."""
+    obstacle = tmp_path / "view/ctr/.tmp-config.pbtxt"
+
+    def write(number: int) -> None:
+        text = CONFIG.replace("max_batch_size: 64", f"max_batch_size: {number}")
+        (repository / "ctr/config.pbtxt").write_text(text, encoding="utf-8")
+
+    def size() -> list[str]:
+        return config_of(tmp_path / "view/ctr")["max_batch_size"]
+
+    obstacle.mkdir()
+    write(1)
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(size).result(30) == ["1"]  # Linux would let him in after 45 s
+    write(2)
+    wait_until(lambda: size() == ["2"], "the change to be seen")
+    obstacle.rmdir()
+    write(3)
+    wait_until(lambda: size() == ["3"], "the change to be seen")
 
 
 def test_a_model_may_change_to_another_backend(view: RepositoryView, repository: Path, tmp_path: Path) -> None:
