@@ -257,9 +257,9 @@ class GpuEmbeddingCache(EmbeddingCache):
         cupy.ndarray(num_bytes, np.uint8, place).set(self._records.view(np.uint8).reshape(-1))
 
     def _look_up(self, keys: Mapping[str, ArrayLike], out: Mapping[str, Any] | None, wait: bool) -> LookupResult:
-        prepared, vectors = self._prepare(keys, out)
-        geometry, launch = prepared.geometry, prepared.launch
         stream = cupy.cuda.get_current_stream()
+        prepared, vectors = self._prepare(keys, out, stream)
+        geometry, launch = prepared.geometry, prepared.launch
         bits = cupy.cuda.alloc(launch.num_tiles * _WORD_BYTES)
         with self._count_lock:
             if self._closed:  # since `lookup` began; after the launch `close` waits for it
@@ -276,15 +276,15 @@ class GpuEmbeddingCache(EmbeddingCache):
         return LookupResult(vectors, Missing(geometry, bits, stream))
 
     def _prepare(
-        self, keys: Mapping[str, ArrayLike], out: Mapping[str, Any] | None
+        self, keys: Mapping[str, ArrayLike], out: Mapping[str, Any] | None, stream: Any
     ) -> tuple[_Prepared, Mapping[str, Any]]:
         """What to launch, and the arrays that take the vectors.
 
-        Arrays that come again under the same names, with other contents, are known by their identity; they are
-        forgotten as they go.
+        Arrays that come again under the same names on the same stream, with other contents, are known by their
+        identity; they are forgotten as they go, and what was uploaded for them is that stream's again.
         """
         into = out or {}
-        known = (out is None, len(keys), *keys, *into, *map(id, keys.values()), *map(id, into.values()))
+        known = (stream.ptr, out is None, len(keys), *keys, *into, *map(id, keys.values()), *map(id, into.values()))
         prepared = self._remembered.get(known)
         if prepared is None:
             prepared = self._prepare_new(keys, out)

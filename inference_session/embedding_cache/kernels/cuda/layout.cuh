@@ -59,8 +59,11 @@ struct Segment {
   i64 output_stride;
 };
 
-// Look-ups under way, in blocks. Rows are written to in odd epochs only. Arrivals hold the epoch in the upper half, and in the
-// lower how many arrived in it. There are READERS of them, far apart, so that blocks need not queue to be counted.
+// Look-ups under way, in blocks. Rows are written to in odd epochs only. The highest bit of the arrivals says which the epoch
+// is, the others how many arrived in it: between two writes there may be more than 32 bits count. There are READERS of these,
+// far apart, so that blocks need not queue to be counted.
+constexpr int EPOCH_BIT = 63;
+
 struct alignas(64) Readers {
   u64 arrivals;
   u64 departures[2];  // of even and odd epochs

@@ -5,20 +5,20 @@
 // half. Each block reports when it begins, which empties its multiprocessor's first-level cache as well, and when it ends.
 struct Reading {
   Readers* readers;
-  u64 epoch = 0;
+  u64 epoch = 0;  // 1: an odd one
   bool quiet = true;  // no row is written to before the block ends
 
   __device__ __forceinline__ explicit Reading(Readers* all) : readers(all) {
     if (all == nullptr) return;
     readers += blockIdx.x % READERS;
-    if (threadIdx.x == 0) epoch = atomicAdd(&readers->arrivals, 1ull) >> 32;
+    if (threadIdx.x == 0) epoch = atomicAdd(&readers->arrivals, 1ull) >> EPOCH_BIT;
   }
 
   // Nothing that a writer changes may be read before this.
   __device__ __forceinline__ void wait() {
     if (readers == nullptr) return;
     if (threadIdx.x == 0) __threadfence();
-    quiet = __syncthreads_or((int)(epoch & 1)) == 0;
+    quiet = __syncthreads_or((int)epoch) == 0;
   }
 
   __device__ __forceinline__ void end() {
@@ -26,7 +26,7 @@ struct Reading {
     __syncthreads();
     if (threadIdx.x == 0) {
       __threadfence();
-      atomicAdd(&readers->departures[epoch & 1], 1ull);
+      atomicAdd(&readers->departures[epoch], 1ull);
     }
   }
 };

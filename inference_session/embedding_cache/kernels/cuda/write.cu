@@ -146,8 +146,8 @@ __device__ __forceinline__ void await_departures(volatile u64* departed, u64 arr
 
 // The next epoch begins; returns how many arrived in this one.
 __device__ __forceinline__ u64 advance(Readers* readers) {
-  const u64 epoch = *(volatile u64*)&readers->arrivals >> 32;
-  return atomicExch(&readers->arrivals, (epoch + 1) << 32) & 0xffffffffull;
+  const u64 epoch = *(volatile u64*)&readers->arrivals >> EPOCH_BIT;
+  return atomicExch(&readers->arrivals, (epoch ^ 1) << EPOCH_BIT) & ~(1ull << EPOCH_BIT);
 }
 
 // A thread for each of READERS; all have ended when rows are written.
