@@ -28,15 +28,11 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import groupby
-from typing import Any, Protocol, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from inference_session.errors import StoreError, UnavailableError
 from inference_session.formats.native import TableSpec
 from inference_session.pacing import Rests
-from inference_session.update_stream.encodings import Refusal, Updates, decode
 from inference_session.update_stream.kafka_client import (
     OFFSET_BEGINNING,
     Consumer,
@@ -47,10 +43,10 @@ from inference_session.update_stream.kafka_client import (
     create_client,
 )
 from inference_session.update_stream.kafka_url import KafkaUrl
-from inference_session.update_stream.offset_notes import read_offsets, with_offsets
 from inference_session.update_stream.stream_stats import StreamStats
 from inference_session.update_stream.taken_messages import TakenMessages
 from inference_session.update_stream.topics import table_of
+from inference_session.update_stream.updated_rows import Partition, UpdatedRows, WritableRows
 
 DISCOVERY_S = 1.0
 MAX_MESSAGES = 500
@@ -59,11 +55,8 @@ _BYTES_AT_ONCE = 256 << 10
 """Of messages that are taken at once, about."""
 _TAKES = 8
 """After so many, what has been taken is applied: the more rows at once, the faster do stores take them."""
-_ROWS_AT_ONCE = 1024
 _POLL_S = 0.05
 _SAVE_S = 1.0
-_FOLLOW_S = 5.0
-"""How long a store's one writer may take to write what we have read before we say that we wait for it."""
 _BROKER_S = 2.0
 """How long a question to the brokers may take."""
 _BEGINNING: int = OFFSET_BEGINNING
@@ -71,21 +64,6 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _CLOSE_S = 10.0
 
 _log = logging.getLogger(__name__)
-
-Partition = tuple[str, int]
-Result = TypeVar("Result")
-
-
-class UpdatedRows(Protocol):
-    """What updates are applied to: a session's RowSource."""
-
-    @property
-    def is_durable(self) -> bool: ...
-    def update(self, table: int, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None: ...
-    def erase(self, table: int, keys: NDArray[np.int64]) -> None: ...
-    def forget(self, table: int, keys: NDArray[np.int64]) -> None: ...
-    def note(self, table: int) -> str | None: ...
-    def save_note(self, table: int, text: str) -> None: ...
 
 
 class KafkaUpdateStream:
@@ -97,7 +75,7 @@ class KafkaUpdateStream:
         model: str,
         version: str,
         tables: Sequence[TableSpec],
-        rows: UpdatedRows,
+        rows: WritableRows,
         *,
         topic_filter: str = ".+",
         since: datetime | None = None,
@@ -116,12 +94,8 @@ class KafkaUpdateStream:
             allow_non_finite: whether rows with NaN or infinite elements are applied.
         """
         self._model = model
-        self._tables = {spec.folder: t for t, spec in enumerate(tables)}
-        self._specs = tables
-        self._rows = rows
         self._filter = re.compile(topic_filter)
         self._since_ms = 0 if since is None else int(since.timestamp() * 1000)
-        self._allow_non_finite = allow_non_finite
         self._positions: dict[Partition, int] = {}
         """Of the partitions followed, the next offset; _BEGINNING where nothing has come yet.
 
@@ -129,8 +103,6 @@ class KafkaUpdateStream:
         """
         self._vanished: set[Partition] = set()
         """Partitions whose saved offsets mean nothing any more."""
-        self._unsaved: set[int] = set()
-        """Tables that have been applied further than their notes say."""
         self._behind: set[Partition] | None = None
         """Partitions found at first whose end has not been seen yet; None: nothing has been found out."""
         self._save_at = self._discover_at = 0.0
@@ -139,6 +111,15 @@ class KafkaUpdateStream:
         self._stats = StreamStats(model)
         self._current = threading.Event()
         self._closing = threading.Event()
+        self._updates = UpdatedRows(
+            model,
+            tables,
+            rows,
+            self._stats,
+            self._rests,
+            allow_non_finite=allow_non_finite,
+            closing=self._closing,
+        )
         self._consumer = _create_consumer(url, f"hotrow.{model}.{version}.{socket.gethostname()}")
         self._url = url
         self._thread = threading.Thread(target=self._work, name="hotrow-update-stream", daemon=True)
@@ -232,9 +213,7 @@ class KafkaUpdateStream:
             _log.warning(
                 "topic %r, partition %d, has vanished or begun anew: what comes back is read", topic, partition
             )
-            table = self._table(topic)
-            if table is not None and self._rows.is_durable:
-                self._unsaved.add(table)
+            self._updates.begin_anew(topic)
         self._positions = {one: offset for one, offset in self._positions.items() if one not in partitions}
         self._vanished.update(partitions)
         self._note_ends(partitions)
@@ -243,20 +222,16 @@ class KafkaUpdateStream:
     def _follow(self, partitions: Iterable[Partition]) -> None:
         new = {}
         for topic, partition in sorted(partitions):
-            new[topic, partition] = offset = self._saved_offset(topic, partition)
+            saved = None
+            if (topic, partition) not in self._vanished:
+                saved = self._updates.saved_offset(topic, partition, self._measure_lag)
+            new[topic, partition] = offset = _BEGINNING if saved is None else saved
             _log.info("following topic %r, partition %d, from offset %d", topic, partition, offset)
         self._positions = {**self._positions, **new}
         self._assign()
 
     def _assign(self) -> None:
         self._consumer.assign([TopicPartition(*one, offset) for one, offset in self._positions.items()])
-
-    def _saved_offset(self, topic: str, partition: int) -> int:
-        table = self._table(topic)
-        if table is None or not self._rows.is_durable or (topic, partition) in self._vanished:
-            return _BEGINNING
-        offsets = self._persist(lambda: read_offsets(self._rows.note(table), topic))
-        return offsets.get(partition, _BEGINNING)
 
     def _consume(self) -> tuple[dict[str, TakenMessages], int, dict[Partition, int]]:
         """Messages by topic; the time in ms at which the oldest was published; where partitions have their end."""
@@ -306,7 +281,7 @@ class KafkaUpdateStream:
     def _apply_all(self, by_topic: Mapping[str, TakenMessages], oldest_ms: int) -> None:
         self._stats.begin(oldest_ms / 1000 if oldest_ms > 0 else time.time())
         for topic, messages in by_topic.items():
-            self._apply(topic, messages)
+            self._updates.apply(topic, messages, self._measure_lag)
             # Not what the client says, which counts the end of a partition as a message; nor what was left meanwhile.
             applied = {(topic, partition): offset for partition, offset in messages.reached.items()}
             self._positions.update((one, applied[one]) for one in applied.keys() & self._positions.keys())
@@ -318,73 +293,6 @@ class KafkaUpdateStream:
         for partition in ends.keys() & self._positions.keys():
             self._positions[partition] = max(self._positions[partition], ends[partition])
         self._measure_lag()
-
-    def _apply(self, topic: str, messages: TakenMessages) -> None:
-        table = self._table(topic)
-        if table is None:
-            text = f"the model has no table of that name, but {', '.join(map(repr, self._tables)) or 'none'}"
-            self._refuse(topic, messages, [Refusal(i, "unknown_table", text) for i in range(len(messages.contents))])
-            return
-        spec = self._specs[table]
-        updates = decode(
-            messages.contents,
-            spec.embedding_dim,
-            allow_non_finite=self._allow_non_finite,
-            min_key=0 if spec.keys == "row_number" else None,
-        )
-        self._refuse(topic, messages, updates.refusals)
-        self._rests.rest()
-        self._persist(lambda: self._write(table, updates, topic, messages.reached))
-        self._stats.count_rows(updated=len(updates.keys), deleted=len(updates.deleted))
-
-    def _write(self, table: int, updates: Updates, topic: str, reached: Mapping[int, int]) -> None:
-        """Write rows of a topic, whose partitions are then applied up to `reached`."""
-        try:
-            for part in _parts(len(updates.keys)):
-                self._rows.update(table, updates.keys[part], updates.vectors[part])
-                self._rests.rest()
-            for part in _parts(len(updates.deleted)):
-                self._rows.erase(table, updates.deleted[part])
-                self._rests.rest()
-        except UnavailableError:
-            if not (self._rows.is_durable and self._await_writer(table, topic, reached)):
-                raise
-            self._rows.forget(table, np.concatenate([updates.keys, updates.deleted]))
-        else:
-            if self._rows.is_durable:
-                self._unsaved.add(table)
-
-    def _await_writer(self, table: int, topic: str, reached: Mapping[int, int]) -> bool:
-        """Whether the process that may write to the store, another one, has saved as much within some seconds."""
-        deadline = time.monotonic() + _FOLLOW_S
-        while time.monotonic() < deadline and not self._closing.wait(_POLL_S):
-            saved = read_offsets(self._rows.note(table), topic)
-            if all(saved.get(partition, 0) >= offset for partition, offset in reached.items()):
-                return True
-        return False
-
-    def _persist(self, work: Callable[[], Result]) -> Result:
-        """Do something with the stores, again and again until they can: no update is ever passed over."""
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            try:
-                result = work()
-            except (UnavailableError, StoreError) as error:
-                self._stats.fail(str(error))
-                self._measure_lag()
-                if self._closing.wait(pause_s):
-                    raise
-            else:
-                self._stats.recover()
-                return result
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    def _refuse(self, topic: str, messages: TakenMessages, refusals: Iterable[Refusal]) -> None:
-        """Set messages aside."""
-        for refusal in refusals:
-            at = refusal.position
-            where = f"{topic!r}, partition {messages.partitions[at]}, offset {messages.offsets[at]}"
-            self._stats.refuse(refusal.reason, f"{where}: {refusal.text}")
 
     def _note_ends(self, ends: Iterable[Partition]) -> None:
         if self._behind is not None and not self._current.is_set():
@@ -411,28 +319,12 @@ class KafkaUpdateStream:
     def _save(self) -> None:
         """Keep, beside the rows, up to where they have been applied, and tell the brokers."""
         self._save_at = time.monotonic() + _SAVE_S
-        if not self._unsaved:
-            return
         # What keeps a store from taking a note keeps it from taking rows as well, and is told then.
         with contextlib.suppress(UnavailableError, StoreError):
-            for table in sorted(self._unsaved):
-                self._save_table(table)
-                self._unsaved.discard(table)
-            reached = [TopicPartition(*one, offset) for one, offset in self._positions.items() if offset >= 0]
-            if reached:
-                self._consumer.commit(offsets=reached, asynchronous=True)
-
-    def _save_table(self, table: int) -> None:
-        """Rows that are pushed anew lose this note with them, and so get their updates again."""
-        offsets: defaultdict[str, dict[int, int]] = defaultdict(dict)
-        for (topic, partition), offset in self._positions.items():
-            if self._table(topic) == table and offset >= 0:
-                offsets[topic][partition] = offset
-        self._rows.save_note(table, with_offsets(self._rows.note(table), offsets))
-
-    def _table(self, topic: str) -> int | None:
-        """The table whose updates a topic carries; None: the model has none of that name."""
-        return self._tables.get(table_of(topic, self._model) or "")
+            if self._updates.save(self._positions):
+                reached = [TopicPartition(*one, offset) for one, offset in self._positions.items() if offset >= 0]
+                if reached:
+                    self._consumer.commit(offsets=reached, asynchronous=True)
 
 
 def _create_consumer(url: KafkaUrl, group: str) -> Consumer:
@@ -449,8 +341,3 @@ def _create_consumer(url: KafkaUrl, group: str) -> Consumer:
         "fetch.queue.backoff.ms": 10,  # once so much waits; in the usual second a consumer that is behind runs dry
     }
     return create_client(Consumer, url, settings)
-
-
-def _parts(num_rows: int) -> Iterator[slice]:
-    """So many rows, in pieces."""
-    return (slice(begin, begin + _ROWS_AT_ONCE) for begin in range(0, num_rows, _ROWS_AT_ONCE))

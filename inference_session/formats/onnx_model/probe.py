@@ -139,13 +139,18 @@ class Prober:
         return Findings(batched, joinable, self._shapes(feeds), self._notes(batched, joinable), feeds, equal_sizes)
 
     def _recipe(self) -> Recipe | None:
-        for bound, ascending in product(_BOUNDS, (False, True)):
-            recipe = Recipe(self.inputs, self.rows, bound, ascending)
-            # Many samples, so that a small table in the network is not spared by luck; few first, as numbers that the
-            # model takes for lengths make it fill much memory before it fails.
-            if all(self.run(recipe.arrays(seed, self._sizes(n))) is not None for seed, n in ((1, 2), (0, 100))):
-                return recipe
-        return None
+        return next(filter(self._suits, self._recipes()), None)
+
+    def _recipes(self) -> Iterator[Recipe]:
+        """Those that try most first; the last let no key be large, as small tables may be read by it as well."""
+        for keys_too, bound, ascending in product((False, True), _BOUNDS, (False, True)):
+            rows = {name: min(num, bound) for name, num in self.rows.items()} if keys_too else self.rows
+            yield Recipe(self.inputs, rows, bound, ascending)
+
+    def _suits(self, recipe: Recipe) -> bool:
+        # Many samples, so that a small table in the network is not spared by luck; few first, as numbers that the
+        # model takes for lengths make it fill much memory before it fails.
+        return all(self.run(recipe.arrays(seed, self._sizes(n))) is not None for seed, n in ((1, 2), (0, 100)))
 
     def _sizes(self, size: int) -> dict[str, int]:
         return dict.fromkeys(self.inputs, size)

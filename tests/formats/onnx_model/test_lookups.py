@@ -445,6 +445,22 @@ def test_scalars(tmp_path: Path) -> None:
     assert found["largest"] == found["y"].max()
 
 
+def test_small_and_large_tables_may_share_an_input(tmp_path: Path) -> None:
+    """A matrix with a column per feature: made-up keys have to suit the small tables in the network, too."""
+    model = model_of(
+        """g (int64[n, 3] ids) => (float[n, 12] y) {
+            i, j, k = Split <axis=1, num_outputs=3> (ids)
+            a = Gather(t, i)  b = Gather(t, j)  c = Gather(small, k)
+            all = Concat <axis=1> (a, b, c)  y = Flatten(all) }""",
+        {"t": table(), "small": table(rows=3)},
+    )
+
+    report = check(tmp_path, model, {"ids": np.array([[999, 0, 2], [0, 1, 1]])})
+
+    assert [lookup.columns for lookup in report.spec.lookups] == [(0, 1), (1, 2)]
+    assert not any("could not be run" in note for note in report.notes)
+
+
 def test_a_scalar_may_be_a_key(tmp_path: Path) -> None:
     """One user, many items: the model is tried out at import as any other."""
     model = model_of(

@@ -1,0 +1,186 @@
+"""What an update stream does to a session's rows: messages are decoded and written, and it is noted how far."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import StoreError, UnavailableError
+from inference_session.formats.native import TableSpec
+from inference_session.pacing import Rests
+from inference_session.update_stream.encodings import Refusal, Updates, decode
+from inference_session.update_stream.offset_notes import read_offsets, with_offsets
+from inference_session.update_stream.stream_stats import StreamStats
+from inference_session.update_stream.taken_messages import TakenMessages
+from inference_session.update_stream.topics import table_of
+
+_ROWS_AT_ONCE = 1024
+_FOLLOW_S = 5.0
+"""How long a store's one writer may take to write what we have read before we say that we wait for it."""
+_POLL_S = 0.05
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
+
+Partition: TypeAlias = "tuple[str, int]"
+"""A topic, and a partition's number in it."""
+Result = TypeVar("Result")
+
+
+class WritableRows(Protocol):
+    """What updates are applied to: a session's RowSource."""
+
+    @property
+    def is_durable(self) -> bool: ...
+    def update(self, table: int, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None: ...
+    def erase(self, table: int, keys: NDArray[np.int64]) -> None: ...
+    def forget(self, table: int, keys: NDArray[np.int64]) -> None: ...
+    def note(self, table: int) -> str | None: ...
+    def save_note(self, table: int, text: str) -> None: ...
+
+
+class UpdatedRows:
+    """The rows of one model as its update stream changes them. Used by the stream's thread alone."""
+
+    def __init__(
+        self,
+        model: str,
+        tables: Sequence[TableSpec],
+        rows: WritableRows,
+        stats: StreamStats,
+        rests: Rests,
+        *,
+        allow_non_finite: bool,
+        closing: threading.Event,
+    ) -> None:
+        """See KafkaUpdateStream."""
+        self._model = model
+        self._tables = {spec.folder: t for t, spec in enumerate(tables)}
+        self._specs = tables
+        self._rows = rows
+        self._stats = stats
+        self._rests = rests
+        self._allow_non_finite = allow_non_finite
+        self._closing = closing
+        self._unsaved: set[int] = set()
+        """Tables that have been applied further than their notes say."""
+
+    def apply(self, topic: str, messages: TakenMessages, while_waiting: Callable[[], None]) -> None:
+        """Write the rows in messages of a topic, and set aside what are none.
+
+        No update is ever passed over: what the stores refuse is tried until they take it, and `while_waiting` called
+        each time, or until the stream closes, with their error.
+        """
+        table = self._table(topic)
+        if table is None:
+            text = f"the model has no table of that name, but {', '.join(map(repr, self._tables)) or 'none'}"
+            self._refuse(topic, messages, [Refusal(i, "unknown_table", text) for i in range(len(messages.contents))])
+            return
+        spec = self._specs[table]
+        updates = decode(
+            messages.contents,
+            spec.embedding_dim,
+            allow_non_finite=self._allow_non_finite,
+            min_key=0 if spec.keys == "row_number" else None,
+        )
+        self._refuse(topic, messages, updates.refusals)
+        self._rests.rest()
+        self._persist(lambda: self._write(table, updates, topic, messages.reached), while_waiting)
+        self._stats.count_rows(updated=len(updates.keys), deleted=len(updates.deleted))
+
+    def saved_offset(self, topic: str, partition: int, while_waiting: Callable[[], None]) -> int | None:
+        """Up to where rows that outlive this process have been applied; None: nothing is known of that. Waits for the
+        stores as `apply` does.
+        """
+        table = self._table(topic)
+        if table is None or not self._rows.is_durable:
+            return None
+        return self._persist(lambda: read_offsets(self._rows.note(table), topic), while_waiting).get(partition)
+
+    def begin_anew(self, topic: str) -> None:
+        """What is saved of a topic means nothing any more."""
+        table = self._table(topic)
+        if table is not None and self._rows.is_durable:
+            self._unsaved.add(table)
+
+    def save(self, positions: Mapping[Partition, int]) -> bool:
+        """Keep, beside the rows, up to where they have been applied; returns whether there was anything to be kept.
+
+        Raises:
+            UnavailableError, StoreError: a store takes no note at present.
+        """
+        unsaved = sorted(self._unsaved)
+        for table in unsaved:
+            self._save_table(table, positions)
+            self._unsaved.discard(table)
+        return bool(unsaved)
+
+    def _save_table(self, table: int, positions: Mapping[Partition, int]) -> None:
+        """Rows that are pushed anew lose this note with them, and so get their updates again."""
+        offsets: defaultdict[str, dict[int, int]] = defaultdict(dict)
+        for (topic, partition), offset in positions.items():
+            if self._table(topic) == table and offset >= 0:
+                offsets[topic][partition] = offset
+        self._rows.save_note(table, with_offsets(self._rows.note(table), offsets))
+
+    def _write(self, table: int, updates: Updates, topic: str, reached: Mapping[int, int]) -> None:
+        """Write rows of a topic, whose partitions are then applied up to `reached`."""
+        try:
+            for part in _parts(len(updates.keys)):
+                self._rows.update(table, updates.keys[part], updates.vectors[part])
+                self._rests.rest()
+            for part in _parts(len(updates.deleted)):
+                self._rows.erase(table, updates.deleted[part])
+                self._rests.rest()
+        except UnavailableError:
+            if not (self._rows.is_durable and self._await_writer(table, topic, reached)):
+                raise
+            self._rows.forget(table, np.concatenate([updates.keys, updates.deleted]))
+        else:
+            if self._rows.is_durable:
+                self._unsaved.add(table)
+
+    def _await_writer(self, table: int, topic: str, reached: Mapping[int, int]) -> bool:
+        """Whether the process that may write to the store, another one, has saved as much within some seconds."""
+        deadline = time.monotonic() + _FOLLOW_S
+        while time.monotonic() < deadline and not self._closing.wait(_POLL_S):
+            saved = read_offsets(self._rows.note(table), topic)
+            if all(saved.get(partition, 0) >= offset for partition, offset in reached.items()):
+                return True
+        return False
+
+    def _persist(self, work: Callable[[], Result], while_waiting: Callable[[], None]) -> Result:
+        """Do something with the stores, again and again until they can."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                result = work()
+            except (UnavailableError, StoreError) as error:
+                self._stats.fail(str(error))
+                while_waiting()
+                if self._closing.wait(pause_s):
+                    raise
+            else:
+                self._stats.recover()
+                return result
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _refuse(self, topic: str, messages: TakenMessages, refusals: Iterable[Refusal]) -> None:
+        """Set messages aside."""
+        for refusal in refusals:
+            at = refusal.position
+            where = f"{topic!r}, partition {messages.partitions[at]}, offset {messages.offsets[at]}"
+            self._stats.refuse(refusal.reason, f"{where}: {refusal.text}")
+
+    def _table(self, topic: str) -> int | None:
+        """The table whose updates a topic carries; None: the model has none of that name."""
+        return self._tables.get(table_of(topic, self._model) or "")
+
+
+def _parts(num_rows: int) -> Iterator[slice]:
+    """So many rows, in pieces."""
+    return (slice(begin, begin + _ROWS_AT_ONCE) for begin in range(0, num_rows, _ROWS_AT_ONCE))
