@@ -222,6 +222,7 @@ def engine_of(path: Path) -> Any:
     return CudaEngine(path, num_threads=1, gpu=GpuContext(0), use_tf32=False)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of CuPy's streams that were never made
 def test_a_device_without_memory_is_refused_or_left_alone(version: tuple[Path, small_model.Arrays]) -> None:
     """Where others have taken it all, `cuda:0` says so, and `auto` serves from the processor."""
     with full_device():
