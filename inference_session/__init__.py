@@ -12,6 +12,7 @@ rows is `inference_session.update_stream.Publisher`.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from inference_session.session import InferenceSession
 
 __all__ = ["HotrowError", "InferenceSession", "Request"]
+
+# Read by ONNX Runtime when it is first imported: some releases report to their maker by default, and keep a device's id
+# and a database in the user's home for that. Whoever wants it sets a value of his own.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 _HOMES = {"InferenceSession": "inference_session.session", "Request": "inference_session.batch"}
 

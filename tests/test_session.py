@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -440,3 +443,15 @@ def test_every_error_is_of_our_tree() -> None:
     assert issubclass(InvalidRequestError, ValueError)
     assert issubclass(TableNotFoundError, KeyError)
     assert str(TableNotFoundError("no table")) == "no table"
+
+
+def test_nobody_is_told_of_what_is_served(tmp_path: Path) -> None:
+    """ONNX Runtime's telemetry is off: it keeps nothing for it in the user's home."""
+    small_model.write(tmp_path / "1")
+    code = "import sys; from inference_session import InferenceSession; InferenceSession.open(sys.argv[1]).close()"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "ORT_"))}
+    home = tmp_path / "home"
+    home.mkdir()
+    subprocess.run([sys.executable, "-c", code, tmp_path / "1"], env={**environment, "HOME": str(home)}, check=True)
+
+    assert [path for path in home.rglob("*") if "Microsoft" in str(path) or "onnxruntime" in path.name] == []
