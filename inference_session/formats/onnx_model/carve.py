@@ -8,6 +8,7 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
 from inference_session.formats.onnx_model.bags import pool_bags
 from inference_session.formats.onnx_model.columns import read_columns
+from inference_session.formats.onnx_model.empty_sums import correct_empty_sums
 from inference_session.formats.onnx_model.graph import Names, needed_nodes, reads, sink_constants
 from inference_session.formats.onnx_model.hoisting import Hoister
 from inference_session.formats.onnx_model.joining import join_lookups
@@ -76,6 +77,8 @@ def _carve(
     surgery = Surgery(model, tables, names, Types(model, weights))
     Hoister(model.graph, tables, names, surgery.types, surgery.opset).run()
     surgery.types = Types(model, weights)
+    if merge:
+        correct_empty_sums(surgery)
     lookups = take_lookups(surgery)
     if merge:
         pool_bags(surgery, lookups)

@@ -84,3 +84,53 @@ def test_models_that_meet_no_empty_lists_are_left_alone(tmp_path: Path) -> None:
 
     network = onnx.load(report.version_dir / "dense.onnx")
     assert "If" not in [node.op_type for node in network.graph.node]
+
+
+@pytest.mark.parametrize("opset", [11, 18])
+@pytest.mark.parametrize(
+    "sums",
+    [
+        "columns = Transpose <perm=[0, 2, 1]> (large)  y = MatMul(columns, weights)",
+        (
+            "rows = Transpose <perm=[0, 2, 1]> (weights)  columns = Transpose <perm=[0, 2, 1]> (large) "
+            "back = Relu(columns)  again = Transpose <perm=[0, 2, 1]> (back)  z = MatMul(rows, again) "
+            "y = Transpose <perm=[0, 2, 1]> (z)"
+        ),
+        "weighted = Mul(large, weights)  SUM(weighted)",
+    ],
+    ids=["left", "right", "sum"],
+)
+def test_what_is_summed_over_no_list_is_zero(tmp_path: Path, sums: str, opset: int) -> None:
+    """Attention over an empty history, and not what the last request has left in the memory."""
+    reduce = "ReduceSum <axes=[-2]> (weighted)" if opset < 13 else "ReduceSum(weighted, axis)"
+    sums = sums.replace("SUM(weighted)", f"z = {reduce}  y = Transpose <perm=[0, 2, 1]> (z)")
+    model = model_of(
+        f"""g (int64[batch, length] hist, float[batch, length, 1] weights) => (float[batch, 4, 1] y) {{
+            vectors = Gather(table, hist)  large = Exp(vectors)  {sums} }}""",
+        {"table": table(), "axis": np.array([-2])},
+        opset=opset,
+    )
+    inputs = {"hist": IDS, "weights": np.full((2, 3, 1), 7.5, np.float32)}
+
+    report = check(tmp_path, model, inputs)
+
+    with InferenceSession.open(report.version_dir) as session:
+        for _ in range(3):
+            session.run(inputs)
+            answer = session.run({name: array[:, :0] for name, array in inputs.items()})
+            np.testing.assert_array_equal(answer["y"], np.zeros((2, 4, 1), np.float32))
+
+
+def test_products_of_known_length_are_left_alone(tmp_path: Path) -> None:
+    """ONNX Runtime computes those together with a transposition, which is faster."""
+    model = model_of(
+        """g (int64[batch, length] hist) => (float[batch, length, length] y) {
+            vectors = Gather(table, hist)  columns = Transpose <perm=[0, 2, 1]> (vectors)
+            y = MatMul(vectors, columns) }""",
+        {"table": table()},
+    )
+
+    report = check(tmp_path, model, {"hist": IDS})
+
+    network = onnx.load(str(report.version_dir / "dense.onnx"))
+    assert [node.op_type for node in network.graph.node] == ["Transpose", "MatMul"]
