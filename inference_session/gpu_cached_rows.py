@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from inference_session.embedding_cache.kernels import gpu
 from inference_session.embedding_cache.kernels.cpu import NO_POSITIONS
-from inference_session.embedding_cache.kernels.gpu_layout import GPU_TABLE, divide
+from inference_session.embedding_cache.kernels.gpu_layout import GPU_TABLE, Tiles, divide
 from inference_session.embedding_cache.kernels.layout import SEGMENT, PoolingCode, VectorCode, address_of
 from inference_session.embedding_cache.late_inserts import LateInserts
 from inference_session.formats.native import TableSpec
@@ -108,6 +108,8 @@ class GpuCachedRows(GpuSource, StoredRows):
     def _groups(self, segments: NDArray[np.void], places: NDArray[np.intp]) -> list[NDArray[np.intp]]:
         """The places of segments that have missing keys, parted such that `_MOST_BYTES` do for each part."""
         missed = segments[places]
+        if not missed["pooling"].any():
+            return [places]
         num_floats = _num_positions(missed) * self._dims[missed["table"]] * (missed["pooling"] != PoolingCode.NONE)
         part = np.cumsum(num_floats * _FLOAT_BYTES) // _MOST_BYTES
         return np.split(places, np.flatnonzero(np.diff(part)) + 1)
@@ -147,14 +149,12 @@ class GpuCachedRows(GpuSource, StoredRows):
         """The missing keys."""
         bits = self._cache.look_up_again(missed.alone)
         self._context.wait()
-        tiles = divide(missed.alone)
-        missing = []
-        for s, num_keys in enumerate(missed.num_keys.tolist()):
-            words = bits[tiles.first[s] : tiles.first[s + 1]].view(np.uint8)
-            is_missing = np.unpackbits(words, bitorder="little").reshape(-1, 32)[:, : tiles.keys_per_tile]
-            missing.append(_in_bags(missed.segments[s], num_keys, np.flatnonzero(is_missing.ravel()[:num_keys])))
-        counts = np.array([len(positions) for positions in missing], np.int64)
-        return Overlay(self._dims, missed.segments, counts, np.concatenate(missing))
+        counts, positions = _missing(bits, divide(missed.alone))
+        if missed.segments["begins_address"].any():
+            parts = np.split(positions, np.cumsum(counts)[:-1])
+            parts = [_in_bags(*each) for each in zip(missed.segments, missed.num_keys.tolist(), parts, strict=True)]
+            counts, positions = np.array([len(part) for part in parts], np.int64), np.concatenate(parts)
+        return Overlay(self._dims, missed.segments, counts, positions)
 
     def _fill_in(self, missed: _Missed, overlay: Overlay) -> None:
         """Launch what completes the outputs from the vectors of the overlay and of the bags' keys."""
@@ -206,6 +206,15 @@ def _num_positions(segments: NDArray[np.void]) -> NDArray[np.int64]:
     for i in np.flatnonzero(segments["begins_address"]).tolist():
         num_positions[i] = _array_at(segments["ends_address"][i], int(segments["num_rows"][i])).max(initial=0)
     return num_positions
+
+
+def _missing(bits: NDArray[np.uint32], tiles: Tiles) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """How many keys of each segment are missing, and at which of its positions, segment after segment."""
+    by_tile = np.unpackbits(bits.view(np.uint8), bitorder="little").reshape(-1, 32)[:, : tiles.keys_per_tile]
+    places = np.flatnonzero(by_tile)
+    begins = tiles.first.astype(np.int64) * tiles.keys_per_tile
+    of_segment = np.searchsorted(begins, places, side="right") - 1
+    return np.bincount(of_segment, minlength=len(begins) - 1), places - begins[of_segment]
 
 
 def _in_bags(segment: np.void, num_keys: int, positions: NDArray[np.intp]) -> NDArray[np.intp]:

@@ -222,6 +222,7 @@ def engine_of(path: Path) -> Any:
     return CudaEngine(path, num_threads=1, gpu=GpuContext(0), use_tf32=False)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of CuPy's streams that were never made
 def test_a_device_without_memory_is_refused_or_left_alone(version: tuple[Path, small_model.Arrays]) -> None:
     """Where others have taken it all, `cuda:0` says so, and `auto` serves from the processor."""
     with full_device():
@@ -324,19 +325,68 @@ def test_unknown_keys_are_counted(version: tuple[Path, small_model.Arrays]) -> N
     assert counts[0]["tables"] == counts[1]["tables"]
 
 
-def test_a_failed_device_answers_no_more(version: tuple[Path, small_model.Arrays]) -> None:
-    """After an illegal access on the device each request is told that it is unavailable, and readiness says why; all
-    sessions can be closed.
+@pytest.mark.parametrize("precision", ["tf32", "float16"])
+def test_less_precise_networks_are_close(tmp_path: Path, precision: str) -> None:
+    """Layers over the vectors answer what float64 does within the documented bound, with graphs and without."""
+    rng = np.random.default_rng(5)
+    shapes = ((36, 128), (128, 32), (32, 1))
+    layers = {f"w{i}": (rng.standard_normal(s) * (2 / s[0]) ** 0.5).astype(np.float32) for i, s in enumerate(shapes)}
+    graph = (
+        "g (int64[n, 8] ids, float[n, 4] dense) => (float[n, 1] click)"
+        " { e = Gather(emb, ids) f = Flatten(e) x = Concat<axis = 1>(f, dense) a = MatMul(x, w0) b = Relu(a)"
+        " c = MatMul(b, w1) d = Relu(c) y = MatMul(d, w2) click = Sigmoid(y) }"
+    )
+    emb = table()
+    report = import_model(tmp_path, model_of(graph, {"emb": emb, **layers}))
+    with InferenceSession.open(report.version_dir, device="cuda:0", warm_up_s=10, dense_precision=precision) as session:
+        for num_samples in (1, 64, 64, 500, 500):
+            ids = rng.integers(0, len(emb), (num_samples, 8))
+            dense = rng.standard_normal((num_samples, 4), np.float32)
+            expected = np.concatenate([emb[ids].reshape(num_samples, -1), dense], axis=1).astype(float)
+            for matrix in layers.values():
+                expected = np.maximum(expected @ matrix, 0) if matrix is not layers["w2"] else expected @ matrix
+            found = session.predict({"ids": ids, "dense": dense})
+            np.testing.assert_allclose(found, 1 / (1 + np.exp(-expected)), rtol=0, atol=2e-3)
+
+
+def test_sessions_on_all_gpus_at_once(version: tuple[Path, small_model.Arrays]) -> None:
+    """Several in one process, two on a GPU, opened, recorded, asked and closed at once, do not disturb one another."""
+    import cupy
+
+    num_gpus = cupy.cuda.runtime.getDeviceCount()
+
+    def use(number: int) -> None:
+        with InferenceSession.open(version[0], device=f"cuda:{number % num_gpus}", warm_up_s=20) as session:
+            for i in range(100):
+                inputs = small_model.random_inputs(1 + i % 40, np.random.default_rng(100 * number + i))
+                assert_answers(session.run(inputs), small_model.expected(version[1], inputs))
+
+    with ThreadPoolExecutor(2 * num_gpus) as pool:
+        list(pool.map(use, range(2 * num_gpus)))
+
+
+@pytest.mark.parametrize("model", ["small", "ctr"])
+def test_a_failed_device_answers_no_more(model: str, tmp_path: Path) -> None:
+    """After an illegal access on the device each request is told that it is unavailable, and readiness says why:
+    where batches are computed anew, and where they are replayed. All sessions can be closed.
     """
+    directory = tmp_path / "1"
+    if model == "small":
+        small_model.write(directory)
+        inputs = "small_model.random_inputs(4, np.random.default_rng(0))"
+    else:
+        models.write_ctr(directory)
+        inputs = "{'ids': np.ones((4, 3), np.int64), 'dense': np.ones((4, 2), np.float32)}"
     script = f"""
 import numpy as np
 import cupy
 from inference_session import InferenceSession
 from inference_session.errors import UnavailableError
 from tests import small_model
-session, other = (InferenceSession.open({str(version[0])!r}, device="cuda:0") for _ in range(2))
-inputs = small_model.random_inputs(4, np.random.default_rng(0))
-session.run(inputs)
+session, other = (InferenceSession.open({str(directory)!r}, device="cuda:0") for _ in range(2))
+inputs = {inputs}
+for _ in range(5):
+    session.run(inputs)
 assert session.failure is None
 cupy.RawKernel('extern "C" __global__ void break_it(int* p) {{ *p = 1; }}', "break_it")((1,), (1,), (np.uint64(16),))
 for _ in range(3):

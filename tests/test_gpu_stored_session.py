@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 NO_GPU = unusable_for_sessions(0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_GPU is not None, reason=f"no GPU: {NO_GPU}")]
 
-SMALL_CACHE_BYTES = 6000
+SMALL_CACHE_BYTES = 7000
 """Room for 62 rows of each table; user_weight has 100 keys, for each row has two."""
 SPECS = (
     TableSpec("wide", "wide", 300, 8, keys="stored", default_vector=tuple(range(8))),
@@ -484,7 +484,7 @@ def memory_store() -> tuple[MemoryStore, Known]:
     return store, known
 
 
-def gpu_rows(server: ParameterServer, cache_bytes: int = 12_000) -> GpuCachedRows:
+def gpu_rows(server: ParameterServer, cache_bytes: int = 13_000) -> GpuCachedRows:
     """SPECS on a GPU, in a cache of few rows as a rule."""
     from inference_session.gpu_cached_rows import GpuCachedRows
     from inference_session.gpu_context import GpuContext

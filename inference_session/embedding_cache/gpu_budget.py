@@ -27,8 +27,7 @@ def aligned(num_bytes: int) -> int:
 
 def fixed_bytes(num_tables: int) -> int:
     """What a cache takes beside its tables: the count of readers, those of events, and the records."""
-    assert READERS_BYTES <= ALIGNMENT  # noqa: S101  what follows lies behind it
-    return ALIGNMENT + aligned(num_tables * len(EVENTS) * 8) + aligned(num_tables * GPU_TABLE.itemsize)
+    return aligned(READERS_BYTES) + aligned(num_tables * len(EVENTS) * 8) + aligned(num_tables * GPU_TABLE.itemsize)
 
 
 def table_bytes(num_buckets: int, row_bytes: int) -> int:

@@ -29,7 +29,6 @@ from inference_session.embedding_cache.base import (
 )
 from inference_session.embedding_cache.base_rows import BaseRows, check_base
 from inference_session.embedding_cache.gpu_budget import (
-    ALIGNMENT,
     aligned,
     buckets_per_table,
     buckets_to_hold,
@@ -44,6 +43,7 @@ from inference_session.embedding_cache.kernels.gpu_layout import (
     EVENTS,
     GPU_TABLE,
     INDEX,
+    READERS_BYTES,
     ROWS,
     SLOTS,
     divide,
@@ -64,8 +64,6 @@ _INT64, _INT32, _FLOAT32 = np.dtype(np.int64), np.dtype(np.int32), np.dtype(np.f
 class _Prepared(NamedTuple):
     """A look-up of certain arrays, ready to launch."""
 
-    names: Sequence[str]
-    """Of the keys, then of the outputs."""
     geometry: Geometry
     launch: gpu.Launch
     copies: Sequence[Any]
@@ -142,24 +140,10 @@ class GpuEmbeddingCache(EmbeddingCache):
         """
         if self._closed:
             raise SessionClosedError("the embedding cache has been closed")
-        with self._on_device():
-            prepared, vectors = self._prepare(keys, out)
-            geometry, launch = prepared.geometry, prepared.launch
-            stream = cupy.cuda.get_current_stream()
-            bits = cupy.cuda.alloc(launch.num_tiles * _WORD_BYTES)
-            with self._count_lock:
-                if self._closed:  # since it was looked at above; after the launch `close` waits for it
-                    raise SessionClosedError("the embedding cache has been closed")
-                launch.run(
-                    missing_bits_address=bits.ptr,
-                    seed=next(self._seeds) & 0xFFFFFFFF,
-                    fill=out is None,
-                    outputs_address=vectors.address if isinstance(vectors, Vectors) else 0,
-                )
-                geometry.num_calls += 1
-            if wait:
-                stream.synchronize()
-        return LookupResult(vectors, Missing(geometry, bits, stream))
+        if cupy.cuda.runtime.getDevice() == self.device.id:  # switching costs more than the launch
+            return self._look_up(keys, out, wait)
+        with self.device:
+            return self._look_up(keys, out, wait)
 
     def insert(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
         """See EmbeddingCache. On CuPy's current stream, after the writes before; the host does not wait for it."""
@@ -234,7 +218,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         self._memory = cupy.cuda.MemoryPointer(cupy.cuda.Memory(total), 0)
         self._memory.memset_async(0, self._fixed_bytes)
         self._readers_address: int = self._memory.ptr
-        self._events_address: int = self._memory.ptr + ALIGNMENT
+        self._events_address: int = self._memory.ptr + aligned(READERS_BYTES)
         self._tables_address = self._events_address + aligned(len(sizes) * len(EVENTS) * 8)
         self._records = np.zeros(len(sizes), GPU_TABLE)
         offset = self._fixed_bytes
@@ -272,22 +256,37 @@ class GpuEmbeddingCache(EmbeddingCache):
         place = self._memory + (self._tables_address - self._memory.ptr)
         cupy.ndarray(num_bytes, np.uint8, place).set(self._records.view(np.uint8).reshape(-1))
 
-    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Nothing, where this device is the current one already: switching costs more than a look-up's launch."""
-        current = cupy.cuda.runtime.getDevice() == self.device.id
-        return contextlib.nullcontext() if current else self.device
+    def _look_up(self, keys: Mapping[str, ArrayLike], out: Mapping[str, Any] | None, wait: bool) -> LookupResult:
+        stream = cupy.cuda.get_current_stream()
+        prepared, vectors = self._prepare(keys, out, stream)
+        geometry, launch = prepared.geometry, prepared.launch
+        bits = cupy.cuda.alloc(launch.num_tiles * _WORD_BYTES)
+        with self._count_lock:
+            if self._closed:  # since `lookup` began; after the launch `close` waits for it
+                raise SessionClosedError("the embedding cache has been closed")
+            launch.run(
+                missing_bits_address=bits.ptr,
+                seed=next(self._seeds) & 0xFFFFFFFF,
+                fill=out is None,
+                outputs_address=vectors.address if isinstance(vectors, Vectors) else 0,
+            )
+            geometry.num_calls += 1
+        if wait:
+            stream.synchronize()
+        return LookupResult(vectors, Missing(geometry, bits, stream))
 
     def _prepare(
-        self, keys: Mapping[str, ArrayLike], out: Mapping[str, Any] | None
+        self, keys: Mapping[str, ArrayLike], out: Mapping[str, Any] | None, stream: Any
     ) -> tuple[_Prepared, Mapping[str, Any]]:
         """What to launch, and the arrays that take the vectors.
 
-        Arrays that come again, with other contents, are known by their identity; they are forgotten as they go.
+        Arrays that come again under the same names on the same stream, with other contents, are known by their
+        identity; they are forgotten as they go, and what was uploaded for them is that stream's again.
         """
         into = out or {}
-        known = tuple(map(id, keys.values())), None if out is None else tuple(map(id, into.values()))
+        known = (stream.ptr, out is None, len(keys), *keys, *into, *map(id, keys.values()), *map(id, into.values()))
         prepared = self._remembered.get(known)
-        if prepared is None or prepared.names != (*keys, *into):
+        if prepared is None:
             prepared = self._prepare_new(keys, out)
             if hash(known) in self._seen and not prepared.copies and len(self._remembered) < _MAX_REMEMBERED:
                 forget = partial(_forget, weakref.ref(self), known)
@@ -314,7 +313,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         addresses = {"tables_address": self._tables_address, "readers_address": self._readers_address}
         launch = gpu.Launch(segments, geometry.tiles, **addresses)
         copies = [array for table, array in checked.items() if array is not keys[table]]
-        return _Prepared((*keys, *(out or ())), geometry, launch, copies)
+        return _Prepared(geometry, launch, copies)
 
     def _geometry(self, keys: Mapping[str, Any], out: Sequence[Any] | None) -> Geometry:
         """The geometry of checked arrays."""

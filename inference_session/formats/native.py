@@ -292,6 +292,10 @@ def _check_lookup(lookup: LookupSpec, spec: ModelSpec, folders: set[str]) -> Non
         raise ValueError(f"{where}: keys, dense_input and weights must be strings")
     if lookup.pooling not in get_args(Pooling):
         raise ValueError(f"{where}: pooling {lookup.pooling!r} is none of {get_args(Pooling)}")
+    if lookup.weights is not None and lookup.pooling not in ("sum", "mean"):
+        raise ValueError(
+            f"{where}: weights {lookup.weights!r} are for pooling 'sum' and 'mean', not {lookup.pooling!r}"
+        )
     if lookup.bags is not None and (lookup.pooling == "none" or lookup.joined or not _is_pair(lookup.bags)):
         raise ValueError(
             f"{where}: bags {lookup.bags!r} must be two names, of a pooled lookup with an input of its own"

@@ -73,8 +73,8 @@ class Tier:
     """Rows inserted because a lower tier had them."""
     touched: int = 0
     """Rows marked as used."""
-    _reported: set[str] = field(default_factory=set)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _reported: set[str] = field(default_factory=set, init=False, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def fetch(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]] | None:
         """`fetch_many` of the store, counted; None where it does not answer."""

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from inference_session.embedding_cache import create_embedding_cache
 from inference_session.embedding_cache.base import LookupResult
+from inference_session.embedding_cache.kernels.gpu_layout import READERS, READERS_BYTES
 from inference_session.errors import ConfigurationError, InvalidRequestError, TableNotFoundError
 from inference_session.gpu_device import unusable
 from tests.embedding_cache.contract import AMPLE_BYTES, DIMS, HIGHEST, LOWEST, EmbeddingCacheContract, vectors_of
@@ -340,7 +341,7 @@ def test_what_cannot_be_is_refused_clearly() -> None:
     with pytest.raises(ConfigurationError, match=r"cache_bytes is 100, too little for 1 tables on a GPU: at least \d+"):
         cache_of({"t": 4}, 100)
     with pytest.raises(ConfigurationError, match=r"needs \d+ bytes on cuda:0, which has \d+ free of \d+"):
-        cache_of({"t": 4}, 1 << 44)
+        cache_of({"t": 1024}, 1 << 44)
     with pytest.raises(ConfigurationError, match="dtype 'float64' is none of"):
         cache_of({"t": 4}, dtype="float64")
     with pytest.raises(ConfigurationError, match="this machine shows"):
@@ -375,3 +376,17 @@ def test_a_request_beyond_one_launch_is_refused() -> None:
         with pytest.raises(InvalidRequestError, match="2147483648 keys is more than one launch can answer"):
             cache.lookup({"t": keys})
         assert cupy.asnumpy(cache.lookup({"t": keys[:3]}).missing["t"]).tolist() == [0, 1, 2]
+
+
+def test_a_writer_waits_for_however_many_look_ups() -> None:
+    """Blocks of look-ups are counted between two writes: minutes without one are more than 32 bits can count."""
+    with cache_of({"t": 4}) as cache:
+        cache.insert("t", [1], np.full((1, 4), 1, np.float32))
+        cupy.cuda.Device(0).synchronize()
+        counts = cupy.ndarray((READERS, READERS_BYTES // READERS // 8), np.uint64, cache._memory)
+        counts[:, :2] = 2**32 - 1  # arrived, and departed again
+        for key in (2, 3):
+            assert cupy.asnumpy(cache.lookup({"t": [1, key]}).missing["t"]).tolist() == [1]
+            cache.insert("t", [key], np.full((1, 4), key, np.float32))
+            cupy.cuda.Device(0).synchronize()
+        assert rows_of(cache.lookup({"t": [1, 2, 3]}), "t").tolist() == [[k] * 4 for k in (1, 2, 3)]

@@ -100,6 +100,7 @@ def _set(path: str, value: Any) -> Any:
         (_set("tables.1.default_vector", [1.0]), "default_vector"),
         (_set("lookups.0.table", "nowhere"), "nowhere"),
         (_set("lookups.0.pooling", "median"), "median"),
+        (_set("lookups.0.weights", "factors"), "weights 'factors' are for pooling 'sum' and 'mean', not 'none'"),
         (_set("inputs.0.shape", [-2]), "shape"),
         (_set("inputs.0.name", 5), "name"),
         (_set("inputs.0.dtype", "word"), "'word' is none of NumPy's"),

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
-from confluent_kafka.cimpl import NewTopic
 
 from tests.parameter_server.servers import PATIENCE_S, free_port, wait_until
 
@@ -63,11 +62,6 @@ class Broker:
     def admin(self) -> AdminClient:
         """A plain client for topics."""
         return AdminClient({"bootstrap.servers": self.address, "log_level": 0, "error_cb": lambda _: None})
-
-    def create_topic(self, name: str, num_partitions: int = 1) -> None:
-        """Make a topic."""
-        admin = self.admin()
-        admin.create_topics([NewTopic(name, num_partitions, 1)])[name].result(PATIENCE_S)
 
     def delete_topic(self, name: str) -> None:
         """Drop a topic and its messages."""

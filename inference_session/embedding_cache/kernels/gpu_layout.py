@@ -40,7 +40,8 @@ GPU_TABLE = np.dtype(
         ("events_address", np.int64),
     ]
 )
-READERS_BYTES = 32
+READERS = 16
+READERS_BYTES = 64 * READERS
 REQUEST = np.dtype(
     [
         ("tables_address", np.int64),

@@ -8,6 +8,7 @@ using u64 = unsigned long long;
 constexpr int LANES = 32;
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr int MAX_INLINE_SEGMENTS = 32;
+constexpr u32 READERS = 16;
 
 enum VectorCode { FLOAT32 = 0, FLOAT16 = 1, INT8 = 2 };
 enum PoolingCode { NONE = 0, SUM = 1, MEAN = 2, MAX = 3 };
@@ -58,9 +59,12 @@ struct Segment {
   i64 output_stride;
 };
 
-// Look-ups under way, in blocks. Rows are written to in odd epochs only. Arrivals hold the epoch in the upper half, and in the
-// lower how many arrived in it.
-struct Readers {
+// Look-ups under way, in blocks. Rows are written to in odd epochs only. The highest bit of the arrivals says which the epoch
+// is, the others how many arrived in it: between two writes there may be more than 32 bits count. There are READERS of these,
+// far apart, so that blocks need not queue to be counted.
+constexpr int EPOCH_BIT = 63;
+
+struct alignas(64) Readers {
   u64 arrivals;
   u64 departures[2];  // of even and odd epochs
   u64 late;           // how many arrived in the odd epoch before this even one

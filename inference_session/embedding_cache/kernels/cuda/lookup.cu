@@ -5,18 +5,20 @@
 // half. Each block reports when it begins, which empties its multiprocessor's first-level cache as well, and when it ends.
 struct Reading {
   Readers* readers;
-  u64 epoch = 0;
+  u64 epoch = 0;  // 1: an odd one
   bool quiet = true;  // no row is written to before the block ends
 
   __device__ __forceinline__ explicit Reading(Readers* all) : readers(all) {
-    if (readers != nullptr && threadIdx.x == 0) epoch = atomicAdd(&readers->arrivals, 1ull) >> 32;
+    if (all == nullptr) return;
+    readers += blockIdx.x % READERS;
+    if (threadIdx.x == 0) epoch = atomicAdd(&readers->arrivals, 1ull) >> EPOCH_BIT;
   }
 
   // Nothing that a writer changes may be read before this.
   __device__ __forceinline__ void wait() {
     if (readers == nullptr) return;
     if (threadIdx.x == 0) __threadfence();
-    quiet = __syncthreads_or((int)(epoch & 1)) == 0;
+    quiet = __syncthreads_or((int)epoch) == 0;
   }
 
   __device__ __forceinline__ void end() {
@@ -24,7 +26,7 @@ struct Reading {
     __syncthreads();
     if (threadIdx.x == 0) {
       __threadfence();
-      atomicAdd(&readers->departures[epoch & 1], 1ull);
+      atomicAdd(&readers->departures[epoch], 1ull);
     }
   }
 };
@@ -37,7 +39,17 @@ struct Source {
 };
 
 constexpr u8 MAX_MARK = 3;
-constexpr int HITS_PER_MARK_BITS = 4;  // of so many hits, as a power of two, one leaves a mark
+constexpr int TILES_PER_MARKING_BITS = 4;  // of so many tiles, as a power of two, the hits of one leave marks
+
+__device__ __forceinline__ bool is_marking(u32 tile, u32 seed) {
+  return (tile * 2654435761u + seed * 2246822519u) >> (32 - TILES_PER_MARKING_BITS) == 0;
+}
+
+// A hot key's mark is found as it should be, and not written to again.
+__device__ __forceinline__ void leave_mark(const Index& index, i64 slot) {
+  u8* mark = index.marks + slot / SLOTS * BUCKET_BYTES + slot % SLOTS;
+  if (*mark != MAX_MARK) *mark = MAX_MARK;
+}
 
 // The row below the cache; -1: none.
 template <bool QUIET>
@@ -49,14 +61,6 @@ __device__ __forceinline__ i64 find_base_row(const Table& table, i64 key, u64 ha
   if (table.base.num_buckets == 0) return -1;
   const i64 slot = find_slot<QUIET>(table.base, key, hashed, policy);
   return slot >= 0 ? (i64)__ldcg(table.base_numbers + slot) : -1;
-}
-
-__device__ __forceinline__ Source cached_source(const Table& table, i64 slot, u64 hashed, u32 seed) {
-  const Rows& rows = table.cached_rows;
-  if ((((u32)(hashed >> 20) + seed) * 2654435761u) >> (32 - HITS_PER_MARK_BITS) == 0) {
-    table.cached.marks[slot / SLOTS * BUCKET_BYTES + slot % SLOTS] = MAX_MARK;
-  }
-  return {rows.vectors + slot * rows.row_bytes, (int)rows.code, true, true};
 }
 
 template <bool QUIET>
@@ -72,10 +76,12 @@ __device__ __forceinline__ Source base_source(const Table& table, i64 key, u64 h
 }
 
 template <bool QUIET>
-__device__ __forceinline__ Source find_source(const Table& table, i64 key, u32 seed, u64 policy) {
+__device__ __forceinline__ Source find_source(const Table& table, i64 key, bool marking, u64 policy) {
   const u64 hashed = hash_key(key);
   const i64 slot = table.cached.num_buckets != 0 ? find_slot<QUIET>(table.cached, key, hashed, policy) : -1;
-  return slot >= 0 ? cached_source(table, slot, hashed, seed) : base_source<QUIET>(table, key, hashed, policy);
+  if (slot < 0) return base_source<QUIET>(table, key, hashed, policy);
+  if (marking) leave_mark(table.cached, slot);
+  return {table.cached_rows.vectors + slot * table.cached_rows.row_bytes, (int)table.cached_rows.code, true, true};
 }
 
 __device__ __forceinline__ i64 load_key(const u8* address, i64 key_bytes) {
@@ -176,7 +182,7 @@ template <bool QUIET>
 __device__ __forceinline__ void look_up_keys(const Request& request, const Segment& segment, const Table& table, u32 s,
                                              u32 tile, const Asked& asked, u64 policy) {
   Source source;
-  if (asked.is_one) source = find_source<QUIET>(table, asked.key, request.seed, policy);
+  if (asked.is_one) source = find_source<QUIET>(table, asked.key, is_marking(tile, request.seed), policy);
   const u32 unknown = note_missing(request, table, s, asked.is_one, source);
   if (request.missing_bits != nullptr && threadIdx.x % LANES == 0) request.missing_bits[tile] = unknown;
   const bool to_copy = asked.is_one && (source.row != nullptr || request.fill);
@@ -209,7 +215,7 @@ __device__ __forceinline__ Bag bag_of(const Segment& segment, u32 row) {
 
 template <bool WIDE, bool QUIET>
 __device__ __forceinline__ void pool_bag(const Request& request, const Segment& segment, const Table& table, u32 s, u32 row,
-                                         u64 policy) {
+                                         bool marking, u64 policy) {
   const int lane = threadIdx.x % LANES, dim = (int)table.dim;
   const int steps = dim / Elements<WIDE>::COUNT, width = lanes_per_row(steps), rows_at_once = LANES / width;
   const int member = lane & (width - 1), group = lane / width;
@@ -226,7 +232,7 @@ __device__ __forceinline__ void pool_bag(const Request& request, const Segment& 
       float weight = 1.0f;
       if (asked) {
         key = load_key(bag.keys + (first + lane) * segment.key_stride, segment.key_bytes);
-        source = find_source<QUIET>(table, key, request.seed, policy);
+        source = find_source<QUIET>(table, key, marking, policy);
         if (bag.weights != nullptr) weight = bag.weights[first + lane];
       }
       if (first_step == 0) note_missing(request, table, s, asked, source);
@@ -294,13 +300,15 @@ __device__ __forceinline__ void look_up_tile(const Request& request, u32 tile) {
   const u32 s = segment_of(first_tiles, request.num_segments, tile);
   const Segment& segment = request.segments != nullptr ? request.segments[s] : request.few_segments[s];
   const Table& table = request.tables[segment.table];
+  const u32 bag = tile - first_tiles[s];
+  const bool marking = is_marking(tile, request.seed);
   if (segment.pooling == NONE) {
     const Asked asked = keys_of(request, segment, table.dim, tile, first_tiles[s]);
     look_up_keys<QUIET>(request, segment, table, s, tile, asked, policy);
   } else if (is_wide(table, segment)) {
-    pool_bag<true, QUIET>(request, segment, table, s, tile - first_tiles[s], policy);
+    pool_bag<true, QUIET>(request, segment, table, s, bag, marking, policy);
   } else {
-    pool_bag<false, QUIET>(request, segment, table, s, tile - first_tiles[s], policy);
+    pool_bag<false, QUIET>(request, segment, table, s, bag, marking, policy);
   }
 }
 

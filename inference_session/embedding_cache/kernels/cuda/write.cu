@@ -146,17 +146,19 @@ __device__ __forceinline__ void await_departures(volatile u64* departed, u64 arr
 
 // The next epoch begins; returns how many arrived in this one.
 __device__ __forceinline__ u64 advance(Readers* readers) {
-  const u64 epoch = *(volatile u64*)&readers->arrivals >> 32;
-  return atomicExch(&readers->arrivals, (epoch + 1) << 32) & 0xffffffffull;
+  const u64 epoch = *(volatile u64*)&readers->arrivals >> EPOCH_BIT;
+  return atomicExch(&readers->arrivals, (epoch ^ 1) << EPOCH_BIT) & ~(1ull << EPOCH_BIT);
 }
 
-extern "C" __global__ void await_readers(Readers* readers) {
+// A thread for each of READERS; all have ended when rows are written.
+extern "C" __global__ void await_readers(Readers* all) {
+  Readers* readers = all + threadIdx.x;
   await_departures(&readers->departures[1], readers->late);
   const u64 arrived = advance(readers);
   await_departures(&readers->departures[0], arrived);
 }
 
-extern "C" __global__ void end_writing(Readers* readers) { readers->late = advance(readers); }
+extern "C" __global__ void end_writing(Readers* all) { all[threadIdx.x].late = advance(all + threadIdx.x); }
 
 // A key that was claimed is there from now on, and no longer where it was.
 __device__ __forceinline__ void publish(const Index& index, u64* events, i64 key, Claim claim) {
