@@ -58,8 +58,8 @@ class GpuRows(GpuSource, MappedRows):
         self._defaults: Any
         self._gpu_records: Any
         with cupy.cuda.Device(context.device_id), context.stream:
-            gpu.compile_kernels()
             with memory_checked(context.device_id, "free some, or set cache_bytes, so that tables stay in host memory"):
+                gpu.compile_kernels()
                 self._bases = _upload(tables, _budget(tables, cache_bytes, context.device_id))
                 self._gpu_records = self._describe(tables)
             self._launches = Launches(self._gpu_records.data.ptr)

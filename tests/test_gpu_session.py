@@ -92,13 +92,18 @@ def test_many_threads_get_their_own_answers(
         list(pool.map(ask, range(200)))
 
 
-@pytest.fixture(scope="module", params=["joined", "ctr"])
+@pytest.fixture(
+    scope="module",
+    params=[(models.write_joined, models.joined_answer), (models.write_ctr, models.ctr_answer)],
+    ids=["joined", "ctr"],
+)
 def regular(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Regular]:
     """Models whose batches of one size differ in nothing but values, and what they answer."""
+    write, answer = request.param
     directory = tmp_path_factory.mktemp("regular") / "1"
-    getattr(models, f"write_{request.param}")(directory)
+    write(directory)
     with InferenceSession.open(directory, device="cuda:0", warm_up_s=20) as session:
-        yield session, getattr(models, f"{request.param}_answer")
+        yield session, answer
 
 
 def random_request(session: InferenceSession, num_samples: int, rng: np.random.Generator) -> dict[str, Any]:

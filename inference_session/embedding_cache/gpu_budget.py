@@ -26,7 +26,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def fixed_bytes(num_tables: int) -> int:
-    """What a cache takes beside its tables: the count of readers, those of events, and the records."""
+    """What a cache takes beside its tables: the counts of readers, those of events, and the records."""
     return aligned(READERS_BYTES) + aligned(num_tables * len(EVENTS) * 8) + aligned(num_tables * GPU_TABLE.itemsize)
 
 

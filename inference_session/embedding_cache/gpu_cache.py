@@ -288,7 +288,9 @@ class GpuEmbeddingCache(EmbeddingCache):
         prepared = self._remembered.get(known)
         if prepared is None:
             prepared = self._prepare_new(keys, out)
-            if hash(known) in self._seen and not prepared.copies and len(self._remembered) < _MAX_REMEMBERED:
+            if hash(known) in self._seen and not prepared.copies:
+                if len(self._remembered) >= _MAX_REMEMBERED:
+                    self._remembered.clear()
                 forget = partial(_forget, weakref.ref(self), known)
                 watched = [weakref.ref(array, forget) for array in (*keys.values(), *into.values())]
                 self._remembered[known] = prepared._replace(watched=watched)

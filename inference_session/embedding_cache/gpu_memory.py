@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Iterator
 
 import cupy
-from cupy.cuda import runtime
+from cupy.cuda import driver, runtime
 from cupy.cuda.memory import OutOfMemoryError
 
 from inference_session.errors import ConfigurationError
 
 _NO_MEMORY = 2
-"""cudaErrorMemoryAllocation."""
+"""cudaErrorMemoryAllocation, and the driver's CUDA_ERROR_OUT_OF_MEMORY."""
 
 
 def check_free(num_bytes: int, device_id: int, setting: str) -> None:
@@ -35,7 +35,7 @@ def memory_checked(device_id: int, way_out: str) -> Iterator[None]:
     """
     try:
         yield
-    except (OutOfMemoryError, runtime.CUDARuntimeError) as error:
+    except (OutOfMemoryError, runtime.CUDARuntimeError, driver.CUDADriverError) as error:
         # CuPy's pool says it in an error of its own, CUDA by a number.
         if getattr(error, "status", _NO_MEMORY) != _NO_MEMORY:
             raise

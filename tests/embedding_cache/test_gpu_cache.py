@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -390,3 +391,18 @@ def test_a_writer_waits_for_however_many_look_ups() -> None:
             cache.insert("t", [key], np.full((1, 4), key, np.float32))
             cupy.cuda.Device(0).synchronize()
         assert rows_of(cache.lookup({"t": [1, 2, 3]}), "t").tolist() == [[k] * 4 for k in (1, 2, 3)]
+
+
+def test_a_thread_may_begin_with_a_look_up() -> None:
+    """One that has not used the device before, where arrays and memory of the look-up are there already."""
+    keys = {"t": cupy.arange(8)}
+    out = {"t": cupy.zeros((8, 4), np.float32)}
+    with cache_of({"t": 4}) as cache, ThreadPoolExecutor(1) as pool:
+        cache.insert("t", keys["t"], cupy.ones((8, 4), np.float32))
+        for _ in range(3):
+            cache.lookup(keys, out)
+        cupy.cuda.Device(0).synchronize()
+        out["t"][:] = 0
+        cupy.cuda.Device(0).synchronize()
+        pool.submit(cache.lookup, keys, out, wait=True).result()
+        assert (out["t"] == 1).all()

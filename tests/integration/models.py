@@ -128,6 +128,14 @@ def write_joined(version_dir: Path) -> None:
     )
 
 
+def joined_answer(
+    ids: NDArray[np.int32], bag: NDArray[np.int64], factors: NDArray[np.float32], dense: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """The scores of `write_joined`: float32 [samples, 1]."""
+    pooled = (TABLE[bag] * factors[..., None]).sum((1, 2))
+    return np.asarray((TABLE[ids].sum((1, 2)) + pooled + dense.sum(1))[:, None], np.float32)
+
+
 def write_types(version_dir: Path, *, strings: bool) -> None:
     """Booleans and halves, and strings if wanted, without any table: no predictions."""
     inputs = [TensorSpec("flag", "bool", (-1, 1)), TensorSpec("half", "float16", (-1, 1))]

@@ -59,9 +59,9 @@ struct Segment {
   i64 output_stride;
 };
 
-// Look-ups under way, in blocks. Rows are written to in odd epochs only. The highest bit of the arrivals says which the epoch
-// is, the others how many arrived in it: between two writes there may be more than 32 bits count. There are READERS of these,
-// far apart, so that blocks need not queue to be counted.
+// Look-ups under way, in blocks. The highest bit of the arrivals says whether the epoch is an odd one, the others how many
+// arrived in it: between two writes there may be more than 32 bits count. There are READERS of these, apart, so that blocks
+// need not queue to be counted; rows are written to only while the epochs of all are odd.
 constexpr int EPOCH_BIT = 63;
 
 struct alignas(64) Readers {

@@ -180,9 +180,9 @@ __device__ __forceinline__ Asked keys_of(const Request& request, const Segment& 
 
 template <bool QUIET>
 __device__ __forceinline__ void look_up_keys(const Request& request, const Segment& segment, const Table& table, u32 s,
-                                             u32 tile, const Asked& asked, u64 policy) {
+                                             u32 tile, const Asked& asked, bool marking, u64 policy) {
   Source source;
-  if (asked.is_one) source = find_source<QUIET>(table, asked.key, is_marking(tile, request.seed), policy);
+  if (asked.is_one) source = find_source<QUIET>(table, asked.key, marking, policy);
   const u32 unknown = note_missing(request, table, s, asked.is_one, source);
   if (request.missing_bits != nullptr && threadIdx.x % LANES == 0) request.missing_bits[tile] = unknown;
   const bool to_copy = asked.is_one && (source.row != nullptr || request.fill);
@@ -287,8 +287,9 @@ extern "C" __global__ void __launch_bounds__(256) look_up(const __grid_constant_
   if (exists) asked = keys_of(request, segment, table.dim, tile, request.few_tiles[s]);
   reading.wait();
   if (exists) {
-    if (reading.quiet) look_up_keys<true>(request, segment, table, s, tile, asked, keeping_policy());
-    else look_up_keys<false>(request, segment, table, s, tile, asked, keeping_policy());
+    const bool marking = is_marking(tile, request.seed);
+    if (reading.quiet) look_up_keys<true>(request, segment, table, s, tile, asked, marking, keeping_policy());
+    else look_up_keys<false>(request, segment, table, s, tile, asked, marking, keeping_policy());
   }
   reading.end();
 }
@@ -304,7 +305,7 @@ __device__ __forceinline__ void look_up_tile(const Request& request, u32 tile) {
   const bool marking = is_marking(tile, request.seed);
   if (segment.pooling == NONE) {
     const Asked asked = keys_of(request, segment, table.dim, tile, first_tiles[s]);
-    look_up_keys<QUIET>(request, segment, table, s, tile, asked, policy);
+    look_up_keys<QUIET>(request, segment, table, s, tile, asked, marking, policy);
   } else if (is_wide(table, segment)) {
     pool_bag<true, QUIET>(request, segment, table, s, bag, marking, policy);
   } else {

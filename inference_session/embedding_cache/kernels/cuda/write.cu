@@ -158,7 +158,10 @@ extern "C" __global__ void await_readers(Readers* all) {
   await_departures(&readers->departures[0], arrived);
 }
 
-extern "C" __global__ void end_writing(Readers* all) { all[threadIdx.x].late = advance(all + threadIdx.x); }
+extern "C" __global__ void end_writing(Readers* all) {
+  __threadfence();
+  all[threadIdx.x].late = advance(all + threadIdx.x);
+}
 
 // A key that was claimed is there from now on, and no longer where it was.
 __device__ __forceinline__ void publish(const Index& index, u64* events, i64 key, Claim claim) {
