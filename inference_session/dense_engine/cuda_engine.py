@@ -53,6 +53,11 @@ class _Placed(NamedTuple):
     staged: NDArray[Any] | None
     """Where the host has put it; None: it was on the device already."""
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether the network reads a copy of what the host has put there."""
+        return self.staged is not None and self.array is not self.staged
+
 
 class BoundRun:
     """A run of the network over certain places in memory, as often as something new has been put there."""
@@ -60,7 +65,7 @@ class BoundRun:
     def __init__(self, engine: CudaEngine, bound: _Bound, inputs: Mapping[str, _Placed]) -> None:
         self._engine = engine
         self._bound = bound
-        self._uploads = [placed for placed in inputs.values() if placed.staged is not None and _is_copied(placed)]
+        self._uploads = [placed for placed in inputs.values() if placed.is_copied]
         self.staged = [Staged((name,), placed.staged) for name, placed in inputs.items() if placed.staged is not None]
 
     def run(self) -> list[np.ndarray[Any, Any]]:
@@ -319,10 +324,6 @@ def _address(array: Any) -> int:
     if isinstance(array, np.ndarray):
         return int(array.__array_interface__["data"][0])
     return int(array.data.ptr)
-
-
-def _is_copied(placed: _Placed) -> bool:
-    return placed.array is not placed.staged
 
 
 def _is_large(shape: tuple[int, ...]) -> bool:

@@ -12,7 +12,6 @@ import struct
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import cupy
@@ -74,7 +73,10 @@ class _Argument:
 
 
 class Launch:
-    """A look-up that is ready to run, often: its REQUEST record, and what that leads to on the device."""
+    """A look-up that is ready to run, often: its REQUEST record, and what that leads to on the device.
+
+    One run at a time: whoever holds the cache, or the device, runs it.
+    """
 
     def __init__(self, segments: NDArray[np.void], tiles: Tiles, **addresses: int) -> None:
         """`addresses`: fields of the REQUEST that are the same in each run."""
@@ -95,7 +97,6 @@ class Launch:
             self._uploaded = cupy.cuda.Event(disable_timing=True)
             self._uploaded.record()
         self._argument = _Argument(request.tobytes())
-        self._argument_lock = Lock()
 
     def run(
         self,
@@ -110,7 +111,7 @@ class Launch:
         """Launch on the current stream.
 
         Args:
-            segments: from now on others of the same shapes than those it was made of; few.
+            segments: others, of the same shapes as those it was made of, for this run and those after it; few.
             missing_bits_address: uint32 [num_tiles] for the positions that have no row; 0: nobody asks.
             outputs_address: what the output_address of each segment is counted from.
             num_unknown_address: uint64 [segments] to count keys in that have no row; 0: nobody asks.
@@ -122,9 +123,8 @@ class Launch:
         if self._uploaded is not None:  # perhaps on another stream
             cupy.cuda.get_current_stream().wait_event(self._uploaded)
         addresses = missing_bits_address, outputs_address, num_unknown_address
-        with self._argument_lock:
-            self._fill_in(self._argument, segments, addresses, seed, fill)
-            self._start(self._argument, cupy.cuda.get_current_stream().ptr)
+        self._fill_in(self._argument, segments, addresses, seed, fill)
+        self._start(self._argument, cupy.cuda.get_current_stream().ptr)
 
     def repeated(self, segments: NDArray[np.void] | None, num_unknown_address: int, stream: Any) -> Callable[[], None]:
         """The same launch each time it is called: `run` of these arguments on that stream."""

@@ -38,7 +38,8 @@ def carve(model: ModelProto, weights: dict[str, Weight], names: Names, min_rows:
     """Take a canonical model apart; the model itself is left as it is.
 
     Args:
-        merge: move pooling into look-ups and let neighbours share a matrix, where that is exactly equivalent.
+        merge: do what rests on inferred shapes as well, where it is exactly equivalent: move pooling into look-ups, let
+            neighbours share a matrix, put right what ONNX Runtime makes of empty lists.
     """
     return _carve_found(model, weights, names, find_tables(model.graph, weights, min_rows), merge=merge)
 
