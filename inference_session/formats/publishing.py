@@ -7,9 +7,11 @@ that changes one table costs the disk, and the page cache, that table.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import stat
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +32,11 @@ from inference_session.formats.native import (
     TableSpec,
 )
 from inference_session.formats.staging import stage_version
+from inference_session.parameter_server.table_file import TableFile
 
 _CHUNK_BYTES = 4 << 20
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,18 +54,35 @@ class PublishedFiles:
     """The files of a model's versions, by what their manifests say is in them."""
 
     def __init__(self, folder: Path) -> None:
-        self._paths: dict[tuple[str, int], Path] = {}
+        self._paths: dict[tuple[str, int], list[Path]] = {}
         for version_dir in sorted(folder.glob("[1-9]*")):
             with suppress(ModelFormatError):  # one that is being removed, or not of our layout
                 for entry in manifest.read_manifest(version_dir):
-                    self._paths[entry.sha256, entry.num_bytes] = version_dir / entry.path
+                    self._paths.setdefault((entry.sha256, entry.num_bytes), []).append(version_dir / entry.path)
 
-    def find(self, entry: FileEntry) -> Path | None:
-        """A file of an earlier version with this content, by its manifest and its size."""
-        path = self._paths.get((entry.sha256, entry.num_bytes))
-        with suppress(OSError):
-            if path is not None and path.stat().st_size == entry.num_bytes:
+    def find(self, entry: FileEntry) -> list[Path]:
+        """The files of earlier versions that should have this content, by manifest and size; each inode once."""
+        found: dict[tuple[int, int], Path] = {}
+        for path in self._paths.get((entry.sha256, entry.num_bytes), ()):
+            with suppress(OSError):
+                state = path.lstat()
+                if stat.S_ISREG(state.st_mode) and state.st_size == entry.num_bytes:
+                    found.setdefault((state.st_dev, state.st_ino), path)
+        return list(found.values())
+
+    def link(self, entry: FileEntry, target: Path) -> Path | None:
+        """Link an earlier version's file of this content to `target`; returns it, or None where there is none.
+
+        Every byte of the linked file is read: it may have been damaged since its version was published. A damaged one
+        is logged and not used.
+        """
+        for path in self.find(entry):
+            if not _link(path, target):
+                continue
+            if manifest.sha256_of(target) == entry.sha256:
                 return path
+            target.unlink()
+            _log.warning("%s: damaged, its checksum is not the one in %s; it is not shared", path, MANIFEST_FILE)
         return None
 
 
@@ -97,14 +119,14 @@ def publish_version(
     _check_listed(folder, entries, spec)
     with stage_version(repository, name, version) as (staging, version_dir):
         published = PublishedFiles(version_dir.parent)
-        shared = {entry: path for entry in entries if (path := published.find(entry))}
-        _check_space(repository, sum(entry.num_bytes for entry in entries if entry not in shared))
-        linked_bytes = sum(_take(folder, staging, entry, shared.get(entry), progress) for entry in entries)
+        _check_space(repository, sum(entry.num_bytes for entry in entries if not published.find(entry)))
+        linked = {entry: _take(folder, staging, entry, published, progress) for entry in entries}
         shutil.copyfile(folder / MANIFEST_FILE, staging / MANIFEST_FILE)
-        _take_indexes(folder, staging, spec, {entry.path.as_posix(): path for entry, path in shared.items()})
+        _take_indexes(folder, staging, spec, linked)
         _check_networks(staging)
         if complete:
             complete(staging, spec)
+    linked_bytes = sum(entry.num_bytes for entry, path in linked.items() if path)
     copied_bytes = sum(entry.num_bytes for entry in entries) - linked_bytes
     return PublishReport(version_dir, spec, copied_bytes, linked_bytes)
 
@@ -114,8 +136,8 @@ def share_unchanged(staging: Path) -> int:
     published = PublishedFiles(staging.parent)
     shared_bytes = 0
     for entry in manifest.read_manifest(staging):
-        path, spare = published.find(entry), staging / ".tmp-link"
-        if path is not None and _link(path, spare):
+        spare = staging / ".tmp-link"
+        if published.link(entry, spare):
             spare.replace(staging / entry.path)
             spare.unlink(missing_ok=True)  # replacing a file by itself does nothing
             shared_bytes += entry.num_bytes
@@ -158,17 +180,17 @@ def _check_networks(staging: Path) -> None:
             OnnxEngine(staging / name, num_threads=1).close()
 
 
-def _take(folder: Path, staging: Path, entry: FileEntry, same: Path | None, progress: Progress | None) -> int:
-    """Bring one file into the staged version; returns the bytes that are shared with another version."""
+def _take(
+    folder: Path, staging: Path, entry: FileEntry, published: PublishedFiles, progress: Progress | None
+) -> Path | None:
+    """Bring one file into the staged version; returns the file of another version that it is a link to, if it is."""
     source, target = folder / entry.path, staging / entry.path
     target.parent.mkdir(parents=True, exist_ok=True)
-    if same is not None and _link(same, target):
-        checksum, linked_bytes = manifest.sha256_of(source, progress), entry.num_bytes
-    else:
-        checksum, linked_bytes = _copy(source, target, progress), 0
+    shared = published.link(entry, target)
+    checksum = manifest.sha256_of(source, progress) if shared else _copy(source, target, progress)
     if checksum != entry.sha256:
         raise ModelFormatError(f"{source}: damaged, its checksum is not the one in {MANIFEST_FILE}")
-    return linked_bytes
+    return shared
 
 
 def _copy(source: Path, target: Path, progress: Progress | None) -> str:
@@ -197,12 +219,26 @@ def _link(path: Path, target: Path) -> bool:
     return False
 
 
-def _take_indexes(folder: Path, staging: Path, spec: ModelSpec, shared: dict[str, Path]) -> None:
-    """Share the index of a table whose keys are shared, copy others: it is rebuilt where it does not fit its keys."""
+def _take_indexes(folder: Path, staging: Path, spec: ModelSpec, linked: Mapping[FileEntry, Path | None]) -> None:
+    """Share the index of a table whose keys are shared, copy others. What is not whole is left out, and built anew when
+    the version is opened.
+    """
+    origins = {entry.path.as_posix(): path for entry, path in linked.items()}
     for table in spec.tables:
         place = Path(TABLES_FOLDER, table.folder)
-        keys, target = shared.get((place / KEY_FILE).as_posix()), staging / place / INDEX_FILE
-        if keys is not None and _link(keys.with_name(INDEX_FILE), target):
-            continue
-        if target.parent.exists() and (folder / place / INDEX_FILE).exists():
+        keys, target = origins.get((place / KEY_FILE).as_posix()), staging / place / INDEX_FILE
+        is_linked = keys is not None and _link(keys.with_name(INDEX_FILE), target)
+        if not is_linked and target.parent.exists() and (folder / place / INDEX_FILE).exists():
             shutil.copyfile(folder / place / INDEX_FILE, target)
+        if target.exists() and not _is_good_index(target, table):
+            target.unlink()
+
+
+def _is_good_index(path: Path, table: TableSpec) -> bool:
+    """Whether every byte is that of an index of the `key` file beside it."""
+    try:
+        TableFile.open(path.parent, table, must_have_index=True, verify_index=True).close()
+    except ModelFormatError as error:
+        _log.warning("the index is left out, and built when the version is opened: %s", error)
+        return False
+    return True

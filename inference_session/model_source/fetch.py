@@ -4,8 +4,10 @@
   lock                     held by whoever copies
   <hash of the state>/     one per state of the source: its files, their sizes and stamps
     <name>                 the file or folder
+    MANIFEST.json          its sizes and checksums, written when the copy was complete
 
-A state that is there is not copied again; only the newest ones are kept.
+A state that is there is not copied again, unless its bytes are not those of its manifest any more; only the newest ones
+are kept.
 """
 
 from __future__ import annotations
@@ -13,12 +15,15 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from inference_session.errors import ModelFormatError
+from inference_session.formats import manifest
 from inference_session.model_source.copy import Copy
 from inference_session.model_source.create import create_source, is_url, split_place
 from inference_session.model_source.inventory import Inventory
@@ -27,6 +32,9 @@ from inference_session.user_cache import lock_file, user_cache_folder
 
 NUM_KEPT = 2
 """States of one source that are kept: the newest, and the one before it, which others may be reading."""
+
+
+_log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
@@ -50,9 +58,10 @@ def fetch(place: str | Path, progress: Progress | None = None) -> Path:
     folder = _folder_of(url)
     with _locked(folder):
         target = folder / _hash(states) / split_place(url)[1]
-        if not target.exists():
+        if not _is_whole(target):
             with Copy(url, target) as copy:
                 copy.run(progress)
+            manifest.write_manifest(target.parent)
         os.utime(target.parent)
         _remove_old(folder, used=target.parent)
     return target
@@ -72,6 +81,19 @@ def link_tree(source: Path, target: Path) -> None:
         shutil.copytree(source, target, copy_function=os.link)
     else:
         target.hardlink_to(source)
+
+
+def _is_whole(copy: Path) -> bool:
+    """Whether a copy is there as it was made: every byte is read. A damaged one is removed."""
+    if not copy.exists():
+        return False
+    try:
+        manifest.verify(copy.parent, checksums=True)
+    except ModelFormatError as error:
+        _log.warning("%s is copied again: %s", copy, error)
+        shutil.rmtree(copy) if copy.is_dir() else copy.unlink()
+        return False
+    return True
 
 
 def _folder_of(url: str) -> Path:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from inference_session.embedding_cache.kernels import cpu
 from inference_session.embedding_cache.kernels.layout import SEGMENT, TABLE, VectorCode
 from inference_session.errors import ModelFormatError, SessionClosedError, StoreError
+from inference_session.formats import manifest
 from inference_session.formats.native import (
     KEY_FILE,
     SCALE_AND_BIAS_BYTES,
@@ -69,6 +70,7 @@ class TableFile:
         folder: Path,
         spec: TableSpec,
         *,
+        key_sha256: str | None = None,
         must_have_index: bool = False,
         verify_index: bool = False,
         progress: Progress | None = None,
@@ -76,7 +78,8 @@ class TableFile:
         """Map the files of a table; ModelFormatError names one that is absent or whose size is not the spec's.
 
         An index that is absent or stale, or with `verify_index`, which reads all of it, damaged, is built (`progress`
-        is told the rows done), or, with `must_have_index`, a ModelFormatError.
+        is told the rows done), or, with `must_have_index`, a ModelFormatError. `key_sha256` is what a manifest says of
+        the `key` file; without it the keys are read, to be sure that the index was built from them.
         """
         vectors = _map_rows(folder / VECTOR_FILE, spec, spec.row_bytes)
         if spec.dtype != "int8":
@@ -85,8 +88,10 @@ class TableFile:
             return cls(spec, vectors, None, None)
         keys = _map_rows(folder / KEY_FILE, spec, 8).view(np.int64).reshape(-1)
         if must_have_index:
-            return cls(spec, vectors, keys, open_index(folder, keys, verify=verify_index))
-        return cls(spec, vectors, keys, ensure_index(folder, keys, progress, verify=verify_index))
+            index = open_index(folder, keys, key_sha256=key_sha256, verify=verify_index)
+        else:
+            index = ensure_index(folder, keys, progress, key_sha256=key_sha256, verify=verify_index)
+        return cls(spec, vectors, keys, index)
 
     @property
     def vectors(self) -> NDArray[np.generic]:
@@ -150,16 +155,28 @@ class TableFile:
         return record
 
 
+def open_tables(version_dir: Path, spec: ModelSpec, *, verify_indexes: bool = False) -> list[TableFile]:
+    """The tables of a version directory, in the order of session.json; see `TableFile.open`."""
+    listed = {entry.path.as_posix(): entry.sha256 for entry in manifest.read_manifest(version_dir)}
+    return [
+        TableFile.open(
+            version_dir / TABLES_FOLDER / table.folder,
+            table,
+            key_sha256=listed.get(f"{TABLES_FOLDER}/{table.folder}/{KEY_FILE}"),
+            verify_index=verify_indexes,
+        )
+        for table in spec.tables
+    ]
+
+
 class TableFileStore(EmbeddingStore):
     """All tables of a version directory, by their folders, as a tier that is read only."""
 
     def __init__(self, version_dir: Path, spec: ModelSpec, *, verify_indexes: bool = False) -> None:
-        """Open the tables; `verify_indexes`: as of `TableFile.open`."""
+        """Open the tables as `open_tables`."""
         self._spec = spec
-        self._files = {
-            t.folder: TableFile.open(version_dir / TABLES_FOLDER / t.folder, t, verify_index=verify_indexes)
-            for t in spec.tables
-        }
+        files = open_tables(version_dir, spec, verify_indexes=verify_indexes)
+        self._files = {file.spec.folder: file for file in files}
 
     @property
     def tables(self) -> tuple[str, ...]:

@@ -2,18 +2,20 @@
 
     <table>/index    HEADER, then num_buckets x 64 bytes
 
-The header says which `key` file the index was built from: by size and a few sampled keys, which are compared whenever
-a table is opened, and by a checksum of all keys, which `verify` compares. An index that is absent or belongs to other
-keys is built anew. It is written under another name and renamed when complete, so that the old index or none is there
-until the new one is whole. What was written is kept when the process is killed: every ROWS_PER_CHECKPOINT rows the
-buckets are flushed to the disk, then a header that says how many rows they hold, and the next build goes on from there.
-The same keys give the same file, byte for byte.
+The header says which `key` file the index was built from: its number of rows, a few sampled keys, and its SHA-256 (the
+first 8 bytes). They are compared whenever a table is opened. The SHA-256 is that of the manifest, which takes constant
+time; where no manifest lists the file, the keys are read. `verify` reads everything. An index that is absent or was
+built from other keys is built anew. It is written under another name and renamed when complete, so that the old index
+or none is there until the new one is whole. What was written is kept when the process is killed: after every
+ROWS_PER_CHECKPOINT rows the buckets are flushed to the disk, then a header that says how many rows they hold, and the
+next build goes on from there. The same keys give the same file, byte for byte.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import logging
 import mmap
 import os
@@ -22,6 +24,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,16 +51,16 @@ HEADER = np.dtype(
         ("num_rows", "<i8"),
         ("num_buckets", "<i8"),
         ("num_duplicates", "<i8"),
-        ("key_sample", "<u4"),
-        ("key_checksum", "<u4"),
+        ("key_digest", "<u8"),
         ("bucket_checksum", "<u4"),
-        ("num_indexed", "<i8"),  # while unfinished: rows that the buckets hold, and key_checksum is of; else 0
-        ("reserved", "V4"),
+        ("num_indexed", "<i8"),  # while unfinished: rows that the buckets hold, and key_digest is of; else 0
+        ("key_sample", "<u4"),
     ]
 )
 _MAGIC = b"hotrowIX"
 _UNFINISHED = b"hotrowI."
-_VERSION = 1
+_VERSION = 2
+_DIGEST_BYTES = 8
 _NUM_SAMPLES = 16
 
 _log = logging.getLogger(__name__)
@@ -101,10 +104,13 @@ class TableIndex:
         """Rows whose key a later row has too."""
         return int(self._header["num_duplicates"])
 
-    def check(self, keys: NDArray[np.int64], path: Path) -> None:
-        """Raise ModelFormatError unless this is an index of these keys, as far as can be told in constant time."""
+    def check(self, keys: NDArray[np.int64], path: Path, key_sha256: str | None = None) -> None:
+        """Raise ModelFormatError unless this index was built from these keys.
+
+        With `key_sha256`, the manifest's SHA-256 of the `key` file, this takes constant time; else the keys are read.
+        """
         header = self._header
-        expected = {"magic": _MAGIC, "version": _VERSION, "header_checksum": _header_checksum(header)}
+        expected: dict[str, Any] = {"magic": _MAGIC, "version": _VERSION, "header_checksum": _header_checksum(header)}
         expected |= {"num_rows": len(keys), "key_sample": _sample(keys)}
         for name, value in expected.items():
             if header[name] != value:
@@ -112,16 +118,15 @@ class TableIndex:
         size = HEADER.itemsize + self.num_buckets * BUCKET_BYTES
         if self.num_buckets < 1 or len(self._content) != size:
             raise ModelFormatError(f"{path}: has {len(self._content)} bytes, expected {size}")
+        built_from = int(header["key_digest"]).to_bytes(_DIGEST_BYTES, "little").hex()
+        if built_from != (key_sha256 or hashlib.sha256(keys.data).hexdigest())[: 2 * _DIGEST_BYTES]:
+            raise ModelFormatError(f"{path}: it was built from other keys than those of the `key` file")
 
     def verify(self, keys: NDArray[np.int64], path: Path) -> None:
         """Raise ModelFormatError unless every byte is what was built from exactly these keys. Reads all of both."""
         self.check(keys, path)
-        for name, data in (
-            ("key_checksum", keys.data),
-            ("bucket_checksum", self._content[HEADER.itemsize :].data),
-        ):
-            if zlib.crc32(data) != self._header[name]:
-                raise ModelFormatError(f"{path}: {name} does not match; the index or the `key` file is damaged")
+        if zlib.crc32(self._content[HEADER.itemsize :].data) != self._header["bucket_checksum"]:
+            raise ModelFormatError(f"{path}: bucket_checksum does not match; the index is damaged")
 
 
 def index_bytes(num_rows: int) -> int:
@@ -129,9 +134,11 @@ def index_bytes(num_rows: int) -> int:
     return _file_size(_bucket_count(num_rows))
 
 
-def open_index(folder: Path, keys: NDArray[np.int64], *, verify: bool = False) -> TableIndex:
-    """Map the index file of a table; ModelFormatError where it is absent, belongs to other keys or, as far as only
-    `verify` finds by reading all of it, is damaged.
+def open_index(
+    folder: Path, keys: NDArray[np.int64], *, key_sha256: str | None = None, verify: bool = False
+) -> TableIndex:
+    """Map the index file of a table; ModelFormatError where it is absent, was built from other keys (see
+    `TableIndex.check`) or, as far as only `verify` finds by reading all of it, is damaged.
     """
     path = folder / INDEX_FILE
     try:
@@ -141,7 +148,7 @@ def open_index(folder: Path, keys: NDArray[np.int64], *, verify: bool = False) -
     if verify:
         index.verify(keys, path)
     else:
-        index.check(keys, path)
+        index.check(keys, path, key_sha256)
     return index
 
 
@@ -157,18 +164,26 @@ def build_index(folder: Path, keys: NDArray[np.int64], progress: Progress | None
 
 
 def ensure_index(
-    folder: Path, keys: NDArray[np.int64], progress: Progress | None = None, *, verify: bool = False
+    folder: Path,
+    keys: NDArray[np.int64],
+    progress: Progress | None = None,
+    *,
+    key_sha256: str | None = None,
+    verify: bool = False,
 ) -> TableIndex:
     """The table's index: from its file where that is good (see `open_index`), else built now, in memory if the folder
     takes no file.
     """
     try:
-        return open_index(folder, keys, verify=verify)
+        return open_index(folder, keys, key_sha256=key_sha256, verify=verify)
     except ModelFormatError as error:
         _log.log(logging.WARNING if (folder / INDEX_FILE).exists() else logging.INFO, "building an index: %s", error)
     try:
         with _locked(folder):
-            return _open_or_write(folder, keys, progress, verify=verify)
+            # Another process may have built it meanwhile, or the manifest be that of other keys. The keys decide.
+            with contextlib.suppress(ModelFormatError):
+                return open_index(folder, keys, verify=verify)
+            return _write_index(folder, keys, progress)
     except OSError as error:
         _log.warning(
             "%s: cannot write the index, so every process builds its own in memory (%d bytes): %s",
@@ -186,65 +201,59 @@ def index_in_memory(keys: NDArray[np.int64], progress: Progress | None = None) -
     return TableIndex(content)
 
 
-def _open_or_write(folder: Path, keys: NDArray[np.int64], progress: Progress | None, *, verify: bool) -> TableIndex:
-    """Must be called while holding the folder's lock: another process may have been building the index meanwhile."""
-    try:
-        return open_index(folder, keys, verify=verify)
-    except ModelFormatError:
-        return _write_index(folder, keys, progress)
-
-
 def _write_index(folder: Path, keys: NDArray[np.int64], progress: Progress | None) -> TableIndex:
     """Must be called while holding the folder's lock, for the name of the unfinished file is always the same."""
-    partial = folder / PARTIAL_FILE
+    unfinished = folder / PARTIAL_FILE
     try:
-        _fill(_resume(partial, keys), keys, progress, checkpoint=partial)
-        flush(partial)
-        partial.replace(folder / INDEX_FILE)
+        digest = _fill(_resume(unfinished, keys), keys, progress, checkpoint=unfinished)
+        flush(unfinished)
+        unfinished.replace(folder / INDEX_FILE)
         flush(folder)
     except OSError:
         with contextlib.suppress(OSError):
-            partial.unlink()
+            unfinished.unlink()
         raise
-    return open_index(folder, keys)
+    return open_index(folder, keys, key_sha256=digest)
 
 
-def _resume(partial: Path, keys: NDArray[np.int64]) -> NDArray[np.uint8]:
+def _resume(unfinished: Path, keys: NDArray[np.int64]) -> NDArray[np.uint8]:
     """The file that a build of these keys' index left behind when it was killed, else a new one; mapped for writing."""
     size = _file_size(_bucket_count(len(keys)))
-    with contextlib.suppress(OSError), partial.open("r+b") as file:
+    with contextlib.suppress(OSError), unfinished.open("r+b") as file:
         if os.fstat(file.fileno()).st_size == size:
             content = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
             header = content[: HEADER.itemsize].view(HEADER)[0]
             done = keys[: max(int(header["num_indexed"]), 0)]
             whole = header["header_checksum"] == _header_checksum(header)
-            if whole and header["magic"] == _UNFINISHED and zlib.crc32(done.data) == header["key_checksum"]:
+            if whole and header["magic"] == _UNFINISHED and _digest(hashlib.sha256(done.data)) == header["key_digest"]:
                 return content
-    return _create_file(partial, size)
+    return _create_file(unfinished, size)
 
 
 def _fill(
     content: NDArray[np.uint8], keys: NDArray[np.int64], progress: Progress | None, *, checkpoint: Path | None = None
-) -> None:
+) -> str:
     """Build the index of the keys in `content`: zeros, or what an unfinished build had when it wrote its header.
 
-    `checkpoint`: the file behind `content`, to be flushed when what it holds is worth keeping.
+    `checkpoint`: the file behind `content`, to be flushed when what it holds is worth keeping. Returns the SHA-256 of
+    the keys.
     """
     if len(keys) > MAX_ROWS:
         raise ModelFormatError(f"{len(keys)} rows; a table with a `key` file may have {MAX_ROWS} at most")
     header, buckets = content[: HEADER.itemsize].view(HEADER)[0], content[HEADER.itemsize :]
     num_buckets = len(buckets) // BUCKET_BYTES
     progress = progress or (lambda _: None)
-    done, checksum = int(header["num_indexed"]), int(header["key_checksum"])
+    done = int(header["num_indexed"])
+    sha256 = hashlib.sha256(keys[:done].data)
     if done:
         progress(done)
     for begin in range(done, len(keys), ROWS_PER_STEP):
         end = min(begin + ROWS_PER_STEP, len(keys))
         insert_rows(buckets.ctypes.data, num_buckets, keys.ctypes.data, len(keys), begin, end)
-        checksum = zlib.crc32(keys[begin:end].data, checksum)
+        sha256.update(keys[begin:end].data)
         if checkpoint is not None and end % ROWS_PER_CHECKPOINT == 0:
             flush(checkpoint)  # the buckets, before a header that counts on them
-            _seal(header, magic=_UNFINISHED, num_indexed=end, key_checksum=checksum)
+            _seal(header, magic=_UNFINISHED, version=_VERSION, num_indexed=end, key_digest=_digest(sha256))
         progress(end - begin)
     _seal(
         header,
@@ -255,9 +264,10 @@ def _fill(
         num_duplicates=len(keys) - count_keys(buckets.ctypes.data, num_buckets),
         num_indexed=0,
         key_sample=_sample(keys),
-        key_checksum=checksum,
+        key_digest=_digest(sha256),
         bucket_checksum=zlib.crc32(buckets.data),
     )
+    return sha256.hexdigest()
 
 
 def _seal(header: np.void, **fields: int | bytes) -> None:
@@ -279,6 +289,11 @@ def _sample(keys: NDArray[np.int64]) -> int:
     """Checksum of a few keys spread over all."""
     positions = np.linspace(0, max(len(keys) - 1, 0), num=min(_NUM_SAMPLES, len(keys)), dtype=np.int64)
     return zlib.crc32(keys[positions].data)
+
+
+def _digest(sha256: hashlib._Hash) -> int:
+    """The first bytes of a SHA-256, as the header has them."""
+    return int.from_bytes(sha256.digest()[:_DIGEST_BYTES], "little")
 
 
 def _header_checksum(header: np.void) -> int:

@@ -11,10 +11,10 @@ from inference_session.embedding_cache import gpu_budget
 from inference_session.embedding_cache.base import EmbeddingCache
 from inference_session.embedding_cache.cpu_cache import CpuEmbeddingCache, bytes_to_hold
 from inference_session.embedding_cache.null_cache import NullEmbeddingCache
-from inference_session.formats.native import TABLES_FOLDER, ModelSpec
+from inference_session.formats.native import ModelSpec
 from inference_session.parameter_server.create import create_parameter_server
 from inference_session.parameter_server.server import ParameterServer
-from inference_session.parameter_server.table_file import TableFile
+from inference_session.parameter_server.table_file import open_tables
 from inference_session.row_source.base import RowSource
 from inference_session.row_source.cached_rows import CachedRows, HostCache
 from inference_session.row_source.mapped_rows import MappedRows
@@ -32,12 +32,11 @@ def create_row_source(
 
     With a GPU, rows that do not change are looked up there, and those that a cache holds over stores.
 
-    Raises what `TableFile.open`, `create_parameter_server` and `create_embedding_cache` do.
+    Raises what `open_tables`, `create_parameter_server` and `create_embedding_cache` do.
     """
     num_threads = config.num_lookup_threads
     if not config.has_store:
-        folder, verify = directory / TABLES_FOLDER, config.verify == "full"
-        files = [TableFile.open(folder / table.folder, table, verify_index=verify) for table in spec.tables]
+        files = open_tables(directory, spec, verify_indexes=config.verify == "full")
         if gpu is not None and config.has_fixed_rows:
             from inference_session.gpu_rows import GpuRows
 

@@ -21,6 +21,7 @@ from inference_session.formats.native import (
     TableSpec,
     folder_names,
 )
+from inference_session.parameter_server import table_file
 from inference_session.parameter_server.table_file import TableFile, dequantise_int8
 
 _CHUNK_BYTES = 8 << 20
@@ -81,7 +82,7 @@ def open_tables(version_dir: Path) -> list[Table]:
     """The tables of a version directory, whose files must have the sizes that its manifest says."""
     spec = ModelSpec.read(version_dir)
     manifest.verify(version_dir, checksums=False)
-    return [Table(table, TableFile.open(version_dir / TABLES_FOLDER / table.folder, table)) for table in spec.tables]
+    return [Table(file.spec, file) for file in table_file.open_tables(version_dir, spec)]
 
 
 def open_folder(folder: Path, table: str) -> Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,6 +91,88 @@ def test_a_shared_index_is_not_built_again(folder: Path, repository: Path) -> No
     assert same_file(first / index, second / index)
 
 
+def rot(path: Path) -> None:
+    """Change a bit of a file as a failing disk does: size and time of modification stay."""
+    state = path.stat()
+    content = bytearray(path.read_bytes())
+    content[5] ^= 0x40
+    path.write_bytes(content)
+    os.utime(path, ns=(state.st_atime_ns, state.st_mtime_ns))
+
+
+@pytest.mark.parametrize("name", ["tables/user_weight/emb_vector", "tables/hashed/key", "dense.onnx", "session.json"])
+def test_a_damaged_file_of_an_earlier_version_is_not_shared(
+    name: str, folder: Path, repository: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The new version gets the bytes of the folder, and the log names the damaged file."""
+    first = publish_version(folder, repository, "ctr").version_dir
+    rot(first / name)
+
+    report = publish_version(folder, repository, "ctr")
+
+    manifest.verify(report.version_dir, checksums=True)
+    assert report.copied_bytes == (folder / name).stat().st_size
+    assert f"{first / name}: damaged" in caplog.text
+
+
+def test_publishing_again_heals_a_damaged_version(folder: Path, repository: Path) -> None:
+    """What docs/operations.md advises for a damaged version helps, also where an older one shares the damaged file."""
+    first = publish_version(folder, repository, "ctr").version_dir
+    second = publish_version(folder, repository, "ctr").version_dir
+    rot(second / "tables" / "user_weight" / "emb_vector")
+    shutil.rmtree(second)
+
+    again = publish_version(folder, repository, "ctr").version_dir
+
+    assert again == second
+    manifest.verify(again, checksums=True)
+    with pytest.raises(ModelFormatError, match="user_weight/emb_vector: damaged"):
+        manifest.verify(first, checksums=True)
+
+
+def test_of_several_earlier_versions_a_good_one_is_shared(folder: Path, repository: Path) -> None:
+    """One damaged version does not keep later ones from sharing their files."""
+    rot(publish_version(folder, repository, "ctr").version_dir / "tables" / "code" / "emb_vector")
+    second = publish_version(folder, repository, "ctr").version_dir
+
+    third = publish_version(folder, repository, "ctr")
+
+    table = Path("tables", "code", "emb_vector")
+    assert third.copied_bytes == 0
+    assert same_file(second / table, third.version_dir / table)
+
+
+def test_a_link_in_an_earlier_version_is_not_shared(folder: Path, repository: Path, tmp_path: Path) -> None:
+    """Somebody has put a symbolic link in a file's place: the new version does not depend on where it leads."""
+    path = publish_version(folder, repository, "ctr").version_dir / "tables" / "code" / "emb_vector"
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+
+    report = publish_version(folder, repository, "ctr")
+
+    assert not (report.version_dir / "tables" / "code" / "emb_vector").is_symlink()
+    assert report.copied_bytes == (tmp_path / "elsewhere").stat().st_size
+
+
+@pytest.mark.parametrize("place", ["the earlier version", "the folder"])
+def test_a_damaged_index_is_not_taken(place: str, folder: Path, repository: Path) -> None:
+    """An index hides keys where its buckets are damaged: none is better, as it is then built."""
+    InferenceSession.open(folder).close()
+    first = publish_version(folder, repository, "ctr").version_dir
+    damaged = first if place == "the earlier version" else folder
+    index = damaged / "tables" / "hashed" / "index"
+    index.write_bytes(index.read_bytes()[:64] + bytes(len(index.read_bytes()) - 64))
+    if place == "the folder":
+        shutil.rmtree(first)
+    keys = np.fromfile(folder / "tables" / "hashed" / "key", np.int64)
+
+    with InferenceSession.open(publish_version(folder, repository, "ctr").version_dir) as session:
+        vectors = session.lookup("hashed", keys)
+
+    expected = np.fromfile(folder / "tables" / "hashed" / "emb_vector", np.float32).reshape(-1, 2)
+    np.testing.assert_array_equal(vectors, expected)
+
+
 def test_without_hard_links_files_are_copied(folder: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system that has no links costs disk, and nothing else."""
 
@@ -115,6 +198,19 @@ def test_an_import_shares_tables_with_the_version_before(tmp_path: Path) -> None
 
     assert same_file(*vectors)
     assert not list(versions[1].glob(".tmp*"))
+
+
+def test_an_import_does_not_share_a_damaged_table(tmp_path: Path) -> None:
+    """A table that was written rightly is not replaced by a damaged one of the version before."""
+    graph = "agraph (int64[N, 3] x) => (float[N, 4] y) { g = Gather(W, x) y = ReduceSum <keepdims = 0> (g, axes) }"
+    onnx.save(model_of(graph, {"W": table(), "axes": np.array([1])}), tmp_path / "model.onnx")
+    first = import_onnx(tmp_path / "model.onnx", tmp_path / "repository", "ctr").version_dir
+    rot(next(first.glob("tables/*/emb_vector")))
+
+    second = import_onnx(tmp_path / "model.onnx", tmp_path / "repository", "ctr").version_dir
+
+    manifest.verify(second, checksums=True)
+    np.testing.assert_array_equal(np.fromfile(next(second.glob("tables/*/emb_vector")), np.float32), table().ravel())
 
 
 def test_an_existing_version_is_refused(folder: Path, repository: Path) -> None:

@@ -19,6 +19,7 @@ from inference_session.formats.hugectr import import_hugectr
 from inference_session.formats.manifest import verify
 from inference_session.hugectr import HPS, DataSource, DataSourceParams, DataSourceType_t
 from inference_session.model_source import Copy, create_source
+from inference_session.model_source.fetch import fetch
 from tests.formats.hugectr.test_importer import Source
 from tests.formats.onnx_model.test_files import KEYS, _model, _redirect, _split
 from tests.hadoop import Hdfs
@@ -66,6 +67,22 @@ def test_an_onnx_model_with_external_data_is_imported(remote: str, tmp_path: Pat
     expected = ReferenceEvaluator(_model()).run(None, {"keys": KEYS})
     with InferenceSession.open(tmp_path / "r" / "m" / "1", verify="full") as session:
         np.testing.assert_allclose(session.run({"keys": KEYS})["y"], expected[0], rtol=1e-6)
+
+
+def test_a_damaged_copy_in_the_cache_is_copied_again(
+    remote: str, tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What lies in the cache is read before it is used: a file without a manifest of its own has no other guard."""
+    (tmp_path / "model").mkdir()
+    upload(_split(tmp_path / "model").parent, remote)
+    copy = fetch(f"{remote}/model.onnx")
+    assert fetch(f"{remote}/model.onnx") == copy
+    assert not caplog.records
+    content = copy.read_bytes()
+    copy.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+    assert fetch(f"{remote}/model.onnx").read_bytes() == content
+    assert "model.onnx is copied again" in caplog.text
 
 
 def test_external_data_elsewhere_are_not_fetched(remote: str, tmp_path: Path) -> None:

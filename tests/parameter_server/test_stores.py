@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from inference_session.errors import StoreError, UnavailableError
+from inference_session.formats import manifest
 from inference_session.formats.native import TABLES_FOLDER, ModelSpec, TableSpec
 from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.memory_store import MemoryStore
@@ -60,6 +61,7 @@ class TestTableFiles(ReadContract):
         for table, (keys, vectors) in self.ROWS.items():
             write_table(tmp_path / TABLES_FOLDER / table, [vectors], keys=[keys])
         specs = tuple(TableSpec(t, t, len(self.ROWS[t][0]), dim) for t, dim in DIMS.items())
+        manifest.write_manifest(tmp_path)
         with TableFileStore(tmp_path, ModelSpec((), (), specs, ())) as store:
             yield store
 

@@ -17,6 +17,7 @@ from inference_session.errors import (
     StoreError,
     TableNotFoundError,
 )
+from inference_session.formats import manifest
 from inference_session.formats.native import ModelSpec, TableSpec
 from inference_session.parameter_server.table_file import (
     TableFile,
@@ -117,15 +118,17 @@ def test_every_flipped_byte_of_the_index_is_found(folder: Path) -> None:
         assert path.read_bytes() == original
 
 
-def test_a_changed_key_between_the_sampled_ones_is_found_by_verifying(tmp_path: Path) -> None:
-    """Opening compares a few keys only; `verify_index` compares all."""
+def test_a_changed_key_between_the_sampled_ones_is_found(tmp_path: Path) -> None:
+    """Without a manifest all keys are compared; with one, its checksum of the keys, and no key is read."""
     write_table(tmp_path, [np.zeros((1000, 1), np.float32)], keys=[np.arange(1000)])
     path = tmp_path / "key"
+    before = manifest.sha256_of(path)
     path.write_bytes(flipped(path.read_bytes(), 8 * 100))
     spec = TableSpec("t", "t", 1000, 1)
-    TableFile.open(tmp_path, spec, must_have_index=True)
-    with pytest.raises(ModelFormatError, match="key_checksum"):
-        TableFile.open(tmp_path, spec, must_have_index=True, verify_index=True)
+    TableFile.open(tmp_path, spec, must_have_index=True, key_sha256=before)
+    for settings in ({}, {"key_sha256": manifest.sha256_of(path)}, {"key_sha256": before, "verify_index": True}):
+        with pytest.raises(ModelFormatError, match="built from other keys"):
+            TableFile.open(tmp_path, spec, must_have_index=True, **settings)  # type: ignore[arg-type]
 
 
 def flipped(content: bytes, position: int) -> bytes:
@@ -219,6 +222,7 @@ def test_the_store_knows_folders_alone(tmp_path: Path) -> None:
     write_table(tmp_path / "tables" / "a_b_2", [2 * VECTORS], keys=[KEYS])
     spec = ModelSpec((), (), (TableSpec("a/b", "a_b", 7, 3), TableSpec("a_b", "a_b_2", 7, 3)), ())
 
+    manifest.write_manifest(tmp_path)
     with TableFileStore(tmp_path, spec) as store:
         out = np.zeros((2, 3), np.float32)
         for row, folder in enumerate(store.tables):
@@ -233,6 +237,7 @@ def test_the_store_reads_all_tables_of_a_version_and_writes_none(tmp_path: Path)
     """A version's tables as a read-only tier, by their folders."""
     write_table(tmp_path / "tables" / "t", [VECTORS], keys=[KEYS])
     spec = ModelSpec((), (), (TableSpec("a/b", "t", 7, 3),), ())
+    manifest.write_manifest(tmp_path)
     with TableFileStore(tmp_path, spec) as store:
         out = np.zeros((1, 3), np.float32)
         assert store.fetch("t", np.array([6]), out).all()

@@ -29,7 +29,7 @@ from inference_session.formats.native import (
 from inference_session.formats.publishing import share_unchanged
 from inference_session.formats.staging import stage_version
 from inference_session.model_source.fetch import forget
-from inference_session.parameter_server.table_file import TableFile
+from inference_session.parameter_server.table_file import open_tables
 
 
 @dataclass(frozen=True)
@@ -268,5 +268,4 @@ def _write_tables(job: _Job, names: Sequence[str], dims: Sequence[int]) -> tuple
 
 
 def _num_duplicates(version_dir: Path, spec: ModelSpec) -> tuple[int, ...]:
-    tables = version_dir / TABLES_FOLDER
-    return tuple(TableFile.open(tables / table.folder, table).num_duplicates for table in spec.tables)
+    return tuple(table.num_duplicates for table in open_tables(version_dir, spec))
