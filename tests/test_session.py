@@ -253,6 +253,20 @@ def test_a_damaged_index_is_built_anew_by_full_verification(tmp_path: Path) -> N
             np.testing.assert_array_equal(session.lookup("hashed", keys), tables["hashed"])
 
 
+@pytest.mark.parametrize("position", range(30))
+def test_an_index_of_other_keys_is_built_anew(position: int, tmp_path: Path) -> None:
+    """Also where sizes alone are verified, an index does not hide a key that has come since it was built."""
+    tables = small_model.write(tmp_path / "1")
+    InferenceSession.open(tmp_path / "1").close()
+    keys = tables["hashed/key"].copy()
+    keys[position] = 777_000
+    keys.tofile(tmp_path / "1" / "tables" / "hashed" / "key")
+    small_model.manifest.write_manifest(tmp_path / "1")
+
+    with InferenceSession.open(tmp_path / "1", verify="sizes") as session:
+        np.testing.assert_array_equal(session.lookup("hashed", keys), tables["hashed"])
+
+
 def test_no_samples_give_no_rows(session: InferenceSession) -> None:
     """A request of 0 samples is answered by 0 rows of the right shape and type."""
     answer = session.run(small_model.random_inputs(0, np.random.default_rng(0)))

@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,11 @@ MAX_RETRY_S = 60.0
 
 _GAUGES = frozenset({"rows", "capacity", "bytes", "cache_bytes", "lag_messages"})
 """Whole numbers in the statistics that are no counters."""
+
+_CONTENT = frozenset({"source"})
+"""Fields of ModelSpec in which two contents of one version may differ."""
+_TABLE_CONTENT = frozenset({"num_rows", "dtype", "default_vector"})
+"""Fields of TableSpec in which they may."""
 
 _log = logging.getLogger(__name__)
 
@@ -204,13 +210,23 @@ def _closed_on_error(session: InferenceSession) -> Iterator[None]:
 
 
 def _check_same(served: ModelSpec, new: ModelSpec) -> None:
-    """Refuse what clients, or Triton's config.pbtxt, would see."""
-    for name in ("inputs", "outputs", "labels", "label_outputs", "batched", "joinable", "layout", "layout_options"):
-        if getattr(served, name) != getattr(new, name):
+    """Refuse what clients, or Triton's config.pbtxt, would see. What is not listed as content must be the same."""
+    before, after = _without_content(served), _without_content(new)
+    for name, value in after.items():
+        if before[name] != value:
             raise ConfigurationError(
-                f"the new content has other {name} than what is served: {getattr(new, name)!r}, not "
-                f"{getattr(served, name)!r}; publish it as a version of its own"
+                f"the new content has other {name} than what is served: {value!r}, not {before[name]!r}; "
+                "publish it as a version of its own"
             )
+
+
+def _without_content(spec: ModelSpec) -> dict[str, Any]:
+    """All fields of a spec but those that any content may have values of its own for."""
+    document = {name: value for name, value in asdict(spec).items() if name not in _CONTENT}
+    tables = [
+        {name: value for name, value in table.items() if name not in _TABLE_CONTENT} for table in document["tables"]
+    ]
+    return {**document, "tables": tables}
 
 
 def _check_same_tables(served: Iterable[FileEntry], new: Iterable[FileEntry]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 import os
 import shutil
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +21,9 @@ import pytest
 
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError
+from inference_session.formats.native import ModelSpec, TableSpec
 from inference_session.versions import VersionManager
+from inference_session.versions.version_manager import _check_same
 from tests import small_model
 from tests.parameter_server.servers import wait_until
 from tests.test_stored_session import push
@@ -189,6 +194,51 @@ def test_other_labels_are_refused(directory: Path) -> None:
 
         with pytest.raises(ConfigurationError, match=r"other labels .*'tap'.*version of its own"):
             versions.update()
+
+
+OTHER = {
+    "inputs": (*small_model.SPEC.inputs[1:], small_model.SPEC.inputs[0]),
+    "outputs": small_model.SPEC.outputs[::-1],
+    "tables": (),
+    "lookups": small_model.SPEC.lookups[::-1],
+    "labels": ("click", "leave"),
+    "label_outputs": ("click",),
+    "batched": False,
+    "equal_sizes": ((("codes", 1), ("items", 1)),),
+    "joinable": False,
+    "layout": "hps",
+    "layout_options": {"slots": [1]},
+    "settings": {"unknown_keys": "reject"},
+    "source": "another file",
+}
+OTHER_TABLE: dict[str, object] = {
+    "name": "users",
+    "folder": "users",
+    "num_rows": 51,
+    "embedding_dim": 5,
+    "dtype": "float16",
+    "keys": "stored",
+    "row_shape": (2, 2),
+    "default_vector": 1.0,
+}
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(ModelSpec)])
+def test_every_field_that_requests_depend_on_must_be_the_same(name: str) -> None:
+    """A field that is new to session.json is compared, unless it is listed as content."""
+    new = dataclasses.replace(small_model.SPEC, **{name: OTHER[name]})
+    with nullcontext() if name == "source" else pytest.raises(ConfigurationError, match=f"has other {name} than"):
+        _check_same(small_model.SPEC, new)
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(TableSpec)])
+def test_rows_may_differ_but_not_what_a_table_is(name: str) -> None:
+    """Other rows, more rows and rows of another type are content; names, keys and dimensions are not."""
+    table = dataclasses.replace(small_model.TABLES[0], **{name: OTHER_TABLE[name]})
+    new = dataclasses.replace(small_model.SPEC, tables=(table, *small_model.TABLES[1:]))
+    is_content = name in ("num_rows", "dtype", "default_vector")
+    with nullcontext() if is_content else pytest.raises(ConfigurationError, match="has other tables than"):
+        _check_same(small_model.SPEC, new)
 
 
 def test_other_rows_are_refused_where_stores_hold_the_old_ones(directory: Path) -> None:
