@@ -16,7 +16,7 @@ from inference_session.stages import Mark, unmarked
 from inference_session.versions import VersionManager
 from triton_backend.errors import triton_error
 from triton_backend.packed import packed_response
-from triton_backend.probe import PROBE_PARAMETER, probe_request
+from triton_backend.probe import is_probe, probe_request
 from triton_backend.tensors import read_array, write_tensor
 from triton_backend.tracing import Tracing
 
@@ -76,7 +76,7 @@ class Answering:
             return [_failure(error)]
 
     def _read(self, request: TritonRequest) -> Request:
-        if PROBE_PARAMETER in request.parameters():
+        if is_probe(request.parameters()):
             return Request(probe_request(self._versions.spec), request.requested_output_names())
         inputs = {tensor.name(): read_array(tensor) for tensor in request.inputs()}
         if self._max_samples:

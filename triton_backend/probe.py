@@ -1,15 +1,22 @@
 """A made-up request that any model should answer, to tell whether it still does.
 
-It is as small as the model's inputs allow: each open size 1, all values 0. That need not be a request which the model
-takes (HugeCTR's and HPS's tensors have to agree with one another), so hotrow's models know it by a parameter and answer
-a request of their own making instead.
+It is as small as the model's inputs allow: each open size 1, all values 0. The model need not accept such a request
+(HugeCTR's and HPS's tensors have to agree with one another). So a parameter marks it, and hotrow's models then answer a
+request of their own making. The parameter's value is a key that each `hotrow serve` draws at its start: its backend
+processes get it in their environment, and `hotrow health` reads it from a file that only the same user can read. A
+client that sends the parameter without the key gets the answer to its own request.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import math
+import os
+import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +25,10 @@ from numpy.typing import NDArray
 from inference_session.formats.native import ModelSpec, TensorSpec
 
 PROBE_PARAMETER = "hotrow_probe"
+KEY_VARIABLE = "HOTROW_PROBE_KEY"
+"""Environment variable with the key, of the server and its backend processes."""
+SERVE_FOLDER_PREFIX = "hotrow-serve-"
+"""Of the temporary folders in which servers work, one per launcher, readable for its user only."""
 DATATYPES = {
     "BOOL": np.bool_,
     "UINT8": np.uint8,
@@ -38,6 +49,36 @@ _NUM_BYTES = {**{name: np.dtype(of).itemsize for name, of in DATATYPES.items()},
 """Of one element as it is sent."""
 
 
+def is_probe(parameters: str) -> bool:
+    """Whether a request with these parameters, a JSON object, is a probe: it bears the key of this server."""
+    key = os.environ.get(KEY_VARIABLE)
+    if not key or PROBE_PARAMETER not in parameters:
+        return False
+    sent = json.loads(parameters).get(PROBE_PARAMETER)
+    return isinstance(sent, str) and hmac.compare_digest(sent.encode(), key.encode())
+
+
+def write_key(folder: Path, grpc_port: int, key: str) -> None:
+    """Leave the key in a server's folder, for probes of the same user."""
+    _key_file(folder, grpc_port).write_text(key, encoding="ascii")
+
+
+def find_key(url: str) -> str | None:
+    """The key of the server at `host:port`; None where another machine or user runs it."""
+    host, _, port = url.rpartition(":")
+    if host not in ("localhost", "127.0.0.1", "[::1]") or not port.isdigit():
+        return None
+    with suppress(OSError, ValueError):
+        found = _key_file(Path(tempfile.gettempdir(), f"{SERVE_FOLDER_PREFIX}*"), int(port))
+        newest = max(Path("/").glob(str(found.relative_to("/"))), key=lambda path: path.stat().st_mtime_ns)
+        return newest.read_text(encoding="ascii")
+    return None
+
+
+def _key_file(folder: Path, grpc_port: int) -> Path:
+    return folder / f"probe-key-{grpc_port}"
+
+
 def probe_inputs(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, NDArray[Any]] | None:
     """The request for inputs of these names, types and shapes; None where one has a type that cannot be sent."""
     inputs: dict[str, NDArray[Any]] = {}
@@ -52,8 +93,8 @@ def probe_inputs(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[st
     return inputs
 
 
-def encode_probe(tensors: Iterable[Mapping[str, Any]]) -> tuple[dict[str, str], bytes]:
-    """The request over HTTP for inputs as a model's metadata describes them: headers and body.
+def encode_probe(tensors: Iterable[Mapping[str, Any]], key: str) -> tuple[dict[str, str], bytes]:
+    """The request over HTTP for inputs as a model's metadata describes them, with the server's key: headers and body.
 
     Zeros of every type are zero bytes, and so is the length of an empty string.
     """
@@ -64,7 +105,7 @@ def encode_probe(tensors: Iterable[Mapping[str, Any]]) -> tuple[dict[str, str], 
         num_bytes = math.prod(shape) * _NUM_BYTES[tensor["datatype"]]
         values += bytes(num_bytes)
         inputs.append({**tensor, "shape": shape, "parameters": {"binary_data_size": num_bytes}})
-    header = json.dumps({"inputs": inputs, "parameters": {PROBE_PARAMETER: True}}).encode()
+    header = json.dumps({"inputs": inputs, "parameters": {PROBE_PARAMETER: key}}).encode()
     return {"Inference-Header-Content-Length": str(len(header))}, header + values
 
 

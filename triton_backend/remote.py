@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from inference_session.errors import ConfigurationError, HotrowError, UnavailableError
 from triton_backend.chosen_versions import with_versions, without_choice
 from triton_backend.load_errors import plain_reason
-from triton_backend.probe import PROBE_PARAMETER, probe_inputs
+from triton_backend.probe import PROBE_PARAMETER, find_key, probe_inputs
 from triton_backend.repository import IN_PLACE_BACKENDS
 from triton_backend.tls import ClientTls
 
@@ -43,6 +43,10 @@ _NOT_CONNECTED = {
 
 class RemoteError(HotrowError, RuntimeError):
     """The server refused what was asked of it; the message says why."""
+
+
+class RefusedRequestError(RemoteError):
+    """The server says that the request is at fault."""
 
 
 class NoSuchVersionError(RemoteError):
@@ -161,7 +165,8 @@ class RemoteServer:
     def probe(self, model: str, *, timeout_s: float) -> str:
         """Have the model answer a made-up request; returns the version that did.
 
-        Where no request can be made up for it, the server's word counts that it is ready.
+        Where no request can be made up for it, the server's word counts that it is ready. A server of another machine
+        or user does not know the request for a probe, and may refuse it, which is an answer too.
         """
         metadata = self._call("get_model_metadata", model, timeout_s=timeout_s / 2)
         inputs = probe_inputs((tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in metadata.inputs)
@@ -170,7 +175,12 @@ class RemoteServer:
                 raise UnavailableError(f"model {model!r} is not ready")
             return str(max(metadata.versions, key=int))
         datatypes = {tensor.name: tensor.datatype for tensor in metadata.inputs}
-        result = self._infer(model, inputs, datatypes, None, timeout_s / 2, parameters={PROBE_PARAMETER: True})
+        key = find_key(self._url)
+        marked = {"parameters": {PROBE_PARAMETER: key}} if key else {}
+        try:
+            result = self._infer(model, inputs, datatypes, None, timeout_s / 2, **marked)
+        except RefusedRequestError:
+            return str(max(metadata.versions, key=int))
         return str(result.get_response().model_version)
 
     def statistics(self, model: str) -> dict[int, Mapping[str, Any]]:
@@ -237,7 +247,8 @@ class RemoteServer:
             return UnavailableError(f"{self._url}: {_why_not_connected(message)}")
         if "restricted" in message:
             return RemoteError(f"the server at {self._url} restricts this to clients with its key: --key-file")
-        return RemoteError(plain_reason(message))
+        kind = RefusedRequestError if status == "StatusCode.INVALID_ARGUMENT" else RemoteError
+        return kind(plain_reason(message))
 
 
 def _why_not_connected(message: str) -> str:

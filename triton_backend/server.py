@@ -32,6 +32,7 @@ from urllib.parse import quote
 from inference_session.errors import ConfigurationError, HotrowError, UnavailableError
 from triton_backend import reaper
 from triton_backend.installation import Installation, find_installation
+from triton_backend.probe import SERVE_FOLDER_PREFIX
 from triton_backend.reaper import remove_shared_memory
 from triton_backend.remote import RESTRICTED_HEADER, RemoteServer
 from triton_backend.repository import IN_PLACE_BACKENDS, VIEW_FOLDER, ServableModel, find_models, is_plain
@@ -129,6 +130,11 @@ class TritonServer:
     def heartbeats(self) -> Path:
         """The folder where backend processes beat."""
         return self._command.heartbeats
+
+    @property
+    def probe_key(self) -> str:
+        """What marks a request as a probe (probe.py)."""
+        return self._command.probe_key
 
     @property
     def endpoints(self) -> dict[str, str]:
@@ -308,7 +314,7 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
             f"{tempfile.gettempdir()!r}, for temporary files: Triton starts processes by a shell, which that name "
             "would not survive; set TMPDIR to another folder"
         )
-    return tempfile.TemporaryDirectory(prefix="hotrow-serve-")
+    return tempfile.TemporaryDirectory(prefix=SERVE_FOLDER_PREFIX)
 
 
 @contextlib.contextmanager

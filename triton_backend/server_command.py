@@ -6,11 +6,11 @@ import os
 import secrets
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
-from triton_backend import heartbeat
+from triton_backend import heartbeat, probe
 from triton_backend.backend_log import VERBOSE_VARIABLE
 from triton_backend.installation import Installation
 from triton_backend.ports import resolve_ports
@@ -66,16 +66,20 @@ class ServerCommand:
     """How the server's program is run, and run again."""
 
     arguments: tuple[str, ...]
-    environment: Mapping[str, str]
+    environment: Mapping[str, str] = field(repr=False)
     folder: Path
     """Its working directory: stubs import from theirs first, so it must not be the user's."""
     memory_prefix: str
     """Of the names of its shared memory."""
+    probe_key: str = field(repr=False)
+    """What marks a request as a probe (probe.py)."""
 
     @classmethod
     def of(cls, options: ServerOptions, installation: Installation, backends: Path, folder: Path) -> ServerCommand:
         """The command of an installation's program, which finds its backends in `backends` and works in `folder`."""
         memory_prefix = f"hotrow_{os.getpid()}_{secrets.token_hex(4)}_"
+        probe_key = secrets.token_hex(16)
+        probe.write_key(folder, options.grpc_port, probe_key)
         arguments = (
             str(installation.executable),
             f"--backend-directory={backends}",
@@ -86,9 +90,10 @@ class ServerCommand:
             **installation.environment(folder),
             **ps_json_variables(options.extra_flags),
             heartbeat.FOLDER_VARIABLE: str(folder / _HEARTBEATS),
+            probe.KEY_VARIABLE: probe_key,
             **({VERBOSE_VARIABLE: "1"} if options.verbose else {}),
         }
-        return cls(arguments, environment, folder, memory_prefix)
+        return cls(arguments, environment, folder, memory_prefix, probe_key)
 
     @property
     def heartbeats(self) -> Path:

@@ -66,6 +66,10 @@ class Server(Protocol):
     def heartbeats(self) -> Path:
         """The folder where backend processes beat."""
 
+    @property
+    def probe_key(self) -> str:
+        """What marks a request as a probe (probe.py)."""
+
     def request(
         self, method: str, path: str, body: bytes = b"", *, headers: Mapping[str, str] = ..., timeout: float = ...
     ) -> bytes:
@@ -168,7 +172,7 @@ class Watchdog:
         path = f"v2/models/{quote(stub.model, safe='')}/versions/{stub.version}"
         with suppress(OSError, HTTPException):
             metadata = json.loads(self._server.request("GET", path))
-            headers, body = encode_probe(metadata["inputs"])
+            headers, body = encode_probe(metadata["inputs"], self._server.probe_key)
             try:
                 self._server.request("POST", f"{path}/infer", body, headers=headers, timeout=PROBE_S)
             except HTTPError:

@@ -23,6 +23,7 @@ from tests.formats.hugectr.evaluator import Evaluator
 from tests.formats.hugectr.test_importer import Requests, Source, _array, requests_of
 from tests.integration.conftest import Serve, Served, is_ready, start
 from tests.integration.models import write_ctr
+from tests.integration.test_requests import settled
 from tests.integration.test_stores import hotrow
 from tests.parameter_server.servers import PATIENCE_S, wait_until
 from tests.update_stream.broker import Broker
@@ -267,10 +268,29 @@ def test_uint32_keys_are_served(in_place: Served, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["hugectr_wdl", "hugectr_dcn", "hugectr_wdl_hps", "labels", "short_keys"])
 def test_models_are_healthy(in_place: Served, name: str) -> None:
     """`hotrow health` gets an answer though it cannot know how a request's tensors have to agree; it fails none."""
-    command = [sys.executable, "-m", "hotrow", "health", "--model", name, "--url", in_place.grpc, "--timeout", "60"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    before = settled(in_place, name)
 
-    assert (result.returncode, result.stderr) == (0, "")
+    assert health(in_place, name) == (0, "")
+
+    after = settled(in_place, name)
+    assert after["hotrow_requests_total"] == before["hotrow_requests_total"] + 1
+    assert after["hotrow_failed_requests_total"] == before["hotrow_failed_requests_total"]
+
+
+def test_a_model_of_another_machine_is_healthy(
+    in_place: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where `hotrow health` cannot read the server's key, a refusal by the model is an answer."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+    assert health(in_place, "hugectr_wdl") == (0, "")
+
+
+def health(served: Served, name: str) -> tuple[int, str]:
+    """Exit status and stderr of `hotrow health`."""
+    command = [sys.executable, "-m", "hotrow", "health", "--model", name, "--url", served.grpc, "--timeout", "60"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    return result.returncode, result.stderr
 
 
 def switch_to_v2(v2: Path, folder: Path, *, keep_rows: bool) -> None:

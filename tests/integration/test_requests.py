@@ -131,6 +131,24 @@ def test_describes_the_models_own_tensors(grpc: Any) -> None:
     assert [output.name for output in metadata.outputs] == ["click", "like", "OUTPUT0"]
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"hotrow_probe": True},
+        {"hotrow_probe": "guessed"},
+        {"hotrow_probe": ""},
+        {"not_hotrow_probe": True},
+        {"caller": "hotrow_probe_dashboard"},
+        {"caller": '{"hotrow_probe": true}'},
+    ],
+)
+def test_parameters_of_clients_do_not_replace_their_requests(grpc: Any, parameters: dict[str, Any]) -> None:
+    """Only a request with the launcher's key is a probe, for which the model makes up a request."""
+    answer = ask(grpc, "ctr", {"ids": IDS, "dense": DENSE}, parameters=parameters)
+
+    np.testing.assert_array_equal(answer.as_numpy("OUTPUT0"), ctr_answer(IDS, DENSE))
+
+
 def test_only_requested_outputs_are_answered(grpc: Any) -> None:
     """A request for one output gets that one."""
     answer = ask(grpc, "ctr", {"ids": IDS, "dense": DENSE}, ["like"])
