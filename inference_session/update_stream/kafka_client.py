@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from inference_session.errors import ConfigurationError
@@ -16,6 +17,7 @@ try:
         KafkaException,
         Message,
         Producer,
+        TopicCollection,
         TopicPartition,
     )
     from confluent_kafka.admin import AdminClient
@@ -34,6 +36,7 @@ __all__ = [
     "Producer",
     "TopicPartition",
     "create_client",
+    "topic_ids",
 ]
 
 Client = TypeVar("Client")
@@ -52,3 +55,16 @@ def create_client(
         return kind({**url.client_settings(), **quiet, **(settings or {})})
     except KafkaException as error:
         raise ConfigurationError(f"settings of {str(url)!r} are refused: {error.args[0].str()}") from error
+
+
+def topic_ids(admin: AdminClient, topics: Collection[str], timeout_s: float) -> dict[str, str]:
+    """The ids of topics, by name, of those of which the broker gives one: brokers before Kafka 2.8 give none."""
+    if not topics:
+        return {}
+    ids = {}
+    for topic, described in admin.describe_topics(TopicCollection(list(topics)), request_timeout=timeout_s).items():
+        with contextlib.suppress(KafkaException):
+            topic_id = str(described.result().topic_id)
+            if topic_id.strip("A="):  # in base64, what is all zeros is no id
+                ids[topic] = topic_id
+    return ids

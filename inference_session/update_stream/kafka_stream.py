@@ -1,7 +1,9 @@
 """The consumer's side of an update stream: messages from Kafka to the rows of one session, in order per key.
 
     discover    topics of this model's tables, every second: new ones from where their rows are durable up to, else
-                from the oldest message; ones that have vanished are left, and begin anew when they come back
+                from the oldest message; ones that are not there are left, and go on from there when they come back
+    prove       that a topic is still the one of which messages were applied (positions.py), where one is followed that
+                was applied before, after an outage of the brokers, and where a partition ends too early
     consume     a few messages at once, of all partitions
     decode      by table; messages that cannot be applied are set aside, counted, and logged once per reason
     apply       to every tier and the cache; while a store is down, again and again: nothing is dropped
@@ -35,18 +37,21 @@ from inference_session.formats.native import TableSpec
 from inference_session.pacing import Rests
 from inference_session.update_stream.kafka_client import (
     OFFSET_BEGINNING,
+    AdminClient,
     Consumer,
     KafkaError,
     KafkaException,
     Message,
     TopicPartition,
     create_client,
+    topic_ids,
 )
 from inference_session.update_stream.kafka_url import KafkaUrl
+from inference_session.update_stream.positions import LastMessage, Partition, Positions
 from inference_session.update_stream.stream_stats import StreamStats
 from inference_session.update_stream.taken_messages import TakenMessages
 from inference_session.update_stream.topics import table_of
-from inference_session.update_stream.updated_rows import Partition, UpdatedRows, WritableRows
+from inference_session.update_stream.updated_rows import UpdatedRows, WritableRows
 
 DISCOVERY_S = 1.0
 MAX_MESSAGES = 500
@@ -96,13 +101,9 @@ class KafkaUpdateStream:
         self._model = model
         self._filter = re.compile(topic_filter)
         self._since_ms = 0 if since is None else int(since.timestamp() * 1000)
-        self._positions: dict[Partition, int] = {}
-        """Of the partitions followed, the next offset; _BEGINNING where nothing has come yet.
-
-        To follow others, the whole is replaced: other threads may be looking through it.
-        """
-        self._vanished: set[Partition] = set()
-        """Partitions whose saved offsets mean nothing any more."""
+        self._positions = Positions()
+        self._after_outage = False
+        """Whether the brokers did not answer when they were asked last."""
         self._behind: set[Partition] | None = None
         """Partitions found at first whose end has not been seen yet; None: nothing has been found out."""
         self._save_at = self._discover_at = 0.0
@@ -121,6 +122,7 @@ class KafkaUpdateStream:
             closing=self._closing,
         )
         self._consumer = _create_consumer(url, f"hotrow.{model}.{version}.{socket.gethostname()}")
+        self._admin = create_client(AdminClient, url)
         self._url = url
         self._thread = threading.Thread(target=self._work, name="hotrow-update-stream", daemon=True)
         self._thread.start()
@@ -134,7 +136,7 @@ class KafkaUpdateStream:
 
     def stats(self) -> dict[str, Any]:
         """What has been done so far (docs/operations.md)."""
-        return {**self._stats.snapshot(), "topics": sorted({topic for topic, _ in self._positions})}
+        return {**self._stats.snapshot(), "topics": sorted(self._positions.topics)}
 
     def close(self) -> None:
         """Apply no more, and save how far it came. May be called more than once."""
@@ -166,13 +168,15 @@ class KafkaUpdateStream:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is logged, and the same messages come again
             self._stats.fail(f"{type(error).__name__}: {error}")
             _log.exception("the update stream of model %r failed, and tries again", self._model)
-            self._assign()
+            self._suspect(self._positions.followed)
             self._closing.wait(_LONGEST_PAUSE_S)
 
     def _step(self) -> None:
         if time.monotonic() >= self._discover_at:
             self._discover()
             self._discover_at = time.monotonic() + DISCOVERY_S
+        if not self._positions.are_assigned:
+            self._assign()
         by_topic, oldest_ms, ends = self._consume()
         if by_topic:
             self._rests.rest()
@@ -186,52 +190,75 @@ class KafkaUpdateStream:
     def _discover(self) -> None:
         """Follow the topics that there are now."""
         try:
-            topics = self._consumer.list_topics(timeout=_BROKER_S).topics
+            listed = self._consumer.list_topics(timeout=_BROKER_S).topics
+            topics = {name: listed[name] for name in listed if self._is_ours(name)}
+            changed = self._identify(topics)
         except KafkaException as error:
             self._stats.fail(f"no broker answers at {self._url}: {error.args[0].str()}")
+            self._after_outage = True
             self._current.set()
             return
         self._stats.recover()
-        found = {
-            (name, partition)
-            for name, topic in topics.items()
-            if topic.error is None and table_of(name, self._model) and self._filter.search(name)
-            for partition in topic.partitions
-        }
-        vanished, new = self._positions.keys() - found, found - self._positions.keys()
-        if vanished:
-            self._leave(vanished)
-        if new:
-            self._follow(new)
+        # A topic that bears an error is there, but its partitions are not told.
+        told = {(name, p) for name, topic in topics.items() if topic.error is None for p in topic.partitions}
+        followed = set(self._positions.followed)
+        there = {one for one in followed if one in told or (one[0] in topics and topics[one[0]].error is not None)}
+        self._leave(followed - there)
+        self._suspect(there if self._after_outage else {one for one in there if one[0] in changed} | self._cut(there))
+        self._after_outage = False
+        self._follow(told - followed)
         if self._behind is None:
-            self._behind = new
-        self._note_ends(())
+            self._behind = told - followed
+        self._note_ends(followed - there)
         self._measure_lag()
+
+    def _is_ours(self, topic: str) -> bool:
+        return table_of(topic, self._model) is not None and self._filter.search(topic) is not None
+
+    def _identify(self, topics: Collection[str]) -> set[str]:
+        """Learn the ids of topics; returns those whose id has changed. One that is not told now stays as it was."""
+        known = self._positions.topic_ids
+        found = topic_ids(self._admin, topics, _BROKER_S)
+        self._positions.topic_ids = {**known, **found}
+        return {topic for topic in found.keys() & known.keys() if found[topic] != known[topic]}
+
+    def _cut(self, partitions: set[Partition]) -> set[Partition]:
+        """Those that end before what is applied of them, and are not being proved already."""
+        positions = self._positions
+        return {one for one in partitions - positions.unproved if 0 <= self._end(one) < positions.offset(one)}
 
     def _leave(self, partitions: Collection[Partition]) -> None:
         for topic, partition in sorted(partitions):
             _log.warning(
-                "topic %r, partition %d, has vanished or begun anew: what comes back is read", topic, partition
+                "topic %r, partition %d, is gone; its rows stay, and it is followed when it is back", topic, partition
             )
-            self._updates.begin_anew(topic)
-        self._positions = {one: offset for one, offset in self._positions.items() if one not in partitions}
-        self._vanished.update(partitions)
-        self._note_ends(partitions)
-        self._assign()
+            self._positions.leave((topic, partition))
 
-    def _follow(self, partitions: Iterable[Partition]) -> None:
-        new = {}
-        for topic, partition in sorted(partitions):
-            saved = None
-            if (topic, partition) not in self._vanished:
-                saved = self._updates.saved_offset(topic, partition, self._measure_lag)
-            new[topic, partition] = offset = _BEGINNING if saved is None else saved
-            _log.info("following topic %r, partition %d, from offset %d", topic, partition, offset)
-        self._positions = {**self._positions, **new}
-        self._assign()
+    def _suspect(self, partitions: Collection[Partition]) -> None:
+        for one in sorted(partitions):
+            self._note_doubt(one, self._positions.suspect(one))
+
+    def _follow(self, partitions: Collection[Partition]) -> None:
+        for one in sorted(partitions):
+            applied = self._positions.left(one) or self._updates.saved(*one, self._measure_lag)
+            _log.info("following topic %r, partition %d, applied: %s", *one, applied)
+            self._note_doubt(one, self._positions.follow(one, applied))
+
+    def _note_doubt(self, one: Partition, doubt: str | None) -> None:
+        """Tell of a partition that is read again."""
+        if doubt is not None:
+            _log.warning(
+                "topic %r, partition %d, may have been made anew: %s; it is read again from its oldest message,"
+                " and rows may be older until that is done",
+                *one,
+                doubt,
+            )
+            self._stats.count_replay()
+            self._updates.begin_anew(one[0])
 
     def _assign(self) -> None:
-        self._consumer.assign([TopicPartition(*one, offset) for one, offset in self._positions.items()])
+        begins = self._positions.assign()
+        self._consumer.assign([TopicPartition(*one, _BEGINNING if at is None else at) for one, at in begins.items()])
 
     def _consume(self) -> tuple[dict[str, TakenMessages], int, dict[Partition, int]]:
         """Messages by topic; the time in ms at which the oldest was published; where partitions have their end."""
@@ -239,6 +266,8 @@ class KafkaUpdateStream:
         ends: dict[Partition, int] = {}
         oldest_ms: list[int] = []
         for consumed in self._take():
+            if not self._positions.are_proved:
+                consumed = [message for message in consumed if self._is_new(message)]  # noqa: PLW2901
             whole = [message for message in consumed if not message.error()]
             for topic, group in groupby(whole, Message.topic):
                 messages = list(group)
@@ -247,6 +276,16 @@ class KafkaUpdateStream:
             if len(whole) < len(consumed):
                 ends.update(self._ends_among([message for message in consumed if message.error()]))
         return by_topic, min(oldest_ms, default=0), ends
+
+    def _is_new(self, message: Any) -> bool:
+        """Whether a message, or word of a partition's end, is to be applied; the first of a partition proves it."""
+        one, offset, error = (message.topic() or "", message.partition() or 0), message.offset() or 0, message.error()
+        if error is not None and error.code() != KafkaError._PARTITION_EOF:
+            return True
+        if self._positions.is_unproved(one):
+            found = None if error is not None else LastMessage.of(message)
+            self._note_doubt(one, self._positions.examine(one, found, offset))
+        return self._positions.is_new(one, offset)
 
     def _ends_among(self, failed: Iterable[Any]) -> Iterator[tuple[Partition, int]]:
         """Where partitions have their end, as messages say that are none; others tell of failures."""
@@ -281,17 +320,18 @@ class KafkaUpdateStream:
     def _apply_all(self, by_topic: Mapping[str, TakenMessages], oldest_ms: int) -> None:
         self._stats.begin(oldest_ms / 1000 if oldest_ms > 0 else time.time())
         for topic, messages in by_topic.items():
-            self._updates.apply(topic, messages, self._measure_lag)
-            # Not what the client says, which counts the end of a partition as a message; nor what was left meanwhile.
-            applied = {(topic, partition): offset for partition, offset in messages.reached.items()}
-            self._positions.update((one, applied[one]) for one in applied.keys() & self._positions.keys())
+            topic_id = self._positions.topic_ids.get(topic, "")
+            self._updates.apply(topic, topic_id, messages, self._measure_lag)
+            # Not what the client says, which counts the end of a partition as a message.
+            for partition, last in messages.reached.items():
+                self._positions.apply((topic, partition), last)
         self._stats.end(sum(messages.num_messages for messages in by_topic.values()))
         self._measure_lag()
 
     def _reach(self, ends: Mapping[Partition, int]) -> None:
         """Count what lies between the last message and the end as read: marks of transactions, messages compacted."""
-        for partition in ends.keys() & self._positions.keys():
-            self._positions[partition] = max(self._positions[partition], ends[partition])
+        for one, end in ends.items():
+            self._positions.reach(one, end)
         self._measure_lag()
 
     def _note_ends(self, ends: Iterable[Partition]) -> None:
@@ -301,28 +341,26 @@ class KafkaUpdateStream:
                 self._current.set()
 
     def _measure_lag(self) -> None:
-        """How many messages partitions have beyond those that are applied, as the brokers said last.
+        """How many messages partitions have beyond those that are applied, as the brokers said last."""
+        positions = self._positions
+        self._stats.lag(sum(max(self._end(one) - positions.offset(one), 0) for one in positions.followed))
 
-        One that ends before them was made anew, and is read from its beginning.
-        """
-        lag_messages, cut = 0, []
-        for (topic, partition), position in self._positions.items():
-            _, end = self._consumer.get_watermark_offsets(TopicPartition(topic, partition), cached=True)
-            lag_messages += max(end - max(position, 0), 0)
-            if 0 <= end < position:
-                cut.append((topic, partition))
-        self._stats.lag(lag_messages)
-        if cut:
-            self._leave(cut)
-            self._discover_at = 0.0
+    def _end(self, one: Partition) -> int:
+        """Where a partition ended when the brokers said so last; below 0: they have not."""
+        try:
+            end: int = self._consumer.get_watermark_offsets(TopicPartition(*one), cached=True)[1]
+        except KafkaException:  # the client library does not know the partition yet
+            return -1
+        return end
 
     def _save(self) -> None:
         """Keep, beside the rows, up to where they have been applied, and tell the brokers."""
         self._save_at = time.monotonic() + _SAVE_S
+        applied = self._positions.applied()
         # What keeps a store from taking a note keeps it from taking rows as well, and is told then.
         with contextlib.suppress(UnavailableError, StoreError):
-            if self._updates.save(self._positions):
-                reached = [TopicPartition(*one, offset) for one, offset in self._positions.items() if offset >= 0]
+            if self._updates.save(applied):
+                reached = [TopicPartition(*one, how_far.offset) for one, how_far in applied.items() if how_far]
                 if reached:
                     self._consumer.commit(offsets=reached, asynchronous=True)
 

@@ -1,8 +1,10 @@
 """How far a table's updates have been applied, kept in the table's note beside its rows.
 
-    {"offsets": {topic: {partition: offset of the next message}}}
+    {"offsets": {topic: {partition: offset of the next message}},
+     "topics": {topic: {partition: {"id": the topic's id, "last": [offset, fingerprint]}}}}
 
-Whatever else a note says, such as how far a push has come, stays.
+Both, `id` and `last`, are there where they are known; notes of before hotrow noted them have offsets alone. Whatever
+else a note says, such as how far a push has come, stays.
 """
 
 from __future__ import annotations
@@ -11,24 +13,55 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-
-def read_offsets(note: str | None, topic: str) -> dict[int, int]:
-    """By partition of a topic, the offset up to which a note says that it is applied; {} where it says nothing."""
-    topics = _parse(note).get("offsets")
-    offsets = topics.get(topic) if isinstance(topics, dict) else None
-    found = offsets.items() if isinstance(offsets, dict) else ()
-    return {int(name): offset for name, offset in found if name.isdecimal() and type(offset) is int and offset >= 0}
+from inference_session.update_stream.positions import Applied, LastMessage, Partition
 
 
-def with_offsets(note: str | None, offsets: Mapping[str, Mapping[int, int]]) -> str:
-    """The note with these offsets, by topic and partition, in place of those it had."""
-    return json.dumps({**_parse(note), "offsets": offsets})
+def read_applied(note: str | None, topic: str) -> dict[int, Applied]:
+    """By partition of a topic, how far a note says that it is applied; {} where it says nothing."""
+    parsed = _parse(note)
+    offsets, identities = (_dict(_dict(parsed.get(name)).get(topic)) for name in ("offsets", "topics"))
+    return {
+        int(name): _applied(offset, _dict(identities.get(name)))
+        for name, offset in offsets.items()
+        if name.isdecimal() and _is_offset(offset)
+    }
+
+
+def with_applied(note: str | None, applied: Mapping[Partition, Applied | None]) -> str:
+    """The note with how far these partitions are applied (None: nothing is); what it says of others stays."""
+    parsed = _parse(note)
+    offsets, identities = ({**_dict(parsed.get(name))} for name in ("offsets", "topics"))
+    for (topic, partition), one in applied.items():
+        name = str(partition)
+        for by_topic in (offsets, identities):
+            by_topic[topic] = {other: held for other, held in _dict(by_topic.get(topic)).items() if other != name}
+        if one is not None:
+            offsets[topic][name] = one.offset
+            identities[topic][name] = {"id": one.topic_id, **({} if one.last is None else {"last": [*one.last]})}
+    return json.dumps({**parsed, "offsets": offsets, "topics": identities})
+
+
+def _applied(offset: int, identity: Mapping[str, Any]) -> Applied:
+    topic_id, last = identity.get("id"), identity.get("last")
+    is_last = isinstance(last, list) and len(last) == 2 and _is_offset(last[0]) and isinstance(last[1], str)
+    return Applied(
+        offset,
+        topic_id if isinstance(topic_id, str) else "",
+        LastMessage(*last) if isinstance(last, list) and is_last and last[0] < offset else None,
+    )
+
+
+def _is_offset(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _parse(note: str | None) -> dict[str, Any]:
     """{} where the note is none of ours."""
     try:
-        parsed = json.loads(note or "{}")
-    except ValueError:
+        return _dict(json.loads(note or "{}"))
+    except (ValueError, RecursionError):
         return {}
-    return parsed if isinstance(parsed, dict) else {}

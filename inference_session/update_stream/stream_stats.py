@@ -22,7 +22,7 @@ class StreamStats:
     def __init__(self, model: str) -> None:
         self._model = model
         self._lock = threading.Lock()
-        self._counts = dict.fromkeys(("messages", "updated_rows", "deleted_rows", "failures"), 0)
+        self._counts = dict.fromkeys(("messages", "updated_rows", "deleted_rows", "replays", "failures"), 0)
         self._rejected = dict.fromkeys(REASONS, 0)
         self._set_aside: deque[str] = deque(maxlen=MAX_SET_ASIDE)
         self._lag_messages = 0
@@ -48,6 +48,11 @@ class StreamStats:
         with self._lock:
             self._counts["updated_rows"] += updated
             self._counts["deleted_rows"] += deleted
+
+    def count_replay(self) -> None:
+        """A partition is read again from its oldest message."""
+        with self._lock:
+            self._counts["replays"] += 1
 
     def lag(self, num_messages: int) -> None:
         """So many messages that the brokers have are not applied."""

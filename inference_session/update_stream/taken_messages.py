@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from inference_session.update_stream.encodings import Message
+from inference_session.update_stream.positions import LastMessage
 
 
 class TakenMessages:
@@ -22,15 +23,16 @@ class TakenMessages:
         """Of each of the contents."""
         self.offsets: list[int] = []
         """Of each of the contents."""
-        self.reached: dict[int, int] = {}
-        """By partition, the offset behind its last message."""
+        self.reached: dict[int, LastMessage] = {}
+        """By partition, its last message."""
         self.num_messages = 0
 
     def add(self, messages: Sequence[Any], since_ms: int) -> None:
         """Add messages of the client library; the contents of those published before are passed over."""
         partitions, offsets = [m.partition() for m in messages], [m.offset() for m in messages]
         self.num_messages += len(messages)
-        self.reached.update((p, offset + 1) for p, offset in dict(zip(partitions, offsets, strict=True)).items())
+        last = dict(zip(partitions, messages, strict=True))
+        self.reached.update((partition, LastMessage.of(message)) for partition, message in last.items())
         if since_ms:
             messages = [message for message in messages if message.timestamp()[1] >= since_ms]
             partitions, offsets = [m.partition() for m in messages], [m.offset() for m in messages]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +14,8 @@ from inference_session.errors import StoreError, UnavailableError
 from inference_session.formats.native import TableSpec
 from inference_session.pacing import Rests
 from inference_session.update_stream.encodings import Refusal, Updates, decode
-from inference_session.update_stream.offset_notes import read_offsets, with_offsets
+from inference_session.update_stream.offset_notes import read_applied, with_applied
+from inference_session.update_stream.positions import Applied, Partition
 from inference_session.update_stream.stream_stats import StreamStats
 from inference_session.update_stream.taken_messages import TakenMessages
 from inference_session.update_stream.topics import table_of
@@ -26,8 +26,6 @@ _FOLLOW_S = 5.0
 _POLL_S = 0.05
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
-Partition: TypeAlias = "tuple[str, int]"
-"""A topic, and a partition's number in it."""
 Result = TypeVar("Result")
 
 
@@ -69,7 +67,7 @@ class UpdatedRows:
         self._unsaved: set[int] = set()
         """Tables that have been applied further than their notes say."""
 
-    def apply(self, topic: str, messages: TakenMessages, while_waiting: Callable[[], None]) -> None:
+    def apply(self, topic: str, topic_id: str, messages: TakenMessages, while_waiting: Callable[[], None]) -> None:
         """Write the rows in messages of a topic, and set aside what are none.
 
         No update is ever passed over: what the stores refuse is tried until they take it, and `while_waiting` called
@@ -89,17 +87,18 @@ class UpdatedRows:
         )
         self._refuse(topic, messages, updates.refusals)
         self._rests.rest()
-        self._persist(lambda: self._write(table, updates, topic, messages.reached), while_waiting)
+        reached = {(topic, partition): Applied(m.offset + 1, topic_id, m) for partition, m in messages.reached.items()}
+        self._persist(lambda: self._write(table, updates, reached), while_waiting)
         self._stats.count_rows(updated=len(updates.keys), deleted=len(updates.deleted))
 
-    def saved_offset(self, topic: str, partition: int, while_waiting: Callable[[], None]) -> int | None:
+    def saved(self, topic: str, partition: int, while_waiting: Callable[[], None]) -> Applied | None:
         """Up to where rows that outlive this process have been applied; None: nothing is known of that. Waits for the
         stores as `apply` does.
         """
         table = self._table(topic)
         if table is None or not self._rows.is_durable:
             return None
-        return self._persist(lambda: read_offsets(self._rows.note(table), topic), while_waiting).get(partition)
+        return self._persist(lambda: read_applied(self._rows.note(table), topic), while_waiting).get(partition)
 
     def begin_anew(self, topic: str) -> None:
         """What is saved of a topic means nothing any more."""
@@ -107,7 +106,7 @@ class UpdatedRows:
         if table is not None and self._rows.is_durable:
             self._unsaved.add(table)
 
-    def save(self, positions: Mapping[Partition, int]) -> bool:
+    def save(self, applied: Mapping[Partition, Applied | None]) -> bool:
         """Keep, beside the rows, up to where they have been applied; returns whether there was anything to be kept.
 
         Raises:
@@ -115,20 +114,14 @@ class UpdatedRows:
         """
         unsaved = sorted(self._unsaved)
         for table in unsaved:
-            self._save_table(table, positions)
+            # Rows that are pushed anew lose this note with them, and so get their updates again.
+            of_table = {one: how_far for one, how_far in applied.items() if self._table(one[0]) == table}
+            self._rows.save_note(table, with_applied(self._rows.note(table), of_table))
             self._unsaved.discard(table)
         return bool(unsaved)
 
-    def _save_table(self, table: int, positions: Mapping[Partition, int]) -> None:
-        """Rows that are pushed anew lose this note with them, and so get their updates again."""
-        offsets: defaultdict[str, dict[int, int]] = defaultdict(dict)
-        for (topic, partition), offset in positions.items():
-            if self._table(topic) == table and offset >= 0:
-                offsets[topic][partition] = offset
-        self._rows.save_note(table, with_offsets(self._rows.note(table), offsets))
-
-    def _write(self, table: int, updates: Updates, topic: str, reached: Mapping[int, int]) -> None:
-        """Write rows of a topic, whose partitions are then applied up to `reached`."""
+    def _write(self, table: int, updates: Updates, reached: Mapping[Partition, Applied]) -> None:
+        """Write rows; partitions are then applied up to `reached`."""
         try:
             for part in _parts(len(updates.keys)):
                 self._rows.update(table, updates.keys[part], updates.vectors[part])
@@ -137,19 +130,19 @@ class UpdatedRows:
                 self._rows.erase(table, updates.deleted[part])
                 self._rests.rest()
         except UnavailableError:
-            if not (self._rows.is_durable and self._await_writer(table, topic, reached)):
+            if not (self._rows.is_durable and self._await_writer(table, reached)):
                 raise
             self._rows.forget(table, np.concatenate([updates.keys, updates.deleted]))
         else:
             if self._rows.is_durable:
                 self._unsaved.add(table)
 
-    def _await_writer(self, table: int, topic: str, reached: Mapping[int, int]) -> bool:
+    def _await_writer(self, table: int, reached: Mapping[Partition, Applied]) -> bool:
         """Whether the process that may write to the store, another one, has saved as much within some seconds."""
         deadline = time.monotonic() + _FOLLOW_S
         while time.monotonic() < deadline and not self._closing.wait(_POLL_S):
-            saved = read_offsets(self._rows.note(table), topic)
-            if all(saved.get(partition, 0) >= offset for partition, offset in reached.items()):
+            note = self._rows.note(table)
+            if all(wanted.is_within(read_applied(note, topic).get(p)) for (topic, p), wanted in reached.items()):
                 return True
         return False
 

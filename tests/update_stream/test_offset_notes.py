@@ -8,38 +8,75 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_session.update_stream.offset_notes import read_offsets, with_offsets
+from inference_session.update_stream.offset_notes import read_applied, with_applied
+from inference_session.update_stream.positions import Applied, LastMessage, Partition
 
-OFFSETS = st.dictionaries(st.text(), st.dictionaries(st.integers(0, 1000), st.integers(0, 2**63 - 1)))
+LAST = st.builds(LastMessage, st.integers(0, 2**62), st.text())
+PARTITIONS = st.tuples(st.text(), st.integers(0, 1000))
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.sampled_from(["offsets", "t", "0"]), inner),
+    lambda inner: (
+        st.lists(inner)
+        | st.dictionaries(st.text() | st.sampled_from(["offsets", "topics", "t", "0", "id", "last"]), inner)
+    ),
 )
+NOTES = JSON.map(json.dumps) | st.text() | st.none()
 
 
-@given(OFFSETS, JSON.map(json.dumps) | st.text() | st.none())
-def test_what_is_written_is_read(offsets: dict[str, dict[int, int]], note: str | None) -> None:
+@st.composite
+def applied(draw: st.DrawFn) -> Applied:
+    last = draw(st.none() | LAST)
+    begin = 0 if last is None else last.offset + 1
+    return Applied(draw(st.integers(begin, 2**63 - 1)), draw(st.text()), last)
+
+
+@given(st.dictionaries(PARTITIONS, applied()), NOTES)
+def test_what_is_written_is_read(written: dict[Partition, Applied], note: str | None) -> None:
     """Whatever the note was before."""
-    written = with_offsets(note, offsets)
+    text = with_applied(note, written)
 
-    for topic, partitions in offsets.items():
-        assert read_offsets(written, topic) == partitions
+    for (topic, partition), one in written.items():
+        assert read_applied(text, topic)[partition] == one
 
 
-@given(JSON.map(json.dumps) | st.text() | st.none(), st.sampled_from(["t", "0", ""]))
+@given(NOTES, st.sampled_from(["t", "0", ""]))
 def test_foreign_notes_say_nothing(note: str | None, topic: str) -> None:
     """A note that somebody else wrote is no error, and never a negative offset."""
-    assert all(offset >= 0 for offset in read_offsets(note, topic).values())
+    assert all(one.offset >= 0 for one in read_applied(note, topic).values())
 
 
 def test_the_rest_of_a_note_stays() -> None:
-    """How far a push has come is not forgotten for an update."""
-    note = with_offsets('{"source": "a", "rows": 3, "offsets": {"old": {"0": 1}}}', {"t": {2: 5}})
+    """How far a push has come, and partitions that are not followed now, are not forgotten for an update."""
+    note = with_applied(
+        '{"source": "a", "rows": 3, "offsets": {"old": {"0": 1}, "t": {"0": 4, "2": 3}}}',
+        {
+            ("t", 2): Applied(5, "id", LastMessage(4, "ab")),
+            ("t", 0): None,
+        },
+    )
 
-    assert json.loads(note) == {"source": "a", "rows": 3, "offsets": {"t": {"2": 5}}}
+    assert json.loads(note) == {
+        "source": "a",
+        "rows": 3,
+        "offsets": {"old": {"0": 1}, "t": {"2": 5}},
+        "topics": {"t": {"2": {"id": "id", "last": [4, "ab"]}}},
+    }
+
+
+def test_notes_of_before_identities_are_read() -> None:
+    """As offsets that nothing proves."""
+    assert read_applied('{"offsets": {"t": {"0": 4}}}', "t") == {0: Applied(4)}
 
 
 @pytest.mark.parametrize("offset", [-1, "5", 5.0, True, None])
 def test_offsets_are_whole_numbers(offset: object) -> None:
     """Anything else is as good as none, so that all is read again."""
-    assert read_offsets(json.dumps({"offsets": {"t": {"0": offset, "1": 7}}}), "t") == {1: 7}
+    assert read_applied(json.dumps({"offsets": {"t": {"0": offset, "1": 7}}}), "t") == {1: Applied(7)}
+
+
+@pytest.mark.parametrize("last", [None, [], [3], [3, 4], ["3", "x"], [7, "x"], {"3": "x"}])
+def test_a_last_message_that_cannot_be_one_proves_nothing(last: object) -> None:
+    """It lies before the offset, and has a fingerprint."""
+    note = {"offsets": {"t": {"0": 7}}, "topics": {"t": {"0": {"id": 5, "last": last}}}}
+
+    assert read_applied(json.dumps(note), "t") == {0: Applied(7)}

@@ -1,0 +1,205 @@
+"""How far the partitions of a stream are applied, and whether their topics are still the ones that this was said of.
+
+A topic that was deleted and made anew counts its offsets from 0 again, so an offset proves nothing. Two things do:
+
+    topic id       the broker's own (Kafka 2.8 and later)
+    fingerprint    of the last message that was applied, which is read again; brokers may have dropped it since
+
+A partition without a proof is read again from its oldest message. That is right whatever happened to the topic, for the
+order within a partition stays, while to go on from the offset may skip messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+Partition: TypeAlias = "tuple[str, int]"
+"""A topic, and a partition's number in it."""
+
+
+class LastMessage(NamedTuple):
+    """The last message of a partition that was applied."""
+
+    offset: int
+    fingerprint: str
+
+    @classmethod
+    def of(cls, message: Any) -> LastMessage:
+        """Of a message of the client library."""
+        digest = hashlib.blake2b(str(message.timestamp()[1]).encode(), digest_size=12)
+        for part in (message.key(), message.value()):
+            digest.update(b"-" if part is None else b"%d:" % len(part))
+            digest.update(part or b"")
+        return cls(message.offset(), digest.hexdigest())
+
+
+class Applied(NamedTuple):
+    """How far a partition is applied, and by what its topic is recognised."""
+
+    offset: int
+    """Of the next message."""
+    topic_id: str = ""
+    """Empty: the broker gives none."""
+    last: LastMessage | None = None
+
+    def is_within(self, other: Applied | None) -> bool:
+        """Whether what is applied up to the other is applied up to this; a topic made anew is another."""
+        if other is None or (self.topic_id and other.topic_id and self.topic_id != other.topic_id):
+            return False
+        return other.offset > self.offset or (other.offset == self.offset and other.last in (None, self.last))
+
+    def doubt(self, topic_id: str) -> str | None:
+        """Why this cannot be of the topic with that id, whatever its messages are; None: it may be."""
+        if self.topic_id and topic_id and self.topic_id != topic_id:
+            return f"its id was {self.topic_id} and is {topic_id}"
+        if self.last is None and not (self.topic_id and topic_id):
+            return "what was noted of it has neither the topic's id nor a fingerprint"
+        return None
+
+    def doubt_at(self, found: LastMessage | None, offset: int, topic_id: str) -> str | None:
+        """Why this cannot be of the topic whose messages, read from `last` on, begin as told; None: it is proved.
+
+        Args:
+            found: the first message that was read; None: there is none, the partition ends.
+            offset: of that message, or of the end.
+            topic_id: of the topic.
+        """
+        if self.last is not None and found is not None and offset == self.last.offset:
+            return None if found == self.last else f"its message at offset {offset} is another than was applied"
+        if offset < self.offset:
+            what = "ends at" if found is None else "has a message at"
+            return f"it {what} offset {offset}, and was applied up to {self.offset}"
+        # The broker has dropped the message since, so that the id has to do.
+        return None if self.topic_id and self.topic_id == topic_id else "the last message that was applied is gone"
+
+
+class Positions:
+    """Of the partitions followed. Used by the stream's thread alone, but for `topics`."""
+
+    def __init__(self) -> None:
+        self.topics: frozenset[str] = frozenset()
+        """Those followed."""
+        self.topic_ids: Mapping[str, str] = {}
+        """By topic, as the broker said last; a topic without an id is not in it."""
+        self._applied: dict[Partition, Applied | None] = {}
+        """Of the partitions followed; None: nothing is."""
+        self._left: dict[Partition, Applied] = {}
+        """Of partitions that the brokers do not list at present."""
+        self._unproved: set[Partition] = set()
+        """Partitions that are read from the last message applied, to see whether it is still the same."""
+        self._unassigned: set[Partition] = set()
+        """Partitions that the client library does not yet read from where they are to begin."""
+
+    @property
+    def followed(self) -> Collection[Partition]:
+        """The partitions followed."""
+        return self._applied.keys()
+
+    @property
+    def unproved(self) -> frozenset[Partition]:
+        """Partitions whose topics are being proved."""
+        return frozenset(self._unproved)
+
+    @property
+    def are_assigned(self) -> bool:
+        """Whether the client library reads from where it is to."""
+        return not self._unassigned
+
+    @property
+    def are_proved(self) -> bool:
+        """Whether all messages that come may be used as they are."""
+        return not self._unproved and not self._unassigned
+
+    def offset(self, one: Partition) -> int:
+        """Of the next message to be applied; 0 where nothing is."""
+        applied = self._applied[one]
+        return 0 if applied is None else applied.offset
+
+    def left(self, one: Partition) -> Applied | None:
+        """How far a partition was applied that was left; None: it was not."""
+        return self._left.get(one)
+
+    def follow(self, one: Partition, applied: Applied | None) -> str | None:
+        """Follow a partition from where it is applied (None: from its oldest message).
+
+        Returns why it is read again from its oldest message although it was applied; None: it is not.
+        """
+        self._left.pop(one, None)
+        self._applied[one] = applied
+        self.topics = frozenset(topic for topic, _ in self._applied)
+        return self.suspect(one)
+
+    def leave(self, one: Partition) -> None:
+        """Follow a partition no more, until it comes back."""
+        applied = self._applied.pop(one)
+        if applied is not None:
+            self._left[one] = applied
+        self._unproved.discard(one)
+        self._unassigned.add(one)
+        self.topics = frozenset(topic for topic, _ in self._applied)
+
+    def suspect(self, one: Partition) -> str | None:
+        """Have it proved that a partition is still of the same topic; returns as `follow`."""
+        self._unassigned.add(one)
+        applied = self._applied[one]
+        doubt = None if applied is None else applied.doubt(self._id(one))
+        if doubt is not None:
+            self._restart(one)
+        elif applied is not None and applied.last is not None:
+            self._unproved.add(one)
+        return doubt
+
+    def examine(self, one: Partition, found: LastMessage | None, offset: int) -> str | None:
+        """Judge an unproved partition by the first message (None: its end), at this offset; returns as `follow`."""
+        applied = self._applied[one]
+        doubt = None if applied is None else applied.doubt_at(found, offset, self._id(one))
+        self._unproved.discard(one)
+        if doubt is not None:
+            self._restart(one)
+        return doubt
+
+    def is_unproved(self, one: Partition) -> bool:
+        """Whether the next message of a partition is to be examined."""
+        return one in self._unproved and one not in self._unassigned
+
+    def is_new(self, one: Partition, offset: int) -> bool:
+        """Whether a message of a partition is to be applied."""
+        return self._is_read(one) and offset >= self.offset(one)
+
+    def apply(self, one: Partition, last: LastMessage) -> None:
+        """A partition has been applied up to this message."""
+        if self._is_read(one):
+            self._applied[one] = Applied(last.offset + 1, self._id(one), last)
+
+    def reach(self, one: Partition, end: int) -> None:
+        """A partition has no message before `end` that is not applied."""
+        if self._is_read(one) and end > self.offset(one):
+            applied = self._applied[one]
+            self._applied[one] = Applied(end, self._id(one), None if applied is None else applied.last)
+
+    def assign(self) -> dict[Partition, int | None]:
+        """Where the client library is to begin from now on; None: at the oldest message."""
+        self._unassigned.clear()
+        return {one: self._begin(one, applied) for one, applied in self._applied.items()}
+
+    def applied(self) -> dict[Partition, Applied | None]:
+        """How far all partitions are applied that have been followed (None: nothing is)."""
+        return {**self._left, **self._applied}
+
+    def _begin(self, one: Partition, applied: Applied | None) -> int | None:
+        if applied is None:
+            return None
+        return applied.last.offset if one in self._unproved and applied.last is not None else applied.offset
+
+    def _restart(self, one: Partition) -> None:
+        self._applied[one] = None
+        self._unproved.discard(one)
+        self._unassigned.add(one)
+
+    def _is_read(self, one: Partition) -> bool:
+        return one in self._applied and one not in self._unassigned
+
+    def _id(self, one: Partition) -> str:
+        return self.topic_ids.get(one[0], "")

@@ -1,0 +1,149 @@
+"""How far partitions are applied, and when that is not believed, against logs written out by hand."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_session.update_stream.positions import Applied, LastMessage, Partition, Positions
+
+ONE: Partition = ("topic", 0)
+
+
+class Log(NamedTuple):
+    """A partition as a broker keeps it."""
+
+    topic_id: str
+    messages: dict[int, str]
+    """Fingerprint by offset, without those that the broker has dropped."""
+    end: int
+
+    def first_from(self, offset: int | None) -> tuple[LastMessage | None, int]:
+        """What a consumer that begins there gets first: a message and its offset, or the end."""
+        begin = 0 if offset is None or offset > self.end else offset  # auto.offset.reset
+        found = next(((o, f) for o, f in sorted(self.messages.items()) if o >= begin), None)
+        return (None, self.end) if found is None else (LastMessage(*found), found[0])
+
+
+@st.composite
+def logs(draw: st.DrawFn, name: str) -> Log:
+    """Messages that are this log's own, some of them dropped; a broker that may give no ids."""
+    end = draw(st.integers(0, 6))
+    kept = draw(st.sets(st.integers(0, 5)))
+    return Log(draw(st.sampled_from(["", name])), {o: f"{name}{o}" for o in range(end) if o in kept}, end)
+
+
+def read(positions: Positions, log: Log) -> list[str]:
+    """Follow a log to its end as the stream does; returns the fingerprints of the messages to be applied."""
+    positions.topic_ids = {"topic": log.topic_id} if log.topic_id else {}
+    used: list[str] = []
+    begin = positions.assign()[ONE]
+    while True:
+        found, offset = log.first_from(begin)
+        if positions.is_unproved(ONE):
+            positions.examine(ONE, found, offset)
+        if not positions.are_assigned:
+            begin = positions.assign()[ONE]
+            continue
+        if found is None:
+            positions.reach(ONE, offset)
+            return used
+        if positions.is_new(ONE, offset):
+            used.append(found.fingerprint)
+            positions.apply(ONE, found)
+        begin = offset + 1
+
+
+def followed(log: Log) -> Positions:
+    positions = Positions()
+    positions.topic_ids = {"topic": log.topic_id} if log.topic_id else {}
+    positions.follow(ONE, None)
+    assert read(positions, log) == list(log.messages.values())
+    return positions
+
+
+@given(logs("old"), logs("new"))
+def test_a_topic_made_anew_is_read_from_its_oldest_message(old: Log, new: Log) -> None:
+    """Whatever its length, with or without ids, and whatever the broker has dropped."""
+    applied = followed(old).applied()[ONE]
+    positions = Positions()
+    positions.topic_ids = {"topic": new.topic_id} if new.topic_id else {}
+
+    positions.follow(ONE, applied)
+
+    assert read(positions, new) == list(new.messages.values())
+
+
+@given(logs("same"), st.integers(0, 3), st.sets(st.integers(0, 8)))
+def test_a_topic_that_is_still_the_same_goes_on(log: Log, num_more: int, dropped: set[int]) -> None:
+    """Only what is new is applied, unless the broker gives no id and has dropped the last message that was."""
+    applied = followed(log).applied()[ONE]
+    more = {o: f"same{o}" for o in range(log.end, log.end + num_more)}
+    grown = Log(
+        log.topic_id, {o: f for o, f in {**log.messages, **more}.items() if o not in dropped}, log.end + num_more
+    )
+    positions = Positions()
+    positions.topic_ids = {"topic": log.topic_id} if log.topic_id else {}
+
+    positions.follow(ONE, applied)
+
+    new = [fingerprint for offset, fingerprint in grown.messages.items() if offset >= log.end]
+    is_proved = bool(log.topic_id) or (applied and applied.last and applied.last.offset in grown.messages)
+    assert read(positions, grown) == (new if is_proved or not applied else list(grown.messages.values()))
+
+
+@pytest.mark.parametrize("topic_id", ["", "id"])
+def test_offsets_of_before_identities_were_noted_prove_nothing(topic_id: str) -> None:
+    """The partition is read again, and the reason is told."""
+    positions = Positions()
+    positions.topic_ids = {"topic": topic_id} if topic_id else {}
+
+    assert "neither the topic's id nor a fingerprint" in str(positions.follow(ONE, Applied(7)))
+
+    assert positions.assign() == {ONE: None}
+    assert positions.applied() == {ONE: None}
+
+
+def test_messages_on_their_way_are_not_used_once_a_partition_begins_elsewhere() -> None:
+    """Until the client library has been told, what comes is of the old place, and counts as nothing."""
+    positions = followed(Log("id", {0: "a", 1: "b"}, 2))
+    positions.suspect(ONE)
+
+    assert not positions.is_unproved(ONE)
+    assert not positions.is_new(ONE, 2)
+    positions.apply(ONE, LastMessage(2, "c"))
+    positions.reach(ONE, 9)
+
+    assert positions.offset(ONE) == 2
+    assert positions.assign() == {ONE: 1}
+    assert positions.is_unproved(ONE)
+
+
+def test_a_partition_that_comes_back_is_remembered() -> None:
+    """It is left with how far it was applied, also for the note, and followed no more."""
+    positions = followed(Log("id", {0: "a", 1: "b"}, 2))
+    applied = positions.applied()[ONE]
+
+    positions.leave(ONE)
+
+    assert positions.topics == frozenset()
+    assert positions.left(ONE) == applied
+    assert positions.applied() == {ONE: applied}
+    assert positions.assign() == {}
+    assert positions.follow(ONE, positions.left(ONE)) is None
+    assert positions.left(ONE) is None
+
+
+def test_what_another_process_has_applied_is_of_the_same_topic() -> None:
+    """Or says nothing; where both know no id, an equal offset must have the same message."""
+    wanted = Applied(5, "id", LastMessage(4, "x"))
+
+    assert wanted.is_within(Applied(5, "id", LastMessage(4, "x")))
+    assert wanted.is_within(Applied(9))
+    assert not wanted.is_within(None)
+    assert not wanted.is_within(Applied(4, "id", LastMessage(3, "w")))
+    assert not wanted.is_within(Applied(9, "other"))
+    assert not wanted.is_within(Applied(5, "", LastMessage(4, "y")))

@@ -1,0 +1,184 @@
+"""Topics that are deleted and made anew, brokers that come back empty: no message of the new topic is passed over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import confluent_kafka
+import numpy as np
+import pytest
+
+from inference_session import InferenceSession
+from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.store_url import create_store
+from inference_session.update_stream import kafka_stream
+from tests.parameter_server.servers import wait_until
+from tests.test_stored_session import DIMS, push
+from tests.update_stream.broker import Broker
+from tests.update_stream.conftest import SmallVersion
+from tests.update_stream.test_kafka_stream import _FIRST_THAT_ABORTS, await_rows, packed, vectors
+
+NUM_OLD, NUM_NEW = 20, 30
+"""Messages of the first topic, and of the one that takes its place, which so has more."""
+
+pytestmark = pytest.mark.skipif(
+    confluent_kafka.libversion()[1] >= _FIRST_THAT_ABORTS,
+    reason="this librdkafka aborts the process on what the broker of these tests says of a deleted topic",
+)
+
+
+@pytest.fixture(params=["ids", "no_ids"])
+def with_ids(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the broker tells the ids of topics, which those before Kafka 2.8 do not."""
+    if request.param == "no_ids":
+        monkeypatch.setattr(kafka_stream, "topic_ids", lambda *_: {})
+    return bool(request.param == "ids")
+
+
+@pytest.fixture
+def database(small: SmallVersion, tmp_path: Path) -> str:
+    """A RocksDB with the small model's rows."""
+    url = f"rocksdb://{tmp_path}/db"
+    push(small.directory, url)
+    return url
+
+
+@contextmanager
+def serving(small: SmallVersion, database: str, broker: Broker) -> Iterator[InferenceSession]:
+    """A session whose rows outlive it, so that how far they are applied is noted."""
+    with InferenceSession.open(
+        small.directory, persistent_store=database, update_stream=broker.url, cache_bytes=0
+    ) as session:
+        yield session
+
+
+def send(broker: Broker, topic: str, num_messages: int, base: int) -> None:
+    """Publish a row each of keys 0, 1, …, with the values base, base + 1, …"""
+    broker.send(topic, *[(packed(i)[0], vectors(base + i).tobytes()) for i in range(num_messages)])
+
+
+def values(base: int, num_rows: int) -> Any:
+    return base + np.arange(num_rows)[:, None]
+
+
+def updates(session: InferenceSession) -> dict[str, Any]:
+    found: dict[str, Any] = session.stats()["updates"]
+    return found
+
+
+def note_of(small: SmallVersion, database: str) -> str:
+    with create_store(database, Namespace(small.model, "1"), DIMS) as store:
+        return store.note("user_weight") or ""
+
+
+def test_a_topic_made_anew_while_nobody_serves(
+    small: SmallVersion, database: str, with_ids: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Although it has grown beyond what was applied, all of it is; once that is noted, it is not read again."""
+    topic = small.topic("user_weight")
+    with Broker() as broker:
+        with serving(small, database, broker) as session:
+            send(broker, topic, NUM_OLD, 100)
+            await_rows(session, "user.weight", np.arange(NUM_OLD), values(100, NUM_OLD))
+        broker.delete_topic(topic)
+        send(broker, topic, NUM_NEW, 200)
+        with serving(small, database, broker) as session:
+            await_rows(session, "user.weight", np.arange(NUM_NEW), values(200, NUM_NEW))
+            assert updates(session)["replays"] == 1
+            wait_until(lambda: updates(session)["lag_messages"] == 0, "all to be applied")
+        with serving(small, database, broker) as session:
+            assert (updates(session)["messages"], updates(session)["replays"]) == (0, 0)
+    expected = "its id was" if with_ids else f"its message at offset {NUM_OLD - 1} is another"
+    assert [topic in record.getMessage() for record in caplog.records if expected in record.getMessage()] == [True]
+
+
+def test_a_broker_that_comes_back_empty(small: SmallVersion, database: str, with_ids: bool) -> None:
+    """While rows are served, and with more messages than before by the time that this is noticed."""
+    topic = small.topic("user_weight")
+    with Broker() as broker, serving(small, database, broker) as session:
+        send(broker, topic, NUM_OLD, 100)
+        await_rows(session, "user.weight", np.arange(NUM_OLD), values(100, NUM_OLD))
+        broker.stop()
+        wait_until(lambda: updates(session)["failure"] is not None, "the outage to be noticed")
+        broker.start()
+        send(broker, topic, NUM_NEW, 200)
+        await_rows(session, "user.weight", np.arange(NUM_NEW), values(200, NUM_NEW))
+        wait_until(lambda: updates(session)["lag_messages"] == 0, "all to be applied")
+
+
+def test_a_topic_made_anew_in_one_moment(broker: Broker, small: SmallVersion, database: str) -> None:
+    """It was never seen to be missing, nor to be short: its id has changed."""
+    topic = small.topic("user_weight")
+    with serving(small, database, broker) as session:
+        for round_ in range(1, 6):
+            num_rows, base = 10 * round_, 1000 * round_
+            broker.delete_topic(topic) if round_ > 1 else None
+            send(broker, topic, num_rows, base)
+            await_rows(session, "user.weight", np.arange(num_rows), values(base, num_rows))
+
+
+def test_a_topic_that_is_not_listed_for_a_while_goes_on(
+    broker: Broker, small: SmallVersion, database: str, with_ids: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does one whose metadata bear an error begin anew: rows never become older, and nothing is read twice."""
+    answers: list[str] = []
+    create = kafka_stream._create_consumer
+    monkeypatch.setattr(kafka_stream, "_create_consumer", lambda *args: Unsteady(create(*args), answers))
+    topic = small.topic("user_weight")
+    with serving(small, database, broker) as session:
+        send(broker, topic, NUM_OLD, 100)
+        await_rows(session, "user.weight", np.arange(NUM_OLD), values(100, NUM_OLD))
+        for value, answer in enumerate(("error", "unlisted", "no_partitions", "error")):
+            answers.append(answer)
+            wait_until(lambda: not answers, "the odd answer to be taken")
+            broker.send(topic, (packed(0)[0], vectors(value).tobytes()))
+            await_rows(session, "user.weight", [0], value)
+        wait_until(lambda: updates(session)["lag_messages"] == 0, "all to be applied")
+        assert (updates(session)["messages"], updates(session)["replays"]) == (NUM_OLD + 4, 0)
+        np.testing.assert_array_equal(
+            session.lookup("user.weight", np.arange(1, NUM_OLD))[:, 0], 100 + np.arange(1, NUM_OLD)
+        )
+
+
+class Unsteady:
+    """A consumer whose next answers about topics are as a test says."""
+
+    def __init__(self, consumer: Any, answers: list[str]) -> None:
+        self._consumer, self._answers = consumer, answers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._consumer, name)
+
+    def list_topics(self, *args: Any, **settings: Any) -> Any:
+        metadata = self._consumer.list_topics(*args, **settings)
+        if self._answers:
+            answer = self._answers.pop()
+            for name, topic in list(metadata.topics.items()):
+                if answer == "error":
+                    topic.error, topic.partitions = object(), {}
+                elif answer == "unlisted":
+                    del metadata.topics[name]
+                else:
+                    topic.partitions = {}
+        return metadata
+
+
+def test_a_note_of_an_earlier_release_is_a_doubt(
+    broker: Broker, small: SmallVersion, database: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has offsets and no identity: what it says is not believed, all is read again, and then noted with identity."""
+    topic = small.topic("user_weight")
+    send(broker, topic, NUM_OLD, 100)
+    with create_store(database, Namespace(small.model, "1"), DIMS, writable=True) as store:
+        note = {**json.loads(store.note("user_weight") or "{}"), "offsets": {topic: {"0": NUM_OLD}}}
+        store.set_note("user_weight", json.dumps(note))
+    with serving(small, database, broker) as session:
+        await_rows(session, "user.weight", np.arange(NUM_OLD), values(100, NUM_OLD))
+        wait_until(lambda: updates(session)["lag_messages"] == 0, "all to be applied")
+        assert updates(session)["replays"] == 1
+    assert any("neither the topic's id nor a fingerprint" in record.getMessage() for record in caplog.records)
+    assert json.loads(note_of(small, database))["topics"][topic]["0"]["last"][0] == NUM_OLD - 1
