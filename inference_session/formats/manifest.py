@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +17,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from inference_session.errors import ModelFormatError
-from inference_session.formats.native import INDEX_FILE, TABLES_FOLDER
+from inference_session.formats.external_data import external_files
+from inference_session.formats.native import (
+    DENSE_FILE,
+    INDEX_FILE,
+    KEY_FILE,
+    KEYS_FILE,
+    SESSION_FILE,
+    TABLES_FOLDER,
+    VECTOR_FILE,
+)
 from inference_session.formats.verified_files import FileState, VerifiedFiles, file_state
 from inference_session.priority import yield_to_others
 
@@ -87,7 +97,9 @@ def verify(
     known: VerifiedFiles | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Check the files of a version directory against its manifest.
+    """Check the files of a version directory against its manifest, which must list all that a version is made of.
+
+    No file may lead out of the directory, by a symbolic link or as external data of a network.
 
     Args:
         checksums: read every byte, rather than look at sizes alone.
@@ -95,13 +107,15 @@ def verify(
         absent: first path components that may be missing as a whole (`tables`, where a store holds the rows).
 
     Raises:
-        ModelFormatError: names the first file that is missing, of the wrong size or damaged.
+        ModelFormatError: names the first file that is missing, not listed, elsewhere, of the wrong size or damaged.
     """
-    present = [entry for entry in read_manifest(directory) if _check_size(directory, entry, absent)]
+    entries = read_manifest(directory)
+    present = [entry for entry in entries if _check_size(directory, entry, absent)]
     if checksums:
         with ThreadPoolExecutor(initializer=yield_to_others) as threads:
             for _ in threads.map(partial(_check_sum, directory, known=known, progress=progress), present):
                 pass
+    _check_listed(directory, {entry.path for entry in entries})
 
 
 def file_states(directory: Path) -> tuple[FileState, ...]:
@@ -114,7 +128,8 @@ def _check_size(directory: Path, entry: FileEntry, absent: frozenset[str]) -> bo
     """Whether the file is there to be read; raises where it should be and is not."""
     path = directory / entry.path
     try:
-        num_bytes = path.stat().st_size
+        state = path.stat()
+        is_inside = path.resolve().is_relative_to(directory.resolve())
     except FileNotFoundError as error:
         top = entry.path.parts[0]
         if top in absent and not (directory / top).exists():
@@ -122,9 +137,26 @@ def _check_size(directory: Path, entry: FileEntry, absent: frozenset[str]) -> bo
         raise ModelFormatError(f"{path}: no such file, though {MANIFEST_FILE} lists it") from error
     except (OSError, ValueError) as error:  # a ValueError where the name holds a zero byte
         raise ModelFormatError(f"{str(path)!r}, which {MANIFEST_FILE} lists, cannot be read: {error}") from error
-    if num_bytes != entry.num_bytes:
-        raise ModelFormatError(f"{path}: {num_bytes} bytes, {MANIFEST_FILE} says {entry.num_bytes}")
+    if not is_inside or not stat.S_ISREG(state.st_mode):
+        found = "a link to a file outside its version" if not is_inside else "not a regular file"
+        raise ModelFormatError(f"{path}: {found}; put a copy of the file there")
+    if state.st_size != entry.num_bytes:
+        raise ModelFormatError(f"{path}: {state.st_size} bytes, {MANIFEST_FILE} says {entry.num_bytes}")
     return True
+
+
+def _check_listed(directory: Path, listed: set[PurePosixPath]) -> None:
+    """ModelFormatError where the manifest leaves out a file that is read: nobody would notice damage of it."""
+    if not listed:
+        raise ModelFormatError(f"{directory / MANIFEST_FILE}: it lists no file, so it is not that of a version")
+    networks = [name for name in (DENSE_FILE, KEYS_FILE) if (directory / name).exists()]
+    external = [path for name in networks for path in external_files(directory / name)]
+    tables = [path for name in (KEY_FILE, VECTOR_FILE) for path in directory.glob(f"{TABLES_FOLDER}/*/{name}")]
+    session = [SESSION_FILE] if (directory / SESSION_FILE).exists() else []
+    needed = [*map(PurePosixPath, (*session, *networks)), *external]
+    for path in (*needed, *(PurePosixPath(path.relative_to(directory)) for path in tables)):
+        if path not in listed:
+            raise ModelFormatError(f"{directory / MANIFEST_FILE}: does not list {path}, which is read too")
 
 
 def _check_sum(directory: Path, entry: FileEntry, known: VerifiedFiles | None, progress: Progress | None) -> None:

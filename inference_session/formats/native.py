@@ -319,9 +319,9 @@ def _check_table(table: TableSpec) -> None:
     where = f"table {table.name!r}"
     if not isinstance(table.folder, str) or not is_folder_name(table.folder):
         raise ValueError(f"{where}: folder {table.folder!r} may hold letters, digits, '_' and '-' only")
-    if not isinstance(table.num_rows, int) or table.num_rows < 0:
+    if type(table.num_rows) is not int or table.num_rows < 0:
         raise ValueError(f"{where}: num_rows must be a whole number, found {table.num_rows!r}")
-    if not isinstance(table.embedding_dim, int) or table.embedding_dim < 1:
+    if type(table.embedding_dim) is not int or table.embedding_dim < 1:
         raise ValueError(f"{where}: embedding_dim must be at least 1, found {table.embedding_dim!r}")
     if table.dtype not in get_args(VectorType):
         raise ValueError(f"{where}: dtype {table.dtype!r} is none of {get_args(VectorType)}")

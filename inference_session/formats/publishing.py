@@ -25,7 +25,6 @@ from inference_session.formats.native import (
     INDEX_FILE,
     KEY_FILE,
     KEYS_FILE,
-    SESSION_FILE,
     TABLES_FOLDER,
     VECTOR_FILE,
     ModelSpec,
@@ -116,7 +115,6 @@ def publish_version(
     for table in spec.tables:
         _check_table(folder / TABLES_FOLDER / table.folder, table)
     entries = manifest.read_manifest(folder)
-    _check_listed(folder, entries, spec)
     with stage_version(repository, name, version) as (staging, version_dir):
         published = PublishedFiles(version_dir.parent)
         _check_space(repository, sum(entry.num_bytes for entry in entries if not published.find(entry)))
@@ -142,15 +140,6 @@ def share_unchanged(staging: Path) -> int:
             spare.unlink(missing_ok=True)  # replacing a file by itself does nothing
             shared_bytes += entry.num_bytes
     return shared_bytes
-
-
-def _check_listed(folder: Path, entries: tuple[FileEntry, ...], spec: ModelSpec) -> None:
-    """ModelFormatError where the manifest leaves out a file that is there and needed: it would be left behind."""
-    tables = [f"{TABLES_FOLDER}/{table.folder}/{name}" for table in spec.tables for name in (KEY_FILE, VECTOR_FILE)]
-    listed = {entry.path.as_posix() for entry in entries}
-    for name in (SESSION_FILE, DENSE_FILE, KEYS_FILE, *tables):
-        if (folder / name).exists() and name not in listed:
-            raise ModelFormatError(f"{folder / MANIFEST_FILE}: does not list {name}, which is there")
 
 
 def _check_table(folder: Path, table: TableSpec) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ def version(tmp_path: Path) -> Path:
     (tmp_path / "tables" / "user").mkdir(parents=True)
     (tmp_path / "tables" / "user" / "emb_vector").write_bytes(b"vectors")
     (tmp_path / "tables" / "user" / "index").write_bytes(b"rebuilt at will")
-    (tmp_path / "dense.onnx").write_bytes(b"network")
+    (tmp_path / "session.json").write_bytes(b"session")
     manifest.write_manifest(tmp_path)
     return tmp_path
 
@@ -31,12 +33,12 @@ def test_indexes_are_not_listed(version: Path) -> None:
     """An index may be rebuilt without making the version look damaged."""
     listed = {str(entry.path) for entry in manifest.read_manifest(version)}
 
-    assert listed == {"dense.onnx", "tables/user/emb_vector"}
+    assert listed == {"session.json", "tables/user/emb_vector"}
 
 
 def test_every_flipped_byte_is_found(version: Path) -> None:
     """One changed byte of any listed file is named by the full check."""
-    for name in ("dense.onnx", "tables/user/emb_vector"):
+    for name in ("session.json", "tables/user/emb_vector"):
         path = version / name
         whole = path.read_bytes()
         for position in range(len(whole)):
@@ -46,20 +48,20 @@ def test_every_flipped_byte_is_found(version: Path) -> None:
         path.write_bytes(whole)
 
 
-@pytest.mark.parametrize("content", [b"networ", b"network!", b""])
+@pytest.mark.parametrize("content", [b"sessio", b"session!", b""])
 def test_a_wrong_size_is_found_without_reading(version: Path, content: bytes) -> None:
     """A truncated or grown file is refused with both sizes."""
-    (version / "dense.onnx").write_bytes(content)
+    (version / "session.json").write_bytes(content)
 
-    with pytest.raises(ModelFormatError, match=rf"dense\.onnx.*{len(content)} bytes.*says 7"):
+    with pytest.raises(ModelFormatError, match=rf"session\.json.*{len(content)} bytes.*says 7"):
         manifest.verify(version, checksums=False)
 
 
 def test_a_missing_file_is_named(version: Path) -> None:
     """A file that is gone is named."""
-    (version / "dense.onnx").unlink()
+    (version / "session.json").unlink()
 
-    with pytest.raises(ModelFormatError, match=r"dense\.onnx.*no such file"):
+    with pytest.raises(ModelFormatError, match=r"session\.json.*no such file"):
         manifest.verify(version, checksums=False)
 
 
@@ -83,6 +85,7 @@ def test_tables_may_be_absent_as_a_whole_where_allowed(version: Path) -> None:
         "{}",
         '{"format": 2, "files": {}}',
         '{"format": 1}',
+        '{"format": 1, "files": {}}',
         '{"format": 1, "files": {"../x": {"bytes": 1, "sha256": ""}}}',
         '{"format": 1, "files": {"/x": {"bytes": 1, "sha256": ""}}}',
         '{"format": 1, "files": {"x": {"bytes": "many", "sha256": ""}}}',
@@ -96,6 +99,52 @@ def test_a_foreign_manifest_is_refused(version: Path, text: str) -> None:
 
     with pytest.raises(ModelFormatError, match="MANIFEST"):
         manifest.verify(version, checksums=False)
+
+
+@pytest.mark.parametrize("name", ["session.json", "tables/user/emb_vector"])
+def test_a_manifest_that_leaves_out_a_file_is_refused(name: str, version: Path) -> None:
+    """Nobody would notice damage of a file that is read and not listed."""
+    path = version / manifest.MANIFEST_FILE
+    document = json.loads(path.read_text(encoding="utf-8"))
+    del document["files"][name]
+    path.write_text(json.dumps(document), encoding="utf-8")
+
+    with pytest.raises(ModelFormatError, match=f"MANIFEST.json: does not list {name}"):
+        manifest.verify(version, checksums=False)
+
+
+@pytest.mark.parametrize("linked", ["session.json", "tables/user/emb_vector", "tables/user", "tables"])
+def test_a_link_out_of_the_version_is_refused(
+    linked: str, version: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A version that is copied, shared or removed is so with all its files; links within it are no harm."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "moved"
+    (version / linked).rename(elsewhere)
+    (version / linked).symlink_to(elsewhere)
+    with pytest.raises(ModelFormatError, match="a link to a file outside its version"):
+        manifest.verify(version, checksums=False)
+
+    (version / linked).unlink()
+    elsewhere.rename(version / "inside")
+    (version / linked).symlink_to(version / "inside")
+    manifest.verify(version, checksums=True)
+
+
+def test_a_linked_version_directory_is_no_harm(version: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The directory itself may be reached by a link."""
+    link = tmp_path_factory.mktemp("repository") / "1"
+    link.symlink_to(version)
+
+    manifest.verify(link, checksums=True)
+
+
+def test_a_pipe_in_a_file_s_place_is_refused(version: Path) -> None:
+    """Reading it would wait for a writer."""
+    (version / "tables" / "user" / "emb_vector").unlink()
+    os.mkfifo(version / "tables" / "user" / "emb_vector")
+
+    with pytest.raises(ModelFormatError, match="not a regular file"):
+        manifest.verify(version, checksums=True)
 
 
 def test_a_version_without_a_manifest_is_refused(tmp_path: Path) -> None:

@@ -273,12 +273,13 @@ def test_tables_that_session_json_does_not_describe_are_refused(folder: Path, re
         publish_version(folder, repository, "ctr")
 
 
-def test_a_network_that_is_none_is_refused(folder: Path, repository: Path) -> None:
-    """Nor does a manifest help a dense.onnx that ONNX Runtime cannot load."""
-    (folder / "dense.onnx").write_bytes(b"no network")
+@pytest.mark.parametrize("content", [b"no network", b"", b"\x08\x08"])
+def test_a_network_that_is_none_is_refused(content: bytes, folder: Path, repository: Path) -> None:
+    """Nor does a manifest help a dense.onnx that is no ONNX file, or that ONNX Runtime cannot load."""
+    (folder / "dense.onnx").write_bytes(content)
     manifest.write_manifest(folder)
 
-    with pytest.raises(ModelFormatError, match="ONNX Runtime cannot load it"):
+    with pytest.raises(ModelFormatError, match=r"dense\.onnx: .*(not readable as an ONNX model|cannot load it)"):
         publish_version(folder, repository, "ctr")
     assert not repository.exists()
 

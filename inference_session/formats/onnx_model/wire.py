@@ -7,20 +7,18 @@ stepped over, and only what is left is parsed.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 from onnx import ModelProto
 
 from inference_session.errors import ModelFormatError
+from inference_session.formats.protobuf_wire import BYTES, Field, message_fields
 
 _MODEL_GRAPH = 7
 _GRAPH_INITIALIZER = 5
 _TENSOR_RAW_DATA = 9
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MIN_BLOB_BYTES = 4096
 
 
@@ -31,16 +29,6 @@ class Blob:
     path: Path
     offset: int
     num_bytes: int
-
-
-class _Field(NamedTuple):
-    number: int
-    kind: int
-    begin: int
-    """Where the field begins, tag included."""
-    value: int
-    """Where its value begins, length excluded."""
-    end: int
 
 
 def read_skeleton(path: Path) -> tuple[ModelProto, dict[int, Blob]]:
@@ -63,19 +51,19 @@ def read_skeleton(path: Path) -> tuple[ModelProto, dict[int, Blob]]:
 
 def _model_bytes(path: Path, data: mmap.mmap, blobs: dict[int, Blob]) -> bytes:
     parts: list[bytes] = []
-    for field in _fields(data, 0, len(data)):
-        if field.number == _MODEL_GRAPH and field.kind == _BYTES:
+    for field in message_fields(data, 0, len(data)):
+        if field.number == _MODEL_GRAPH and field.kind == BYTES:
             parts.append(_message(_MODEL_GRAPH, _graph_bytes(path, data, field, blobs)))
         else:
             parts.append(data[field.begin : field.end])
     return b"".join(parts)
 
 
-def _graph_bytes(path: Path, data: mmap.mmap, graph: _Field, blobs: dict[int, Blob]) -> bytes:
+def _graph_bytes(path: Path, data: mmap.mmap, graph: Field, blobs: dict[int, Blob]) -> bytes:
     parts: list[bytes] = []
     position = 0
-    for field in _fields(data, graph.value, graph.end):
-        if field.number == _GRAPH_INITIALIZER and field.kind == _BYTES:
+    for field in message_fields(data, graph.value, graph.end):
+        if field.number == _GRAPH_INITIALIZER and field.kind == BYTES:
             raw_data, rest = _split_tensor(data, field)
             if raw_data:
                 blobs[position] = Blob(path, raw_data.value, raw_data.end - raw_data.value)
@@ -86,55 +74,22 @@ def _graph_bytes(path: Path, data: mmap.mmap, graph: _Field, blobs: dict[int, Bl
     return b"".join(parts)
 
 
-def _split_tensor(data: mmap.mmap, tensor: _Field) -> tuple[_Field | None, bytes]:
+def _split_tensor(data: mmap.mmap, tensor: Field) -> tuple[Field | None, bytes]:
     """The tensor's raw data if they are large, and the bytes of all else."""
     if tensor.end - tensor.value < _MIN_BLOB_BYTES:
         return None, data[tensor.value : tensor.end]
     raw_data = None
     parts: list[bytes] = []
-    for field in _fields(data, tensor.value, tensor.end):
-        if field.number == _TENSOR_RAW_DATA and field.kind == _BYTES and field.end - field.value >= _MIN_BLOB_BYTES:
+    for field in message_fields(data, tensor.value, tensor.end):
+        if field.number == _TENSOR_RAW_DATA and field.kind == BYTES and field.end - field.value >= _MIN_BLOB_BYTES:
             raw_data = field
         else:
             parts.append(data[field.begin : field.end])
     return raw_data, b"".join(parts)
 
 
-def _fields(data: mmap.mmap, begin: int, end: int) -> Iterator[_Field]:
-    position = begin
-    while position < end:
-        tag, value = _varint(data, position, end)
-        kind = tag & 7
-        if kind == _VARINT:
-            stop = _varint(data, value, end)[1]
-        elif kind == _BYTES:
-            length, value = _varint(data, value, end)
-            stop = value + length
-        elif kind in (_FIXED64, _FIXED32):
-            stop = value + (8 if kind == _FIXED64 else 4)
-        else:
-            raise ValueError(f"byte {position}: protobuf has no wire type {kind}")
-        if stop > end:
-            raise ValueError(f"byte {position}: a field ends at byte {stop}, behind the {end} bytes there are")
-        yield _Field(tag >> 3, kind, position, value, stop)
-        position = stop
-
-
-def _varint(data: mmap.mmap, position: int, end: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 64, 7):
-        if position >= end:
-            raise ValueError(f"byte {position}: the data end within a number")
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, position
-    raise ValueError(f"byte {position}: a number of more than ten bytes")
-
-
 def _message(number: int, content: bytes) -> bytes:
-    return _encoded(number << 3 | _BYTES) + _encoded(len(content)) + content
+    return _encoded(number << 3 | BYTES) + _encoded(len(content)) + content
 
 
 def _encoded(value: int) -> bytes:
