@@ -51,6 +51,10 @@ _TIER_COUNTERS = {
     "misses": ("hotrow_tier_misses_total", "Keys that a tier was asked for and had not"),
     "skipped": ("hotrow_tier_skipped_total", "Keys that a tier was not asked for because it was down, or failed"),
     "failures": ("hotrow_tier_failures_total", "Calls to a tier that failed"),
+    "malformed": (
+        "hotrow_tier_malformed_total",
+        "Keys counted as missing because a tier holds something else than a row of their table",
+    ),
     "promoted": ("hotrow_tier_promoted_total", "Rows inserted into a tier because one below had them"),
 }
 _UPDATE_COUNTERS = {

@@ -10,7 +10,8 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import InvalidRequestError, StoreError, TableNotFoundError
+from inference_session.errors import InvalidRequestError, StoreError, TableNotFoundError, UnavailableError
+from inference_session.parameter_server.malformed_values import MalformedValues
 
 Store = TypeVar("Store", bound="EmbeddingStore")
 Rows: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
@@ -18,6 +19,10 @@ Rows: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
 
 SCAN_BYTES = 4 << 20
 """Vectors in one batch of a scan, about."""
+
+
+class LateError(UnavailableError):
+    """A store did not answer in time. Whether it is down, or this was too much for it, is to be found out."""
 
 
 class FetchRequest(NamedTuple):
@@ -65,7 +70,8 @@ class EmbeddingStore(ABC):
     def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
         """Write the vectors of keys, int64[n], to the rows of `out`, float32[n, embedding_dim]; returns found[n].
 
-        Rows of keys that are not found stay as they are.
+        Rows of keys that are not found stay as they are. A key is not found either where the store holds something
+        else than a row of the table's width: `num_malformed` counts it, and the log names it.
         """
 
     def fetch_many(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]]:
@@ -77,6 +83,7 @@ class EmbeddingStore(ABC):
         """All rows of a table, in batches of some MiB and in no particular order.
 
         A row that is there all the while comes at least once; one that is written or erased meanwhile may or may not.
+        What is malformed does not come; see `fetch`.
         """
 
     @abstractmethod
@@ -102,6 +109,11 @@ class EmbeddingStore(ABC):
 
     def touch(self, table: str, keys: NDArray[np.int64]) -> None:  # noqa: B027
         """Count these keys, which are held, as used now, where the store ranks its rows by use; elsewhere nothing."""
+
+    @property
+    def num_malformed(self) -> int:
+        """Keys that were asked for and counted as missing, because the store holds something else than a row there."""
+        return 0
 
     def check(self) -> None:  # noqa: B027
         """Raise what a fetch would raise, if the store is down."""
@@ -154,6 +166,12 @@ class BoundStore(EmbeddingStore):
     def __init__(self, embedding_dims: Mapping[str, int]) -> None:
         """`embedding_dims`: the number of elements of each table's vectors."""
         self._embedding_dims = dict(embedding_dims)
+        self._malformed = MalformedValues()
+
+    @property
+    def num_malformed(self) -> int:
+        """See EmbeddingStore."""
+        return self._malformed.count
 
     @property
     def tables(self) -> tuple[str, ...]:

@@ -1,9 +1,11 @@
-"""The commands that rows travel by: what they are over the wire, and the same through the `redis` package."""
+"""The commands that a store sends, as they go over the wire."""
 
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +13,28 @@ from numpy.typing import NDArray
 from inference_session.embedding_cache.kernels.layout import address_of
 from inference_session.parameter_server import redis_layout as layout
 from inference_session.parameter_server.base import FetchRequest
+from inference_session.parameter_server.redis_connection import as_argument
 from inference_session.parameter_server.redis_replies import REPLY
+
+_BYTES_PER_CALL = 16 << 10
+
+
+class Command(Protocol):
+    """What is sent to the server that has a hash."""
+
+    @property
+    def name(self) -> bytes:
+        """Of a hash, by which the server is found; others that are concerned lie on the same server."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of rows that are sent or answered."""
+
+    def payload(self) -> bytes | memoryview:
+        """What is sent."""
+
+    def singles(self) -> Iterator[Command]:
+        """The same as commands that are one each to Redis."""
 
 
 class Read(NamedTuple):
@@ -51,17 +74,16 @@ class Read(NamedTuple):
         replies["found_address"] = address_of(self.found)
         return replies
 
-    def run(self, client: Any) -> None:
-        """The same through the `redis` package."""
-        _, keys, out = self.request
-        for partition, begin, end, _ in self.commands.tolist():
-            positions = self.order[begin:end]
-            name = layout.rows_name(self.tag, partition)
-            rows = client.execute_command("HMGET", name, *(key.tobytes() for key in keys[positions]))
-            for position, row in zip(positions.tolist(), rows, strict=True):
-                if row is not None:
-                    out[position] = np.frombuffer(row, "<f4")
-                    self.found[position] = True
+    def singles(self) -> Iterator[Read]:
+        """See Command."""
+        sent = 0
+        for number in range(len(self.commands)):
+            end = int(self.commands[number, 3]) - self._wire_begin()
+            yield self._replace(commands=self.commands[number : number + 1], wire=self.wire[sent:end])
+            sent = end
+
+    def _wire_begin(self) -> int:
+        return int(self.commands[-1, 3]) - len(self.wire)
 
 
 class Write(NamedTuple):
@@ -84,11 +106,9 @@ class Write(NamedTuple):
         num_fields = len(self.fields) * self.arguments_per_field
         return layout.command(self.verb, self.name, fields=self.fields, num_fields=num_fields)
 
-    def run(self, client: Any) -> None:
-        """The same through the `redis` package."""
-        names = ("key", "row")[: self.arguments_per_field]
-        arguments = [field[name].tobytes() for field in self.fields for name in names]
-        client.execute_command(self.verb.decode(), self.name, *arguments)
+    def singles(self) -> Iterator[Write]:
+        """See Command."""
+        yield self
 
 
 class WriteAbsent(NamedTuple):
@@ -109,10 +129,38 @@ class WriteAbsent(NamedTuple):
     def payload(self) -> bytes:
         return self.fields.tobytes()
 
-    def run(self, client: Any) -> None:
-        """The same through the `redis` package."""
-        for field in self.fields:
-            client.execute_command("HSETNX", self.name, field["key"].tobytes(), field["row"].tobytes())
+    def singles(self) -> Iterator[WriteAbsent]:
+        """See Command."""
+        return (WriteAbsent(self.name, self.fields[i : i + 1]) for i in range(len(self.fields)))
+
+
+@dataclass
+class Call:
+    """Any command that has a name for its second argument, such as are rare. Its reply is kept here."""
+
+    arguments: tuple[bytes | str | int, ...]
+    reply: Any = None
+
+    @property
+    def name(self) -> bytes:
+        return as_argument(self.arguments[1])
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what may be answered, about: a step of a scan."""
+        return _BYTES_PER_CALL
+
+    def payload(self) -> bytes:
+        return layout.command(*map(as_argument, self.arguments))
+
+    def singles(self) -> Iterator[Call]:
+        """See Command."""
+        yield self
+
+
+def asking(command: Command) -> bytes:
+    """A single command for a node of a Cluster that is just being given the slot."""
+    return layout.command(b"ASKING") + bytes(command.payload())
 
 
 def set_times(tag: str, partition: int, keys: NDArray[np.int64]) -> Write:

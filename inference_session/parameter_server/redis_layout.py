@@ -244,6 +244,12 @@ def row_fields(keys: NDArray[np.int64], rows: NDArray[np.generic], before: bytes
     return fields
 
 
+def scanned(reply: Any) -> tuple[int, dict[bytes, bytes]]:
+    """The next cursor, 0 at the end, and the fields that a step of HSCAN answers."""
+    cursor, fields = reply
+    return int(cursor), dict(zip(fields[::2], fields[1::2], strict=True))
+
+
 def command_head(*arguments: bytes, num_fields: int) -> bytes:
     """The beginning of a command: arguments that are to be followed by so many more."""
     return b"*%d\r\n" % (len(arguments) + num_fields) + b"".join(b"$%d\r\n%b\r\n" % (len(a), a) for a in arguments)
@@ -254,18 +260,25 @@ def command(*arguments: bytes, fields: NDArray[np.void] | None = None, num_field
     return command_head(*arguments, num_fields=num_fields) + (b"" if fields is None else fields.tobytes())
 
 
-def fitting_partitionings(samples: Mapping[int, Iterable[bytes]]) -> list[Partitioning]:
+def fitting_partitionings(samples: Mapping[int, Iterable[bytes]], max_misplaced: float = 0.0) -> list[Partitioning]:
     """How a table may have been partitioned, told from some keys of each partition, the likeliest first.
 
     With few keys there are several ways, whichever of which is taken finds the keys given; with none of them, all ways.
+    `max_misplaced`: the fraction of the keys that may lie in a partition which is not theirs.
     """
     keys = {p: np.frombuffer(b"".join(fields), np.int64) for p, fields in samples.items()}
-    lowest = max(samples, default=0) + 1
     mixing = map(Partitioning, (DEFAULT_PARTITIONS, *range(1, MAX_PROBED_PARTITIONS + 1)))
     plain = (Partitioning(count, mixes=False) for count in range(2, MAX_PROBED_PARTITIONS + 1))
     candidates = dict.fromkeys(chain(mixing, plain))
-    return [
-        candidate
-        for candidate in candidates
-        if candidate.num_partitions >= lowest and all((partition_of(k, candidate) == p).all() for p, k in keys.items())
-    ]
+    most = max_misplaced * sum(map(len, keys.values()))
+    return [candidate for candidate in candidates if _fits(keys, candidate, most)]
+
+
+def _fits(keys: Mapping[int, NDArray[np.int64]], partitioning: Partitioning, max_misplaced: float) -> bool:
+    """Whether no more keys than that lie in another partition than theirs."""
+    num_misplaced = 0
+    for partition, part in keys.items():
+        num_misplaced += int((partition_of(part, partitioning) != partition).sum())
+        if num_misplaced > max_misplaced:
+            return False
+    return True

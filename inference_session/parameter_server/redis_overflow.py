@@ -59,36 +59,40 @@ class Overflow:
 class Eviction:
     """Makes room in partitions, in small steps."""
 
-    def __init__(self, overflow: Overflow, pipeline: Callable[[Sequence[tuple[Any, ...]]], list[Any]]) -> None:
-        """`pipeline`: sends commands and gives their replies."""
+    def __init__(
+        self, overflow: Overflow, replies: Callable[[Sequence[tuple[bytes | str | int, ...]]], list[Any]]
+    ) -> None:
+        """`replies`: sends commands and gives their replies."""
         self._overflow = overflow
-        self._pipeline = pipeline
+        self._replies = replies
 
     def make_room(self, tag: str, partitions: Sequence[int]) -> None:
         """Evict rows of a table from those of the partitions that hold more than they may."""
-        sizes = self._pipeline([("HLEN", layout.rows_name(tag, partition)) for partition in partitions])
+        sizes = self._replies([("HLEN", layout.rows_name(tag, partition)) for partition in partitions])
         for partition, size in zip(partitions, sizes, strict=True):
             excess = self._overflow.excess(int(size))
             if excess and self._overflow.policy != "evict_random":
                 excess -= self._evict(tag, partition, self._lowest(tag, partition, excess))
             while excess > 0:  # rows without a mark are left to chance
                 step = min(excess, _FIELDS_PER_STEP)
-                [fields] = self._pipeline([("HRANDFIELD", layout.rows_name(tag, partition), step)])
+                [fields] = self._replies([("HRANDFIELD", layout.rows_name(tag, partition), step)])
                 if not fields:
                     break
                 excess -= self._evict(tag, partition, fields)
 
     def _lowest(self, tag: str, partition: int, count: int) -> Sequence[bytes]:
         """The keys of so many rows that are to leave first, as far as rows are marked."""
-        cursor, keys, scores = -1, [], []
+        cursor = -1
+        keys: list[bytes] = []
+        scores: list[NDArray[np.int64]] = []
         while cursor:
             name = layout.times_name(tag, partition)
-            [(cursor, marks)] = self._pipeline([("HSCAN", name, max(cursor, 0), "COUNT", _FIELDS_PER_STEP)])
-            keys.append(np.frombuffer(b"".join(marks), "V8"))
+            [reply] = self._replies([("HSCAN", name, max(cursor, 0), "COUNT", _FIELDS_PER_STEP)])
+            cursor, marks = layout.scanned(reply)
+            keys += marks
             scores.append(self._overflow.scores(marks.values()))
         lowest = np.argsort(np.concatenate(scores), kind="stable")[:count]
-        victims: list[bytes] = np.concatenate(keys)[lowest].tolist()
-        return victims
+        return [keys[i] for i in lowest.tolist()]
 
     def _evict(self, tag: str, partition: int, fields: Sequence[bytes]) -> int:
         """Drop rows and their marks; returns how many rows there were."""
@@ -96,7 +100,7 @@ class Eviction:
         num_rows = 0
         for begin in range(0, len(fields), _FIELDS_PER_STEP):
             part = fields[begin : begin + _FIELDS_PER_STEP]
-            num_rows += int(self._pipeline([("HDEL", rows, *part), ("HDEL", marks, *part)])[0])
+            num_rows += int(self._replies([("HDEL", rows, *part), ("HDEL", marks, *part)])[0])
         return num_rows
 
 

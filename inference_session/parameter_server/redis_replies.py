@@ -36,7 +36,8 @@ CURSOR = np.dtype(
         ("reply", np.int64),  # replies that are complete
         ("key", np.int64),  # keys of the current one that are done; -1: its head is yet to come
         ("status", np.int64),
-        ("found_bytes", np.int64),  # of the row at fault
+        ("found_bytes", np.int64),  # of the malformed row before `key`
+        ("skip_bytes", np.int64),  # of that row, which are not read yet
     ]
 )
 STREAM = np.dtype(
@@ -69,9 +70,9 @@ class Status(IntEnum):
     """The piece is used up, or ends within a line or row."""
     DONE = 1
     OTHER_WIDTH = 2
-    """A row has another size than the table's."""
+    """The row before `key` has another size than the table's. It is not found; reading can go on after it."""
     OTHER_REPLY = 3
-    """What comes is not the reply expected: an error, or no Redis at all."""
+    """What comes is not the reply expected: an error, or no Redis at all. Nothing of it is read."""
 
 
 _MORE, _DONE, _OTHER_WIDTH, _OTHER_REPLY = (int(status) for status in Status)
@@ -118,6 +119,10 @@ def read_rows(replies: NDArray[np.void], cursor: NDArray[np.void], buffer: int, 
     state: Any = cursor[0]
     begin = 0
     while state.reply < len(replies):
+        if state.skip_bytes > 0:
+            skipped = min(state.skip_bytes, num_bytes - begin)
+            state.skip_bytes -= skipped
+            begin += skipped
         reply: Any = replies[state.reply]
         if state.key == reply.num_keys:
             state.reply += 1
@@ -138,11 +143,14 @@ def read_rows(replies: NDArray[np.void], cursor: NDArray[np.void], buffer: int, 
             begin = body
             continue
         position = load(reply.positions_address, np.int64, state.key)
+        if number >= 0 and number != reply.row_bytes:
+            store(reply.found_address, np.uint8, position, np.uint8(0))
+            state.status = _OTHER_WIDTH
+            state.found_bytes = number
+            state.skip_bytes = number + 2
+            state.key += 1
+            return body
         if number >= 0:
-            if number != reply.row_bytes:
-                state.status = _OTHER_WIDTH
-                state.found_bytes = number
-                return begin
             if body + number + 2 > num_bytes:
                 state.status = _MORE
                 return begin

@@ -1,17 +1,13 @@
 """Redis as a tier: standalone or Cluster, over TCP, TLS or a Unix socket, in HPS's layout (redis_layout.py).
 
-Rows travel over our own connections (redis_connection.py): the commands of all partitions and tables of a call are
-sent over several connections before the first reply is read, so that the server looks up while we copy. Whatever is
-rare goes through the `redis` package: finding a Cluster's nodes, counting, scanning, and rows of a slot that is just
-moving from one node to another.
+The commands of all partitions and tables of a call are sent, over several connections where there are several servers,
+before the first reply is read, so that the servers look up while we copy (redis_client.py).
 """
 
 from __future__ import annotations
 
 import re
 import time
-import zlib
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, pairwise
@@ -20,10 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import (
-    SessionClosedError,
-    StoreError,
-)
+from inference_session.errors import HotrowError, SessionClosedError, StoreError
 from inference_session.parameter_server import redis_layout as layout
 from inference_session.parameter_server.base import (
     SCAN_BYTES,
@@ -33,20 +26,12 @@ from inference_session.parameter_server.base import (
     check_fetch,
     check_insert,
 )
-from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.namespace import Namespace, StoredTable
+from inference_session.parameter_server.redis_client import BYTES_PER_BATCH, RedisClient
 from inference_session.parameter_server.redis_commands import Read, Write, WriteAbsent, set_times
-from inference_session.parameter_server.redis_connection import (
-    Address,
-    ConnectionPool,
-    Deadline,
-    DisconnectedError,
-    Login,
-    RedirectedError,
-    RedisConnection,
-)
+from inference_session.parameter_server.redis_connection import Deadline, RedisConnection, WrongTypeError
 from inference_session.parameter_server.redis_overflow import Eviction, Overflow, num_uses
 from inference_session.parameter_server.redis_replies import compile_kernels
-from inference_session.parameter_server.redis_servers import SCAN_STEP, RedisServers
 from inference_session.parameter_server.store_url import DEFAULT_TIMEOUT_MS, StoreUrl
 
 DEFAULT_CONNECTIONS = 1
@@ -55,25 +40,12 @@ the call has two sockets to wait for; calls of several threads have connections 
 _MAX_CONNECTIONS = 1024
 _MAX_PARTITIONS = 1 << 16
 """Far above what anybody has: their names are laid out in memory, and a digit too many would fill it."""
-_BYTES_PER_BATCH = 256 << 10
-"""Rows in one batch of commands: enough to be worth its system calls, and little for a server to do in one go."""
-_COMMANDS_PER_BATCH = 64
-_BYTES_UNDER_WAY = 512 << 10
-"""Rows asked for and not yet read: enough to keep the servers busy, and little for them to hold in their buffers."""
-_MAX_IDLE = 16
-"""Connections to one server that are kept for the next calls, beside those of one call."""
-_MAX_ATTEMPTS = 3
 _PROBE_FIELDS = 32
 _PROBE_INTERVAL_S = 2.0
+_MAX_MISPLACED = 0.1
+"""Of the keys by which a table's partitioning is told: others may have written to our hashes."""
 _GLOB = re.compile(r"[*?\[\]^\\-]")
 """Characters that mean something in a pattern of Redis."""
-
-
-_Reader = Callable[[RedisConnection, Any, Deadline], None]
-
-
-def _num_bytes(batch: list[Any]) -> int:
-    return sum(command.num_bytes for command in batch)
 
 
 class RedisStore(BoundStore):
@@ -93,8 +65,7 @@ class RedisStore(BoundStore):
         self.url = url
         self.namespace = namespace
         super().__init__(embedding_dims)
-        self._timeout_ms = timeout_ms
-        self._num_connections = url.count("connections", DEFAULT_CONNECTIONS, _MAX_CONNECTIONS)
+        self._has_one_connection = not url.is_cluster and url.count("connections", DEFAULT_CONNECTIONS) == 1
         self._partitionings: dict[str, layout.Partitioning] = {}
         self._certain: set[str] = set()
         """Tables with one partitioning only that their rows fit."""
@@ -106,8 +77,9 @@ class RedisStore(BoundStore):
         """Tables without that in which keys were not found."""
         self._next_probe = 0.0
         self._overflow = Overflow.of(url)
-        self._servers = RedisServers(url, timeout_ms)
-        self._pool = ConnectionPool(Login.of(url), max_idle=_MAX_IDLE + self._num_connections)
+        self._client = RedisClient(
+            url, timeout_ms, num_connections=url.count("connections", DEFAULT_CONNECTIONS, _MAX_CONNECTIONS)
+        )
         self._closed = False
 
     @property
@@ -117,7 +89,7 @@ class RedisStore(BoundStore):
 
     def num_rows(self, table: str) -> int:
         """Number of rows, as Redis counts them."""
-        counts = self._pipeline([("HLEN", name) for name in self._names(table, layout.rows_name)])
+        counts = self._replies([("HLEN", name) for name in self._names(table, layout.rows_name)])
         return sum(map(int, counts))
 
     def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
@@ -128,23 +100,20 @@ class RedisStore(BoundStore):
         """See EmbeddingStore."""
         found = [np.zeros(len(request.keys), np.bool_) for request in requests]
         reads = [r for request, hits in zip(requests, found, strict=True) for r in self._reads(request, hits)]
-        self._run(reads, self._read_rows)
+        self._client.run(reads, self._read_rows)
         missed = {request.table for request, hits in zip(requests, found, strict=True) if not hits.all()}
         self._doubtful |= missed - self._certain
         return found
 
     def scan(self, table: str) -> Iterator[Rows]:
         """See EmbeddingStore. A row may come twice."""
-        row_bytes = 4 * self.embedding_dim(table)
-        count = max(1, SCAN_BYTES // row_bytes)
+        count = max(1, SCAN_BYTES // (4 * self.embedding_dim(table)))
         for name in self._names(table, layout.rows_name):
             cursor = -1
             while cursor:
-                [(cursor, fields)] = self._pipeline([("HSCAN", name, max(cursor, 0), "COUNT", count)])
+                [(cursor, fields)] = self._scan_steps(table, [(name, max(cursor, 0))], count)
                 if fields:
-                    self._refuse_other_widths(table, fields, row_bytes)
-                    keys = np.frombuffer(b"".join(fields), "<i8").astype(np.int64)
-                    yield keys, np.frombuffer(b"".join(fields.values()), "<f4").reshape(len(keys), -1)
+                    yield self._rows_of(table, fields)
 
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See EmbeddingStore. The mark of each row is set as well, before the row itself; then room is made."""
@@ -155,7 +124,7 @@ class RedisStore(BoundStore):
             rows = layout.row_fields(keys[part], vectors[part].astype("<f4", copy=False))
             writes.append(self._mark_new(tag, partition, keys[part]))
             writes.append(Write(b"HSET", layout.rows_name(tag, partition), rows, 2))
-        self._run(writes, self._read_numbers)
+        self._client.run(writes, self._read_numbers)
         self._make_room(table, keys)
 
     def insert_absent(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
@@ -168,23 +137,23 @@ class RedisStore(BoundStore):
             head = layout.command_head(b"HSETNX", name, num_fields=2)
             rows = layout.row_fields(keys[part], vectors[part].astype("<f4", copy=False), before=head)
             writes += [self._mark_new(tag, partition, keys[part]), WriteAbsent(name, rows)]
-        self._run(writes, self._read_numbers)
+        self._client.run(writes, self._read_numbers)
         self._make_room(table, keys)
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         """See EmbeddingStore."""
         tag = self.namespace.tag(table)
-        writes = []
+        writes: list[Write] = []
         for partition, part in self._parts(table, keys):
             fields = layout.key_fields(keys[part])
             writes.append(Write(b"HDEL", layout.rows_name(tag, partition), fields, 1))
             writes.append(Write(b"HDEL", layout.times_name(tag, partition), fields, 1))
-        self._run(writes, self._read_numbers)
+        self._client.run(writes, self._read_erased)
 
     def clear(self, table: str) -> None:
         """See EmbeddingStore. Redis frees the memory in its own background."""
         names = self._names(table, layout.rows_name) + self._names(table, layout.times_name)
-        self._pipeline([("UNLINK", name) for name in (*names, layout.note_name(self.namespace.tag(table)))])
+        self._replies([("UNLINK", name) for name in (*names, layout.note_name(self.namespace.tag(table)))])
 
     def touch(self, table: str, keys: NDArray[np.int64]) -> None:
         """Set the time of these keys, or with `evict_least_used` add up their uses, one for each time they are named.
@@ -195,12 +164,12 @@ class RedisStore(BoundStore):
         unique, counts = np.unique(keys, return_counts=True)
         if self._overflow is None or not self._overflow.counts_uses:
             writes = [set_times(tag, partition, unique[part]) for partition, part in self._parts(table, unique)]
-            return self._run(writes, self._read_numbers)
+            return self._client.run(writes, self._read_numbers)
         for partition, part in self._parts(table, unique):
             name, fields = layout.times_name(tag, partition), [key.tobytes() for key in unique[part]]
-            [marks] = self._pipeline([("HMGET", name, *fields)])
+            [marks] = self._replies([("HMGET", name, *fields)])
             uses = [b"%d" % (num_uses(m) + n) for m, n in zip(marks, counts[part].tolist(), strict=True)]
-            self._pipeline([("HSET", name, *chain.from_iterable(zip(fields, uses, strict=True)))])
+            self._replies([("HSET", name, *chain.from_iterable(zip(fields, uses, strict=True)))])
         return None
 
     def versions(self) -> set[str]:
@@ -210,25 +179,23 @@ class RedisStore(BoundStore):
     def remove_versions(self, versions: Collection[str]) -> int:
         """See EmbeddingStore. Looks through the whole key space; Redis frees the memory in its own background."""
         tags = set()
-        with self._servers.client() as client:
-            for name, tag, version in self._hashes_of_versions():
-                if version in versions:
-                    tags.add(tag)
-                    client.unlink(name)
-            for tag in tags:
-                client.unlink(layout.note_name(tag))
+        for name, tag, version in self._hashes_of_versions():
+            if version in versions:
+                tags.add(tag)
+                self._replies([("UNLINK", name)])
+        for tag in tags:
+            self._replies([("UNLINK", layout.note_name(tag))])
         return len(tags)
 
     def _hashes_of_versions(self) -> Iterator[tuple[bytes, str, str]]:
         """Name, tag and version of every hash of this model's versions."""
         self._refuse_if_closed()
         pattern = "hps_et{" + _GLOB.sub(r"\\\g<0>", f"hps_et.{self.namespace.model}@") + "*}[vt]"
-        with self._servers.client() as client:
-            for name in client.scan_iter(match=pattern, count=SCAN_STEP):
-                parts = layout.split_name(name)
-                version = None if parts is None else self.namespace.version_of(parts[0])
-                if parts is not None and version is not None:
-                    yield name, parts[0], version
+        for name in self._client.scan(pattern):
+            parts = layout.split_name(name)
+            version = None if parts is None else self.namespace.version_of(parts[0])
+            if parts is not None and version is not None:
+                yield name, parts[0], version
 
     def _mark_new(self, tag: str, partition: int, keys: NDArray[np.int64]) -> Write | WriteAbsent:
         """The command that marks rows which are just being inserted: with the time, or as used once."""
@@ -242,12 +209,12 @@ class RedisStore(BoundStore):
         """Evict rows from those partitions of these keys that hold more than they may."""
         if self._overflow is not None:
             partitions = sorted({partition for partition, _ in self._parts(table, keys)})
-            Eviction(self._overflow, self._pipeline).make_room(self.namespace.tag(table), partitions)
+            Eviction(self._overflow, self._replies).make_room(self.namespace.tag(table), partitions)
 
     def check(self) -> None:
         """See EmbeddingStore. Asks every node that has rows; others may have filled it since we last heard of it."""
         self._refuse_if_closed()
-        self._servers.ping()
+        self._client.ping()
         if "partitions" not in self.url.options:
             self._certain.clear()
             self._doubtful, self._next_probe = set(self._partitionings), 0.0
@@ -266,23 +233,22 @@ class RedisStore(BoundStore):
         """
         self._refuse_if_closed()
         with suppress(StoreError):
-            return self._servers.run_ids()
+            return self._client.run_ids()
         return ""
 
     def note(self, table: str) -> str | None:
         """See EmbeddingStore."""
-        text = self._pipeline([("GET", layout.note_name(self.namespace.tag(table)))])[0]
+        text = self._replies([("GET", layout.note_name(self.namespace.tag(table)))])[0]
         return None if text is None else text.decode(errors="replace")
 
     def set_note(self, table: str, text: str) -> None:
         """See EmbeddingStore."""
-        self._pipeline([("SET", layout.note_name(self.namespace.tag(table)), text.encode())])
+        self._replies([("SET", layout.note_name(self.namespace.tag(table)), text.encode())])
 
     def close(self) -> None:
         """Close all connections; calls under way may fail."""
         self._closed = True
-        self._pool.close()
-        self._servers.close()
+        self._client.close()
 
     def __repr__(self) -> str:
         return f"<RedisStore {str(self.url)!r} [{self.namespace}, {len(self._embedding_dims)} tables]>"
@@ -298,13 +264,8 @@ class RedisStore(BoundStore):
     def _probe(self, table: str) -> layout.Partitioning:
         """Tell the partitioning from rows; where they fit several, that which has been used stays if it is one."""
         tag = self.namespace.tag(table)
-        names = [layout.rows_name(tag, p) for p in range(layout.MAX_PROBED_PARTITIONS)]
-        replies = self._pipeline([("HSCAN", name, 0, "COUNT", _PROBE_FIELDS) for name in names])
-        samples = {p: list(rows) for p, (_, rows) in enumerate(replies) if rows}
-        wrong = next((key for keys in samples.values() for key in keys if len(key) != 8), None)
-        if wrong is not None:
-            raise StoreError(f"table {tag!r} in {str(self.url)!r} has a key of {len(wrong)} bytes, expected 8 (int64)")
-        fitting = layout.fitting_partitionings(samples)
+        samples = self._samples(table)
+        fitting = layout.fitting_partitionings(samples) or layout.fitting_partitionings(samples, _MAX_MISPLACED)
         if not fitting:
             raise StoreError(
                 f"table {tag!r} in {str(self.url)!r}: its rows fit no number of partitions up to"
@@ -316,13 +277,41 @@ class RedisStore(BoundStore):
         partitioning = self._partitionings[table] = used if used in fitting else fitting[0]
         return partitioning
 
-    def _refuse_other_widths(self, table: str, fields: Mapping[bytes, bytes], row_bytes: int) -> None:
-        other = next(((k, r) for k, r in fields.items() if len(k) != 8 or len(r) != row_bytes), None)
-        if other is not None:
-            raise StoreError(
-                f"table {table!r} in {str(self.url)!r} has a key of {len(other[0])} bytes with a row of"
-                f" {len(other[1])}, expected 8 and {row_bytes}"
-            )
+    def _samples(self, table: str) -> dict[int, list[bytes]]:
+        """Some keys of each partition that has any."""
+        tag = self.namespace.tag(table)
+        names = [layout.rows_name(tag, p) for p in range(layout.MAX_PROBED_PARTITIONS)]
+        replies = self._scan_steps(table, [(name, 0) for name in names], _PROBE_FIELDS)
+        samples = {p: list(rows) for p, (_, rows) in enumerate(replies) if rows}
+        lengths = {len(key) for keys in samples.values() for key in keys}
+        if lengths and 8 not in lengths:
+            raise StoreError(f"table {tag!r} in {str(self.url)!r} has keys of {min(lengths)} bytes, expected 8 (int64)")
+        whole = {p: [key for key in keys if len(key) == 8] for p, keys in samples.items()}
+        return {p: keys for p, keys in whole.items() if keys}
+
+    def _scan_steps(
+        self, table: str, cursors: Sequence[tuple[bytes, int]], count: int
+    ) -> list[tuple[int, dict[bytes, bytes]]]:
+        """One step of a scan of each hash: the next cursor and some fields. What is no hash has none; it is counted."""
+        replies = self._replies([("HSCAN", name, cursor, "COUNT", count) for name, cursor in cursors], lenient=True)
+        steps: list[tuple[int, dict[bytes, bytes]]] = []
+        for (name, _), reply in zip(cursors, replies, strict=True):
+            if isinstance(reply, WrongTypeError):
+                self._malformed.add(self, table, f"{name.decode(errors='replace')} is no hash")
+                steps.append((0, {}))
+            else:
+                steps.append(layout.scanned(reply))
+        return steps
+
+    def _rows_of(self, table: str, fields: Mapping[bytes, bytes]) -> Rows:
+        """The fields that are keys and rows; others are counted."""
+        row_bytes = 4 * self.embedding_dim(table)
+        good = {key: row for key, row in fields.items() if len(key) == 8 and len(row) == row_bytes}
+        for key in fields.keys() - good.keys():
+            what = f"key {int.from_bytes(key, 'little', signed=True)}" if len(key) == 8 else f"field {key[:32]!r}"
+            self._malformed.add(self, table, f"{what} has {len(fields[key])} bytes, expected {row_bytes}")
+        keys = np.frombuffer(b"".join(good), "<i8").astype(np.int64)
+        return keys, np.frombuffer(b"".join(good.values()), "<f4").reshape(len(keys), row_bytes // 4)
 
     def _names(self, table: str, name: Callable[[str, int], bytes]) -> list[bytes]:
         return [name(self.namespace.tag(table), p) for p in range(self.num_partitions(table))]
@@ -337,7 +326,7 @@ class RedisStore(BoundStore):
                 yield partition, order[first : min(first + step, end)]
 
     def _keys_per_command(self, table: str) -> int:
-        return max(1, _BYTES_PER_BATCH // (4 * self.embedding_dim(table)))
+        return max(1, BYTES_PER_BATCH // (4 * self.embedding_dim(table)))
 
     def _reads(self, request: FetchRequest, found: NDArray[np.bool_]) -> Iterator[Read]:
         table, keys, out = request
@@ -347,8 +336,7 @@ class RedisStore(BoundStore):
             return
         tag, step = self.namespace.tag(table), self._keys_per_command(table)
         order, commands, wire = layout.hmgets(tag, np.ascontiguousarray(keys), self._partitioning(table), max_keys=step)
-        has_one_connection = not self.url.is_cluster and self._num_connections == 1
-        commands_per_read = max(1, step * len(commands) // len(keys)) if has_one_connection else 1
+        commands_per_read = max(1, step * len(commands) // len(keys)) if self._has_one_connection else 1
         sent = 0
         for first in range(0, len(commands), commands_per_read):
             part = commands[first : first + commands_per_read]
@@ -356,79 +344,68 @@ class RedisStore(BoundStore):
             yield Read(tag, request, found, order, part, wire[sent:wire_end])
             sent = wire_end
 
-    def _run(self, commands: Sequence[Any], read: _Reader) -> None:
-        """Run commands on the servers that have their hashes; again where these have changed, for doing any of our
-        commands twice does no harm.
-        """
-        deadline = Deadline(self._timeout_ms)
-        for attempt in range(_MAX_ATTEMPTS):
-            try:
-                return self._send_and_read(commands, read, deadline)
-            except DisconnectedError:
-                if attempt == _MAX_ATTEMPTS - 1:
-                    raise
-            except RedirectedError:
-                if attempt > 0:
-                    break  # a slot on its way between two nodes; the package knows how to ask both
-            self._pool.close_idle()
-            self._servers.refresh()
-        with self._servers.client() as client:
-            for command in commands:
-                command.run(client)
-        return None
+    def _read_rows(self, connection: RedisConnection, reads: Sequence[Read], deadline: Deadline) -> None:
+        replies = [read.replies() for read in reads]
 
-    def _send_and_read(self, commands: Sequence[Any], read: _Reader, deadline: Deadline) -> None:
-        """Keep the servers busy with some batches while the replies to earlier ones are read."""
-        under_way: deque[tuple[RedisConnection, list[Any]]] = deque()
-        num_bytes = 0
-        with self._pool.borrow(deadline) as connections:
-            for (address, lane), batch in self._batches(commands):
-                connection = connections.take(address, lane)
-                connection.send(b"".join([command.payload() for command in batch]), deadline)
-                under_way.append((connection, batch))
-                num_bytes += _num_bytes(batch)
-                while num_bytes > _BYTES_UNDER_WAY:
-                    first_connection, first = under_way.popleft()
-                    num_bytes -= _num_bytes(first)
-                    read(first_connection, first, deadline)
-            for connection, batch in under_way:
-                read(connection, batch, deadline)
+        def on_malformed(reply: int, key: int | None, found_bytes: int) -> None:
+            read, command = [(read, c) for read in reads for c in range(len(read.commands))][reply]
+            self._pass_over(read, command, key, found_bytes)
 
-    def _batches(self, commands: Sequence[Any]) -> Iterator[tuple[tuple[Address, int], list[Any]]]:
-        """Commands for the same connection, as many as are worth sending together.
-
-        All commands of a partition take the same connection, for they must be done in their order.
-        """
-        batches: dict[tuple[Address, int], tuple[list[Any], int]] = {}
-        for command in commands:
-            partition = command.name[:-1]  # without the `v` or `t` that its two hashes differ by
-            where = self._servers.address(command.name), zlib.crc32(partition) % self._num_connections
-            batch, num_bytes = batches.get(where, ([], 0))
-            batch.append(command)
-            batches[where] = batch, num_bytes + command.num_bytes
-            if len(batch) == _COMMANDS_PER_BATCH or num_bytes + command.num_bytes >= _BYTES_PER_BATCH:
-                yield where, batches.pop(where)[0]
-        yield from ((where, batch) for where, (batch, _) in batches.items())
+        connection.read_rows(replies[0] if len(replies) == 1 else np.concatenate(replies), deadline, on_malformed)
 
     @staticmethod
-    def _read_rows(connection: RedisConnection, reads: Sequence[Read], deadline: Deadline) -> None:
-        replies = [read.replies() for read in reads]
-        tables = [read.request.table for read, expected in zip(reads, replies, strict=True) for _ in expected]
-        connection.read_rows(replies[0] if len(replies) == 1 else np.concatenate(replies), tables, deadline)
+    def _read_erased(connection: RedisConnection, writes: Sequence[Write], deadline: Deadline) -> None:
+        """What is no hash has no rows that could be left."""
+        for reply in connection.read_replies(len(writes), deadline):
+            if isinstance(reply, HotrowError) and not isinstance(reply, WrongTypeError):
+                raise reply
+
+    def _pass_over(self, read: Read, command: int, key: int | None, found_bytes: int) -> None:
+        """Count what is malformed as missing: one key of a command, or all of them where there is no hash."""
+        table, keys, out = read.request
+        partition, begin, end, _ = read.commands[command].tolist()
+        if key is not None:
+            number = int(keys[read.order[begin + key]])
+            self._malformed.add_row(self, table, number, found_bytes, 4 * out.shape[1])
+            return
+        read.found[read.order[begin:end]] = False
+        name = layout.rows_name(read.tag, partition).decode(errors="replace")
+        self._malformed.add(self, table, f"{name} is no hash", end - begin)
 
     @staticmethod
     def _read_numbers(connection: RedisConnection, writes: Sequence[Write | WriteAbsent], deadline: Deadline) -> None:
         connection.read_lines(sum(write.num_replies for write in writes), deadline)
 
-    def _pipeline(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Run rare commands through the `redis` package, in one go."""
+    def _replies(self, commands: Sequence[tuple[bytes | str | int, ...]], *, lenient: bool = False) -> list[Any]:
+        """See RedisClient.replies."""
         self._refuse_if_closed()
-        with self._servers.client() as client, client.pipeline(transaction=False) as pipeline:
-            for command in commands:
-                pipeline.execute_command(*command)
-            replies: list[Any] = pipeline.execute()
-            return replies
+        return self._client.replies(commands, lenient=lenient)
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
             raise SessionClosedError(f"{self!r} has been closed")
+
+
+def list_redis_tables(url: StoreUrl, *, timeout_ms: int) -> list[StoredTable]:
+    """All tables of all models in a Redis; looks through its whole key space, in small steps."""
+    client = RedisClient(url, timeout_ms)
+    counts: dict[str, int] = {}
+    widths: dict[str, int] = {}
+    try:
+        for name in client.scan("hps_et{*}v"):
+            parts = layout.split_name(name)
+            if parts is not None:
+                num_rows, widths[parts[0]] = _rows_and_bytes(client, name)
+                counts[parts[0]] = counts.get(parts[0], 0) + num_rows
+    finally:
+        client.close()
+    return [StoredTable(tag, counts[tag], widths[tag] // 4) for tag in sorted(counts)]
+
+
+def _rows_and_bytes(client: RedisClient, name: bytes) -> tuple[int, int]:
+    """How many rows a hash has, and how many bytes one of them."""
+    try:
+        scan, count = client.replies([("HSCAN", name, 0, "COUNT", 1), ("HLEN", name)])
+    except WrongTypeError as error:
+        raise StoreError(f"{name!r}, which is named as a table's rows: {error}") from None
+    return int(count), len(next(iter(layout.scanned(scan)[1].values()), b""))

@@ -7,15 +7,15 @@ its process dies; what the note of a table vouches for survives the machine as w
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import shutil
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -129,12 +129,21 @@ class RocksDbStore(BoundStore):
         items = family.items()
         while True:
             with translated(self.path):
-                batch = list(islice(items, max(1, SCAN_BYTES // row_bytes)))
+                batch = list(itertools.islice(items, max(1, SCAN_BYTES // row_bytes)))
             if not batch:
                 return
-            vectors = np.empty((len(batch), row_bytes // 4), np.float32)
-            self._place(table, [row for _, row in batch], vectors)
-            yield np.frombuffer(b"".join(key for key, _ in batch), "<i8").astype(np.int64), vectors
+            yield self._rows_of(table, batch)
+
+    def _rows_of(self, table: str, items: Sequence[tuple[bytes, bytes]]) -> Rows:
+        """Those that are keys and rows; other keys are counted here, other rows where they are placed."""
+        good = [(key, row) for key, row in items if len(key) == 8]
+        if len(good) < len(items):
+            num_other = len(items) - len(good)
+            self._malformed.add(self, table, f"{num_other} keys have not the 8 bytes of an int64", num_other)
+        keys = np.frombuffer(b"".join(key for key, _ in good), "<i8").astype(np.int64)
+        vectors = np.empty((len(keys), self.embedding_dim(table)), np.float32)
+        found = self._place(table, keys, [row for _, row in good], vectors)
+        return keys[found], vectors[found]
 
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See EmbeddingStore."""
@@ -346,25 +355,23 @@ class RocksDbStore(BoundStore):
     def _fetch(self, table: str, family: Any, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
         with translated(self.path):
             rows = family.get(_as_bytes(keys))
-        return self._place(table, rows, out)
+        return self._place(table, keys, rows, out)
 
-    def _place(self, table: str, rows: list[bytes | None], out: NDArray[np.float32]) -> NDArray[np.bool_]:
-        """Write the rows that are there to their places in `out`; returns which they are."""
-        present = [row for row in rows if row is not None]
+    def _place(
+        self, table: str, keys: NDArray[np.int64], rows: list[bytes | None], out: NDArray[np.float32]
+    ) -> NDArray[np.bool_]:
+        """Write the rows that are there to their places in `out`; returns which they are. Counts malformed ones."""
         expected = 4 * out.shape[1]
-        widths = set(map(len, present))
-        if widths - {expected}:
-            widths.discard(expected)
-            raise StoreError(
-                f"table {table!r} in the RocksDB at {str(self.path)!r} has a row of {min(widths)} bytes,"
-                f" expected {expected} ({out.shape[1]} float32)"
-            )
-        vectors = np.frombuffer(b"".join(present), "<f4").reshape(len(present), out.shape[1])
-        if len(present) == len(rows):
+        good = [row is not None and len(row) == expected for row in rows]
+        vectors = np.frombuffer(b"".join(itertools.compress(rows, good)), "<f4").reshape(-1, out.shape[1])  # type: ignore[arg-type]
+        if len(vectors) == len(rows):
             out[:] = vectors
             return np.ones(len(rows), np.bool_)
-        found = np.array([row is not None for row in rows], np.bool_)
+        found = np.array(good, np.bool_)
         out[found] = vectors
+        for key, row in itertools.compress(zip(keys, rows, strict=True), ~found):
+            if row is not None:
+                self._malformed.add_row(self, table, int(key), len(row), expected)
         return found
 
     def _refuse_if_closed(self) -> None:

@@ -273,7 +273,7 @@ class ParameterServer:
                         if error is not None and not tier.volatile:
                             raise error
                         if error is not None:
-                            tier.leave_out(table, keys, error)
+                            tier.miss_write(table, keys, error)
             finally:
                 # Rows that were fetched before this are not to be promoted after it, and keys that were asked for
                 # before it not to be remembered as unknown.

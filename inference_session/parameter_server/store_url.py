@@ -191,6 +191,6 @@ def list_tables(url: str | StoreUrl, *, timeout_ms: int = 30_000) -> list[Stored
         from inference_session.parameter_server.rocksdb_store import list_rocksdb_tables
 
         return list_rocksdb_tables(Path(url.path))
-    from inference_session.parameter_server.redis_servers import list_redis_tables
+    from inference_session.parameter_server.redis_store import list_redis_tables
 
     return list_redis_tables(url, timeout_ms=timeout_ms)

@@ -160,6 +160,15 @@ class Tier:
             _log.warning("tier %s of the parameter server takes no rows at present: %s", self.name, error)
         return error is None
 
+    def miss_write(self, table: str, keys: NDArray[np.int64], error: HotrowError) -> None:
+        """Newer rows of these keys could not be written. Drop the older ones; where that fails as well, serve nothing
+        from here. Must be called while nobody else writes.
+        """
+        if isinstance(error, StoreError) and self.attempt(lambda store: store.erase(table, keys)) is None:
+            self.report(error)
+        else:
+            self.leave_out(table, keys, error)
+
     def leave_out(self, table: str, keys: NDArray[np.int64], error: HotrowError) -> None:
         """Serve nothing from here, as it has older rows of these keys. Must be called while nobody else writes."""
         self._remember_unwritten(table, keys)
@@ -185,4 +194,5 @@ class Tier:
         """What `ParameterServer.stats` says of the tier."""
         names = ("failure", "hits", "misses", "skipped", "failures", "outages", "promoted", "touched")
         with self._lock:
-            return {name: getattr(self, name) for name in names}
+            counters = {name: getattr(self, name) for name in names}
+        return counters | {"malformed": self.store.num_malformed}

@@ -40,6 +40,11 @@ class WrapperStore(EmbeddingStore):
         """See EmbeddingStore."""
         return self.store.lags
 
+    @property
+    def num_malformed(self) -> int:
+        """See EmbeddingStore."""
+        return self.store.num_malformed
+
     def embedding_dim(self, table: str) -> int:
         """See EmbeddingStore."""
         return self.store.embedding_dim(table)

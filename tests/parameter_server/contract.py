@@ -364,6 +364,69 @@ class StoreContract(ReadContract):
         check()
 
 
+class SharedStoreContract(StoreContract):
+    """What a store must do that others write to as they please: they may put anything under a key."""
+
+    ODD_BYTES = (0, 1, 12, 15, 17, 20, 512, 3_000_000)
+    """Lengths of values that are no rows of `user`, whose rows have 16 bytes."""
+
+    def put_odd(self) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.bool_]]:
+        """Put rows of `user`, some of them malformed; gives keys, rows, and which of them are well."""
+        keys, vectors = random_keys(300), random_vectors(300, 4)
+        is_good = np.ones(300, np.bool_)
+        is_good[np.random.default_rng(7).choice(300, 3 * len(self.ODD_BYTES), replace=False)] = False
+        lengths = iter(self.ODD_BYTES * 3)
+        for key, vector, good in zip(keys.tolist(), vectors, is_good, strict=True):
+            self.put("user", key, vector.tobytes() if good else b"x" * next(lengths))
+        return keys, vectors, is_good
+
+    def test_a_malformed_value_concerns_its_key_only(
+        self, store: EmbeddingStore, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """It counts as missing and is counted; the log names table and key, once. All other rows are found."""
+        keys, vectors, is_good = self.put_odd()
+        self.put("odd", 1, np.float32(3).tobytes())
+        store.refresh()
+
+        requests = [FetchRequest("user", keys, np.full((300, 4), -7777, np.float32))]
+        requests.append(FetchRequest("odd", keys_of(1), np.zeros((1, 1), np.float32)))
+        found, other = store.fetch_many(requests)
+
+        np.testing.assert_array_equal(found, is_good)
+        assert_same_bits(requests[0].out[is_good], vectors[is_good])
+        assert (requests[0].out[~is_good] == -7777).all()
+        assert other.all()
+        assert store.num_malformed == (~is_good).sum()
+        [said] = [record.message for record in caplog.records if "counts as missing" in record.message]
+        assert "'user'" in said
+        assert any(f"key {key} has a row of" in said for key in keys[~is_good].tolist())
+        fetch(store, "user", keys)
+        assert store.num_malformed == 2 * (~is_good).sum()
+        assert caplog.text.count("counts as missing") == 1
+
+    def test_a_scan_passes_over_malformed_values(self, store: EmbeddingStore) -> None:
+        """All other rows come, and no piece of what is no row."""
+        keys, vectors, is_good = self.put_odd()
+        store.refresh()
+
+        batches = list(store.scan("user"))
+
+        rows = {key: row.tobytes() for part, some in batches for key, row in zip(part.tolist(), some, strict=True)}
+        assert rows == {key: row.tobytes() for key, row in zip(keys[is_good].tolist(), vectors[is_good], strict=True)}
+        assert store.num_malformed == (~is_good).sum()
+
+    def test_a_malformed_value_is_replaced_by_a_row(self, store: EmbeddingStore) -> None:
+        """What is written to its key is found from then on."""
+        self.put("user", 5, b"short")
+        store.refresh()
+        assert not fetch(store, "user", keys_of(5))[0].any()
+        vectors = random_vectors(1, 4)
+        store.insert("user", keys_of(5), vectors)
+        found, out = fetch(store, "user", keys_of(5))
+        assert found.all()
+        assert_same_bits(out, vectors)
+
+
 CALLS = st.lists(
     st.tuples(
         st.sampled_from(["insert", "erase", "fetch"]),

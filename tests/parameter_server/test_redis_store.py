@@ -21,13 +21,12 @@ from numpy.typing import NDArray
 from inference_session.errors import ConfigurationError, StoreError, UnavailableError
 from inference_session.parameter_server import redis_layout as layout
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.redis_servers import list_redis_tables
-from inference_session.parameter_server.redis_store import RedisStore
+from inference_session.parameter_server.redis_store import RedisStore, list_redis_tables
 from inference_session.parameter_server.store_url import StoreUrl, create_store
 from tests.parameter_server.contract import (
     DIMS,
     EXTREMES,
-    StoreContract,
+    SharedStoreContract,
     assert_same_bits,
     fetch,
     keys_of,
@@ -112,7 +111,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-class RedisContract(StoreContract):
+class RedisContract(SharedStoreContract):
     """The contract, with plain `redis` clients as the way past the store."""
 
     PARTITIONS = 8
@@ -340,31 +339,60 @@ def test_tables_of_a_server_are_listed(server: RedisServer, cluster: RedisCluste
         assert "hps_et.listed@3.odd" not in tables
 
 
-def test_rows_of_another_width_are_refused(server: RedisServer, cluster: RedisClusterServers) -> None:
-    """A row that is longer or shorter than the table's is an error naming table and widths, and no vector."""
+def test_another_models_rows_are_not_answered(
+    server: RedisServer, cluster: RedisClusterServers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where all rows have another width none is found, all are counted, and the log tells both widths."""
     for place in (server, cluster):
         namespace = Namespace(f"widths{next(_numbers)}")
         with create_store(place.url, namespace, {"user": 3}, timeout_ms=PATIENCE_MS) as other:
             other.insert("user", keys_of(1, 2, 3), random_vectors(3, 3))
         with open_store(place.url, namespace) as store:
-            with pytest.raises(StoreError, match=r"'user'.*row of 12 bytes, expected 16"):
-                fetch(store, "user", keys_of(1, 2, 3))
-            assert not fetch(store, "wide", keys_of(1))[0].any()
+            assert not fetch(store, "user", keys_of(1, 2, 3, 4))[0].any()
+            assert store.num_malformed == 3
+            assert "has a row of 12 bytes, expected 16 (4 float32)" in caplog.text
 
 
-def test_a_key_of_another_type_under_our_name_is_an_error(server: RedisServer) -> None:
-    """WRONGTYPE is passed on, and does not harm the next call."""
-    with server.client() as client, open_store(f"{server.url}?partitions=1", Namespace("wrongtype")) as store:
-        client.set(layout.rows_name("hps_et.wrongtype.user", 0), "a string")
-        for call in (
-            lambda: fetch(store, "user", keys_of(1)),
-            lambda: store.insert("user", keys_of(1), random_vectors(1, 4)),
-            lambda: store.num_rows("user"),
-        ):
+def test_a_name_of_another_type_concerns_its_partition_only(server: RedisServer, cluster: RedisClusterServers) -> None:
+    """Where a list lies in the place of a hash its keys are missing, and can be erased, but not written."""
+    keys, vectors = random_keys(400), random_vectors(400, 4)
+    for place, options in ((server, ""), (server, "?partitions=8"), (cluster, "")):
+        namespace = Namespace(f"wrongtype{next(_numbers)}")
+        with open_store(place.url + options, namespace) as store:
+            store.insert("user", keys, vectors)
+            name = layout.rows_name(namespace.tag("user"), 5)
+            store._client.replies([("UNLINK", name), ("RPUSH", name, "a", "b")])
+
+        with open_store(place.url + options, namespace) as store:
+            is_gone = np.array([partition_in_plain_python(key, 8) == 5 for key in keys.tolist()])
+            found, out = fetch(store, "user", keys)
+            np.testing.assert_array_equal(found, ~is_gone)
+            assert_same_bits(out[found], vectors[found])
+            assert store.num_malformed >= is_gone.sum()
+            assert sum(len(part) for part, _ in store.scan("user")) == (~is_gone).sum()
+            store.erase("user", keys[:200])
+            np.testing.assert_array_equal(fetch(store, "user", keys)[0], ~is_gone & (np.arange(400) >= 200))
             with pytest.raises(StoreError, match="WRONGTYPE"):
-                call()
-        store.insert("odd", keys_of(1), np.ones((1, 1), np.float32))
-        assert fetch(store, "odd", keys_of(1))[1].item() == 1
+                store.insert("user", keys, vectors)
+            with pytest.raises(StoreError, match="WRONGTYPE"):
+                store.num_rows("user")
+
+
+def test_fields_that_others_put_among_the_rows_hide_no_table(server: RedisServer) -> None:
+    """Keys of another length or in another partition than theirs keep nobody from telling how rows are spread."""
+    keys, vectors = random_keys(500), random_vectors(500, 4)
+    namespace = Namespace(f"stray{next(_numbers)}")
+    with open_store(f"{server.url}?partitions=5", namespace) as writer, server.client() as client:
+        writer.insert("user", keys, vectors)
+        for partition in (0, 3, 60):
+            name = layout.rows_name(namespace.tag("user"), partition)
+            client.hset(name, "not a key of eight bytes", b"x")
+            client.hset(name, packed(4711), vectors[0].tobytes())
+    with open_store(server.url, namespace) as store:
+        found, out = fetch(store, "user", keys)
+        assert found.all()
+        assert_same_bits(out, vectors)
+        assert store.num_partitions("user") == 5
 
 
 def finds(store: RedisStore, keys: NDArray[np.int64], table: str = "user") -> bool:

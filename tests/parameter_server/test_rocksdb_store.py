@@ -21,7 +21,7 @@ from inference_session.parameter_server.rocksdb_database import translated
 from inference_session.parameter_server.rocksdb_store import RocksDbStore, list_rocksdb_tables
 from tests.parameter_server.contract import (
     DIMS,
-    StoreContract,
+    SharedStoreContract,
     assert_same_bits,
     fetch,
     keys_of,
@@ -39,7 +39,7 @@ def open_store(
     return RocksDbStore(path, namespace, DIMS, writable=writable)
 
 
-class TestRocksDb(StoreContract):
+class TestRocksDb(SharedStoreContract):
     """The writer. Past it: rows are put by the handle inside, and read by a plain secondary."""
 
     @pytest.fixture
@@ -274,14 +274,16 @@ def test_tables_of_a_database_are_listed(tmp_path: Path) -> None:
     assert list_rocksdb_tables(tmp_path) == expected
 
 
-def test_rows_of_another_width_are_refused(tmp_path: Path) -> None:
-    """A row that is longer or shorter than the table's is an error naming table and widths."""
-    with RocksDbStore(tmp_path, NAMESPACE, {"user": 3}, writable=True) as other:
-        other.insert("user", keys_of(1, 2), random_vectors(2, 3))
+def test_keys_of_another_length_are_passed_over(tmp_path: Path) -> None:
+    """A scan comes by them, and counts them."""
     with open_store(tmp_path) as store:
-        with pytest.raises(StoreError, match=r"'user'.*12 bytes, expected 16"):
-            fetch(store, "user", keys_of(1, 2, 3))
-        assert not fetch(store, "user", keys_of(3))[0].any()
+        vectors = random_vectors(2, 4)
+        store.insert("user", keys_of(1, 2), vectors)
+        store._families["user"].put(b"abc", vectors[0].tobytes())
+        [(keys, rows)] = list(store.scan("user"))
+        assert keys.tolist() == [1, 2]
+        assert_same_bits(rows, vectors)
+        assert store.num_malformed == 1
 
 
 def test_damage_is_an_error_and_never_a_row(tmp_path: Path) -> None:
