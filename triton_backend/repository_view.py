@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -96,22 +97,28 @@ class RepositoryView:
             if not target.exists():
                 target.symlink_to(source)
             return
-        target.unlink(missing_ok=True)
-        target.mkdir()
+        staged = self._staged(target.name)
+        staged.mkdir()
+        (staged / CONFIG_FILE).write_text(self._adapted(source, staged), encoding="utf-8")
+        _put_in_place(staged, target)
         self._configs[target.name] = LeasedFile(
             target / CONFIG_FILE, source / CONFIG_FILE, lambda: self._adapted(source, target)
         )
 
     def _remove(self, name: str) -> None:
         """The user's files are behind links, which are not followed."""
-        target = self._folder / name
+        removed = self._staged(name)
+        (self._folder / name).rename(removed)
         if config := self._configs.pop(name, None):
             config.close()
-            for entry in target.iterdir():
-                entry.unlink()
-            target.rmdir()
-        else:
-            target.unlink()
+        _delete(removed)
+
+    def _staged(self, name: str) -> Path:
+        """Where a model folder is made and deleted, out of Triton's sight, with nothing left of a failed attempt."""
+        folder = self._folder.with_name(f"{self._folder.name}.staged")
+        folder.mkdir(exist_ok=True)
+        _delete(folder / name)
+        return folder / name
 
     def _adapted(self, source: Path, target: Path) -> str:
         """The text of config.pbtxt as it is to be; the links beside it are brought up to date on the way."""
@@ -127,6 +134,33 @@ class RepositoryView:
             self.moved_to_cpu.add(target.name)
         _join_requests(config)
         return text_format.write(config)
+
+
+def _put_in_place(staged: Path, target: Path) -> None:
+    """Let a folder appear in one step, where nothing is or a link: Triton must not find a model without its files."""
+    if not target.is_symlink():
+        staged.rename(target)
+    elif _exchange(staged, target):
+        staged.unlink()
+    else:
+        target.unlink()
+        staged.rename(target)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one step; False: this file system, or this kernel, cannot."""
+    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(ctypes.CDLL(None).renameat2(here, os.fsencode(one), here, os.fsencode(other), swap) == 0)
+
+
+def _delete(path: Path) -> None:
+    """Delete a link, or a folder of links and files."""
+    if path.is_dir() and not path.is_symlink():
+        for entry in path.iterdir():
+            entry.unlink()
+        path.rmdir()
+    else:
+        path.unlink(missing_ok=True)
 
 
 def has_gpu() -> bool:

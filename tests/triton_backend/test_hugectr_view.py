@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -118,13 +119,40 @@ def test_a_configuration_may_come_long_after_its_folder(view: RepositoryView, re
         assert config_of(tmp_path / "view" / name)["instance_group"] == [{"count": ["2"], "kind": ["KIND_CPU"]}]
 
 
+def test_a_model_is_never_seen_half_made(view: RepositoryView, repository: Path, tmp_path: Path) -> None:
+    """While its backend becomes one of ours, each look finds a configuration and the versions."""
+    models = [tmp_path / "view" / f"model_{number}" for number in range(30)]
+    for model in models:
+        shutil.copytree(repository / "other", repository / model.name)
+        wait_until(model.is_symlink, "the folder to be seen")
+    states: list[tuple[bool, bool]] = []
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            states.extend(((model / "config.pbtxt").exists(), (model / "1").is_dir()) for model in models)
+
+    with ThreadPoolExecutor(1) as thread:
+        looking = thread.submit(look)
+        try:
+            for model in models:
+                shutil.copy2(repository / "ctr/config.pbtxt", repository / model.name / "config.pbtxt")
+                wait_until(lambda model=model: not model.is_symlink(), "the change to be seen")  # type: ignore[misc]
+        finally:
+            done.set()
+        looking.result()
+
+    assert set(states) == {(True, True)}
+
+
 def test_a_full_disk_makes_nobody_wait(view: RepositoryView, repository: Path, tmp_path: Path) -> None:
     """Where no file can be made beside the one that is read, he who reads gets what is true, at once."""
     obstacle = tmp_path / "view/ctr/.tmp-config.pbtxt"
 
     def write(number: int) -> None:
         text = CONFIG.replace("max_batch_size: 64", f"max_batch_size: {number}")
-        (repository / "ctr/config.pbtxt").write_text(text, encoding="utf-8")
+        (repository / "ctr/.next").write_text(text, encoding="utf-8")
+        (repository / "ctr/.next").replace(repository / "ctr/config.pbtxt")  # the view reads at any moment
 
     def size() -> list[str]:
         return config_of(tmp_path / "view/ctr")["max_batch_size"]
