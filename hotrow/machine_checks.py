@@ -269,12 +269,22 @@ def _limits() -> Iterator[Finding]:
 def _kernel_cache() -> Iterator[Finding]:
     """Where Numba keeps machine code, as it chooses (docs/configuration.md, NUMBA_CACHE_DIR)."""
     from inference_session.embedding_cache import kernels
+    from inference_session.machine_code import open_to_others
 
     package = Path(next(iter(kernels.__path__)))
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path(os.path.expanduser("~")) / ".cache")  # noqa: PTH111
     candidates = [Path(chosen)] if chosen else [package / "__pycache__", package, user]
     for folder in candidates:
+        if _may_write(folder) and (reason := open_to_others(folder)):
+            message = f"{reason}, and they are code: every process compiles its own, about a minute"
+            yield Finding(
+                "compiled kernels",
+                "warning",
+                message,
+                f"set NUMBA_CACHE_DIR to a folder of your own, or chmod go-w {folder}",
+            )
+            return
         if _may_write(folder):
             yield Finding("compiled kernels", "ok", f"kept below {folder}")
             return

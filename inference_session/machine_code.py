@@ -1,10 +1,16 @@
-"""Functions compiled by Numba, whose machine code is kept on disk, or brought along by an image."""
+"""Functions compiled by Numba, whose machine code is kept on disk, or brought along by an image.
+
+The kept files are pickles with machine code in them, and both are run as they are. So a folder that anybody else could
+have written to is not used.
+"""
 
 from __future__ import annotations
 
 import functools
+import grp
 import logging
 import os
+import pwd
 import shutil
 import stat
 import tempfile
@@ -60,7 +66,9 @@ def compiled(function: Callable[..., Any], signature: str | None = None, **optio
     dispatcher: Any = numba.njit(**options)(function)
     # Where Numba finds no folder that it may write to (a read-only image without a home), each process compiles.
     with suppress(RuntimeError):
-        dispatcher._cache = _MachineCode(function)
+        kept = _MachineCode(function)
+        if _is_ours(Path(kept.cache_path)):
+            dispatcher._cache = kept
     if signature is not None:
         dispatcher.compile(signature)
         dispatcher.disable_compile()
@@ -77,7 +85,7 @@ def _announce() -> None:
 def _unpack_shipped() -> None:
     """Copy all of it, or nothing where the folder is there: another processor's code may be in it under equal names."""
     shipped, folder = os.environ.get(SHIPPED_FOLDER), Path(os.environ.get(FOLDER, ""))
-    if not shipped or not folder.name or folder.exists():
+    if not shipped or not folder.name or folder.exists() or not _is_ours(Path(shipped)):
         return
     with suppress(OSError):  # no such folder, or none that may be written to: Numba compiles
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -86,3 +94,49 @@ def _unpack_shipped() -> None:
             for inner in (copy, *(path for path in copy.rglob("*") if path.is_dir())):
                 inner.chmod(inner.stat().st_mode | stat.S_IRWXU)
             copy.rename(folder)  # fails where another process was first
+
+
+@functools.cache
+def _is_ours(folder: Path) -> bool:
+    """Whether nobody else can have put machine code into a folder; one that is refused is logged."""
+    above = [Path(chosen)] if (chosen := os.environ.get(FOLDER)) else []
+    with suppress(OSError):
+        for path in (*above, folder, *folder.rglob("*")):
+            if reason := open_to_others(path):
+                _log.warning(
+                    "compiled kernels in %s are not used, as they are code, and %s: this process compiles its own, "
+                    "which may take a minute. Let the folder and its files belong to the user of this process, with "
+                    "mode 0755, or set %s to another folder",
+                    folder,
+                    reason,
+                    FOLDER,
+                )
+                return False
+    return True
+
+
+def open_to_others(path: Path) -> str | None:
+    """Why users other than root and ours may write to a file or folder; None: they may not, or there is none."""
+    try:
+        state = path.lstat()
+    except FileNotFoundError:
+        return None
+    if state.st_uid not in (0, os.geteuid()):
+        return f"{path} belongs to another user ({state.st_uid})"
+    if stat.S_ISLNK(state.st_mode):
+        return open_to_others(path.resolve())
+    if state.st_mode & stat.S_IWOTH:
+        return f"all users may write to {path}"
+    if state.st_mode & stat.S_IWGRP and not _is_private_group(state.st_gid):
+        return f"users of group {state.st_gid} may write to {path}"
+    return None
+
+
+@functools.cache
+def _is_private_group(group: int) -> bool:
+    """Whether nobody but root and our user is in a group, as in those that many systems make for each user."""
+    ours = {"root", *(user.pw_name for user in pwd.getpwall() if user.pw_uid == os.geteuid())}
+    with suppress(KeyError):  # a group without a name lists no members
+        if set(grp.getgrgid(group).gr_mem) - ours:
+            return False
+    return all(user.pw_name in ours for user in pwd.getpwall() if user.pw_gid == group)

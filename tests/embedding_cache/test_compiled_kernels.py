@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import grp
 import os
+import pickle
+import pwd
 import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from inference_session.machine_code import _is_private_group, open_to_others
 
 ROOT = Path(__file__).parents[2]
 HEAD = "from inference_session.embedding_cache.kernels.intrinsics import kernel\n"
@@ -22,13 +27,18 @@ RUN = (
 
 def run_outer(folder: Path, inner: str, **settings: str) -> list[int]:
     """What outer(1) returns in a fresh process, and how often it was found compiled."""
+    return run_and_tell(folder, inner, **settings)[0]
+
+
+def run_and_tell(folder: Path, inner: str, **settings: str) -> tuple[list[int], str]:
+    """As `run_outer`, and what the process logs."""
     (folder / "inner.py").write_text(HEAD + f"@kernel\ndef inner(a):\n    return {inner}\n")
     environment = {"PYTHONPATH": f"{folder}:{ROOT}", "NUMBA_CACHE_DIR": str(folder / "compiled")}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a .pyc is known by size and whole seconds, and both can stay
     environment |= settings
     done = subprocess.run([sys.executable, "-c", RUN], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return [int(word) for word in done.stdout.split()]
+    return [int(word) for word in done.stdout.split()], done.stderr
 
 
 @pytest.mark.slow
@@ -101,6 +111,62 @@ def test_a_full_disk_keeps_nothing_and_fails_nothing(tmp_path: Path) -> None:
     (tmp_path / "outer.py").write_text(full + OUTER)
     assert run_outer(tmp_path, "a + 1") == [20, 0]
     assert run_outer(tmp_path, "a + 1") == [20, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("opened", ["folder", "inner folder", "file", "chosen folder of a link"])
+def test_kernels_that_others_may_have_written_are_not_used(opened: str, tmp_path: Path) -> None:
+    """Numba's files are pickles: one that somebody else has put there is not loaded, and the log names the folder."""
+    (tmp_path / "outer.py").write_text(OUTER)
+    folder = tmp_path / "compiled"
+    assert run_outer(tmp_path, "a + 1") == [20, 0]
+    index = next(folder.rglob("*.nbi"))
+    places = {"folder": folder, "inner folder": index.parent, "file": index, "chosen folder of a link": folder}
+    places[opened].chmod(0o777)
+    index.write_bytes(pickle.dumps(Planted(str(tmp_path / "ran"))))
+    settings = {}
+    if opened == "chosen folder of a link":
+        (tmp_path / "link").symlink_to(folder)
+        settings["NUMBA_CACHE_DIR"] = str(tmp_path / "link")
+
+    answer, warning = run_and_tell(tmp_path, "a + 1", **settings)
+
+    assert answer == [20, 0]
+    assert not (tmp_path / "ran").exists()
+    assert f"all users may write to {places[opened]}" in warning
+    assert warning.count("NUMBA_CACHE_DIR") == 1
+
+
+class Planted:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return open, (self.path, "w")
+
+
+def test_who_may_write_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner and root may, and a group in which nobody else is. Other owners, groups and all users are told."""
+    (tmp_path / "file").touch(0o644)
+    assert open_to_others(tmp_path / "file") is None
+    assert open_to_others(tmp_path / "absent") is None
+    monkeypatch.setattr(grp, "getgrgid", lambda group: grp.struct_group(("shared", "x", group, ["root", "mallory"])))
+    _is_private_group.cache_clear()
+    (tmp_path / "file").chmod(0o664)
+    assert "users of group" in str(open_to_others(tmp_path / "file"))
+    monkeypatch.undo()
+    _is_private_group.cache_clear()
+    monkeypatch.setattr(pwd, "getpwall", list)
+    assert open_to_others(tmp_path / "file") is None
+    _is_private_group.cache_clear()
+    (tmp_path / "file").chmod(0o602)
+    assert "all users" in str(open_to_others(tmp_path / "file"))
+    owner = (tmp_path / "file").stat().st_uid
+    os.chown(tmp_path / "file", owner or 4321, -1)  # root may give it to somebody; others pretend to be somebody else
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    assert "another user" in str(open_to_others(tmp_path / "file"))
 
 
 def test_an_image_compiles_all_that_serving_wants() -> None:
