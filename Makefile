@@ -11,12 +11,13 @@ FUZZ_SECONDS ?= 60
 FUZZED := session_json table ps_json hugectr_graph kafka_messages onnx_import
 FUZZ_ENGINE = $$($(BIN)/python -c "import atheris" 2>/dev/null && echo tests.fuzz.coverage_guided || echo tests.fuzz)
 
-.PHONY: help demo test test-exporters fuzz fuzz-same $(FUZZED:%=fuzz-same-%) check bench bench-report clean
+.PHONY: help demo test test-exporters test-training fuzz fuzz-same $(FUZZED:%=fuzz-same-%) check bench bench-report clean
 
 help:
 	@echo "make demo            set up, serve a real model on a real Triton, send real requests (KEEP=1 leaves it running)"
 	@echo "make test            set up and run the tests"
 	@echo "make test-exporters  the importer against PyTorch, JAX and Keras (downloads them)"
+	@echo "make test-training   exports and updates of live PyTorch and TorchRec models (downloads them)"
 	@echo "make fuzz            every reader of foreign files, a minute each on other files each time (FUZZ_SECONDS)"
 	@echo "make fuzz-same       the readers of models and messages, a minute each at most, on the same files each time (make -j2 -O)"
 	@echo "make check           formatting, lint, types, known vulnerabilities"
@@ -43,7 +44,8 @@ $(CHECK_VENV)/.ready: pyproject.toml
 $(EXPORTERS_VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(EXPORTERS_VENV)
 	$(EXPORTERS_VENV)/bin/python $(INSTALL) "torch==2.13.0"
-	$(EXPORTERS_VENV)/bin/python $(INSTALL) --editable ".[test,exporters]"
+	$(EXPORTERS_VENV)/bin/python $(INSTALL) --no-deps "torchrec==1.8.0" "fbgemm-gpu-cpu==1.8.0"
+	$(EXPORTERS_VENV)/bin/python $(INSTALL) --editable ".[test,exporters,torch,torchrec]"
 	@touch $@
 
 demo: $(VENV)/.demo
@@ -72,6 +74,9 @@ $(FUZZED:%=fuzz-same-%): fuzz-same-%: $(VENV)/.fuzz
 
 test-exporters: $(EXPORTERS_VENV)/.ready
 	$(EXPORTERS_VENV)/bin/python -m pytest -m exporters tests/formats/onnx_model $(PYTEST_ARGS)
+
+test-training: $(EXPORTERS_VENV)/.ready
+	$(EXPORTERS_VENV)/bin/python -m pytest -m training tests/hotrow/training $(PYTEST_ARGS)
 
 check: $(CHECK_VENV)/.ready
 	$(CHECK_VENV)/bin/ruff format --check .

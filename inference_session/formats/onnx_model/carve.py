@@ -18,6 +18,9 @@ from inference_session.formats.onnx_model.tables import StaysDenseError, TableSe
 from inference_session.formats.onnx_model.types import Dims, Types
 from inference_session.formats.onnx_model.weights import Weight
 
+CONSTANT_KEYS_ONLY = "is read by constant keys only; those rows are in the dense network"
+"""Why a table stays dense that could be cut out: no request says which of its rows are read."""
+
 
 @dataclass
 class Carved:
@@ -87,7 +90,7 @@ def _carve(
         lookups = join_lookups(surgery, lookups)
         read_columns(surgery, lookups)
     read = {lookup.table for lookup in lookups}
-    unread = dict.fromkeys(set(tables) - read, "is read by constant keys only; those rows are in the dense network")
+    unread = dict.fromkeys(set(tables) - read, CONSTANT_KEYS_ONLY)
     keys = _keys_network(surgery, lookups)
     dense = _dense_network(surgery, lookups, declare_shapes=merge)
     return Carved(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from inference_session.formats.onnx_model.guards import guard_empty_lists, may_m
 from inference_session.formats.onnx_model.probe import Arrays, Findings, Prober, close
 from inference_session.formats.onnx_model.replay import Replay
 from inference_session.formats.onnx_model.report import DenseInitializer, ImportReport
-from inference_session.formats.onnx_model.spec import model_spec, table_folders
+from inference_session.formats.onnx_model.spec import TablePlace, model_spec, table_folders
 from inference_session.formats.onnx_model.types import ValueType, value_type
 from inference_session.formats.onnx_model.weights import Weight, weight_of
 from inference_session.formats.onnx_model.wire import read_skeleton
@@ -88,6 +88,24 @@ def import_onnx(
     return report
 
 
+def import_staged(model: Path, staging: Path, version_dir: Path, places: Mapping[str, TablePlace]) -> ImportReport:
+    """Take an ONNX model apart in a staging folder where its tables are already.
+
+    The caller writes session.json and the manifest, and removes the folders of tables that the report does not have.
+
+    Args:
+        model: the .onnx file, in the staging folder. Every initializer that `places` names is external data from the
+            beginning of its table's file; all of them become tables, however few rows they have.
+        version_dir: what the staging folder is going to be.
+        places: how tables are called, by the names of their initializers.
+
+    Raises:
+        ModelFormatError, UnsupportedModelError: as `import_onnx`.
+    """
+    with _malformed_refused(model):
+        return _Import(_Source.read(model), staging, version_dir, 1, None, places).run()
+
+
 @contextmanager
 def _malformed_refused(model: Path) -> Iterator[None]:
     """Call what a malformed graph breaks by its name: no check up front would find as much as taking it apart does."""
@@ -139,12 +157,14 @@ class _Import:
     version_dir: Path
     min_rows: int
     progress: Progress | None
+    places: Mapping[str, TablePlace] = field(default_factory=dict)
+    """Of tables that are not called as their initializers."""
 
     def run(self) -> ImportReport:
         """Fill the staging folder."""
         model, weights, names = to_canonical(self.source.path, *read_skeleton(self.source.path))
         carved = carve(model, weights, names, self.min_rows, merge=True)
-        folders = table_folders(carved)
+        folders = table_folders(carved, self.places)
         self._write_tables(carved, folders)
         findings, original = self._probe(carved, folders)
         if not self._is_faithful(carved, findings, original):
@@ -172,11 +192,14 @@ class _Import:
         return ImportReport(self.version_dir, spec, dense, (*findings.notes, *notes))
 
     def _spec(self, carved: Carved, findings: Findings) -> tuple[ModelSpec, tuple[str, ...]]:
-        return model_spec(self.source.path.name, self.source.inputs, self.source.outputs, carved, findings)
+        return model_spec(
+            self.source.path.name, self.source.inputs, self.source.outputs, carved, findings, places=self.places
+        )
 
     def _write_tables(self, carved: Carved, folders: dict[str, str]) -> None:
         for table in carved.tables:
-            self._write_table(table, self._table_file(folders[table.name]))
+            if table.name not in self.places:  # those are there already
+                self._write_table(table, self._table_file(folders[table.name]))
 
     def _table_file(self, folder: str) -> Path:
         return self.staging / TABLES_FOLDER / folder / VECTOR_FILE

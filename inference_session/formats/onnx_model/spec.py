@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from onnx import TensorProto, helper
 
@@ -17,10 +18,18 @@ from inference_session.formats.onnx_model.weights import Weight
 _PREDICTION_TYPES = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 
 
-def table_folders(carved: Carved) -> dict[str, str]:
+class TablePlace(NamedTuple):
+    """Where a table belongs that has been written before the model was imported."""
+
+    name: str
+    folder: str
+
+
+def table_folders(carved: Carved, places: Mapping[str, TablePlace]) -> dict[str, str]:
     """The folder of each table, by the name of its initializer."""
     names = [table.name for table in carved.tables]
-    return dict(zip(names, folder_names(names), strict=True))
+    found = dict(zip(names, folder_names(names), strict=True))
+    return {name: places[name].folder if name in places else folder for name, folder in found.items()}
 
 
 def model_spec(
@@ -29,15 +38,17 @@ def model_spec(
     outputs: Mapping[str, ValueType],
     carved: Carved,
     findings: Findings,
+    *,
+    places: Mapping[str, TablePlace],
 ) -> tuple[ModelSpec, tuple[str, ...]]:
     """The description of an imported model, and what a person should know of it besides."""
-    folders = table_folders(carved)
+    folders = table_folders(carved, places)
     shapes = dict(zip(outputs, _output_shapes(outputs, findings), strict=True))
     labels = _labels(outputs, shapes, findings)
     spec = ModelSpec(
         inputs=tuple(TensorSpec(name, _dtype(kind), _sizes(kind.dims)) for name, kind in inputs.items()),
         outputs=tuple(TensorSpec(name, _dtype(kind), shapes[name]) for name, kind in outputs.items()),
-        tables=tuple(_table_spec(table, folders[table.name]) for table in carved.tables),
+        tables=tuple(_table_spec(table, folders[table.name], places) for table in carved.tables),
         lookups=tuple(_lookup_spec(lookup, folders[lookup.table]) for lookup in carved.lookups),
         labels=tuple(label for columns in labels.values() for label in columns),
         label_outputs=tuple(labels),
@@ -93,10 +104,10 @@ def _first_dim(outputs: Mapping[str, ValueType], labels: Mapping[str, list[str]]
     return next((dims[0] for name in labels if (dims := outputs[name].dims)), None)
 
 
-def _table_spec(table: Weight, folder: str) -> TableSpec:
+def _table_spec(table: Weight, folder: str, places: Mapping[str, TablePlace]) -> TableSpec:
     row_shape = table.dims[1:]
     return TableSpec(
-        name=table.name,
+        name=places[table.name].name if table.name in places else table.name,
         folder=folder,
         num_rows=table.dims[0],
         embedding_dim=table.row_elements,

@@ -1,0 +1,50 @@
+"""From a live PyTorch or TorchRec model, in training, to the servers. Needs the extra `hotrow[torch]`.
+
+    from hotrow import training
+
+    version = training.export(model, example=batch, inputs=training.padded(max_len=20), outputs=["click"],
+                              repository="model_repository", name="ctr")
+
+`export` writes a version directory. hotrow trains nothing itself; nothing else in hotrow imports this package.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from inference_session.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from hotrow.training.export import export
+    from hotrow.training.inputs import Lengths, Padded, lengths, padded
+
+_PLACES = {
+    "export": "export",
+    "padded": "inputs",
+    "lengths": "inputs",
+    "Padded": "inputs",
+    "Lengths": "inputs",
+}
+"""The module of each public name, loaded when the name is first used."""
+
+__all__ = ["Lengths", "Padded", "export", "lengths", "padded"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        value = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    except ModuleNotFoundError as missing:
+        if missing.name is None or missing.name.partition(".")[0] not in ("torch", "onnxscript"):
+            raise
+        raise ConfigurationError(
+            f"training.{name} needs the package `{missing.name}`: pip install 'hotrow[torch]'"
+        ) from missing
+    globals()[name] = value  # also where a submodule of the same name was just loaded
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,365 @@
+"""Which modules of a model are look-ups, and what stands in their place while the rest is traced.
+
+Look-ups are cut out at the boundary of a module: what goes into it are ids, what comes out are vectors. A stand-in does
+the same by operators that the importer of ONNX models takes for look-ups (a gather, a product, a sum), on a tensor that
+only has the table's shape.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hotrow.training.collisions import check_supported, preprocess
+from hotrow.training.tables import Shard, Table, local_shards
+from inference_session.errors import UnsupportedModelError
+
+
+@dataclass
+class Cut:
+    """A module that is cut out."""
+
+    path: str
+    module: nn.Module
+    tables: list[Table]
+    stand_in: Callable[[Cut], nn.Module]
+    order: list[str] = field(default_factory=list)
+    """Names of the vectors as the live module gives them out, side by side; empty until it has run."""
+
+
+def find_cuts(model: nn.Module, *, is_first: bool = True) -> list[Cut]:
+    """The modules to be cut out, in the model's order; tables have distinct names.
+
+    Raises:
+        UnsupportedModelError: a module with a table cannot be cut out; names it by its path.
+    """
+    cuts = list(_find(model, "", is_first, set()))
+    if not cuts:
+        raise UnsupportedModelError(
+            "the model has no embedding table: export it by torch.onnx, and import that by `hotrow import onnx`"
+        )
+    _name_apart(cuts)
+    return cuts
+
+
+def _find(module: nn.Module, path: str, is_first: bool, seen: set[int]) -> Iterator[Cut]:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    if (cut := _cut(module, path, is_first)) is not None:
+        yield cut
+        return
+    for name, child in module.named_children():
+        yield from _find(child, f"{path}.{name}" if path else name, is_first, seen)
+
+
+def _cut(module: nn.Module, path: str, is_first: bool) -> Cut | None:
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return _cut_plain(module, path, is_first)
+    if "torchrec" not in sys.modules:
+        return None
+    kind = _torchrec_kind(module)
+    if kind is None:
+        if type(module).__module__.startswith("torchrec.distributed.") and hasattr(module, "_lookups"):
+            raise UnsupportedModelError(f"{path}: a {type(module).__name__} cannot be cut out")
+        return None
+    if kind in ("mc_bags", "mc_lists"):
+        return _cut_collisions(module, path, is_first, bags=kind == "mc_bags")
+    return _cut_collection(module, path, is_first, bags=kind == "bags")
+
+
+def _name_apart(cuts: list[Cut]) -> None:
+    """Tables are called as their config says; of two with one name the later one has its module's path in front."""
+    taken: dict[str, Table] = {}
+    for cut in cuts:
+        for table in cut.tables:
+            if taken.setdefault(table.name, table) is not table:
+                table.name = f"{cut.path}.{table.name}"
+                taken[table.name] = table
+
+
+# torch.nn
+
+
+def _cut_plain(module: nn.Embedding | nn.EmbeddingBag, path: str, is_first: bool) -> Cut:
+    base = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
+    where = f"{path or 'the model'} ({type(module).__name__})"
+    if type(module).forward is not base.forward:
+        raise UnsupportedModelError(f"{where} cannot be cut out: its class has a forward of its own")
+    if module.max_norm is not None:
+        raise UnsupportedModelError(f"{where} cannot be cut out: max_norm changes rows as they are read")
+    weight = module.weight
+    table = Table(
+        name=path or "embedding",
+        path=path,
+        num_rows=weight.shape[0],
+        embedding_dim=weight.shape[1],
+        dtype=weight.dtype,
+        shards=lambda: local_shards(module.weight, path, is_first=is_first),
+        device=_device(weight),
+    )
+    kind = EmbeddingStandIn if base is nn.Embedding else BagStandIn
+    return Cut(path, module, [table], lambda cut: kind(cut.module, cut.tables[0]))
+
+
+def _device(weight: Any) -> torch.device:
+    return weight.to_local().device if hasattr(weight, "to_local") else weight.device
+
+
+class EmbeddingStandIn(nn.Module):
+    """In the place of an nn.Embedding."""
+
+    def __init__(self, original: Any, table: Table) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = table.num_rows, table.embedding_dim
+        self.padding_idx = original.padding_idx
+        self._table = table
+
+    @property
+    def weight(self) -> Tensor:
+        """The whole table; a model that uses it otherwise than by rows is refused by the importer."""
+        return _weights(self._table)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name that torch gives it
+        """Int [any shape] to [the same, embedding_dim]."""
+        return functional.embedding(input, self.weight)
+
+
+class BagStandIn(nn.Module):
+    """In the place of an nn.EmbeddingBag."""
+
+    def __init__(self, original: Any, table: Table) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = table.num_rows, table.embedding_dim
+        self.mode, self.padding_idx = original.mode, original.padding_idx
+        self.include_last_offset = original.include_last_offset
+        self._table = table
+
+    @property
+    def weight(self) -> Tensor:
+        """The whole table."""
+        return _weights(self._table)
+
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002  the name that torch gives it
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """As nn.EmbeddingBag."""
+        present = None if self.padding_idx is None else input != self.padding_idx
+        if input.dim() == 2:
+            return self._matrix(input, present, per_sample_weights)
+        if offsets is None:
+            raise UnsupportedModelError(f"{self._table.path}: a list of ids needs offsets")
+        begins, ends = offsets, torch.cat([offsets[1:], offsets.new_full((1,), 1) * input.shape[0]])
+        if self.include_last_offset:
+            begins, ends = offsets[:-1], offsets[1:]
+        factors = _product(present, per_sample_weights, self.weight.dtype)
+        return self._lists(input, begins, ends, factors)
+
+    def _matrix(self, keys: Tensor, present: Tensor | None, weights: Tensor | None) -> Tensor:
+        vectors = functional.embedding(keys, self.weight)
+        if self.mode == "max":
+            if present is None:
+                return vectors.amax(1)
+            lowest = torch.where(present[..., None], vectors, -torch.inf).amax(1)
+            return torch.where(present.any(1, keepdim=True), lowest, 0.0)
+        if present is None and weights is None:
+            return vectors.sum(1) if self.mode == "sum" else vectors.mean(1)
+        factors = _product(present, weights, vectors.dtype)
+        if self.mode == "mean" and present is not None and factors is not None:
+            factors = factors / present.sum(1, keepdim=True).clamp(min=1)
+        return vectors.sum(1) if factors is None else (vectors * factors[..., None]).sum(1)
+
+    def _lists(self, keys: Tensor, begins: Tensor, ends: Tensor, factors: Tensor | None) -> Tensor:
+        if self.mode == "max":
+            raise UnsupportedModelError(f"{self._table.path}: the maximum over lists with offsets cannot be cut out")
+        if factors is not None and self.mode == "mean":
+            raise UnsupportedModelError(f"{self._table.path}: a mean with offsets and padding_idx cannot be cut out")
+        pooled = pool_lists(_factored(functional.embedding(keys, self.weight), factors), begins, ends)
+        return pooled if self.mode == "sum" else pooled / (ends - begins).clamp(min=1)[:, None]
+
+
+def _product(present: Tensor | None, weights: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    if present is None or weights is None:
+        return weights if present is None else present.to(dtype)
+    return weights * present.to(dtype)
+
+
+def _factored(vectors: Tensor, factors: Tensor | None) -> Tensor:
+    return vectors if factors is None else vectors * factors[:, None]
+
+
+def _weights(table: Table) -> Tensor:
+    if table.placeholder is None:
+        raise UnsupportedModelError(f"{table.path}: read outside of the traced network")
+    return table.placeholder
+
+
+def pool_lists(vectors: Tensor, begins: Tensor, ends: Tensor) -> Tensor:
+    """Sums over lists that lie behind each other, as one operator; dense_network.py says what it becomes in ONNX."""
+    pooled: Tensor = torch.onnx.ops.symbolic(
+        "hotrow.training::PoolLists",
+        (vectors, begins.to(torch.int64), ends.to(torch.int64)),
+        dtype=vectors.dtype,
+        shape=(begins.shape[0], vectors.shape[1]),
+        version=1,
+    )
+    return pooled
+
+
+# TorchRec
+
+
+def _torchrec_kind(module: nn.Module) -> str | None:
+    from torchrec.distributed.embedding import ShardedEmbeddingCollection
+    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+    from torchrec.distributed.mc_embedding import ShardedManagedCollisionEmbeddingCollection
+    from torchrec.distributed.mc_embeddingbag import ShardedManagedCollisionEmbeddingBagCollection
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+    from torchrec.modules.mc_embedding_modules import (
+        ManagedCollisionEmbeddingBagCollection,
+        ManagedCollisionEmbeddingCollection,
+    )
+
+    kinds = {
+        "bags": (EmbeddingBagCollection, ShardedEmbeddingBagCollection),
+        "lists": (EmbeddingCollection, ShardedEmbeddingCollection),
+        "mc_bags": (ManagedCollisionEmbeddingBagCollection, ShardedManagedCollisionEmbeddingBagCollection),
+        "mc_lists": (ManagedCollisionEmbeddingCollection, ShardedManagedCollisionEmbeddingCollection),
+    }
+    return next((kind for kind, classes in kinds.items() if type(module) in classes), None)
+
+
+def table_configs(module: Any, *, bags: bool) -> list[Any]:
+    """TorchRec's own descriptions of a collection's tables."""
+    return list(module._embedding_bag_configs if bags else module._embedding_configs)
+
+
+def _cut_collection(module: Any, path: str, is_first: bool, *, bags: bool) -> Cut:
+    configs = table_configs(module, bags=bags)
+    tables = [_table(module, config, path, is_first, bags=bags) for config in configs]
+    return Cut(path, module, tables, lambda cut: CollectionStandIn(cut, configs, module, bags=bags))
+
+
+def _cut_collisions(module: Any, path: str, is_first: bool, *, bags: bool) -> Cut:
+    if module._return_remapped_features:
+        raise UnsupportedModelError(f"{path} cannot be cut out: return_remapped_features gives out numbers of rows")
+    inner = module._embedding_module
+    configs = table_configs(inner, bags=bags)
+    tables = [_table(inner, config, f"{path}._embedding_module", is_first, bags=bags) for config in configs]
+    for table, config in zip(tables, configs, strict=True):
+        table.collisions = module._managed_collision_collection._managed_collision_modules[config.name]
+        check_supported(table.collisions, f"{path}._managed_collision_collection: {config.name!r}")
+
+    def stand_in(cut: Cut) -> nn.Module:
+        return CollisionsStandIn(CollectionStandIn(cut, configs, inner, bags=bags))
+
+    return Cut(path, module, tables, stand_in)
+
+
+def _table(module: Any, config: Any, path: str, is_first: bool, *, bags: bool) -> Table:
+    name = f"{'embedding_bags' if bags else 'embeddings'}.{config.name}.weight"
+
+    def shards() -> list[Shard]:
+        weight = module.state_dict().get(name)
+        return [] if weight is None else local_shards(weight, f"{path}.{name}", is_first=is_first)
+
+    if getattr(config, "use_virtual_table", False):
+        raise UnsupportedModelError(f"{path}: table {config.name!r} is virtual (use_virtual_table), and cannot be cut")
+    weight = module.state_dict().get(name)
+    device = next((shard.tensor.device for shard in shards()), torch.device("cpu"))
+    dtype = torch.float32 if weight is None else weight.dtype
+    return Table(config.name, path, config.num_embeddings, config.embedding_dim, dtype, shards, device)
+
+
+class CollectionStandIn(nn.Module):
+    """In the place of TorchRec's collections of tables: pooled (bags), or a vector for each id (lists)."""
+
+    def __init__(self, cut: Cut, configs: list[Any], module: Any, *, bags: bool) -> None:
+        super().__init__()
+        from torchrec.modules.embedding_modules import get_embedding_names_by_table
+
+        self._bags = bags
+        self._weighted = bool(getattr(module, "_is_weighted", False))
+        self._need_indices = bool(getattr(module, "_need_indices", False))
+        self._order = cut.order
+        self._readings = [
+            (name, feature, config, table)
+            for config, table, names in zip(configs, cut.tables, get_embedding_names_by_table(configs), strict=True)
+            for name, feature in zip(names, config.feature_names, strict=True)
+        ]
+        self._configs = configs
+
+    def embedding_bag_configs(self) -> list[Any]:
+        """As the original."""
+        return self._configs
+
+    embedding_configs = embedding_bag_configs
+
+    def forward(self, features: Any) -> Any:
+        """A KeyedTensor of pooled vectors, or a dict of jagged tensors."""
+        lists = features.to_dict()
+        if not self._bags:
+            return {name: self._vectors(lists[feature], table) for name, feature, _, table in self._readings}
+        from torchrec.sparse.jagged_tensor import KeyedTensor
+
+        pooled = {name: self._pooled(lists[feature], *rest) for name, feature, *rest in self._readings}
+        order = self._order or list(pooled)
+        widths = [pooled[name].shape[1] for name in order]
+        return KeyedTensor(keys=order, length_per_key=widths, values=torch.cat([pooled[n] for n in order], dim=1))
+
+    def _pooled(self, lists: Any, config: Any, table: Table) -> Tensor:
+        from hotrow.training.jagged import ServedMatrix
+
+        means = config.pooling.name == "MEAN"
+        if isinstance(lists, ServedMatrix) and not table.has_keys:
+            factors = lists.present.float()
+            if self._weighted and lists.weight_matrix is not None:
+                factors = factors * lists.weight_matrix
+            if means:
+                factors = factors / lists.lengths().clamp(min=1)[:, None]
+            keys = torch.where(lists.present, lists.matrix, 0)
+            return (functional.embedding(keys, _weights(table)).float() * factors[..., None]).sum(1)
+        counts = lists.lengths().to(torch.int64)
+        ends = counts.cumsum(0)
+        factors = lists.weights() if self._weighted else None
+        vectors = _factored(_read(table, lists.values()).float(), factors)
+        pooled = pool_lists(vectors, ends - counts, ends)
+        return pooled / counts.clamp(min=1)[:, None] if means else pooled
+
+    def _vectors(self, lists: Any, table: Table) -> Any:
+        from hotrow.training.jagged import ServedJagged, ServedMatrix
+
+        if isinstance(lists, ServedMatrix) and not table.has_keys:
+            keys = torch.where(lists.present, lists.matrix, 0)
+            vectors = functional.embedding(keys, _weights(table)).float()
+            return lists.with_values(vectors, lists.matrix if self._need_indices else None)
+        values = lists.values()
+        vectors = _read(table, values).float()
+        return ServedJagged(vectors, lists.lengths(), values if self._need_indices else None)
+
+
+class CollisionsStandIn(nn.Module):
+    """In the place of a collection with managed collisions."""
+
+    def __init__(self, collection: CollectionStandIn) -> None:
+        super().__init__()
+        self.collection = collection
+
+    def forward(self, features: Any, mutate_miss_lengths: bool = True) -> tuple[Any, None]:
+        """As the original: what the collection gives, and no remapped features."""
+        return self.collection(features), None
+
+
+def _read(table: Table, keys: Tensor) -> Tensor:
+    if table.collisions is not None:
+        keys = preprocess(table.collisions, keys)
+    return functional.embedding(keys, _weights(table))

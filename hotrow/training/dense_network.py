@@ -1,0 +1,374 @@
+"""Traces a model around its look-ups: an ONNX file whose tables are files that are already there."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hotrow.training.cutting import Cut
+from hotrow.training.inputs import (
+    Dense,
+    Form,
+    Jagged,
+    Lengths,
+    Padded,
+    ServedInputs,
+    array_names,
+    traced,
+    weights_of,
+    width_of,
+)
+from hotrow.training.tables import Table
+from inference_session.errors import UnsupportedModelError
+
+_DOMAIN = "hotrow.training"
+_ELEM_TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """Where a table has been written."""
+
+    table: Table
+    num_rows: int
+    location: str
+    """Relative to the folder of the ONNX file."""
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model without what trains it on several devices or compiles it."""
+    while True:
+        inner = _inside(model)
+        if inner is model:
+            return model
+        model = inner
+
+
+def _inside(module: nn.Module) -> nn.Module:
+    if isinstance(module, DistributedDataParallel):
+        return module.module
+    if type(module).__name__ == "DistributedModelParallel" or type(module).__name__ == "DMPCollection":
+        return module.module
+    if type(module).__name__ == "OptimizedModule":
+        return module._orig_mod
+    return module
+
+
+def cut_copy(model: nn.Module, cuts: Sequence[Cut]) -> nn.Module:
+    """The model in evaluation mode, with stand-ins for what is cut out. Shares all else with the live one.
+
+    The live model itself is left as it is.
+    """
+    made: dict[int, nn.Module] = {id(cut.module): cut.stand_in(cut) for cut in cuts}
+    return _copied(model, made)
+
+
+def _copied(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+    module = unwrapped(module)
+    if id(module) in made:
+        return made[id(module)]
+    twin = made[id(module)] = object.__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__["training"] = False
+    children = OrderedDict(
+        (name, None if child is None else _copied(child, made)) for name, child in module._modules.items()
+    )
+    twin.__dict__["_modules"] = children
+    for name, value in module.__dict__.items():
+        # A list of modules that forward goes through beside the registered ones.
+        if isinstance(value, list) and value and all(isinstance(item, nn.Module) for item in value):
+            twin.__dict__[name] = [_copied(item, made) for item in value]
+    return twin
+
+
+def flat_outputs(value: Any) -> list[Tensor]:
+    """The tensors in what forward gave out, in its order."""
+    if hasattr(value, "wait") and not isinstance(value, Tensor):  # TorchRec's awaitables
+        value = value.wait()
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [tensor for part in value.values() for tensor in flat_outputs(part)]
+    if isinstance(value, (list, tuple)):
+        return [tensor for part in value for tensor in flat_outputs(part)]
+    if hasattr(value, "__dataclass_fields__"):
+        return [tensor for name in value.__dataclass_fields__ for tensor in flat_outputs(getattr(value, name))]
+    if hasattr(value, "length_per_key") and hasattr(value, "values"):  # a KeyedTensor
+        return [value.values()]
+    return []
+
+
+class _Traced(nn.Module):
+    """What is traced: tables and served arrays in, the chosen outputs out."""
+
+    def __init__(self, model: nn.Module, tables: list[Table], inputs: ServedInputs, chosen: Sequence[int]) -> None:
+        super().__init__()
+        self.model = model
+        self._tables, self._inputs, self._chosen = tables, inputs, tuple(chosen)
+
+    def forward(self, tables: list[Tensor], arrays: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        for table, tensor in zip(self._tables, tables, strict=True):
+            table.placeholder = tensor
+        try:
+            args, kwargs = self._inputs.arguments(_served(self._inputs, arrays))
+            outputs = flat_outputs(self.model(*args, **kwargs))
+        finally:
+            for table in self._tables:
+                table.placeholder = None
+        return tuple(outputs[index] for index in self._chosen)
+
+
+def _served(inputs: ServedInputs, arrays: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {
+        item.name: arrays[item.name] if isinstance(item, Dense) else _jagged(item, inputs.forms[item.name], arrays)
+        for item in inputs.inputs.values()
+    }
+
+
+def _jagged(item: Jagged, form: Form, arrays: Mapping[str, Tensor]) -> Any:
+    from hotrow.training.jagged import ServedJagged, ServedMatrix
+
+    weights = None if item.weights is None else arrays[weights_of(item.name)]
+    if isinstance(form, Lengths):
+        return ServedJagged(arrays[item.name], arrays[width_of(item.name)], weights)
+    matrix = arrays[item.name]
+    return ServedMatrix(matrix, matrix != form.pad, weights)
+
+
+def trace(
+    model: nn.Module,
+    cuts: Sequence[Cut],
+    inputs: ServedInputs,
+    chosen: Sequence[int],
+    outputs: Sequence[str],
+    files: Sequence[TableFile],
+) -> ModelProto:
+    """The model as ONNX, for any number of samples; its tables are initializers in the files given.
+
+    Args:
+        model: unwrapped.
+        cuts: its look-ups.
+        inputs: of the example.
+        chosen: which of forward's outputs are served, and
+        outputs: how they are called.
+        files: where the tables are, in the order of the cuts.
+
+    Raises:
+        UnsupportedModelError: the network cannot be traced, or cannot be written as ONNX.
+    """
+    network = _Traced(cut_copy(model, cuts), [file.table for file in files], inputs, chosen)
+    tables = [file.table.stand_in(file.num_rows) for file in files]
+    arrays, shapes = _example(inputs, files[0].table.device)
+    with _quiet():
+        try:
+            program = torch.export.export(
+                network, (tables, arrays), dynamic_shapes=([None] * len(tables), shapes), strict=False
+            )
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            raise UnsupportedModelError(f"torch.export cannot trace the model: {_first_lines(error)}") from error
+        try:
+            names = [f"hotrow_table_{i}" for i in range(len(tables))] + [
+                f"hotrow_input_{i}" for i in range(len(arrays))
+            ]
+            results = [f"hotrow_output_{i}" for i in range(len(outputs))]
+            exported: Any = torch.onnx.export(
+                program, input_names=names, output_names=results, dynamo=True, external_data=False, verbose=False
+            )
+        except Exception as error:
+            raise UnsupportedModelError(
+                f"the dense network cannot be written as ONNX: {_first_lines(error)}"
+            ) from error
+    return _finished(exported.model_proto, list(arrays), list(outputs), files)
+
+
+def _first_lines(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:4])}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Exporters warn of their own future, and log what they try."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def _example(inputs: ServedInputs, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The arrays that the trace takes, and which of their dimensions are open."""
+    arrays, sizes = inputs.arrays(), _Sizes()
+    copies = 2 if inputs.num_samples == 1 else 1
+    tensors: dict[str, Tensor] = {}
+    shapes: dict[str, Any] = {}
+    for number, item in enumerate(inputs.inputs.values()):
+        form = inputs.forms.get(item.name)
+        for name in array_names(item, form):
+            counts = isinstance(item, Jagged) or arrays[name].shape[:1] == (inputs.num_samples,)
+            array = traced(arrays[name], copies if counts else 1, device)
+            tensors[name], shapes[name] = sizes.opened(array, item, form, name, number, counts=counts)
+    return tensors, shapes
+
+
+class _Sizes:
+    """The symbols of the dimensions that are open."""
+
+    def __init__(self) -> None:
+        self._batch = torch.export.Dim("batch")
+
+    def opened(
+        self, array: Tensor, item: Dense | Jagged, form: Form | None, name: str, number: int, *, counts: bool
+    ) -> tuple[Tensor, dict[int, Any] | None]:
+        """The array, wide enough for the trace, and its open dimensions."""
+        if isinstance(item, Dense):
+            return array, {0: self._batch} if counts else None
+        if isinstance(form, Padded):
+            while array.shape[1] < 2:  # a size of 1 would become a constant
+                array = torch.cat([array, torch.full_like(array[:, :1], form.pad if name == item.name else 0)], dim=1)
+            return array, {0: self._batch, 1: torch.export.Dim(f"width_{number}")}
+        if name == width_of(item.name):
+            return array, {0: self._batch}
+        while array.shape[0] < 2:
+            array = torch.cat([array, array.new_zeros(2)])
+        return array, {0: torch.export.Dim(f"total_{number}")}
+
+
+# What the exporter wrote, finished
+
+
+def _finished(model: ModelProto, inputs: list[str], outputs: list[str], files: Sequence[TableFile]) -> ModelProto:
+    graph = model.graph
+    for item in (model, graph, *graph.node, *graph.value_info, *graph.input, *graph.output, *graph.initializer):
+        del item.metadata_props[:]  # the exporter notes places of source files
+    _replace_pooling(graph)
+    given = [value.name for value in graph.input]
+    read = {name for node in _all_nodes(graph) for name in node.input} | {value.name for value in graph.output}
+    values = {value.name: value for value in graph.input}
+    del graph.input[:]
+    for name, file in zip(given, files, strict=False):
+        if name in read:
+            graph.initializer.append(_external(name, file))
+    graph.input.extend(values[name] for name in given[len(files) :] if name in read)
+    served = dict(zip(given[len(files) :], inputs, strict=True))
+    served.update((value.name, name) for value, name in zip(graph.output, outputs, strict=True))
+    _rename(graph, served)
+    del model.opset_import[:]
+    model.opset_import.extend(_opsets(model))
+    return model
+
+
+def _opsets(model: ModelProto) -> list[Any]:
+    domains = {node.domain for node in _all_nodes(model.graph)} | {
+        node.domain for function in model.functions for node in function.node
+    }
+    return [item for item in model.opset_import if not item.domain or item.domain in domains] or [
+        helper.make_opsetid("", 18)
+    ]
+
+
+def _external(name: str, file: TableFile) -> TensorProto:
+    dims = [file.num_rows, file.table.embedding_dim]
+    tensor = TensorProto(name=name, data_type=_ELEM_TYPES[file.table.file_type], dims=dims)
+    tensor.data_location = TensorProto.EXTERNAL
+    num_bytes = file.num_rows * file.table.row_bytes
+    for key, value in (("location", file.location), ("offset", "0"), ("length", str(num_bytes))):
+        tensor.external_data.add(key=key, value=value)
+    return tensor
+
+
+def _all_nodes(graph: GraphProto) -> Iterator[NodeProto]:
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for body in (attribute.g, *attribute.graphs):
+                yield from _all_nodes(body)
+
+
+def _rename(graph: GraphProto, names: dict[str, str]) -> None:
+    """Call inputs and outputs as they are served; other values of these names give way."""
+    taken = set(names.values())
+    made = {output for node in _all_nodes(graph) for output in node.output}
+    made |= {tensor.name for tensor in graph.initializer}
+    every = {**{name: f"hotrow_{name}" for name in made & taken - set(names)}, **names}
+    _rename_values(graph, lambda name: every.get(name, name))
+
+
+def _rename_values(graph: GraphProto, name_of: Callable[[str], str]) -> None:
+    for value in (*graph.input, *graph.output, *graph.value_info, *graph.initializer):
+        value.name = name_of(value.name)
+    for node in graph.node:
+        node.input[:] = [name_of(name) for name in node.input]
+        node.output[:] = [name_of(name) for name in node.output]
+        for attribute in node.attribute:
+            for body in (attribute.g, *attribute.graphs):
+                _rename_values(body, name_of)
+
+
+def _replace_pooling(graph: GraphProto) -> None:
+    """Sums over lists become the Loop that the importer takes for the pooling of a look-up."""
+    nodes = list(graph.node)
+    if not any(node.domain == _DOMAIN for node in nodes):
+        return
+    del graph.node[:]
+    for node in nodes:
+        graph.node.extend(_pooling_loop(node) if node.domain == _DOMAIN else [node])
+
+
+def _pooling_loop(node: NodeProto) -> list[NodeProto]:
+    vectors, begins, ends = node.input
+    output = node.output[0]
+    count, go_on, zero = (f"{output}_{part}" for part in ("count", "go_on", "zero"))
+    return [
+        helper.make_node("Size", [begins], [count]),
+        _constant(go_on, TensorProto.BOOL, [], [True]),
+        _constant(zero, TensorProto.INT64, [1], [0]),
+        helper.make_node("Loop", [count, go_on], [output], body=_pooling_body(output, vectors, begins, ends, zero)),
+    ]
+
+
+def _pooling_body(stem: str, vectors: str, begins: str, ends: str, zero: str) -> GraphProto:
+    number, before, after, begin, end, first, last, rows, pooled = (
+        f"{stem}_{part}" for part in ("i", "before", "after", "begin", "end", "first", "last", "rows", "sum")
+    )
+    nodes = [
+        helper.make_node("Identity", [before], [after]),
+        helper.make_node("Gather", [begins, number], [begin], axis=0),
+        helper.make_node("Gather", [ends, number], [end], axis=0),
+        helper.make_node("Unsqueeze", [begin, zero], [first]),
+        helper.make_node("Unsqueeze", [end, zero], [last]),
+        helper.make_node("Slice", [vectors, first, last, zero], [rows]),
+        helper.make_node("ReduceSum", [rows, zero], [pooled], keepdims=0),
+    ]
+    value = helper.make_tensor_value_info
+    inputs = [value(number, TensorProto.INT64, []), value(before, TensorProto.BOOL, [])]
+    outputs = [value(after, TensorProto.BOOL, []), value(pooled, TensorProto.FLOAT, None)]
+    return helper.make_graph(nodes, f"{stem}_body", inputs, outputs)
+
+
+def _constant(name: str, kind: int, dims: list[int], values: list[Any]) -> NodeProto:
+    return helper.make_node("Constant", [], [name], value=helper.make_tensor(name, kind, dims, values))
+
+
+def save(model: ModelProto, path: Path) -> None:
+    """Write the file."""
+    path.write_bytes(model.SerializeToString())

@@ -1,0 +1,385 @@
+"""`export`: a live model in, a version directory out, written by all ranks."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from hotrow.training.collisions import mapping
+from hotrow.training.cutting import Cut, find_cuts
+from hotrow.training.dense_network import TableFile, flat_outputs, save, trace, unwrapped
+from hotrow.training.inputs import Form, ServedInputs
+from hotrow.training.ranks import Ranks
+from hotrow.training.tables import Table, as_vectors, create_file, write_at, write_shard
+from inference_session import InferenceSession
+from inference_session.errors import ConfigurationError, UnavailableError, UnsupportedModelError
+from inference_session.formats.manifest import write_manifest
+from inference_session.formats.native import KEY_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, TableSpec, folder_names
+from inference_session.formats.onnx_model import ImportReport, TablePlace, import_staged
+from inference_session.formats.onnx_model.carve import CONSTANT_KEYS_ONLY
+from inference_session.formats.publishing import share_unchanged
+from inference_session.formats.staging import stage_version
+from triton_backend.model_config import write_model_config
+
+_TRACED_FILE = ".traced.onnx"
+_SHARED_FILE = ".ranks"
+_TOLERANCE = 1e-5
+"""Of answers, absolute and relative: float32 sums in another order."""
+
+_exporting = threading.local()
+
+
+def is_exporting() -> bool:
+    """Whether this thread runs a model in order to export it: what it reads then is not touched by training."""
+    return getattr(_exporting, "active", False)
+
+
+def export(
+    model: nn.Module,
+    *,
+    example: Any,
+    inputs: Form | Mapping[str, Form] | None = None,
+    outputs: Sequence[str],
+    repository: str | Path,
+    name: str,
+    version: int | None = None,
+) -> int:
+    """Write a model as it is now, in training, as `<repository>/<name>/<version>`; returns the version.
+
+    Look-ups are cut out at the boundary of the modules that do them (nn.Embedding, nn.EmbeddingBag, TorchRec's
+    collections, sharded or not, with managed collisions or not), the tables are written to files, and the rest becomes
+    the dense network. Before the version appears, it answers the example, and the answers are compared with the live
+    model's. It appears whole or not at all.
+
+    All ranks of a distributed job call this; each writes its own rows, so that the repository must be in a file system
+    that they share. The example may be a different one on each rank.
+
+    Args:
+        example: the argument of `forward`, a tuple where there are several: a batch that the model takes. Served
+            inputs are called as forward's parameters, tensors in a dict or dataclass by their own names, features of a
+            KeyedJaggedTensor by theirs. What no served output depends on, as labels, is left out.
+        inputs: how lists of ids arrive: `padded(max_len=...)`, `lengths()`, or a dict of these by feature.
+        outputs: names of what forward gives out, in its order. Losses (tensors without dimensions) and tensors that
+            are given out as they came in are not counted where there are fewer names than tensors.
+        repository: the model repository; made if there is none.
+        name: the model's folder in it.
+        version: one above the highest there is if None.
+
+    Raises:
+        ConfigurationError: the example, the outputs or the names do not fit, or the version exists.
+        UnsupportedModelError: a module cannot be cut out, or the network not be traced; names it.
+        UnavailableError: another process writes this version; a rank failed, or does not see the repository.
+        OSError: the file system does not take it.
+    """
+    ranks = Ranks()
+    began = datetime.now(timezone.utc)
+    plan = ranks.together(lambda: _Plan.make(model, example, inputs, outputs, ranks))
+    expected = ranks.together(lambda: plan.run_live(model))
+    job = _Export(plan, ranks, Path(repository), name, version, began)
+    return job.run(expected)
+
+
+@dataclass
+class _Plan:
+    """What there is to do, on this rank."""
+
+    network: nn.Module
+    """Unwrapped."""
+    cuts: list[Cut]
+    inputs: ServedInputs
+    outputs: list[str]
+    chosen: list[int]
+
+    @classmethod
+    def make(
+        cls,
+        model: nn.Module,
+        example: Any,
+        forms: Form | Mapping[str, Form] | None,
+        outputs: Sequence[str],
+        ranks: Ranks,
+    ) -> _Plan:
+        network = unwrapped(model)
+        names = [outputs] if isinstance(outputs, str) else list(outputs)
+        if not names or len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
+            raise ConfigurationError(f"outputs are {names!r}; give each a name of its own, at least one")
+        cuts = find_cuts(network, is_first=ranks.is_first)
+        return cls(network, cuts, ServedInputs(network, example, forms), names, [])
+
+    def run_live(self, model: nn.Module) -> list[NDArray[Any]]:
+        """What the live model gives out for the example; all ranks run it, as sharded modules want them to."""
+        args, kwargs = self.inputs.original
+        with _evaluating(model), _noting_orders(self.cuts):
+            tensors = flat_outputs(model(*args, **kwargs))
+        self.chosen = _chosen(tensors, self.outputs, self.inputs)
+        return [tensors[index].detach().cpu().numpy() for index in self.chosen]
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """The live model in evaluation mode, exactly as it was afterwards; with no rounding that training allows."""
+    modes = [(module, module.training) for module in model.modules()]
+    precision = torch.get_float32_matmul_precision()
+    _exporting.active = True
+    model.eval()
+    try:
+        with torch.no_grad(), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            torch.set_float32_matmul_precision("highest")
+            yield
+    finally:
+        _exporting.active = False
+        torch.set_float32_matmul_precision(precision)
+        for module, training in modes:
+            module.training = training
+
+
+@contextmanager
+def _noting_orders(cuts: Sequence[Cut]) -> Iterator[None]:
+    """Note in which order collections of the live model give out their vectors: sharding may change it."""
+
+    def noting(cut: Cut) -> Callable[..., Any]:
+        def note(_module: nn.Module, _args: Any, output: Any) -> Any:
+            # An awaitable may be waited for once, so that the model is given what came of it.
+            parts = [_waited(part) for part in output] if isinstance(output, tuple) else [_waited(output)]
+            if hasattr(parts[0], "length_per_key") and hasattr(parts[0], "keys"):
+                cut.order[:] = list(parts[0].keys())
+            return tuple(parts) if isinstance(output, tuple) else parts[0]
+
+        return note
+
+    with ExitStack() as hooks:
+        for cut in cuts:
+            hooks.callback(cut.module.register_forward_hook(noting(cut)).remove)
+        yield
+
+
+def _waited(value: Any) -> Any:
+    return value.wait() if hasattr(value, "wait") and not isinstance(value, Tensor) else value
+
+
+def _chosen(tensors: list[Tensor], names: list[str], inputs: ServedInputs) -> list[int]:
+    """Which of the tensors that forward gave out bear the names."""
+    if len(tensors) == len(names):
+        return list(range(len(tensors)))
+    served = [i for i, tensor in enumerate(tensors) if tensor.dim() and not inputs.is_given(tensor)]
+    if len(served) == len(names):
+        return served
+    shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors) or "none"
+    raise ConfigurationError(
+        f"outputs names {len(names)} tensors ({', '.join(names)}), but forward gives out {len(tensors)}, of shapes "
+        f"{shapes}; name each"
+    )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What one rank writes of a table that has keys."""
+
+    count: int
+    default_vector: tuple[float, ...]
+
+
+@dataclass
+class _Export:
+    """One export, on this rank."""
+
+    plan: _Plan
+    ranks: Ranks
+    repository: Path
+    name: str
+    version: int | None
+    began: datetime
+
+    def run(self, expected: list[NDArray[Any]]) -> int:
+        """All of it; returns the version."""
+        with ExitStack() as stack:
+            staging, target = self._stage(stack)
+            rows = self.ranks.gather(self._stored_rows())
+            files = self._files(rows)
+            self.ranks.first(lambda: self._create(staging, files))
+            self.ranks.together(lambda: self._write(staging, files, rows))
+            self.ranks.first(lambda: self._finish(staging, target, files, rows, expected))
+            self.ranks.first(stack.close)  # the version appears
+        return int(target.name)
+
+    def _stage(self, stack: ExitStack) -> tuple[Path, Path]:
+        """The staging folder, which all ranks see, and what it becomes."""
+        token = uuid.uuid4().hex
+
+        def begin() -> tuple[Path, Path, str]:
+            staging, target = stack.enter_context(stage_version(self.repository, self.name, self.version))
+            (staging / _SHARED_FILE).write_text(token)
+            return staging.absolute(), target.absolute(), token
+
+        staging, target, told = self.ranks.first(begin)
+        self.ranks.together(lambda: _check_shared(staging, told))
+        return staging, target
+
+    def _tables(self) -> list[Table]:
+        return [table for cut in self.plan.cuts for table in cut.tables]
+
+    def _stored_rows(self) -> list[_Rows | None]:
+        return [_stored_rows(table) for table in self._tables()]
+
+    def _files(self, rows: list[list[_Rows | None]]) -> list[TableFile]:
+        tables = self._tables()
+        folders = folder_names([table.name for table in tables])
+        files = []
+        for number, (table, folder) in enumerate(zip(tables, folders, strict=True)):
+            known = [of_rank[number] for of_rank in rows]
+            count = sum(part.count for part in known if part) if table.has_keys else table.num_rows
+            files.append(TableFile(table, count, f"{TABLES_FOLDER}/{folder}/{VECTOR_FILE}"))
+        return files
+
+    def _create(self, staging: Path, files: list[TableFile]) -> None:
+        free = shutil.disk_usage(staging).free
+        num_bytes = sum(file.num_rows * (file.table.row_bytes + 8 * file.table.has_keys) for file in files)
+        if num_bytes > free:
+            raise UnavailableError(f"{self.repository}: the tables take {num_bytes} bytes, but {free} are free")
+        for file in files:
+            create_file(staging / file.location, file.num_rows * file.table.row_bytes)
+            if file.table.has_keys:
+                create_file((staging / file.location).with_name(KEY_FILE), file.num_rows * 8)
+
+    def _write(self, staging: Path, files: list[TableFile], rows: list[list[_Rows | None]]) -> None:
+        with torch.no_grad():
+            for number, file in enumerate(files):
+                if file.table.has_keys:
+                    before = [of_rank[number] for of_rank in rows[: self.ranks.rank]]
+                    _write_stored(staging / file.location, file.table, sum(part.count for part in before if part))
+                else:
+                    for shard in file.table.shards():
+                        write_shard(staging / file.location, file.table, shard)
+
+    def _finish(
+        self,
+        staging: Path,
+        target: Path,
+        files: list[TableFile],
+        rows: list[list[_Rows | None]],
+        expected: list[NDArray[Any]],
+    ) -> None:
+        """Trace, take apart, describe and verify, in the staging folder."""
+        (staging / _SHARED_FILE).unlink()
+        plan, path = self.plan, staging / _TRACED_FILE
+        save(trace(plan.network, plan.cuts, plan.inputs, plan.chosen, plan.outputs, files), path)
+        places = {
+            f"hotrow_table_{number}": TablePlace(file.table.name, Path(file.location).parent.name)
+            for number, file in enumerate(files)
+        }
+        report = import_staged(path, staging, target, places)
+        path.unlink()
+        self._check_cut(report, staging, files)
+        spec = self._spec(report.spec, files, rows)
+        spec.write(staging)
+        write_manifest(staging)
+        _verify(staging, spec, plan.inputs.arrays(), expected)
+        write_model_config(staging, spec, self.name)
+        share_unchanged(staging)
+
+    def _check_cut(self, report: ImportReport, staging: Path, files: list[TableFile]) -> None:
+        """UnsupportedModelError where a table stayed in the dense network; leftover folders are removed."""
+        paths = {f"hotrow_table_{number}": file.table for number, file in enumerate(files)}
+        for item in report.stays_dense:
+            table = paths.get(item.name)
+            if table is not None and item.reason != CONSTANT_KEYS_ONLY:
+                raise UnsupportedModelError(f"{table.path or 'the model'}: table {table.name!r} {item.reason}")
+        kept = {table.folder for table in report.spec.tables}
+        for file in files:
+            folder = (staging / file.location).parent
+            if folder.name not in kept:
+                shutil.rmtree(folder)
+
+    def _spec(self, spec: ModelSpec, files: list[TableFile], rows: list[list[_Rows | None]]) -> ModelSpec:
+        defaults = {
+            Path(file.location).parent.name: _default_vector(file.table, [of_rank[number] for of_rank in rows])
+            for number, file in enumerate(files)
+            if file.table.has_keys
+        }
+        tables = tuple(_with_keys(table, defaults.get(table.folder)) for table in spec.tables)
+        moment = self.began.isoformat()
+        source = f"{type(self.plan.network).__name__}, exported in training"
+        return replace(spec, tables=tables, source=source, settings={**spec.settings, "update_since": moment})
+
+
+def _with_keys(table: TableSpec, default: tuple[float, ...] | None) -> TableSpec:
+    return table if default is None else replace(table, keys="stored", default_vector=default)
+
+
+def _check_shared(staging: Path, token: str) -> None:
+    try:
+        found = (staging / _SHARED_FILE).read_text()
+    except OSError:
+        found = ""
+    if found != token:
+        raise ConfigurationError(
+            f"{staging} is not seen by all ranks: the repository must be in a file system that they share"
+        )
+
+
+def _stored_rows(table: Table) -> _Rows | None:
+    if not table.has_keys:
+        return None
+    known = mapping(table.collisions)
+    (unknown,) = _rows_at(table, torch.tensor([known.unknown_row]))
+    return _Rows(len(known.ids), tuple(float(element) for element in unknown))
+
+
+def _rows_at(table: Table, rows: Tensor) -> NDArray[Any]:
+    """Rows, by their numbers in the whole table, of the shard that this rank holds."""
+    for shard in table.shards():
+        local = rows.to(shard.tensor.device) - shard.first_row
+        if bool(((local >= 0) & (local < shard.tensor.shape[0])).all()):
+            return as_vectors(shard.tensor[local], table)
+    raise UnsupportedModelError(f"{table.path}: table {table.name!r} has rows on another rank than its ids")
+
+
+def _write_stored(path: Path, table: Table, first: int) -> None:
+    known = mapping(table.collisions)
+    step = max(1, (32 << 20) // table.row_bytes)
+    write_at(path.with_name(KEY_FILE), first * 8, known.ids.cpu().numpy())
+    for begin in range(0, len(known.ids), step):
+        vectors = _rows_at(table, known.rows[begin : begin + step])
+        write_at(path, (first + begin) * table.row_bytes, vectors)
+
+
+def _default_vector(table: Table, parts: list[_Rows | None]) -> tuple[float, ...]:
+    """The answer to unknown ids, which is the last row of the shard that they would be looked up in."""
+    found = {part.default_vector for part in parts if part}
+    if len(found) > 1:
+        raise UnsupportedModelError(
+            f"{table.path}: table {table.name!r} with managed collisions has {len(found)} shards, each with a vector "
+            "of its own for unknown ids, which cannot be served; put the table on one rank"
+        )
+    return found.pop()
+
+
+def _verify(staging: Path, spec: ModelSpec, arrays: Mapping[str, NDArray[Any]], expected: list[NDArray[Any]]) -> None:
+    """UnsupportedModelError where the staged version answers the example otherwise than the live model did."""
+    sent = {tensor.name: arrays[tensor.name] for tensor in spec.inputs}
+    with InferenceSession.open(staging, device="cpu", update_stream="") as session:
+        answers = session.run(sent, [tensor.name for tensor in spec.outputs])
+    for tensor, live in zip(spec.outputs, expected, strict=True):
+        found = np.asarray(answers[tensor.name])
+        if found.shape != live.shape:
+            raise UnsupportedModelError(
+                f"output {tensor.name!r} has shape {list(found.shape)} when served, {list(live.shape)} in training"
+            )
+        if not np.allclose(found, live, rtol=_TOLERANCE, atol=_TOLERANCE, equal_nan=True):
+            worst = float(np.nanmax(np.abs(found.astype(np.float64) - live.astype(np.float64))))
+            raise UnsupportedModelError(
+                f"output {tensor.name!r} differs from the live model's by up to {worst:.3g} on the example: what "
+                "forward does in evaluation mode is not what was traced (does it depend on Python values?)"
+            )

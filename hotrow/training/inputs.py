@@ -1,0 +1,344 @@
+"""How the arguments of a model's forward arrive when it is served.
+
+A model in training takes whatever Python object holds a batch; a served one takes named arrays. `ServedInputs` takes
+the example apart into these arrays, and puts them together again, for the trace of the network.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from inference_session.errors import ConfigurationError, InvalidRequestError
+
+Arrays: TypeAlias = "dict[str, NDArray[Any]]"
+Rebuild: TypeAlias = "Callable[[Mapping[str, Any]], Any]"
+"""Makes an argument of what is served, by name: a Tensor, or a jagged tensor."""
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Lists of ids arrive as a matrix [batch, N or less], filled up behind each list with `pad`."""
+
+    max_len: int
+    pad: int = -1
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lists of ids arrive behind each other [ids], with `<feature>_lengths` [batch] beside them."""
+
+
+Form: TypeAlias = "Padded | Lengths"
+
+
+def padded(max_len: int, pad: int = -1) -> Padded:
+    """Serve lists of ids as a matrix int64 [batch, max_len or less], filled up behind each list with `pad`.
+
+    Weights of ids arrive as `<feature>_weights`, float32 of the same shape.
+
+    Raises:
+        ConfigurationError: max_len is no whole number above 0.
+    """
+    if not isinstance(max_len, int) or max_len < 1:
+        raise ConfigurationError(f"padded(max_len={max_len!r}): allowed are whole numbers from 1 on")
+    return Padded(max_len, int(pad))
+
+
+def lengths() -> Lengths:
+    """Serve lists of ids as values int64 [ids], with `<feature>_lengths`, int64 [batch], beside them."""
+    return Lengths()
+
+
+def width_of(feature: str) -> str:
+    """The input that holds the lengths of a feature's lists."""
+    return f"{feature}_lengths"
+
+
+def weights_of(feature: str) -> str:
+    """The input that holds the weights of a feature's ids."""
+    return f"{feature}_weights"
+
+
+@dataclass(frozen=True)
+class Dense:
+    """An input that is a tensor in training, too."""
+
+    name: str
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class Jagged:
+    """A feature: a list of ids for each sample."""
+
+    name: str
+    values: Tensor
+    lengths: Tensor
+    weights: Tensor | None
+
+
+@dataclass
+class _Found:
+    """What has been found in the example so far."""
+
+    inputs: dict[str, Dense | Jagged] = field(default_factory=dict)
+
+    def add(self, item: Dense | Jagged) -> None:
+        if item.name in self.inputs:
+            raise ConfigurationError(
+                f"the example holds two inputs that would be served as {item.name!r}; give them different names"
+            )
+        self.inputs[item.name] = item
+
+
+class ServedInputs:
+    """The arguments of `forward`, and the arrays that they become when the model is served."""
+
+    def __init__(self, model: nn.Module, example: Any, forms: Form | Mapping[str, Form] | None) -> None:
+        """Take the example apart.
+
+        Args:
+            model: whose `forward` takes the example.
+            example: its argument, or a tuple of several; a dict where its keys are names of parameters.
+            forms: how jagged features arrive, all of them or each by name.
+
+        Raises:
+            ConfigurationError: the example does not fit `forward` or the forms.
+        """
+        found = _Found()
+        self.original, self._rebuild = _arguments(model, example, found)
+        """The positional and the named arguments as they were given."""
+        self.inputs = found.inputs
+        self.forms = {item.name: _form(item, forms) for item in found.inputs.values() if isinstance(item, Jagged)}
+        _check_names(self.forms, forms)
+        self.num_samples = _num_samples(found.inputs)
+        for item in found.inputs.values():
+            if isinstance(item, Jagged):
+                _check_jagged(item, self.forms[item.name], self.num_samples)
+        self._check_array_names()
+
+    def arguments(self, served: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The positional and the named arguments of `forward`, made of what is served under each input's name."""
+        result: tuple[tuple[Any, ...], dict[str, Any]] = self._rebuild(served)
+        return result
+
+    def arrays(self) -> Arrays:
+        """The example as a client would send it."""
+        arrays: Arrays = {}
+        for item in self.inputs.values():
+            if isinstance(item, Dense):
+                arrays[item.name] = item.tensor.detach().cpu().numpy()
+            else:
+                arrays.update(_jagged_arrays(item, self.forms[item.name]))
+        return arrays
+
+    def is_given(self, tensor: Tensor) -> bool:
+        """Whether a tensor is one of the example's own."""
+        return any(isinstance(item, Dense) and _is_same(item.tensor, tensor) for item in self.inputs.values())
+
+    def _check_array_names(self) -> None:
+        names: set[str] = set()
+        for item in self.inputs.values():
+            for name in array_names(item, self.forms.get(item.name)):
+                if name in names:
+                    raise ConfigurationError(
+                        f"two served inputs would be called {name!r}: one of feature {item.name!r}, one of another "
+                        "input; rename one"
+                    )
+                names.add(name)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are one, or one a detached view of the other."""
+    return one.shape == other.shape and one.dtype == other.dtype and one.data_ptr() == other.data_ptr()
+
+
+def array_names(item: Dense | Jagged, form: Form | None) -> list[str]:
+    """The served inputs that one input becomes."""
+    if isinstance(item, Dense):
+        return [item.name]
+    names = [item.name]
+    if isinstance(form, Lengths):
+        names.append(width_of(item.name))
+    if item.weights is not None:
+        names.append(weights_of(item.name))
+    return names
+
+
+# The arguments of forward
+
+
+def _arguments(model: nn.Module, example: Any, found: _Found) -> tuple[tuple[Any, dict[str, Any]], Rebuild]:
+    parameters = inspect.signature(model.forward).parameters
+    names = [
+        name for name, item in parameters.items() if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)
+    ]
+    if _is_named(example, parameters, names):
+        parts = {name: _take_apart(value, name, found) for name, value in example.items()}
+        return ((), dict(example)), lambda served: ((), {name: part(served) for name, part in parts.items()})
+    values = example if isinstance(example, tuple) and not hasattr(example, "_fields") else (example,)
+    try:
+        inspect.signature(model.forward).bind(*values)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"the example, of {len(values)} arguments, does not fit forward{inspect.signature(model.forward)}: {error}"
+        ) from error
+    surplus = [f"input_{number}" for number in range(len(names), len(values))]
+    together = [_take_apart(value, name, found) for value, name in zip(values, [*names, *surplus], strict=False)]
+    return (values, {}), lambda served: (tuple(part(served) for part in together), {})
+
+
+def _is_named(example: Any, parameters: Mapping[str, inspect.Parameter], positional: list[str]) -> bool:
+    """Whether the example is a dict of named arguments, rather than one argument that is a dict."""
+    if not isinstance(example, Mapping) or not example or not set(example) <= set(parameters):
+        return False
+    required = [name for name in positional if parameters[name].default is inspect.Parameter.empty]
+    return set(required) <= set(example)
+
+
+def _take_apart(value: Any, name: str, found: _Found) -> Rebuild:
+    """Note the tensors in a value; returns what makes the value again, of served ones."""
+    if isinstance(value, Tensor):
+        found.add(Dense(name, value))
+        return lambda served: served[name]
+    if (jagged := sys.modules.get("torchrec.sparse.jagged_tensor")) is not None:
+        if isinstance(value, jagged.KeyedJaggedTensor):
+            return _take_features(value, found)
+        if isinstance(value, jagged.JaggedTensor):
+            found.add(Jagged(name, value.values(), value.lengths(), value.weights_or_none()))
+            return lambda served: served[name]
+    parts = {key: _take_apart(part, part_name, found) for key, part_name, part in _parts(value, name)}
+    if not parts:
+        return lambda served: value
+    return lambda served: _put_together(value, {key: part(served) for key, part in parts.items()})
+
+
+def _take_features(features: Any, found: _Found) -> Rebuild:
+    from hotrow.training.jagged import ServedFeatures
+
+    if features.variable_stride_per_key():
+        raise ConfigurationError("the example's KeyedJaggedTensor has another batch size for each key; served is one")
+    names = list(features.keys())
+    for name in names:
+        feature = features[name]
+        found.add(Jagged(name, feature.values(), feature.lengths(), feature.weights_or_none()))
+    return lambda served: ServedFeatures({name: served[name] for name in names})
+
+
+def _parts(value: Any, name: str) -> Iterator[tuple[Any, str, Any]]:
+    """What a container holds: a key for each part, the name that it is served under, and the part."""
+    if isinstance(value, Mapping):
+        yield from ((key, str(key), part) for key, part in value.items())
+    elif hasattr(value, "_fields"):
+        yield from ((key, key, getattr(value, key)) for key in value._fields)
+    elif isinstance(value, (list, tuple)):
+        yield from ((index, f"{name}_{index}", part) for index, part in enumerate(value))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from ((item.name, item.name, getattr(value, item.name)) for item in dataclasses.fields(value))
+
+
+def _put_together(value: Any, parts: dict[Any, Any]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: parts.get(key, part) for key, part in value.items()}
+    if hasattr(value, "_fields"):
+        return value._replace(**parts)
+    if isinstance(value, (list, tuple)):
+        return type(value)(parts[index] for index in range(len(value)))
+    made = copy.copy(value)
+    for key, part in parts.items():
+        object.__setattr__(made, key, part)
+    return made
+
+
+# Checks of the example
+
+
+def _form(item: Jagged, forms: Form | Mapping[str, Form] | None) -> Form:
+    form = forms.get(item.name) if isinstance(forms, Mapping) else forms
+    if isinstance(form, (Padded, Lengths)):
+        return form
+    raise ConfigurationError(
+        f"feature {item.name!r} is a list of ids for each sample; say by `inputs` how it arrives when it is served: "
+        f"training.padded(max_len=...), training.lengths(), or a dict of these by feature; found {form!r}"
+    )
+
+
+def _check_names(known: Mapping[str, Form], forms: Form | Mapping[str, Form] | None) -> None:
+    unknown = sorted(set(forms) - set(known)) if isinstance(forms, Mapping) else []
+    if unknown:
+        has = ", ".join(map(repr, known)) or "none"
+        raise ConfigurationError(
+            f"inputs names {unknown[0]!r}, which is no jagged feature of the example; it has: {has}"
+        )
+
+
+def _num_samples(inputs: Mapping[str, Dense | Jagged]) -> int:
+    """The batch size of the example: that of its features, else the first dimension that most tensors share."""
+    sizes = [len(item.lengths) for item in inputs.values() if isinstance(item, Jagged)]
+    if not sizes:
+        sizes = [item.tensor.shape[0] for item in inputs.values() if isinstance(item, Dense) and item.tensor.dim()]
+    if not sizes or max(sizes) == 0:
+        raise ConfigurationError("the example holds no samples; give a batch of at least one")
+    return max(set(sizes), key=sizes.count)
+
+
+def _check_jagged(item: Jagged, form: Form, num_samples: int) -> None:
+    if len(item.lengths) != num_samples:
+        raise ConfigurationError(
+            f"feature {item.name!r} of the example has {len(item.lengths)} lists, the batch {num_samples} samples"
+        )
+    if not isinstance(form, Padded):
+        return
+    longest = int(item.lengths.max()) if len(item.lengths) else 0
+    if longest > form.max_len:
+        raise ConfigurationError(
+            f"feature {item.name!r} of the example has a list of {longest} ids, but padded(max_len={form.max_len}) "
+            "takes no more; raise max_len"
+        )
+    if bool((item.values == form.pad).any()):
+        raise ConfigurationError(
+            f"feature {item.name!r} of the example has the id {form.pad}, which padded(pad={form.pad}) fills up with; "
+            "choose another pad"
+        )
+
+
+# The example as a client sends it
+
+
+def _jagged_arrays(item: Jagged, form: Form) -> Arrays:
+    values, counts = item.values.detach().cpu().numpy(), item.lengths.detach().cpu().numpy().astype(np.int64)
+    weights = None if item.weights is None else item.weights.detach().cpu().numpy().astype(np.float32)
+    if isinstance(form, Lengths):
+        arrays = {item.name: values.astype(np.int64), width_of(item.name): counts}
+        return arrays if weights is None else {**arrays, weights_of(item.name): weights}
+    arrays = {item.name: padded_matrix(values.astype(np.int64), counts, form.pad)}
+    if weights is not None:
+        arrays[weights_of(item.name)] = padded_matrix(weights, counts, 0)
+    return arrays
+
+
+def padded_matrix(values: NDArray[Any], counts: NDArray[np.int64], pad: float) -> NDArray[Any]:
+    """Lists behind each other as a matrix [lists, longest list], at least one wide."""
+    width = max(1, int(counts.max(initial=0)))
+    present = np.arange(width) < counts[:, None]
+    if int(present.sum()) != len(values):
+        raise InvalidRequestError(f"{len(values)} values do not fit lists of {int(counts.sum())} in all")
+    matrix = np.full(present.shape, pad, values.dtype)
+    matrix[present] = values
+    return matrix
+
+
+def traced(array: NDArray[Any], copies: int, device: torch.device) -> Tensor:
+    """An array as the trace takes it, with its samples as often: sizes of 1 would become constants."""
+    return torch.from_numpy(np.concatenate([array] * copies)).to(device)

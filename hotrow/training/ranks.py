@@ -1,0 +1,85 @@
+"""What the processes of a training job have to agree on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from inference_session.errors import HotrowError, UnavailableError
+
+Result = TypeVar("Result")
+
+
+class Ranks:
+    """The processes that train one model: one alone, or all of the default process group."""
+
+    def __init__(self) -> None:
+        self._joined = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if self._joined else 0
+        self.size = dist.get_world_size() if self._joined else 1
+        self._group = _group(dist.group.WORLD) if self.size > 1 else None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that does what one alone has to do."""
+        return self.rank == 0
+
+    def gather(self, value: Result) -> list[Result]:
+        """What every rank has, in their order. All ranks call it."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def together(self, work: Callable[[], Result]) -> Result:
+        """Do something on every rank; returns what this one made of it, and raises on all ranks if one failed.
+
+        Raises:
+            what `work` raised here; UnavailableError where it failed on another rank alone.
+        """
+        failure: Exception | None = None
+        result: Any = None
+        try:
+            result = work()
+        except Exception as error:  # noqa: BLE001  the other ranks have to hear of any
+            failure = error
+        messages = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        for rank, message in enumerate(messages):
+            if message is not None:
+                raise UnavailableError(f"rank {rank} failed: {message}")
+        return cast("Result", result)
+
+    def first(self, work: Callable[[], Result]) -> Result:
+        """Do something on rank 0; returns what it made of it to all, and raises on all ranks if it failed.
+
+        Raises:
+            what `work` raised, on all ranks, where it is an error of hotrow's; UnavailableError elsewhere.
+        """
+        failure: Exception | None = None
+        result: Any = None
+        if self.is_first:
+            try:
+                result = work()
+            except Exception as error:  # noqa: BLE001  the other ranks have to hear of any
+                failure = error
+        known = isinstance(failure, HotrowError)
+        found = self.gather((None if failure is None else (type(failure) if known else None, str(failure)), result))
+        if failure is not None:
+            raise failure
+        told, value = found[0]
+        if told is not None:
+            kind, message = told
+            raise (kind or UnavailableError)(message if kind else f"rank 0 failed: {message}")
+        return cast("Result", value)
+
+
+@functools.lru_cache(maxsize=1)
+def _group(_world: Any) -> Any:
+    """A group of all ranks that takes objects of the processor, whatever the default group is made for."""
+    return dist.new_group(backend="gloo")

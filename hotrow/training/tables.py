@@ -1,0 +1,149 @@
+"""Embedding tables of a live model: which part of each this rank holds, and how it gets into a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inference_session.errors import UnsupportedModelError
+
+_CHUNK_BYTES = 32 << 20
+_FILE_TYPES = {torch.float32: "float32", torch.float16: "float16"}
+"""How vectors are stored; those of other types become float32."""
+
+
+class Shard(NamedTuple):
+    """A part of a table that this rank holds."""
+
+    first_row: int
+    first_column: int
+    tensor: Tensor
+
+
+@dataclass
+class Table:
+    """One embedding table of the model."""
+
+    name: str
+    path: str
+    """Of its module, for messages."""
+    num_rows: int
+    embedding_dim: int
+    dtype: torch.dtype
+    shards: Callable[[], list[Shard]]
+    """The parts that this rank is to write; asked when they are read, as modules may replace their weights."""
+    device: torch.device
+    collisions: Any = None
+    """TorchRec's managed collision module of this rank, where ids are mapped to rows as they come."""
+    placeholder: Tensor | None = field(default=None, repr=False)
+    """Stands for the table's weights while the network is traced."""
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether rows are found by keys that are stored, not by their numbers."""
+        return self.collisions is not None
+
+    @property
+    def file_type(self) -> str:
+        """NumPy's name of the type of the vectors in the file."""
+        return _FILE_TYPES.get(self.dtype, "float32")
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a vector in the file."""
+        return self.embedding_dim * np.dtype(self.file_type).itemsize
+
+    def stand_in(self, num_rows: int) -> Tensor:
+        """A tensor of that many rows that takes no memory."""
+        return torch.zeros(1, dtype=getattr(torch, self.file_type), device=self.device).expand(
+            num_rows, self.embedding_dim
+        )
+
+
+def local_shards(weight: Tensor, path: str, *, is_first: bool) -> list[Shard]:
+    """The parts of a weight that this rank is to write: of a replicated one all, on the first rank alone.
+
+    Raises:
+        UnsupportedModelError: the weight is of a kind that is not known here.
+    """
+    if hasattr(weight, "local_shards") and hasattr(weight, "metadata"):  # torch's ShardedTensor
+        return [_shard(shard.metadata.shard_offsets, shard.tensor) for shard in weight.local_shards()]
+    if hasattr(weight, "device_mesh"):  # torch's DTensor
+        return _shards_of_dtensor(weight, path, is_first=is_first)
+    if type(weight).__name__ not in ("Tensor", "Parameter", "Buffer", "TableBatchedEmbeddingSlice"):
+        raise UnsupportedModelError(f"{path}: a weight of type {type(weight).__name__} cannot be read")
+    return [Shard(0, 0, weight.detach())] if is_first else []
+
+
+def _shards_of_dtensor(weight: Any, path: str, *, is_first: bool) -> list[Shard]:
+    local = weight.to_local()
+    if all(placement.is_replicate() for placement in weight.placements) and not is_first:
+        return []
+    if hasattr(local, "local_shards"):  # TorchRec's wrapper
+        parts = zip(local.local_offsets(), local.local_shards(), strict=True)
+        return [_shard(offsets, tensor) for offsets, tensor in parts]
+    if any(placement.is_partial() for placement in weight.placements):
+        raise UnsupportedModelError(f"{path}: its weight is a partial DTensor, whose values no rank holds")
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offsets = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+    return [_shard(offsets, local)]
+
+
+def _shard(offsets: Any, tensor: Tensor) -> Shard:
+    first_row, first_column = [*offsets, 0][:2]
+    return Shard(int(first_row), int(first_column), tensor.detach())
+
+
+def create_file(path: Path, num_bytes: int) -> None:
+    """A file of that size, to be filled by several ranks."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("xb") as file:
+        file.truncate(num_bytes)
+
+
+def write_shard(path: Path, table: Table, shard: Shard) -> None:
+    """Write a part of a table into its file, a piece at a time."""
+    for first_row, vectors in _pieces(table, shard):
+        _write_rows(path, table, shard.first_row + first_row, shard.first_column, vectors)
+
+
+def _pieces(table: Table, shard: Shard) -> Iterator[tuple[int, NDArray[Any]]]:
+    step = max(1, _CHUNK_BYTES // table.row_bytes)
+    for begin in range(0, shard.tensor.shape[0], step):
+        yield begin, as_vectors(shard.tensor[begin : begin + step], table)
+
+
+def as_vectors(rows: Tensor, table: Table) -> NDArray[Any]:
+    """Rows as the file holds them."""
+    vectors: NDArray[Any] = rows.detach().to("cpu", getattr(torch, table.file_type)).contiguous().numpy()
+    return vectors
+
+
+def _write_rows(path: Path, table: Table, first_row: int, first_column: int, vectors: NDArray[Any]) -> None:
+    if vectors.shape[1] == table.embedding_dim:
+        write_at(path, first_row * table.row_bytes, vectors)
+        return
+    shape = (table.num_rows, table.embedding_dim)
+    mapped = np.memmap(path, table.file_type, "r+", shape=shape)
+    mapped[first_row : first_row + len(vectors), first_column : first_column + vectors.shape[1]] = vectors
+
+
+def write_at(path: Path, offset: int, array: NDArray[Any]) -> None:
+    """Write an array into a file that is there, from that byte on."""
+    left = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    handle = os.open(path, os.O_WRONLY)
+    try:
+        while left:
+            written = os.pwrite(handle, left, offset)
+            left, offset = left[written:], offset + written
+    finally:
+        os.close(handle)

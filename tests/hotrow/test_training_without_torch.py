@@ -1,0 +1,32 @@
+"""hotrow.training where PyTorch is not installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from inference_session.errors import ConfigurationError
+
+
+def test_it_can_be_imported_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The import alone needs nothing; the first name that is used says what is missing."""
+    for name in [name for name in sys.modules if name.startswith("hotrow.training")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    from hotrow import training
+
+    with pytest.raises(ConfigurationError, match=r"pip install 'hotrow\[torch\]'"):
+        training.export  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'exprot'"):
+        training.exprot  # noqa: B018
+
+
+def test_nothing_else_imports_it() -> None:
+    """The commands start without PyTorch, and without looking for it."""
+    code = "import sys, hotrow.command_line, inference_session, triton_backend; print('hotrow.training' in sys.modules)"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "False"

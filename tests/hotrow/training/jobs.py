@@ -1,0 +1,83 @@
+"""Jobs of several processes, as torchrun starts them: gloo, on this machine's processors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing, nn
+
+from tests.parameter_server.servers import free_port
+
+PATIENCE_S = 120
+
+
+def run_ranks(job: Callable[..., None], *arguments: Any, num_ranks: int = 2) -> None:
+    """Run `job(rank, *arguments)` in as many processes; raises what one of them did."""
+    multiprocessing.spawn(_rank, (job, free_port(), num_ranks, arguments), nprocs=num_ranks)
+
+
+def _rank(rank: int, job: Callable[..., None], port: int, num_ranks: int, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update({"LOCAL_WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)})
+    place = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", place, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=PATIENCE_S))
+    try:
+        job(rank, *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+def distributed(model: nn.Module, plan: dict[str, dict[str, str]], *, learning_rate: float = 0.1) -> nn.Module:
+    """The model as TorchRec trains it: sharded as the plan says, by module and table."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec.distributed.embedding import EmbeddingCollectionSharder
+    from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.mc_embeddingbag import ManagedCollisionEmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.sharding_plan import (
+        column_wise,
+        construct_module_sharding_plan,
+        data_parallel,
+        row_wise,
+        table_wise,
+    )
+    from torchrec.distributed.types import ShardingPlan
+
+    ways: dict[str, Any] = {
+        "row_wise": row_wise,
+        "table_wise": lambda: table_wise(rank=dist.get_world_size() - 1),
+        "column_wise": lambda: column_wise(ranks=list(range(dist.get_world_size()))),
+        "data_parallel": data_parallel,
+    }
+    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": learning_rate}
+
+    class Bags(EmbeddingBagCollectionSharder):  # type: ignore[misc]
+        # TorchRec offers row-wise bags on the processor only where the sharder says so.
+        def sharding_types(self, compute_device_type: str) -> list[str]:
+            return ["row_wise", "table_wise", "column_wise", "data_parallel"]
+
+    sharders = {
+        "EmbeddingBagCollection": Bags(fused_params=fused),
+        "EmbeddingCollection": EmbeddingCollectionSharder(fused_params=fused),
+        "ManagedCollisionEmbeddingBagCollection": ManagedCollisionEmbeddingBagCollectionSharder(
+            ebc_sharder=Bags(fused_params=fused)
+        ),
+    }
+    plans = {}
+    for path, tables in plan.items():
+        module = model.get_submodule(path)
+        sharder = sharders[type(module).__name__]
+        chosen = {name: ways[way]() for name, way in tables.items()}
+        plans[path] = construct_module_sharding_plan(
+            module, chosen, sharder, local_size=dist.get_world_size(), device_type="cpu"
+        )
+    assert EmbeddingComputeKernel.FUSED
+    return DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=ShardingPlan(plans), sharders=list(sharders.values())
+    )

@@ -1,0 +1,105 @@
+"""Small live models, and what holds their exports against them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from hotrow import training
+from inference_session import InferenceSession
+
+Lists = Sequence[Sequence[int]]
+
+
+def features(lists: Mapping[str, Lists], weights: Mapping[str, Sequence[Sequence[float]]] | None = None) -> Any:
+    """A KeyedJaggedTensor of lists of ids by feature."""
+    from torchrec import KeyedJaggedTensor
+
+    values = [key for of_feature in lists.values() for ids in of_feature for key in ids]
+    lengths = [len(ids) for of_feature in lists.values() for ids in of_feature]
+    factors = None
+    if weights is not None:
+        factors = torch.tensor([w for name in lists for ws in weights[name] for w in ws], dtype=torch.float32)
+    return KeyedJaggedTensor(
+        keys=list(lists),
+        values=torch.tensor(values, dtype=torch.int64),
+        lengths=torch.tensor(lengths, dtype=torch.int32),
+        weights=factors,
+    )
+
+
+def random_lists(random: np.random.Generator, num_samples: int, num_rows: int, longest: int = 5) -> list[list[int]]:
+    """Lists of 0 to `longest` ids, duplicates among them."""
+    counts = random.integers(0, longest + 1, num_samples)
+    return [random.integers(0, num_rows, count).tolist() for count in counts]
+
+
+def padded_matrix(lists: Lists, pad: int = -1) -> NDArray[np.int64]:
+    """The lists as clients send them."""
+    width = max(1, *map(len, lists))
+    return np.array([[*ids, *[pad] * (width - len(ids))] for ids in lists], np.int64)
+
+
+def bag_configs(num_tables: int = 2, *, dim: int = 8, rows: int = 40, means: Sequence[int] = (1,)) -> list[Any]:
+    """Tables t0, t1, … of features f0, f1, …; some are pooled by their mean."""
+    from torchrec import EmbeddingBagConfig, PoolingType
+
+    return [
+        EmbeddingBagConfig(
+            name=f"t{i}",
+            embedding_dim=dim,
+            num_embeddings=rows + 10 * i,
+            feature_names=[f"f{i}"],
+            pooling=PoolingType.MEAN if i in means else PoolingType.SUM,
+        )
+        for i in range(num_tables)
+    ]
+
+
+class Clicks(nn.Module):
+    """A collection of bags and dense features in, one probability out."""
+
+    def __init__(self, collection: nn.Module, width: int, num_dense: int = 3) -> None:
+        super().__init__()
+        self.bags = collection
+        self.layers = nn.Sequential(nn.Linear(width + num_dense, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def forward(self, dense: Tensor, sparse: Any) -> Tensor:
+        pooled = self.bags(sparse)
+        pooled = pooled[0] if isinstance(pooled, tuple) else pooled
+        names = sorted(pooled.keys())
+        vectors = [pooled[name] for name in names]
+        return torch.sigmoid(self.layers(torch.cat([dense, *vectors], dim=1)))
+
+
+def answers(
+    directory: Path, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str] = ("click",)
+) -> list[NDArray[Any]]:
+    """What a version answers."""
+    with InferenceSession.open(directory, device="cpu") as session:
+        found = session.run(dict(inputs), list(outputs))
+    return [found[name] for name in outputs]
+
+
+def live(model: nn.Module, *args: Any) -> NDArray[Any]:
+    """What the model gives out in evaluation mode."""
+    mode = model.training
+    model.eval()
+    with torch.no_grad():
+        output = model(*args)
+    model.train(mode)
+    result: NDArray[Any] = output.numpy()
+    return result
+
+
+def export(model: nn.Module, folder: Path, **options: Any) -> Path:
+    """Export as model `ctr`; returns the version directory."""
+    options = {"outputs": ["click"], **options}
+    version = training.export(model, repository=folder, name="ctr", **options)
+    return folder / "ctr" / str(version)
