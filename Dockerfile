@@ -28,7 +28,7 @@ RUN python3 -m pip install --no-cache-dir --no-compile "$(echo /wheels/hotrow-*.
 USER hotrow
 # Compiled for the processor that builds; another one compiles anew when its first model is loaded. Not into the cache's
 # folder, which volumes hide.
-RUN NUMBA_CACHE_DIR=$HOTROW_SHIPPED_KERNELS python3 -m inference_session.all_kernels
+RUN NUMBA_CACHE_DIR=$HOTROW_SHIPPED_KERNELS python3 -m inference_session.execution.all_kernels
 EXPOSE 8000 8001 8002
 ENTRYPOINT ["hotrow"]
 CMD ["serve", "--host", "0.0.0.0", "--repository", "/models"]
@@ -46,7 +46,7 @@ RUN for backend in hotrow hugectr hps; do \
       cp -r "$(python3 -c 'import triton_backend; print(triton_backend.__path__[0])')/backends/$backend" /opt/tritonserver/backends/; \
     done
 USER 1000
-RUN NUMBA_CACHE_DIR=$HOTROW_SHIPPED_KERNELS python3 -m inference_session.all_kernels
+RUN NUMBA_CACHE_DIR=$HOTROW_SHIPPED_KERNELS python3 -m inference_session.execution.all_kernels
 EXPOSE 8000 8001 8002
 # Triton's own entry point prints a banner and runs what follows.
 CMD ["hotrow", "serve", "--host", "0.0.0.0", "--repository", "/models"]

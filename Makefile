@@ -73,7 +73,7 @@ $(FUZZED:%=fuzz-same-%): fuzz-same-%: $(VENV)/.fuzz
 	else cat $$folder/log; echo "$*: the files are in $$folder"; exit 1; fi
 
 test-exporters: $(EXPORTERS_VENV)/.ready
-	$(EXPORTERS_VENV)/bin/python -m pytest -m exporters tests/formats/onnx_model $(PYTEST_ARGS)
+	$(EXPORTERS_VENV)/bin/python -m pytest -m exporters tests/importers/onnx $(PYTEST_ARGS)
 
 test-training: $(EXPORTERS_VENV)/.ready
 	$(EXPORTERS_VENV)/bin/python -m pytest -m training tests/hotrow/training $(PYTEST_ARGS)

@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.embedding_cache.cpu_cache import CpuEmbeddingCache
-from inference_session.embedding_cache.kernels import cpu
-from inference_session.embedding_cache.kernels.layout import SEGMENT, TABLE
-from inference_session.formats.native import TableSpec
-from inference_session.parameter_server.table_file import TableFile, write_table
+from inference_session.embedding_cache.cpu import CpuEmbeddingCache
+from inference_session.kernels.cpu import lookup as cpu
+from inference_session.kernels.records import SEGMENT, TABLE
+from inference_session.model_spec import TableSpec
+from inference_session.tables.table_file import TableFile, write_table
 
 REPETITIONS = 41
 TRACE = Path(__file__).resolve().parents[2] / "shared/data/traces/scarab-recs.trace.xz"

@@ -37,11 +37,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from demo.client import MODEL, Client
 from demo.metrics import auc_by_task
 from demo.movielens import TASKS, Inputs, MovieLens, fetch, take
-from inference_session.formats.native import DENSE_FILE, KEYS_FILE, LookupSpec, ModelSpec
+from inference_session.model_spec import DENSE_FILE, KEYS_FILE, LookupSpec, ModelSpec
 from inference_session.update_stream import Publisher
 from inference_session.update_stream.table_changes import open_tables
-from tests.update_stream.broker import Broker
-from triton_backend.server import ServerOptions, TritonServer
+from tests.testing.broker import Broker
+from triton_backend.launcher.server import ServerOptions, TritonServer
 
 REPOSITORY = Path(__file__).resolve().parent.parent / "model_repository"
 TRAINED = {"users_weight": ("user_id", 0.02), "movies_weight": ("movie_id", 0.005)}

@@ -20,8 +20,8 @@ import cupy
 import numpy as np
 
 from inference_session.embedding_cache import create_embedding_cache
-from inference_session.embedding_cache.base_rows import pinned_empty
 from inference_session.embedding_cache.gpu_budget import bytes_to_hold
+from inference_session.tables.device_rows import pinned_empty
 
 NUM_KEYS = 1 << 20
 _GATHERS = r"""

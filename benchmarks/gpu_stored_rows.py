@@ -18,17 +18,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.embedding_cache import cpu_cache, gpu_budget
-from inference_session.embedding_cache.kernels.layout import SEGMENT, PoolingCode, address_of
-from inference_session.formats.native import TableSpec
-from inference_session.gpu_cached_rows import GpuCachedRows
-from inference_session.gpu_context import GpuContext
-from inference_session.gpu_session_cache import SessionGpuCache
+from inference_session.device.cuda import GpuContext
+from inference_session.embedding_cache import cpu as cpu_cache
+from inference_session.embedding_cache import gpu_budget
+from inference_session.embedding_cache.gpu_session import SessionGpuCache
+from inference_session.kernels.records import SEGMENT, PoolingCode, address_of
+from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.base import FetchRequest
 from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
-from inference_session.row_source import CachedRows, RowSource
+from inference_session.rows import CachedRows, RowSource
+from inference_session.rows.gpu_cached import GpuCachedRows
 
 NUM_TABLES, DIM, KEYS_PER_BAG = 26, 128, 8
 MISSING = (0.0, 0.001, 0.01, 0.1)

@@ -29,10 +29,10 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from perf_analyzer import measure, perf_analyzer
 
-from inference_session.formats import manifest
-from inference_session.formats.native import DENSE_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, TableSpec, TensorSpec
-from triton_backend.model_config import write_model_config
-from triton_backend.server import ServerOptions, TritonServer
+from inference_session.model_spec import DENSE_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, TableSpec, TensorSpec
+from inference_session.version_directory import manifest
+from triton_backend.launcher.server import ServerOptions, TritonServer
+from triton_backend.repository.model_config import write_model_config
 
 FEATURES, DENSE, DIM, HIDDEN = 26, 13, 128, (512, 256)
 MODELS = ("null", "by_hand", "hotrow")
@@ -49,7 +49,7 @@ import cupy
 import numpy as np
 import onnxruntime
 import triton_python_backend_utils as pb_utils
-from triton_backend.tensors import read_array, write_tensor
+from triton_backend.backend.tensors import read_array, write_tensor
 
 TAKE = """
 extern "C" __global__ void take(const float4* rows, const long long* numbers, float4* out, int count) {

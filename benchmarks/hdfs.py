@@ -26,7 +26,7 @@ from inference_session.model_source import Copy
 from inference_session.model_source.create import create_source
 from inference_session.model_source.hdfs_source import HdfsSource
 from inference_session.model_source.transfer import read_ahead
-from tests.hadoop import Hdfs
+from tests.testing.hadoop import Hdfs
 
 _READ_BYTES = 1 << 20
 

@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from tritonclient.utils import np_to_triton_dtype
 
 from inference_session import InferenceSession
-from inference_session.formats import manifest
-from inference_session.formats.hugectr import import_hugectr
-from inference_session.formats.native import LookupSpec, ModelSpec, TensorSpec
-from triton_backend.model_config import write_model_config
-from triton_backend.server import ServerOptions, TritonServer
+from inference_session.importers.hugectr import import_hugectr
+from inference_session.model_spec import LookupSpec, ModelSpec, TensorSpec
+from inference_session.version_directory import manifest
+from triton_backend.launcher.server import ServerOptions, TritonServer
+from triton_backend.repository.model_config import write_model_config
 
 SLOTS = (2, 26)
 DIMS = (1, 16)

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.embedding_cache.kernels import cpu
-from inference_session.embedding_cache.kernels.intrinsics import kernel, load, prefetch, store
-from inference_session.embedding_cache.kernels.layout import SEGMENT, TABLE
-from inference_session.formats.manifest import sha256_of
-from inference_session.formats.native import TableSpec
-from inference_session.parameter_server.table_file import TableFile, write_table
-from inference_session.parameter_server.table_index import build_index
+from inference_session.kernels.cpu import lookup as cpu
+from inference_session.kernels.cpu.intrinsics import kernel, load, prefetch, store
+from inference_session.kernels.records import SEGMENT, TABLE
+from inference_session.model_spec import TableSpec
+from inference_session.tables.table_file import TableFile, write_table
+from inference_session.tables.table_index import build_index
+from inference_session.version_directory.manifest import sha256_of
 
 REPETITIONS = 15
 KEYS_PER_CALL = 1 << 16

@@ -19,8 +19,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from inference_session.formats.manifest import FORMAT, MANIFEST_FILE
-from inference_session.formats.native import DENSE_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, TableSpec, TensorSpec
+from inference_session.model_spec import DENSE_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, TableSpec, TensorSpec
+from inference_session.version_directory.manifest import FORMAT, MANIFEST_FILE
 
 ROUNDS = 7
 NUM_TABLES, DIM = 26, 128

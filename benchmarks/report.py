@@ -33,7 +33,7 @@ from perf_analyzer import measure, perf_analyzer
 from report_page import write_figure, write_page
 from triton import FEATURES, Network, check_answers, write_models, write_requests
 
-from triton_backend.server import ServerOptions, TritonServer
+from triton_backend.launcher.server import ServerOptions, TritonServer
 
 MODELS = ("null", "hotrow", "plain")
 ATTEMPTS, TIMEOUT_S = 2, 60.0

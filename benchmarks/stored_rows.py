@@ -29,18 +29,18 @@ import numpy as np
 import redis
 from numpy.typing import NDArray
 
-from inference_session.embedding_cache.cpu_cache import CpuEmbeddingCache, bytes_to_hold
-from inference_session.formats.native import TableSpec
-from inference_session.parameter_server import redis_layout
+from inference_session.embedding_cache.cpu import CpuEmbeddingCache, bytes_to_hold
+from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.redis import layout as redis_layout
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
-from inference_session.row_source import CachedRows
+from inference_session.rows import CachedRows
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tests.parameter_server.servers import RedisServer
+from tests.testing.servers import RedisServer
 
 DIM, NUM_ROWS, NUM_HOT = 128, 200_000, 20_000
 NUM_KEYS, NUM_MISSING = 1_000, 100

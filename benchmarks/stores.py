@@ -25,13 +25,13 @@ import redis
 from numpy.typing import NDArray
 from rocksdict import Options, Rdict, WriteBatch
 
-from inference_session.parameter_server import redis_layout
 from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.redis import layout as redis_layout
 from inference_session.parameter_server.store_url import create_store
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tests.parameter_server.servers import RedisServer
+from tests.testing.servers import RedisServer
 
 DIM = 128
 NAMESPACE = Namespace("benchmark", "1")

@@ -40,12 +40,12 @@ from numpy.typing import NDArray
 from triton import FEATURES, SAMPLES, graph
 
 from inference_session import InferenceSession
-from inference_session.formats.onnx_model import import_onnx
-from triton_backend.model_config import write_model_config
-from triton_backend.server import ServerOptions, TritonServer
+from inference_session.importers.onnx import import_onnx
+from triton_backend.launcher.server import ServerOptions, TritonServer
+from triton_backend.repository.model_config import write_model_config
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tests.parameter_server.servers import RedisServer
+from tests.testing.servers import RedisServer
 
 MODEL = "ctr"
 DIM, HIDDEN = 16, 64

@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from perf_analyzer import input_data, measure, perf_analyzer
 
-from inference_session.formats.onnx_model import import_onnx
-from triton_backend.model_config import write_model_config
-from triton_backend.server import ServerOptions, TritonServer
+from inference_session.importers.onnx import import_onnx
+from triton_backend.launcher.server import ServerOptions, TritonServer
+from triton_backend.repository.model_config import write_model_config
 
 FEATURES, SAMPLES = 26, 64
 MODELS = ("null", "hotrow", "take", "take_joined", "plain")
@@ -58,7 +58,7 @@ PEER = """
 import numpy as np
 import onnxruntime
 import triton_python_backend_utils as pb_utils
-from triton_backend.tensors import read_array, write_tensor
+from triton_backend.backend.tensors import read_array, write_tensor
 
 class TritonPythonModel:
     def initialize(self, args):

@@ -34,13 +34,13 @@ from numpy.typing import NDArray
 from triton import FEATURES, SAMPLES, graph
 
 from inference_session import InferenceSession
-from inference_session.formats.onnx_model import import_onnx
+from inference_session.importers.onnx import import_onnx
 from inference_session.update_stream import Publisher
 from inference_session.update_stream.publisher import Encoding
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from tests.parameter_server.servers import RedisServer
-from tests.update_stream.broker import Broker
+from tests.testing.broker import Broker
+from tests.testing.servers import RedisServer
 
 DIM, ROWS_PER_TABLE = 128, 4_000
 GOAL_PER_S = 264_000

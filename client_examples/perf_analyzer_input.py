@@ -18,8 +18,8 @@ import numpy as np
 from valid_inputs import Inputs, RandomInputs
 
 from inference_session import InferenceSession
-from inference_session.formats.native import SESSION_FILE
-from triton_backend.model_config import CONFIG_FILE, ModelConfig
+from inference_session.model_spec import SESSION_FILE
+from triton_backend.repository.model_config import CONFIG_FILE, ModelConfig
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("model", type=Path, help="folder of the model, in its repository")

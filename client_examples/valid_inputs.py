@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from inference_session import InferenceSession
 from inference_session.errors import HotrowError
-from inference_session.formats.native import TensorSpec
+from inference_session.model_spec import TensorSpec
 
 Inputs = dict[str, NDArray[np.generic]]
 

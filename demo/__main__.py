@@ -19,7 +19,7 @@ from demo.client import MODEL, Client
 from demo.movielens import NUM_USERS, MovieLens, fetch
 from demo.report import REPOSITORY, console
 from inference_session.errors import HotrowError, UnavailableError
-from triton_backend.server import ServerOptions, TritonServer
+from triton_backend.launcher.server import ServerOptions, TritonServer
 
 
 def read_movielens() -> MovieLens:

@@ -97,7 +97,7 @@ def main() -> None:
 def _show_what_takes_long() -> None:
     """Tell a person who looks why the first command on a machine waits: it compiles kernels."""
     if sys.stderr.isatty():
-        log = logging.getLogger("inference_session.machine_code")
+        log = logging.getLogger("inference_session.kernels.machine_code")
         log.setLevel(logging.INFO)
         log.addHandler(logging.StreamHandler())
 

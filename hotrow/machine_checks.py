@@ -18,17 +18,22 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from hotrow.units import counted, in_units
-from inference_session.available_memory import available_bytes
 from inference_session.errors import ConfigurationError, HotrowError
-from inference_session.formats.native import INDEX_FILE, KEY_FILE, SESSION_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec
 from inference_session.model_source import is_url
+from inference_session.model_spec import INDEX_FILE, KEY_FILE, SESSION_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec
+from inference_session.platform.available_memory import available_bytes
 from inference_session.sizing.memory import PROCESS_BYTES, MemoryItem, bytes_in, memory_items
-from triton_backend.in_place import InPlaceModel, in_place_backend, read_model_folder
-from triton_backend.installation import Installation, ServerNotFoundError, find_installation, libpython_directory
-from triton_backend.model_config import CONFIG_FILE, ModelConfig, configured_cache_bytes
-from triton_backend.ports import resolve_ports
-from triton_backend.reaper import SHARED_MEMORY
-from triton_backend.repository import ServableModel, find_models
+from triton_backend.launcher.installation import (
+    Installation,
+    ServerNotFoundError,
+    find_installation,
+    libpython_directory,
+)
+from triton_backend.launcher.ports import resolve_ports
+from triton_backend.launcher.reaper import SHARED_MEMORY
+from triton_backend.repository.in_place import InPlaceModel, in_place_backend, read_model_folder
+from triton_backend.repository.model_config import CONFIG_FILE, ModelConfig, configured_cache_bytes
+from triton_backend.repository.servable import ServableModel, find_models
 
 Level = Literal["ok", "warning", "problem"]
 
@@ -268,8 +273,8 @@ def _limits() -> Iterator[Finding]:
 
 def _kernel_cache() -> Iterator[Finding]:
     """Where Numba keeps machine code, as it chooses (docs/configuration.md, NUMBA_CACHE_DIR)."""
-    from inference_session.embedding_cache import kernels
-    from inference_session.machine_code import open_to_others
+    from inference_session import kernels
+    from inference_session.kernels.machine_code import open_to_others
 
     package = Path(next(iter(kernels.__path__)))
     chosen = os.environ.get("NUMBA_CACHE_DIR")

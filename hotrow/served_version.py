@@ -9,10 +9,10 @@ from pathlib import Path
 
 from hotrow.progress import byte_progress
 from inference_session.errors import ModelFormatError
-from inference_session.formats.native import SESSION_FILE
-from triton_backend.in_place import in_place_backend, read_model_folder
-from triton_backend.model_config import CONFIG_FILE, ModelConfig
-from triton_backend.repository import is_version
+from inference_session.model_spec import SESSION_FILE
+from triton_backend.repository.in_place import in_place_backend, read_model_folder
+from triton_backend.repository.model_config import CONFIG_FILE, ModelConfig
+from triton_backend.repository.servable import is_version
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from inference_session.errors import ConfigurationError
-from triton_backend.remote import RemoteServer
-from triton_backend.tls import ClientTls
+from triton_backend.client.server import RemoteServer
+from triton_backend.client.tls import ClientTls
 
 PEM_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from hotrow.printable import as_cell
 from hotrow.units import in_units
-from inference_session.embedding_cache.cpu_cache import bytes_to_hold, rows_held
-from inference_session.formats.native import ModelSpec, TableSpec
+from inference_session.embedding_cache.cpu import bytes_to_hold, rows_held
+from inference_session.model_spec import ModelSpec, TableSpec
 from inference_session.sizing.cache_plan import CachePlan, CachePoint, TracedTable
 from inference_session.sizing.hit_rate import LruCurve, SamplingError, SimulatedCurve
 from inference_session.sizing.memory import MemoryItem, bytes_in

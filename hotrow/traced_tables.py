@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from hotrow.progress import key_progress
 from hotrow.sizing_report import TableReport
 from inference_session.errors import ConfigurationError, TraceFormatError
-from inference_session.formats.native import ModelSpec, TableSpec
-from inference_session.key_recorder import read_recording
+from inference_session.model_spec import ModelSpec, TableSpec
 from inference_session.sizing.hit_rate import LruCurve, SamplingError, SimulatedCurve, num_simulated_keys
+from inference_session.sizing.key_recorder import read_recording
 from inference_session.sizing.key_sample import KeySample
 from inference_session.sizing.trace_file import TracePart, read_trace
 

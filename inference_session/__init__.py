@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from inference_session.errors import HotrowError
 
 if TYPE_CHECKING:
-    from inference_session.batch import Request
+    from inference_session.requests.batch import Request
     from inference_session.session import InferenceSession
 
 __all__ = ["HotrowError", "InferenceSession", "Request"]
@@ -28,7 +28,7 @@ __all__ = ["HotrowError", "InferenceSession", "Request"]
 # and a database in the user's home for that. Whoever wants it sets a value of his own.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
-_HOMES = {"InferenceSession": "inference_session.session", "Request": "inference_session.batch"}
+_HOMES = {"InferenceSession": "inference_session.session", "Request": "inference_session.requests.batch"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """Every error this library raises on purpose, in one short tree.
 
-Each type also inherits the builtin that a Python user would catch. `triton_backend/errors.py` maps them to
+Each type also inherits the builtin that a Python user would catch. `triton_backend/backend/errors.py` maps them to
 Triton's codes; nothing else translates errors.
 """
 

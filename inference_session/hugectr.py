@@ -21,13 +21,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inference_session.errors import ConfigurationError, InvalidRequestError, TableNotFoundError
-from inference_session.formats.hugectr.csr import DENSE, KEYS, OFFSETS
-from inference_session.formats.hugectr.data_source import DataSource, DataSourceParams, DataSourceType_t
-from inference_session.formats.hugectr.dlpack import borrowed_array
-from inference_session.formats.hugectr.import_cache import cached_import
-from inference_session.formats.hugectr.json_file import JsonFile
-from inference_session.formats.hugectr.ps_fields import PsJson, PsModel
-from inference_session.formats.hugectr.ps_json import parse_ps_json, read_ps_json
+from inference_session.importers.hugectr.data_source import DataSource, DataSourceParams, DataSourceType_t
+from inference_session.importers.hugectr.import_cache import cached_import
+from inference_session.importers.hugectr.json_file import JsonFile
+from inference_session.importers.hugectr.ps_fields import PsJson, PsModel
+from inference_session.importers.hugectr.ps_json import parse_ps_json, read_ps_json
+from inference_session.requests.hugectr_csr import DENSE, KEYS, OFFSETS
+from inference_session.requests.lent_tensors import borrowed_array
 from inference_session.session import InferenceSession
 
 __all__ = [

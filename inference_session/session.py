@@ -15,13 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from inference_session.batch import CheckedRequest, Request, RequestLayout, answer_jointly
-from inference_session.caller_arrays import as_input, as_keys, as_rows, as_written_keys
-from inference_session.canary import check_canary
 from inference_session.config import SessionConfig
 from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine, create_engine
-from inference_session.dump import DumpReport, dump
-from inference_session.embedding_cache.kernels import cpu
+from inference_session.device.discovery import open_gpu
 from inference_session.errors import (
     ConfigurationError,
     HotrowError,
@@ -31,23 +27,27 @@ from inference_session.errors import (
     UnknownKeyError,
     UnsupportedModelError,
 )
-from inference_session.formats import manifest
-from inference_session.formats.native import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec
-from inference_session.formats.verified_files import VerifiedFiles
-from inference_session.forward import Forward
-from inference_session.gpu_device import open_gpu
-from inference_session.hot_keys import HotKeysWriter, read_hot_keys
-from inference_session.key_recorder import create_key_recorder
-from inference_session.lookup_plan import LookupPlan
-from inference_session.outputs import Answer, Outputs
+from inference_session.execution.forward import Forward
+from inference_session.execution.lookup_plan import LookupPlan
+from inference_session.execution.stages import Mark, unmarked
+from inference_session.kernels.cpu import lookup as cpu
+from inference_session.model_spec import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec
 from inference_session.parameter_server.namespace import version_path
-from inference_session.row_source import create_row_source
-from inference_session.stages import Mark, unmarked
+from inference_session.requests.batch import CheckedRequest, Request, RequestLayout, answer_jointly
+from inference_session.requests.caller_arrays import as_input, as_keys, as_rows, as_written_keys
+from inference_session.requests.canary import check_canary
+from inference_session.requests.outputs import Answer, Outputs
+from inference_session.requests.tensor_layout import TensorLayout
+from inference_session.rows import create_row_source
+from inference_session.rows.dump import DumpReport, dump
+from inference_session.rows.hot_keys import HotKeysWriter, read_hot_keys
+from inference_session.sizing.key_recorder import create_key_recorder
 from inference_session.stats import SessionStats
-from inference_session.tensor_layout import TensorLayout
+from inference_session.version_directory import manifest
+from inference_session.version_directory.verified_files import VerifiedFiles
 
 if TYPE_CHECKING:
-    from inference_session.gpu_context import GpuContext
+    from inference_session.device.cuda import GpuContext
     from inference_session.update_stream.kafka_stream import KafkaUpdateStream
 
 _log = logging.getLogger(__name__)
@@ -257,7 +257,7 @@ class InferenceSession:
 
     def dump(self, target: str | Path, progress: Callable[[int], None] | None = None) -> DumpReport:
         """Write all rows as they are served, updates applied, into a new folder with a sparse folder of HugeCTR per
-        table; see inference_session/dump.py. Requests are answered meanwhile, updates wait.
+        table; see inference_session/rows/dump.py. Requests are answered meanwhile, updates wait.
 
         Args:
             target: a path, or `hdfs://HOST:PORT/path`; appears when it is whole.
@@ -325,7 +325,7 @@ class InferenceSession:
     def _create_forward(self) -> Forward:
         if self._gpu is None:
             return Forward(self._plan, self._rows, self._dense)
-        from inference_session.gpu_replay import create_forward
+        from inference_session.execution.gpu_replay import create_forward
 
         computed = sorted(self._keys.output_names) if self._keys else []
         return create_forward(self._plan, self._rows, self._dense, self._gpu, computed)
@@ -333,11 +333,11 @@ class InferenceSession:
     def _create_layout(self) -> RequestLayout:
         # Imported where needed: what they build on takes half a second to load.
         if self.spec.layout == "hugectr":
-            from inference_session.formats.hugectr.request_layout import HugectrLayout
+            from inference_session.requests.hugectr_layout import HugectrLayout
 
             return HugectrLayout(self.spec, self._outputs, max_elements=self.config.max_keys_per_request)
         if self.spec.layout == "hps":
-            from inference_session.formats.hugectr.request_layout import HpsLayout
+            from inference_session.requests.hugectr_layout import HpsLayout
 
             return HpsLayout(self.spec, self._outputs, max_elements=self.config.max_keys_per_request)
         network_inputs = self._dense.input_names | (self._keys.input_names if self._keys else frozenset())

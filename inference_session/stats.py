@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.formats.native import ModelSpec
+from inference_session.model_spec import ModelSpec
 
 
 class SessionStats:

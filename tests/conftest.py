@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-    from tests.hadoop import Hdfs
+    from tests.testing.hadoop import Hdfs
 
 ROOT = Path(__file__).resolve().parent.parent
 _skipped: list[str] = []
@@ -43,7 +43,7 @@ def shared() -> Path:
 @pytest.fixture(scope="session")
 def hdfs() -> Iterator[Hdfs]:
     """A NameNode and a DataNode of this machine, for all tests that leave them as they were."""
-    from tests.hadoop import Hdfs
+    from tests.testing.hadoop import Hdfs
 
     with pytest.MonkeyPatch.context() as patch, Hdfs() as cluster:
         patch.setenv("HADOOP_USER_NAME", getpass.getuser())
@@ -53,7 +53,7 @@ def hdfs() -> Iterator[Hdfs]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """A Chromium; not kept for all tests, since while Playwright runs, the thread has an event loop."""
-    from tests.browser import started_browser
+    from tests.testing.browser import started_browser
 
     with started_browser() as browser:
         yield browser

@@ -19,14 +19,14 @@ import pytest
 from onnx import TensorProto, helper
 
 from inference_session import InferenceSession
-from inference_session.batch import Request
+from inference_session.device.discovery import unusable_for_sessions
 from inference_session.errors import ConfigurationError, InvalidRequestError, UnavailableError
-from inference_session.formats.native import PREDICTIONS
-from inference_session.gpu_device import unusable_for_sessions
-from tests import small_model
-from tests.formats.onnx_model.models import import_model, model_of, table
-from tests.full_device import full_device
-from tests.integration import models
+from inference_session.model_spec import PREDICTIONS
+from inference_session.requests.batch import Request
+from tests.testing import small_model
+from tests.testing import triton_models as models
+from tests.testing.full_device import full_device
+from tests.testing.onnx_models import import_model, model_of, table
 
 Regular: TypeAlias = tuple[InferenceSession, Callable[..., Any]]
 NO_GPU = unusable_for_sessions(0)
@@ -141,7 +141,7 @@ def test_each_request_gets_the_outputs_it_asked_for(regular: Regular) -> None:
 
 def test_a_thread_that_comes_later_runs_without_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are known in the thread that recorded them alone; once it has ended, a new one may have its number."""
-    from inference_session.dense_engine import cuda_engine
+    from inference_session.dense_engine import cuda as cuda_engine
 
     graphs: list[str] = []
     run = cuda_engine._run
@@ -221,8 +221,8 @@ def small_network(folder: Path, nodes: list[Any], inputs: list[Any], outputs: li
 
 def engine_of(path: Path) -> Any:
     """Its dense engine on the first GPU."""
-    from inference_session.dense_engine.cuda_engine import CudaEngine
-    from inference_session.gpu_context import GpuContext
+    from inference_session.dense_engine.cuda import CudaEngine
+    from inference_session.device.cuda import GpuContext
 
     return CudaEngine(path, num_threads=1, gpu=GpuContext(0), use_tf32=False)
 
@@ -244,7 +244,7 @@ def test_a_launch_that_the_device_refuses_is_no_failure(way: str) -> None:
     """Whoever needed it is told that it is unavailable; the next one is served."""
     import cupy
 
-    from inference_session.gpu_context import GpuContext
+    from inference_session.device.cuda import GpuContext
 
     context = GpuContext(0)
     nothing = cupy.RawKernel('extern "C" __global__ void nothing() {}', "nothing")
@@ -387,7 +387,7 @@ import numpy as np
 import cupy
 from inference_session import InferenceSession
 from inference_session.errors import UnavailableError
-from tests import small_model
+from tests.testing import small_model
 session, other = (InferenceSession.open({str(directory)!r}, device="cuda:0") for _ in range(2))
 inputs = {inputs}
 for _ in range(5):

@@ -19,26 +19,26 @@ import pytest
 from numpy.typing import NDArray
 
 from inference_session import InferenceSession, Request
-from inference_session.embedding_cache.cpu_cache import CpuEmbeddingCache
-from inference_session.embedding_cache.kernels.layout import SEGMENT, PoolingCode, address_of
+from inference_session.device.discovery import unusable_for_sessions
+from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.errors import ConfigurationError, SessionClosedError, UnavailableError, UnknownKeyError
-from inference_session.formats.native import TABLES_FOLDER, TableSpec
-from inference_session.gpu_device import unusable_for_sessions
-from inference_session.hot_keys import read_hot_keys
+from inference_session.kernels.records import SEGMENT, PoolingCode, address_of
+from inference_session.model_spec import TABLES_FOLDER, TableSpec
 from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
 from inference_session.parameter_server.wrappers import FaultStore
-from inference_session.row_source import CachedRows, RowSource
-from tests import small_model
-from tests.parameter_server.hooked_store import HookedStore
-from tests.parameter_server.servers import PATIENCE_S, wait_until
+from inference_session.rows import CachedRows, RowSource
+from inference_session.rows.hot_keys import read_hot_keys
 from tests.test_stored_session import DIMS, HASHED_DEFAULT, assert_answers, push, url_of
+from tests.testing import small_model
+from tests.testing.hooked_store import HookedStore
+from tests.testing.servers import PATIENCE_S, wait_until
 
 if TYPE_CHECKING:
-    from inference_session.gpu_cached_rows import GpuCachedRows
+    from inference_session.rows.gpu_cached import GpuCachedRows
 
 NO_GPU = unusable_for_sessions(0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_GPU is not None, reason=f"no GPU: {NO_GPU}")]
@@ -86,7 +86,7 @@ def open_on_gpu(directory: Path, **settings: Any) -> InferenceSession:
 
 
 def rows_of(session: InferenceSession) -> GpuCachedRows:
-    from inference_session.gpu_cached_rows import GpuCachedRows
+    from inference_session.rows.gpu_cached import GpuCachedRows
 
     assert isinstance(session._rows, GpuCachedRows)
     return session._rows
@@ -335,8 +335,8 @@ def test_a_cache_that_does_not_fit_is_refused(version: tuple[Path, small_model.A
     """Too little for a row of each table, and more than the device has: both name the bytes needed."""
     with pytest.raises(ConfigurationError, match="cache_bytes is 100, too little for 3 tables on a GPU: at least"):
         open_on_gpu(version[0], cache_bytes=100)
-    from inference_session.gpu_context import GpuContext
-    from inference_session.gpu_session_cache import SessionGpuCache
+    from inference_session.device.cuda import GpuContext
+    from inference_session.embedding_cache.gpu_session import SessionGpuCache
 
     with pytest.raises(ConfigurationError, match=r"cache_bytes needs \d+ bytes on cuda:0, which has \d+ free of \d+"):
         SessionGpuCache({"huge": 64}, 1 << 42, GpuContext(0), num_rows={"huge": 1 << 40})
@@ -344,9 +344,9 @@ def test_a_cache_that_does_not_fit_is_refused(version: tuple[Path, small_model.A
 
 def test_more_rows_than_are_written_or_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large cache that is filled, dumped, updated and erased in pieces holds what one in a single piece would."""
-    monkeypatch.setattr("inference_session.gpu_session_cache._BUCKETS_AT_ONCE", 50)
-    from inference_session.gpu_context import GpuContext
-    from inference_session.gpu_session_cache import SessionGpuCache
+    monkeypatch.setattr("inference_session.embedding_cache.gpu_session._BUCKETS_AT_ONCE", 50)
+    from inference_session.device.cuda import GpuContext
+    from inference_session.embedding_cache.gpu_session import SessionGpuCache
 
     keys = np.random.default_rng(0).permutation(np.arange(-5_000, 5_000))
     vectors = np.stack([keys, -keys], axis=1).astype(np.float32)
@@ -486,9 +486,9 @@ def memory_store() -> tuple[MemoryStore, Known]:
 
 def gpu_rows(server: ParameterServer, cache_bytes: int = 13_000) -> GpuCachedRows:
     """SPECS on a GPU, in a cache of few rows as a rule."""
-    from inference_session.gpu_cached_rows import GpuCachedRows
-    from inference_session.gpu_context import GpuContext
-    from inference_session.gpu_session_cache import SessionGpuCache
+    from inference_session.device.cuda import GpuContext
+    from inference_session.embedding_cache.gpu_session import SessionGpuCache
+    from inference_session.rows.gpu_cached import GpuCachedRows
 
     context = GpuContext(0)
     dims = {spec.folder: spec.embedding_dim for spec in SPECS}
@@ -504,7 +504,7 @@ def test_any_look_up_answers_as_numpy_and_the_processor(
     several parts, where memory would not do for all at once.
     """
     if most_bytes is not None:
-        monkeypatch.setattr("inference_session.gpu_cached_rows._MOST_BYTES", most_bytes)
+        monkeypatch.setattr("inference_session.rows.gpu_cached._MOST_BYTES", most_bytes)
     store, known = memory_store()
     on_gpu = gpu_rows(ParameterServer([Tier("memory", store)]))
     cache = CpuEmbeddingCache({spec.folder: spec.embedding_dim for spec in SPECS}, 1 << 14)
@@ -616,7 +616,7 @@ import numpy as np
 import cupy
 from inference_session import InferenceSession
 from inference_session.errors import UnavailableError
-from tests import small_model
+from tests.testing import small_model
 settings = {{"persistent_store": {url_of(written[0])!r}, "cache_bytes": 1 << 20, "refresh_interval_s": 0.1}}
 session = InferenceSession.open({str(written[0])!r}, device="cuda:0", **settings)
 inputs = small_model.random_inputs(4, np.random.default_rng(0))

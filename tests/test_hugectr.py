@@ -23,7 +23,7 @@ from inference_session.hugectr import (
     UpdateSourceType_t,
     VolatileDatabaseParams,
 )
-from tests.formats.hugectr.test_importer import Source, requests_of
+from tests.importers.hugectr.test_importer import Source, requests_of
 
 
 @pytest.fixture(autouse=True)

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 from inference_session import InferenceSession, Request
-from inference_session.parameter_server import redis_layout as layout
 from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.rocksdb_store import RocksDbStore
+from inference_session.parameter_server.redis import layout
+from inference_session.parameter_server.rocksdb.store import RocksDbStore
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
-from tests import small_model
 from tests.parameter_server.contract import packed
-from tests.parameter_server.servers import PATIENCE_MS, RedisServer, wait_until
+from tests.testing import small_model
+from tests.testing.servers import PATIENCE_MS, RedisServer, wait_until
 
 DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
 NAMESPACE = Namespace("small", "1")

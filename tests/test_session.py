@@ -28,10 +28,10 @@ from inference_session.errors import (
     TableNotFoundError,
     UnknownKeyError,
 )
-from inference_session.formats.manifest import write_manifest
-from inference_session.formats.native import TensorSpec
-from tests import small_model
-from tests.integration.models import write_types
+from inference_session.model_spec import TensorSpec
+from inference_session.version_directory.manifest import write_manifest
+from tests.testing import small_model
+from tests.testing.triton_models import write_types
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_session import InferenceSession, Request
-from inference_session.embedding_cache.cpu_cache import CpuEmbeddingCache
-from inference_session.embedding_cache.null_cache import NullEmbeddingCache
+from inference_session.embedding_cache.cpu import CpuEmbeddingCache
+from inference_session.embedding_cache.null import NullEmbeddingCache
 from inference_session.errors import (
     ConfigurationError,
     InvalidRequestError,
@@ -23,9 +23,9 @@ from inference_session.errors import (
     UnavailableError,
     UnknownKeyError,
 )
-from inference_session.formats.native import TABLES_FOLDER
-from inference_session.forward import Forward
-from inference_session.lookup_plan import LookupPlan
+from inference_session.execution.forward import Forward
+from inference_session.execution.lookup_plan import LookupPlan
+from inference_session.model_spec import TABLES_FOLDER
 from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
@@ -33,10 +33,10 @@ from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
 from inference_session.parameter_server.tier import Tier
 from inference_session.parameter_server.wrappers import FaultStore
-from inference_session.row_source import CachedRows
-from tests import small_model
-from tests.parameter_server.hooked_store import HookedStore
-from tests.parameter_server.servers import PATIENCE_MS, PATIENCE_S, wait_until
+from inference_session.rows import CachedRows
+from tests.testing import small_model
+from tests.testing.hooked_store import HookedStore
+from tests.testing.servers import PATIENCE_MS, PATIENCE_S, wait_until
 
 DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
 TINY_CACHE_BYTES = 2000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from inference_session.formats.staging import MAX_VERSION
+from inference_session.platform.staging import MAX_VERSION
 from inference_session.update_stream.topics import announcement_topic
 
 

@@ -8,7 +8,7 @@ import click
 
 from hotrow.progress import row_progress
 from inference_session.errors import ConfigurationError
-from inference_session.formats.native import ModelSpec
+from inference_session.model_spec import ModelSpec
 
 _READING_ONLY = {
     "cache_bytes": "0",
@@ -46,9 +46,9 @@ def command(
     Example:
       hotrow dump model_repository/ctr/1 --to hdfs://namenode:9870/dumps/ctr-1
     """
-    from inference_session.dump import dump
-    from inference_session.row_source import create_row_source
-    from triton_backend.model_config import configured_session
+    from inference_session.rows import create_row_source
+    from inference_session.rows.dump import dump
+    from triton_backend.repository.model_config import configured_session
 
     given = {"volatile_store": volatile_store, "persistent_store": persistent_store, "store_namespace": namespace}
     settings = {name: value for name, value in given.items() if value is not None}

@@ -16,7 +16,7 @@ from hotrow.server_options import ServerAddress, server_options
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.model_source import Copy
 from inference_session.update_stream.kafka_url import KafkaUrl
-from triton_backend.remote import RemoteError
+from triton_backend.client.server import RemoteError
 
 if TYPE_CHECKING:
     from inference_session.update_stream.announcements import Announcements

@@ -8,9 +8,9 @@ from typing import Any
 import click
 
 from hotrow.progress import byte_progress
-from inference_session.formats.native import TABLES_FOLDER, ModelSpec, is_folder_name
-from inference_session.formats.staging import MAX_VERSION
-from triton_backend.model_config import MAX_BATCH_SIZE
+from inference_session.model_spec import TABLES_FOLDER, ModelSpec, is_folder_name
+from inference_session.platform.staging import MAX_VERSION
+from triton_backend.repository.model_config import MAX_BATCH_SIZE
 
 
 class FileOrUrl(click.Path):
@@ -87,9 +87,9 @@ def onnx(
       hotrow import onnx model.onnx --name ctr --repository model_repository
       hotrow import onnx hdfs://namenode:9870/models/model.onnx --name ctr --repository model_repository
     """
-    from inference_session.formats.onnx_model import import_onnx
-    from inference_session.formats.onnx_model.remote_model import local_model
-    from triton_backend.model_config import write_model_config
+    from inference_session.importers.onnx import import_onnx
+    from inference_session.importers.onnx.remote_model import local_model
+    from triton_backend.repository.model_config import write_model_config
 
     def configure(version_dir: Path, spec: ModelSpec) -> None:
         write_model_config(version_dir, spec, name, max_batch_size=max_batch_size, standalone=standalone)
@@ -124,9 +124,9 @@ def hugectr(ps_json: str, model: str | None, repository: Path, version: int | No
     Example:
       hotrow import hugectr ps.json --repository model_repository
     """
-    from inference_session.formats.hugectr import import_hugectr
-    from inference_session.formats.hugectr.ps_fields import PsModel
-    from triton_backend.model_config import write_model_config
+    from inference_session.importers.hugectr import import_hugectr
+    from inference_session.importers.hugectr.ps_fields import PsModel
+    from triton_backend.repository.model_config import write_model_config
 
     def configure(version_dir: Path, spec: ModelSpec, item: PsModel) -> None:
         write_model_config(version_dir, spec, item.name, max_batch_size=item.max_batch_size)

@@ -15,11 +15,11 @@ from rich.table import Table
 from hotrow.printable import as_cell
 from hotrow.progress import byte_progress
 from inference_session.errors import ConfigurationError
-from inference_session.formats import manifest
-from inference_session.formats.native import INDEX_FILE, TABLES_FOLDER, ModelSpec, TensorSpec
+from inference_session.model_spec import INDEX_FILE, TABLES_FOLDER, ModelSpec, TensorSpec
 from inference_session.parameter_server.namespace import StoredTable, split_tag
 from inference_session.parameter_server.store_url import OPTIONS as URL_OPTIONS
 from inference_session.parameter_server.store_url import StoreUrl, list_tables
+from inference_session.version_directory import manifest
 
 _NUMBERS_WIDTH = 80
 """Columns that are enough for everything in a line but a table's tag: programs that read it want it unbroken."""
@@ -102,7 +102,7 @@ def _check_files(version_dir: Path, *, checksums: bool) -> None:
 def _check_indexes(version_dir: Path, spec: ModelSpec) -> None:
     """Compare index files, which the manifest does not list because a missing one is built anew, with their keys."""
     # Imported here because Numba comes with them, which takes a second.
-    from inference_session.parameter_server.table_file import TableFile
+    from inference_session.tables.table_file import TableFile
 
     for table in spec.tables:
         folder = version_dir / TABLES_FOLDER / table.folder

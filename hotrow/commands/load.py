@@ -7,8 +7,8 @@ import click
 from hotrow.progress import waiting
 from hotrow.server_options import ServerAddress, server_options
 from inference_session.errors import ConfigurationError
-from inference_session.formats.staging import MAX_VERSION
-from triton_backend.remote import RemoteError, RemoteServer
+from inference_session.platform.staging import MAX_VERSION
+from triton_backend.client.server import RemoteError, RemoteServer
 
 
 @click.command()

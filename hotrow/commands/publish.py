@@ -11,7 +11,7 @@ import click
 
 from hotrow.progress import row_progress
 from inference_session.errors import ConfigurationError
-from inference_session.formats.native import SESSION_FILE, ModelSpec
+from inference_session.model_spec import SESSION_FILE, ModelSpec
 from inference_session.update_stream.kafka_url import KafkaUrl
 
 if TYPE_CHECKING:

@@ -9,14 +9,19 @@ import click
 
 from hotrow.commands.import_model import model_name
 from hotrow.progress import byte_progress
-from inference_session.available_memory import available_bytes
-from inference_session.formats import manifest
-from inference_session.formats.native import ModelSpec
-from inference_session.formats.staging import MAX_VERSION
-from triton_backend.model_config import MAX_BATCH_SIZE, STANDALONE_CODE, configured_cache_bytes, write_model_config
+from inference_session.model_spec import ModelSpec
+from inference_session.platform.available_memory import available_bytes
+from inference_session.platform.staging import MAX_VERSION
+from inference_session.version_directory import manifest
+from triton_backend.repository.model_config import (
+    MAX_BATCH_SIZE,
+    STANDALONE_CODE,
+    configured_cache_bytes,
+    write_model_config,
+)
 
 if TYPE_CHECKING:
-    from inference_session.formats.publishing import PublishReport
+    from inference_session.version_directory.publishing import PublishReport
 
 
 @click.command()
@@ -48,7 +53,9 @@ def command(folder: Path, name: str, repository: Path, version: int | None, max_
     Example:
       hotrow publish-version /training/out/ctr --name ctr --repository model_repository && hotrow load ctr
     """
-    from inference_session.formats.publishing import publish_version  # imports ONNX Runtime, which takes seconds
+    from inference_session.version_directory.publishing import (
+        publish_version,  # imports ONNX Runtime, which takes seconds
+    )
 
     def configure(version_dir: Path, spec: ModelSpec) -> None:
         code = version_dir / "model.py"

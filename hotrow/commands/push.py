@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hotrow.progress import row_progress
-from inference_session.formats.native import ModelSpec
+from inference_session.model_spec import ModelSpec
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.store_url import StoreUrl, create_store
 

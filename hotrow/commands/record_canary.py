@@ -27,7 +27,7 @@ def command(version_dir: Path, requests: Path, target: Path) -> None:
       parameters { key: "canary_requests" value { string_value: "/…/canary/ctr.npz" } }
     """
     from inference_session import InferenceSession
-    from inference_session.canary import read_arrays, record_canary
+    from inference_session.requests.canary import read_arrays, record_canary
 
     inputs = read_arrays(requests)
     # Without the setting: a file that is to be recorded anew must not stand in its own way.

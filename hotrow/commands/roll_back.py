@@ -6,7 +6,7 @@ import click
 
 from hotrow.progress import waiting
 from hotrow.server_options import ServerAddress, server_options
-from triton_backend.roll_back import roll_back
+from triton_backend.client.roll_back import roll_back
 
 
 @click.command()

@@ -15,9 +15,9 @@ from hotrow.progress import byte_progress
 from hotrow.server_options import PEM_FILE
 from inference_session.errors import ConfigurationError
 from inference_session.model_source import is_url
-from triton_backend.remote_repository import local_repository
-from triton_backend.server import ServerOptions, TritonServer
-from triton_backend.tls import ServerTls
+from triton_backend.client.tls import ServerTls
+from triton_backend.launcher.server import ServerOptions, TritonServer
+from triton_backend.repository.remote import local_repository
 
 _PORT = click.IntRange(0, 65535)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from inference_session.errors import ConfigurationError
-from inference_session.formats.native import ModelSpec
+from inference_session.model_spec import ModelSpec
 from inference_session.sizing.trace_file import TRACE_FORMATS
 
 _DEFAULT_TARGET = 0.95
@@ -113,7 +113,7 @@ def command(
     from hotrow.sizing_report import SizingReport, show
     from hotrow.traced_tables import read_traces
     from inference_session.sizing.memory import memory_items
-    from triton_backend.model_config import configured_cache_bytes, configured_session
+    from triton_backend.repository.model_config import configured_cache_bytes, configured_session
 
     with served_version(directory) as version:
         spec = ModelSpec.read(version.directory)

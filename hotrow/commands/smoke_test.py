@@ -8,9 +8,9 @@ import click
 
 from hotrow.progress import waiting
 from hotrow.server_options import ServerAddress, server_options
-from inference_session.formats.staging import MAX_VERSION
-from triton_backend.recorded_requests import RecordedRequest, largest_difference, not_finite, read_requests
-from triton_backend.remote import RemoteError, RemoteServer
+from inference_session.platform.staging import MAX_VERSION
+from triton_backend.client.recorded_requests import RecordedRequest, largest_difference, not_finite, read_requests
+from triton_backend.client.server import RemoteError, RemoteServer
 
 _VERSION = click.IntRange(1, MAX_VERSION)
 

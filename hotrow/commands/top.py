@@ -16,7 +16,7 @@ from hotrow.metrics_page import MetricsPage
 from hotrow.server_options import ServerAddress, access_options
 from hotrow.top_view import IndexEntry, TopView
 from inference_session.errors import HotrowError, UnavailableError
-from triton_backend.remote import RemoteServer
+from triton_backend.client.server import RemoteServer
 
 _PLAIN_WIDTH = 200
 _TIMEOUT_S = 5.0

@@ -12,7 +12,7 @@ import click
 from hotrow.metrics_page import MetricsPage
 from hotrow.server_options import ServerAddress, server_options
 from inference_session.errors import UnavailableError
-from triton_backend.remote import RemoteError, RemoteServer, VersionState
+from triton_backend.client.server import RemoteError, RemoteServer, VersionState
 
 _LEAST_WIDTH = 8
 """Of the column of numbers, which may be dates."""

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from inference_session.config import SessionConfig
 from inference_session.dense_engine.base import DenseEngine
-from inference_session.dense_engine.onnx_engine import OnnxEngine
-from inference_session.dense_engine.vector_engine import VectorEngine
+from inference_session.dense_engine.onnx import OnnxEngine
+from inference_session.dense_engine.vectors import VectorEngine
 from inference_session.errors import ModelFormatError
 
 if TYPE_CHECKING:
-    from inference_session.gpu_context import GpuContext
+    from inference_session.device.cuda import GpuContext
 
 __all__ = ["DenseEngine", "OnnxEngine", "VectorEngine", "create_engine"]
 
@@ -40,7 +40,7 @@ def create_engine(path: Path, config: SessionConfig, gpu: GpuContext | None) -> 
 def _open(path: Path, content: bytes | None, config: SessionConfig, gpu: GpuContext | None) -> OnnxEngine:
     if gpu is None:
         return OnnxEngine(path, content=content, num_threads=config.num_dense_threads)
-    from inference_session.dense_engine.cuda_engine import CudaEngine
+    from inference_session.dense_engine.cuda import CudaEngine
 
     return CudaEngine(
         path,

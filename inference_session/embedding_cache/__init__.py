@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from numpy.typing import ArrayLike
 
+from inference_session.device.discovery import require_gpu
 from inference_session.embedding_cache.base import EmbeddingCache, LookupResult
-from inference_session.formats.native import VectorType
-from inference_session.gpu_device import require_gpu
+from inference_session.model_spec import VectorType
 
 __all__ = ["EmbeddingCache", "LookupResult", "create_embedding_cache"]
 
@@ -39,13 +39,13 @@ def create_embedding_cache(
         ConfigurationError: a value is not allowed, cache_bytes too small for the tables, or there is no such GPU.
     """
     # Imported here because the parameter server, which the caches build on, imports the kernels of this package.
-    from inference_session.embedding_cache.backed_cache import BackedCache
-    from inference_session.embedding_cache.cpu_cache import CpuEmbeddingCache
-    from inference_session.embedding_cache.null_cache import NullEmbeddingCache
+    from inference_session.embedding_cache.backed import BackedCache
+    from inference_session.embedding_cache.cpu import CpuEmbeddingCache
+    from inference_session.embedding_cache.null import NullEmbeddingCache
 
     if device != "cpu":
         device_id = require_gpu(device)
-        from inference_session.embedding_cache.gpu_cache import GpuEmbeddingCache
+        from inference_session.embedding_cache.gpu import GpuEmbeddingCache
 
         return GpuEmbeddingCache(
             dims, cache_bytes, device_id=device_id, dtype=dtype, backing=backing, num_rows=num_rows

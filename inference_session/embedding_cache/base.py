@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inference_session.errors import ConfigurationError, InvalidRequestError, SessionClosedError, TableNotFoundError
-from inference_session.formats.native import VectorType
+from inference_session.model_spec import VectorType
 
 Fetch = Callable[[NDArray[np.int64], NDArray[np.float32]], NDArray[np.bool_]]
 """fetch(keys, out) → found[n], as EmbeddingStore.fetch of one table."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from inference_session.embedding_cache.kernels.gpu_layout import (
+from inference_session.errors import ConfigurationError
+from inference_session.kernels.cuda.records import (
     EVENTS,
     GPU_TABLE,
     MOST_BUCKETS,
@@ -12,8 +13,7 @@ from inference_session.embedding_cache.kernels.gpu_layout import (
     SLOTS,
     index_bytes,
 )
-from inference_session.errors import ConfigurationError
-from inference_session.formats.native import VectorType, bytes_per_row
+from inference_session.model_spec import VectorType, bytes_per_row
 
 ALIGNMENT = 256
 _LOAD = 0.7

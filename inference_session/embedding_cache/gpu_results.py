@@ -9,7 +9,7 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.embedding_cache.kernels.gpu_layout import Tiles
+from inference_session.kernels.cuda.records import Tiles
 
 _ALIGNED_FLOATS = 64
 

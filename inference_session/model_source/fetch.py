@@ -23,12 +23,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from inference_session.errors import ModelFormatError
-from inference_session.formats import manifest
 from inference_session.model_source.copy import Copy
 from inference_session.model_source.create import create_source, is_url, split_place
 from inference_session.model_source.inventory import Inventory
 from inference_session.model_source.transfer import Progress
-from inference_session.user_cache import lock_file, user_cache_folder
+from inference_session.platform.user_cache import lock_file, user_cache_folder
+from inference_session.version_directory import manifest
 
 NUM_KEPT = 2
 """States of one source that are kept: the newest, and the one before it, which others may be reading."""

@@ -6,8 +6,8 @@ import posixpath
 from dataclasses import dataclass
 
 from inference_session.errors import ModelFormatError
-from inference_session.formats.manifest import MANIFEST_FILE, FileEntry, parse_manifest
 from inference_session.model_source.base import Entry, ModelSource
+from inference_session.version_directory.manifest import MANIFEST_FILE, FileEntry, parse_manifest
 
 _MAX_MANIFEST_BYTES = 64 << 20
 

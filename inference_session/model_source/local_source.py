@@ -8,8 +8,8 @@ from io import FileIO
 from pathlib import Path
 
 from inference_session.errors import ConfigurationError, SourceError
-from inference_session.formats.staging import flush, flush_tree
 from inference_session.model_source.base import ChunksFrom, Entry, ModelSource
+from inference_session.platform.staging import flush, flush_tree
 
 
 class LocalSource(ModelSource):

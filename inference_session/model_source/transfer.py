@@ -9,8 +9,8 @@ from concurrent.futures import Executor, Future
 from threading import Event
 
 from inference_session.errors import ModelFormatError, SourceError, UnavailableError
-from inference_session.formats.manifest import MANIFEST_FILE
 from inference_session.model_source.base import Entry, ModelSource
+from inference_session.version_directory.manifest import MANIFEST_FILE
 
 Progress = Callable[[int], None]
 """Told the number of bytes done since the last call, from any thread; less than none where some are done again."""

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from inference_session.config import SessionConfig
 from inference_session.errors import UnavailableError
-from inference_session.formats.native import TABLES_FOLDER, ModelSpec
+from inference_session.model_spec import TABLES_FOLDER, ModelSpec
 from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.deletable_files import SUFFIX, DeletableFiles
 from inference_session.parameter_server.namespace import Namespace, version_path
 from inference_session.parameter_server.retirement import Retirement
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
-from inference_session.parameter_server.table_file import TableFileStore
 from inference_session.parameter_server.tier import Tier
+from inference_session.tables.table_file import TableFileStore
 
 _log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from inference_session.errors import ConfigurationError
-from inference_session.secret_file import OPTION, read_secret, url_password
+from inference_session.platform.secret_file import OPTION, read_secret, url_password
 
 if TYPE_CHECKING:
     from inference_session.parameter_server.base import EmbeddingStore
@@ -176,10 +176,10 @@ def create_store(
     """
     url = StoreUrl.parse(url) if isinstance(url, str) else url
     if url.scheme == "rocksdb":
-        from inference_session.parameter_server.rocksdb_store import RocksDbStore
+        from inference_session.parameter_server.rocksdb.store import RocksDbStore
 
         return RocksDbStore(Path(url.path), namespace, embedding_dims, writable=writable)
-    from inference_session.parameter_server.redis_store import RedisStore
+    from inference_session.parameter_server.redis.store import RedisStore
 
     return RedisStore(url, namespace, embedding_dims, timeout_ms=timeout_ms)
 
@@ -188,9 +188,9 @@ def list_tables(url: str | StoreUrl, *, timeout_ms: int = 30_000) -> list[Stored
     """All tables of all models that a store holds, sorted by tag. Counts the rows of a RocksDB one by one."""
     url = StoreUrl.parse(url) if isinstance(url, str) else url
     if url.scheme == "rocksdb":
-        from inference_session.parameter_server.rocksdb_store import list_rocksdb_tables
+        from inference_session.parameter_server.rocksdb.store import list_rocksdb_tables
 
         return list_rocksdb_tables(Path(url.path))
-    from inference_session.parameter_server.redis_store import list_redis_tables
+    from inference_session.parameter_server.redis.store import list_redis_tables
 
     return list_redis_tables(url, timeout_ms=timeout_ms)

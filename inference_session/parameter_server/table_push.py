@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import StoreError
-from inference_session.formats import manifest
-from inference_session.formats.native import TABLES_FOLDER, TableSpec
+from inference_session.model_spec import TABLES_FOLDER, TableSpec
 from inference_session.parameter_server.base import EmbeddingStore
-from inference_session.parameter_server.table_file import TableFile
+from inference_session.tables.table_file import TableFile
+from inference_session.version_directory import manifest
 
 _BYTES_PER_BATCH = 4 << 20
 _NOTE_INTERVAL_S = 1.0

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import StoreError, UnavailableError
-from inference_session.pacing import rest_after
 from inference_session.parameter_server.key_history import KeyHistory
 from inference_session.parameter_server.pending import (
     PendingPromotions,
@@ -31,6 +30,7 @@ from inference_session.parameter_server.pending import (
     joined,
 )
 from inference_session.parameter_server.tier import Tier
+from inference_session.platform.pacing import rest_after
 
 ROUND_INTERVAL_S = 0.5
 """How often tiers that are out are tried."""

@@ -9,8 +9,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.embedding_cache.cpu_cache import count_hits
-from inference_session.sizing.kernels import count_stack_distances
+from inference_session.embedding_cache.cpu import count_hits
+from inference_session.kernels.cpu.stack_distances import count_stack_distances
 from inference_session.sizing.key_sample import KeySample
 
 _ROUND_SIZES = (10, 15, 20, 30, 50, 70)

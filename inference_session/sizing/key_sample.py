@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.sizing.kernels import ALL_KEYS, assign_groups, select_keys
+from inference_session.kernels.cpu.stack_distances import ALL_KEYS, assign_groups, select_keys
 
 DEFAULT_MAX_KEYS = 1 << 24
 """Uses that are kept: 128 MiB."""

@@ -7,9 +7,9 @@ from itertools import compress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from inference_session.formats.native import DENSE_FILE, KEYS_FILE, TABLES_FOLDER, ModelSpec, TableSpec
-from inference_session.gpu_placement import index_bytes_on_device, placed_on_device, vectors_bytes
-from inference_session.parameter_server.table_index import index_bytes
+from inference_session.device.placement import index_bytes_on_device, placed_on_device, vectors_bytes
+from inference_session.model_spec import DENSE_FILE, KEYS_FILE, TABLES_FOLDER, ModelSpec, TableSpec
+from inference_session.tables.table_index import index_bytes
 
 Place = Literal["page cache", "process", "device", "shared memory"]
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from inference_session.errors import UnavailableError
-from inference_session.formats.staging import MAX_VERSION
+from inference_session.platform.staging import MAX_VERSION
 from inference_session.update_stream.kafka_client import Consumer, KafkaException, TopicPartition, create_client
 from inference_session.update_stream.kafka_url import KafkaUrl
 from inference_session.update_stream.topics import announcement_topic

@@ -33,8 +33,8 @@ from itertools import groupby
 from typing import Any
 
 from inference_session.errors import StoreError, UnavailableError
-from inference_session.formats.native import TableSpec
-from inference_session.pacing import Rests
+from inference_session.model_spec import TableSpec
+from inference_session.platform.pacing import Rests
 from inference_session.update_stream.kafka_client import (
     OFFSET_BEGINNING,
     AdminClient,

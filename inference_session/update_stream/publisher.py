@@ -11,10 +11,10 @@ from typing import Literal, get_args
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from inference_session.caller_arrays import as_keys
 from inference_session.errors import ConfigurationError, InvalidRequestError, StoreError, UnavailableError
-from inference_session.formats.native import folder_names
-from inference_session.formats.staging import MAX_VERSION
+from inference_session.model_spec import folder_names
+from inference_session.platform.staging import MAX_VERSION
+from inference_session.requests.caller_arrays import as_keys
 from inference_session.update_stream.announcements import KEY
 from inference_session.update_stream.encodings import check_rows, encode_batch, encode_keys, encode_vectors
 from inference_session.update_stream.kafka_client import (

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import ConfigurationError, ModelFormatError
-from inference_session.formats import manifest
-from inference_session.formats.native import (
+from inference_session.model_spec import (
     KEY_FILE,
     SESSION_FILE,
     TABLES_FOLDER,
@@ -21,8 +20,9 @@ from inference_session.formats.native import (
     TableSpec,
     folder_names,
 )
-from inference_session.parameter_server import table_file
-from inference_session.parameter_server.table_file import TableFile, dequantise_int8
+from inference_session.tables import table_file
+from inference_session.tables.table_file import TableFile, dequantise_int8
+from inference_session.version_directory import manifest
 
 _CHUNK_BYTES = 8 << 20
 

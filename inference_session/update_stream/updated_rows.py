@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import StoreError, UnavailableError
-from inference_session.formats.native import TableSpec
-from inference_session.pacing import Rests
+from inference_session.model_spec import TableSpec
+from inference_session.platform.pacing import Rests
 from inference_session.update_stream.encodings import Refusal, Updates, decode
 from inference_session.update_stream.offset_notes import read_applied, with_applied
 from inference_session.update_stream.positions import Applied, Partition

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from inference_session.errors import ConfigurationError, UnavailableError
-from inference_session.formats import manifest
-from inference_session.formats.manifest import FileEntry
-from inference_session.formats.native import TABLES_FOLDER, ModelSpec
-from inference_session.formats.verified_files import FileState, file_state
+from inference_session.model_spec import TABLES_FOLDER, ModelSpec
 from inference_session.session import InferenceSession
+from inference_session.version_directory import manifest
+from inference_session.version_directory.manifest import FileEntry
+from inference_session.version_directory.verified_files import FileState, file_state
 from inference_session.versions.model_version import ModelVersion
 
 MAX_RETRY_S = 60.0

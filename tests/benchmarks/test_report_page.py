@@ -14,8 +14,8 @@ import pytest
 from numpy.typing import NDArray
 from playwright.sync_api import Browser
 
-from tests.browser import Look
 from tests.conftest import ROOT
+from tests.testing.browser import Look
 
 
 def _module(path: Path) -> ModuleType:

@@ -14,8 +14,8 @@ import pytest
 
 from inference_session.errors import HotrowError
 from tests.conftest import ROOT
-from triton_backend.installation import find_installation
-from triton_backend.server import ServerOptions, TritonServer
+from triton_backend.launcher.installation import find_installation
+from triton_backend.launcher.server import ServerOptions, TritonServer
 
 EXAMPLES = ROOT / "client_examples"
 REPOSITORY = ROOT / "model_repository"

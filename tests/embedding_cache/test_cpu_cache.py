@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from inference_session.embedding_cache import EmbeddingCache, create_embedding_cache
-from inference_session.embedding_cache.cpu_cache import CpuEmbeddingCache
-from inference_session.embedding_cache.kernels import cpu, cpu_cache
-from inference_session.embedding_cache.kernels.layout import SEGMENT
+from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.errors import ConfigurationError, InvalidRequestError, TableNotFoundError
+from inference_session.kernels.cpu import cache as cpu_cache
+from inference_session.kernels.cpu import lookup as cpu
+from inference_session.kernels.records import SEGMENT
 from tests.embedding_cache.contract import AMPLE_BYTES, EmbeddingCacheContract, vectors_of
 
 

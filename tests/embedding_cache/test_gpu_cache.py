@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from inference_session.device.discovery import unusable
 from inference_session.embedding_cache import create_embedding_cache
 from inference_session.embedding_cache.base import LookupResult
-from inference_session.embedding_cache.kernels.gpu_layout import READERS, READERS_BYTES
 from inference_session.errors import ConfigurationError, InvalidRequestError, TableNotFoundError
-from inference_session.gpu_device import unusable
+from inference_session.kernels.cuda.records import READERS, READERS_BYTES
 from tests.embedding_cache.contract import AMPLE_BYTES, DIMS, HIGHEST, LOWEST, EmbeddingCacheContract, vectors_of
-from tests.full_device import full_device
+from tests.testing.full_device import full_device
 
 NO_GPU = unusable(0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_GPU is not None, reason=f"no GPU: {NO_GPU}")]
@@ -210,7 +210,7 @@ def test_misses_come_from_backing_rows(dtype: Any) -> None:
 
 def test_backing_may_be_pinned_or_read_only_already() -> None:
     """Memory that CuPy has pinned is used as it is, memory that must not be written to is served all the same."""
-    from inference_session.embedding_cache.base_rows import pinned_empty
+    from inference_session.tables.device_rows import pinned_empty
 
     rows = pinned_empty((100, 4), np.float32)
     rows[:] = vectors_of(np.arange(100), 4)

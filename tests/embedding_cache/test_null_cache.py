@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inference_session.embedding_cache import EmbeddingCache, create_embedding_cache
-from inference_session.embedding_cache.null_cache import NullEmbeddingCache
+from inference_session.embedding_cache.null import NullEmbeddingCache
 from tests.embedding_cache.contract import AMPLE_BYTES, EmbeddingCacheContract
 
 

@@ -19,33 +19,33 @@ from numpy.typing import NDArray
 
 from hotrow.metrics_page import MetricsPage
 from inference_session import InferenceSession
-from inference_session.canary import check_canary
 from inference_session.errors import HotrowError
-from inference_session.formats import manifest
-from inference_session.formats.hugectr.graph import read_graph
-from inference_session.formats.hugectr.importer import import_hugectr
-from inference_session.formats.hugectr.onnx_graph import build_dense_network
-from inference_session.formats.hugectr.ps_json import read_ps_json
-from inference_session.formats.native import ModelSpec, TableSpec
-from inference_session.formats.onnx_model import import_onnx
-from inference_session.formats.verified_files import VerifiedFiles
-from inference_session.hot_keys import read_hot_keys, write_hot_keys
-from inference_session.key_recorder import read_recording
+from inference_session.importers.hugectr.graph import read_graph
+from inference_session.importers.hugectr.importer import import_hugectr
+from inference_session.importers.hugectr.onnx_graph import build_dense_network
+from inference_session.importers.hugectr.ps_json import read_ps_json
+from inference_session.importers.onnx import import_onnx
 from inference_session.model_source import hdfs_source
 from inference_session.model_source.copy import Copy
 from inference_session.model_source.create import create_source
+from inference_session.model_spec import ModelSpec, TableSpec
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.redis_replies import CURSOR, REPLY, read_rows
-from inference_session.parameter_server.rocksdb_store import RocksDbStore, list_rocksdb_tables
-from inference_session.parameter_server.table_file import TableFile, write_table
+from inference_session.parameter_server.redis.replies import CURSOR, REPLY, read_rows
+from inference_session.parameter_server.rocksdb.store import RocksDbStore, list_rocksdb_tables
+from inference_session.requests.canary import check_canary
+from inference_session.rows.hot_keys import read_hot_keys, write_hot_keys
+from inference_session.sizing.key_recorder import read_recording
 from inference_session.sizing.trace_file import read_trace
+from inference_session.tables.table_file import TableFile, write_table
 from inference_session.update_stream.encodings import Message, decode, encode_batch
-from tests import small_model
-from tests.formats.hugectr.graphs import GraphMaker
-from tests.formats.hugectr.test_importer import Source
-from tests.formats.onnx_model.models import model_of, table
-from triton_backend.model_config import ModelConfig, write_model_config
-from triton_backend.recorded_requests import read_requests
+from inference_session.version_directory import manifest
+from inference_session.version_directory.verified_files import VerifiedFiles
+from tests.importers.hugectr.test_importer import Source
+from tests.testing import small_model
+from tests.testing.hugectr_graphs import GraphMaker
+from tests.testing.onnx_models import model_of, table
+from triton_backend.client.recorded_requests import read_requests
+from triton_backend.repository.model_config import ModelConfig, write_model_config
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ import pytest
 
 from hotrow import command_line
 from hotrow.command_line import main
-from inference_session.parameter_server.table_index import ensure_index
-from tests import small_model
-from tests.formats.onnx_model.models import model_of, table
+from inference_session.tables.table_index import ensure_index
+from tests.testing import small_model
+from tests.testing.onnx_models import model_of, table
 
 Run = Callable[..., tuple[int, str, str]]
 

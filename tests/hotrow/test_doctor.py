@@ -20,10 +20,10 @@ from hotrow.commands.doctor import command
 from hotrow.machine_checks import Finding, Plan, examine
 from inference_session import InferenceSession
 from inference_session.sizing import memory
-from tests import small_model
-from tests.formats.hugectr.test_importer import Source
-from tests.integration.models import write_ctr
-from triton_backend import installation
+from tests.importers.hugectr.test_importer import Source
+from tests.testing import small_model
+from tests.testing.triton_models import write_ctr
+from triton_backend.launcher import installation
 
 _ANY_PORTS = (0, 0, 0)
 

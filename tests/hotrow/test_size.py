@@ -16,12 +16,12 @@ from playwright.sync_api import Browser
 
 from hotrow.commands.size import command
 from inference_session import InferenceSession
-from inference_session.embedding_cache.kernels.gpu_layout import buckets_for_all, index_bytes
 from inference_session.errors import HotrowError
+from inference_session.kernels.cuda.records import buckets_for_all, index_bytes
 from inference_session.sizing.hit_rate import LruCurve
-from tests import small_model
-from tests.browser import Look
-from tests.formats.hugectr.test_importer import Source
+from tests.importers.hugectr.test_importer import Source
+from tests.testing import small_model
+from tests.testing.browser import Look
 
 INDEX_ON_DEVICE = index_bytes(buckets_for_all(30), marks=False, numbers=True)
 """Of the 30 stored keys of the small model."""

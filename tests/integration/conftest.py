@@ -20,9 +20,9 @@ import tritonclient.http as http_client
 from tritonclient.utils import InferenceServerException
 
 from inference_session.errors import HotrowError
-from tests.integration.models import write_bags, write_ctr, write_flat, write_types
-from tests.parameter_server.servers import PATIENCE_S, wait_until
-from triton_backend.installation import find_installation
+from tests.testing.servers import PATIENCE_S, wait_until
+from tests.testing.triton_models import write_bags, write_ctr, write_flat, write_types
+from triton_backend.launcher.installation import find_installation
 
 NUMPY_1 = np.__version__.startswith("1.")
 """The tritonserver of the nvidia-pytriton wheel passes strings to NumPy 1 only."""

@@ -15,18 +15,18 @@ from onnx.reference import ReferenceEvaluator
 from hotrow.command_line import cli
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError
-from inference_session.formats.hugectr import import_hugectr
-from inference_session.formats.manifest import verify
 from inference_session.hugectr import HPS, DataSource, DataSourceParams, DataSourceType_t
+from inference_session.importers.hugectr import import_hugectr
 from inference_session.model_source import Copy, create_source
 from inference_session.model_source.fetch import fetch
-from tests.formats.hugectr.test_importer import Source
-from tests.formats.onnx_model.test_files import KEYS, _model, _redirect, _split
-from tests.hadoop import Hdfs
+from inference_session.version_directory.manifest import verify
+from tests.importers.hugectr.test_importer import Source
+from tests.importers.onnx.test_files import KEYS, _model, _redirect, _split
 from tests.integration.conftest import Serve
-from tests.integration.models import ctr_answer, write_ctr
 from tests.integration.test_hugectr import ask, place_small
 from tests.model_source.test_sources import put
+from tests.testing.hadoop import Hdfs
+from tests.testing.triton_models import ctr_answer, write_ctr
 
 _numbers = itertools.count()
 

@@ -14,9 +14,9 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from tests.integration.conftest import Serve, Served, is_ready, is_running
-from tests.integration.models import ctr_answer, write_ctr, write_flat
 from tests.integration.test_requests import DENSE, IDS, ask, counters
-from tests.parameter_server.servers import wait_until
+from tests.testing.servers import wait_until
+from tests.testing.triton_models import ctr_answer, write_ctr, write_flat
 
 pytestmark = pytest.mark.triton
 

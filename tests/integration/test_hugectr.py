@@ -18,16 +18,16 @@ import tritonclient.http
 from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from inference_session.formats.hugectr import import_hugectr
-from tests.formats.hugectr.evaluator import Evaluator
-from tests.formats.hugectr.test_importer import Requests, Source, _array, requests_of
+from inference_session.importers.hugectr import import_hugectr
+from tests.importers.hugectr.test_importer import Requests, Source, _array, requests_of
 from tests.integration.conftest import Serve, Served, is_ready, start
-from tests.integration.models import write_ctr
 from tests.integration.test_requests import settled
 from tests.integration.test_stores import hotrow
-from tests.parameter_server.servers import PATIENCE_S, wait_until
-from tests.update_stream.broker import Broker
-from triton_backend.model_config import write_model_config
+from tests.testing.broker import Broker
+from tests.testing.hugectr_evaluator import Evaluator
+from tests.testing.servers import PATIENCE_S, wait_until
+from tests.testing.triton_models import write_ctr
+from triton_backend.repository.model_config import write_model_config
 
 pytestmark = pytest.mark.triton
 

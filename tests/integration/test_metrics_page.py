@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from hotrow.command_line import cli
 from tests.integration.conftest import Serve
-from tests.integration.models import write_ctr
-from tests.parameter_server.servers import wait_until
+from tests.testing.servers import wait_until
+from tests.testing.triton_models import write_ctr
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")

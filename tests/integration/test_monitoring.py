@@ -20,8 +20,8 @@ from tritonclient.utils import InferenceServerException
 
 from hotrow.command_line import cli
 from tests.integration.conftest import Serve, Served, is_ready
-from tests.integration.models import write_ctr
-from tests.parameter_server.servers import RedisServer, free_port, wait_until
+from tests.testing.servers import RedisServer, free_port, wait_until
+from tests.testing.triton_models import write_ctr
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 RULES = DEPLOY / "prometheus/rules.yml"

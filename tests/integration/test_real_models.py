@@ -13,9 +13,9 @@ import tritonclient.grpc as grpc_client
 import tritonclient.http as http_client
 from numpy.typing import NDArray
 
-from inference_session.formats.onnx_model import import_onnx
+from inference_session.importers.onnx import import_onnx
 from tests.integration.conftest import Served, start
-from triton_backend.model_config import write_model_config
+from triton_backend.repository.model_config import write_model_config
 
 pytestmark = pytest.mark.triton
 

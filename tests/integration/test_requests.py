@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from tests.integration.conftest import NUMPY_1, Serve, Served
-from tests.integration.models import NUM_ROWS, TABLE, ctr_answer, flat_answer, write_scalar, write_types
-from tests.parameter_server.servers import PATIENCE_S, wait_until
+from tests.testing.servers import PATIENCE_S, wait_until
+from tests.testing.triton_models import NUM_ROWS, TABLE, ctr_answer, flat_answer, write_scalar, write_types
 
 pytestmark = pytest.mark.triton
 

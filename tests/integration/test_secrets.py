@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 from hotrow.command_line import cli
 from tests.integration.conftest import Serve
-from tests.integration.models import NUM_ROWS, ctr_answer, write_ctr
 from tests.integration.test_stores import hotrow
-from tests.parameter_server.servers import RedisServer, wait_until
+from tests.testing.servers import RedisServer, wait_until
+from tests.testing.triton_models import NUM_ROWS, ctr_answer, write_ctr
 
 PASSWORD, KEY = "Sesame-4711", "Keyhole-0815"
 

@@ -21,7 +21,7 @@ import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
 from tests.integration.conftest import Serve, Served, is_running
-from tests.parameter_server.servers import PATIENCE_S, wait_until
+from tests.testing.servers import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.triton
 

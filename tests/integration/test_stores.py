@@ -13,12 +13,12 @@ import tritonclient.grpc as grpc_client
 from click.testing import CliRunner
 
 from hotrow.command_line import cli
-from inference_session.formats.native import TABLES_FOLDER
-from inference_session.formats.onnx_model import import_onnx
+from inference_session.importers.onnx import import_onnx
+from inference_session.model_spec import TABLES_FOLDER
 from tests.integration.conftest import Serve, Served
 from tests.integration.test_real_models import ask
-from tests.parameter_server.servers import PATIENCE_S, RedisServer, wait_until
-from triton_backend.model_config import write_model_config
+from tests.testing.servers import PATIENCE_S, RedisServer, wait_until
+from triton_backend.repository.model_config import write_model_config
 
 pytestmark = pytest.mark.triton
 

@@ -20,16 +20,16 @@ from tritonclient.utils import InferenceServerException
 
 from hotrow.command_line import cli
 from inference_session import InferenceSession
-from inference_session.formats.manifest import write_manifest
-from inference_session.formats.onnx_model import import_onnx
-from inference_session.hot_keys import read_hot_keys
-from tests.formats.hugectr.test_importer import requests_of
+from inference_session.importers.onnx import import_onnx
+from inference_session.rows.hot_keys import read_hot_keys
+from inference_session.version_directory.manifest import write_manifest
+from tests.importers.hugectr.test_importer import requests_of
 from tests.integration.conftest import Serve, Served
-from tests.integration.models import ctr_answer, write_ctr
 from tests.integration.test_requests import DENSE, IDS, ask, counters
 from tests.integration.test_stores import hotrow
-from tests.parameter_server.servers import PATIENCE_MS, PATIENCE_S, RedisServer, wait_until
-from triton_backend.model_config import write_model_config
+from tests.testing.servers import PATIENCE_MS, PATIENCE_S, RedisServer, wait_until
+from tests.testing.triton_models import ctr_answer, write_ctr
+from triton_backend.repository.model_config import write_model_config
 
 pytestmark = pytest.mark.triton
 

@@ -14,9 +14,9 @@ from click.testing import CliRunner, Result
 from hotrow.command_line import cli
 from inference_session.errors import ConfigurationError, UnavailableError
 from tests.integration.conftest import Serve, Served
-from tests.integration.models import write_ctr
-from tests.parameter_server.servers import wait_until
-from triton_backend.tls import ClientTls, ServerTls
+from tests.testing.servers import wait_until
+from tests.testing.triton_models import write_ctr
+from triton_backend.client.tls import ClientTls, ServerTls
 
 
 @dataclass(frozen=True)

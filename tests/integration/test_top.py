@@ -21,8 +21,8 @@ import pytest
 import tritonclient.grpc as grpc_client
 
 from tests.integration.conftest import Serve, Served
-from tests.integration.models import write_ctr
-from tests.parameter_server.servers import PATIENCE_S, free_port, wait_until
+from tests.testing.servers import PATIENCE_S, free_port, wait_until
+from tests.testing.triton_models import write_ctr
 
 pytestmark = pytest.mark.triton
 _TOP = [sys.executable, "-m", "hotrow", "top"]

@@ -14,8 +14,8 @@ import tritonclient.grpc as grpc_client
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.integration.conftest import Serve
-from tests.integration.models import write_ctr
-from tests.parameter_server.servers import wait_until
+from tests.testing.servers import wait_until
+from tests.testing.triton_models import write_ctr
 
 TRACE_ID, CLIENT_SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 STAGES = {f"hotrow {stage}" for stage in ("check", "look-up", "network", "answer")}

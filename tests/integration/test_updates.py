@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inference_session.formats import manifest
-from tests import small_model
+from inference_session.version_directory import manifest
 from tests.integration.conftest import Serve, Served
 from tests.integration.test_stores import hotrow, metric
-from tests.parameter_server.servers import wait_until
-from tests.update_stream.broker import Broker
-from triton_backend.model_config import write_model_config
-from triton_backend.remote import RemoteServer
+from tests.testing import small_model
+from tests.testing.broker import Broker
+from tests.testing.servers import wait_until
+from triton_backend.client.server import RemoteServer
+from triton_backend.repository.model_config import write_model_config
 
 pytestmark = pytest.mark.triton
 

@@ -11,9 +11,9 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from tests.integration.conftest import Serve
-from tests.integration.models import ctr_answer, flat_answer, write_ctr, write_flat
 from tests.integration.test_requests import DENSE, IDS, ask, counters
-from tests.parameter_server.servers import wait_until
+from tests.testing.servers import wait_until
+from tests.testing.triton_models import ctr_answer, flat_answer, write_ctr, write_flat
 
 pytestmark = pytest.mark.triton
 
@@ -131,7 +131,7 @@ def test_a_standalone_version_needs_no_backend_of_ours(serve: Serve, repository:
     """`import --standalone` serves through Triton's python backend, whose process ends without a crash."""
     config = repository / "ctr" / "config.pbtxt"
     config.write_text(config.read_text(encoding="utf-8").replace('"hotrow"', '"python"'), encoding="utf-8")
-    code = "import faulthandler\n\nfaulthandler.enable()\nfrom triton_backend.model import TritonPythonModel\n"
+    code = "import faulthandler\n\nfaulthandler.enable()\nfrom triton_backend.backend.model import TritonPythonModel\n"
     (repository / "ctr" / "1" / "model.py").write_text(code, encoding="utf-8")
     served = serve(repository, "--verbose")
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from inference_session import InferenceSession
-from inference_session.formats import manifest
+from inference_session.version_directory import manifest
 from tests.conftest import ROOT
-from triton_backend.model_config import CONFIG_FILE, ModelConfig
+from triton_backend.repository.model_config import CONFIG_FILE, ModelConfig
 
 MODEL = ROOT / "model_repository" / "movielens"
 

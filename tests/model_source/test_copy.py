@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from inference_session.errors import ConfigurationError, ModelFormatError, UnavailableError
-from inference_session.formats import manifest
 from inference_session.model_source import Copy, ModelSource, create_source, transfer
 from inference_session.model_source.staged_copy import StagedCopy
-from inference_session.parameter_server.table_file import write_table
-from tests import small_model
-from tests.hadoop import Hdfs
+from inference_session.tables.table_file import write_table
+from inference_session.version_directory import manifest
 from tests.model_source.test_sources import put
-from tests.parameter_server.servers import wait_until
+from tests.testing import small_model
+from tests.testing.hadoop import Hdfs
+from tests.testing.servers import wait_until
 
 _numbers = itertools.count()
 _BIG = 5_000_000

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from inference_session.errors import ConfigurationError
 from inference_session.model_source import ModelSource, create_source
-from tests.hadoop import Hdfs
-from tests.parameter_server.servers import wait_until
+from tests.testing.hadoop import Hdfs
+from tests.testing.servers import wait_until
 
 _numbers = itertools.count()
 CONTENT = bytes(range(256)) * 40_000

@@ -14,8 +14,8 @@ from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.retirement import retired_versions
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
-from tests import small_model
-from tests.parameter_server.servers import PATIENCE_MS, RedisServer, wait_until
+from tests.testing import small_model
+from tests.testing.servers import PATIENCE_MS, RedisServer, wait_until
 
 DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
 

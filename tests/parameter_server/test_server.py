@@ -25,8 +25,8 @@ from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
 from inference_session.parameter_server.wrappers import FaultStore
 from tests.parameter_server.contract import DIMS, assert_same_bits, keys_of, random_keys, random_vectors
-from tests.parameter_server.hooked_store import HookedStore
-from tests.parameter_server.servers import PATIENCE_MS, RedisServer, wait_until
+from tests.testing.hooked_store import HookedStore
+from tests.testing.servers import PATIENCE_MS, RedisServer, wait_until
 
 KEYS, VECTORS = random_keys(200), random_vectors(200, 4)
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 
 from inference_session.errors import StoreError, UnavailableError
-from inference_session.formats import manifest
-from inference_session.formats.native import TABLES_FOLDER, ModelSpec, TableSpec
+from inference_session.model_spec import TABLES_FOLDER, ModelSpec, TableSpec
 from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.namespace import Namespace
-from inference_session.parameter_server.rocksdb_store import RocksDbStore
-from inference_session.parameter_server.table_file import TableFileStore, write_table
+from inference_session.parameter_server.rocksdb.store import RocksDbStore
 from inference_session.parameter_server.wrappers import FaultStore, LatencyStore, LoggingStore, WrapperStore
+from inference_session.tables.table_file import TableFileStore, write_table
+from inference_session.version_directory import manifest
 from tests.parameter_server.contract import DIMS, ReadContract, StoreContract, fetch, keys_of, random_vectors
 
 

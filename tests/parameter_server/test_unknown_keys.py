@@ -18,7 +18,7 @@ from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
 from inference_session.parameter_server.unknown_keys import MEMORY_S, UnknownKeys
 from inference_session.parameter_server.wrappers import FaultStore, WrapperStore
-from tests.parameter_server.servers import wait_until
+from tests.testing.servers import wait_until
 
 DIMS = {"user": 2}
 

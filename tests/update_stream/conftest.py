@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import pytest
 
-from tests import small_model
-from tests.update_stream.broker import Broker
+from tests.testing import small_model
+from tests.testing.broker import Broker
 
 
 class SmallVersion(NamedTuple):

@@ -19,9 +19,9 @@ from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.store_url import create_store
 from inference_session.update_stream import Publisher
-from tests.parameter_server.servers import PATIENCE_MS, RedisServer
 from tests.test_stored_session import DIMS, push
-from tests.update_stream.broker import Broker
+from tests.testing.broker import Broker
+from tests.testing.servers import PATIENCE_MS, RedisServer
 from tests.update_stream.conftest import SmallVersion
 
 NUM_KILLS = 50

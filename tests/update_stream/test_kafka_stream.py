@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError
-from inference_session.formats.native import TABLES_FOLDER
+from inference_session.model_spec import TABLES_FOLDER
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.store_url import create_store
 from inference_session.update_stream import Publisher, kafka_stream, updated_rows
 from inference_session.update_stream.encodings import encode_batch
-from tests import small_model
-from tests.parameter_server.servers import PATIENCE_MS, PATIENCE_S, RedisServer, wait_until
 from tests.test_stored_session import DIMS, push
-from tests.update_stream.broker import Broker
+from tests.testing import small_model
+from tests.testing.broker import Broker
+from tests.testing.servers import PATIENCE_MS, PATIENCE_S, RedisServer, wait_until
 from tests.update_stream.conftest import SmallVersion
 
 DEFAULT = [0.5, -0.5]

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from hotrow.command_line import cli
 from inference_session.errors import ConfigurationError, InvalidRequestError, StoreError, UnavailableError
-from inference_session.formats import manifest
-from inference_session.formats.native import TABLES_FOLDER, ModelSpec
+from inference_session.model_spec import TABLES_FOLDER, ModelSpec
 from inference_session.update_stream import Publisher
 from inference_session.update_stream.announcements import Announcements
 from inference_session.update_stream.encodings import Updates, decode
 from inference_session.update_stream.kafka_url import KafkaUrl
-from tests import small_model
-from tests.update_stream.broker import Broker
+from inference_session.version_directory import manifest
+from tests.testing import small_model
+from tests.testing.broker import Broker
 from tests.update_stream.conftest import SmallVersion
 
 

@@ -16,9 +16,9 @@ from inference_session import InferenceSession
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.store_url import create_store
 from inference_session.update_stream import kafka_stream
-from tests.parameter_server.servers import wait_until
 from tests.test_stored_session import DIMS, push
-from tests.update_stream.broker import Broker
+from tests.testing.broker import Broker
+from tests.testing.servers import wait_until
 from tests.update_stream.conftest import SmallVersion
 from tests.update_stream.test_kafka_stream import _FIRST_THAT_ABORTS, await_rows, packed, vectors
 

@@ -21,12 +21,12 @@ import pytest
 
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError
-from inference_session.formats.native import ModelSpec, TableSpec
+from inference_session.model_spec import ModelSpec, TableSpec
 from inference_session.versions import VersionManager
 from inference_session.versions.version_manager import _check_same
-from tests import small_model
-from tests.parameter_server.servers import wait_until
 from tests.test_stored_session import push
+from tests.testing import small_model
+from tests.testing.servers import wait_until
 
 RENAME_EXCHANGE = 2
 REQUEST = small_model.random_inputs(4, np.random.default_rng(0))

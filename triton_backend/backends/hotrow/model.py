@@ -1,7 +1,7 @@
 """Entry point of Triton's Python-based backend `hotrow`: the code is the package's, installed beside this folder."""
 
-from triton_backend.quiet_loading import load_quietly
+from triton_backend.backend.quiet_loading import load_quietly
 
-TritonPythonModel = load_quietly("triton_backend.model", "TritonPythonModel")
+TritonPythonModel = load_quietly("triton_backend.backend.model", "TritonPythonModel")
 
 __all__ = ["TritonPythonModel"]

@@ -1,7 +1,7 @@
 """Entry point of Triton's Python-based backend `hugectr`: the code is the package's, installed beside this folder."""
 
-from triton_backend.quiet_loading import load_quietly
+from triton_backend.backend.quiet_loading import load_quietly
 
-TritonPythonModel = load_quietly("triton_backend.hugectr_model", "TritonPythonModel")
+TritonPythonModel = load_quietly("triton_backend.backend.hugectr_model", "TritonPythonModel")
 
 __all__ = ["TritonPythonModel"]

@@ -1,0 +1,351 @@
+"""The dense engine on ONNX Runtime's CUDA provider, on the stream that the look-up runs on.
+
+Small inputs and outputs stay in pinned host memory, where the network's kernels read and write them. Batches of the
+sizes that a session warms up with are recorded as CUDA graphs, whose launch takes the host a fraction of the time that
+launching each kernel does.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from inference_session.dense_engine.onnx import VALUE_ERRORS, OnnxEngine, refused
+from inference_session.device.cuda import GpuContext
+from inference_session.errors import ConfigurationError, ModelFormatError
+from inference_session.requests.batch import Staged
+
+PROVIDER = "CUDAExecutionProvider"
+_MAX_GRAPHS, _MAX_BINDINGS = 16, 256
+_NO_GRAPH = "-1"
+_MAX_IN_PLACE_BYTES = 1 << 16
+"""Above this it is faster to copy an array to the device and back than to reach over the bus for each element."""
+_TYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(int64)": np.int64}
+"""Of outputs that can be written to pinned memory."""
+_GRAPH_TOLERANCE = 1e-3
+"""Between a graph and a plain run, of the largest value or of 1; what a wrong graph answers is further away."""
+_log = logging.getLogger(__name__)
+
+
+class _Bound(NamedTuple):
+    """Arrays in certain places, bound to the network."""
+
+    binding: Any
+    options: Any
+    """To run with, among them which graph."""
+    inputs: Mapping[str, Any]
+    results: Mapping[str, Any]
+
+
+class _Placed(NamedTuple):
+    """An input where the network can read it."""
+
+    array: Any
+    staged: NDArray[Any] | None
+    """Where the host has put it; None: it was on the device already."""
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the network reads a copy of what the host has put there."""
+        return self.staged is not None and self.array is not self.staged
+
+
+class BoundRun:
+    """A run of the network over certain places in memory, as often as something new has been put there."""
+
+    def __init__(self, engine: CudaEngine, bound: _Bound, inputs: Mapping[str, _Placed]) -> None:
+        self._engine = engine
+        self._bound = bound
+        self._uploads = [placed for placed in inputs.values() if placed.is_copied]
+        self.staged = [Staged((name,), placed.staged) for name, placed in inputs.items() if placed.staged is not None]
+
+    def run(self) -> list[np.ndarray[Any, Any]]:
+        """The outputs that were bound, in their order; see DenseEngine.run."""
+        return self._engine.run_again(self._bound, self._uploads)
+
+
+class CudaEngine(OnnxEngine):
+    """One ONNX file on a GPU. Inputs that CuPy has on the device are read there; outputs come back to the host."""
+
+    def __init__(
+        self, path: Path, *, content: bytes | None = None, num_threads: int, gpu: GpuContext, use_tf32: bool
+    ) -> None:
+        """`use_tf32`: let matrix products round their inputs to 10 bits, for relative errors of about 1e-3.
+        `content`: see OnnxEngine.
+
+        Raises:
+            ConfigurationError: ONNX Runtime has no CUDA provider, or could not start it here.
+        """
+        if reason := unusable():
+            raise ConfigurationError(f"device cannot be 'cuda:{gpu.device_id}': {reason}")
+        settings = {
+            "device_id": str(gpu.device_id),
+            "user_compute_stream": str(gpu.stream.ptr),
+            "use_tf32": str(int(use_tf32)),
+            "arena_extend_strategy": "kSameAsRequested",
+        }
+        self._may_record = True
+        try:
+            self._open(path, content, num_threads, {**settings, "enable_cuda_graph": "1"})
+        except ModelFormatError as error:  # some node runs on the processor, which no graph can hold
+            self._may_record = False
+            self._open(path, content, num_threads, settings)
+            _log.info("%s: without CUDA graphs: %s", path, error)
+        self._path = path
+        self._gpu = gpu  # behind the network among our attributes: that has to go before the stream that it runs on
+        if self.provider != PROVIDER:
+            raise ConfigurationError(
+                f"device cannot be 'cuda:{gpu.device_id}': ONNX Runtime gave {self.provider} instead of {PROVIDER}:"
+                " it did not find the CUDA and cuDNN libraries it was built for, or they do not fit the driver"
+            )
+        self._declared = {output.name: (output.shape, output.type) for output in self._session.get_outputs()}
+        self._input_shapes = {each.name: each.shape for each in self._session.get_inputs()}
+        self._can_bind = all(map(_is_numeric, (*self._session.get_inputs(), *self._session.get_outputs())))
+        self._trusted: set[str] = set()
+        """Outputs whose shapes were seen to be what the file declares."""
+        self._bindings: dict[Hashable, _Bound] = {}
+        """By names, shapes and addresses of inputs and outputs."""
+        self._num_graphs = 0
+        self._recorder: threading.Thread | None = threading.current_thread()
+        """The thread that may record graphs, which are known in it alone; None: no longer."""
+        self._plain = _run_options(_NO_GRAPH)
+
+    def end_warm_up(self) -> None:
+        """See DenseEngine: recording holds up the whole device, and would hold up requests."""
+        self._may_record = False
+        recorded = [bound for bound in self._bindings.values() if bound.options is not self._plain]
+        if recorded and self._recorder is threading.current_thread():
+            with self._gpu.request():
+                self._check_graphs(recorded)
+
+    def may_bind(self, outputs: Sequence[str]) -> bool:
+        """Whether these outputs can be bound: the shapes that the file declares were seen to be theirs."""
+        return self._can_bind and self._trusted.issuperset(outputs)
+
+    def bind(self, inputs: Mapping[str, Any], outputs: Sequence[str]) -> BoundRun | None:
+        """A run over the places that these inputs are put in now; None where the outputs are too large for it, or their
+        shapes not known beforehand.
+        """
+        placed = {name: self._place(array) for name, array in inputs.items()}
+        arrays = {name: each.array for name, each in placed.items()}
+        bound = self._bound(self._session, arrays, outputs, self._predicted_shapes(arrays, outputs))
+        return None if bound is None else BoundRun(self, bound, placed)
+
+    def run_again(self, bound: _Bound, uploads: Sequence[_Placed]) -> list[np.ndarray[Any, Any]]:
+        """See BoundRun.run."""
+        session = self.opened()
+        for placed in uploads:
+            self._upload(placed)
+        try:
+            return self._answer(session, bound)
+        except VALUE_ERRORS as error:
+            raise refused(error) from error
+
+    def _open(self, path: Path, content: bytes | None, num_threads: int, settings: dict[str, str]) -> None:
+        providers = [(PROVIDER, settings), "CPUExecutionProvider"]
+        super().__init__(path, content=content, num_threads=num_threads, providers=providers)
+
+    def _compute(self, session: Any, inputs: Mapping[str, Any], outputs: Sequence[str]) -> list[np.ndarray[Any, Any]]:
+        with self._gpu.request():
+            return self._compute_here(session, inputs, outputs)
+
+    def _compute_here(
+        self, session: Any, inputs: Mapping[str, Any], outputs: Sequence[str]
+    ) -> list[np.ndarray[Any, Any]]:
+        if not self._can_bind:
+            on_host = {name: array if isinstance(array, np.ndarray) else array.get() for name, array in inputs.items()}
+            answer: list[np.ndarray[Any, Any]] = session.run(outputs, on_host, self._plain)
+            return answer
+        placed = {name: self._place(array).array for name, array in inputs.items()}
+        shapes = self._predicted_shapes(placed, outputs)
+        bound = self._bound(session, placed, outputs, shapes)
+        if bound is None:
+            return self._run_unbound(session, placed, outputs, shapes)
+        try:
+            return self._answer(session, bound)
+        except VALUE_ERRORS:  # shapes other than foreseen, or a request that fails there as well
+            return self._run_unbound(session, placed, outputs, shapes)
+
+    def _bound(
+        self, session: Any, placed: Mapping[str, Any], outputs: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
+    ) -> _Bound | None:
+        """The binding of inputs in their places, and of results in theirs; None where their shapes are not sure."""
+        if not (self._trusted & shapes.keys()).issuperset(outputs) or any(map(_is_large, shapes.values())):
+            return None
+        results = {name: self._gpu.pinned(shapes[name], _TYPES[self._declared[name][1]]) for name in outputs}
+        case = (*[(name, array.shape, _address(array)) for name, array in (*placed.items(), *results.items())],)
+        return self._bindings.get(case) or self._bind(session, case, placed, results)
+
+    def _answer(self, session: Any, bound: _Bound) -> list[np.ndarray[Any, Any]]:
+        self._run_bound(session, bound)
+        self._gpu.wait()
+        return [array.copy() for array in bound.results.values()]
+
+    def _place(self, array: Any) -> _Placed:
+        if not isinstance(array, np.ndarray):
+            return _Placed(array, None)
+        staged = self._gpu.stage(array)
+        if staged.nbytes <= _MAX_IN_PLACE_BYTES:
+            return _Placed(staged, staged)
+        placed = _Placed(self._gpu.empty(array.shape, array.dtype), staged)
+        self._upload(placed)
+        return placed
+
+    def _upload(self, placed: _Placed) -> None:
+        placed.array.set(placed.staged, stream=self._gpu.stream)
+
+    def _bind(self, session: Any, case: Hashable, placed: Mapping[str, Any], results: Mapping[str, Any]) -> _Bound:
+        """The binding of arrays in these places, kept for the next ones there; a graph of its own while it may have."""
+        binding = session.io_binding()
+        for name, array in placed.items():
+            self._bind_input(binding, name, array)
+        for name, array in results.items():
+            binding.bind_output(name, "cuda", self._gpu.device_id, array.dtype.type, array.shape, _address(array))
+        options = self._plain
+        if self._may_record and threading.current_thread() is self._recorder:
+            self._num_graphs += 1
+            options = _run_options(str(self._num_graphs))
+            self._may_record = self._num_graphs < _MAX_GRAPHS
+        if len(self._bindings) >= _MAX_BINDINGS:
+            self._bindings = {known: kept for known, kept in self._bindings.items() if kept.options is not self._plain}
+        self._bindings[case] = _Bound(binding, options, placed, results)
+        return self._bindings[case]
+
+    def _bind_input(self, binding: Any, name: str, array: Any) -> None:
+        address = _address(array)
+        binding.bind_input(name, "cuda", self._gpu.device_id, array.dtype.type, array.shape, address)
+
+    def _run_bound(self, session: Any, bound: _Bound) -> None:
+        if bound.options is self._plain or threading.current_thread() is not self._recorder:
+            _run(session, bound.binding, self._plain)
+            return
+        try:
+            _run(session, bound.binding, bound.options)
+        except VALUE_ERRORS as error:
+            self._gpu.end_recording()
+            _run(session, bound.binding, self._plain)  # where this fails too, it was not for the graph
+            self._give_up_graphs(str(error))  # not everything that a network does can be recorded
+
+    def _give_up_graphs(self, reason: str) -> None:
+        self._may_record, self._recorder = False, None
+        _log.warning("%s: without CUDA graphs from now on: %s", self._path, reason)
+
+    def _check_graphs(self, recorded: Sequence[_Bound]) -> None:
+        """Give graphs up unless all compute what plain runs do: those of a network that reads host memory of its own
+        may not, once that memory holds what another run has left there.
+        """
+        try:
+            expected = [self._results_of(bound._replace(options=self._plain)) for bound in recorded]
+            found = [self._results_of(bound) for bound in recorded]
+        except VALUE_ERRORS as error:
+            self._give_up_graphs(f"they could not be checked: {error}")
+            return
+        differing = sum(not all(map(_are_close, *pair)) for pair in zip(expected, found, strict=True))
+        if differing:
+            self._give_up_graphs(f"{differing} of {len(recorded)} do not compute what runs without them do")
+
+    def _results_of(self, bound: _Bound) -> list[np.ndarray[Any, Any]]:
+        """What a run makes of certain numbers: fractions, and zeros for whole numbers, as these may be positions."""
+        generator = np.random.default_rng(0)
+        for array in bound.inputs.values():
+            fractions = array.dtype.kind == "f"
+            values = generator.random(array.shape) if fractions else np.zeros(array.shape)
+            _fill(array, values.astype(array.dtype))
+        for array in bound.results.values():
+            array[...] = 0
+        return self._answer(self._session, bound)
+
+    def _run_unbound(
+        self, session: Any, placed: Mapping[str, Any], outputs: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
+    ) -> list[np.ndarray[Any, Any]]:
+        """Run with outputs that ONNX Runtime allocates, and learn whether their shapes were the predicted ones."""
+        binding = session.io_binding()
+        for name, array in placed.items():
+            self._bind_input(binding, name, array)
+        for name in outputs:
+            binding.bind_output(name, "cpu")
+        _run(session, binding, self._plain)
+        results: list[np.ndarray[Any, Any]] = binding.copy_outputs_to_cpu()
+        for name, array in zip(outputs, results, strict=True):
+            if array.shape == shapes.get(name) and array.ndim and len(array) > 1:
+                self._trusted.add(name)
+        return results
+
+    def _predicted_shapes(self, inputs: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, tuple[int, ...]]:
+        """Of the outputs whose open dimensions are the inputs'."""
+        sizes: dict[Any, int | None] = {}
+        for name, array in inputs.items():
+            for symbol, size in zip(self._input_shapes[name], array.shape, strict=False):
+                sizes[symbol] = size if sizes.get(symbol, size) == size else None
+        shapes: dict[str, Any] = {}
+        for name in outputs:
+            declared, kind = self._declared[name]
+            shape = tuple(sizes.get(size) if isinstance(size, str) else size for size in declared)
+            if kind in _TYPES and all(isinstance(size, int) for size in shape):
+                shapes[name] = shape
+        return shapes
+
+
+def unusable() -> str | None:
+    """Why ONNX Runtime cannot run on a GPU; None: it may."""
+    preload = getattr(onnxruntime, "preload_dlls", None)
+    if PROVIDER not in onnxruntime.get_available_providers():
+        return "this ONNX Runtime has no CUDA provider: pip install onnxruntime-gpu in place of onnxruntime"
+    if preload is not None:  # finds libraries that pip has installed
+        preload()
+    return None
+
+
+def _run(session: Any, binding: Any, options: Any) -> None:
+    """Run bound arrays; what goes wrong is a VALUE_ERROR."""
+    try:
+        session.run_with_iobinding(binding, options)
+    except RuntimeError as error:  # all that ONNX Runtime raises here
+        raise ort_errors.RuntimeException(str(error).removeprefix("Error in execution: ")) from error
+
+
+def _run_options(graph: str) -> Any:
+    options = onnxruntime.RunOptions()
+    options.add_run_config_entry("gpu_graph_id", graph)
+    return options
+
+
+def _address(array: Any) -> int:
+    """The address by which the device knows it."""
+    if isinstance(array, np.ndarray):
+        return int(array.__array_interface__["data"][0])
+    return int(array.data.ptr)
+
+
+def _is_large(shape: tuple[int, ...]) -> bool:
+    return 8 * math.prod(shape) > _MAX_IN_PLACE_BYTES
+
+
+def _is_numeric(declared: Any) -> bool:
+    """Whether an input or output can be bound: tensors of strings, sequences and maps cannot."""
+    kind: str = declared.type
+    return kind.startswith("tensor(") and kind != "tensor(string)"
+
+
+def _fill(array: Any, values: np.ndarray[Any, Any]) -> None:
+    """Write into an array on the host or the device."""
+    if isinstance(array, np.ndarray):
+        array[...] = values
+    else:
+        array.set(values)
+
+
+def _are_close(expected: np.ndarray[Any, Any], found: np.ndarray[Any, Any]) -> bool:
+    if expected.dtype.kind != "f" or not expected.size:
+        return np.array_equal(expected, found)
+    largest = np.nanmax(np.abs(expected), initial=1.0, where=np.isfinite(expected))
+    return np.allclose(expected, found, rtol=0, atol=_GRAPH_TOLERANCE * largest, equal_nan=True)

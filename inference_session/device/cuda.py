@@ -1,0 +1,221 @@
+"""What the parts of a session share on a GPU: a stream, memory that requests pass through, whether it still works.
+
+A request holds the context from its keys to its predictions. In between nothing is waited for; at the end `request` is
+the one place where the host waits for the device. Only a look-up that has to know what is missing waits earlier, and
+while it fetches that, others have the device (`paused`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import logging
+import math
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+from cupy.cuda.memory import OutOfMemoryError
+from cupy_backends.cuda.api.driver import CUDADriverError
+from cupy_backends.cuda.api.runtime import CUDARuntimeError
+from numpy.typing import NDArray
+
+from inference_session.device.arena import Arena
+from inference_session.device.cuda_memory import memory_checked
+from inference_session.errors import UnavailableError
+from inference_session.tables.device_rows import pinned_empty
+
+_FIRST_ARENA_BYTES = 1 << 20
+_lock = threading.RLock()
+"""Of all GPUs: while one session records a CUDA graph, no other of this process may allocate device memory on any
+GPU. Sessions on several GPUs take turns therefore, unless each has a process of its own, as under Triton.
+"""
+_DEVICE_ERRORS = (OutOfMemoryError, CUDARuntimeError, CUDADriverError)
+"""What CuPy raises where a device cannot do what it is asked, the last of them for launches."""
+_log = logging.getLogger(__name__)
+
+
+class _Memory(NamedTuple):
+    """What one request passes through."""
+
+    number: int
+    """The lowest that is free is taken, so that requests one by one always find the same places."""
+    pinned: Arena
+    device: Arena
+
+
+class GpuContext:
+    """One GPU as one session uses it: one request at a time, in order."""
+
+    opening = threading.RLock()
+    """Held while a session is made and warmed up: its tables are uploaded beside the requests of others, but not beside
+    the recording of CUDA graphs.
+    """
+
+    def __init__(self, device_id: int) -> None:
+        """ConfigurationError where the device has no memory left."""
+        self.device_id = device_id
+        self._broken: str | None = None
+        self._is_open = False
+        with self.opening, cupy.cuda.Device(device_id), memory_checked(device_id, "free some, or take another device"):
+            self.stream = cupy.cuda.Stream(non_blocking=True)
+            self._memory = _allocate_memory(0)
+        self._free = [self._memory]
+        """A heap of what no request has at present: more than one where requests have overlapped others' pauses."""
+        self._num_memories = 1
+
+    @property
+    def failure(self) -> str | None:
+        """Why the device can be used no more; None: it can."""
+        return self._broken
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """The device for launches on `stream` that are waited for, on memory that is known: a lean `request`.
+
+        Raises:
+            UnavailableError: see `request`.
+        """
+        with _lock:
+            if self._broken is not None:
+                raise UnavailableError(self._broken)
+            try:
+                with self._made_current():
+                    yield
+            except BaseException as error:
+                self.wait()  # where it was for a device that has failed, that is what there is to say
+                if isinstance(error, _DEVICE_ERRORS):
+                    raise self._unanswerable(error) from error
+                raise
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        """The device and its stream for one request; on leaving, all that was launched has ended.
+
+        Within a request of the same thread this is part of that one.
+
+        Raises:
+            UnavailableError: the device has failed, and CUDA refuses all further work of this process; or it has too
+                little memory for this request.
+        """
+        with _lock:
+            if self._broken is not None:
+                raise UnavailableError(self._broken)
+            if self._is_open:
+                yield
+                return
+            self._is_open = True
+            memory: _Memory | None = None
+            try:
+                with cupy.cuda.Device(self.device_id), self.stream:
+                    self._memory = memory = self._take_memory()
+                    yield
+            except _DEVICE_ERRORS as error:
+                raise self._unanswerable(error) from error
+            finally:
+                self._is_open = False
+                # What ended a request early may be another sign of the device's failure, which counts then.
+                self.wait()
+                if memory is not None:
+                    memory.pinned.reset()
+                    memory.device.reset()
+                    heapq.heappush(self._free, memory)
+
+    def _unanswerable(self, error: BaseException) -> UnavailableError:
+        """What to raise where the device cannot do what a request needs."""
+        _log.warning("cuda:%s cannot answer a request: %s", self.device_id, error)
+        return UnavailableError(f"cuda:{self.device_id} cannot answer this request: {error}")
+
+    def _made_current(self) -> contextlib.AbstractContextManager[object]:
+        """The device as what this thread launches on; as a rule it is, and to make it so takes as long as a launch."""
+        is_current = cupy.cuda.runtime.getDevice() == self.device_id
+        return contextlib.nullcontext() if is_current else cupy.cuda.Device(self.device_id)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the device to others while this request waits for something else; what it has taken stays its own.
+
+        Not within a request that is part of another.
+
+        Raises:
+            UnavailableError: the device has failed meanwhile.
+        """
+        self.wait()
+        memory, self._is_open = self._memory, False
+        _lock.release()
+        try:
+            yield
+        finally:
+            _lock.acquire()
+            self._memory, self._is_open = memory, True
+        if self._broken is not None:
+            raise UnavailableError(self._broken)
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[None]:
+        """What is taken within is free again after it: then all that was launched has ended."""
+        arenas = self._memory.pinned, self._memory.device
+        marks = [arena.mark() for arena in arenas]
+        yield
+        self.wait()
+        for arena, mark in zip(arenas, marks, strict=True):
+            arena.reset(mark)
+
+    def wait(self) -> None:
+        """Until all that was launched has ended; UnavailableError where the device has failed."""
+        try:
+            self.stream.synchronize()
+        except CUDARuntimeError as error:
+            self._broken = (
+                f"cuda:{self.device_id} has failed ({error}); CUDA lets this process use it no more:"
+                " load the model again"
+            )
+            _log.error("%s", self._broken)
+            raise UnavailableError(self._broken) from error
+
+    def end_recording(self) -> None:
+        """Give up a CUDA graph that could not be recorded on the stream."""
+        try:
+            is_recording = self.stream.is_capturing()
+        except RuntimeError:  # what CuPy says of a recording that has been invalidated, but not ended
+            is_recording = True
+        if is_recording:
+            with contextlib.suppress(CUDARuntimeError):  # that it has been invalidated
+                self.stream.end_capture()
+
+    def pinned(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        """An array in host memory that kernels can read and write, until the request ends."""
+        num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        memory, begin = self._memory.pinned.take(num_bytes)
+        array: NDArray[Any] = memory[begin : begin + num_bytes].view(dtype).reshape(shape)
+        return array
+
+    def stage(self, array: NDArray[Any]) -> NDArray[Any]:
+        """A copy in such memory."""
+        copy = self.pinned(array.shape, array.dtype)
+        np.copyto(copy, array)
+        return copy
+
+    def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
+        """An array on the device, until the request ends."""
+        memory, begin = self._memory.device.take(math.prod(shape) * np.dtype(dtype).itemsize)
+        return cupy.ndarray(shape, dtype, memory.data + begin)
+
+    def _take_memory(self) -> _Memory:
+        """Must be called while holding the lock."""
+        if self._free:
+            return heapq.heappop(self._free)
+        memory = _allocate_memory(self._num_memories)
+        self._num_memories += 1
+        return memory
+
+
+def _allocate_memory(number: int) -> _Memory:
+    """On the current device."""
+    return _Memory(
+        number,
+        Arena(lambda num_bytes: pinned_empty((num_bytes,), np.uint8), _FIRST_ARENA_BYTES),
+        Arena(lambda num_bytes: cupy.empty(num_bytes, np.uint8), _FIRST_ARENA_BYTES),
+    )

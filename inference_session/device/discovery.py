@@ -1,0 +1,87 @@
+"""Whether there is a GPU to use, and why not; imports CuPy only where it is asked for."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TYPE_CHECKING
+
+from inference_session.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from inference_session.device.cuda import GpuContext
+
+_log = logging.getLogger(__name__)
+
+
+def open_gpu(device: str) -> GpuContext | None:
+    """The GPU that a session's `device` means; None: the CPU, which `auto` falls back to.
+
+    Raises:
+        ConfigurationError: `cuda:N` was asked for and cannot be used; says why.
+    """
+    if device == "cpu":
+        return None
+    if device == "auto" and (reason := unusable_for_sessions(0)):
+        _log.info("device auto: on the CPU, for %s", reason)
+        return None
+    device_id = 0 if device == "auto" else require_gpu(device)
+    from inference_session.device.cuda import GpuContext
+
+    try:
+        return GpuContext(device_id)
+    except ConfigurationError as error:
+        if device != "auto":
+            raise
+        _log.warning("device auto: on the CPU: %s", error)
+        return None
+
+
+def unusable_for_sessions(device_id: int) -> str | None:
+    """Why a session cannot use a GPU, which takes ONNX Runtime's leave as well; None: it can."""
+    if reason := unusable(device_id):
+        return reason
+    from inference_session.dense_engine.cuda import unusable as engine_unusable
+
+    return engine_unusable()
+
+
+def require_gpu(device: str) -> int:
+    """The number N of `cuda:N`; ConfigurationError with the reason where there is no such GPU to use."""
+    number = re.fullmatch(r"cuda:(\d+)", device)
+    if number is None:
+        raise ConfigurationError(f"device cannot be {device!r}; allowed: cpu, cuda:N (N the number of the GPU)")
+    device_id = int(number[1])
+    reason = unusable(device_id)
+    if reason is not None:
+        raise ConfigurationError(f"device cannot be {device!r}: {reason}")
+    return device_id
+
+
+def unusable(device_id: int) -> str | None:
+    """Why a GPU cannot be used; None: it can."""
+    try:
+        import cupy
+        from cupy.cuda import nvrtc, runtime
+    except ImportError as error:
+        return f"CuPy is not installed ({error}): pip install 'hotrow[gpu]', or 'cupy-cuda12x' for CUDA 12"
+    try:
+        count: int = runtime.getDeviceCount()
+        if device_id >= count:
+            return f"this machine shows {count} GPUs to this process, the first of which is cuda:0"
+        with cupy.cuda.Device(device_id):
+            runtime.memGetInfo()
+    except runtime.CUDARuntimeError as error:
+        return f"CUDA says {error}"
+    try:
+        nvrtc.getVersion()
+    except RuntimeError as error:
+        return (
+            f"CuPy does not find CUDA's compiler NVRTC ({_first_line(error)}): install CUDA's toolkit, or pip install"
+            " 'cupy-cuda13x[ctk]', or 'cupy-cuda12x[ctk]' for CUDA 12"
+        )
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,303 @@
+"""CpuEmbeddingCache: rows in host memory, read by the look-up kernel without a lock while others write.
+
+Look-ups announce themselves in a set for as long as they run. A writer never touches a row that the index leads to; it
+retires rows instead (kernels/cpu/cache.py), and when it has used up the free ones, waits until the look-ups that were
+under way have ended. So a look-up never waits for a writer, and a writer waits for one look-up at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from threading import Lock
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from inference_session.device.cache_lines import LINE_BYTES, zeros_at_line
+from inference_session.device.readers import Readers
+from inference_session.embedding_cache.base import ROW_COUNTS, EmbeddingCache, LookupResult, check_range
+from inference_session.errors import ConfigurationError, InvalidRequestError, SessionClosedError
+from inference_session.kernels.cpu import cache as cpu_cache
+from inference_session.kernels.cpu import lookup as cpu
+from inference_session.kernels.cpu.cache import CacheArrays
+from inference_session.kernels.cpu.hash_index import BUCKET_BYTES, MAX_ROWS
+from inference_session.kernels.records import MAX_MARK, SEGMENT, TABLE, VectorCode, address_of
+from inference_session.model_spec import VectorType, bytes_per_row
+from inference_session.tables.table_file import quantise_int8
+
+ROWS_PER_BUCKET = 6
+"""Half of its slots, so that a bucket hardly ever overflows."""
+GHOSTS_PER_ROW = 2
+_SPARE_PARTS, _MAX_SPARE_ROWS = 16, 4096
+"""One row in so many is kept free for writers, up to a number."""
+_MOST_ROWS = MAX_ROWS - cpu_cache.NUM_LISTS
+_AS_COMPILED: tuple[Literal["C"], Literal["A"], Literal["W"]] = ("C", "A", "W")
+"""Arrays of any other kind, as over a message's bytes, would have the kernels compiled once more."""
+
+
+class CpuEmbeddingCache(EmbeddingCache):
+    """The CPU twin. Every table has a share of the budget that allows all of them the same number of rows."""
+
+    def __init__(
+        self,
+        dims: Mapping[str, int],
+        cache_bytes: int,
+        *,
+        dtype: VectorType = "float32",
+        num_rows: Mapping[str, int] | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        """Allocate the cache.
+
+        Args:
+            dims: embedding_dim of each table by name.
+            cache_bytes: upper bound on all memory that the cache allocates; results of look-ups are the caller's.
+            dtype: how rows are held. float16 rounds to nearest, int8 as `quantise_int8` says.
+            num_rows: rows that tables have in all, as far as known; what they leave over goes to the others.
+            num_threads: threads over which a large look-up is split.
+
+        Raises:
+            ConfigurationError: cache_bytes is too small for one row per table (the message says what would do), or
+                more than there is.
+        """
+        super().__init__(dims)
+        if dtype not in get_args(VectorType):
+            raise ConfigurationError(f"dtype {dtype!r} is none of {', '.join(get_args(VectorType))}")
+        self.cache_bytes = cache_bytes
+        self.dtype = dtype
+        self._num_threads = num_threads
+        row_bytes = [bytes_per_row(dim, dtype) for dim in dims.values()]
+        limits = [_rows_to_hold((num_rows or {}).get(table, _MOST_ROWS)) for table in dims]
+        rows = _rows_per_table(cache_bytes, row_bytes, limits)
+        try:
+            self._arrays = {t: _allocate(n, size) for t, n, size in zip(dims, rows, row_bytes, strict=True)}
+        except MemoryError as error:
+            message = f"cache_bytes asks for {cache_bytes} bytes, more than this process can get: {error}"
+            raise ConfigurationError(message) from error
+        self._capacities = {table: n - _spare_rows(n) for table, n in zip(dims, rows, strict=True)}
+        self._records = _describe(self._arrays.values(), dims.values(), dtype)
+        self._readers = Readers()
+        self._write_lock = Lock()
+        cpu.compile_kernels()
+        for arrays in self._arrays.values():
+            cpu_cache.compile_kernels(arrays)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[NDArray[np.void]]:
+        """TABLE records, in the order of `dims`, for calls of the look-up kernel while the context lasts.
+
+        Short, and without writing to the cache inside: writers wait for it in the end. Its look-ups are reported to
+        `count_lookups`.
+        """
+        reader = self._readers.enter()
+        try:
+            # Asked after we are in the set: `close` sets it, then waits for all that are in.
+            if self._closed:
+                raise SessionClosedError("the embedding cache has been closed")
+            yield self._records
+        finally:
+            self._readers.leave(reader)
+
+    def lookup(
+        self,
+        keys: Mapping[str, ArrayLike],
+        out: Mapping[str, NDArray[np.float32]] | None = None,
+        wait: bool = False,  # noqa: ARG002 - the CPU is done when it returns
+    ) -> LookupResult:
+        """See EmbeddingCache."""
+        checked = {table: self._checked_keys(table, asked) for table, asked in keys.items()}
+        vectors = {table: self._output(table, len(asked), out) for table, asked in checked.items()}
+        num_keys = [len(asked) for asked in checked.values()]
+        positions = [self._positions[table] for table in checked]
+        segments = np.array(list(map(_segment, positions, checked.values(), vectors.values())), SEGMENT)
+        num_missing = np.zeros(len(checked), np.int64)
+        missing = np.empty(sum(num_keys), np.int64)
+        with self.reading() as records:
+            cpu.lookup(records, segments, num_missing, missing, self._num_threads)
+        self.count_lookups(positions, num_keys, num_missing.tolist())
+        ends = np.cumsum(num_missing).tolist()
+        begins = [0, *ends]
+        return LookupResult(vectors, {table: missing[b:e] for table, b, e in zip(checked, begins, ends, strict=False)})
+
+    def insert(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
+        """See EmbeddingCache."""
+        self._write(table, keys, vectors, may_insert=True)
+
+    def update(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
+        """See EmbeddingCache."""
+        self._write(table, keys, vectors, may_insert=False)
+
+    def erase(self, table: str, keys: ArrayLike) -> None:
+        """See EmbeddingCache."""
+        checked = np.require(self._checked_keys(table, keys), np.int64, _AS_COMPILED)
+        with self._write_lock:
+            self._check(table)
+            cpu_cache.erase_rows(self._arrays[table], checked)
+
+    def dump(self, table: str) -> NDArray[np.int64]:
+        """See EmbeddingCache."""
+        with self._write_lock:
+            self._check(table)
+            arrays = self._arrays[table]
+            return arrays.keys[arrays.lists >= cpu_cache.SMALL]
+
+    def hottest(self, table: str) -> NDArray[np.int64]:
+        """See EmbeddingCache."""
+        with self._write_lock:
+            self._check(table)
+            arrays = self._arrays[table]
+            cached = np.flatnonzero(arrays.lists >= cpu_cache.SMALL)
+            keys, lists, marks = arrays.keys[cached], arrays.lists[cached], arrays.marks[cached]
+        heat = marks + np.uint8(MAX_MARK + 1) * (lists == cpu_cache.MAIN)
+        return keys[np.argsort(np.uint8(255) - heat, kind="stable")]
+
+    def close(self) -> None:
+        """See EmbeddingCache."""
+        with self._write_lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._await_readers()
+            self._arrays = {}
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return "<CpuEmbeddingCache closed>"
+        stats = self.stats()
+        return f"<CpuEmbeddingCache [{len(self.dims)} tables, {stats['rows']} of {stats['capacity']} rows]>"
+
+    def _write(self, table: str, keys: ArrayLike, vectors: ArrayLike, *, may_insert: bool) -> None:
+        checked, floats = self._checked_rows(table, keys, vectors)
+        rows = self._encode(table, floats)
+        checked = np.require(checked, np.int64, _AS_COMPILED)
+        with self._write_lock:
+            self._check(table)
+            arrays, capacity = self._arrays[table], self._capacities[table]
+            done = cpu_cache.write_rows(arrays, capacity, checked, rows, 0, may_insert)
+            while done < len(checked):
+                self._await_readers()
+                cpu_cache.free_retired(arrays)
+                done = cpu_cache.write_rows(arrays, capacity, checked, rows, done, may_insert)
+
+    def _await_readers(self) -> None:
+        """Wait until the look-ups under way have ended; later ones see what was written before.
+
+        Must be called while holding the write lock.
+        """
+        if self._readers.includes_this_thread:
+            raise InvalidRequestError("a thread cannot write to or close an embedding cache that it is reading()")
+        self._readers.wait_for_those_under_way()
+
+    def _encode(self, table: str, vectors: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
+        """Vectors as rows of the cache: uint8 [n, row_bytes]."""
+        check_range(table, vectors, self.dtype, np)
+        if self.dtype == "int8":
+            return quantise_int8(vectors)
+        with np.errstate(over="ignore"):
+            return np.require(vectors, self.dtype, _AS_COMPILED).view(np.uint8)
+
+    def _row_counts(self, table: str) -> dict[str, int]:
+        with self._write_lock:
+            self._check(table)
+            arrays = self._arrays[table]
+            rows = arrays.counts[cpu_cache.SMALL] + arrays.counts[cpu_cache.MAIN]
+            num_bytes = _num_bytes(len(arrays.keys), arrays.vectors.shape[1])
+            counts = (*arrays.events.tolist(), int(rows), self._capacities[table], num_bytes)
+        return dict(zip(ROW_COUNTS, counts, strict=True))
+
+
+def bytes_to_hold(dims: Mapping[str, int], num_rows: Mapping[str, int], dtype: VectorType = "float32") -> int:
+    """The cache_bytes that a cache for so many rows of each table takes."""
+    return sum(_num_bytes(_rows_to_hold(num_rows[table]), bytes_per_row(dim, dtype)) for table, dim in dims.items())
+
+
+def rows_held(
+    dims: Mapping[str, int],
+    cache_bytes: int,
+    num_rows: Mapping[str, int] | None = None,
+    dtype: VectorType = "float32",
+) -> dict[str, int]:
+    """The rows of each table that a cache of so many bytes keeps; ConfigurationError where it cannot keep any."""
+    row_bytes = [bytes_per_row(dim, dtype) for dim in dims.values()]
+    limits = [_rows_to_hold((num_rows or {}).get(table, _MOST_ROWS)) for table in dims]
+    rows = _rows_per_table(cache_bytes, row_bytes, limits)
+    return {table: n - _spare_rows(n) for table, n in zip(dims, rows, strict=True)}
+
+
+def count_hits(keys: NDArray[np.int64], *, capacity: int) -> int:
+    """How many of the keys, int64 [n], a cache would have had that is made to hold so many rows (bytes_to_hold) and
+    gets each missing one at once.
+    """
+    num_rows = _rows_to_hold(capacity)
+    arrays = _allocate(num_rows, row_bytes=0)
+    asked = np.require(keys, np.int64, _AS_COMPILED)
+    return int(cpu_cache.replay_keys(arrays, num_rows - _spare_rows(num_rows), asked))
+
+
+def _rows_to_hold(num_rows: int) -> int:
+    """Rows, spare ones included, that a table of so many needs."""
+    return min(num_rows + min(num_rows // (_SPARE_PARTS - 1), _MAX_SPARE_ROWS) + 2, _MOST_ROWS)
+
+
+def _spare_rows(num_rows: int) -> int:
+    return min(max(num_rows // _SPARE_PARTS, 1), _MAX_SPARE_ROWS)
+
+
+def _rows_per_table(cache_bytes: int, row_bytes: Sequence[int], limits: Sequence[int]) -> list[int]:
+    """The same number of rows for each table, or its limit, such that all fit."""
+    least = sum(_num_bytes(2, size) for size in row_bytes)
+    if cache_bytes < least:
+        raise ConfigurationError(
+            f"cache_bytes is {cache_bytes}, too little for {len(row_bytes)} tables: at least {least}, or 0 for no cache"
+        )
+    rows = list(limits)
+    low, high = 2, max(limits, default=2)
+    while low < high:
+        middle = (low + high + 1) // 2
+        rows = [min(middle, limit) for limit in limits]
+        fits = sum(_num_bytes(n, size) for n, size in zip(rows, row_bytes, strict=True)) <= cache_bytes
+        low, high = (middle, high) if fits else (low, middle - 1)
+    return [min(low, limit) for limit in limits]
+
+
+def _num_bytes(num_rows: int, row_bytes: int) -> int:
+    """What `_allocate` takes."""
+    num_buckets = -(-num_rows // ROWS_PER_BUCKET)
+    per_row = row_bytes + 8 + 1 + 1 + 2 * 4 + 2 * GHOSTS_PER_ROW
+    heads_and_counts = cpu_cache.NUM_LISTS * (2 * 4 + 8) + 8 * cpu_cache.NUM_EVENTS
+    return num_buckets * BUCKET_BYTES + num_rows * per_row + heads_and_counts + 2 * LINE_BYTES + TABLE.itemsize
+
+
+def _allocate(num_rows: int, row_bytes: int) -> CacheArrays:
+    num_buckets = -(-num_rows // ROWS_PER_BUCKET)
+    arrays = CacheArrays(
+        buckets=zeros_at_line(num_buckets, BUCKET_BYTES),
+        keys=np.zeros(num_rows, np.int64),
+        vectors=zeros_at_line(num_rows, row_bytes),
+        marks=np.zeros(num_rows, np.uint8),
+        lists=np.zeros(num_rows, np.uint8),
+        links=np.zeros((num_rows + cpu_cache.NUM_LISTS, 2), np.uint32),
+        counts=np.zeros(cpu_cache.NUM_LISTS, np.int64),
+        ghosts=np.zeros(GHOSTS_PER_ROW * num_rows, np.uint16),
+        events=np.zeros(cpu_cache.NUM_EVENTS, np.int64),
+    )
+    cpu_cache.link_all_free(arrays)
+    return arrays
+
+
+def _describe(tables: Any, dims: Any, dtype: VectorType) -> NDArray[np.void]:
+    records = np.zeros(len(tables), TABLE)
+    for record, arrays, dim in zip(records, tables, dims, strict=True):
+        record["index_address"], record["num_buckets"] = arrays.buckets.ctypes.data, len(arrays.buckets)
+        record["keys_address"], record["num_rows"] = arrays.keys.ctypes.data, len(arrays.keys)
+        record["vectors_address"], record["row_bytes"] = arrays.vectors.ctypes.data, arrays.vectors.shape[1]
+        record["embedding_dim"], record["vector_code"] = dim, VectorCode[dtype.upper()]
+        record["marks_address"], record["next_table"] = arrays.marks.ctypes.data, -1
+    return records
+
+
+def _segment(table: int, keys: NDArray[np.int64], out: NDArray[np.float32]) -> tuple[int, ...]:
+    step = keys.strides[0]
+    return (table, address_of(keys), 8, step, 8, len(keys), 1, 0, 0, 0, 0, address_of(out), out.strides[0])

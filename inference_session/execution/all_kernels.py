@@ -1,0 +1,55 @@
+"""`python -m inference_session.execution.all_kernels`: compile the kernels that serving may want,
+for an image to bring along.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+
+from inference_session.embedding_cache.cpu import CpuEmbeddingCache
+from inference_session.model_spec import TableSpec
+from inference_session.parameter_server.redis import layout as redis_layout
+from inference_session.parameter_server.redis import replies as redis_replies
+from inference_session.parameter_server.server import ParameterServer
+from inference_session.rows.cached import CachedRows
+from inference_session.rows.updated import UpdatableRows
+from inference_session.tables.table_file import TableFile, write_table
+
+_TABLE = TableSpec("table", "table", num_rows=2, embedding_dim=1)
+
+
+def compile_all() -> None:
+    """Look-ups, caches, updates, Redis, table files, and HugeCTR's bags; what is compiled already is loaded."""
+    import_module("inference_session.kernels.cpu.bags")  # compiled when it is imported
+    redis_layout.compile_kernels()
+    redis_replies.compile_kernels()
+    _use_a_cache()
+    with tempfile.TemporaryDirectory(prefix="hotrow-kernels-") as folder:
+        _use_a_table(Path(folder))
+
+
+def _use_a_cache() -> None:
+    cache = CpuEmbeddingCache({"table": 1}, cache_bytes=1 << 20)
+    cache.insert("table", np.arange(2), np.zeros((2, 1), np.float32))
+    cache.update("table", np.arange(1), np.zeros((1, 1), np.float32))
+    cache.erase("table", np.arange(1))
+    CachedRows([_TABLE], cache, ParameterServer([]), num_threads=1).close()
+
+
+def _use_a_table(folder: Path) -> None:
+    """A table is written, opened, changed and read, as an import, a session and an update stream do it."""
+    keys, vectors = np.arange(2), np.zeros((2, 1), np.float32)
+    write_table(folder, [vectors], keys=[keys])
+    rows = UpdatableRows([TableFile.open(folder, _TABLE)], num_threads=1)
+    rows.update(0, keys, vectors)
+    rows.erase(0, keys)
+    rows.fetch(0, keys, np.empty_like(vectors))
+    rows.close()
+
+
+if __name__ == "__main__":
+    compile_all()

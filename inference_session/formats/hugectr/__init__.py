@@ -1,5 +1,0 @@
-"""HugeCTR's and HPS's files: ps.json, graph JSON, dense weights, sparse folders; and the layout of their requests."""
-
-from inference_session.formats.hugectr.importer import ImportReport, import_hugectr, write_version
-
-__all__ = ["ImportReport", "import_hugectr", "write_version"]

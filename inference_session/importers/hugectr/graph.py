@@ -1,0 +1,290 @@
+"""HugeCTR's graph JSON: a data layer, embedding layers, then dense layers in the order they run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn, cast
+
+from inference_session.errors import ModelFormatError, UnsupportedModelError
+from inference_session.importers.hugectr import values
+from inference_session.importers.hugectr.json_file import FieldPath, JsonFile, read_json
+
+MAX_LAYERS = 10_000
+MAX_ELEMENTS = 1 << 24
+"""Elements of one sample in any one tensor. Far above real models; a file asking for more is damaged or hostile."""
+
+EMBEDDING_LAYERS = frozenset(
+    {
+        "DistributedSlotSparseEmbeddingHash",
+        "LocalizedSlotSparseEmbeddingHash",
+        "LocalizedSlotSparseEmbeddingOneHot",
+    }
+)
+LOSS_LAYERS = frozenset({"BinaryCrossEntropyLoss", "CrossEntropyLoss", "MultiCrossEntropyLoss"})
+
+Combiner = Literal["sum", "mean"]
+
+
+@dataclass(frozen=True)
+class Label:
+    """What the model was trained to predict."""
+
+    name: str
+    dim: int
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """An embedding layer: `slot_num` bags of keys per sample become a tensor [samples, slot_num, embedding_dim]."""
+
+    name: str
+    """Its tensor, by which dense layers call it."""
+    slot_num: int
+    embedding_dim: int
+    combiner: Combiner
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One element of `layers`, and access to its parameters; what is wrong with them names layer, line and field."""
+
+    file: JsonFile
+    position: int
+    parameters: Mapping[str, Any]
+    type: str
+    bottoms: tuple[str, ...]
+    tops: tuple[str, ...]
+
+    def __str__(self) -> str:
+        top = f" (top {self.tops[0]!r})" if self.tops else ""
+        return f"layer {self.position} {self.type}{top}"
+
+    def has(self, *field: str) -> bool:
+        """Whether the parameter is there."""
+        return self._find(field) is not None
+
+    def whole(self, *field: str, low: int = 1, default: int | None = None) -> int:
+        """A whole number from `low`; without a default it is required."""
+        return cast(int, self._read(values.whole(low, MAX_ELEMENTS), field, default))
+
+    def number(self, *field: str, low: float = -values.FLOAT32_MAX, default: float | None = None) -> float:
+        """A float32 from `low`; without a default it is required."""
+        return cast(float, self._read(values.number(low, values.FLOAT32_MAX), field, default))
+
+    def wholes(self, *field: str) -> tuple[int, ...]:
+        """A list of whole numbers from 0."""
+        return cast("tuple[int, ...]", self._read(values.list_of(_no_text(values.whole(0, MAX_ELEMENTS))), field, None))
+
+    def ranges(self, *field: str) -> tuple[tuple[int, ...], ...]:
+        """A list of lists of whole numbers from 0."""
+        pair = values.list_of(_no_text(values.whole(0, MAX_ELEMENTS)))
+        return cast("tuple[tuple[int, ...], ...]", self._read(values.list_of(pair), field, None))
+
+    def fail(self, message: str, *field: str) -> NoReturn:
+        """The graph is not what its format promises."""
+        self.file.fail(("layers", self.position, *field), f"{self}: {message}")
+
+    def refuse(self, message: str) -> NoReturn:
+        """The graph is well-formed, but cannot be served."""
+        line = self.file.line_of(("layers", self.position))
+        raise UnsupportedModelError(f"{self.file.path}:{line}: {self}: {message}")
+
+    def _find(self, field: tuple[str, ...]) -> Any:
+        value: Any = self.parameters
+        for depth, name in enumerate(field):
+            if value is None:
+                return None
+            if not isinstance(value, dict):
+                self.fail(f"an object is required, found {shown(value)}", *field[:depth])
+            value = value.get(name)
+        return value
+
+    def _read(self, read: values.Reader[Any], field: tuple[str, ...], default: Any) -> Any:
+        raw = self._find(field)
+        if raw is None and default is not None:
+            return default
+        if raw is None:
+            self.fail("required, but not there", *field)
+        try:
+            return _no_text(read)(raw)
+        except ValueError as error:
+            self.fail(f"found {shown(raw)}; {error}", *field)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """The whole file, checked: names are unique, every bottom is there before it is used."""
+
+    file: JsonFile
+    dense_name: str
+    dense_dim: int
+    labels: tuple[Label, ...]
+    embeddings: tuple[Embedding, ...]
+    """In the order of the file, which is the order of the tables."""
+    layers: tuple[Layer, ...]
+    """Dense and loss layers in the order they run."""
+
+
+def read_graph(path: Path) -> Graph:
+    """Read and check a graph JSON; ModelFormatError names file, line, layer and field."""
+    return _Reader(read_json(path, ModelFormatError)).read()
+
+
+def shown(value: Any) -> str:
+    """A value for a message, shortened."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        return f"a {type(value).__name__} too large to print"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+class _Reader:
+    def __init__(self, file: JsonFile) -> None:
+        self._file = file
+        layers = file.document.get("layers")
+        if not isinstance(layers, list) or not layers:
+            file.fail(("layers",), f"a list of layers is required, found {shown(layers)}")
+        if len(layers) > MAX_LAYERS:
+            file.fail(("layers",), f"{len(layers)} layers; more than {MAX_LAYERS} are refused")
+        self._layers = tuple(self._layer(position, raw) for position, raw in enumerate(layers))
+
+    def read(self) -> Graph:
+        data = self._layers[0]
+        if data.type != "Data":
+            data.fail("the first layer must be of type 'Data'", "type")
+        num_embeddings = 0
+        for layer in self._layers[1:]:
+            if layer.type not in EMBEDDING_LAYERS:
+                break
+            num_embeddings += 1
+        slots = self._slots(data)
+        graph = Graph(
+            file=self._file,
+            dense_name=self._name(("layers", 0, "dense"), data.parameters.get("dense")),
+            dense_dim=data.whole("dense", "dense_dim", low=0),
+            labels=self._labels(data),
+            embeddings=tuple(self._embedding(layer, slots) for layer in self._layers[1 : 1 + num_embeddings]),
+            layers=self._layers[1 + num_embeddings :],
+        )
+        _check_names(graph)
+        return graph
+
+    def _layer(self, position: int, raw: Any) -> Layer:
+        at: FieldPath = ("layers", position)
+        if not isinstance(raw, dict):
+            self._file.fail(at, f"an object is required, found {shown(raw)}")
+        kind = raw.get("type")
+        return Layer(
+            file=self._file,
+            position=position,
+            parameters=raw,
+            type=self._names((*at, "type"), kind if isinstance(kind, str) else None)[0],
+            bottoms=self._names((*at, "bottom"), raw.get("bottom", [])),
+            tops=self._names((*at, "top"), raw.get("top", [])),
+        )
+
+    def _names(self, at: FieldPath, raw: Any) -> tuple[str, ...]:
+        try:
+            names = values.list_of(values.text)([raw] if isinstance(raw, str) else raw)
+        except ValueError:
+            names = ("",)
+        if not all(names):
+            self._file.fail(at, f"layer {at[1]}: a name or a list of names is required, found {shown(raw)}")
+        return names
+
+    def _name(self, at: FieldPath, owner: Any) -> str:
+        """The single name in field `top` of an object."""
+        name = owner.get("top") if isinstance(owner, dict) else None
+        return self._names((*at, "top"), name if isinstance(name, str) else None)[0]
+
+    def _labels(self, data: Layer) -> tuple[Label, ...]:
+        """One label, or several: then `top` and `label_dim` are lists (HugeCTR 3.9 and later)."""
+        raw = data.parameters.get("label")
+        tops = raw.get("top") if isinstance(raw, dict) else None
+        if not isinstance(tops, list):
+            return (Label(self._name(("layers", 0, "label"), raw), data.whole("label", "label_dim")),)
+        dims = data.wholes("label", "label_dim")
+        names = self._names(("layers", 0, "label", "top"), tops)
+        if len(dims) != len(names) or 0 in dims or not names:
+            data.fail(f"{len(names)} names, but the dimensions {list(dims)}; one from 1 each", "label", "label_dim")
+        return tuple(Label(name, dim) for name, dim in zip(names, dims, strict=True))
+
+    def _slots(self, data: Layer) -> dict[str, int]:
+        """The number of slots of each sparse input."""
+        raw = data.parameters.get("sparse", [])
+        if not isinstance(raw, list):
+            data.fail(f"a list is required, found {shown(raw)}", "sparse")
+        slots: dict[str, int] = {}
+        for position, item in enumerate(raw):
+            at: FieldPath = ("layers", 0, "sparse", position)
+            if not isinstance(item, dict):
+                self._file.fail(at, f"an object is required, found {shown(item)}")
+            name = self._name(at, item)
+            if name in slots:
+                self._file.fail((*at, "top"), f"the name {name!r} is there twice")
+            slots[name] = self._slot_num(at, item)
+        return slots
+
+    def _slot_num(self, at: FieldPath, item: Mapping[str, Any]) -> int:
+        try:
+            slot_num: int = _no_text(values.whole(1, MAX_ELEMENTS))(item.get("slot_num"))
+        except ValueError as error:
+            self._file.fail((*at, "slot_num"), f"found {shown(item.get('slot_num'))}; {error}")
+        per_slot = item.get("nnz_per_slot")
+        if isinstance(per_slot, list) and len(per_slot) not in (1, slot_num):
+            self._file.fail((*at, "nnz_per_slot"), f"{len(per_slot)} values for {slot_num} slots")
+        return slot_num
+
+    def _embedding(self, layer: Layer, slots: Mapping[str, int]) -> Embedding:
+        if len(layer.bottoms) != 1 or layer.bottoms[0] not in slots:
+            known = ", ".join(map(repr, slots)) or "none"
+            layer.fail(f"found {list(layer.bottoms)}; it must be one of the sparse inputs: {known}", "bottom")
+        if len(layer.tops) != 1:
+            layer.fail(f"one name is required, found {list(layer.tops)}", "top")
+        embedding_dim = layer.whole("sparse_embedding_hparam", "embedding_vec_size")
+        slot_num = slots[layer.bottoms[0]]
+        if slot_num * embedding_dim > MAX_ELEMENTS:
+            layer.fail(f"{slot_num} slots of {embedding_dim} elements are refused; at most {MAX_ELEMENTS}")
+        combiner = layer.parameters["sparse_embedding_hparam"].get("combiner")
+        if combiner not in ("sum", "mean"):
+            layer.fail(f"found {shown(combiner)}; allowed: 'sum', 'mean'", "sparse_embedding_hparam", "combiner")
+        return Embedding(layer.tops[0], slot_num, embedding_dim, combiner)
+
+
+def _no_text(read: values.Reader[Any]) -> values.Reader[Any]:
+    """A graph holds numbers as numbers, unlike ps.json."""
+
+    def strict(value: Any) -> Any:
+        if isinstance(value, str):
+            value = None
+        return read(value)
+
+    return strict
+
+
+def _check_names(graph: Graph) -> None:
+    """Every name is made once, and made before it is used."""
+    labels = {label.name for label in graph.labels}
+    made = {graph.dense_name, *labels}
+    if len(made) != 1 + len(graph.labels):
+        graph.file.fail(("layers", 0), "the label and the dense input need names of their own")
+    tensors = {graph.dense_name}
+    for position, embedding in enumerate(graph.embeddings, start=1):
+        if embedding.name in made:
+            graph.file.fail(("layers", position, "top"), f"the name {embedding.name!r} is there twice")
+        made.add(embedding.name)
+        tensors.add(embedding.name)
+    for layer in graph.layers:
+        if layer.type in EMBEDDING_LAYERS:
+            layer.fail("embedding layers must stand directly behind the data layer", "type")
+        for name in layer.bottoms:
+            if name not in tensors and not (layer.type in LOSS_LAYERS and name in labels):
+                layer.fail(f"no layer before this one makes {name!r}", "bottom")
+        for name in layer.tops if layer.type not in LOSS_LAYERS else ():
+            if name in made:
+                layer.fail(f"the name {name!r} is there twice", "top")
+            made.add(name)
+            tensors.add(name)

@@ -1,0 +1,187 @@
+"""HugeCTR's files as a version directory, made when they are first opened and kept for the next time.
+
+<cache>/<model>-<hash of the model's folder>/
+  lock                          held by whoever imports; shared by whoever opens
+  <hash of the sources>/        what was made of them
+    <model>/<version>/          a version directory
+    .served                     its time is when that was last opened without an error
+
+The hash of the sources covers every byte of every file, what ps.json says of the model, and hotrow's own importer: what
+any of them changes is imported anew. Tables are copied, not linked: whoever trains may write over the originals.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from inference_session import model_spec as native
+from inference_session.errors import ModelFormatError, UnavailableError
+from inference_session.importers.hugectr.importer import write_version
+from inference_session.importers.hugectr.ps_fields import PsJson, PsModel
+from inference_session.importers.hugectr.remote_files import with_local_files
+from inference_session.platform.staging import stage_version
+from inference_session.platform.user_cache import lock_file, user_cache_folder
+from inference_session.version_directory import manifest
+from inference_session.version_directory.manifest import Progress, sha256_of
+
+NUM_KEPT = 3
+"""Imports of one model that are kept: the one in use, the one before it for a way back, and one more."""
+_HASH_LENGTH = 32
+_SERVED = ".served"
+
+
+def default_cache_folder() -> Path:
+    """`HOTROW_CACHE_DIR`, else `hotrow/imports` in the user's cache folder."""
+    if chosen := os.environ.get("HOTROW_CACHE_DIR"):
+        return Path(chosen)
+    return user_cache_folder() / "imports"
+
+
+@contextmanager
+def cached_import(
+    settings: PsJson,
+    model: PsModel,
+    owner: Path,
+    *,
+    version: int = 1,
+    keep_rows_of: Sequence[Path] = (),
+    folder: Path | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Path]:
+    """Yield the version directory of a model, which is imported first unless it has been before.
+
+    Nobody removes it while the context lasts. A session opened meanwhile may last longer: it has mapped its files.
+
+    Args:
+        model: one of the settings' models, its files as they are to be read.
+        owner: the model's own folder; imports of one owner are kept apart from those of others, and bounded.
+        keep_rows_of: see `write_version`.
+        folder: the cache; None: `default_cache_folder()`.
+
+    Raises:
+        as `import_hugectr`; ConfigurationError also where the cache cannot be written, UnavailableError where a source
+        was written to meanwhile.
+    """
+    model = with_local_files(model, progress)
+    imports = _imports(model.name, owner, folder)
+    sources = _files(model, keep_rows_of)
+    before = _states(sources)
+    entry = imports / _hash(
+        repr((_statement(settings, model), version, _importer_hash(), *_checksums(sources, progress)))
+    )
+    version_dir = entry / model.name / str(version)
+    with lock_file(imports) as lock:
+        while True:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not version_dir.is_dir():
+                with stage_version(entry, model.name, version) as (staging, _):
+                    write_version(
+                        settings, model, staging, keep_rows_of=keep_rows_of, may_link=False, progress=progress
+                    )
+                    _refuse_changes(before, _states(sources))
+            os.utime(entry)
+            _remove_old(imports, entry)
+            # Others may open while we do. The lock is let go for a moment on the way: look again.
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if version_dir.is_dir():
+                break
+        yield version_dir
+        (entry / _SERVED).touch()
+
+
+@contextmanager
+def kept_import(name: str, owner: Path, version: int, *, folder: Path | None = None) -> Iterator[Path | None]:
+    """Yield what was last opened without an error as this version of a model; None where it is not kept any more.
+
+    Nobody removes it while the context lasts.
+
+    Args:
+        name, owner, folder: as the model's name, `owner` and `folder` of `cached_import`.
+    """
+    imports = _imports(name, owner, folder)
+    with lock_file(imports) as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        kept = [entry for entry in _served(imports) if (entry / name / str(version)).is_dir()]
+        if kept:
+            os.utime(kept[-1])
+        yield kept[-1] / name / str(version) if kept else None
+        if kept:
+            (kept[-1] / _SERVED).touch()
+
+
+def _imports(name: str, owner: Path, folder: Path | None) -> Path:
+    """Where the imports of one model folder are kept."""
+    return (folder or default_cache_folder()) / f"{name}-{_hash(str(owner.resolve()))[:12]}"
+
+
+def _files(model: PsModel, keep_rows_of: Sequence[Path]) -> list[Path]:
+    """All that the import will read."""
+    single = [Path(name) for name in (model.graph_file, model.dense_file, model.statistics_file) if name]
+    folders = [*map(Path, model.sparse_files), *keep_rows_of]
+    return single + [folder / name for folder in folders for name in (native.KEY_FILE, native.VECTOR_FILE)]
+
+
+def _statement(settings: PsJson, model: PsModel) -> tuple[object, ...]:
+    """What ps.json says that the files do not, wherever they lie."""
+    elsewhere = replace(model, sparse_files=(), graph_file="", dense_file="", statistics_file="")
+    return bool(model.graph_file), elsewhere, settings.key_type, settings.generation, settings.session_settings(model)
+
+
+def _checksums(sources: Sequence[Path], progress: Progress | None) -> list[str]:
+    with ThreadPoolExecutor() as threads:
+        try:
+            return list(threads.map(lambda path: sha256_of(path, progress), sources))
+        except OSError as error:
+            raise ModelFormatError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+
+def _states(sources: Sequence[Path]) -> list[tuple[Path, int, int, int]]:
+    try:
+        stats = [(path, path.stat()) for path in sources]
+    except OSError as error:
+        raise ModelFormatError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    return [(path, stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+
+
+def _refuse_changes(before: Sequence[tuple[Path, int, int, int]], after: Sequence[tuple[Path, int, int, int]]) -> None:
+    for old, new in zip(before, after, strict=True):
+        if old != new:
+            raise UnavailableError(f"{new[0]}: written to while it was imported; load the model again")
+
+
+@cache
+def _importer_hash() -> str:
+    """Stands for the code that reads HugeCTR's files, so that a newer hotrow imports anew."""
+    code = sorted(Path(__file__).parent.rglob("*.py"))
+    formats = f"{native.FORMAT} {manifest.FORMAT}"
+    return _hash(formats + "".join(path.read_text(encoding="utf-8") for path in code))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:_HASH_LENGTH]
+
+
+def _remove_old(imports: Path, used: Path) -> None:
+    """Remove all but the imports used last, of which `used` is the very last, and the one that serves.
+
+    Must be called while holding the lock alone: nobody is opening one.
+    """
+    others = [path for path in imports.iterdir() if path.is_dir() and path != used]
+    others.sort(key=lambda path: path.stat().st_mtime_ns)
+    for path in set(others[: 1 - NUM_KEPT]) - set(_served(imports)[-1:]):
+        shutil.rmtree(path)
+
+
+def _served(imports: Path) -> list[Path]:
+    """The imports that were opened without an error, the last one at the end."""
+    marks = sorted(imports.glob(f"*/{_SERVED}"), key=lambda mark: mark.stat().st_mtime_ns)
+    return [mark.parent for mark in marks]

@@ -1,0 +1,271 @@
+"""From HugeCTR's files to the native layout: the graph becomes ONNX, the tables are linked as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from inference_session.config import SessionConfig
+from inference_session.errors import ConfigurationError
+from inference_session.importers.hugectr.graph import Graph, read_graph
+from inference_session.importers.hugectr.onnx_graph import DenseNetwork, build_dense_network
+from inference_session.importers.hugectr.ps_fields import PsJson, PsModel
+from inference_session.importers.hugectr.ps_json import read_ps_json
+from inference_session.importers.hugectr.remote_files import remote_files, with_local_files
+from inference_session.importers.hugectr.sparse_folder import SparseFolder, stored_embedding_dim, write_table
+from inference_session.model_source.fetch import forget
+from inference_session.model_spec import (
+    DENSE_FILE,
+    PREDICTIONS,
+    TABLES_FOLDER,
+    LookupSpec,
+    ModelSpec,
+    TableSpec,
+    TensorSpec,
+    folder_names,
+)
+from inference_session.platform.staging import stage_version
+from inference_session.requests.hugectr_csr import DENSE, HPS_COUNTS, HPS_KEYS, KEYS, OFFSETS, RequestFormat
+from inference_session.tables.table_file import open_tables
+from inference_session.version_directory.manifest import Progress, write_manifest
+from inference_session.version_directory.publishing import share_unchanged
+
+
+@dataclass(frozen=True)
+class ImportReport:
+    """What became of one model."""
+
+    model: str
+    version_dir: Path
+    spec: ModelSpec
+    num_dense_parameters: int
+    """0 for a model of tables alone."""
+    ignored: tuple[str, ...]
+    """Fields of ps.json that have no effect in this release."""
+    unknown: tuple[str, ...]
+    """Fields of ps.json that nobody knows."""
+    num_duplicates: tuple[int, ...]
+    """By table, rows that are never found because a later one has the same key."""
+
+    def __str__(self) -> str:
+        lines = [f"Imported {self.spec.source} as {self.version_dir}", f"Tables: {len(self.spec.tables)}"]
+        lines += map(self._line, self.spec.tables, self.num_duplicates)
+        if self.spec.labels:
+            lines.append(f"Predictions: {', '.join(self.spec.labels)} ({self.num_dense_parameters} dense parameters)")
+        if self.ignored:
+            lines.append(f"Note: fields of ps.json without effect here: {', '.join(self.ignored)}")
+        if self.unknown:
+            lines.append(f"Note: unknown fields of ps.json: {', '.join(self.unknown)}")
+        return "\n".join(lines)
+
+    @staticmethod
+    def _line(table: TableSpec, num_duplicates: int) -> str:
+        duplicates = f"; {num_duplicates} are never found, as a later row has their key" if num_duplicates else ""
+        return f"  {table.name!r}: {table.num_rows} rows x {table.embedding_dim}{duplicates}"
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One model to be written."""
+
+    settings: PsJson
+    model: PsModel
+    directory: Path
+    """The empty folder that becomes the version directory."""
+    keep_rows_of: Sequence[Path] = ()
+    may_link: bool = True
+    progress: Progress | None = None
+
+
+def import_hugectr(
+    ps_json: str | Path,
+    repository: Path,
+    *,
+    model: str | None = None,
+    version: int | None = None,
+    keep_rows_of: Sequence[Path] = (),
+    progress: Progress | None = None,
+    complete: Callable[[Path, ModelSpec, PsModel], None] | None = None,
+) -> list[ImportReport]:
+    """Import one model of ps.json, or all of them, into a model repository.
+
+    Tables are hard links where the file system allows, else copies; they are never converted.
+
+    Args:
+        ps_json: a path or an `hdfs://` URL, as are the files that it names.
+        model: its name in ps.json; None: all.
+        version: None: the one after the highest there is.
+        keep_rows_of: see `write_version`.
+        progress: told the bytes of keys indexed, then those of all files read for their checksums.
+        complete: called with each staged version before it appears, to add what a server needs (config.pbtxt); if it
+            raises, the model is not imported.
+
+    Raises:
+        ConfigurationError: ps.json is wrong, or the version exists.
+        ModelFormatError: a file is missing, damaged, or does not belong to the graph; names file and field.
+        UnsupportedModelError: names the layer that cannot be served.
+        OSError, UnavailableError: a file on HDFS cannot be had.
+    """
+    settings = read_ps_json(ps_json)
+    models = settings.models if model is None else (settings.model(model),)
+    reports = []
+    for item in models:
+        with stage_version(repository, item.name, version) as (staging, version_dir):
+            local = with_local_files(item, progress)
+            spec, num_parameters = write_version(settings, local, staging, keep_rows_of=keep_rows_of, progress=progress)
+            share_unchanged(staging)
+            if complete:
+                complete(staging, spec, item)
+        reports.append(
+            ImportReport(
+                item.name,
+                version_dir,
+                spec,
+                num_parameters,
+                settings.ignored,
+                settings.unknown,
+                _num_duplicates(version_dir, spec),
+            )
+        )
+        for url in remote_files(item):
+            forget(url)
+    return reports
+
+
+def write_version(
+    settings: PsJson,
+    model: PsModel,
+    directory: Path,
+    *,
+    keep_rows_of: Sequence[Path] = (),
+    may_link: bool = True,
+    progress: Progress | None = None,
+) -> tuple[ModelSpec, int]:
+    """Write one model into an empty folder, complete with its manifest; what it is, and its dense parameters.
+
+    Args:
+        model: may differ from what ps.json says, as where config.pbtxt names other files.
+        keep_rows_of: table folders of an earlier version, one per table in the order of the tables; of several
+            versions the oldest first. Rows that the model itself has no more are kept, as HugeCTR's own update does.
+        may_link: False: tables are copied, so that whoever writes to the originals does not change the version.
+
+    Raises:
+        as `import_hugectr`.
+    """
+    if len(keep_rows_of) % len(model.sparse_files):
+        raise ConfigurationError(
+            f"model {model.name!r} has {len(model.sparse_files)} tables, but {len(keep_rows_of)} folders whose rows "
+            "are to be kept; one per table is required"
+        )
+    job = _Job(settings, model, directory, keep_rows_of, may_link, progress)
+    spec, num_parameters = _write_network(job) if model.graph_file else (_tables_alone(job), 0)
+    spec.write(directory)
+    write_manifest(directory, progress)
+    return spec, num_parameters
+
+
+def _write_network(job: _Job) -> tuple[ModelSpec, int]:
+    settings, model = job.settings, job.model
+    graph = read_graph(Path(model.graph_file))
+    if len(graph.embeddings) != len(model.sparse_files):
+        raise ConfigurationError(
+            f"{settings.path}: model {model.name!r} has {len(model.sparse_files)} sparse_files, but "
+            f"{model.graph_file} has {len(graph.embeddings)} embedding layers; one folder each"
+        )
+    statistics = Path(model.statistics_file) if model.statistics_file else None
+    network = build_dense_network(graph, Path(model.dense_file), statistics)
+    tables = _write_tables(
+        job,
+        [embedding.name for embedding in graph.embeddings],
+        [embedding.embedding_dim for embedding in graph.embeddings],
+    )
+    (job.directory / DENSE_FILE).write_bytes(network.model.SerializeToString())
+    return _network_spec(settings, model, graph, network, tables), network.num_parameters
+
+
+def _network_spec(
+    settings: PsJson, model: PsModel, graph: Graph, network: DenseNetwork, tables: tuple[TableSpec, ...]
+) -> ModelSpec:
+    slots = tuple(embedding.slot_num for embedding in graph.embeddings)
+    form = RequestFormat(graph.dense_dim, slots, settings.key_type, model.max_batch_size)
+    lookups = [
+        LookupSpec(table.folder, f"{KEYS}/{i}", embedding.name, pooling=embedding.combiner)
+        for i, (table, embedding) in enumerate(zip(tables, graph.embeddings, strict=True))
+    ]
+    return ModelSpec(
+        inputs=(
+            TensorSpec(DENSE, "float32", (-1,)),
+            TensorSpec(KEYS, settings.key_type, (-1,)),
+            TensorSpec(OFFSETS, "int32", (-1,)),
+        ),
+        outputs=tuple(TensorSpec(label.name, "float32", (-1, label.dim)) for label in network.outputs),
+        tables=tables,
+        lookups=tuple(lookups),
+        labels=tuple(
+            label.name if label.dim == 1 else f"{label.name}_{column}"
+            for label in network.outputs
+            for column in range(label.dim)
+        ),
+        label_outputs=tuple(label.name for label in network.outputs),
+        joinable=network.joinable,
+        layout="hugectr",
+        layout_options={**asdict(form), "dense_input": graph.dense_name},
+        settings=_session_settings(settings, model),
+        source=f"HugeCTR {settings.generation} {Path(model.graph_file).name}",
+    )
+
+
+def _tables_alone(job: _Job) -> ModelSpec:
+    """A model of HPS: its answer is the vectors themselves."""
+    settings, model = job.settings, job.model
+    names = model.table_names or tuple(f"sparse_embedding{i}" for i in range(len(model.sparse_files)))
+    folders = [Path(name) for name in model.sparse_files]
+    dims = model.embedding_dims or tuple(_embedding_dim(settings, model, folder) for folder in folders)
+    tables = _write_tables(job, names, dims)
+    return ModelSpec(
+        inputs=(TensorSpec(HPS_KEYS, "int64", (-1,)), TensorSpec(HPS_COUNTS, "int32", (-1,))),
+        outputs=(TensorSpec(PREDICTIONS, "float32", (-1,)),),
+        tables=tables,
+        lookups=tuple(
+            LookupSpec(table.folder, f"{HPS_KEYS}/{i}", f"{PREDICTIONS}/{i}") for i, table in enumerate(tables)
+        ),
+        batched=False,
+        layout="hps",
+        settings=_session_settings(settings, model),
+        source=f"HPS {settings.generation} {settings.path.name}",
+    )
+
+
+def _session_settings(settings: PsJson, model: PsModel) -> dict[str, str]:
+    """What of ps.json this release's sessions have a setting for."""
+    known = {item.name for item in fields(SessionConfig)}
+    return {name: value for name, value in settings.session_settings(model).items() if name in known}
+
+
+def _embedding_dim(settings: PsJson, model: PsModel, folder: Path) -> int:
+    """Where ps.json says nothing of it."""
+    if dim := stored_embedding_dim(folder):
+        return dim
+    raise ConfigurationError(
+        f"{settings.path}: model {model.name!r} needs 'embedding_vecsize_per_table', as {folder} has no row to tell"
+    )
+
+
+def _write_tables(job: _Job, names: Sequence[str], dims: Sequence[int]) -> tuple[TableSpec, ...]:
+    model, tables = job.model, []
+    places = zip(names, folder_names(list(names)), model.sparse_files, dims, strict=True)
+    for i, (name, folder, source, dim) in enumerate(places):
+        num_rows = write_table(
+            SparseFolder(Path(source), dim, job.settings.key_type),
+            job.directory / TABLES_FOLDER / folder,
+            job.keep_rows_of[i :: len(names)],
+            may_link=job.may_link,
+            progress=job.progress,
+        )
+        tables.append(TableSpec(name, folder, num_rows, dim, default_vector=model.default_value(i)))
+    return tuple(tables)
+
+
+def _num_duplicates(version_dir: Path, spec: ModelSpec) -> tuple[int, ...]:
+    return tuple(table.num_duplicates for table in open_tables(version_dir, spec))

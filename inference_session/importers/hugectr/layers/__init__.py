@@ -1,0 +1,57 @@
+"""The dense layers of HugeCTR that serving needs, each as ONNX nodes; `emitter(layer)` finds the one to use."""
+
+from __future__ import annotations
+
+from inference_session.importers.hugectr.graph import Layer
+from inference_session.importers.hugectr.layers import crossing, elementwise, reshaping, trained
+from inference_session.importers.hugectr.layers.base import Builder, Emitter, Tensor, check_size
+
+__all__ = ["Builder", "Emitter", "Tensor", "check_size", "emitter", "supported_layers"]
+
+_EMITTERS: dict[str, Emitter] = {
+    "Add": elementwise.chain("Add"),
+    "BatchNorm": trained.batch_norm,
+    "Cast": elementwise.unchanged,
+    "Concat": reshaping.concat,
+    "DotProduct": elementwise.chain("Mul"),
+    "Dropout": elementwise.unchanged,
+    "ELU": elementwise.elu,
+    "ElementwiseMultiply": elementwise.chain("Mul"),
+    "FmOrder2": crossing.fm_order2,
+    "FusedInnerProduct": trained.fused_inner_product,
+    "FusedReshapeConcat": reshaping.fused_reshape_concat,
+    "FusedReshapeConcatGeneral": reshaping.fused_reshape_concat_general,
+    "InnerProduct": trained.inner_product,
+    "Interaction": crossing.interaction,
+    "MatrixMultiply": crossing.matrix_multiply,
+    "MultiCross": trained.multi_cross,
+    "PReLU_Dice": elementwise.prelu_dice,
+    "ReLU": elementwise.activation("Relu"),
+    "ReduceMean": crossing.reduction("ReduceMean"),
+    "ReduceSum": crossing.reduction("ReduceSum"),
+    "Reshape": reshaping.reshape,
+    "Scale": reshaping.scale,
+    "Sigmoid": elementwise.activation("Sigmoid"),
+    "Slice": reshaping.slices,
+    "Softmax": elementwise.softmax,
+    "Sub": elementwise.subtract,
+    "WeightMultiply": trained.weight_multiply,
+}
+
+_REASONS = {
+    "GRU": "it reads the rows of a whole batch as steps of time, so that samples mix, by weights as cuDNN packs them",
+    "Gather": "it picks rows of the whole batch by number, so that an answer would depend on its neighbours",
+}
+
+
+def supported_layers() -> tuple[str, ...]:
+    """The types of dense layers that can be served, beside the losses."""
+    return tuple(_EMITTERS)
+
+
+def emitter(layer: Layer) -> Emitter:
+    """The emitter of a layer; UnsupportedModelError names the layer that has none."""
+    if layer.type not in _EMITTERS:
+        reason = _REASONS.get(layer.type, f"supported are {', '.join(_EMITTERS)}")
+        layer.refuse(f"layers of type {layer.type!r} are not supported: {reason}")
+    return _EMITTERS[layer.type]

@@ -1,0 +1,81 @@
+"""Layers with weights of their own, taken from the dense file in the order written here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from inference_session.importers.hugectr.graph import Layer
+from inference_session.importers.hugectr.layers.base import Builder, Tensor, only, require_rank
+
+
+def inner_product(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Fully connected: x @ weight [in, out] + bias [out], over the last dimension."""
+    return [_fully_connected(build, layer, only(layer, bottoms))]
+
+
+def fused_inner_product(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Fully connected with its ReLU; `activation` "None" leaves the ReLU out.
+
+    In a chain by `position` it has three further tops and bottoms that only training reads; they repeat the first.
+    """
+    if not bottoms:
+        layer.fail("takes a tensor, found none", "bottom")
+    activation = layer.parameters.get("activation", "Relu")
+    if activation not in ("Relu", "None"):
+        layer.refuse(f"activation {activation!r} is not supported")
+    result = _fully_connected(build, layer, bottoms[0])
+    if activation == "Relu":
+        result = Tensor(build.node("Relu", result.name), result.dims, result.rows)
+    return [result] * len(layer.tops)
+
+
+def _fully_connected(build: Builder, layer: Layer, x: Tensor) -> Tensor:
+    num_inputs, num_outputs = x.dims[-1], layer.whole("fc_param", "num_output")
+    weight = build.constant(build.weights.take(layer, "weight", num_inputs, num_outputs))
+    bias = build.constant(build.weights.take(layer, "bias", num_outputs))
+    if len(x.dims) == 1:
+        name = build.node("Gemm", x.name, weight, bias)
+    else:
+        name = build.node("Add", build.node("MatMul", x.name, weight), bias)
+    return Tensor(name, (*x.dims[:-1], num_outputs), x.rows)
+
+
+def multi_cross(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The cross network of DCN v1: x[l+1] = x[0] * (x[l] . w[l]) + b[l] + x[l]."""
+    x = only(layer, bottoms, rank=2)
+    if layer.whole("mc_param", "projection_dim", low=0, default=0):
+        layer.refuse("projection_dim (DCN v2) is not supported")
+    width = x.dims[0]
+    name = x.name
+    for _ in range(layer.whole("mc_param", "num_layers")):
+        weight = build.constant(build.weights.take(layer, "weight", width, 1))
+        bias = build.constant(build.weights.take(layer, "bias", width))
+        crossed = build.node("Mul", x.name, build.node("MatMul", name, weight))
+        name = build.node("Add", build.node("Add", crossed, bias), name)
+    return [Tensor(name, x.dims, x.rows)]
+
+
+def weight_multiply(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Every element becomes a vector: out[i * v + j] = x[i] * weight[i, j]."""
+    x = only(layer, bottoms, rank=2)
+    dims = layer.wholes("weight_dims")
+    if len(dims) != 2 or dims[0] != x.dims[0] or dims[1] < 1:
+        layer.fail(f"found {list(dims)}; two numbers, the first the tensor's width {x.dims[0]}", "weight_dims")
+    slots, width = dims
+    weight = build.constant(build.weights.take(layer, "weight", slots, width))
+    product = build.node("Mul", build.reshape(x.name, slots, 1), weight)
+    return [Tensor(build.reshape(product, slots * width), (slots * width,), x.rows)]
+
+
+def batch_norm(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Normalise by the running statistics: gamma * (x - mean) / sqrt(var + eps) + beta."""
+    x = only(layer, bottoms)
+    require_rank(layer, x, 2)
+    width = x.dims[0]
+    gamma = build.constant(build.weights.take(layer, "gamma", width))
+    beta = build.constant(build.weights.take(layer, "beta", width))
+    statistics = build.statistics.take(layer, width)
+    mean, variance = build.constant(statistics.mean), build.constant(statistics.variance)
+    eps = layer.number("bn_param", "eps", low=0, default=1e-5)
+    name = build.node("BatchNormalization", x.name, gamma, beta, mean, variance, epsilon=eps)
+    return [Tensor(name, x.dims, x.rows)]

@@ -1,0 +1,152 @@
+"""The dense network of a HugeCTR graph as an ONNX model.
+
+Inputs: the dense features [samples, dense_dim] under their name in the graph (where dense_dim is not 0), and per
+embedding layer its combined vectors [samples, slot_num, embedding_dim] under the name of its top. Outputs: one per
+label, [samples, columns] under the label's name, as probabilities. All float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+from onnx import TensorProto, helper
+
+from inference_session.importers.hugectr.dense_weights import BatchStatistics, DenseWeights
+from inference_session.importers.hugectr.graph import LOSS_LAYERS, Graph, Label, Layer
+from inference_session.importers.hugectr.layers import Builder, Tensor, check_size, emitter
+
+_OPSET = 17
+_IR_VERSION = 8
+_ACTIVATIONS = {
+    "BinaryCrossEntropyLoss": ("Sigmoid", {}),
+    "MultiCrossEntropyLoss": ("Sigmoid", {}),
+    "CrossEntropyLoss": ("Softmax", {"axis": -1}),
+}
+
+
+@dataclass(frozen=True)
+class DenseNetwork:
+    """The ONNX model, and what the importer needs to know of it."""
+
+    model: onnx.ModelProto
+    outputs: tuple[Label, ...]
+    """Name and number of columns, in the order of the labels."""
+    joinable: bool
+    """False where samples of one batch see each other (PReLU_Dice)."""
+    num_parameters: int
+
+
+def build_dense_network(graph: Graph, dense_file: Path, statistics_file: Path | None = None) -> DenseNetwork:
+    """Translate the dense layers with their weights.
+
+    ModelFormatError where graph and files do not belong together or contradict themselves; UnsupportedModelError names
+    a layer that cannot be served.
+    """
+    weights = DenseWeights(dense_file)
+    statistics = BatchStatistics(statistics_file)
+    inputs = _inputs(graph)
+    reserved = {tensor.name for tensor in inputs} | {label.name for label in graph.labels}
+    build = Builder(weights, statistics, reserved)
+    predictions = _emit_layers(build, graph, {tensor.name: tensor for tensor in inputs})
+    weights.finish()
+    statistics.finish()
+    outputs = _emit_outputs(build, graph, predictions)
+    model = helper.make_model(
+        helper.make_graph(
+            build.nodes,
+            "dense",
+            [_value_info(tensor.name, *tensor.dims) for tensor in inputs],
+            [_value_info(label.name, label.dim) for label in outputs],
+            build.initializers,
+        ),
+        opset_imports=[helper.make_opsetid("", _OPSET)],
+        ir_version=_IR_VERSION,
+        producer_name="hotrow",
+    )
+    return DenseNetwork(model, outputs, build.joinable, weights.num_elements)
+
+
+@dataclass(frozen=True)
+class _Prediction:
+    """What the network says about one label, before its last activation."""
+
+    layer: Layer
+    tensor: Tensor
+    label: Label
+    activation: str
+
+
+def _inputs(graph: Graph) -> list[Tensor]:
+    dense = [Tensor(graph.dense_name, (graph.dense_dim,))] if graph.dense_dim else []
+    return dense + [Tensor(table.name, (table.slot_num, table.embedding_dim)) for table in graph.embeddings]
+
+
+def _emit_layers(build: Builder, graph: Graph, tensors: dict[str, Tensor]) -> list[_Prediction]:
+    losses: list[_Prediction] = []
+    for layer in graph.layers:
+        if layer.type in LOSS_LAYERS:
+            losses.append(_loss(graph, layer, tensors))
+            continue
+        emit = emitter(layer)
+        tops = emit(build, layer, [_tensor(layer, tensors, name) for name in layer.bottoms])
+        if len(tops) != len(layer.tops):
+            layer.fail(f"makes {len(tops)} tensors, found {len(layer.tops)} names", "top")
+        tensors.update((name, check_size(layer, top)) for name, top in zip(layer.tops, tops, strict=True))
+    return losses or [_last_tensor(graph, tensors)]
+
+
+def _tensor(layer: Layer, tensors: dict[str, Tensor], name: str) -> Tensor:
+    if name not in tensors:
+        layer.fail(f"{name!r} is empty, as dense_dim is 0", "bottom")
+    return tensors[name]
+
+
+def _loss(graph: Graph, layer: Layer, tensors: dict[str, Tensor]) -> _Prediction:
+    """Serving puts the loss's activation in its place."""
+    labels = {label.name: label for label in graph.labels}
+    if len(layer.bottoms) != 2 or layer.bottoms[0] in labels or layer.bottoms[1] not in labels:
+        layer.fail(
+            f"takes a tensor and a label ({', '.join(map(repr, labels))}), found {list(layer.bottoms)}", "bottom"
+        )
+    tensor = _tensor(layer, tensors, layer.bottoms[0])
+    label = labels[layer.bottoms[1]]
+    width = _width(layer, tensor)
+    if width != label.dim and layer.type != "CrossEntropyLoss":
+        layer.fail(f"{tensor} does not fit label {label.name!r} of {label.dim} columns", "bottom")
+    return _Prediction(layer, tensor, label, layer.type)
+
+
+def _last_tensor(graph: Graph, tensors: dict[str, Tensor]) -> _Prediction:
+    """Without a loss, the last layer's tensor is the prediction."""
+    if not graph.layers or not graph.layers[-1].tops:
+        graph.file.fail(("layers",), "no layer makes a prediction")
+    layer = graph.layers[-1]
+    tensor = tensors[layer.tops[-1]]
+    _width(layer, tensor)
+    return _Prediction(layer, tensor, graph.labels[0], "")
+
+
+def _width(layer: Layer, tensor: Tensor) -> int:
+    if len(tensor.dims) != 1 or tensor.rows != 1:
+        layer.fail(f"a prediction is one row per sample, [samples, columns], found {tensor}", "bottom")
+    return tensor.dims[0]
+
+
+def _emit_outputs(build: Builder, graph: Graph, predictions: Sequence[_Prediction]) -> tuple[Label, ...]:
+    outputs: list[Label] = []
+    for label in graph.labels:
+        found = [prediction for prediction in predictions if prediction.label is label]
+        if len(found) > 1:
+            found[1].layer.fail(f"label {label.name!r} has a loss already", "bottom")
+        for prediction in found:
+            op, attributes = _ACTIVATIONS.get(prediction.activation, ("Identity", {}))
+            build.output(op, prediction.tensor.name, label.name, **attributes)
+            outputs.append(Label(label.name, prediction.tensor.dims[0]))
+    return tuple(outputs)
+
+
+def _value_info(name: str, *dims: int) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["samples", *dims])

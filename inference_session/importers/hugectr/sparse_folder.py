@@ -1,0 +1,164 @@
+"""HugeCTR's sparse folders into the tables of a version: linked or copied as they are, never converted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import ModelFormatError
+from inference_session.importers.hugectr.ps_fields import KeyType
+from inference_session.model_spec import KEY_FILE, VECTOR_FILE
+from inference_session.tables.ordered_keys import contains
+from inference_session.tables.table_index import build_index
+from inference_session.version_directory.manifest import Progress
+
+_KEY_BYTES = 8
+_FLOAT_BYTES = 4
+_KEYS_PER_CHUNK = 1 << 20
+_COPY_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class SparseFolder:
+    """The files `key` and `emb_vector` of one table, as HugeCTR writes them."""
+
+    path: Path
+    embedding_dim: int
+    key_type: KeyType
+    """What the model takes the keys for; the file holds int64 in any case."""
+
+    @property
+    def num_rows(self) -> int:
+        """By the sizes of both files, which are a ModelFormatError where they do not fit each other."""
+        key_bytes, vector_bytes = _size(self.path / KEY_FILE), _size(self.path / VECTOR_FILE)
+        num_rows, rest = divmod(key_bytes, _KEY_BYTES)
+        if rest:
+            raise ModelFormatError(f"{self.path / KEY_FILE}: {key_bytes} bytes are no whole number of int64 keys")
+        expected = num_rows * self.embedding_dim * _FLOAT_BYTES
+        if vector_bytes != expected:
+            raise ModelFormatError(
+                f"{self.path / VECTOR_FILE}: {vector_bytes} bytes, expected {expected} "
+                f"({num_rows} keys, embedding_dim {self.embedding_dim}, float32)"
+            )
+        return num_rows
+
+    def chunks(self) -> Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]]:
+        """Keys as the model takes them, and their vectors, in parts."""
+        vectors = _mapped(self.path / VECTOR_FILE, "<f4").reshape(self.num_rows, self.embedding_dim)
+        begin = 0
+        for keys in self.key_chunks():
+            yield keys, vectors[begin : begin + len(keys)]
+            begin += len(keys)
+
+    def key_chunks(self) -> Iterator[NDArray[np.int64]]:
+        """Keys as the model takes them, in parts."""
+        return (chunk if self.key_type == "int64" else chunk & 0xFFFFFFFF for chunk in _chunks(self.path / KEY_FILE))
+
+
+def stored_embedding_dim(folder: Path) -> int | None:
+    """What the sizes of a sparse folder's files say; None where there is no row to tell."""
+    num_rows = _size(folder / KEY_FILE) // _KEY_BYTES
+    return max(1, _size(folder / VECTOR_FILE) // _FLOAT_BYTES // num_rows) if num_rows else None
+
+
+def write_table(
+    source: SparseFolder,
+    target: Path,
+    earlier: Sequence[Path] = (),
+    *,
+    may_link: bool = True,
+    progress: Progress | None = None,
+) -> int:
+    """Make a folder into a table of a version; returns its rows.
+
+    Args:
+        source: where the rows are.
+        target: the table's folder, which is made.
+        earlier: sparse folders of earlier versions, the oldest first, of which rows are kept that no later one has.
+        may_link: False: files are copied, so that whoever writes to the originals does not change the version.
+        progress: told the bytes of keys indexed.
+
+    Raises:
+        ModelFormatError: a file is missing, or has a size that cannot be.
+    """
+    num_rows = source.num_rows
+    target.mkdir(parents=True)
+    may_link = may_link and not earlier
+    if source.key_type == "int64" or _all_uint32(source.path / KEY_FILE):
+        _take(source.path / KEY_FILE, target / KEY_FILE, may_link=may_link)
+    else:
+        _write_uint32(source, target / KEY_FILE)
+    _take(source.path / VECTOR_FILE, target / VECTOR_FILE, may_link=may_link)
+    num_rows += sum(_keep_rows(replace(source, path=path), target) for path in reversed(earlier))
+    build_index(target, _mapped(target / KEY_FILE), progress and partial(_count_keys, progress))
+    return num_rows
+
+
+def _keep_rows(source: SparseFolder, target: Path) -> int:
+    """Append the rows whose keys the table has not; returns how many."""
+    known = np.sort(_mapped(target / KEY_FILE))
+    num_kept = 0
+    with (target / KEY_FILE).open("ab") as key_file, (target / VECTOR_FILE).open("ab") as vector_file:
+        for keys, vectors in source.chunks():
+            is_gone = ~contains(known, keys)
+            key_file.write(keys[is_gone].tobytes())
+            vector_file.write(vectors[is_gone].tobytes())
+            num_kept += int(is_gone.sum())
+    return num_kept
+
+
+def _count_keys(progress: Progress, num_keys: int) -> None:
+    progress(num_keys * _KEY_BYTES)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        raise ModelFormatError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _take(source: Path, target: Path, *, may_link: bool) -> None:
+    """Share the file; where that is not wanted or not possible (another file system, say), copy it."""
+    if may_link:
+        with suppress(OSError):
+            os.link(source.resolve(), target)
+            return
+    with source.open("rb", buffering=0) as original, target.open("wb", buffering=0) as file:
+        try:
+            # File systems that can share the blocks of two files do so, at no cost.
+            while os.copy_file_range(original.fileno(), file.fileno(), _COPY_BYTES):
+                pass
+        except OSError:
+            shutil.copyfileobj(original, file, _COPY_BYTES)
+
+
+def _all_uint32(path: Path) -> bool:
+    """Whether a key file holds nothing but what uint32 can."""
+    return all(((chunk >= 0) & (chunk < 1 << 32)).all() for chunk in _chunks(path))
+
+
+def _write_uint32(source: SparseFolder, target: Path) -> None:
+    """HugeCTR casts the keys of a uint32 model when it loads them, so that -1 is found as 4294967295."""
+    with target.open("wb") as file:
+        for keys in source.key_chunks():
+            file.write(keys.tobytes())
+
+
+def _chunks(path: Path) -> Iterator[NDArray[np.int64]]:
+    """A key file as it is, in parts."""
+    keys: NDArray[np.int64] = _mapped(path)
+    return (keys[begin : begin + _KEYS_PER_CHUNK] for begin in range(0, keys.size, _KEYS_PER_CHUNK))
+
+
+def _mapped(path: Path, dtype: str = "<i8") -> NDArray[Any]:
+    return np.memmap(path, dtype, "r") if _size(path) else np.empty(0, dtype)

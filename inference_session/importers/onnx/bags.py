@@ -1,0 +1,153 @@
+"""Moves the pooling of bags that a Loop cuts out of one list of keys into the look-up.
+
+That is how PyTorch's legacy exporter writes EmbeddingBag with offsets: iteration i slices the vectors from `begins[i]`
+up to `ends[i]`, and the Loop stacks their sums or means. A Loop that does anything besides stays as it is, and so do
+maxima, which ONNX Runtime finds in an empty bag as well.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from onnx import GraphProto, NodeProto, TensorProto
+
+from inference_session.importers.onnx.evaluation import evaluate
+from inference_session.importers.onnx.graph import (
+    attribute,
+    bodies,
+    constants,
+    make_node,
+    needed_nodes,
+    producers,
+    reads,
+    replace_node,
+    use_counts,
+)
+from inference_session.importers.onnx.lookups import Lookup, Surgery, skip_identities
+from inference_session.importers.onnx.taint import values_of_vectors
+from inference_session.model_spec import Pooling
+
+_POOLINGS: dict[str, Pooling] = {"ReduceSum": "sum", "ReduceMean": "mean"}
+
+
+class _Cut(NamedTuple):
+    """What a Loop does to the vectors of one look-up."""
+
+    reduction: str
+    begins: str
+    """A list of the main graph: where the bag of each iteration begins."""
+    ends: str
+
+
+def pool_bags(surgery: Surgery, lookups: list[Lookup]) -> None:
+    """Change the graph and the look-ups whose vectors only such a Loop reads."""
+    for lookup in lookups:
+        if lookup.keys_dims is not None and len(lookup.keys_dims) == len(lookup.row_shape) == 1:
+            _pool(surgery, lookup, {other.vectors for other in lookups})
+    skip_identities(surgery.graph)
+
+
+def _pool(surgery: Surgery, lookup: Lookup, vectors: set[str]) -> None:
+    loop = _only_loop(surgery.graph, lookup.vectors)
+    cut = _cut(surgery, loop, lookup) if loop is not None else None
+    if loop is None or cut is None:
+        return
+    if values_of_vectors(surgery.graph, vectors).intersection((loop.input[0], cut.begins, cut.ends)):
+        return
+    count = surgery.names.fresh(f"{lookup.vectors}_bags")
+    bags = [surgery.names.fresh(f"{lookup.vectors}_{part}") for part in ("begins", "ends")]
+    new = [make_node("Reshape", [loop.input[0], surgery.constant(f"{count}_shape", [1])], count)]
+    for offsets, name in zip((cut.begins, cut.ends), bags, strict=True):
+        new += _first(surgery, offsets, count, name)
+    new.append(make_node("Identity", [lookup.vectors], loop.output[0]))
+    lookup.pooling, lookup.bags = _POOLINGS[cut.reduction], (bags[0], bags[1])
+    lookup.keys_dims = (None, None)
+    replace_node(surgery.graph, loop, new)
+
+
+def _first(surgery: Surgery, offsets: str, count: str, output: str) -> list[NodeProto]:
+    """The offsets of as many bags as the Loop has iterations."""
+    narrow, zero = surgery.names.fresh(f"{output}_first"), surgery.constant(f"{output}_zero", [0])
+    return [
+        make_node("Slice", [offsets, zero, count, zero], narrow),
+        make_node("Cast", [narrow], output, to=TensorProto.INT64),
+    ]
+
+
+def _only_loop(graph: GraphProto, vectors: str) -> NodeProto | None:
+    """The Loop, without values carried from iteration to iteration, that alone reads a value, once."""
+    readers = [node for node in graph.node if vectors in reads(node)]
+    if len(readers) != 1 or use_counts(graph)[vectors] != 1:
+        return None
+    (node,) = readers
+    is_plain = node.op_type == "Loop" and not node.domain and len(node.input) == 2 and len(node.output) == 1
+    return node if is_plain and node.input[0] and vectors not in node.input else None
+
+
+def _cut(surgery: Surgery, loop: NodeProto, lookup: Lookup) -> _Cut | None:
+    (body,) = bodies(loop)
+    made_by = producers(body)
+    reduce = made_by.get(body.output[1].name)
+    if reduce is None or reduce.op_type not in _POOLINGS or not _runs_to_the_end(surgery, loop, body):
+        return None
+    if attribute(reduce, "keepdims", 1) or _axes(surgery, body, reduce) not in ([0], [-2]):
+        return None
+    cutter = _slice_behind(surgery, body, reduce.input[0], lookup)
+    if cutter is None:
+        return None
+    begins, ends = (_offsets_behind(surgery, body, name) for name in cutter.input[1:3])
+    return _Cut(reduce.op_type, begins, ends) if begins and ends else None
+
+
+def _runs_to_the_end(surgery: Surgery, loop: NodeProto, body: GraphProto) -> bool:
+    """Whether the number of iterations is the trip count: no condition ends the Loop before."""
+    made_by, condition = producers(body), body.output[0].name
+    while condition in made_by and made_by[condition].op_type in ("Identity", "Cast"):
+        condition = made_by[condition].input[0]
+    goes_on = condition == body.input[1].name or _constant(surgery, body, condition) == [1]
+    return goes_on and (not loop.input[1] or _constant(surgery, surgery.graph, loop.input[1]) == [1])
+
+
+def _slice_behind(surgery: Surgery, body: GraphProto, value: str, lookup: Lookup) -> NodeProto | None:
+    """The Slice of the vectors, along the keys and without gaps, that a value of the body is."""
+    made_by = producers(body)
+    node = made_by.get(value)
+    while node is not None and (node.op_type == "Identity" or _keeps_shape(surgery, body, node, lookup)):
+        node = made_by.get(node.input[0])
+    if node is None or node.op_type != "Slice" or node.input[0] != lookup.vectors or len(node.input) < 3:
+        return None
+    axes, steps = ([*node.input[3:5], "", ""])[:2]
+    along_keys = not axes or _constant(surgery, body, axes) in ([0], [-2])
+    return node if along_keys and (not steps or _constant(surgery, body, steps) == [1]) else None
+
+
+def _keeps_shape(surgery: Surgery, body: GraphProto, node: NodeProto, lookup: Lookup) -> bool:
+    """Whether it is the Reshape by which the hoister says again what a row is."""
+    return node.op_type == "Reshape" and _constant(surgery, body, node.input[1]) == [0, *lookup.row_shape]
+
+
+def _offsets_behind(surgery: Surgery, body: GraphProto, value: str) -> str | None:
+    """The list of the main graph whose element at the number of the iteration this is."""
+    made_by = producers(body)
+    node = made_by.get(value)
+    while node is not None and node.op_type in ("Identity", "Unsqueeze", "Reshape", "Cast"):
+        node = made_by.get(node.input[0])
+    if node is None or node.op_type != "Gather" or attribute(node, "axis", 0) or node.input[1] != body.input[0].name:
+        return None
+    offsets = node.input[0]
+    return offsets if offsets not in made_by and surgery.types.rank(offsets) == 1 else None
+
+
+def _axes(surgery: Surgery, body: GraphProto, node: NodeProto) -> list[int] | None:
+    given = next((list(item.ints) for item in node.attribute if item.name == "axes"), None)
+    return _constant(surgery, body, node.input[1]) if given is None and len(node.input) > 1 else given
+
+
+def _constant(surgery: Surgery, scope: GraphProto, name: str) -> list[int] | None:
+    """The elements of a value that is the same for every request and iteration; None for others."""
+    nodes = needed_nodes(scope.node, [name])
+    made = {output for node in nodes for output in node.output}
+    needed = {name}.union(*(reads(node) for node in nodes)) - made
+    if not needed <= set(constants(surgery.graph)):
+        return None
+    return [int(element) for element in evaluate(surgery.model, scope, name).ravel()]

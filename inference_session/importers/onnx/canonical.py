@@ -1,0 +1,187 @@
+"""One form for what exporters write in many: the rest of the importer then has fewer patterns to know.
+
+Afterwards the model holds no functions, every value has a name of its own, all constants are initializers of the
+main graph, and a Loop carries nothing that never changes (it captures it instead).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, inliner
+
+from inference_session.importers.onnx.graph import (
+    Names,
+    all_graphs,
+    all_nodes,
+    attribute,
+    axes_of,
+    bodies,
+    defined,
+    make_node,
+    position,
+    producers,
+    rename_inner,
+    replace_reads,
+    set_nodes,
+)
+from inference_session.importers.onnx.row_slices import gather_instead_of_slice
+from inference_session.importers.onnx.weights import Weight, weight_of
+from inference_session.importers.onnx.wire import Blob
+
+FLOAT_TYPES = frozenset({TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BFLOAT16})
+_SMALL_BYTES = 4096
+
+
+def to_canonical(path: Path, model: ModelProto, blobs: dict[int, Blob]) -> tuple[ModelProto, dict[str, Weight], Names]:
+    """The model in canonical form, and its bulky initializers apart, by name.
+
+    Raises:
+        ModelFormatError: external data are missing, too short or outside the model's folder.
+    """
+    weights = _split_weights(path, model.graph, blobs)
+    if model.functions:
+        model = inliner.inline_local_functions(model)
+    graph = model.graph
+    _drop_default_inputs(graph, weights)
+    # IR 3 demands that initializers are inputs; later ones do not, and those are what we leave.
+    model.ir_version = max(model.ir_version, 4)
+    for node in all_nodes(graph):
+        node.domain = "" if node.domain == "ai.onnx" else node.domain
+    names = Names({*weights, *(name for scope in all_graphs(graph) for name in _mentioned(scope))})
+    for node in graph.node:
+        for body in bodies(node):
+            rename_inner(body, names)  # siblings may share names, and bodies get copied
+    _lift_constants(graph, names)
+    for tensor in list(graph.initializer):
+        if tensor.data_type in FLOAT_TYPES and len(tensor.dims) > 0:
+            weights[tensor.name] = weight_of(path, tensor, None)
+            graph.initializer.remove(tensor)
+    _capture_invariants(graph)
+    _name_axis_zero(graph, weights)
+    _gather_instead_of_gather_nd(graph, weights)
+    gather_instead_of_slice(model, weights)
+    return model, weights, names
+
+
+def _split_weights(path: Path, graph: GraphProto, blobs: dict[int, Blob]) -> dict[str, Weight]:
+    """Take the initializers that lie in files out of the graph; small ones are read into it."""
+    weights: dict[str, Weight] = {}
+    kept: list[TensorProto] = []
+    for i, tensor in enumerate(graph.initializer):
+        weight = weight_of(path, tensor, blobs.get(i))
+        if isinstance(weight.values, TensorProto) or weight.num_bytes < _SMALL_BYTES:
+            kept.append(weight.tensor())
+        else:
+            weights[tensor.name] = weight
+    del graph.initializer[:]
+    graph.initializer.extend(kept)
+    return weights
+
+
+def _drop_default_inputs(graph: GraphProto, weights: dict[str, Weight]) -> None:
+    """An initializer that is listed as an input is a default value; served models take the defaults."""
+    initialized = {tensor.name for tensor in graph.initializer} | set(weights)
+    kept = [value for value in graph.input if value.name not in initialized]
+    del graph.input[:]
+    graph.input.extend(kept)
+
+
+def _mentioned(graph: GraphProto) -> set[str]:
+    return defined(graph) | {name for node in graph.node for name in node.input}
+
+
+def _lift_constants(graph: GraphProto, names: Names) -> None:
+    for scope in list(all_graphs(graph)):
+        lifted: list[TensorProto] = [] if scope is graph else list(scope.initializer)
+        nodes: list[NodeProto] = []
+        for node in scope.node:
+            tensor = _constant_value(node)
+            if tensor is None:
+                nodes.append(node)
+            else:
+                lifted.append(tensor)
+        if scope is not graph:
+            del scope.initializer[:]
+        nodes += _relay_outputs(scope, lifted, names)
+        set_nodes(scope, nodes)
+        graph.initializer.extend(lifted)
+
+
+def _relay_outputs(scope: GraphProto, lifted: list[TensorProto], names: Names) -> list[NodeProto]:
+    """A graph's output must be made inside it: lifted constants that are outputs are passed on under their name."""
+    outputs = {value.name for value in scope.output}
+    relays: list[NodeProto] = []
+    for tensor in lifted:
+        if tensor.name in outputs:
+            output, tensor.name = tensor.name, names.fresh(tensor.name)
+            replace_reads(scope, output, tensor.name)
+            relays.append(make_node("Identity", [tensor.name], output))
+    return relays
+
+
+def _constant_value(node: NodeProto) -> TensorProto | None:
+    if node.op_type != "Constant" or node.domain not in ("", "ai.onnx") or len(node.attribute) != 1:
+        return None
+    value = helper.get_attribute_value(node.attribute[0])
+    name, output = node.attribute[0].name, node.output[0]
+    if name == "value":
+        tensor = TensorProto()
+        tensor.CopyFrom(value)
+        tensor.name = output
+        return tensor
+    kinds = {"value_int": TensorProto.INT64, "value_float": TensorProto.FLOAT, "value_string": TensorProto.STRING}
+    kind = kinds.get(name.removesuffix("s"))
+    if kind is None:
+        return None
+    several = name.endswith("s")
+    return helper.make_tensor(output, kind, [len(value)] if several else [], value if several else [value])
+
+
+def _capture_invariants(graph: GraphProto) -> None:
+    """Take out of each Loop what it carries but never changes; jax2onnx passes whole tables that way."""
+    for node in graph.node:
+        for body in bodies(node):
+            if node.op_type == "Loop":
+                _capture_invariants_of(graph, node, body)
+            _capture_invariants(body)
+
+
+def _capture_invariants_of(graph: GraphProto, loop: NodeProto, body: GraphProto) -> None:
+    made_by = {node.output[0]: node.input[0] for node in body.node if node.op_type == "Identity"}
+    for i in reversed(range(2, len(loop.input))):
+        source = body.output[i - 1].name
+        while source in made_by:
+            source = made_by[source]
+        given_out = any(value.name == source for j, value in enumerate(body.output) if j != i - 1)
+        if source != body.input[i].name or given_out:
+            continue
+        outer, final = loop.input[i], loop.output[i - 2]
+        replace_reads(body, source, outer)
+        del body.input[i], body.output[i - 1], loop.input[i], loop.output[i - 2]
+        if final:
+            graph.node.insert(position(graph, loop), make_node("Identity", [outer], final))
+
+
+def _name_axis_zero(graph: GraphProto, weights: dict[str, Weight]) -> None:
+    """Write Gather on axis -rank of a weight as Gather on axis 0."""
+    for node in all_nodes(graph):
+        if node.op_type == "Gather" and node.input[0] in weights:
+            axis = attribute(node, "axis", 0)
+            if axis < 0 and axis + len(weights[node.input[0]].dims) == 0:
+                del node.attribute[:]
+                node.attribute.append(helper.make_attribute("axis", 0))
+
+
+def _gather_instead_of_gather_nd(graph: GraphProto, weights: dict[str, Weight]) -> None:
+    """GatherND by keys with a last axis of one, as PyTorch writes `weight[keys]`, is Gather by the keys without it."""
+    for scope in all_graphs(graph):
+        made_by = producers(scope)
+        for node in scope.node:
+            if node.op_type != "GatherND" or node.input[0] not in weights or attribute(node, "batch_dims", 0):
+                continue
+            keys = made_by.get(node.input[1])
+            if keys is None or keys.op_type != "Unsqueeze" or axes_of(graph, keys) != [-1]:
+                continue
+            del node.attribute[:]
+            node.op_type, node.input[1] = "Gather", keys.input[0]

@@ -1,0 +1,152 @@
+"""Divides a canonical model into tables, look-ups, the network that computes keys, and the dense network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from onnx import ModelProto, TensorProto, ValueInfoProto, helper
+
+from inference_session.importers.onnx.bags import pool_bags
+from inference_session.importers.onnx.columns import read_columns
+from inference_session.importers.onnx.empty_sums import correct_empty_sums
+from inference_session.importers.onnx.graph import Names, needed_nodes, reads, sink_constants
+from inference_session.importers.onnx.hoisting import Hoister
+from inference_session.importers.onnx.joining import join_lookups
+from inference_session.importers.onnx.lookups import Lookup, Surgery, take_lookups
+from inference_session.importers.onnx.pooling import pool_lookups
+from inference_session.importers.onnx.tables import StaysDenseError, TableSearch, find_tables, read_directly
+from inference_session.importers.onnx.types import Dims, Types
+from inference_session.importers.onnx.weights import Weight
+
+CONSTANT_KEYS_ONLY = "is read by constant keys only; those rows are in the dense network"
+"""Why a table stays dense that could be cut out: no request says which of its rows are read."""
+
+
+@dataclass
+class Carved:
+    """A model taken apart."""
+
+    dense: ModelProto
+    """Without the values of its bulky initializers."""
+    dense_weights: list[Weight]
+    keys: ModelProto | None
+    keys_weights: list[Weight]
+    lookups: list[Lookup]
+    tables: list[Weight]
+    stays_dense: dict[str, str] = field(default_factory=dict)
+    """Why initializers that are read by rows did not become tables, by name."""
+
+
+def carve(model: ModelProto, weights: dict[str, Weight], names: Names, min_rows: int, *, merge: bool) -> Carved:
+    """Take a canonical model apart; the model itself is left as it is.
+
+    Args:
+        merge: do what rests on inferred shapes as well, where it is exactly equivalent: move pooling into look-ups, let
+            neighbours share a matrix, put right what ONNX Runtime makes of empty lists.
+    """
+    return _carve_found(model, weights, names, find_tables(model.graph, weights, min_rows), merge=merge)
+
+
+def keep_whole(model: ModelProto, weights: dict[str, Weight], names: Names, min_rows: int, reason: str) -> Carved:
+    """The same for a model whose tables all stay in the dense network, for this reason."""
+    search = find_tables(model.graph, weights, min_rows)
+    dense = {**search.dense, **dict.fromkeys(search.tables, reason)}
+    return _carve_found(model, weights, names, TableSearch([], dense), merge=False)
+
+
+def _carve_found(
+    model: ModelProto, weights: dict[str, Weight], names: Names, search: TableSearch, *, merge: bool
+) -> Carved:
+    while True:
+        copy = ModelProto()
+        copy.CopyFrom(model)
+        try:
+            return _carve(copy, weights, names, search.tables, search.dense, merge=merge)
+        except StaysDenseError as error:
+            search.tables.remove(error.table)
+            search.dense[error.table] = error.reason
+
+
+def _carve(
+    model: ModelProto,
+    weights: dict[str, Weight],
+    names: Names,
+    table_names: list[str],
+    stays_dense: dict[str, str],
+    *,
+    merge: bool,
+) -> Carved:
+    tables = {name: weights[name] for name in table_names}
+    read_directly(model.graph, weights, table_names, names)
+    surgery = Surgery(model, tables, names, Types(model, weights))
+    Hoister(model.graph, tables, names, surgery.types, surgery.opset).run()
+    surgery.types = Types(model, weights)
+    if merge:
+        correct_empty_sums(surgery)
+    lookups = take_lookups(surgery)
+    if merge:
+        pool_bags(surgery, lookups)
+        pool_lookups(surgery, lookups)
+        lookups = join_lookups(surgery, lookups)
+        read_columns(surgery, lookups)
+    read = {lookup.table for lookup in lookups}
+    unread = dict.fromkeys(set(tables) - read, CONSTANT_KEYS_ONLY)
+    keys = _keys_network(surgery, lookups)
+    dense = _dense_network(surgery, lookups, declare_shapes=merge)
+    return Carved(
+        dense,
+        _weights_of(dense, weights),
+        keys,
+        _weights_of(keys, weights) if keys else [],
+        lookups,
+        [tables[name] for name in table_names if name in read],
+        {**stays_dense, **unread},
+    )
+
+
+def _dense_network(surgery: Surgery, lookups: list[Lookup], *, declare_shapes: bool) -> ModelProto:
+    inputs = list(surgery.graph.input)
+    matrices: dict[str, Dims | None] = {}
+    for lookup in lookups:
+        name = lookup.matrix or lookup.vectors
+        dims = (*(lookup.keys_dims or (None,))[:1], None) if lookup.matrix else lookup.dims
+        matrices[name] = dims if declare_shapes else None
+    inputs += [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in matrices.items()]
+    return _network(surgery, inputs, list(surgery.graph.output))
+
+
+def _keys_network(surgery: Surgery, lookups: list[Lookup]) -> ModelProto | None:
+    """What computes the keys, and their factors, that are not inputs of the model as they stand."""
+    given = {value.name for value in surgery.graph.input}
+    wanted = dict.fromkeys(name for lookup in lookups for name in lookup.reads)
+    factors = {lookup.weights for lookup in lookups}
+    outputs = [_output(surgery, name, is_factor=name in factors) for name in wanted if name not in given]
+    return _network(surgery, list(surgery.graph.input), outputs) if outputs else None
+
+
+def _output(surgery: Surgery, name: str, *, is_factor: bool) -> ValueInfoProto:
+    elem_type = TensorProto.FLOAT if is_factor else surgery.types.elem_type(name) or TensorProto.INT64
+    return helper.make_tensor_value_info(name, elem_type, None)
+
+
+def _network(surgery: Surgery, inputs: list[ValueInfoProto], outputs: list[ValueInfoProto]) -> ModelProto:
+    """The part of a model that its outputs need, with the inputs that it reads."""
+    model, part = surgery.model, ModelProto()
+    part.CopyFrom(model)
+    graph = part.graph
+    nodes = needed_nodes(model.graph.node, [value.name for value in outputs])
+    needed = {value.name for value in outputs}.union(*(reads(node) for node in nodes))
+    initializers = [tensor for tensor in model.graph.initializer if tensor.name in needed]
+    for repeated in (graph.node, graph.input, graph.output, graph.initializer, graph.value_info):
+        del repeated[:]
+    graph.node.extend(nodes)
+    graph.input.extend(value for value in inputs if value.name in needed)
+    graph.output.extend(outputs)
+    graph.initializer.extend(initializers)
+    sink_constants(graph, surgery.names)
+    return part
+
+
+def _weights_of(network: ModelProto, weights: dict[str, Weight]) -> list[Weight]:
+    needed = {value.name for value in network.graph.output}.union(*(reads(node) for node in network.graph.node))
+    return [weight for name, weight in weights.items() if name in needed]

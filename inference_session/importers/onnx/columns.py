@@ -1,0 +1,82 @@
+"""Finds look-ups whose keys are columns of a matrix of keys, so that the session reads them where they lie."""
+
+from __future__ import annotations
+
+from onnx import GraphProto, NodeProto
+
+from inference_session.importers.onnx.graph import attribute, constants, integers, producers
+from inference_session.importers.onnx.lookups import KEY_TYPES, SHAPE_OPS, Lookup, Surgery
+
+Columns = tuple[int, int]
+_FAR = 1 << 31
+
+
+def read_columns(surgery: Surgery, lookups: list[Lookup]) -> None:
+    """Let look-ups that share a matrix read columns of a model's input [samples, n], where that is what their keys are.
+
+    Only those: alone, a look-up's vectors would have to bear the shape that the graph gave its keys.
+    """
+    made_by = producers(surgery.graph)
+    for lookup in lookups:
+        found = _columns_behind(surgery, made_by, lookup.keys) if lookup.matrix and not lookup.weights else None
+        if found:
+            lookup.keys, lookup.columns = found
+
+
+def _columns_behind(surgery: Surgery, made_by: dict[str, NodeProto], keys: str) -> tuple[str, Columns] | None:
+    while keys in made_by and _keeps_order(made_by[keys]):
+        keys = made_by[keys].input[0]
+    node = made_by.get(keys)
+    if node is None:
+        return None
+    matrix = node.input[0]
+    while matrix in made_by and _casts_keys(made_by[matrix]):
+        matrix = made_by[matrix].input[0]
+    dims = surgery.types.dims(matrix)
+    is_input = any(value.name == matrix for value in surgery.graph.input)
+    if not is_input or surgery.types.elem_type(matrix) not in KEY_TYPES or dims is None or len(dims) != 2:
+        return None
+    columns = _columns(surgery.graph, node, keys, dims[1]) if isinstance(dims[1], int) else None
+    return (matrix, columns) if columns else None
+
+
+def _keeps_order(node: NodeProto) -> bool:
+    return _casts_keys(node) or (node.op_type in SHAPE_OPS and not node.domain)
+
+
+def _casts_keys(node: NodeProto) -> bool:
+    return node.op_type == "Cast" and attribute(node, "to", 0) in KEY_TYPES
+
+
+def _columns(graph: GraphProto, node: NodeProto, output: str, width: int) -> Columns | None:
+    """The columns that a node picks out of a matrix of that width, if they are neighbours."""
+    values = constants(graph)
+    if node.op_type == "Gather" and attribute(node, "axis", 0) in (1, -1):
+        picked = integers(values.get(node.input[1])) or []
+        picked = [i + width if i < 0 else i for i in picked]
+        is_run = picked == list(range(picked[0], picked[0] + len(picked))) if picked else False
+        return _within(picked[0], picked[-1] + 1, width) if is_run else None
+    if node.op_type == "Slice" and len(node.input) > 3:
+        starts, ends, axes, steps = [integers(values.get(name)) for name in (*node.input[1:], "")[:4]]
+        if starts is None or ends is None or axes not in ([1], [-1]) or (len(node.input) > 4 and steps != [1]):
+            return None
+        begin, end = (min(i, width) if i >= 0 else max(i + width, 0) for i in (starts[0], min(ends[0], _FAR)))
+        return _within(begin, end, width)
+    if node.op_type == "Split" and attribute(node, "axis", 0) in (1, -1):
+        sizes = _split_sizes(graph, node, width)
+        at = list(node.output).index(output)
+        return _within(sum(sizes[:at]), sum(sizes[: at + 1]), width) if sizes else None
+    return None
+
+
+def _split_sizes(graph: GraphProto, node: NodeProto, width: int) -> list[int]:
+    given = next((list(a.ints) for a in node.attribute if a.name == "split"), None)
+    if given is None and len(node.input) > 1:
+        given = integers(constants(graph).get(node.input[1]))
+        return given or []
+    size, rest = divmod(width, len(node.output))
+    return given or ([size] * len(node.output) if not rest else [])
+
+
+def _within(begin: int, end: int, width: int) -> Columns | None:
+    return (begin, end) if 0 <= begin < end <= width else None

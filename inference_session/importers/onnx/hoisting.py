@@ -1,0 +1,345 @@
+"""Moves row reads out of the bodies of Loop, Scan and If, one level at a time, until all stand in the main graph.
+
+Where the keys inside a body are a selection from keys outside, rows are read for all of those and the body selects
+among the vectors. Where the body computes its keys, a copy of the control flow that computes nothing but the keys is
+put in front, and the body picks its vectors by iteration. Either way the graph means what it meant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from onnx import GraphProto, NodeProto, TensorProto, ValueInfoProto, helper
+
+from inference_session.importers.onnx.graph import (
+    Names,
+    add_constant,
+    attribute,
+    bodies,
+    constants,
+    defined,
+    insert_before,
+    integers,
+    make_node,
+    needed_nodes,
+    producers,
+    reads,
+    rename_inner,
+    replace_node,
+)
+from inference_session.importers.onnx.tables import StaysDenseError, is_row_read
+from inference_session.importers.onnx.taint import values_of_vectors
+from inference_session.importers.onnx.types import Types
+from inference_session.importers.onnx.weights import Weight
+
+_MIN_OPSET = 10
+_ALLOW_ZERO_OPSET = 14
+_INTEGERS = (TensorProto.INT64, TensorProto.INT32)
+
+
+@dataclass
+class Hoister:
+    """Moves row reads of some tables up to the main graph."""
+
+    main: GraphProto
+    tables: dict[str, Weight]
+    names: Names
+    types: Types
+    opset: int
+
+    def run(self) -> None:
+        """Change the main graph.
+
+        Raises:
+            StaysDenseError: a row read cannot be moved.
+        """
+        self._raise_from_bodies_of(self.main)
+
+    def _raise_from_bodies_of(self, graph: GraphProto) -> None:
+        for node in list(graph.node):
+            for body in bodies(node):
+                self._raise_from_bodies_of(body)
+                for gather in [n for n in body.node if self._reads_table(n)]:
+                    self._raise(graph, node, body, gather)
+
+    def _reads_table(self, node: NodeProto) -> bool:
+        return is_row_read(node) and node.input[0] in self.tables
+
+    def _raise(self, graph: GraphProto, node: NodeProto, body: GraphProto, gather: NodeProto) -> None:
+        if self.opset < _MIN_OPSET:
+            reason = f"is read inside {node.op_type}, in opset {self.opset}; this needs opset {_MIN_OPSET}"
+            raise StaysDenseError(gather.input[0], reason)
+        selection = self._selection(body, gather.input[1])
+        if selection is not None and (node.op_type != "If" or self._tainted().intersection(node.input)):
+            self._select_vectors(graph, node, body, gather, selection)
+        elif node.op_type == "If":
+            self._raise_from_branch(graph, node, body, gather)
+        elif node.op_type == "Loop":
+            self._raise_from_loop(graph, node, body, gather)
+        elif node.op_type == "Scan":
+            self._raise_from_scan(graph, node, body, gather)
+        else:
+            raise StaysDenseError(gather.input[0], f"is read inside {node.op_type} {node.name!r}")
+
+    # Keys selected from outside
+
+    def _selection(self, body: GraphProto, keys: str) -> list[NodeProto] | None:
+        """The nodes of the body that select keys from a value of the outer graph, first to last; None if not that."""
+        inner, made_by = defined(body), producers(body)
+        steps: list[NodeProto] = []
+        while keys in inner:
+            node = made_by.get(keys)
+            if node is None or not self._selects(node):
+                return None
+            steps.insert(0, node)
+            keys = node.input[0]
+        return steps
+
+    def _selects(self, node: NodeProto) -> bool:
+        if node.op_type == "Cast":
+            return attribute(node, "to", 0) in _INTEGERS
+        if node.op_type == "Slice":
+            return len(node.input) < 4 or not node.input[3] or self._axes(node) is not None
+        if node.op_type == "Gather":
+            return attribute(node, "axis", 0) >= 0
+        return node.op_type in ("Identity", "Reshape", "Squeeze", "Unsqueeze")
+
+    def _axes(self, node: NodeProto) -> list[int] | None:
+        """The axes of a Slice, counted from the front; None where that cannot be known."""
+        axes = integers(constants(self.main).get(node.input[3]))
+        if axes is None or min(axes, default=0) >= 0:
+            return axes
+        rank = self.types.rank(node.input[0])
+        return None if rank is None else [axis % rank for axis in axes]
+
+    def _select_vectors(
+        self, graph: GraphProto, node: NodeProto, body: GraphProto, gather: NodeProto, selection: list[NodeProto]
+    ) -> None:
+        table, output = gather.input[0], gather.output[0]
+        keys = selection[0].input[0] if selection else gather.input[1]
+        vectors = self._vectors_before(graph, node, table, keys)
+        new: list[NodeProto] = []
+        for step in selection:
+            nodes = self._select(step, vectors, table)
+            vectors = nodes[-1].output[0] if nodes else vectors
+            new += nodes
+        replace_node(body, gather, [*new, *self._with_row_shape(vectors, gather, output)])
+
+    def _select(self, step: NodeProto, vectors: str, table: str) -> list[NodeProto]:
+        """What a step does to keys, done to vectors."""
+        if step.op_type in ("Identity", "Cast"):
+            return []
+        output = self.names.fresh(f"{step.output[0]}_vectors")
+        if step.op_type not in ("Slice", "Gather"):
+            return self._shaped_as_keys(vectors, step.output[0], table, output)
+        node = NodeProto()
+        node.CopyFrom(step)
+        node.name, node.input[0], node.output[0] = f"hotrow_{output}", vectors, output
+        if step.op_type == "Slice" and len(step.input) > 3 and step.input[3]:
+            is_narrow = constants(self.main)[step.input[3]].data_type == TensorProto.INT32
+            dtype = np.int32 if is_narrow else np.int64  # that of the other indices, which ONNX wants to be the same
+            node.input[3] = add_constant(self.main, self.names, f"{output}_axes", self._axes(step) or [], dtype)
+        return [node]
+
+    def _shaped_as_keys(self, vectors: str, keys: str, table: str, output: str) -> list[NodeProto]:
+        """Vectors in whatever shape, brought into the shape of the keys followed by that of a row."""
+        shape, target = self.names.fresh(f"{output}_keys_shape"), self.names.fresh(f"{output}_shape")
+        row_shape = self.tables[table].dims[1:]
+        nodes = [make_node("Shape", [keys], shape)]
+        if row_shape:
+            row = add_constant(self.main, self.names, f"{output}_row_shape", row_shape)
+            nodes.append(make_node("Concat", [shape, row], target, axis=0))
+        # Keys of no elements: a 0 in their shape is a size, not to be taken over from the vectors.
+        allow_zero = {"allowzero": 1} if self.opset >= _ALLOW_ZERO_OPSET else {}
+        return [*nodes, make_node("Reshape", [vectors, target if row_shape else shape], output, **allow_zero)]
+
+    def _with_row_shape(self, vectors: str, gather: NodeProto, output: str) -> list[NodeProto]:
+        """Say again that the last dimensions are a row's: a Loop of no iterations has only inference to go by."""
+        rank = self.types.rank(gather.input[1])
+        if rank is None:
+            return [make_node("Identity", [vectors], output)]
+        row_shape = self.tables[gather.input[0]].dims[1:]
+        shape = add_constant(self.main, self.names, f"{output}_row_shape", [0] * rank + list(row_shape))
+        return [make_node("Reshape", [vectors, shape], output)]
+
+    # Keys computed inside
+
+    def _raise_from_branch(self, graph: GraphProto, node: NodeProto, body: GraphProto, gather: NodeProto) -> None:
+        table, keys, output = gather.input[0], gather.input[1], gather.output[0]
+        branch = self._keys_only(body, gather, [keys], inputs=set())
+        flat = self._append_flat_keys(branch, branch.output.pop().name)
+        branch.output.append(_int64(flat))
+        empty = add_constant(self.main, self.names, f"{output}_no_keys", [])
+        other_keys = self.names.fresh(f"{output}_no_keys_out")
+        other = helper.make_graph([make_node("Identity", [empty], other_keys)], "no_keys", [], [_int64(other_keys)])
+        is_then = any(a.name == "then_branch" and a.g.output == body.output for a in node.attribute)
+        then_branch, else_branch = (branch, other) if is_then else (other, branch)
+        all_keys = self.names.fresh(f"{output}_keys")
+        condition = make_node("If", [node.input[0]], all_keys, then_branch=then_branch, else_branch=else_branch)
+        self._check_untainted(table, condition)
+        insert_before(graph, node, [condition])
+        vectors = self._vectors_before(graph, node, table, all_keys)
+        self._replace_by_shaped(body, gather, [], vectors)
+
+    def _raise_from_loop(self, graph: GraphProto, loop: NodeProto, body: GraphProto, gather: NodeProto) -> None:
+        table, keys, output = gather.input[0], gather.input[1], gather.output[0]
+        inputs = [value.name for value in body.input]
+        results = [value.name for value in body.output]
+        carried = self._carried(body, [keys, results[0]], inputs[2:], results[1:])
+        kept = [i for i in range(len(inputs) - 2) if inputs[2 + i] in carried]
+        targets = [keys, results[0], *(results[1 + i] for i in kept)]
+        copy = self._keys_only(body, gather, targets, inputs=carried | set(inputs[:2]))
+        all_keys, begins = self._append_collected_keys(copy, output)
+        empty = add_constant(self.main, self.names, f"{output}_no_keys", [])
+        finals = [self.names.fresh(f"{output}_unread") for _ in kept]
+        node = helper.make_node(
+            "Loop",
+            [*loop.input[:2], *(loop.input[2 + i] for i in kept), empty],
+            [*finals, all_keys, begins],
+            name=f"hotrow_{all_keys}",
+            body=copy,
+        )
+        self._check_untainted(table, node)
+        insert_before(graph, loop, [node])
+        vectors = self._vectors_before(graph, loop, table, all_keys)
+        picked = self._pick(vectors, begins, inputs[0], keys, output)
+        self._replace_by_shaped(body, gather, picked, picked[-1].output[0])
+
+    def _append_collected_keys(self, body: GraphProto, stem: str) -> tuple[str, str]:
+        """Let a keys-only Loop body append its keys (its first output) to earlier ones, and note where they begin.
+
+        Appending suits keys of any number per iteration, which outputs that are stacked do not.
+        """
+        fresh = self.names.fresh
+        so_far, joined, size, begin = (fresh(f"{stem}_{part}") for part in ("so_far", "joined", "size", "begin"))
+        flat = self._append_flat_keys(body, body.output.pop(0).name)
+        one = add_constant(self.main, self.names, f"{stem}_one", [1])
+        body.node.extend(
+            [
+                make_node("Concat", [so_far, flat], joined, axis=0),
+                make_node("Size", [so_far], size),
+                make_node("Reshape", [size, one], begin),
+            ]
+        )
+        body.input.append(_int64(so_far))
+        body.output.extend([_int64(joined), _int64(begin)])
+        return fresh(f"{stem}_keys"), fresh(f"{stem}_begins")
+
+    def _replace_by_shaped(self, body: GraphProto, gather: NodeProto, new: list[NodeProto], vectors: str) -> None:
+        shaped = self.names.fresh(f"{gather.output[0]}_shaped")
+        nodes = self._shaped_as_keys(vectors, gather.input[1], gather.input[0], shaped)
+        replace_node(body, gather, [*new, *nodes, *self._with_row_shape(shaped, gather, gather.output[0])])
+
+    def _append_flat_keys(self, body: GraphProto, keys: str) -> str:
+        wide, flat = self.names.fresh(f"{keys}_int64"), self.names.fresh(f"{keys}_flat")
+        minus_one = add_constant(self.main, self.names, f"{flat}_shape", [-1])
+        body.node.append(make_node("Cast", [keys], wide, to=TensorProto.INT64))
+        body.node.append(make_node("Reshape", [wide, minus_one], flat))
+        return flat
+
+    def _pick(self, vectors: str, begins: str, iteration: str, keys: str, stem: str) -> list[NodeProto]:
+        """The rows of one iteration, as many as it has keys."""
+        fresh = self.names.fresh
+        begin, size, length, end, rows = (
+            fresh(f"{stem}_{part}") for part in ("from", "count", "length", "to", "picked")
+        )
+        one = add_constant(self.main, self.names, f"{stem}_one", [1])
+        zero = add_constant(self.main, self.names, f"{stem}_axis", [0])
+        return [
+            make_node("Gather", [begins, iteration], begin, axis=0),
+            make_node("Size", [keys], size),
+            make_node("Reshape", [size, one], length),
+            make_node("Add", [begin, length], end),
+            make_node("Slice", [vectors, begin, end, zero], rows),
+        ]
+
+    def _raise_from_scan(self, graph: GraphProto, scan: NodeProto, body: GraphProto, gather: NodeProto) -> None:
+        table, keys, output = gather.input[0], gather.input[1], gather.output[0]
+        num_scanned = attribute(scan, "num_scan_inputs", 0)
+        num_states = len(scan.input) - num_scanned
+        inputs = [value.name for value in body.input]
+        results = [value.name for value in body.output]
+        carried = self._carried(body, [keys], inputs[:num_states], results)
+        kept = [i for i in range(num_states) if inputs[i] in carried]
+        scanned = set(inputs[num_states:])
+        copy = self._keys_only(body, gather, [keys, *(results[i] for i in kept)], inputs=carried | scanned)
+        wide = self.names.fresh(f"{output}_int64")
+        copy.node.append(make_node("Cast", [copy.output.pop(0).name], wide, to=TensorProto.INT64))
+        copy.output.append(_int64(wide))
+        all_keys = self.names.fresh(f"{output}_keys")
+        finals = [self.names.fresh(f"{output}_unread") for _ in kept]
+        attributes: dict[str, Any] = {a.name: list(a.ints) for a in scan.attribute if a.name.startswith("scan_input_")}
+        node = helper.make_node(
+            "Scan",
+            [*(scan.input[i] for i in kept), *scan.input[num_states:]],
+            [*finals, all_keys],
+            name=f"hotrow_{all_keys}",
+            body=copy,
+            num_scan_inputs=num_scanned,
+            **attributes,
+        )
+        self._check_untainted(table, node)
+        insert_before(graph, scan, [node])
+        vectors = self._vectors_before(graph, scan, table, all_keys)
+        self._scan_also(scan, body, vectors, gather)
+
+    def _scan_also(self, scan: NodeProto, body: GraphProto, vectors: str, gather: NodeProto) -> None:
+        """Hand vectors to a Scan, one iteration's at a time."""
+        scan.input.append(vectors)
+        step = self.names.fresh(f"{vectors}_step")
+        body.input.append(ValueInfoProto(name=step))
+        replace_node(body, gather, [make_node("Identity", [step], gather.output[0])])
+        for item in scan.attribute:
+            if item.name == "num_scan_inputs":
+                item.i += 1
+            elif item.name in ("scan_input_axes", "scan_input_directions"):
+                item.ints.append(0)
+
+    # What both share
+
+    def _carried(self, body: GraphProto, targets: list[str], inputs: list[str], results: list[str]) -> set[str]:
+        """The values carried between iterations that the targets depend on."""
+        carried: set[str] = set()
+        while True:
+            needed = set(targets)
+            for node in needed_nodes(body.node, targets):
+                needed |= reads(node)
+            new = [i for i, name in enumerate(inputs) if name in needed and name not in carried]
+            if not new:
+                return carried
+            carried.update(inputs[i] for i in new)
+            targets = [*targets, *(results[i] for i in new)]
+
+    def _keys_only(self, body: GraphProto, gather: NodeProto, targets: list[str], *, inputs: set[str]) -> GraphProto:
+        """A copy of a body, under fresh names, that computes the targets alone and gives them out."""
+        tainted = self._tainted()
+        nodes = needed_nodes(body.node, targets)
+        if tainted.intersection(targets) or any(tainted & reads(node) for node in nodes):
+            reason = f"is read inside a body by keys that depend on looked-up vectors ({gather.input[1]!r})"
+            raise StaysDenseError(gather.input[0], reason)
+        copy = GraphProto(name=f"{body.name}_keys", node=nodes)
+        copy.input.extend(value for value in body.input if value.name in inputs)
+        for target in targets:
+            relay = self.names.fresh(target)  # an output must be made by a node of the body, and be no output twice
+            copy.node.append(make_node("Identity", [target], relay))
+            copy.output.append(ValueInfoProto(name=relay))
+        rename_inner(copy, self.names)
+        return copy
+
+    def _tainted(self) -> set[str]:
+        return values_of_vectors(self.main, set(self.tables))
+
+    def _check_untainted(self, table: str, node: NodeProto) -> None:
+        if self._tainted() & reads(node):
+            raise StaysDenseError(table, "is read inside a body whose course depends on looked-up vectors")
+
+    def _vectors_before(self, graph: GraphProto, node: NodeProto, table: str, keys: str) -> str:
+        vectors = self.names.fresh(f"{keys}_vectors")
+        insert_before(graph, node, [make_node("Gather", [table, keys], vectors, axis=0)])
+        return vectors
+
+
+def _int64(name: str) -> ValueInfoProto:
+    return helper.make_tensor_value_info(name, TensorProto.INT64, None)

@@ -1,0 +1,103 @@
+"""Lets look-ups that a Concat puts side by side fill one matrix, so that the session writes it once, in place."""
+
+from __future__ import annotations
+
+import math
+from itertools import groupby
+
+from onnx import NodeProto
+
+from inference_session.importers.onnx.graph import attribute, make_node, producers, replace_node, use_counts
+from inference_session.importers.onnx.lookups import SHAPE_OPS, Lookup, Surgery, skip_identities
+from inference_session.importers.onnx.types import Dims
+
+
+def join_lookups(surgery: Surgery, lookups: list[Lookup]) -> list[Lookup]:
+    """Change the graph; returns the look-ups, those of one matrix next to each other and in its order."""
+    joined: list[Lookup] = []
+    counts = use_counts(surgery.graph)
+    for concat in [node for node in surgery.graph.node if node.op_type == "Concat" and not node.domain]:
+        joined += _join_inputs(surgery, lookups, counts, concat)
+    skip_identities(surgery.graph)
+    return [*joined, *(lookup for lookup in lookups if lookup.matrix is None)]
+
+
+def _join_inputs(surgery: Surgery, lookups: list[Lookup], counts: dict[str, int], concat: NodeProto) -> list[Lookup]:
+    """Join the neighbours among one Concat's inputs; returns the look-ups that now share a matrix."""
+    members = [(name, _member(surgery, lookups, counts, concat, name)) for name in concat.input]
+    joined: list[Lookup] = []
+    inputs: list[str] = []
+    new: list[NodeProto] = []
+    for _, block in groupby(members, key=lambda member: member[1] is not None):
+        names, found = zip(*block, strict=True)
+        run = [lookup for lookup in found if lookup is not None]
+        if len(run) > 1:
+            inputs.append(_join(surgery, run, list(names), new))
+            joined += run
+        else:
+            inputs += names
+    if new:
+        _rewire(surgery, concat, inputs, new)
+    return joined
+
+
+def _member(
+    surgery: Surgery, lookups: list[Lookup], counts: dict[str, int], concat: NodeProto, name: str
+) -> Lookup | None:
+    """The look-up whose vectors, sample by sample and in their order, are this input of a Concat."""
+    lookup = _lookup_behind(surgery, lookups, counts, name)
+    if lookup is None:
+        return None
+    dims = lookup.dims if name == lookup.vectors else surgery.types.dims(name)
+    if dims is None or len(dims) < 2 or attribute(concat, "axis", 0) not in (1, 1 - len(dims)):
+        return None
+    per_sample = _per_sample(lookup.dims)
+    return lookup if per_sample is not None and per_sample == _per_sample(dims) else None
+
+
+def _lookup_behind(surgery: Surgery, lookups: list[Lookup], counts: dict[str, int], name: str) -> Lookup | None:
+    made_by = producers(surgery.graph)
+    while counts[name] == 1 and name in made_by and made_by[name].op_type in SHAPE_OPS:
+        name = made_by[name].input[0]
+    if counts[name] != 1:
+        return None
+    found = next((lookup for lookup in lookups if lookup.vectors == name and lookup.matrix is None), None)
+    if found is None or found.keys_dims is None or found.bags is not None:
+        return None
+    allowed = (2,) if found.pooling != "none" else (1, 2)
+    return found if len(found.keys_dims) in allowed else None
+
+
+def _per_sample(dims: Dims | None) -> int | None:
+    """Elements per sample, where the first dimension counts samples."""
+    sizes = [dim for dim in (dims or ())[1:] if isinstance(dim, int)]
+    return math.prod(sizes) if dims and len(sizes) == len(dims) - 1 else None
+
+
+def _join(surgery: Surgery, run: list[Lookup], inputs: list[str], new: list[NodeProto]) -> str:
+    """Let look-ups share a matrix; returns the value that stands for all of them in the Concat."""
+    shapes = [
+        lookup.dims if name == lookup.vectors else surgery.types.dims(name)
+        for lookup, name in zip(run, inputs, strict=True)
+    ]
+    matrix = surgery.names.fresh("joined_vectors")
+    for lookup in run:
+        lookup.matrix = matrix
+    rest = [dim for dim in (shapes[0] or ())[2:] if isinstance(dim, int)]
+    width = sum(dims[1] for dims in shapes if dims and isinstance(dims[1], int))
+    value = surgery.names.fresh(f"{matrix}_shaped")
+    if rest:
+        shape = surgery.constant(f"{value}_shape", [-1, width, *rest])
+        new.append(make_node("Reshape", [matrix, shape], value))
+    else:
+        new.append(make_node("Identity", [matrix], value))
+    return value
+
+
+def _rewire(surgery: Surgery, concat: NodeProto, inputs: list[str], new: list[NodeProto]) -> None:
+    if len(inputs) == 1:
+        new.append(make_node("Identity", inputs, concat.output[0]))
+    else:
+        concat.input[:] = inputs
+        new.append(concat)
+    replace_node(surgery.graph, concat, new)

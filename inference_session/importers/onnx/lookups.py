@@ -1,0 +1,229 @@
+"""Row reads of the main graph, taken out of it: what the session looks up, under which keys, for which value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto
+
+from inference_session.importers.onnx.evaluation import evaluate
+from inference_session.importers.onnx.graph import (
+    Names,
+    add_constant,
+    attribute,
+    make_node,
+    needed_nodes,
+    producers,
+    reads,
+    replace_node,
+    replace_reads,
+    set_nodes,
+    use_counts,
+)
+from inference_session.importers.onnx.tables import StaysDenseError, is_row_read
+from inference_session.importers.onnx.taint import values_of_vectors
+from inference_session.importers.onnx.types import Dims, Types
+from inference_session.importers.onnx.weights import Weight, little_endian
+from inference_session.model_spec import Pooling
+
+KEY_TYPES = (TensorProto.INT64, TensorProto.INT32)
+SHAPE_OPS = ("Identity", "Reshape", "Squeeze", "Unsqueeze", "Flatten")
+_RANDOM_OPS = frozenset(
+    {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
+)
+_MAX_FIXED_BYTES = 64 << 20
+
+
+@dataclass
+class Lookup:
+    """One read of a table, as it will be in the dense network's place of it."""
+
+    table: str
+    keys: str
+    """A model input, or a value of the graph."""
+    keys_dims: Dims | None
+    row_shape: tuple[int, ...]
+    vectors: str
+    """The value, float32, that nothing in the graph makes any more."""
+    pooling: Pooling = "none"
+    weights: str | None = None
+    bags: tuple[str, str] | None = None
+    """Of pooled keys that are one list: the values that say where each bag begins and ends in it."""
+    columns: tuple[int, int] | None = None
+    """Of a matrix of keys, those from the first up to, not including, the second."""
+    matrix: str | None = None
+    """The value that several look-ups fill together."""
+
+    @property
+    def embedding_dim(self) -> int:
+        return math.prod(self.row_shape)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The values that the look-up needs."""
+        return (self.keys, *([self.weights] if self.weights else []), *(self.bags or ()))
+
+    @property
+    def dims(self) -> Dims | None:
+        """Shape of the vectors."""
+        if self.keys_dims is None:
+            return None
+        if self.pooling == "none":
+            return (*self.keys_dims, *self.row_shape)
+        return (*self.keys_dims[:-1], self.embedding_dim)
+
+
+@dataclass
+class Surgery:
+    """A model being taken apart."""
+
+    model: ModelProto
+    tables: dict[str, Weight]
+    names: Names
+    types: Types
+
+    @property
+    def graph(self) -> GraphProto:
+        """The main graph."""
+        return self.model.graph
+
+    @property
+    def opset(self) -> int:
+        """The version of the standard operators."""
+        return next(int(o.version) for o in self.model.opset_import if o.domain in ("", "ai.onnx"))
+
+    def constant(self, stem: str, values: ArrayLike) -> str:
+        """Add an int64 initializer; returns its name."""
+        return add_constant(self.graph, self.names, stem, values)
+
+
+def take_lookups(surgery: Surgery) -> list[Lookup]:
+    """Remove the row reads from the graph; their vectors become values that nothing makes.
+
+    Raises:
+        StaysDenseError: keys depend on looked-up vectors, or on chance.
+    """
+    graph, tables = surgery.graph, surgery.tables
+    tainted = values_of_vectors(graph, set(tables))
+    lookups: list[Lookup] = []
+    for gather in [node for node in graph.node if is_row_read(node) and node.input[0] in tables]:
+        table, keys = tables[gather.input[0]], gather.input[1]
+        _check_keys(graph, table.name, keys, tainted)
+        if _is_fixed(graph, keys):
+            replace_node(graph, gather, [_fixed_rows(surgery, table, keys, gather.output[0])])
+        else:
+            lookups.append(_take(surgery, table, gather))
+    skip_identities(graph)
+    return lookups
+
+
+def _check_keys(graph: GraphProto, table: str, keys: str, tainted: set[str]) -> None:
+    if keys in tainted:
+        raise StaysDenseError(table, f"is read by keys ({keys!r}) that depend on looked-up vectors")
+    for node in needed_nodes(graph.node, [keys]):
+        if node.op_type in _RANDOM_OPS:
+            raise StaysDenseError(table, f"is read by keys ({keys!r}) that are drawn at random")
+
+
+def _is_fixed(graph: GraphProto, keys: str) -> bool:
+    inputs = {value.name for value in graph.input}
+    return keys not in inputs and not any(inputs & reads(node) for node in needed_nodes(graph.node, [keys]))
+
+
+def _fixed_rows(surgery: Surgery, table: Weight, keys: str, output: str) -> NodeProto:
+    """Rows that are the same for every request need no look-up: they are read now, once."""
+    fixed_keys = evaluate(surgery.model, surgery.graph, keys).astype(np.int64)
+    num_rows = table.dims[0]
+    if fixed_keys.size * (table.num_bytes // num_rows) > _MAX_FIXED_BYTES:
+        raise StaysDenseError(table.name, f"is read by the same {fixed_keys.size} keys for every request")
+    if fixed_keys.size and not -num_rows <= fixed_keys.min() <= fixed_keys.max() < num_rows:
+        raise StaysDenseError(table.name, f"is read by constant keys beyond its {num_rows} rows")
+    rows = table.rows(fixed_keys)
+    tensor = TensorProto(name=surgery.names.fresh(f"{output}_rows"), data_type=table.elem_type, dims=rows.shape)
+    tensor.raw_data = little_endian(rows)
+    surgery.graph.initializer.append(tensor)
+    return make_node("Identity", [tensor.name], output)
+
+
+def _take(surgery: Surgery, table: Weight, gather: NodeProto) -> Lookup:
+    """Put a look-up, and what brings its vectors into the shape and type the graph expects, in place of a row read."""
+    keys, output = gather.input[1], gather.output[0]
+    base, shape = _keys_behind(surgery, keys)
+    vectors = surgery.names.fresh(f"{table.name}_vectors")
+    lookup = Lookup(table.name, base, surgery.types.dims(base), table.dims[1:], vectors)
+    is_half = table.elem_type == TensorProto.FLOAT16
+    shaped = surgery.names.fresh(f"{output}_float32") if is_half else output
+    if shape is None:
+        nodes = [make_node("Identity", [vectors], shaped)]
+    else:
+        target = surgery.constant(f"{vectors}_shape", [*shape, *lookup.row_shape])
+        nodes = [make_node("Reshape", [vectors, target], shaped)]
+    if is_half:
+        _skip_widening(surgery.graph, output, shaped)
+        if use_counts(surgery.graph)[output]:
+            nodes.append(make_node("Cast", [shaped], output, to=TensorProto.FLOAT16))
+    replace_node(surgery.graph, gather, nodes)
+    return lookup
+
+
+def _skip_widening(graph: GraphProto, half: str, wide: str) -> None:
+    """Look-ups answer float32: who casts to that reads them directly."""
+    for node in graph.node:
+        if node.op_type == "Cast" and node.input[0] == half and attribute(node, "to", 0) == TensorProto.FLOAT:
+            del node.attribute[:]
+            node.op_type, node.input[0] = "Identity", wide
+
+
+def _keys_behind(surgery: Surgery, keys: str) -> tuple[str, list[int] | None]:
+    """The model's input that the keys are, but for shape and integer type, and the shape to give what it looks up.
+
+    Where there is none, the keys themselves. The shape is None where nothing needs to be done.
+    """
+    types, dims = surgery.types, surgery.types.dims(keys)
+    base = _input_behind(surgery, keys)
+    if base is None or base == keys:
+        return keys, None
+    if dims is not None and None not in dims and types.dims(base) == dims:
+        return base, None
+    if dims is None or 0 in dims or sum(not isinstance(dim, int) for dim in dims) > 1:
+        return (base, None) if _only_casts(surgery, keys) else (keys, None)
+    return base, [dim if isinstance(dim, int) else -1 for dim in dims]
+
+
+def _input_behind(surgery: Surgery, keys: str) -> str | None:
+    made_by = producers(surgery.graph)
+    while keys in made_by:
+        node = made_by[keys]
+        if not _casts_keys(node) and node.op_type not in SHAPE_OPS:
+            return None
+        keys = node.input[0]
+    is_input = any(value.name == keys for value in surgery.graph.input)
+    return keys if is_input and surgery.types.elem_type(keys) in KEY_TYPES else None
+
+
+def _only_casts(surgery: Surgery, keys: str) -> bool:
+    made_by = producers(surgery.graph)
+    while keys in made_by:
+        if not _casts_keys(made_by[keys]) and made_by[keys].op_type != "Identity":
+            return False
+        keys = made_by[keys].input[0]
+    return True
+
+
+def _casts_keys(node: NodeProto) -> bool:
+    return node.op_type == "Cast" and attribute(node, "to", 0) in KEY_TYPES
+
+
+def skip_identities(graph: GraphProto) -> None:
+    """Let readers of a copy read the original; copies that are the graph's outputs stay."""
+    outputs = {value.name for value in graph.output}
+    kept: list[NodeProto] = []
+    for node in list(graph.node):
+        if node.op_type == "Identity" and not node.domain and node.output[0] not in outputs:
+            replace_reads(graph, node.output[0], node.input[0])
+        else:
+            kept.append(node)
+    set_nodes(graph, kept)

@@ -1,0 +1,123 @@
+"""Moves sum, mean and maximum over the keys' last axis from the graph into the look-up, where that is the same."""
+
+from __future__ import annotations
+
+from onnx import NodeProto, TensorProto
+
+from inference_session.importers.onnx.graph import (
+    attribute,
+    axes_of,
+    make_node,
+    producers,
+    replace_node,
+    use_counts,
+)
+from inference_session.importers.onnx.lookups import Lookup, Surgery, skip_identities
+from inference_session.importers.onnx.taint import values_of_vectors
+from inference_session.importers.onnx.types import Dims
+from inference_session.model_spec import Pooling
+
+_POOLINGS: dict[str, Pooling] = {"ReduceSum": "sum", "ReduceMean": "mean", "ReduceMax": "max"}
+_AXES_INPUT_OPSET = 13
+
+
+def pool_lookups(surgery: Surgery, lookups: list[Lookup]) -> None:
+    """Change the graph and the look-ups; those whose pooling is not exactly ours stay as they are."""
+    for lookup in lookups:
+        dims = lookup.keys_dims
+        if lookup.pooling == "none" and dims and len(dims) > 1 and dims[-1] != 0 and len(lookup.row_shape) <= 1:
+            _pool(surgery, lookup)
+    skip_identities(surgery.graph)
+
+
+def _pool(surgery: Surgery, lookup: Lookup) -> None:
+    reader = _only_reader(surgery, lookup.vectors)
+    if reader is None:
+        return
+    weights = None
+    if reader.op_type == "Mul":
+        product, reader = reader, _only_reader(surgery, reader.output[0])
+        if reader is None or reader.op_type != "ReduceSum" or not _reduces_bags(surgery, reader, lookup):
+            return
+        weights = _key_weights(surgery, lookup, product)
+        if weights is None:
+            return
+    if reader.op_type not in _POOLINGS or not _reduces_bags(surgery, reader, lookup):
+        return
+    lookup.pooling, lookup.weights = _POOLINGS[reader.op_type], weights
+    replace_node(surgery.graph, reader, [_reshaped(surgery, lookup, reader)])
+
+
+def _only_reader(surgery: Surgery, value: str) -> NodeProto | None:
+    """The one node of the main graph that reads a value, if nothing else does."""
+    if use_counts(surgery.graph)[value] != 1:
+        return None
+    return next((node for node in surgery.graph.node if value in node.input and not node.domain), None)
+
+
+def _reduces_bags(surgery: Surgery, reader: NodeProto, lookup: Lookup) -> bool:
+    if lookup.keys_dims is None or reader.op_type not in _POOLINGS:
+        return False
+    axes = axes_of(surgery.graph, reader)
+    rank = len(lookup.keys_dims) + len(lookup.row_shape)
+    return axes is not None and [axis % rank for axis in axes] == [len(lookup.keys_dims) - 1]
+
+
+def _reshaped(surgery: Surgery, lookup: Lookup, reader: NodeProto) -> NodeProto:
+    """What gives the pooled vectors the shape that the reduction gave them."""
+    output, leading = reader.output[0], len(lookup.keys_dims or ()) - 1
+    kept = [1] if attribute(reader, "keepdims", 1) else []
+    if not kept and lookup.row_shape:
+        return make_node("Identity", [lookup.vectors], output)
+    # 0: as in the input.
+    shape = surgery.constant(f"{output}_shape", [0] * leading + kept + list(lookup.row_shape))
+    return make_node("Reshape", [lookup.vectors, shape], output)
+
+
+def _key_weights(surgery: Surgery, lookup: Lookup, product: NodeProto) -> str | None:
+    """A value shaped as the keys that holds each key's factor; None where the factors are not one per key."""
+    factor = next((name for name in product.input if name != lookup.vectors), None)
+    if factor is None or factor in values_of_vectors(surgery.graph, {*surgery.tables, lookup.vectors}):
+        return None
+    dims = surgery.types.dims(factor)
+    if surgery.types.elem_type(factor) != TensorProto.FLOAT or dims is None or len(lookup.row_shape) != 1:
+        return None
+    if not dims or dims[-1] != 1 or not _fits(dims[:-1], lookup.keys_dims or ()):
+        return None
+    flat, is_whole = _without_last_axis(surgery, factor), dims[:-1] == lookup.keys_dims
+    if is_whole:
+        return flat
+    shape, whole = surgery.names.fresh(f"{flat}_shape"), surgery.names.fresh(f"{flat}_whole")
+    new = [make_node("Shape", [lookup.keys], shape), make_node("Expand", [flat, shape], whole)]
+    replace_node(surgery.graph, product, [*new, product])
+    return whole
+
+
+def _fits(dims: Dims, keys_dims: Dims) -> bool:
+    """Whether a shape stretches to that of the keys, as far as sizes are known."""
+    if len(dims) > len(keys_dims):
+        return False
+    aligned = zip(reversed(dims), reversed(keys_dims), strict=False)
+    return all(dim == 1 or (dim is not None and dim == key_dim) for dim, key_dim in aligned)
+
+
+def _without_last_axis(surgery: Surgery, factor: str) -> str:
+    node = producers(surgery.graph).get(factor)
+    if node is not None and node.op_type == "Unsqueeze" and _unsqueezes_last(surgery, node):
+        return str(node.input[0])
+    flat = surgery.names.fresh(f"{factor}_flat")
+    if surgery.opset < _AXES_INPUT_OPSET:
+        squeeze = make_node("Squeeze", [factor], flat, axes=[-1])
+    else:
+        squeeze = make_node("Squeeze", [factor, surgery.constant(f"{flat}_axes", [-1])], flat)
+    if node is None:
+        surgery.graph.node.insert(0, squeeze)
+    else:
+        replace_node(surgery.graph, node, [node, squeeze])
+    return flat
+
+
+def _unsqueezes_last(surgery: Surgery, node: NodeProto) -> bool:
+    axes = axes_of(surgery.graph, node)
+    rank = surgery.types.rank(node.output[0])
+    return axes in ([-1], [None if rank is None else rank - 1])

@@ -1,0 +1,256 @@
+"""Asks the original model, with made-up inputs, what its declaration does not say.
+
+Does the first dimension count samples? Do samples of a batch influence one another? How many columns does an output
+have? ONNX Runtime answers; where no made-up input suits the model, the declared shapes have to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+from inference_session.importers.onnx.types import ValueType
+
+Arrays = dict[str, NDArray[Any]]
+Dimensions = tuple[tuple[str, int], ...]
+"""Inputs, each with an axis."""
+
+_INNER_SIZE = 3
+_CLUSTER = 64
+_BOUNDS = (1_000_000, 1000, 100, 10, 2, 1)
+_SCALAR_BOUND = 100
+"""Numbers that stand alone tend to count iterations or results."""
+_TOLERANCE = 1e-5
+_JOINED_SIZES = ((2, 3), (1, 1), (3, 1), (1, 8), (16, 16), (2, 40))
+"""Of two requests and the batch they make; several, because a dependence may show under some values only."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to make up inputs that a model accepts."""
+
+    inputs: Mapping[str, ValueType]
+    rows: Mapping[str, int]
+    """For inputs that are keys as they stand, the rows of the smallest table they read."""
+    bound: int
+    """Other integers are below this."""
+    ascending: bool
+    """Whether integers ascend along the last dimension, from 0, as offsets do."""
+
+    def arrays(self, seed: int, sizes: Mapping[str, int], inner: int = _INNER_SIZE) -> Arrays:
+        """One set of inputs; `sizes` and `inner` are the first and the other dimensions that the model leaves open."""
+        random = np.random.default_rng(seed)
+        in_front = {name: kind.dims[0] for name, kind in self.inputs.items() if kind.dims}
+        named = {dim: sizes[name] for name, dim in in_front.items() if isinstance(dim, str)}
+        return {
+            # NumPy gives scalars for shape [], which ONNX Runtime does not take.
+            name: np.asarray(self._array(random, name, kind, _shape(kind, sizes[name], inner, named)))
+            for name, kind in self.inputs.items()
+        }
+
+    def _array(self, random: np.random.Generator, name: str, kind: ValueType, shape: tuple[int, ...]) -> NDArray[Any]:
+        if kind.elem_type == TensorProto.STRING:
+            return random.integers(0, 10, shape).astype(str).astype(object)
+        dtype = helper.tensor_dtype_to_np_dtype(kind.elem_type)
+        if dtype.kind == "b":
+            return random.integers(0, 2, shape).astype(bool)
+        if dtype.kind not in "iu":
+            return random.random(shape).astype(dtype)
+        others = self.bound if shape else min(self.bound, _SCALAR_BOUND)
+        bound = min(self.rows.get(name, others), int(np.iinfo(dtype).max))
+        values = _clustered(random, bound, shape)
+        if self.ascending and shape and name not in self.rows:
+            values = np.sort(values)
+            values[..., :1] = 0
+        return values.astype(dtype)
+
+
+def _clustered(random: np.random.Generator, bound: int, shape: tuple[int, ...]) -> NDArray[np.int64]:
+    """Integers below a bound, from its beginning, middle and end: few pages of a mapped table are then touched."""
+    begins = random.choice([0, bound // 2, max(bound - _CLUSTER, 0)], shape)
+    return np.minimum(begins + random.integers(0, _CLUSTER, shape), bound - 1)
+
+
+def _first_symbol(name: str, kind: ValueType) -> str:
+    return str(kind.dims[0]) if kind.dims and kind.dims[0] else name
+
+
+def _shape(kind: ValueType, size: int, inner: int, named: Mapping[str, int]) -> tuple[int, ...]:
+    """Open sizes are `size` in front and `inner` behind, but for those that bear the name of one in front."""
+    dims = kind.dims or ()
+    behind = [dim if isinstance(dim, int) else named.get(dim or "", inner) for dim in dims[1:]]
+    return (*(dim if isinstance(dim, int) else size for dim in dims[:1]), *behind)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the original model turned out to do."""
+
+    batched: bool
+    joinable: bool
+    shapes: tuple[tuple[int, ...], ...] | None
+    """Of the outputs, -1 where a size varies; None where the model could not be run."""
+    notes: tuple[str, ...] = ()
+    feeds: tuple[Arrays, ...] = ()
+    """Inputs that the model accepts."""
+    equal_sizes: tuple[Dimensions, ...] = ()
+    """Groups of dimensions that bear one symbol, and that the model does not accept with different sizes."""
+
+
+@dataclass(frozen=True)
+class Prober:
+    """Runs a model on made-up inputs."""
+
+    network: Any
+    """An ONNX Runtime session."""
+    inputs: Mapping[str, ValueType]
+    rows: Mapping[str, int]
+
+    def run(self, arrays: Arrays) -> list[NDArray[Any]] | None:
+        """All outputs, or None where the model does not take these inputs."""
+        try:
+            results: list[NDArray[Any]] = self.network.run(None, arrays)
+        except Exception:  # noqa: BLE001  ONNX Runtime raises whatever its operators do; any means "not these"
+            return None
+        return results
+
+    def find(self) -> Findings:
+        """Ask all questions."""
+        recipe = self._recipe()
+        may_be_batched = bool(self.inputs) and all(
+            kind.dims and not isinstance(kind.dims[0], int) for kind in self.inputs.values()
+        )
+        if recipe is None:
+            note = (
+                "the original could not be run on made-up inputs: what its shapes say is trusted, nothing is verified"
+            )
+            batched = may_be_batched and len(self._first_symbols()) == 1
+            return Findings(batched, batched, None, (note,))
+        batched = may_be_batched and not self._takes_unequal(recipe) and self._follows_samples(recipe)
+        feeds = tuple(self._feeds(recipe))
+        joinable = batched and self._is_joinable(recipe)
+        equal_sizes = tuple(group for group in self._symbols(batched) if self._must_be_equal(group, feeds))
+        return Findings(batched, joinable, self._shapes(feeds), self._notes(batched, joinable), feeds, equal_sizes)
+
+    def _recipe(self) -> Recipe | None:
+        return next(filter(self._suits, self._recipes()), None)
+
+    def _recipes(self) -> Iterator[Recipe]:
+        """Those that try most first; the last let no key be large, as small tables may be read by it as well."""
+        for keys_too, bound, ascending in product((False, True), _BOUNDS, (False, True)):
+            rows = {name: min(num, bound) for name, num in self.rows.items()} if keys_too else self.rows
+            yield Recipe(self.inputs, rows, bound, ascending)
+
+    def _suits(self, recipe: Recipe) -> bool:
+        # Many samples, so that a small table in the network is not spared by luck; few first, as numbers that the
+        # model takes for lengths make it fill much memory before it fails.
+        return all(self.run(recipe.arrays(seed, self._sizes(n))) is not None for seed, n in ((1, 2), (0, 100)))
+
+    def _sizes(self, size: int) -> dict[str, int]:
+        return dict.fromkeys(self.inputs, size)
+
+    def _takes_unequal(self, recipe: Recipe) -> bool:
+        """Whether inputs may differ in their first dimension, which then is no number of samples.
+
+        A list of keys and the lengths of its parts fit together under some values only: longer lists than parts, or
+        parts of no length, do.
+        """
+        distinct = self._first_symbols()
+        if len(distinct) < 2:
+            return False
+        larger = {symbol: 2 + i for i, symbol in enumerate(distinct)}
+        smaller = {symbol: 1 + len(distinct) - i for i, symbol in enumerate(distinct)}
+        return any(
+            self.run(replace(recipe, bound=bound).arrays(2, self._sizes_by(sizes))) is not None
+            for bound, sizes in product((recipe.bound, 1), (larger, smaller))
+        )
+
+    def _first_symbols(self) -> list[str]:
+        """The symbols of the inputs' first dimensions, each once; where there is none, an input's own name."""
+        return list(dict.fromkeys(_first_symbol(name, kind) for name, kind in self.inputs.items()))
+
+    def _sizes_by(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        return {name: sizes[_first_symbol(name, kind)] for name, kind in self.inputs.items()}
+
+    def _follows_samples(self, recipe: Recipe) -> bool:
+        for size in (2, 5):
+            outputs = self.run(recipe.arrays(size, self._sizes(size)))
+            if outputs is None or any(output.shape[:1] != (size,) for output in outputs):
+                return False
+        return True
+
+    def _feeds(self, recipe: Recipe) -> Iterator[Arrays]:
+        for seed, (size, inner) in enumerate(((3, 3), (2, 2), (5, 3), (1, 4))):
+            arrays = recipe.arrays(seed, self._sizes(size), inner)
+            if self.run(arrays) is not None:
+                yield arrays
+
+    def _is_joinable(self, recipe: Recipe) -> bool:
+        for seed, (size, other_size) in enumerate(_JOINED_SIZES):
+            first = recipe.arrays(2 * seed, self._sizes(size))
+            second = recipe.arrays(2 * seed + 1, self._sizes(other_size))
+            both = {name: np.concatenate([first[name], second[name]]) for name in first}
+            parts, whole = [self.run(first), self.run(second)], self.run(both)
+            if whole is None or parts[0] is None or parts[1] is None:
+                return False
+            for a, b, together in zip(*parts, whole, strict=True):  # type: ignore[arg-type]
+                if a.shape[1:] != b.shape[1:] or not close(together, np.concatenate([a, b]), _TOLERANCE):
+                    return False
+        return True
+
+    def _symbols(self, batched: bool) -> Iterator[Dimensions]:
+        """The dimensions that share a symbol, but for those that count the samples of a batched model."""
+        found: dict[str, list[tuple[str, int]]] = {}
+        for name, kind in self.inputs.items():
+            for axis, dim in enumerate(kind.dims or ()):
+                if isinstance(dim, str) and (axis or not batched):
+                    found.setdefault(dim, []).append((name, axis))
+        return (tuple(group) for group in found.values() if len(group) > 1)
+
+    def _must_be_equal(self, group: Dimensions, feeds: tuple[Arrays, ...]) -> bool:
+        """Whether the model fails when any one of them is larger than the others; one of 1 may be stretched."""
+        sizes = [{arrays[name].shape[axis] for name, axis in group} for arrays in feeds]
+        telling = next((a for a, found in zip(feeds, sizes, strict=True) if len(found) == 1 and min(found) > 1), None)
+        if telling is None:
+            return False
+        for name, axis in group:
+            array = telling[name]
+            grown = np.concatenate([array, array.take([-1], axis)], axis)
+            if self.run({**telling, name: grown}) is not None:
+                return False
+        return True
+
+    def _shapes(self, feeds: tuple[Arrays, ...]) -> tuple[tuple[int, ...], ...]:
+        runs = [[output.shape for output in self.run(arrays) or ()] for arrays in feeds]
+        return tuple(tuple(_common(sizes) for sizes in zip(*shapes, strict=True)) for shapes in zip(*runs, strict=True))
+
+    @staticmethod
+    def _notes(batched: bool, joinable: bool) -> tuple[str, ...]:
+        if not batched:
+            return ("not every input and output counts samples in its first dimension; requests are served one by one",)
+        if not joinable:
+            return ("an answer depends on the other samples of its batch; requests are served one by one",)
+        return ()
+
+
+def _common(sizes: tuple[int, ...]) -> int:
+    return sizes[0] if len(set(sizes)) == 1 else -1
+
+
+def close(found: NDArray[Any], expected: NDArray[Any], tolerance: float) -> bool:
+    """Whether two outputs are the same: numbers within a tolerance, absolute and relative, all else exactly.
+
+    Half precision is given a few of its own steps: ONNX Runtime itself rounds to it more or less often.
+    """
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    if found.dtype.kind != "f":
+        return bool(np.array_equal(found, expected))
+    tolerance = max(tolerance, 4 * float(np.finfo(found.dtype).eps))
+    return bool(np.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True))

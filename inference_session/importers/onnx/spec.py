@@ -1,0 +1,145 @@
+"""What session.json says of an imported model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from onnx import TensorProto, helper
+
+from inference_session.importers.onnx.carve import Carved
+from inference_session.importers.onnx.lookups import Lookup
+from inference_session.importers.onnx.probe import Findings
+from inference_session.importers.onnx.tables import VECTOR_TYPES
+from inference_session.importers.onnx.types import Dims, ValueType
+from inference_session.importers.onnx.weights import Weight
+from inference_session.model_spec import PREDICTIONS, LookupSpec, ModelSpec, TableSpec, TensorSpec, folder_names
+
+_PREDICTION_TYPES = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
+
+
+class TablePlace(NamedTuple):
+    """Where a table belongs that has been written before the model was imported."""
+
+    name: str
+    folder: str
+
+
+def table_folders(carved: Carved, places: Mapping[str, TablePlace]) -> dict[str, str]:
+    """The folder of each table, by the name of its initializer."""
+    names = [table.name for table in carved.tables]
+    found = dict(zip(names, folder_names(names), strict=True))
+    return {name: places[name].folder if name in places else folder for name, folder in found.items()}
+
+
+def model_spec(
+    source: str,
+    inputs: Mapping[str, ValueType],
+    outputs: Mapping[str, ValueType],
+    carved: Carved,
+    findings: Findings,
+    *,
+    places: Mapping[str, TablePlace],
+) -> tuple[ModelSpec, tuple[str, ...]]:
+    """The description of an imported model, and what a person should know of it besides."""
+    folders = table_folders(carved, places)
+    shapes = dict(zip(outputs, _output_shapes(outputs, findings), strict=True))
+    labels = _labels(outputs, shapes, findings)
+    spec = ModelSpec(
+        inputs=tuple(TensorSpec(name, _dtype(kind), _sizes(kind.dims)) for name, kind in inputs.items()),
+        outputs=tuple(TensorSpec(name, _dtype(kind), shapes[name]) for name, kind in outputs.items()),
+        tables=tuple(_table_spec(table, folders[table.name], places) for table in carved.tables),
+        lookups=tuple(_lookup_spec(lookup, folders[lookup.table]) for lookup in carved.lookups),
+        labels=tuple(label for columns in labels.values() for label in columns),
+        label_outputs=tuple(labels),
+        batched=findings.batched,
+        joinable=findings.joinable,
+        equal_sizes=findings.equal_sizes,
+        source=source,
+    )
+    return spec, tuple(_notes(spec, carved))
+
+
+def _dtype(kind: ValueType) -> str:
+    if kind.elem_type == TensorProto.STRING:
+        return "object"
+    return str(helper.tensor_dtype_to_np_dtype(kind.elem_type))
+
+
+def _sizes(dims: Dims | None) -> tuple[int, ...]:
+    return tuple(dim if isinstance(dim, int) else -1 for dim in dims or ())
+
+
+def _output_shapes(outputs: Mapping[str, ValueType], findings: Findings) -> list[tuple[int, ...]]:
+    """As declared, but for sizes that are declared fixed and are not, and for what is not declared at all."""
+    declared = [_sizes(kind.dims) for kind in outputs.values()]
+    if findings.shapes is None:
+        return declared
+    shapes: list[tuple[int, ...]] = []
+    for sizes, seen in zip(declared, findings.shapes, strict=True):
+        if len(sizes) == len(seen):
+            shapes.append(tuple(size if size == found else -1 for size, found in zip(sizes, seen, strict=True)))
+        else:
+            shapes.append(seen)
+    return shapes
+
+
+def _labels(
+    outputs: Mapping[str, ValueType], shapes: Mapping[str, tuple[int, ...]], findings: Findings
+) -> dict[str, list[str]]:
+    """The outputs that make up the predictions, with a name for each of their columns."""
+    seen = dict(zip(outputs, findings.shapes or shapes.values(), strict=True))
+    labels: dict[str, list[str]] = {}
+    for name, kind in outputs.items():
+        num_columns = 1 if len(seen[name]) == 1 else seen[name][-1] if len(seen[name]) == 2 else 0
+        if num_columns < 1 or kind.elem_type not in _PREDICTION_TYPES:
+            continue
+        if findings.batched or _first_dim(outputs, labels) in (None, (kind.dims or (None,))[0]):
+            labels[name] = [name] if num_columns == 1 else [f"{name}_{i}" for i in range(num_columns)]
+    return labels
+
+
+def _first_dim(outputs: Mapping[str, ValueType], labels: Mapping[str, list[str]]) -> int | str | None:
+    """The number of rows, as declared, of the predictions found so far."""
+    return next((dims[0] for name in labels if (dims := outputs[name].dims)), None)
+
+
+def _table_spec(table: Weight, folder: str, places: Mapping[str, TablePlace]) -> TableSpec:
+    row_shape = table.dims[1:]
+    return TableSpec(
+        name=places[table.name].name if table.name in places else table.name,
+        folder=folder,
+        num_rows=table.dims[0],
+        embedding_dim=table.row_elements,
+        dtype=VECTOR_TYPES[table.elem_type],
+        keys="row_number",
+        row_shape=None if len(row_shape) == 1 else row_shape,
+    )
+
+
+def _lookup_spec(lookup: Lookup, folder: str) -> LookupSpec:
+    return LookupSpec(
+        table=folder,
+        keys=lookup.keys,
+        dense_input=lookup.matrix or lookup.vectors,
+        pooling=lookup.pooling,
+        weights=lookup.weights,
+        bags=lookup.bags,
+        columns=lookup.columns,
+        joined=lookup.matrix is not None,
+    )
+
+
+def _notes(spec: ModelSpec, carved: Carved) -> list[str]:
+    notes: list[str] = []
+    if not spec.tables:
+        notes.append("no table was taken out: everything is in the dense network")
+    if not spec.labels:
+        notes.append(f"{PREDICTIONS} is left out: no output is a float tensor of shape [batch] or [batch, k]")
+    poolings = {
+        lookup.pooling for lookup in carved.lookups if lookup.keys_dims and not isinstance(lookup.keys_dims[-1], int)
+    }
+    return notes + [
+        f"the {pooling} over an empty bag is zero here; ONNX Runtime gives NaN, -inf or an error"
+        for pooling in sorted(poolings & {"mean", "max"})
+    ]

@@ -1,0 +1,104 @@
+// The hash index on the device: where a key is found. tests/kernels/cuda_model.py is its model in NumPy.
+//
+// A bucket is 64 bytes: 62 tags, then two that say nothing. Slot s of bucket b is row 62 b + s of `keys`. A tag of 1…254 says
+// that the slot holds a key of that tag, 0 that it is free, 255 that a writer is filling it. A key has one bucket: where
+// that is full, the key takes another's slot or none, so that a look-up is never longer than one bucket.
+// The first-level cache, which other multiprocessors' writes do not reach, is used only while nobody writes rows (`QUIET`): it
+// takes the hot keys of a skewed request off the few slices of the second level that hold them.
+
+constexpr int SLOTS = 62;
+constexpr int BUCKET_BYTES = 64;
+constexpr u64 ALL_SLOTS = (1ull << SLOTS) - 1;
+constexpr u32 FREE = 0, BUSY = 255, NUM_TAGS = 254;
+
+__device__ __forceinline__ u64 hash_key(i64 key) {
+  u64 mixed = (u64)key;
+  mixed = (mixed ^ (mixed >> 33)) * 0xff51afd7ed558ccdull;
+  mixed = (mixed ^ (mixed >> 33)) * 0xc4ceb9fe1a85ec53ull;
+  return mixed ^ (mixed >> 33);
+}
+
+__device__ __forceinline__ i64 bucket_of(u64 hashed, i64 num_buckets) {
+  return (i64)(((hashed >> 32) * (u64)num_buckets) >> 32);
+}
+
+__device__ __forceinline__ u32 tag_of(u64 hashed) { return 1 + (((u32)hashed & 0xffff) * NUM_TAGS >> 16); }
+
+struct Bucket {
+  uint4 words[4];
+};
+
+// The tags are asked to stay in the second-level cache, where rows that stream past would push them out. Not so the keys: of a
+// large table they would push out the tags.
+#if __CUDA_ARCH__ >= 800
+__device__ __forceinline__ u64 keeping_policy() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+template <bool QUIET>
+__device__ __forceinline__ uint4 load_kept(const void* address, u64 policy) {
+  uint4 value;
+  if constexpr (QUIET) {
+    asm volatile("ld.global.ca.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(address), "l"(policy));
+  } else {
+    asm volatile("ld.global.cg.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                 : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "l"(address), "l"(policy));
+  }
+  return value;
+}
+#else
+__device__ __forceinline__ u64 keeping_policy() { return 0; }
+template <bool QUIET>
+__device__ __forceinline__ uint4 load_kept(const void* address, u64) {
+  return __ldcg((const uint4*)address);
+}
+#endif
+
+template <bool QUIET = false>
+__device__ __forceinline__ Bucket load_bucket(const u8* bucket, u64 policy) {
+  return {load_kept<QUIET>(bucket, policy), load_kept<QUIET>(bucket + 16, policy), load_kept<QUIET>(bucket + 32, policy),
+          load_kept<QUIET>(bucket + 48, policy)};
+}
+
+// Four bits, one per byte of a word that equals that of `pattern`.
+__device__ __forceinline__ u32 match_word(u32 word, u32 pattern) {
+  const u32 differing = word ^ pattern;
+  const u32 zero = ~((((differing & 0x7f7f7f7fu) + 0x7f7f7f7fu) | differing) | 0x7f7f7f7fu);
+  return ((zero >> 7) * 0x10204080u) >> 28;
+}
+
+__device__ __forceinline__ u32 match_words(const uint4& words, u32 pattern) {
+  return match_word(words.x, pattern) | match_word(words.y, pattern) << 4 | match_word(words.z, pattern) << 8 |
+         match_word(words.w, pattern) << 12;
+}
+
+// One bit per slot whose tag is the given one.
+__device__ __forceinline__ u64 match_slots(const Bucket& bucket, u32 tag) {
+  const u32 pattern = tag * 0x01010101u;
+  const u32 low = match_words(bucket.words[0], pattern) | match_words(bucket.words[1], pattern) << 16;
+  const u32 high = match_words(bucket.words[2], pattern) | match_words(bucket.words[3], pattern) << 16;
+  return ((u64)high << 32 | low) & ALL_SLOTS;
+}
+
+// The slot of a key, counted over all buckets; -1: it is not there. Two candidates are read at once: more are rare.
+template <bool QUIET = false>
+__device__ __forceinline__ i64 find_slot(const Index& index, i64 key, u64 hashed, u64 policy) {
+  const i64 bucket = bucket_of(hashed, index.num_buckets);
+  u64 matches = match_slots(load_bucket<QUIET>(index.tags + bucket * BUCKET_BYTES, policy), tag_of(hashed));
+  while (matches != 0) {
+    const i64 first = bucket * SLOTS + __ffsll(matches) - 1;
+    matches &= matches - 1;
+    const i64 second = matches != 0 ? bucket * SLOTS + __ffsll(matches) - 1 : first;
+    matches &= matches - 1;
+    const i64 first_key = __ldcg(index.keys + first);
+    const i64 second_key = second != first ? __ldcg(index.keys + second) : first_key;
+    if (first_key == key) return first;
+    if (second_key == key) return second;
+  }
+  return -1;
+}

@@ -1,0 +1,233 @@
+"""The CUDA kernels (cuda/*.cu) as functions: compiled by NVRTC on first use, kept by CuPy in its kernel cache.
+
+All run on CuPy's current stream and return at once. Addresses are plain integers: whoever passes one keeps the memory
+behind it alive until the stream has come so far.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import struct
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import driver, runtime
+from numpy.typing import NDArray
+
+from inference_session.kernels.cuda.records import (
+    MAX_INLINE_SEGMENTS,
+    READERS,
+    REQUEST,
+    SLOTS,
+    Tiles,
+    offset_of,
+    request_of,
+)
+
+THREADS = 256
+_WARPS = THREADS // 32
+_LOOKUP_THREADS = 128
+_MANY_TILES, _FEW_THREADS = 2048, 64
+_ADDRESSES, _SEED_AND_FILL = struct.Struct("<qqq"), struct.Struct("<II")
+_SEGMENTS_OFFSET = offset_of(REQUEST, "few_segments")
+_ADDRESSES_OFFSET, _SEED_OFFSET = offset_of(REQUEST, "missing_bits_address"), offset_of(REQUEST, "seed")
+_SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "write.cu")
+_KERNELS = ("look_up", "look_up_and_pool", "note_last", "claim", "await_readers", "write_rows", "end_writing")
+
+
+def source() -> str:
+    """The kernels' whole source: one translation unit, so that CuPy's cache sees every change."""
+    folder = Path(__file__).parent
+    return "\n".join((folder / name).read_text(encoding="utf-8") for name in _SOURCES)
+
+
+@cache
+def _module() -> Any:
+    return cupy.RawModule(code=source(), options=("-std=c++17",))
+
+
+@cache
+def _kernel(name: str) -> Any:
+    return _module().get_function(name)
+
+
+def compile_kernels() -> None:
+    """Compile, or load from CuPy's cache, for the current device: no request waits for it later."""
+    for name in (*_KERNELS, "write_numbers", "erase", "dump"):
+        _kernel(name).compile()
+
+
+class _Argument:
+    """A REQUEST where the driver reads it, as the one argument of a kernel."""
+
+    def __init__(self, request: bytes) -> None:
+        self.record = bytearray(request)
+        self._first = ctypes.c_char.from_buffer(self.record)
+        self._arguments = (ctypes.c_void_p * 1)(ctypes.addressof(self._first))
+        self.address = ctypes.addressof(self._arguments)
+
+
+class Launch:
+    """A look-up that is ready to run, often: its REQUEST record, and what that leads to on the device.
+
+    One run at a time: whoever holds the cache, or the device, runs it.
+    """
+
+    def __init__(self, segments: NDArray[np.void], tiles: Tiles, **addresses: int) -> None:
+        """`addresses`: fields of the REQUEST that are the same in each run."""
+        request = request_of(segments, tiles)
+        for field, address in addresses.items():
+            request[field] = address
+        self.num_tiles = int(tiles.first[-1])
+        few = len(segments) <= MAX_INLINE_SEGMENTS
+        self._kernel = _kernel("look_up" if few and not tiles.pooled else "look_up_and_pool").kernel
+        # Small blocks spread a small request over all multiprocessors.
+        self._threads = _LOOKUP_THREADS if self.num_tiles >= _MANY_TILES else _FEW_THREADS
+        self._num_blocks = -(-self.num_tiles // (self._threads // 32))
+        self._held: tuple[Any, ...] = ()
+        self._uploaded: Any = None
+        if not few:
+            self._held = cupy.asarray(segments.view(np.uint8)), cupy.asarray(tiles.first)
+            request["segments_address"], request["first_tiles_address"] = (a.data.ptr for a in self._held)
+            self._uploaded = cupy.cuda.Event(disable_timing=True)
+            self._uploaded.record()
+        self._argument = _Argument(request.tobytes())
+
+    def run(
+        self,
+        segments: NDArray[np.void] | None = None,
+        *,
+        missing_bits_address: int = 0,
+        outputs_address: int = 0,
+        num_unknown_address: int = 0,
+        seed: int = 0,
+        fill: bool = False,
+    ) -> None:
+        """Launch on the current stream.
+
+        Args:
+            segments: others, of the same shapes as those it was made of, for this run and those after it; few.
+            missing_bits_address: uint32 [num_tiles] for the positions that have no row; 0: nobody asks.
+            outputs_address: what the output_address of each segment is counted from.
+            num_unknown_address: uint64 [segments] to count keys in that have no row; 0: nobody asks.
+            seed: any number; decides which hits leave a mark.
+            fill: write zeros where there is neither a row nor a default vector.
+        """
+        if not self.num_tiles:
+            return
+        if self._uploaded is not None:  # perhaps on another stream
+            cupy.cuda.get_current_stream().wait_event(self._uploaded)
+        addresses = missing_bits_address, outputs_address, num_unknown_address
+        self._fill_in(self._argument, segments, addresses, seed, fill)
+        self._start(self._argument, cupy.cuda.get_current_stream().ptr)
+
+    def repeated(self, segments: NDArray[np.void] | None, num_unknown_address: int, stream: Any) -> Callable[[], None]:
+        """The same launch each time it is called: `run` of these arguments on that stream."""
+        if not self.num_tiles:
+            return _nothing
+        if self._uploaded is not None:
+            self._uploaded.synchronize()
+        argument = _Argument(bytes(self._argument.record))
+        self._fill_in(argument, segments, (0, 0, num_unknown_address), seed=0, fill=False)
+        return partial(self._start, argument, stream.ptr)
+
+    def _fill_in(
+        self,
+        argument: _Argument,
+        segments: NDArray[np.void] | None,
+        addresses: tuple[int, int, int],
+        seed: int,
+        fill: bool,
+    ) -> None:
+        # The fields of a NumPy record take several times as long to write.
+        request = argument.record
+        _ADDRESSES.pack_into(request, _ADDRESSES_OFFSET, *addresses)
+        if segments is not None:
+            request[_SEGMENTS_OFFSET : _SEGMENTS_OFFSET + segments.nbytes] = segments.tobytes()
+        _SEED_AND_FILL.pack_into(request, _SEED_OFFSET, seed, fill)
+
+    def _start(self, argument: _Argument, stream_address: int) -> None:
+        # As CuPy calls a kernel, in half the time: a thread that is new to the device is made known to it first.
+        if not driver.ctxGetCurrent():
+            runtime.free(0)
+        size = self._num_blocks, 1, 1, self._threads, 1, 1
+        driver.launchKernel(self._kernel.ptr, *size, 0, stream_address, argument.address, 0)
+
+
+class Writer:
+    """Puts batches of keys into one index. One batch at a time: its kernels rely on nobody else writing."""
+
+    def __init__(self, index: NDArray[np.void], events_address: int, readers_address: int) -> None:
+        """`index`: an INDEX record, as an array of one; `readers_address` 0: nobody reads meanwhile."""
+        self._num_slots = int(index["num_buckets"]) * SLOTS
+        self._index = _raw(index)
+        self._events = np.uint64(events_address)
+        self._readers = np.uint64(readers_address)
+
+    def claim(self, keys: Any, *, may_insert: bool, may_evict: bool) -> Any:
+        """Take slots for keys, int64 [n] on the device; returns who got which, for one of the functions below."""
+        n = len(keys)
+        num_places = 1 << (2 * n - 1).bit_length()
+        seen, places = cupy.zeros(num_places, np.uint32), cupy.empty(n, np.uint32)
+        claims = cupy.empty((n, 2), np.uint32)
+        _run("note_last", n, keys, np.uint32(n), seen, np.uint32(num_places - 1), places)
+        flags = np.uint32(may_insert), np.uint32(may_evict)
+        _run("claim", n, self._index, self._events, keys, np.uint32(n), seen, places, claims, *flags)
+        return claims
+
+    def write_rows(self, rows: NDArray[np.void], keys: Any, vectors: Any, claims: Any) -> None:
+        """Fill claimed slots and publish them; `rows`: a ROWS record, vectors: float32 [n, embedding_dim]."""
+        n, dim = vectors.shape
+        sizes = np.uint32(n), np.uint32(dim)
+        grid = (-(-n // (32 * _WARPS)),)
+        arguments = self._index, _raw(rows), self._events, keys, vectors, *sizes, claims
+        with self._readers_held_off():
+            _kernel("write_rows")(grid, (THREADS,), arguments)
+
+    def write_numbers(self, numbers: Any, keys: Any, first: int, claims: Any) -> None:
+        """Publish slots of an index over rows elsewhere: keys[i] is row first + i. `numbers`: uint32, one per slot."""
+        n = len(keys)
+        _run("write_numbers", n, self._index, numbers, keys, np.uint32(n), np.uint32(first), self._events, claims)
+
+    def erase(self, keys: Any) -> None:
+        """Drop keys, int64 [n] on the device."""
+        _run("erase", len(keys), self._index, self._events, keys, np.uint32(len(keys)))
+
+    @contextlib.contextmanager
+    def _readers_held_off(self) -> Iterator[None]:
+        """What is launched within is launched after all look-ups have ended that may read what it writes to. It ends
+        whatever happens meanwhile: the next writer would wait for ever.
+        """
+        if not self._readers:
+            yield
+            return
+        _kernel("await_readers")((1,), (READERS,), (self._readers,))
+        try:
+            yield
+        finally:
+            _kernel("end_writing")((1,), (READERS,), (self._readers,))
+
+    def dump(self) -> Any:
+        """All keys, int64 on the device. Waits for their number."""
+        keys, num_keys = cupy.empty(self._num_slots, np.int64), cupy.zeros(1, np.uint64)
+        if self._num_slots:
+            _run("dump", self._num_slots, self._index, keys, num_keys)
+        return keys[: int(num_keys[0])].copy()
+
+
+def _nothing() -> None:
+    """A launch of no keys."""
+
+
+def _run(name: str, num_threads: int, *arguments: Any) -> None:
+    _kernel(name)((-(-num_threads // THREADS),), (THREADS,), arguments)
+
+
+def _raw(record: NDArray[np.void]) -> NDArray[np.void]:
+    """A record as a kernel's argument: CuPy spells fields out in a Python list whenever it is given any."""
+    return record.view(np.dtype((np.void, record.dtype.itemsize)))

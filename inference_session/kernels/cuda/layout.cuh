@@ -1,0 +1,88 @@
+// Records that describe tables and requests; kernels/cuda/records.py and kernels/records.py declare the same fields.
+
+using u8 = unsigned char;
+using u32 = unsigned int;
+using i64 = long long;
+using u64 = unsigned long long;
+
+constexpr int LANES = 32;
+constexpr u32 ALL_LANES = 0xffffffffu;
+constexpr int MAX_INLINE_SEGMENTS = 32;
+constexpr u32 READERS = 16;
+
+enum VectorCode { FLOAT32 = 0, FLOAT16 = 1, INT8 = 2 };
+enum PoolingCode { NONE = 0, SUM = 1, MEAN = 2, MAX = 3 };
+enum Event { INSERTS = 0, UPDATES = 1, EVICTIONS = 2, ERASES = 3, MISSES = 4, UNKNOWN = 5, REFUSED = 6 };
+
+// Where keys are: see index.cuh.
+struct alignas(16) Index {
+  u8* tags;
+  i64* keys;
+  u8* marks;  // how much a slot's row was hit lately; null: nothing is ever evicted
+  i64 num_buckets;  // 0: holds no key
+};
+
+// Rows by slot or row number.
+struct alignas(16) Rows {
+  u8* vectors;
+  i64 row_bytes;
+  i64 code;  // VectorCode
+  i64 wide;  // 1 where four elements of a row can be loaded at once, wherever they are
+};
+
+struct alignas(16) Table {
+  Index cached;  // slot i of the index is row i of cached_rows
+  Rows cached_rows;
+  Index base;  // of rows below the cache, in device memory or pinned host memory; base_numbers[slot] is the row
+  Rows base_rows;
+  u32* base_numbers;
+  i64 num_base_rows;
+  i64 base_by_number;  // 1: a key is the number of its base row, negative ones from the end
+  i64 dim;
+  float* default_vector;  // the answer for an unknown key; null: leave the output as it is
+  u64* events;
+};
+
+struct Segment {
+  i64 table;
+  const u8* keys;
+  i64 key_bytes;
+  i64 row_stride;
+  i64 key_stride;
+  i64 num_rows;
+  i64 keys_per_row;
+  const i64* begins;
+  const i64* ends;
+  const float* weights;
+  i64 pooling;
+  u8* output;
+  i64 output_stride;
+};
+
+// Look-ups under way, in blocks. The highest bit of the arrivals says whether the epoch is an odd one, the others how many
+// arrived in it: between two writes there may be more than 32 bits count. There are READERS of these, apart, so that blocks
+// need not queue to be counted; rows are written to only while the epochs of all are odd.
+constexpr int EPOCH_BIT = 63;
+
+struct alignas(64) Readers {
+  u64 arrivals;
+  u64 departures[2];  // of even and odd epochs
+  u64 late;           // how many arrived in the odd epoch before this even one
+};
+
+struct Request {
+  const Table* tables;
+  const Segment* segments;  // null: `few_segments` and `few_tiles` hold them
+  const u32* first_tiles;
+  Readers* readers;        // null: nobody writes meanwhile
+  u32* missing_bits;       // one word per tile, a bit per key that has no row; null: nobody asks
+  i64 outputs;             // added to the address of each segment's output
+  u64* num_unknown;        // per segment, keys that have no row; null: nobody asks
+  u32 num_segments;
+  u32 num_tiles;
+  u32 keys_per_tile;
+  u32 seed;
+  u32 fill;  // 1: zeros where neither a row nor a default vector is there
+  u32 few_tiles[MAX_INLINE_SEGMENTS + 1];
+  Segment few_segments[MAX_INLINE_SEGMENTS];
+};

@@ -1,0 +1,137 @@
+"""What the CUDA kernels read beside SEGMENT records, field by field as in cuda/layout.cuh; how a request is cut up.
+
+Nothing here needs a GPU: tests/kernels/cuda_model.py computes what the kernels do from the same records.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import InvalidRequestError
+from inference_session.kernels.records import SEGMENT, PoolingCode
+
+SLOTS = 62
+BUCKET_BYTES = 64
+MOST_BUCKETS = (2**32 - 2) // SLOTS
+"""Slots are numbered by 32 bits, and one number says that there is none."""
+_FULLEST = 0.55
+"""Of the slots of an index over all keys, those in use at most."""
+MAX_INLINE_SEGMENTS = 32
+"""Segments that travel as a kernel's parameter; more are copied to the device first."""
+EVENTS = ("inserts", "updates", "evictions", "erases", "misses", "unknown", "refused")
+
+INDEX = np.dtype([(name, np.int64) for name in ("tags_address", "keys_address", "marks_address", "num_buckets")])
+ROWS = np.dtype([(name, np.int64) for name in ("vectors_address", "row_bytes", "vector_code", "wide")])
+GPU_TABLE = np.dtype(
+    [
+        ("cached", INDEX),
+        ("cached_rows", ROWS),
+        ("base", INDEX),
+        ("base_rows", ROWS),
+        ("base_numbers_address", np.int64),
+        ("num_base_rows", np.int64),
+        ("base_by_number", np.int64),
+        ("embedding_dim", np.int64),
+        ("default_address", np.int64),
+        ("events_address", np.int64),
+    ]
+)
+READERS = 16
+READERS_BYTES = 64 * READERS
+REQUEST = np.dtype(
+    [
+        ("tables_address", np.int64),
+        ("segments_address", np.int64),
+        ("first_tiles_address", np.int64),
+        ("readers_address", np.int64),
+        ("missing_bits_address", np.int64),
+        ("outputs_address", np.int64),
+        ("num_unknown_address", np.int64),
+        ("num_segments", np.uint32),
+        ("num_tiles", np.uint32),
+        ("keys_per_tile", np.uint32),
+        ("seed", np.uint32),
+        ("fill", np.uint32),
+        ("few_tiles", np.uint32, (MAX_INLINE_SEGMENTS + 1,)),
+        ("few_segments", SEGMENT, (MAX_INLINE_SEGMENTS,)),
+    ],
+    align=True,
+)
+
+MAX_KEYS_PER_TILE = 32
+_MANY_KEYS, _FEW_KEYS_PER_TILE = 1 << 17, 8
+_VERY_FEW_KEYS, _LEAST_KEYS_PER_TILE = 1 << 12, 4
+_MOST_TILES = 2**31 - 1
+
+
+class Tiles(NamedTuple):
+    """How the segments of a request are divided among warps."""
+
+    first: NDArray[np.uint32]
+    """[segments + 1], the tile that each segment begins with; the last one is the number of tiles."""
+    keys_per_tile: int
+    """Of segments without pooling; with pooling, a tile is a bag."""
+    pooled: bool
+    """Whether any segment is."""
+
+
+def divide(segments: NDArray[np.void]) -> Tiles:
+    """Tiles for these SEGMENT records. Small requests get small tiles, so that more warps work on them."""
+    num_keys = segments["num_rows"] * segments["keys_per_row"]
+    pooled = segments["pooling"] != PoolingCode.NONE
+    total = num_keys.sum()
+    keys_per_tile = MAX_KEYS_PER_TILE if total >= _MANY_KEYS else _FEW_KEYS_PER_TILE
+    if total < _VERY_FEW_KEYS:
+        keys_per_tile = _LEAST_KEYS_PER_TILE
+    num_tiles = np.where(pooled, segments["num_rows"], -(-num_keys // keys_per_tile))
+    ends = np.cumsum(num_tiles)
+    if len(ends) and max(ends[-1], num_keys.max()) > _MOST_TILES:
+        raise InvalidRequestError(f"a request of {num_keys.sum()} keys is more than one launch can answer")
+    return Tiles(np.concatenate([[0], ends]).astype(np.uint32), keys_per_tile, bool(pooled.any()))
+
+
+def request_of(segments: NDArray[np.void], tiles: Tiles) -> NDArray[np.void]:
+    """A REQUEST record for these segments, complete but for addresses; they are in it if they are few enough."""
+    request = np.zeros((), REQUEST)
+    request["num_segments"], request["num_tiles"] = len(segments), tiles.first[-1]
+    request["keys_per_tile"] = tiles.keys_per_tile
+    if len(segments) <= MAX_INLINE_SEGMENTS:
+        request["few_tiles"][: len(tiles.first)] = tiles.first
+        request["few_segments"][: len(segments)] = segments
+    return request
+
+
+def index_bytes(num_buckets: int, *, marks: bool, numbers: bool) -> int:
+    """Memory of an index."""
+    return num_buckets * (BUCKET_BYTES * (2 if marks else 1) + SLOTS * (8 + (4 if numbers else 0)))
+
+
+def buckets_for_all(num_rows: int) -> int:
+    """Buckets such that so many keys all find room, but for one table in twenty; which keys share one is random."""
+    num_buckets = int(num_rows / (SLOTS * _FULLEST)) + 1
+    while num_buckets * _share_overfull(num_rows / num_buckets) > 0.05:
+        num_buckets += num_buckets // 32 + 1
+    return num_buckets
+
+
+def _share_overfull(mean: float) -> float:
+    """Of buckets with so many keys on average, those with more than their slots but one, which inserts leave free."""
+    if mean == 0:
+        return 0.0
+    return math.fsum(math.exp(n * math.log(mean) - mean - math.lgamma(n + 1)) for n in range(SLOTS, 2 * SLOTS))
+
+
+def is_wide(dim: int, element_bytes: int, address: int, row_bytes: int) -> bool:
+    """Whether four elements of a row may be loaded at once: aligned, and no rest."""
+    unit = 4 * element_bytes
+    return dim % 4 == 0 and address % unit == 0 and row_bytes % unit == 0
+
+
+def offset_of(dtype: np.dtype[Any], field: str) -> int:
+    """Bytes from the beginning of a record to one of its fields."""
+    assert dtype.fields is not None  # noqa: S101  it is a record's
+    return int(dtype.fields[field][1])

@@ -1,0 +1,83 @@
+"""The records that describe one request to the look-up kernels; both twins (cpu/lookup.py, cuda/launch.py) read them.
+
+A request is an array of `SEGMENT` records over an array of `TABLE` records: any number of tables, one call.
+Addresses are plain integers, so that one compiled kernel serves every model; whoever fills a record keeps the
+arrays behind its addresses alive until the call returns.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+
+
+class VectorCode(IntEnum):
+    """How a table stores its vectors."""
+
+    FLOAT32 = 0
+    FLOAT16 = 1
+    INT8 = 2
+    """Row-wise: embedding_dim int8 elements, then float32 scale, float32 bias; value = scale * element + bias."""
+
+
+class PoolingCode(IntEnum):
+    """What becomes of the vectors of one row of keys."""
+
+    NONE = 0
+    """They stand side by side."""
+    SUM = 1
+    MEAN = 2
+    MAX = 3
+
+
+MAX_MARK = 3
+"""Hits that a cache remembers of a row; a row with as many is not written to, so that readers do not fight over it."""
+
+TABLE = np.dtype(
+    [
+        ("index_address", np.int64),  # hash index (hash_index.py), at a cache line; 0: keys are row numbers
+        ("num_buckets", np.int64),  # of the index, at least 1
+        (
+            "keys_address",
+            np.int64,
+        ),  # int64[num_rows], the key of each row; 0: they are row numbers, negative ones from the end
+        ("vectors_address", np.int64),
+        ("row_bytes", np.int64),  # distance between two rows
+        ("num_rows", np.int64),
+        ("embedding_dim", np.int64),
+        ("vector_code", np.int64),  # VectorCode
+        (
+            "default_address",
+            np.int64,
+        ),  # float32[embedding_dim], the answer for an unknown key; 0: leave the output as it is
+        ("next_table", np.int64),  # record to try where the key is not here; -1: none
+        ("marks_address", np.int64),  # uint8[num_rows], raised up to MAX_MARK by every hit; 0: hits leave no mark
+    ]
+)
+
+SEGMENT = np.dtype(
+    [
+        ("table", np.int64),  # record to begin with
+        ("keys_address", np.int64),
+        ("key_bytes", np.int64),  # 8 or 4: int64 or int32
+        ("row_stride", np.int64),  # bytes from one row of keys to the next
+        ("key_stride", np.int64),  # bytes from one key of a row to the next
+        ("num_rows", np.int64),  # rows of the output
+        ("keys_per_row", np.int64),  # where begins_address is 0
+        ("begins_address", np.int64),  # int64[num_rows], position of the first key of each row; 0: fixed length
+        ("ends_address", np.int64),  # int64[num_rows], position behind the last key of each row
+        ("weights_address", np.int64),  # float32, one per key, laid out contiguously as [row, key]; 0: none
+        ("pooling", np.int64),  # PoolingCode
+        ("output_address", np.int64),  # float32
+        ("output_stride", np.int64),  # bytes from one row of the output to the next
+    ]
+)
+
+
+def address_of(array: Any) -> int:
+    """Where the elements of an array begin, NumPy's or CuPy's."""
+    if isinstance(array, np.ndarray):
+        return int(array.__array_interface__["data"][0])  # half the time of array.ctypes.data
+    return int(array.data.ptr)

@@ -1,0 +1,211 @@
+"""Commands to the servers of a Redis: sent to those that have their hashes, and again where these have moved."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from inference_session.errors import HotrowError, UnavailableError
+from inference_session.parameter_server.redis.commands import Call, Command, asking
+from inference_session.parameter_server.redis.connection import (
+    Address,
+    ConnectionPool,
+    Deadline,
+    DisconnectedError,
+    Login,
+    RedirectedError,
+    RedisConnection,
+    Reply,
+    WrongTypeError,
+)
+from inference_session.parameter_server.redis.topology import Cluster, OneServer, Topology
+from inference_session.parameter_server.store_url import StoreUrl
+
+BYTES_PER_BATCH = 256 << 10
+"""Rows in one batch of commands: enough to be worth its system calls, and little for a server to do in one go."""
+SCAN_STEP = 1000
+"""Names or fields that one command of a scan goes through: little enough to be no other client's delay."""
+_COMMANDS_PER_BATCH = 64
+_BYTES_UNDER_WAY = 512 << 10
+"""Rows asked for and not yet read: enough to keep the servers busy, and little for them to hold in their buffers."""
+_MAX_IDLE = 16
+"""Connections to one server that are kept for the next calls, beside those of one call."""
+_MAX_ATTEMPTS = 3
+_MAX_REDIRECTIONS = 5
+
+Read = Callable[[RedisConnection, Any, Deadline], None]
+"""Reads the replies to some commands from the connection that they were sent over."""
+
+
+class RedisClient:
+    """The servers of one Redis. Nothing is sent before it is asked for. Thread-safe.
+
+    Work is done in batches, each of which has `timeout_ms`: what is large may take long as long as it goes on.
+    """
+
+    def __init__(self, url: StoreUrl, timeout_ms: int, *, num_connections: int = 1) -> None:
+        """`num_connections`: to one server, that one call uses side by side."""
+        self._url = url
+        self._timeout_ms = timeout_ms
+        self._num_connections = num_connections
+        self._pool = ConnectionPool(Login.of(url), max_idle=_MAX_IDLE + num_connections)
+        self._topology = self._topology_of(url)
+
+    def run(self, commands: Sequence[Command], read: Read) -> None:
+        """Run commands on the servers that have their hashes; again where these have changed, for doing any of our
+        commands twice does no harm.
+        """
+        deadline = Deadline(self._timeout_ms)
+        for attempt in range(_MAX_ATTEMPTS):
+            try:
+                return self._send_and_read(commands, read, deadline)
+            except DisconnectedError:
+                if attempt == _MAX_ATTEMPTS - 1:
+                    raise
+            except RedirectedError:
+                if attempt > 0:
+                    break  # a slot on its way between two nodes, both of which may have to be asked
+            self._pool.close_idle()
+            self._topology.refresh(deadline)
+        for command in commands:
+            for single in command.singles():
+                self._follow(single, read, deadline)
+        return None
+
+    def replies(self, commands: Sequence[tuple[bytes | str | int, ...]], *, lenient: bool = False) -> list[Any]:
+        """The replies to rare commands, whose second argument is a name. An error among them is raised; `lenient`: not
+        where it is that a name is of another type, which is that command's reply.
+        """
+        calls = [Call(command) for command in commands]
+        self.run(calls, _read_calls)
+        for call in calls:
+            if isinstance(call.reply, HotrowError) and not (lenient and isinstance(call.reply, WrongTypeError)):
+                raise call.reply
+        return [call.reply for call in calls]
+
+    def scan(self, pattern: str) -> Iterator[bytes]:
+        """The names that a pattern fits, on all servers; some may come twice."""
+        for address in self._topology.servers(Deadline(self._timeout_ms)):
+            cursor = b"-1"
+            while cursor != b"0":
+                command = "SCAN", max(int(cursor), 0), "MATCH", pattern, "COUNT", SCAN_STEP
+                reply: Any = self._ask(address, command, Deadline(self._timeout_ms))
+                cursor, names = reply
+                yield from names
+
+    def ping(self) -> None:
+        """Raise unless all servers answer that have rows, by what a Cluster says now: one that hangs may have been
+        replaced.
+        """
+        deadline = Deadline(self._timeout_ms)
+        self._topology.refresh(deadline)
+        for address in self._topology.servers(deadline):
+            self._ping(address, deadline)
+
+    def run_ids(self) -> str:
+        """What tells the processes that have rows from those that came before or come after them."""
+        deadline = Deadline(self._timeout_ms)
+        return " ".join(sorted(self._run_id(address, deadline) for address in self._topology.servers(deadline)))
+
+    def close(self) -> None:
+        """Close all connections; calls under way may fail."""
+        self._pool.close()
+
+    def _topology_of(self, url: StoreUrl) -> Topology:
+        return Cluster(url, self._ask) if url.is_cluster else OneServer(url)
+
+    def _ping(self, address: Address, deadline: Deadline) -> None:
+        try:
+            self._ask(address, ("PING",), deadline)
+        except UnavailableError as error:
+            # A Redis whose disk takes no snapshot refuses PING, as it refuses writes. Rows can be read all the same.
+            if "MISCONF" not in str(error):
+                raise
+
+    def _run_id(self, address: Address, deadline: Deadline) -> str:
+        text = self._ask(address, ("INFO", "server"), deadline)
+        lines = text.decode(errors="replace").splitlines() if isinstance(text, bytes) else []
+        return next((line.partition(":")[2] for line in lines if line.startswith("run_id:")), "")
+
+    def _ask(self, address: Address, command: tuple[bytes | str | int, ...], deadline: Deadline) -> Reply:
+        """One server's reply to one command; over a new connection where that which there was is dead."""
+        try:
+            return self._ask_once(address, command, deadline)
+        except DisconnectedError:
+            self._pool.close_idle()
+        return self._ask_once(address, command, deadline)
+
+    def _ask_once(self, address: Address, command: tuple[bytes | str | int, ...], deadline: Deadline) -> Reply:
+        with self._pool.borrow(deadline) as connections:
+            [reply] = connections.take(address, 0).call([command], deadline)
+        if isinstance(reply, HotrowError):
+            raise reply
+        return reply
+
+    def _send_and_read(self, commands: Sequence[Command], read: Read, deadline: Deadline) -> None:
+        """Keep the servers busy with some batches while the replies to earlier ones are read."""
+        under_way: deque[tuple[RedisConnection, list[Command]]] = deque()
+        num_bytes = 0
+        with self._pool.borrow(deadline) as connections:
+
+            def read_first() -> int:
+                connection, batch = under_way.popleft()
+                read(connection, batch, deadline)
+                deadline.restart()
+                return _num_bytes(batch)
+
+            for (address, lane), batch in self._batches(commands, deadline):
+                connection = connections.take(address, lane)
+                connection.send(b"".join([command.payload() for command in batch]), deadline)
+                under_way.append((connection, batch))
+                num_bytes += _num_bytes(batch)
+                while num_bytes > _BYTES_UNDER_WAY:
+                    num_bytes -= read_first()
+            while under_way:
+                read_first()
+
+    def _batches(
+        self, commands: Sequence[Command], deadline: Deadline
+    ) -> Iterator[tuple[tuple[Address, int], list[Command]]]:
+        """Commands for the same connection, as many as are worth sending together.
+
+        All commands of a partition take the same connection, for they must be done in their order.
+        """
+        batches: dict[tuple[Address, int], tuple[list[Command], int]] = {}
+        for command in commands:
+            partition = command.name[:-1]  # without the `v` or `t` that its two hashes differ by
+            where = self._topology.address(command.name, deadline), zlib.crc32(partition) % self._num_connections
+            batch, num_bytes = batches.get(where, ([], 0))
+            batch.append(command)
+            batches[where] = batch, num_bytes + command.num_bytes
+            if len(batch) == _COMMANDS_PER_BATCH or num_bytes + command.num_bytes >= BYTES_PER_BATCH:
+                yield where, batches.pop(where)[0]
+        yield from ((where, batch) for where, (batch, _) in batches.items())
+
+    def _follow(self, command: Command, read: Read, deadline: Deadline) -> None:
+        """Run one command on the node of a Cluster that another one names, as often as there is another."""
+        address, is_ask = self._topology.address(command.name, deadline), False
+        for attempt in range(_MAX_REDIRECTIONS):
+            try:
+                with self._pool.borrow(deadline) as connections:
+                    connection = connections.take(address, 0)
+                    connection.send(asking(command) if is_ask else command.payload(), deadline)
+                    connection.read_lines(int(is_ask), deadline)
+                    read(connection, [command], deadline)
+                break
+            except RedirectedError as error:
+                if error.address is None or attempt == _MAX_REDIRECTIONS - 1:
+                    raise
+                address, is_ask = error.address, error.is_ask
+        deadline.restart()
+
+
+def _num_bytes(batch: Sequence[Command]) -> int:
+    return sum(command.num_bytes for command in batch)
+
+
+def _read_calls(connection: RedisConnection, calls: Sequence[Call], deadline: Deadline) -> None:
+    for call, reply in zip(calls, connection.read_replies(len(calls), deadline), strict=True):
+        call.reply = reply

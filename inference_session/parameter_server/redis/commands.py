@@ -1,0 +1,169 @@
+"""The commands that a store sends, as they go over the wire."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.kernels.records import address_of
+from inference_session.parameter_server.base import FetchRequest
+from inference_session.parameter_server.redis import layout
+from inference_session.parameter_server.redis.connection import as_argument
+from inference_session.parameter_server.redis.replies import REPLY
+
+_BYTES_PER_CALL = 16 << 10
+
+
+class Command(Protocol):
+    """What is sent to the server that has a hash."""
+
+    @property
+    def name(self) -> bytes:
+        """Of a hash, by which the server is found; others that are concerned lie on the same server."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of rows that are sent or answered."""
+
+    def payload(self) -> bytes | memoryview:
+        """What is sent."""
+
+    def singles(self) -> Iterator[Command]:
+        """The same as commands that are one each to Redis."""
+
+
+class Read(NamedTuple):
+    """Some HMGETs that one server answers, over one connection: keys of one or several partitions of a table."""
+
+    tag: str
+    request: FetchRequest
+    found: NDArray[np.bool_]
+    """By position in the request."""
+    order: NDArray[np.int64]
+    """Positions of keys in the request."""
+    commands: NDArray[np.int64]
+    """See Hmgets; their keys are order[begin:end]."""
+    wire: memoryview
+    """The commands as they are sent."""
+
+    @property
+    def name(self) -> bytes:
+        return layout.rows_name(self.tag, int(self.commands[0, 0]))
+
+    @property
+    def num_bytes(self) -> int:
+        num_keys = int(self.commands[-1, 2]) - int(self.commands[0, 1])
+        row_bytes: int = 4 * self.request.out.shape[1]
+        return num_keys * (row_bytes + 16)
+
+    def payload(self) -> memoryview:
+        return self.wire
+
+    def replies(self) -> NDArray[np.void]:
+        """What is expected: REPLY records."""
+        out, begins, ends = self.request.out, self.commands[:, 1], self.commands[:, 2]
+        replies = np.empty(len(self.commands), REPLY)
+        replies["num_keys"], replies["row_bytes"] = ends - begins, 4 * out.shape[1]
+        replies["positions_address"] = address_of(self.order) + 8 * begins
+        replies["output_address"], replies["output_stride"] = address_of(out), out.strides[0]
+        replies["found_address"] = address_of(self.found)
+        return replies
+
+    def singles(self) -> Iterator[Read]:
+        """See Command."""
+        sent = 0
+        for number in range(len(self.commands)):
+            end = int(self.commands[number, 3]) - self._wire_begin()
+            yield self._replace(commands=self.commands[number : number + 1], wire=self.wire[sent:end])
+            sent = end
+
+    def _wire_begin(self) -> int:
+        return int(self.commands[-1, 3]) - len(self.wire)
+
+
+class Write(NamedTuple):
+    """One command that changes fields of a hash and is answered by a number."""
+
+    verb: bytes
+    name: bytes
+    fields: NDArray[np.void]
+    arguments_per_field: int
+
+    @property
+    def num_replies(self) -> int:
+        return 1
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.fields.nbytes)
+
+    def payload(self) -> bytes:
+        num_fields = len(self.fields) * self.arguments_per_field
+        return layout.command(self.verb, self.name, fields=self.fields, num_fields=num_fields)
+
+    def singles(self) -> Iterator[Write]:
+        """See Command."""
+        yield self
+
+
+class WriteAbsent(NamedTuple):
+    """One HSETNX for each of some fields of a hash, which Redis has for single fields only."""
+
+    name: bytes
+    fields: NDArray[np.void]
+    """Whole commands."""
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.fields.nbytes)
+
+    @property
+    def num_replies(self) -> int:
+        return len(self.fields)
+
+    def payload(self) -> bytes:
+        return self.fields.tobytes()
+
+    def singles(self) -> Iterator[WriteAbsent]:
+        """See Command."""
+        return (WriteAbsent(self.name, self.fields[i : i + 1]) for i in range(len(self.fields)))
+
+
+@dataclass
+class Call:
+    """Any command that has a name for its second argument, such as are rare. Its reply is kept here."""
+
+    arguments: tuple[bytes | str | int, ...]
+    reply: Any = None
+
+    @property
+    def name(self) -> bytes:
+        return as_argument(self.arguments[1])
+
+    @property
+    def num_bytes(self) -> int:
+        """Of what may be answered, about: a step of a scan."""
+        return _BYTES_PER_CALL
+
+    def payload(self) -> bytes:
+        return layout.command(*map(as_argument, self.arguments))
+
+    def singles(self) -> Iterator[Call]:
+        """See Command."""
+        yield self
+
+
+def asking(command: Command) -> bytes:
+    """A single command for a node of a Cluster that is just being given the slot."""
+    return layout.command(b"ASKING") + bytes(command.payload())
+
+
+def set_times(tag: str, partition: int, keys: NDArray[np.int64]) -> Write:
+    """The command that sets the time of keys of one partition to now."""
+    now = np.full((len(keys), 1), int(time.time()), "<i8")
+    return Write(b"HSET", layout.times_name(tag, partition), layout.row_fields(keys, now), 2)

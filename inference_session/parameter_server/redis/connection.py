@@ -1,0 +1,402 @@
+"""One connection to a Redis server: commands out in bulk, rows in without objects, other replies as objects."""
+
+from __future__ import annotations
+
+import re
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import HotrowError, StoreError, UnavailableError
+from inference_session.kernels.records import address_of
+from inference_session.parameter_server.base import LateError
+from inference_session.parameter_server.redis.layout import command
+from inference_session.parameter_server.redis.replies import CURSOR, POLLIN, STREAM, Status, receive_rows
+from inference_session.parameter_server.store_url import StoreUrl
+
+_BUFFER_BYTES = 256 << 10
+_MAX_LINE_BYTES = 1024
+_NUMBER = re.compile(rb"-?\d{1,19}")
+_MAX_DEPTH = 8
+"""Of lists within lists; no reply that we ask for has more than three."""
+PASSING_CODES = frozenset(
+    ("LOADING", "READONLY", "OOM", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "BUSY", "MISCONF", "NOREPLICAS")
+)
+"""Errors of a server that is well and will do what is asked at another time."""
+
+_TOO_MANY_CLIENTS = "ERR max number of clients"
+
+Address = tuple[str, int]
+Reply: TypeAlias = "bytes | int | list[Reply] | HotrowError | None"
+OnMalformed = Callable[[int, "int | None", int], None]
+"""Told of a key whose value is no row of the table: the number of the reply, that of the key within it, and the value's
+bytes. None for the key: all keys of the reply, for what Redis has there is no hash."""
+
+
+class DisconnectedError(UnavailableError):
+    """There is no connection, or none any more: worth another try, for the server may just have restarted."""
+
+
+class RedirectedError(UnavailableError):
+    """A node of a Cluster says that another one has the slot, or nobody is known to have it."""
+
+    def __init__(self, message: str, address: Address | None = None, *, is_ask: bool = False) -> None:
+        """`address`: who has it. `is_ask`: for this one command, because the slot is just moving there."""
+        super().__init__(message)
+        self.address = address
+        self.is_ask = is_ask
+
+
+class WrongTypeError(StoreError):
+    """Redis has something else under a name than what the command is for."""
+
+
+class Deadline:
+    """A moment until which a piece of work may wait."""
+
+    def __init__(self, timeout_ms: int) -> None:
+        self.timeout_ms = timeout_ms
+        self.restart()
+
+    def restart(self) -> None:
+        """A piece of the work is done; the next one may take as long again."""
+        self.end_ns = time.monotonic_ns() + self.timeout_ms * 1_000_000
+
+    def remaining_s(self) -> float:
+        """Seconds left; TimeoutError if there are none."""
+        remaining_ns = self.end_ns - time.monotonic_ns()
+        if remaining_ns <= 0:
+            raise TimeoutError
+        return remaining_ns / 1e9
+
+
+class Login(NamedTuple):
+    """How to get in: what all connections to a store's servers have in common."""
+
+    url: StoreUrl
+    tls: ssl.SSLContext | None
+
+    @classmethod
+    def of(cls, url: StoreUrl) -> Login:
+        """Read the certificates that the URL names; StoreError if they cannot be."""
+        if not url.uses_tls:
+            return cls(url, None)
+        options = url.options
+        try:
+            context = ssl.create_default_context(cafile=options.get("tls_ca_certificate"))
+            if "tls_client_certificate" in options:
+                context.load_cert_chain(options["tls_client_certificate"], options.get("tls_client_key"))
+        except OSError as error:  # ssl.SSLError is one
+            raise StoreError(f"store {str(url)!r}: a certificate or key cannot be read: {error}") from error
+        return cls(url, context)
+
+
+class RedisConnection:
+    """A socket that is logged in. For one thread at a time; any error leaves it unusable, to be closed."""
+
+    def __init__(self, login: Login, address: Address, deadline: Deadline) -> None:
+        """Connect and log in; UnavailableError names a server that cannot be reached."""
+        self._url = login.url
+        self._buffer = np.empty(_BUFFER_BYTES, np.uint8)
+        self._begin = self._filled = 0  # of what has come and not been read
+        self._address = address
+        self._name = self._url.path or f"{address[0]}:{address[1]}"
+        self._socket = self._connect(login, address, deadline)
+        self._plain_socket = self._socket.fileno() if login.tls is None else -1
+        try:
+            self._log_in(deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, data: bytes | memoryview, deadline: Deadline) -> None:
+        """Send commands; their replies must be read before anything else is sent."""
+        try:
+            left = memoryview(data)
+            while left:
+                self._socket.settimeout(deadline.remaining_s())
+                left = left[self._socket.send(left) :]
+        except TimeoutError as error:
+            raise self._late(deadline) from error
+        except OSError as error:
+            raise DisconnectedError(f"Redis at {self._name} closed the connection: {error}") from error
+
+    def read_rows(self, replies: NDArray[np.void], deadline: Deadline, on_malformed: OnMalformed) -> None:
+        """Read the rows that `replies` (REPLY records) expect to where they say."""
+        cursor = np.zeros(1, CURSOR)
+        cursor["key"] = -1
+        row_bytes = int(replies["row_bytes"].max(initial=0))
+        stream = np.zeros(1, STREAM)
+        stream["socket"], stream["events"], stream["deadline_ns"] = self._plain_socket, POLLIN, deadline.end_ns
+        while True:
+            self._drop(self._begin)
+            stream["buffer_address"], stream["buffer_bytes"] = address_of(self._buffer), len(self._buffer)
+            stream["filled_bytes"] = self._filled
+            receive_rows(replies, cursor, stream, address_of(stream))
+            self._filled = int(stream["filled_bytes"][0])
+            status = Status(int(cursor["status"][0]))
+            if status is Status.DONE:
+                return
+            if status is Status.OTHER_WIDTH:
+                on_malformed(int(cursor["reply"][0]), int(cursor["key"][0]) - 1, int(cursor["found_bytes"][0]))
+            elif status is Status.OTHER_REPLY:
+                self._pass_over_wrong_type(cursor, deadline)
+                on_malformed(int(cursor["reply"][0]) - 1, None, 0)
+            else:
+                self._receive(deadline, row_bytes)
+
+    def read_lines(self, count: int, deadline: Deadline) -> list[bytes]:
+        """Read so many replies of one line, numbers or `OK`; an error among them is raised."""
+        lines = [self._line(deadline) for _ in range(count)]
+        wrong = next((line for line in lines if line[:1] not in (b":", b"+")), None)
+        if wrong is not None:
+            raise self._failure(wrong)
+        return [line[1:] for line in lines]
+
+    def read_replies(self, count: int, deadline: Deadline) -> list[Reply]:
+        """Read so many replies of any kind. An error is a reply as well; MOVED and ASK are raised."""
+        replies = [self._reply(deadline) for _ in range(count)]
+        redirected = next((reply for reply in replies if isinstance(reply, RedirectedError)), None)
+        if redirected is not None:
+            raise redirected
+        return replies
+
+    def call(self, commands: Sequence[tuple[bytes | str | int, ...]], deadline: Deadline) -> list[Reply]:
+        """Send some commands, and read their replies."""
+        self.send(b"".join(command(*map(as_argument, each)) for each in commands), deadline)
+        return self.read_replies(len(commands), deadline)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+    def _connect(self, login: Login, address: Address, deadline: Deadline) -> socket.socket:
+        try:
+            if self._url.path:
+                return _connected_to_file(self._url.path, deadline)
+            connected = socket.create_connection(address, deadline.remaining_s())
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if login.tls is None:
+                return connected
+            connected.settimeout(deadline.remaining_s())  # which is the whole handshake's
+            name = self._url.options.get("tls_server_name", address[0])
+            return login.tls.wrap_socket(connected, server_hostname=name)
+        except TimeoutError as error:
+            raise UnavailableError(f"Redis at {self._name} cannot be reached: no answer in time") from error
+        except OSError as error:
+            raise DisconnectedError(f"Redis at {self._name} cannot be reached: {error.strerror or error}") from error
+
+    def _log_in(self, deadline: Deadline) -> None:
+        commands = []
+        password = self._url.current_password()
+        if password is not None:
+            user = [] if self._url.user is None else [self._url.user.encode()]
+            commands.append(command(b"AUTH", *user, password.encode()))
+        if self._url.db:
+            commands.append(command(b"SELECT", b"%d" % self._url.db))
+        if commands:
+            self.send(b"".join(commands), deadline)
+            self.read_lines(len(commands), deadline)
+
+    def _receive(self, deadline: Deadline, needed_bytes: int = 0) -> None:
+        """Wait for more, with room for a piece of so many bytes and its head."""
+        self._drop(self._begin)
+        if len(self._buffer) < needed_bytes + _MAX_LINE_BYTES or self._filled == len(self._buffer):
+            self._buffer = np.concatenate(
+                [self._buffer, np.empty_like(self._buffer, shape=needed_bytes + _BUFFER_BYTES)]
+            )
+        try:
+            self._socket.settimeout(deadline.remaining_s())
+            received = self._socket.recv_into(self._buffer[self._filled :].data)
+        except TimeoutError as error:
+            raise self._late(deadline) from error
+        except OSError as error:
+            raise DisconnectedError(f"Redis at {self._name} closed the connection: {error}") from error
+        if received == 0:
+            raise DisconnectedError(f"Redis at {self._name} closed the connection")
+        self._filled += received
+
+    def _drop(self, used: int) -> None:
+        """Forget the first bytes of the buffer, which have been read."""
+        if used:
+            rest = self._filled - used
+            self._buffer[:rest] = self._buffer[used : self._filled]
+            self._begin, self._filled = self._begin - used, rest
+
+    def _line(self, deadline: Deadline) -> bytes:
+        """The next line, without its end; of one that is too long, its beginning."""
+        while True:
+            text = self._buffer[self._begin : min(self._filled, self._begin + _MAX_LINE_BYTES)].tobytes()
+            line, end, _ = text.partition(b"\r\n")
+            if end or len(text) == _MAX_LINE_BYTES:
+                self._begin += len(line) + len(end)
+                return line
+            self._receive(deadline)
+
+    def _bytes(self, count: int, deadline: Deadline) -> bytes:
+        """The next so many bytes, and the end of their line."""
+        while self._filled - self._begin < count + 2:
+            self._receive(deadline, count)
+        text = self._buffer[self._begin : self._begin + count].tobytes()
+        self._begin += count + 2
+        return text
+
+    def _pass_over_wrong_type(self, cursor: NDArray[np.void], deadline: Deadline) -> None:
+        """Go on after a reply which says that the name of a hash is that of something else; raise any other error."""
+        error = self._failure(self._line(deadline))
+        if cursor["key"][0] >= 0 or not isinstance(error, WrongTypeError):
+            raise error
+        cursor["reply"] += 1
+
+    def _reply(self, deadline: Deadline, depth: int = 0) -> Reply:
+        line = self._line(deadline)
+        kind, text = line[:1], line[1:]
+        if kind == b"+":
+            return text
+        if kind == b"-":
+            return self._failure(line)
+        if kind not in (b":", b"$", b"*") or not _NUMBER.fullmatch(text) or depth > _MAX_DEPTH:
+            raise self._failure(line)
+        number = int(text)
+        if kind == b":":
+            return number
+        if number < 0:
+            return None
+        if kind == b"*":
+            return [self._reply(deadline, depth + 1) for _ in range(number)]
+        return self._bytes(number, deadline)
+
+    def _failure(self, line: bytes) -> HotrowError:
+        """The error that stands for a reply which is one, or which is nothing that Redis says."""
+        text = line[1:200].decode(errors="replace")
+        if line[:1] != b"-":
+            return UnavailableError(f"what answers at {self._name} does not speak as Redis does: {line[:60]!r}")
+        code = text.partition(" ")[0]
+        if code in ("MOVED", "ASK"):
+            return self._redirection(text)
+        if code == "WRONGTYPE":
+            return WrongTypeError(f"Redis at {self._name} answers: {text}")
+        kind = UnavailableError if code in PASSING_CODES or text.startswith(_TOO_MANY_CLIENTS) else StoreError
+        return kind(f"Redis at {self._name} answers: {_without_arguments(text)}")
+
+    def _redirection(self, text: str) -> HotrowError:
+        """What `MOVED <slot> <host>:<port>` and `ASK ...` mean; without a host it is that which says so."""
+        if not self._url.is_cluster:
+            scheme = f"{self._url.scheme}+cluster://"
+            return StoreError(f"Redis at {self._name} is a node of a Cluster ({text}); write {scheme} for its URL")
+        code, _, address = text.split(" ")[:3]
+        host, _, port = address.rpartition(":")
+        return RedirectedError(
+            f"Redis at {self._name}: {text}", (host or self._address[0], int(port)), is_ask=code == "ASK"
+        )
+
+    def _late(self, deadline: Deadline) -> Exception:
+        return LateError(f"Redis at {self._name} did not answer within {deadline.timeout_ms} ms")
+
+
+def _connected_to_file(path: str, deadline: Deadline) -> socket.socket:
+    """A connection to a Unix socket."""
+    connected = socket.socket(socket.AF_UNIX)
+    try:
+        connected.settimeout(deadline.remaining_s())
+        connected.connect(path)
+    except BaseException:
+        connected.close()
+        raise
+    return connected
+
+
+def as_argument(value: bytes | str | int) -> bytes:
+    """An argument of a command as it is sent."""
+    return value if isinstance(value, bytes) else str(value).encode()
+
+
+def _without_arguments(text: str) -> str:
+    """An error's text without the arguments that Redis may repeat in it: they might be a password."""
+    return text.partition(", with args beginning with")[0]
+
+
+class ConnectionPool:
+    """Connections to several servers that wait for their next use. Thread-safe."""
+
+    def __init__(self, login: Login, max_idle: int) -> None:
+        """`max_idle`: connections to one server that are kept while nobody uses them."""
+        self._login = login
+        self._max_idle = max_idle
+        self._idle: dict[Address, list[RedisConnection]] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    @contextmanager
+    def borrow(self, deadline: Deadline) -> Iterator[BorrowedConnections]:
+        """Connections for the length of a call. After an error they are closed: replies may be left in them."""
+        borrowed = BorrowedConnections(self, deadline)
+        try:
+            yield borrowed
+        except BaseException:
+            borrowed.close()
+            raise
+        borrowed.give_back()
+
+    def take(self, address: Address, deadline: Deadline) -> RedisConnection:
+        """A connection for the caller alone."""
+        with self._lock:
+            idle = self._idle.get(address)
+            connection = idle.pop() if idle else None
+        return connection or RedisConnection(self._login, address, deadline)
+
+    def give_back(self, address: Address, connection: RedisConnection) -> None:
+        """Keep a connection whose replies have all been read, for the next caller."""
+        with self._lock:
+            idle = self._idle.setdefault(address, [])
+            keep = len(idle) < self._max_idle and not self._closed
+            if keep:
+                idle.append(connection)
+        if not keep:
+            connection.close()
+
+    def close_idle(self) -> None:
+        """Close what waits: after a failure the others are likely to be as dead."""
+        with self._lock:
+            idle, self._idle = self._idle, {}
+        for connection in (c for connections in idle.values() for c in connections):
+            connection.close()
+
+    def close(self) -> None:
+        """Close what waits, and what comes back from now on."""
+        self._closed = True
+        self.close_idle()
+
+
+class BorrowedConnections:
+    """The connections of one call, several to a server where it wants them."""
+
+    def __init__(self, pool: ConnectionPool, deadline: Deadline) -> None:
+        """Made by `ConnectionPool.borrow`."""
+        self._pool = pool
+        self._deadline = deadline
+        self._taken: dict[tuple[Address, int], RedisConnection] = {}
+
+    def take(self, address: Address, number: int) -> RedisConnection:
+        """The call's connection of that number to a server."""
+        connection = self._taken.get((address, number))
+        if connection is None:
+            connection = self._taken[address, number] = self._pool.take(address, self._deadline)
+        return connection
+
+    def give_back(self) -> None:
+        """To the pool, all replies read."""
+        for (address, _), connection in self._taken.items():
+            self._pool.give_back(address, connection)
+
+    def close(self) -> None:
+        """Close them all."""
+        for connection in self._taken.values():
+            connection.close()

@@ -1,0 +1,411 @@
+"""Redis as a tier: standalone or Cluster, over TCP, TLS or a Unix socket, in HPS's layout (layout.py).
+
+The commands of all partitions and tables of a call are sent, over several connections where there are several servers,
+before the first reply is read, so that the servers look up while we copy (client.py).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import HotrowError, SessionClosedError, StoreError
+from inference_session.parameter_server.base import (
+    SCAN_BYTES,
+    BoundStore,
+    FetchRequest,
+    Rows,
+    check_fetch,
+    check_insert,
+)
+from inference_session.parameter_server.namespace import Namespace, StoredTable
+from inference_session.parameter_server.redis import layout
+from inference_session.parameter_server.redis.client import BYTES_PER_BATCH, RedisClient
+from inference_session.parameter_server.redis.commands import Read, Write, WriteAbsent, set_times
+from inference_session.parameter_server.redis.connection import Deadline, RedisConnection, WrongTypeError
+from inference_session.parameter_server.redis.overflow import Eviction, Overflow, num_uses
+from inference_session.parameter_server.redis.replies import compile_kernels
+from inference_session.parameter_server.store_url import DEFAULT_TIMEOUT_MS, StoreUrl
+
+DEFAULT_CONNECTIONS = 1
+"""Connections to one server that a call uses side by side. A server of one thread gains nothing by a second one, and
+the call has two sockets to wait for; calls of several threads have connections of their own anyway."""
+_MAX_CONNECTIONS = 1024
+_MAX_PARTITIONS = 1 << 16
+"""Far above what anybody has: their names are laid out in memory, and a digit too many would fill it."""
+_PROBE_FIELDS = 32
+_PROBE_INTERVAL_S = 2.0
+_MAX_MISPLACED = 0.1
+"""Of the keys by which a table's partitioning is told: others may have written to our hashes."""
+_GLOB = re.compile(r"[*?\[\]^\\-]")
+"""Characters that mean something in a pattern of Redis."""
+
+
+class RedisStore(BoundStore):
+    """The tables of one model in a Redis. Nothing is sent before it is needed: a Redis that is down can be opened."""
+
+    def __init__(
+        self,
+        url: StoreUrl,
+        namespace: Namespace,
+        embedding_dims: Mapping[str, int],
+        *,
+        timeout_ms: int = DEFAULT_TIMEOUT_MS,
+    ) -> None:
+        """See `store_url.create_store`."""
+        compile_kernels()
+        layout.compile_kernels()
+        self.url = url
+        self.namespace = namespace
+        super().__init__(embedding_dims)
+        self._has_one_connection = not url.is_cluster and url.count("connections", DEFAULT_CONNECTIONS) == 1
+        self._partitionings: dict[str, layout.Partitioning] = {}
+        self._certain: set[str] = set()
+        """Tables with one partitioning only that their rows fit."""
+        if "partitions" in url.options:
+            given = layout.Partitioning(url.count("partitions", layout.DEFAULT_PARTITIONS, _MAX_PARTITIONS))
+            self._partitionings = dict.fromkeys(embedding_dims, given)
+            self._certain = set(embedding_dims)
+        self._doubtful: set[str] = set()
+        """Tables without that in which keys were not found."""
+        self._next_probe = 0.0
+        self._overflow = Overflow.of(url)
+        self._client = RedisClient(
+            url, timeout_ms, num_connections=url.count("connections", DEFAULT_CONNECTIONS, _MAX_CONNECTIONS)
+        )
+        self._closed = False
+
+    @property
+    def supports_writes(self) -> bool:
+        """Always, though a replica may refuse them."""
+        return True
+
+    def num_rows(self, table: str) -> int:
+        """Number of rows, as Redis counts them."""
+        counts = self._replies([("HLEN", name) for name in self._names(table, layout.rows_name)])
+        return sum(map(int, counts))
+
+    def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """See EmbeddingStore."""
+        return self.fetch_many([FetchRequest(table, keys, out)])[0]
+
+    def fetch_many(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]]:
+        """See EmbeddingStore."""
+        found = [np.zeros(len(request.keys), np.bool_) for request in requests]
+        reads = [r for request, hits in zip(requests, found, strict=True) for r in self._reads(request, hits)]
+        self._client.run(reads, self._read_rows)
+        missed = {request.table for request, hits in zip(requests, found, strict=True) if not hits.all()}
+        self._doubtful |= missed - self._certain
+        return found
+
+    def scan(self, table: str) -> Iterator[Rows]:
+        """See EmbeddingStore. A row may come twice."""
+        count = max(1, SCAN_BYTES // (4 * self.embedding_dim(table)))
+        for name in self._names(table, layout.rows_name):
+            cursor = -1
+            while cursor:
+                [(cursor, fields)] = self._scan_steps(table, [(name, max(cursor, 0))], count)
+                if fields:
+                    yield self._rows_of(table, fields)
+
+    def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        """See EmbeddingStore. The mark of each row is set as well, before the row itself; then room is made."""
+        check_insert(keys, vectors, self.embedding_dim(table))
+        writes: list[Write | WriteAbsent] = []
+        tag = self.namespace.tag(table)
+        for partition, part in self._parts(table, keys):
+            rows = layout.row_fields(keys[part], vectors[part].astype("<f4", copy=False))
+            writes.append(self._mark_new(tag, partition, keys[part]))
+            writes.append(Write(b"HSET", layout.rows_name(tag, partition), rows, 2))
+        self._client.run(writes, self._read_numbers)
+        self._make_room(table, keys)
+
+    def insert_absent(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        """See EmbeddingStore. No row is ever replaced, whoever writes at the same moment."""
+        check_insert(keys, vectors, self.embedding_dim(table))
+        writes: list[Write | WriteAbsent] = []
+        tag = self.namespace.tag(table)
+        for partition, part in self._parts(table, keys):
+            name = layout.rows_name(tag, partition)
+            head = layout.command_head(b"HSETNX", name, num_fields=2)
+            rows = layout.row_fields(keys[part], vectors[part].astype("<f4", copy=False), before=head)
+            writes += [self._mark_new(tag, partition, keys[part]), WriteAbsent(name, rows)]
+        self._client.run(writes, self._read_numbers)
+        self._make_room(table, keys)
+
+    def erase(self, table: str, keys: NDArray[np.int64]) -> None:
+        """See EmbeddingStore."""
+        tag = self.namespace.tag(table)
+        writes: list[Write] = []
+        for partition, part in self._parts(table, keys):
+            fields = layout.key_fields(keys[part])
+            writes.append(Write(b"HDEL", layout.rows_name(tag, partition), fields, 1))
+            writes.append(Write(b"HDEL", layout.times_name(tag, partition), fields, 1))
+        self._client.run(writes, self._read_erased)
+
+    def clear(self, table: str) -> None:
+        """See EmbeddingStore. Redis frees the memory in its own background."""
+        names = self._names(table, layout.rows_name) + self._names(table, layout.times_name)
+        self._replies([("UNLINK", name) for name in (*names, layout.note_name(self.namespace.tag(table)))])
+
+    def touch(self, table: str, keys: NDArray[np.int64]) -> None:
+        """Set the time of these keys, or with `evict_least_used` add up their uses, one for each time they are named.
+
+        Of counts that several processes add to at the same moment some may be lost: they only rank rows.
+        """
+        tag = self.namespace.tag(table)
+        unique, counts = np.unique(keys, return_counts=True)
+        if self._overflow is None or not self._overflow.counts_uses:
+            writes = [set_times(tag, partition, unique[part]) for partition, part in self._parts(table, unique)]
+            return self._client.run(writes, self._read_numbers)
+        for partition, part in self._parts(table, unique):
+            name, fields = layout.times_name(tag, partition), [key.tobytes() for key in unique[part]]
+            [marks] = self._replies([("HMGET", name, *fields)])
+            uses = [b"%d" % (num_uses(m) + n) for m, n in zip(marks, counts[part].tolist(), strict=True)]
+            self._replies([("HSET", name, *chain.from_iterable(zip(fields, uses, strict=True)))])
+        return None
+
+    def versions(self) -> set[str]:
+        """See EmbeddingStore. Looks through the whole key space."""
+        return {version for _, _, version in self._hashes_of_versions()}
+
+    def remove_versions(self, versions: Collection[str]) -> int:
+        """See EmbeddingStore. Looks through the whole key space; Redis frees the memory in its own background."""
+        tags = set()
+        for name, tag, version in self._hashes_of_versions():
+            if version in versions:
+                tags.add(tag)
+                self._replies([("UNLINK", name)])
+        for tag in tags:
+            self._replies([("UNLINK", layout.note_name(tag))])
+        return len(tags)
+
+    def _hashes_of_versions(self) -> Iterator[tuple[bytes, str, str]]:
+        """Name, tag and version of every hash of this model's versions."""
+        self._refuse_if_closed()
+        pattern = "hps_et{" + _GLOB.sub(r"\\\g<0>", f"hps_et.{self.namespace.model}@") + "*}[vt]"
+        for name in self._client.scan(pattern):
+            parts = layout.split_name(name)
+            version = None if parts is None else self.namespace.version_of(parts[0])
+            if parts is not None and version is not None:
+                yield name, parts[0], version
+
+    def _mark_new(self, tag: str, partition: int, keys: NDArray[np.int64]) -> Write | WriteAbsent:
+        """The command that marks rows which are just being inserted: with the time, or as used once."""
+        if self._overflow is None or not self._overflow.counts_uses:
+            return set_times(tag, partition, keys)
+        name = layout.times_name(tag, partition)
+        head = layout.command_head(b"HSETNX", name, num_fields=2)
+        return WriteAbsent(name, layout.row_fields(keys, np.full((len(keys), 1), ord("1"), np.uint8), before=head))
+
+    def _make_room(self, table: str, keys: NDArray[np.int64]) -> None:
+        """Evict rows from those partitions of these keys that hold more than they may."""
+        if self._overflow is not None:
+            partitions = sorted({partition for partition, _ in self._parts(table, keys)})
+            Eviction(self._overflow, self._replies).make_room(self.namespace.tag(table), partitions)
+
+    def check(self) -> None:
+        """See EmbeddingStore. Asks every node that has rows; others may have filled it since we last heard of it."""
+        self._refuse_if_closed()
+        self._client.ping()
+        if "partitions" not in self.url.options:
+            self._certain.clear()
+            self._doubtful, self._next_probe = set(self._partitionings), 0.0
+
+    def refresh(self) -> None:
+        """See EmbeddingStore. Tells anew how tables are partitioned that had too few rows for it before."""
+        if self._doubtful and time.monotonic() >= self._next_probe:
+            self._next_probe = time.monotonic() + _PROBE_INTERVAL_S
+            doubtful, self._doubtful = self._doubtful, set()
+            for table in doubtful:
+                self._probe(table)
+
+    def incarnation(self) -> str:
+        """See EmbeddingStore. A process that was started again may come from an old snapshot, a replica that became
+        the master may not have heard of the last writes. Never changes for a user who may not ask (`INFO`).
+        """
+        self._refuse_if_closed()
+        with suppress(StoreError):
+            return self._client.run_ids()
+        return ""
+
+    def note(self, table: str) -> str | None:
+        """See EmbeddingStore."""
+        text = self._replies([("GET", layout.note_name(self.namespace.tag(table)))])[0]
+        return None if text is None else text.decode(errors="replace")
+
+    def set_note(self, table: str, text: str) -> None:
+        """See EmbeddingStore."""
+        self._replies([("SET", layout.note_name(self.namespace.tag(table)), text.encode())])
+
+    def close(self) -> None:
+        """Close all connections; calls under way may fail."""
+        self._closed = True
+        self._client.close()
+
+    def __repr__(self) -> str:
+        return f"<RedisStore {str(self.url)!r} [{self.namespace}, {len(self._embedding_dims)} tables]>"
+
+    def num_partitions(self, table: str) -> int:
+        """By how many partitions the table was written, as far as its rows tell, unless the URL says it."""
+        return self._partitioning(table).num_partitions
+
+    def _partitioning(self, table: str) -> layout.Partitioning:
+        self.embedding_dim(table)
+        return self._partitionings.get(table) or self._probe(table)
+
+    def _probe(self, table: str) -> layout.Partitioning:
+        """Tell the partitioning from rows; where they fit several, that which has been used stays if it is one."""
+        tag = self.namespace.tag(table)
+        samples = self._samples(table)
+        fitting = layout.fitting_partitionings(samples) or layout.fitting_partitionings(samples, _MAX_MISPLACED)
+        if not fitting:
+            raise StoreError(
+                f"table {tag!r} in {str(self.url)!r}: its rows fit no number of partitions up to"
+                f" {layout.MAX_PROBED_PARTITIONS}; add ?partitions=N to the URL if you know it"
+            )
+        if len(fitting) == 1:
+            self._certain.add(table)
+        used = self._partitionings.get(table)
+        partitioning = self._partitionings[table] = used if used in fitting else fitting[0]
+        return partitioning
+
+    def _samples(self, table: str) -> dict[int, list[bytes]]:
+        """Some keys of each partition that has any."""
+        tag = self.namespace.tag(table)
+        names = [layout.rows_name(tag, p) for p in range(layout.MAX_PROBED_PARTITIONS)]
+        replies = self._scan_steps(table, [(name, 0) for name in names], _PROBE_FIELDS)
+        samples = {p: list(rows) for p, (_, rows) in enumerate(replies) if rows}
+        lengths = {len(key) for keys in samples.values() for key in keys}
+        if lengths and 8 not in lengths:
+            raise StoreError(f"table {tag!r} in {str(self.url)!r} has keys of {min(lengths)} bytes, expected 8 (int64)")
+        whole = {p: [key for key in keys if len(key) == 8] for p, keys in samples.items()}
+        return {p: keys for p, keys in whole.items() if keys}
+
+    def _scan_steps(
+        self, table: str, cursors: Sequence[tuple[bytes, int]], count: int
+    ) -> list[tuple[int, dict[bytes, bytes]]]:
+        """One step of a scan of each hash: the next cursor and some fields. What is no hash has none; it is counted."""
+        replies = self._replies([("HSCAN", name, cursor, "COUNT", count) for name, cursor in cursors], lenient=True)
+        steps: list[tuple[int, dict[bytes, bytes]]] = []
+        for (name, _), reply in zip(cursors, replies, strict=True):
+            if isinstance(reply, WrongTypeError):
+                self._malformed.add(self, table, f"{name.decode(errors='replace')} is no hash")
+                steps.append((0, {}))
+            else:
+                steps.append(layout.scanned(reply))
+        return steps
+
+    def _rows_of(self, table: str, fields: Mapping[bytes, bytes]) -> Rows:
+        """The fields that are keys and rows; others are counted."""
+        row_bytes = 4 * self.embedding_dim(table)
+        good = {key: row for key, row in fields.items() if len(key) == 8 and len(row) == row_bytes}
+        for key in fields.keys() - good.keys():
+            what = f"key {int.from_bytes(key, 'little', signed=True)}" if len(key) == 8 else f"field {key[:32]!r}"
+            self._malformed.add(self, table, f"{what} has {len(fields[key])} bytes, expected {row_bytes}")
+        keys = np.frombuffer(b"".join(good), "<i8").astype(np.int64)
+        return keys, np.frombuffer(b"".join(good.values()), "<f4").reshape(len(keys), row_bytes // 4)
+
+    def _names(self, table: str, name: Callable[[str, int], bytes]) -> list[bytes]:
+        return [name(self.namespace.tag(table), p) for p in range(self.num_partitions(table))]
+
+    def _parts(self, table: str, keys: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Positions of the keys of each command, in their order, with their partition."""
+        self._refuse_if_closed()
+        order, bounds = layout.by_partition(np.ascontiguousarray(keys), self._partitioning(table))
+        step = self._keys_per_command(table)
+        for partition, (begin, end) in enumerate(pairwise(bounds)):
+            for first in range(begin, end, step):
+                yield partition, order[first : min(first + step, end)]
+
+    def _keys_per_command(self, table: str) -> int:
+        return max(1, BYTES_PER_BATCH // (4 * self.embedding_dim(table)))
+
+    def _reads(self, request: FetchRequest, found: NDArray[np.bool_]) -> Iterator[Read]:
+        table, keys, out = request
+        self._refuse_if_closed()
+        check_fetch(keys, out, self.embedding_dim(table))
+        if not len(keys):
+            return
+        tag, step = self.namespace.tag(table), self._keys_per_command(table)
+        order, commands, wire = layout.hmgets(tag, np.ascontiguousarray(keys), self._partitioning(table), max_keys=step)
+        commands_per_read = max(1, step * len(commands) // len(keys)) if self._has_one_connection else 1
+        sent = 0
+        for first in range(0, len(commands), commands_per_read):
+            part = commands[first : first + commands_per_read]
+            wire_end = int(part[-1, 3])
+            yield Read(tag, request, found, order, part, wire[sent:wire_end])
+            sent = wire_end
+
+    def _read_rows(self, connection: RedisConnection, reads: Sequence[Read], deadline: Deadline) -> None:
+        replies = [read.replies() for read in reads]
+
+        def on_malformed(reply: int, key: int | None, found_bytes: int) -> None:
+            read, command = [(read, c) for read in reads for c in range(len(read.commands))][reply]
+            self._pass_over(read, command, key, found_bytes)
+
+        connection.read_rows(replies[0] if len(replies) == 1 else np.concatenate(replies), deadline, on_malformed)
+
+    @staticmethod
+    def _read_erased(connection: RedisConnection, writes: Sequence[Write], deadline: Deadline) -> None:
+        """What is no hash has no rows that could be left."""
+        for reply in connection.read_replies(len(writes), deadline):
+            if isinstance(reply, HotrowError) and not isinstance(reply, WrongTypeError):
+                raise reply
+
+    def _pass_over(self, read: Read, command: int, key: int | None, found_bytes: int) -> None:
+        """Count what is malformed as missing: one key of a command, or all of them where there is no hash."""
+        table, keys, out = read.request
+        partition, begin, end, _ = read.commands[command].tolist()
+        if key is not None:
+            number = int(keys[read.order[begin + key]])
+            self._malformed.add_row(self, table, number, found_bytes, 4 * out.shape[1])
+            return
+        read.found[read.order[begin:end]] = False
+        name = layout.rows_name(read.tag, partition).decode(errors="replace")
+        self._malformed.add(self, table, f"{name} is no hash", end - begin)
+
+    @staticmethod
+    def _read_numbers(connection: RedisConnection, writes: Sequence[Write | WriteAbsent], deadline: Deadline) -> None:
+        connection.read_lines(sum(write.num_replies for write in writes), deadline)
+
+    def _replies(self, commands: Sequence[tuple[bytes | str | int, ...]], *, lenient: bool = False) -> list[Any]:
+        """See RedisClient.replies."""
+        self._refuse_if_closed()
+        return self._client.replies(commands, lenient=lenient)
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise SessionClosedError(f"{self!r} has been closed")
+
+
+def list_redis_tables(url: StoreUrl, *, timeout_ms: int) -> list[StoredTable]:
+    """All tables of all models in a Redis; looks through its whole key space, in small steps."""
+    client = RedisClient(url, timeout_ms)
+    counts: dict[str, int] = {}
+    widths: dict[str, int] = {}
+    try:
+        for name in client.scan("hps_et{*}v"):
+            parts = layout.split_name(name)
+            if parts is not None:
+                num_rows, widths[parts[0]] = _rows_and_bytes(client, name)
+                counts[parts[0]] = counts.get(parts[0], 0) + num_rows
+    finally:
+        client.close()
+    return [StoredTable(tag, counts[tag], widths[tag] // 4) for tag in sorted(counts)]
+
+
+def _rows_and_bytes(client: RedisClient, name: bytes) -> tuple[int, int]:
+    """How many rows a hash has, and how many bytes one of them."""
+    try:
+        scan, count = client.replies([("HSCAN", name, 0, "COUNT", 1), ("HLEN", name)])
+    except WrongTypeError as error:
+        raise StoreError(f"{name!r}, which is named as a table's rows: {error}") from None
+    return int(count), len(next(iter(layout.scanned(scan)[1].values()), b""))

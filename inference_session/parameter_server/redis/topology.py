@@ -1,0 +1,137 @@
+"""Which Redis servers have a store's rows: the one that a URL names, or the masters of a Cluster."""
+
+from __future__ import annotations
+
+import binascii
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from inference_session.errors import HotrowError, StoreError, UnavailableError
+from inference_session.parameter_server.redis.connection import Address, Deadline, RedirectedError, Reply
+from inference_session.parameter_server.store_url import StoreUrl
+
+_MIN_REFRESH_S = 0.1
+_NUM_SLOTS = 16_384
+
+Ask = Callable[[Address, tuple[str, ...], Deadline], Reply]
+"""Sends a command to a server, and gives its reply; an error is raised."""
+
+
+class Topology(ABC):
+    """Where hashes are. Thread-safe."""
+
+    @abstractmethod
+    def address(self, name: bytes, deadline: Deadline) -> Address:
+        """The server that has the hash of this name."""
+
+    @abstractmethod
+    def servers(self, deadline: Deadline) -> Sequence[Address]:
+        """All servers that have rows."""
+
+    def refresh(self, deadline: Deadline) -> None:  # noqa: B027
+        """Ask anew which server has what, where that may change."""
+
+
+class OneServer(Topology):
+    """The server that the URL names, or the socket."""
+
+    def __init__(self, url: StoreUrl) -> None:
+        self._address = url.host, url.port
+
+    def address(self, name: bytes, deadline: Deadline) -> Address:  # noqa: ARG002
+        """See Topology."""
+        return self._address
+
+    def servers(self, deadline: Deadline) -> Sequence[Address]:  # noqa: ARG002
+        """See Topology."""
+        return [self._address]
+
+
+class Cluster(Topology):
+    """The masters of a Redis Cluster, as its nodes name them."""
+
+    def __init__(self, url: StoreUrl, ask: Ask) -> None:
+        self._name = str(url)
+        self._ask = ask
+        self._nodes: list[Address] = [(url.host, url.port)]
+        """All that were ever heard of, those that answered last first."""
+        self._slots: list[Address | None] = []
+        self._addresses: dict[bytes, Address] = {}
+        self._refreshed = -_MIN_REFRESH_S
+        self._lock = threading.Lock()
+
+    def address(self, name: bytes, deadline: Deadline) -> Address:
+        """See Topology. A RedirectedError where no node had the slot when we last asked."""
+        address = self._addresses.get(name)
+        if address is None:
+            if not self._slots:
+                self.refresh(deadline)
+            address = self._slots[slot_of(name)]
+            if address is None:
+                raise RedirectedError(f"no node of {self._name!r} has the slot of {name!r}")
+            self._addresses[name] = address
+        return address
+
+    def servers(self, deadline: Deadline) -> Sequence[Address]:
+        """See Topology."""
+        if not self._slots:
+            self.refresh(deadline)
+        return sorted(set(filter(None, self._slots)))
+
+    def refresh(self, deadline: Deadline) -> None:
+        """Ask the nodes who has which slots; at most ten times a second, however many threads ask."""
+        with self._lock:
+            if time.monotonic() - self._refreshed >= _MIN_REFRESH_S or not self._slots:
+                ranges, node = ask_one_of(self._nodes, ("CLUSTER", "SLOTS"), self._ask, deadline)
+                self._take(_slot_ranges(ranges, node), node)
+                self._refreshed = time.monotonic()
+            self._addresses = {}
+
+    def _take(self, ranges: Sequence[tuple[int, int, list[Address]]], node: Address) -> None:
+        slots: list[Address | None] = [None] * _NUM_SLOTS
+        for first, last, addresses in ranges:
+            slots[first : last + 1] = [addresses[0]] * (last + 1 - first)
+        self._slots = slots
+        heard_of = [address for _, _, addresses in ranges for address in addresses]
+        self._nodes = list(dict.fromkeys([node, *heard_of, *self._nodes]))
+
+
+def ask_one_of(
+    addresses: Iterable[Address], command: tuple[str, ...], ask: Ask, deadline: Deadline
+) -> tuple[Any, Address]:
+    """The answer of the first server that gives one, and which it was. Each has half of the time that is left, so that
+    some may hang.
+    """
+    failure: HotrowError = UnavailableError("no server was asked: there was no time left")
+    for number, address in enumerate(addresses):
+        share = Deadline(max(1, (deadline.end_ns - time.monotonic_ns()) // 2_000_000))
+        try:
+            return ask(address, command, share), address
+        except (UnavailableError, StoreError) as error:
+            failure = failure if number else error
+    raise failure
+
+
+def slot_of(name: bytes) -> int:
+    """The slot of a Cluster that a name belongs to: of what stands in its first braces, if there is anything."""
+    _, opened, rest = name.partition(b"{")
+    tag, closed, _ = rest.partition(b"}")
+    return binascii.crc_hqx(tag if opened and closed and tag else name, 0) % _NUM_SLOTS
+
+
+def _slot_ranges(reply: Any, asked: Address) -> list[tuple[int, int, list[Address]]]:
+    """First and last slot, and who has them, the master first. Of a node that does not say its host, that asked."""
+    try:
+        return [
+            (int(first), int(last), [_address(node, asked) for node in nodes]) for first, last, *nodes in reply if nodes
+        ]
+    except (TypeError, ValueError) as error:
+        raise UnavailableError(f"Redis at {asked[0]}:{asked[1]} says nothing sensible of its slots") from error
+
+
+def _address(node: Any, asked: Address) -> Address:
+    host = (node[0] or b"").decode(errors="replace")
+    return (host if host not in ("", "?") else asked[0]), int(node[1])

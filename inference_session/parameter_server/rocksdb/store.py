@@ -1,0 +1,429 @@
+"""RocksDB as a tier: a column family per table (its tag), key 8 bytes little endian → row float32, as HPS lays them.
+
+A database has one writer at a time. Any number of readers, in this process or others, follow it as RocksDB's
+*secondaries*: they see what was there when they opened or last refreshed. Nothing a writer has inserted is lost when
+its process dies; what the note of a table vouches for survives the machine as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import shutil
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import SessionClosedError, StoreError, UnavailableError
+from inference_session.parameter_server.base import SCAN_BYTES, BoundStore, Rows, check_fetch, check_insert
+from inference_session.parameter_server.namespace import Namespace, StoredTable
+from inference_session.parameter_server.rocksdb.database import (
+    CURRENT_FILE,
+    family_options,
+    list_families,
+    open_reader,
+    open_writer,
+    refuse_absent,
+    state_of_files,
+    stored_families,
+    translated,
+    write_batch,
+)
+from inference_session.platform.pacing import Rests
+
+_KEYS_PER_MULTIGET = 2048
+"""More of them are sorted first, for then neighbours in the files are often asked for together; and few enough that
+their rows are still in the processor's cache when they are copied."""
+_BYTES_PER_BATCH = 8 << 20
+"""Of rows that are sorted together."""
+_BYTES_PER_WRITE = 64 << 10
+"""While RocksDB writes, no other thread of this process runs Python; they may between two writes."""
+_NO_SPACE = "No space left on device"
+
+_log = logging.getLogger(__name__)
+
+
+class RocksDbStore(BoundStore):
+    """The tables of one model in a RocksDB."""
+
+    def __init__(
+        self,
+        path: Path,
+        namespace: Namespace,
+        embedding_dims: Mapping[str, int],
+        *,
+        writable: bool | Literal["later"] = False,
+    ) -> None:
+        """See `store_url.create_store`. A writer from the beginning makes the database if there is none; for a reader,
+        one that is damaged is an UnavailableError of every call until it is mended.
+        """
+        self.path = path
+        self.namespace = namespace
+        self._is_writer = writable is True
+        self._may_write = writable is not False
+        super().__init__(embedding_dims)
+        self._lock = threading.Lock()
+        self._rests = Rests()
+        self._families: dict[str, Any] = {}
+        self._seen: object = None
+        """The state of the files when a reader last caught up."""
+        self._present: set[str] = set()
+        """Tags of the column families that the open database knows; a reader's may not know all there are."""
+        self._closed = False
+        self._db: Any = None
+        self._secondary_path: Path | None = None
+        if self._is_writer:
+            self._db = self._open_database(as_writer=True)
+        else:
+            refuse_absent(path)
+            self._secondary_path = Path(tempfile.mkdtemp(prefix="hotrow-rocksdb-"))
+            with suppress(UnavailableError):
+                self._database()
+
+    @property
+    def supports_writes(self) -> bool:
+        """Whether this is the database's writer, or may become it."""
+        return self._may_write
+
+    @property
+    def lags(self) -> bool:
+        """A reader does."""
+        return not self._is_writer
+
+    def num_rows(self, table: str) -> int:
+        """Number of rows; reads all keys, for RocksDB itself does not know."""
+        family = self._family(table)
+        with translated(self.path):
+            return 0 if family is None else _count(family)
+
+    def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """See EmbeddingStore."""
+        family = self._family(table)
+        check_fetch(keys, out, self.embedding_dim(table))
+        if family is None:
+            return np.zeros(len(keys), np.bool_)
+        if len(keys) <= _KEYS_PER_MULTIGET:
+            return self._fetch(table, family, keys, out)
+        order, found = _order_in_files(keys), np.empty(len(keys), np.bool_)
+        for begin in range(0, len(keys), _KEYS_PER_MULTIGET):
+            part = order[begin : begin + _KEYS_PER_MULTIGET]
+            vectors = np.empty((len(part), out.shape[1]), np.float32)
+            hits = found[part] = self._fetch(table, family, keys[part], vectors)
+            out[part[hits]] = vectors[hits]
+        return found
+
+    def scan(self, table: str) -> Iterator[Rows]:
+        """See EmbeddingStore. As of the moment when the first batch is asked for."""
+        family = self._family(table)
+        if family is None:
+            return
+        row_bytes = 4 * self.embedding_dim(table)
+        items = family.items()
+        while True:
+            with translated(self.path):
+                batch = list(itertools.islice(items, max(1, SCAN_BYTES // row_bytes)))
+            if not batch:
+                return
+            yield self._rows_of(table, batch)
+
+    def _rows_of(self, table: str, items: Sequence[tuple[bytes, bytes]]) -> Rows:
+        """Those that are keys and rows; other keys are counted here, other rows where they are placed."""
+        good = [(key, row) for key, row in items if len(key) == 8]
+        if len(good) < len(items):
+            num_other = len(items) - len(good)
+            self._malformed.add(self, table, f"{num_other} keys have not the 8 bytes of an int64", num_other)
+        keys = np.frombuffer(b"".join(key for key, _ in good), "<i8").astype(np.int64)
+        vectors = np.empty((len(keys), self.embedding_dim(table)), np.float32)
+        found = self._place(table, keys, [row for _, row in good], vectors)
+        return keys[found], vectors[found]
+
+    def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        """See EmbeddingStore."""
+        check_insert(keys, vectors, self.embedding_dim(table))
+        self._become_writer()
+        if self._family(table) is None:
+            self._create_family(table)
+        step = max(1, _BYTES_PER_BATCH // (4 * vectors.shape[1]))
+        for begin in range(0, len(keys), step):
+            self._insert(table, keys[begin : begin + step], vectors[begin : begin + step])
+
+    def erase(self, table: str, keys: NDArray[np.int64]) -> None:
+        """See EmbeddingStore."""
+        self.embedding_dim(table)
+        self._become_writer()
+        if self._family(table) is None:
+            return
+        self._write(table, lambda batch: [batch.delete(key) for key in _as_bytes(keys)])
+
+    def clear(self, table: str) -> None:
+        """See EmbeddingStore. Drops the column family; readers keep what they see until they refresh."""
+        self.embedding_dim(table)
+        self._become_writer()
+        family = self._family(table)
+        with translated(self.path), self._lock:
+            self._db.delete(_note_name(self.namespace.tag(table)))
+            if family is not None:
+                self._db.drop_column_family(self.namespace.tag(table))
+                self._forget({self.namespace.tag(table)})
+
+    def versions(self) -> set[str]:
+        """See EmbeddingStore."""
+        self._refuse_if_closed()
+        with translated(self.path):
+            return set(filter(None, map(self.namespace.version_of, list_families(self.path))))
+
+    def remove_versions(self, versions: Collection[str]) -> int:
+        """See EmbeddingStore."""
+        self._become_writer()
+        with translated(self.path), self._lock:
+            tags = {tag for tag in list_families(self.path) if self.namespace.version_of(tag) in versions}
+            for tag in tags:
+                self._db.drop_column_family(tag)
+                self._db.delete(_note_name(tag))
+            self._forget(tags)
+        return len(tags)
+
+    def check(self) -> None:
+        """See EmbeddingStore."""
+        self._database()
+        if not (self.path / CURRENT_FILE).exists():
+            raise UnavailableError(f"the RocksDB at {str(self.path)!r} is gone")
+
+    def refresh(self) -> None:
+        """See EmbeddingStore. Tables that were made since are found as well."""
+        self._database()
+        if self._is_writer:
+            return
+        with translated(self.path), self._lock:
+            state = state_of_files(self.path)
+            if state == self._seen:
+                return
+            ours = {self.namespace.tag(table) for table in self._embedding_dims}
+            if ours & set(stored_families(self.path)) != ours & self._present:
+                self._families = {}
+                self._db = self._open_database(as_writer=False)
+            self._db.try_catch_up_with_primary()
+            self._seen = state
+
+    def sync(self) -> None:
+        """See EmbeddingStore."""
+        if self._is_writer:
+            with translated(self.path):
+                self._db.flush_wal(sync=True)
+
+    def note(self, table: str) -> str | None:
+        """See EmbeddingStore."""
+        self.embedding_dim(table)
+        database = self._database()
+        with translated(self.path):
+            text = database.get(_note_name(self.namespace.tag(table)))
+        return None if text is None else text.decode()
+
+    def set_note(self, table: str, text: str) -> None:
+        """See EmbeddingStore. Waits until the disk has all that was inserted before."""
+        self.embedding_dim(table)
+        self._become_writer()
+        with translated(self.path):
+            self._db.put(_note_name(self.namespace.tag(table)), text.encode())
+        self.sync()
+
+    def close(self) -> None:
+        """Close the database. A writer leaves no log that readers would have to go through."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for family in self._families.values():
+                if family is not None:
+                    self._close_handle(family, flush=self._is_writer)
+            if self._db is not None:
+                self._close_handle(self._db)
+            self._families, self._db = {}, None  # what could not be closed is let go
+        if self._secondary_path is not None:
+            shutil.rmtree(self._secondary_path, ignore_errors=True)
+
+    def __repr__(self) -> str:
+        role = "writer" if self._is_writer else "reader"
+        return f"<RocksDbStore {str(self.path)!r} [{self.namespace}, {len(self._embedding_dims)} tables, {role}]>"
+
+    def _database(self) -> Any:
+        """The database, opened if it could not be before."""
+        self._refuse_if_closed()
+        if self._db is None:
+            with self._lock:
+                if self._db is None:
+                    try:
+                        self._db = self._open_database(as_writer=False)
+                    except StoreError as error:
+                        raise UnavailableError(f"{error} (restore it, or push into another folder)") from error
+        return self._db
+
+    def _open_database(self, *, as_writer: bool) -> Any:
+        with translated(self.path):
+            present = set(list_families(self.path))
+            if as_writer or self._secondary_path is None:
+                database = open_writer(self.path)
+            else:
+                database = open_reader(self.path, self._secondary_path)
+            self._present = present
+            return database
+
+    def _become_writer(self) -> None:
+        """Take the database's one place for a writer, if it is to be had and not ours already."""
+        self._refuse_if_closed()
+        if not self._may_write:
+            raise StoreError(f"{self!r} takes no writes: it was not opened as the database's writer")
+        with translated(self.path), self._lock:
+            if not self._is_writer:
+                self._db = self._open_database(as_writer=True)
+                self._families = {}  # calls under way keep the reader's for as long as they last
+                self._is_writer = True
+
+    def _family(self, table: str) -> Any:
+        """The table's column family, None if it has none (yet)."""
+        self.embedding_dim(table)
+        self._database()
+        if self._families.get(table) is None:
+            tag = self.namespace.tag(table)
+            with translated(self.path), self._lock:
+                self._families[table] = self._db.get_column_family(tag) if tag in self._present else None
+        return self._families[table]
+
+    def _create_family(self, table: str) -> None:
+        with translated(self.path), self._lock:
+            if self._families.get(table) is None:
+                self._families[table] = self._db.create_column_family(self.namespace.tag(table), family_options())
+
+    def _forget(self, tags: Collection[str]) -> None:
+        """Column families that were dropped. Must be called while holding the lock."""
+        self._present -= set(tags)
+        self._families = {t: f for t, f in self._families.items() if self.namespace.tag(t) not in tags}
+
+    def _insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        """Insert rows in the order in which RocksDB keeps them in memory, which is twice as fast as any other."""
+        if not _is_in_order(keys):
+            order = _order_in_files(keys)
+            keys, vectors = keys[order], vectors[order]
+        rows = _as_bytes(keys), _as_bytes(vectors.astype("<f4", copy=False))
+        step = max(1, _BYTES_PER_WRITE // (4 * vectors.shape[1]))
+        for begin in range(0, len(keys), step):
+            part = [column[begin : begin + step] for column in rows]
+            self._write(table, lambda batch, part=part: deque(map(batch.put, *part), 0))  # type: ignore[misc]
+            if self._secondary_path is not None:  # a writer from the beginning, such as a push, is no server
+                self._rests.rest()
+
+    def _write(self, table: str, fill: Callable[[Any], object]) -> None:
+        """Write a batch, which `fill` fills, to the table at once: all of it or nothing."""
+        batch = write_batch()
+        try:
+            with translated(self.path):
+                batch.set_default_column_family(self._db.get_column_family_handle(self.namespace.tag(table)))
+                fill(batch)
+                self._db.write(batch)
+        except UnavailableError as error:
+            if _NO_SPACE not in str(error):
+                self._step_down()
+            raise
+
+    def _step_down(self) -> None:
+        """Become a reader again after a write that failed. RocksDB takes no more writes until it is opened anew, which
+        the next one does; only where there was no space does it go on by itself.
+        """
+        with suppress(UnavailableError), translated(self.path), self._lock:
+            if self._is_writer and self._secondary_path is not None:
+                self._db = self._open_database(as_writer=False)
+                self._families, self._seen, self._is_writer = {}, None, False
+
+    def _close_handle(self, handle: Any, *, flush: bool = False) -> None:
+        """Close the database or a table. Rows that the disk does not take now stay in the log, and are not lost."""
+        try:
+            with translated(self.path):
+                if flush:
+                    handle.flush()
+                handle.close()
+        except UnavailableError as error:
+            _log.warning("rows stay in the log until the database is opened again: %s", error)
+
+    def _fetch(self, table: str, family: Any, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
+        with translated(self.path):
+            rows = family.get(_as_bytes(keys))
+        return self._place(table, keys, rows, out)
+
+    def _place(
+        self, table: str, keys: NDArray[np.int64], rows: list[bytes | None], out: NDArray[np.float32]
+    ) -> NDArray[np.bool_]:
+        """Write the rows that are there to their places in `out`; returns which they are. Counts malformed ones."""
+        expected = 4 * out.shape[1]
+        good = [row is not None and len(row) == expected for row in rows]
+        vectors = np.frombuffer(b"".join(itertools.compress(rows, good)), "<f4").reshape(-1, out.shape[1])  # type: ignore[arg-type]
+        if len(vectors) == len(rows):
+            out[:] = vectors
+            return np.ones(len(rows), np.bool_)
+        found = np.array(good, np.bool_)
+        out[found] = vectors
+        for key, row in itertools.compress(zip(keys, rows, strict=True), ~found):
+            if row is not None:
+                self._malformed.add_row(self, table, int(key), len(row), expected)
+        return found
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise SessionClosedError(f"{self!r} has been closed")
+
+
+def list_rocksdb_tables(path: Path) -> list[StoredTable]:
+    """All tables of all models in a RocksDB. Counts their rows one by one."""
+    with tempfile.TemporaryDirectory(prefix="hotrow-rocksdb-") as folder, translated(path):
+        db = open_reader(path, Path(folder))
+        tags = sorted(set(stored_families(path)) - {"default"})
+        tables = []
+        for tag in tags:
+            family = db.get_column_family(tag)
+            row_bytes = next((len(row) for row in family.values()), None)
+            tables.append(StoredTable(tag, _count(family), None if row_bytes is None else row_bytes // 4))
+            family.close()
+        db.close()
+    return tables
+
+
+def _order_in_files(keys: NDArray[np.int64]) -> NDArray[np.intp]:
+    """By the bytes of the keys, the first one first; equal ones stay as they are."""
+    return np.argsort(_by_first_byte(keys), kind="stable")
+
+
+def _is_in_order(keys: NDArray[np.int64]) -> bool:
+    """Whether they are as `_order_in_files` would have them, as those of an update stream are."""
+    numbers = _by_first_byte(keys)
+    return bool((numbers[:-1] <= numbers[1:]).all())
+
+
+def _by_first_byte(keys: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Numbers that order keys as their bytes do."""
+    numbers: NDArray[np.uint64] = keys.byteswap().view(np.uint64)
+    return numbers
+
+
+def _as_bytes(rows: NDArray[np.generic]) -> list[bytes]:
+    """The bytes of each row."""
+    rows = np.ascontiguousarray(rows)
+    num_elements = math.prod(rows.shape[1:])
+    whole = f"V{rows.itemsize * num_elements}"
+    as_list: list[bytes] = rows.reshape(len(rows), num_elements).view(whole).reshape(-1).tolist()
+    return as_list
+
+
+def _note_name(tag: str) -> bytes:
+    return b"hotrow_push/" + tag.encode()
+
+
+def _count(family: Any) -> int:
+    keys: Iterator[bytes] = family.keys()
+    return sum(1 for _ in keys)

@@ -1,0 +1,201 @@
+"""Requests: checked one by one, joined into one batch, split again.
+
+A *layout* says how a request carries its samples; tensor_layout.py has the plain one, requests/hugectr_layout.py
+those of HugeCTR and HPS.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import HotrowError, InvalidRequestError
+from inference_session.requests.outputs import Answer, Outputs
+
+
+class Request(NamedTuple):
+    """What a client sent: arrays by input name, and the outputs it wants (None: all of them)."""
+
+    inputs: Mapping[str, NDArray[Any]]
+    outputs: Sequence[str] | None = None
+
+
+class Ragged(NamedTuple):
+    """Bags of different lengths: bag i is `values[begins[i]:ends[i]]`; `shape` is the shape of the bags."""
+
+    values: NDArray[Any]
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    shape: tuple[int, ...]
+    num_keys: int
+    """In all bags together."""
+
+
+Part: TypeAlias = "NDArray[Any] | Ragged"
+
+
+class CheckedRequest(NamedTuple):
+    """A request known to be well-formed."""
+
+    inputs: Mapping[str, Part]
+    outputs: Sequence[str]
+    num_samples: int
+    shapes: Hashable
+    """Requests with equal shapes may be joined."""
+
+
+class JoinedBatch:
+    """The arrays of several requests, as those of one.
+
+    What the networks read is joined when they ask for it. Keys of look-ups stay in parts, one per request, because
+    the look-up gathers the keys of all tables at once.
+    """
+
+    def __init__(self, parts: dict[str, list[Part]], num_samples: int, shapes: Hashable = ()) -> None:
+        self.num_samples = num_samples
+        self.shapes = shapes
+        """What the requests have in common (CheckedRequest.shapes)."""
+        self._parts = parts
+
+    @classmethod
+    def of(cls, requests: Sequence[CheckedRequest]) -> JoinedBatch:
+        """The inputs of these requests as they are."""
+        names = requests[0].inputs
+        parts = {name: [request.inputs[name] for request in requests] for name in names}
+        return cls(parts, sum([request.num_samples for request in requests]), requests[0].shapes)
+
+    def parts(self, name: str) -> list[Part]:
+        """What the requests sent under that name."""
+        return self._parts[name]
+
+    def array(self, name: str) -> NDArray[Any]:
+        """The same as one array; that of a single request is not copied."""
+        parts = self._parts[name]
+        if len(parts) > 1:
+            parts[:] = [np.concatenate(parts)]  # type: ignore[arg-type]  # only bags of keys are ragged
+        return parts[0]  # type: ignore[return-value]
+
+    def add(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Arrays computed for the whole batch."""
+        for name, array in arrays.items():
+            self._parts[name] = [array]
+
+    def replace(self, name: str, parts: list[Part]) -> None:
+        """Another form of what the requests sent under that name."""
+        self._parts[name] = parts
+
+
+class Staged(NamedTuple):
+    """Memory that holds what a batch has under these names, behind each other; no names: something made of it."""
+
+    names: tuple[str, ...]
+    array: NDArray[Any]
+
+    def fill(self, batch: JoinedBatch) -> None:
+        """Write another batch of the same shapes over it."""
+        parts: list[Any] = [part for name in self.names for part in batch.parts(name)]
+        if not self.array.flags.c_contiguous:  # a matrix that lies there column by column
+            np.concatenate(parts, out=self.array)
+        elif len(parts) == 1:
+            self.array.reshape(-1)[:] = parts[0].reshape(-1)
+        else:
+            np.concatenate(parts, axis=None, out=self.array.reshape(-1), casting="same_kind")
+
+
+class RequestLayout(ABC):
+    """How requests of one model carry their samples.
+
+    Args:
+        outputs: what clients may ask for.
+        max_elements: elements of one input of a request, at most.
+    """
+
+    def __init__(self, outputs: Outputs, *, max_elements: int) -> None:
+        self._outputs = outputs
+        self._max_elements = max_elements
+
+    @abstractmethod
+    def check(self, request: Request) -> CheckedRequest:
+        """Raises InvalidRequestError that names the input, what was found and what is expected."""
+
+    @abstractmethod
+    def made_up(self, num_samples: int) -> Request:
+        """A request of zeros, of so many samples where it may have any number, to warm up with."""
+
+    def join(self, requests: Sequence[CheckedRequest]) -> JoinedBatch:
+        """Several requests of equal `shapes` as one batch."""
+        return JoinedBatch.of(requests)
+
+    def wanted(self, requests: Sequence[CheckedRequest]) -> list[str]:
+        """What the network has to compute for a batch."""
+        return self._outputs.of_network([request.outputs for request in requests])
+
+    def split(self, computed: Answer, requests: Sequence[CheckedRequest]) -> list[Answer]:
+        """What each request of a batch asked for, out of what the network computed for all of them."""
+        wanted = [request.outputs for request in requests]
+        return self._outputs.split(computed, wanted, [request.num_samples for request in requests])
+
+    def _check_size(self, name: str, array: NDArray[Any]) -> None:
+        if array.size > self._max_elements:
+            raise InvalidRequestError(
+                f"input {name!r} has {array.size} elements, above the limit of {self._max_elements} "
+                "(max_keys_per_request)"
+            )
+
+
+def answer_jointly(
+    requests: Sequence[Request],
+    layout: RequestLayout,
+    compute: Callable[[Sequence[CheckedRequest]], list[Answer]],
+    *,
+    may_join: bool,
+) -> list[Answer | HotrowError]:
+    """Answer each request, as many at once as their shapes allow.
+
+    An answer that cannot be given is an error in its place. A malformed request never reaches the others, and if a
+    batch fails, its requests are computed one by one, so that only the one to blame gets the error.
+    """
+    if len(requests) == 1:
+        return [_answer_alone(requests[0], layout, compute)]
+    answers: list[Answer | HotrowError] = []
+    groups: dict[Hashable, list[int]] = {}
+    checked: dict[int, CheckedRequest] = {}
+    for i, request in enumerate(requests):
+        try:
+            checked[i] = layout.check(request)
+        except InvalidRequestError as error:
+            answers.append(error)
+            continue
+        answers.append(_UNANSWERED)
+        groups.setdefault(checked[i].shapes if may_join else i, []).append(i)
+    for members in groups.values():
+        for i, answer in zip(members, _compute_jointly([checked[i] for i in members], compute), strict=True):
+            answers[i] = answer
+    return answers
+
+
+def _answer_alone(
+    request: Request, layout: RequestLayout, compute: Callable[[Sequence[CheckedRequest]], list[Answer]]
+) -> Answer | HotrowError:
+    try:
+        return compute([layout.check(request)])[0]
+    except HotrowError as error:
+        return error
+
+
+_UNANSWERED = HotrowError("the request has not been answered")
+
+
+def _compute_jointly(
+    requests: list[CheckedRequest], compute: Callable[[Sequence[CheckedRequest]], list[Answer]]
+) -> Sequence[Answer | HotrowError]:
+    try:
+        return compute(requests)
+    except HotrowError as error:
+        if len(requests) == 1:
+            return [error]
+        return [_compute_jointly([request], compute)[0] for request in requests]

@@ -1,0 +1,193 @@
+"""How a HugeCTR or HPS request carries its keys, checked before anything is read by it.
+
+hugectr backend                                               hps backend
+    DES        float32  [samples * dense_dim], by sample          KEYS     int64  all keys of table 0, then table 1 …
+    CATCOLUMN  keys by sample; in a sample, by table              NUMKEYS  int32  [tables] how many
+    ROWINDEX   int32, per table a block of offsets from 0,
+               samples * slots + 1 of them, by sample and slot
+
+As clients send them, tensors are [1, n]; [n] is taken as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from inference_session.errors import InvalidRequestError
+from inference_session.kernels.cpu.bags import place_bags
+
+DENSE = "DES"
+KEYS = "CATCOLUMN"
+OFFSETS = "ROWINDEX"
+HPS_KEYS = "KEYS"
+HPS_COUNTS = "NUMKEYS"
+
+_FLOAT32 = np.dtype(np.float32)
+_INT32 = np.dtype(np.int32)
+_KEY_TYPES: dict[str, np.dtype[Any]] = {"int64": np.dtype(np.int64), "uint32": np.dtype(np.uint32)}
+
+Inputs = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class RequestFormat:
+    """What a model says about its requests."""
+
+    dense_dim: int
+    """Dense features per sample."""
+    slots: tuple[int, ...]
+    """Slots per table: bags of keys in one sample."""
+    key_type: Literal["int64", "uint32"] = "int64"
+    max_samples: int | None = None
+    """Samples of one request; None: no limit."""
+
+
+class Bags(NamedTuple):
+    """Bag i of a table is `keys[begins[i]:ends[i]]`; int64 [samples * slots], by sample, then slot."""
+
+    begins: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    num_keys: int
+    """In all of them."""
+
+
+class DecodedRequest(NamedTuple):
+    """One request of the hugectr backend."""
+
+    num_samples: int
+    dense: npt.NDArray[np.float32]
+    """[samples, dense_dim]"""
+    keys: npt.NDArray[np.int64]
+    """All keys as they came; uint32 keys as their value."""
+    bags: tuple[Bags, ...]
+    """Per table."""
+
+
+class DecodedKeys(NamedTuple):
+    """One request of the hps backend: the keys of table t are `keys[offsets[t]:offsets[t + 1]]`."""
+
+    keys: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int64]
+
+
+def decode_request(inputs: Inputs, form: RequestFormat) -> DecodedRequest:
+    """Decode DES, CATCOLUMN and ROWINDEX; InvalidRequestError names the input, what was found and what is expected.
+
+    The number of samples follows from ROWINDEX (the rule of HugeCTR 3.4.1), so that bags may be of any size.
+    """
+    _check_names(inputs, (DENSE, KEYS, OFFSETS))
+    dense = _flat(inputs, DENSE, _FLOAT32)
+    keys = _flat(inputs, KEYS, _KEY_TYPES[form.key_type])
+    # A copy: in memory shared with a client they could change between the check and the use.
+    offsets = _flat(inputs, OFFSETS, _INT32).copy()
+    num_samples = _num_samples(offsets.size, form)
+    if dense.size != num_samples * form.dense_dim:
+        raise InvalidRequestError(
+            f"input {DENSE!r}: {dense.size} values, expected {num_samples * form.dense_dim} "
+            f"({num_samples} samples, by {OFFSETS!r}, of {form.dense_dim} dense features)"
+        )
+    bags = _bags(offsets, keys.size, form.slots, num_samples)
+    return DecodedRequest(
+        num_samples, dense.reshape(num_samples, form.dense_dim), keys.astype(np.int64, copy=False), bags
+    )
+
+
+def decode_keys(inputs: Inputs, num_tables: int) -> DecodedKeys:
+    """Decode KEYS and NUMKEYS; InvalidRequestError names the input, what was found and what is expected."""
+    _check_names(inputs, (HPS_KEYS, HPS_COUNTS))
+    keys = _flat(inputs, HPS_KEYS, _KEY_TYPES["int64"])
+    counts = _flat(inputs, HPS_COUNTS, _INT32).astype(np.int64)
+    if counts.size != num_tables:
+        raise InvalidRequestError(f"input {HPS_COUNTS!r}: {counts.size} counts, expected {num_tables}, one per table")
+    if counts.min(initial=0) < 0:
+        table = int(counts.argmin())
+        raise InvalidRequestError(f"input {HPS_COUNTS!r}: the count of table {table} is {counts[table]}, below 0")
+    offsets = np.zeros(num_tables + 1, np.int64)
+    counts.cumsum(out=offsets[1:])
+    if offsets[-1] != keys.size:
+        raise InvalidRequestError(
+            f"input {HPS_KEYS!r}: {keys.size} keys, expected {offsets[-1]}, the sum of {HPS_COUNTS!r}"
+        )
+    return DecodedKeys(keys, offsets)
+
+
+def _check_names(inputs: Inputs, names: Sequence[str]) -> None:
+    for name in names:
+        if name not in inputs:
+            raise InvalidRequestError(f"input {name!r} is missing; a request holds {', '.join(map(repr, names))}")
+    for name in inputs:
+        if name not in names:
+            raise InvalidRequestError(f"input {name!r} is unknown; a request holds {', '.join(map(repr, names))}")
+
+
+def _flat(inputs: Inputs, name: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """The input as [n]."""
+    array = inputs[name]
+    if array.dtype != dtype:
+        raise InvalidRequestError(f"input {name!r}: data type {array.dtype}, expected {dtype}")
+    if array.ndim == 0 or array.ndim > 2 or (array.ndim == 2 and array.shape[0] != 1):
+        raise InvalidRequestError(f"input {name!r}: shape {list(array.shape)}, expected [1, n]")
+    return np.ascontiguousarray(array).reshape(-1)
+
+
+def _num_samples(num_offsets: int, form: RequestFormat) -> int:
+    num_tables, slots = len(form.slots), sum(form.slots)
+    num_samples, rest = divmod(num_offsets - num_tables, slots)
+    if num_samples < 0 or rest:
+        raise InvalidRequestError(
+            f"input {OFFSETS!r}: {num_offsets} offsets, expected samples * {slots} + {num_tables} "
+            f"({num_tables} tables with {', '.join(map(str, form.slots))} slots)"
+        )
+    if form.max_samples is not None and num_samples > form.max_samples:
+        raise InvalidRequestError(
+            f"input {OFFSETS!r}: {num_samples} samples, more than the model's max_batch_size {form.max_samples}"
+        )
+    return num_samples
+
+
+def _bags(offsets: npt.NDArray[np.int32], num_keys: int, slots: tuple[int, ...], num_samples: int) -> tuple[Bags, ...]:
+    """Positions in CATCOLUMN, once the offsets are known to begin with 0, never to fall, and to cover all keys."""
+    begins = np.empty(num_samples * sum(slots), np.int64)
+    ends = np.empty_like(begins)
+    if not place_bags(offsets, _as_array(slots), num_samples, num_keys, begins, ends):
+        _explain_offsets(offsets.astype(np.int64), num_keys, slots, num_samples)
+    bags = []
+    first = 0
+    for table, width in enumerate(slots):
+        last = first + num_samples * width
+        # A block of offsets holds one more than the table has bags.
+        bags.append(Bags(begins[first:last], ends[first:last], int(offsets[last + table])))
+        first = last
+    return tuple(bags)
+
+
+@lru_cache(maxsize=32)
+def _as_array(slots: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    return np.array(slots, np.int64)
+
+
+def _explain_offsets(
+    offsets: npt.NDArray[np.int64], num_keys: int, slots: tuple[int, ...], num_samples: int
+) -> NoReturn:
+    begin = total = 0
+    for table, width in enumerate(slots):
+        block = offsets[begin : begin + num_samples * width + 1]
+        if block[0] != 0:
+            raise InvalidRequestError(f"input {OFFSETS!r}: the offsets of table {table} begin with {block[0]}, not 0")
+        falls = np.flatnonzero(block[1:] < block[:-1])
+        if falls.size:
+            at = int(falls[0]) + 1
+            raise InvalidRequestError(
+                f"input {OFFSETS!r}: offset {at} of table {table} is {block[at]}, less than {block[at - 1]} before it"
+            )
+        begin += block.size
+        total += int(block[-1])
+    raise InvalidRequestError(
+        f"input {KEYS!r}: {num_keys} keys, expected {total}, the sum of each table's last offset in {OFFSETS!r}"
+    )

@@ -1,0 +1,94 @@
+"""HugeCTR's and HPS's requests as a session sees them: decoded one by one, joined like any others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from inference_session.errors import ModelFormatError
+from inference_session.model_spec import ModelSpec
+from inference_session.requests.batch import CheckedRequest, Part, Ragged, Request, RequestLayout
+from inference_session.requests.hugectr_csr import (
+    DENSE,
+    HPS_COUNTS,
+    HPS_KEYS,
+    KEYS,
+    OFFSETS,
+    RequestFormat,
+    decode_keys,
+    decode_request,
+)
+from inference_session.requests.outputs import Answer, Outputs
+
+
+class HugectrLayout(RequestLayout):
+    """DES, CATCOLUMN and ROWINDEX: dense features, and per table one ragged bag for each slot of each sample."""
+
+    def __init__(self, spec: ModelSpec, outputs: Outputs, *, max_elements: int) -> None:
+        super().__init__(outputs, max_elements=max_elements)
+        options = dict(spec.layout_options)
+        try:
+            self._dense_input = str(options.pop("dense_input"))
+            self._format = RequestFormat(**{**options, "slots": tuple(options["slots"])})
+        except (KeyError, TypeError) as error:
+            raise ModelFormatError(f"layout_options {dict(spec.layout_options)!r} do not describe 'hugectr'") from error
+        self._parts = [(f"{KEYS}/{table}", slots) for table, slots in enumerate(self._format.slots)]
+
+    def check(self, request: Request) -> CheckedRequest:
+        for name, array in request.inputs.items():
+            self._check_size(name, array)
+        decoded = decode_request(request.inputs, self._format)
+        parts: dict[str, Part] = {self._dense_input: decoded.dense}
+        for (name, slots), bags in zip(self._parts, decoded.bags, strict=True):
+            parts[name] = Ragged(decoded.keys, bags.begins, bags.ends, (decoded.num_samples, slots), bags.num_keys)
+        outputs = self._outputs.resolve(request.outputs)
+        return CheckedRequest(parts, outputs, decoded.num_samples, shapes=())
+
+    def made_up(self, num_samples: int) -> Request:
+        """One key per bag."""
+        slots = self._format.slots
+        offsets = [np.arange(num_samples * width + 1, dtype=np.int32) for width in slots]
+        dense = np.zeros(num_samples * self._format.dense_dim, np.float32)
+        keys = np.zeros(num_samples * sum(slots), self._format.key_type)
+        return Request({DENSE: dense, KEYS: keys, OFFSETS: np.concatenate(offsets)})
+
+
+class HpsLayout(RequestLayout):
+    """KEYS and NUMKEYS: the keys of each table, answered with the vectors themselves, flat, table by table."""
+
+    def __init__(self, spec: ModelSpec, outputs: Outputs, *, max_elements: int) -> None:
+        super().__init__(outputs, max_elements=max_elements)
+        self._names = [f"{HPS_KEYS}/{table}" for table in range(len(spec.tables))]
+        self._vectors = [lookup.dense_input for lookup in spec.lookups]
+
+    def check(self, request: Request) -> CheckedRequest:
+        for name, array in request.inputs.items():
+            self._check_size(name, array)
+        keys, offsets = decode_keys(request.inputs, len(self._names))
+        parts: dict[str, Part] = {
+            name: keys[offsets[table] : offsets[table + 1]] for table, name in enumerate(self._names)
+        }
+        outputs = self._outputs.resolve(request.outputs)
+        return CheckedRequest(parts, outputs, num_samples=1, shapes=())
+
+    def made_up(self, num_samples: int) -> Request:
+        """So many keys per table."""
+        num_tables = len(self._names)
+        keys = np.zeros(num_samples * num_tables, np.int64)
+        return Request({HPS_KEYS: keys, HPS_COUNTS: np.full(num_tables, num_samples, np.int32)})
+
+    def wanted(self, requests: Sequence[CheckedRequest]) -> list[str]:  # noqa: ARG002
+        """The vectors of each table."""
+        return self._vectors
+
+    def split(self, computed: Answer, requests: Sequence[CheckedRequest]) -> list[Answer]:
+        """See RequestLayout. In a batch the vectors of all requests from one table stand together."""
+        answers: list[Answer] = []
+        begins = [0] * len(self._names)
+        for request in requests:
+            ends = [begin + request.inputs[name].shape[0] for begin, name in zip(begins, self._names, strict=True)]
+            own = [computed[name][b:e] for name, b, e in zip(self._vectors, begins, ends, strict=True)]
+            answers.append(dict.fromkeys(request.outputs, np.concatenate(own, axis=None)))
+            begins = ends
+        return answers

@@ -1,0 +1,78 @@
+"""From the dense network's outputs to what each request asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import HotrowError, InvalidRequestError
+from inference_session.model_spec import PREDICTIONS, ModelSpec
+
+Answer = dict[str, NDArray[Any]]
+
+
+class Outputs:
+    """The outputs a client may ask for: the model's own, and the predictions if any of them are labels."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._specs = {tensor.name: tensor for tensor in spec.outputs}
+        self._label_outputs = spec.label_outputs
+        self._num_labels = len(spec.labels)
+        # A model's own output of that name is not ours to replace.
+        self._has_predictions = bool(spec.label_outputs) and PREDICTIONS not in self._specs
+        self.names = (*self._specs, PREDICTIONS) if self._has_predictions else tuple(self._specs)
+
+    def resolve(self, wanted: Sequence[str] | None) -> Sequence[str]:
+        """The wanted outputs, all of them for None; InvalidRequestError for a name that is none."""
+        for name in wanted or ():
+            if name not in self.names:
+                known = ", ".join(repr(name) for name in self.names)
+                raise InvalidRequestError(f"the model has no output {name!r}; its outputs: {known}")
+        return self.names if wanted is None else wanted
+
+    def of_network(self, wanted: Sequence[Sequence[str]]) -> list[str]:
+        """What the dense network has to compute to satisfy several requests."""
+        names = dict.fromkeys(name for outputs in wanted for name in outputs)
+        if self._has_predictions and PREDICTIONS in names:
+            del names[PREDICTIONS]
+            names.update(dict.fromkeys(self._label_outputs))
+        return list(names)
+
+    def split(self, computed: Answer, wanted: Sequence[Sequence[str]], num_samples: Sequence[int]) -> list[Answer]:
+        """Each request's outputs out of those of their batch, without a copy."""
+        if self._has_predictions and any(PREDICTIONS in outputs for outputs in wanted):
+            computed = {**computed, PREDICTIONS: self.predictions(computed)}
+        if len(wanted) == 1:
+            return [{name: computed[name] for name in wanted[0]}]
+        total = sum(num_samples)
+        for name, array in computed.items():
+            if array.shape[:1] != (total,):
+                raise HotrowError(f"output {name!r} has shape {list(array.shape)} for {total} samples")
+        answers = []
+        begin = 0
+        for outputs, count in zip(wanted, num_samples, strict=True):
+            answers.append({name: computed[name][begin : begin + count] for name in outputs})
+            begin += count
+        return answers
+
+    def predictions(self, computed: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
+        """All tasks side by side: float32 [samples, number of labels]."""
+        columns = [computed[name] for name in self._label_outputs]
+        if not len(columns[0]):  # whose own sizes may be open
+            return np.empty((0, self._num_labels), np.float32)
+        parts = [c.reshape(len(c), math.prod(c.shape[1:])).astype(np.float32, copy=False) for c in columns]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+    def of_no_samples(self, wanted: Sequence[str]) -> Answer:
+        """What a request without samples gets; networks often cannot compute that."""
+        return {name: self._empty(name) for name in wanted}
+
+    def _empty(self, name: str) -> NDArray[Any]:
+        if name not in self._specs:
+            return np.empty((0, self._num_labels), np.float32)
+        spec = self._specs[name]
+        return np.empty((0, *(max(size, 0) for size in spec.shape[1:])), np.dtype(spec.dtype))

@@ -1,0 +1,175 @@
+"""Requests that carry the model's own inputs: checked one by one, and joined where their shapes allow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import InvalidRequestError
+from inference_session.model_spec import ModelSpec, TensorSpec
+from inference_session.requests.batch import CheckedRequest, JoinedBatch, Part, Ragged, Request, RequestLayout
+from inference_session.requests.outputs import Outputs
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """What the check of one input compares with, taken out of its TensorSpec once."""
+
+    name: str
+    dtype: np.dtype[Any]
+    rank: int
+    fixed: tuple[tuple[int, int], ...]
+    """(axis, size) of the dimensions that may have one size only."""
+    ragged: bool
+    """The last dimension may differ between the requests of one batch."""
+
+
+class TensorLayout(RequestLayout):
+    """A request carries the model's own inputs, each [samples, …] where the model is batched."""
+
+    def __init__(self, spec: ModelSpec, outputs: Outputs, *, network_inputs: frozenset[str], max_elements: int) -> None:
+        super().__init__(outputs, max_elements=max_elements)
+        self._batched = spec.batched
+        self._equal_sizes = spec.equal_sizes
+        ragged = _ragged_inputs(spec, network_inputs)
+        self._inputs = tuple(_expected(tensor, tensor.name in ragged) for tensor in spec.inputs)
+
+    def check(self, request: Request) -> CheckedRequest:
+        inputs = request.inputs
+        if len(inputs) != len(self._inputs):
+            self._explain_names(inputs)
+        num_samples = -1
+        shapes: list[Hashable] = []
+        checked = {}
+        for expected in self._inputs:
+            array = inputs.get(expected.name)
+            if array is None:
+                self._explain_names(inputs)
+                continue
+            if not expected.rank and array.shape == (1,):
+                array = array.reshape(())  # a scalar, as servers without scalars send it
+            if array.dtype != expected.dtype or array.ndim != expected.rank or array.size > self._max_elements:
+                self._explain_array(expected, array)
+            shape = array.shape
+            for axis, size in expected.fixed:
+                if shape[axis] != size:
+                    self._explain_shape(expected, array)
+            if self._batched:
+                if shape[0] != num_samples:
+                    if num_samples >= 0:
+                        self._explain_samples(expected, array, num_samples)
+                    num_samples = shape[0]
+                shapes.append(shape[1:-1] if expected.ragged else shape[1:])
+            checked[expected.name] = array if array.dtype != object else _decoded(expected.name, array)
+        for group in self._equal_sizes:
+            self._check_sizes(group, checked)
+        outputs = self._outputs.resolve(request.outputs)
+        return CheckedRequest(checked, outputs, max(num_samples, 0), tuple(shapes))
+
+    def _check_sizes(self, group: Sequence[tuple[str, int]], inputs: Mapping[str, NDArray[Any]]) -> None:
+        (first, first_axis), *others = group
+        for name, axis in others:
+            shape, expected = inputs[name].shape, inputs[first].shape
+            if shape[axis] != expected[first_axis]:
+                raise InvalidRequestError(
+                    f"input {name!r} has shape {list(shape)}, but {first!r} has {list(expected)}: dimension {axis} of "
+                    f"{name!r} and dimension {first_axis} of {first!r} must be the same"
+                )
+
+    def made_up(self, num_samples: int) -> Request:
+        return Request({expected.name: self._zeros(expected, num_samples) for expected in self._inputs})
+
+    def _zeros(self, expected: _Expected, num_samples: int) -> NDArray[Any]:
+        fixed = dict(expected.fixed)
+        shape = [fixed.get(axis, 1) for axis in range(expected.rank)]
+        if self._batched:
+            shape[0] = num_samples
+        return np.full(shape, "" if expected.dtype == object else 0, expected.dtype)
+
+    def join(self, requests: Sequence[CheckedRequest]) -> JoinedBatch:
+        batch = JoinedBatch.of(requests)
+        if len(requests) == 1:
+            return batch
+        for expected in self._inputs:
+            if expected.ragged:
+                batch.replace(expected.name, _even_out(batch.parts(expected.name)))
+        return batch
+
+    def _explain_names(self, inputs: Mapping[str, NDArray[Any]]) -> None:
+        expected = [e.name for e in self._inputs]
+        missing = [name for name in expected if name not in inputs]
+        if missing:
+            raise InvalidRequestError(f"input {missing[0]!r} is missing; the model's inputs: {_listed(expected)}")
+        unknown = [name for name in inputs if name not in expected]
+        raise InvalidRequestError(f"the model has no input {unknown[0]!r}; its inputs: {_listed(expected)}")
+
+    def _explain_array(self, expected: _Expected, array: NDArray[Any]) -> None:
+        self._check_size(expected.name, array)
+        where = f"input {expected.name!r}"
+        if array.dtype != expected.dtype:
+            raise InvalidRequestError(f"{where} has type {array.dtype}, expected {expected.dtype}")
+        raise InvalidRequestError(f"{where} has shape {list(array.shape)}, expected {expected.rank} dimensions")
+
+    def _explain_shape(self, expected: _Expected, array: NDArray[Any]) -> None:
+        fixed = dict(expected.fixed)
+        wanted = [fixed.get(axis, -1) for axis in range(expected.rank)]
+        raise InvalidRequestError(
+            f"input {expected.name!r} has shape {list(array.shape)}, expected {wanted} (-1: any size)"
+        )
+
+    def _explain_samples(self, expected: _Expected, array: NDArray[Any], num_samples: int) -> None:
+        first = self._inputs[0].name
+        raise InvalidRequestError(
+            f"input {expected.name!r} has {array.shape[0]} samples, but {first!r} has {num_samples}"
+        )
+
+
+def _expected(tensor: TensorSpec, ragged: bool) -> _Expected:
+    fixed = tuple((axis, size) for axis, size in enumerate(tensor.shape) if size >= 0)
+    return _Expected(tensor.name, np.dtype(tensor.dtype), len(tensor.shape), fixed, ragged)
+
+
+def _ragged_inputs(spec: ModelSpec, network_inputs: frozenset[str]) -> set[str]:
+    """Inputs whose last dimension is only ever a bag of keys, so that requests of different lengths can be joined."""
+    pooled = {lookup.keys for lookup in spec.lookups if lookup.pooling != "none" and lookup.weights is None}
+    others = {lookup.keys for lookup in spec.lookups if lookup.pooling == "none" or lookup.weights is not None}
+    bags = pooled - others - network_inputs
+    return {t.name for t in spec.inputs if t.name in bags and len(t.shape) > 1 and t.shape[-1] == -1}
+
+
+def _even_out(arrays: Sequence[Any]) -> list[Part]:
+    """Keys [samples, …, L] of requests with different L, as bags behind each other; equal ones as they are."""
+    if all(array.shape[1:] == arrays[0].shape[1:] for array in arrays):
+        return list(arrays)
+    lengths = np.concatenate([np.full(math.prod(a.shape[:-1]), a.shape[-1], np.int64) for a in arrays])
+    ends = np.cumsum(lengths)
+    shape = (sum(len(a) for a in arrays), *arrays[0].shape[1:-1])
+    values = np.concatenate(arrays, axis=None)
+    return [Ragged(values, ends - lengths, ends, shape, values.size)]
+
+
+def _decoded(name: str, array: NDArray[Any]) -> NDArray[Any]:
+    """Strings as ONNX Runtime wants them; Triton hands over bytes."""
+    try:
+        texts = [_text(item) for item in array.reshape(-1)]
+    except (UnicodeError, TypeError) as error:
+        raise InvalidRequestError(f"input {name!r} holds a string that is not UTF-8, or no string: {error}") from error
+    return np.array(texts, dtype=object).reshape(array.shape)
+
+
+def _text(item: object) -> str:
+    if isinstance(item, bytes):
+        return item.decode()
+    if not isinstance(item, str):
+        raise TypeError(f"found {item!r}")
+    item.encode()  # Python has strings that no UTF-8 can hold, and ONNX Runtime wants that
+    return str(item)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names)

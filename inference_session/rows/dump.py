@@ -1,0 +1,117 @@
+"""The rows of a model as they are served, back into HugeCTR's sparse folders.
+
+<target>/<table>/key           int64, little endian
+<target>/<table>/emb_vector    float32, little endian, [rows, embedding_dim], in the order of `key`
+
+Each key is there once, with the row that a look-up answers: from the stores, and from the table files what the stores
+have no row of. Keys that look-ups answer with a default vector are not there.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import ConfigurationError
+from inference_session.model_source import Copy, create_source, is_url
+from inference_session.model_source.create import split_place
+from inference_session.model_source.fetch import cache_folder
+from inference_session.model_source.transfer import Progress
+from inference_session.model_spec import KEY_FILE, VECTOR_FILE, ModelSpec
+from inference_session.platform.staging import stage_folder
+from inference_session.rows import RowSource
+
+_ROWS_PER_CHUNK = 1 << 16
+
+
+@dataclass(frozen=True)
+class DumpReport:
+    """What was written."""
+
+    num_rows: dict[str, int]
+    """By table folder."""
+
+
+def dump(rows: RowSource, spec: ModelSpec, target: str | Path, progress: Progress | None = None) -> DumpReport:
+    """Write all tables into a new folder, a path or an `hdfs://` URL, which appears when it is whole.
+
+    No row is written to by this process from the first row read to the last; requests are answered meanwhile.
+    For HDFS the rows are written to the cache folder first.
+
+    Args:
+        progress: told the number of rows read since the last call; those that come from several tiers count each time.
+
+    Raises:
+        ConfigurationError: the target exists.
+        UnavailableError: a tier is down, or HDFS does not answer.
+        StoreError, OSError: a tier cannot be read, or the target not be written.
+    """
+    _refuse_existing(target)
+    with _written_locally(target) as folder, rows.frozen():
+        return DumpReport(
+            {
+                table.folder: _write_table(rows.scan(number), folder / table.folder, table.embedding_dim, progress)
+                for number, table in enumerate(spec.tables)
+            }
+        )
+
+
+def _refuse_existing(target: str | Path) -> None:
+    folder, name = split_place(target)
+    with create_source(folder) as place:
+        if place.stat(name) is not None:
+            raise ConfigurationError(f"{place.name_of(name)}: exists already; choose another target")
+
+
+@contextmanager
+def _written_locally(target: str | Path) -> Iterator[Path]:
+    """Yield a folder of this machine to write to; what is there in the end becomes the target."""
+    if not is_url(target):
+        with stage_folder(Path(target).absolute()) as staging:
+            yield staging
+        return
+    cache_folder().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache_folder(), prefix="dump-") as folder:
+        yield Path(folder)
+        with Copy(folder, target) as copy:
+            copy.run()
+
+
+def _write_table(
+    batches: Iterator[tuple[NDArray[np.int64], NDArray[np.float32]]],
+    folder: Path,
+    embedding_dim: int,
+    progress: Progress | None,
+) -> int:
+    folder.mkdir(parents=True)
+    with (folder / KEY_FILE).open("wb") as key_file, (folder / VECTOR_FILE).open("wb") as vector_file:
+        for keys, vectors in batches:
+            key_file.write(np.ascontiguousarray(keys, "<i8").data)
+            vector_file.write(np.ascontiguousarray(vectors, "<f4").data)
+            if progress is not None:
+                progress(len(keys))
+    return _remove_duplicates(folder, embedding_dim)
+
+
+def _remove_duplicates(folder: Path, embedding_dim: int) -> int:
+    """Keep the first row of each key; returns how many there are. A scan may give a row twice, though rarely does."""
+    keys = np.fromfile(folder / KEY_FILE, "<i8")
+    unique, first = np.unique(keys, return_index=True)
+    if len(unique) == len(keys):
+        return len(keys)
+    first.sort()
+    vectors = np.memmap(folder / VECTOR_FILE, "<f4", "r+", shape=(len(keys), embedding_dim))
+    for begin in range(0, len(first), _ROWS_PER_CHUNK):
+        part = first[begin : begin + _ROWS_PER_CHUNK]
+        vectors[begin : begin + len(part)] = vectors[part]  # moves rows to the front only
+    vectors.flush()
+    with (folder / VECTOR_FILE).open("r+b") as file:
+        file.truncate(4 * embedding_dim * len(first))
+    keys[first].tofile(folder / KEY_FILE)
+    return len(first)

@@ -1,0 +1,220 @@
+"""Records which keys a session looks up, for `hotrow size`: a bounded file per table, written by a thread.
+
+A recording is a folder:
+
+    trace.json           per table: `num_keys` looked up; `dropped_keys`: while too many waited to be written
+    <table>.<n>.keys     int64, little endian, in the order of the look-ups: all uses of 2**-n of the keys
+
+Which keys are recorded is told by a hash (sizing/key_sample.py). When a file has grown to its share of the bytes, half
+of the keys that are left go, into a file of the next n: it stays a fair sample of everything since the beginning.
+trace.json is brought up to date once a second.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.config import SessionConfig
+from inference_session.errors import ConfigurationError, TraceFormatError
+from inference_session.kernels.cpu.keys import copy_keys
+from inference_session.kernels.records import SEGMENT
+from inference_session.model_spec import ModelSpec, is_folder_name
+from inference_session.sizing.key_sample import sampled_keys
+from inference_session.sizing.trace_file import TracePart, read_trace
+
+RECORDING_FILE = "trace.json"
+_KEYS_SUFFIX = ".keys"
+_KEY_BYTES = 8
+_MAX_WAITING_BYTES = 32 << 20
+_INTERVAL_S = 1.0
+_MOST_HALVINGS = 62
+
+_log = logging.getLogger(__name__)
+
+
+class _Batch(NamedTuple):
+    """The keys of one look-up."""
+
+    tables: NDArray[np.int64]
+    """[segments]: which table's keys a segment holds."""
+    counts: NDArray[np.int64]
+    """[segments]: how many."""
+    keys: NDArray[np.int64]
+
+
+class KeyRecorder:
+    """Writes what `record` is told to a folder of its own, until closed. Thread-safe."""
+
+    def __init__(self, folder: Path, tables: tuple[str, ...], *, max_bytes: int) -> None:
+        """Start a recording in `folder`, which exists, of these tables, in `max_bytes` in all."""
+        copy_keys(np.zeros(0, SEGMENT), np.empty(0, np.int64))  # compiles
+        self.folder = folder
+        self._files = [_KeyFile(folder, table, max_bytes // len(tables)) for table in tables]
+        self._tables = tables
+        self._waiting: deque[_Batch] = deque()
+        self._waiting_bytes = 0
+        self._num_dropped = 0
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._write_summary()
+        self._thread = threading.Thread(target=self._work, name="hotrow-key-recorder", daemon=True)
+        self._thread.start()
+
+    def record(self, segments: NDArray[np.void], num_keys: NDArray[np.int64]) -> None:
+        """Note the keys of SEGMENT records, so many each, whose addresses are good until this returns."""
+        num_all = int(num_keys.sum())
+        with self._lock:
+            if self._waiting_bytes + num_all * _KEY_BYTES > _MAX_WAITING_BYTES:
+                self._num_dropped += num_all
+                return
+            self._waiting_bytes += num_all * _KEY_BYTES
+        keys = np.empty(num_all, np.int64)
+        copy_keys(segments, keys)
+        with self._lock:
+            self._waiting.append(_Batch(segments["table"].copy(), num_keys.copy(), keys))
+
+    def close(self) -> None:
+        """Write what waits, and end. May be called more than once."""
+        self._closing.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            while not self._closing.wait(_INTERVAL_S):
+                self._write_waiting()
+            self._write_waiting()
+        except OSError as error:
+            _log.warning("the recording of keys in %s ends: %s", self.folder, error)
+        finally:
+            for file in self._files:
+                file.close()
+
+    def _write_waiting(self) -> None:
+        with self._lock:
+            batches, self._waiting = self._waiting, deque()
+            self._waiting_bytes = 0
+        for t, keys in self._by_table(batches):
+            file = self._files[t]
+            file.append(keys)
+            while file.is_full:
+                file.thin()
+        if batches:
+            self._write_summary()
+
+    def _by_table(self, batches: deque[_Batch]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        for batch in batches:
+            parts = np.split(batch.keys, np.cumsum(batch.counts)[:-1])
+            yield from zip(batch.tables.tolist(), parts, strict=True)
+
+    def _write_summary(self) -> None:
+        tables = {table: {"num_keys": file.num_keys} for table, file in zip(self._tables, self._files, strict=True)}
+        written = self.folder / f".{RECORDING_FILE}"
+        written.write_text(json.dumps({"tables": tables, "dropped_keys": self._num_dropped}, indent=1) + "\n")
+        written.replace(self.folder / RECORDING_FILE)
+
+
+class _KeyFile:
+    """The sampled keys of one table."""
+
+    def __init__(self, folder: Path, table: str, max_bytes: int) -> None:
+        self.num_keys = 0
+        self._halvings = 0
+        self._folder = folder
+        self._table = table
+        self._max_bytes = max_bytes
+        self._file: IO[bytes] = self._path.open("wb", buffering=0)
+
+    @property
+    def is_full(self) -> bool:
+        return self._file.tell() > self._max_bytes and self._halvings < _MOST_HALVINGS
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"{self._table}.{self._halvings}{_KEYS_SUFFIX}"
+
+    def append(self, keys: NDArray[np.int64]) -> None:
+        self.num_keys += len(keys)
+        self._write(sampled_keys(keys, self._halvings))
+
+    def thin(self) -> None:
+        """Keep half of the keys, in a file of their own, which readers find once it is complete."""
+        old = self._path
+        self._file.close()
+        self._halvings += 1
+        kept = sampled_keys(np.fromfile(old, "<i8").astype(np.int64, copy=False), self._halvings)
+        unfinished = self._path.with_name(f".{self._path.name}")
+        self._file = unfinished.open("wb", buffering=0)
+        self._write(kept)
+        unfinished.replace(self._path)
+        old.unlink()
+
+    def _write(self, keys: NDArray[np.int64]) -> None:
+        self._file.write(keys.astype("<i8", copy=False).data)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def create_key_recorder(spec: ModelSpec, config: SessionConfig, version_dir: Path) -> KeyRecorder | None:
+    """The recorder that the settings ask for, in a new folder below `record_keys`; None where they ask for none.
+
+    Raises:
+        ConfigurationError: the folder cannot be made.
+    """
+    if not config.record_keys or not spec.tables:
+        return None
+    version_dir = version_dir.absolute()
+    try:
+        Path(config.record_keys).mkdir(parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(prefix=f"{version_dir.parent.name}-{version_dir.name}-", dir=config.record_keys)
+    except OSError as error:
+        raise ConfigurationError(f"setting 'record_keys' cannot be {config.record_keys!r}: {error}") from error
+    return KeyRecorder(Path(folder), tuple(t.folder for t in spec.tables), max_bytes=config.record_keys_bytes)
+
+
+def read_recording(folder: Path) -> Iterator[TracePart]:
+    """The keys of a recording, table by table, piece by piece; also of one that is still being written.
+
+    Raises:
+        TraceFormatError: the folder is no recording; names it.
+    """
+    for table, num_keys in _read_summary(folder):
+        halvings, path = _newest_file(folder, table)
+        yield TracePart(table, np.empty(0, np.int64), num_keys, halvings)
+        for part in read_trace(path, "int64"):
+            yield TracePart(table, part.keys, 0, halvings)
+
+
+def _newest_file(folder: Path, table: str) -> tuple[int, Path]:
+    """The file of the fewest keys: others are about to go."""
+    found = {path.name.split(".")[-2]: path for path in folder.glob(f"{table}.*{_KEYS_SUFFIX}")}
+    numbered = [(int(number), path) for number, path in found.items() if number.isdecimal()]
+    if not numbered or (newest := max(numbered))[0] > _MOST_HALVINGS:
+        raise TraceFormatError(f"{folder}: {RECORDING_FILE} names table {table!r}, but there is no file of its keys")
+    return newest
+
+
+def _read_summary(folder: Path) -> list[tuple[str, int]]:
+    """Tables and how many keys were looked up in each."""
+    path = folder / RECORDING_FILE
+    try:
+        tables = json.loads(path.read_text(encoding="utf-8"))["tables"]
+        summary = [(str(name), int(table["num_keys"])) for name, table in tables.items()]
+    except FileNotFoundError as error:
+        below = ", ".join(sorted(str(found.parent) for found in folder.glob(f"*/{RECORDING_FILE}"))) or "none"
+        raise TraceFormatError(f"{folder}: no recording, for it has no {RECORDING_FILE}; below it: {below}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise TraceFormatError(f"{path}: not readable as a recording's summary: {error}") from error
+    if any(num_keys < 0 or not is_folder_name(name) for name, num_keys in summary):
+        raise TraceFormatError(f"{path}: a table's name or num_keys cannot be as it is")
+    return summary

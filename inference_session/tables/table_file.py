@@ -1,0 +1,350 @@
+"""Tables in files: `key`, `emb_vector` and `index` of one folder, memory-mapped and shared by all processes.
+
+`key` and `emb_vector` are HugeCTR's sparse model files: int64 keys and the vectors of the same rows, little endian,
+nothing else. Opening a table maps the files and compares sizes; nothing is done per row. Version directories are never
+changed once they are in place: a mapped file that is cut short would kill its readers.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import zip_longest
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import ModelFormatError, SessionClosedError, StoreError
+from inference_session.kernels.cpu import lookup as cpu
+from inference_session.kernels.records import SEGMENT, TABLE, VectorCode
+from inference_session.model_spec import (
+    KEY_FILE,
+    SCALE_AND_BIAS_BYTES,
+    TABLES_FOLDER,
+    VECTOR_FILE,
+    ModelSpec,
+    TableSpec,
+    VectorType,
+)
+from inference_session.parameter_server.base import SCAN_BYTES, EmbeddingStore, Rows, check_fetch
+from inference_session.tables.table_index import (
+    IndexReport,
+    Progress,
+    TableIndex,
+    build_index,
+    ensure_index,
+    open_index,
+)
+from inference_session.version_directory import manifest
+
+_CODES: dict[VectorType, VectorCode] = {
+    "float32": VectorCode.FLOAT32,
+    "float16": VectorCode.FLOAT16,
+    "int8": VectorCode.INT8,
+}
+_ROWS_PER_CHUNK = 1 << 16
+
+
+class TableFile:
+    """One table in its folder, open for look-ups from any thread."""
+
+    def __init__(
+        self, spec: TableSpec, vectors: NDArray[np.generic], keys: NDArray[np.int64] | None, index: TableIndex | None
+    ) -> None:
+        """`vectors` as of the property; `keys` and `index` are None where keys are row numbers."""
+        self.spec = spec
+        self._vectors = vectors
+        self._keys = keys
+        self._index = index
+        self._default = np.full(spec.embedding_dim, spec.default_vector, np.float32)
+        self._record = self._describe()
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path,
+        spec: TableSpec,
+        *,
+        key_sha256: str | None = None,
+        must_have_index: bool = False,
+        verify_index: bool = False,
+        progress: Progress | None = None,
+    ) -> TableFile:
+        """Map the files of a table; ModelFormatError names one that is absent or whose size is not the spec's.
+
+        An index that is absent or stale, or with `verify_index`, which reads all of it, damaged, is built (`progress`
+        is told the rows done), or, with `must_have_index`, a ModelFormatError. `key_sha256` is what a manifest says of
+        the `key` file; without it the keys are read, to be sure that the index was built from them.
+        """
+        vectors = _map_rows(folder / VECTOR_FILE, spec, spec.row_bytes)
+        if spec.dtype != "int8":
+            vectors = vectors.view(spec.dtype)
+        if spec.keys == "row_number":
+            return cls(spec, vectors, None, None)
+        keys = _map_rows(folder / KEY_FILE, spec, 8).view(np.int64).reshape(-1)
+        if must_have_index:
+            index = open_index(folder, keys, key_sha256=key_sha256, verify=verify_index)
+        else:
+            index = ensure_index(folder, keys, progress, key_sha256=key_sha256, verify=verify_index)
+        return cls(spec, vectors, keys, index)
+
+    @property
+    def vectors(self) -> NDArray[np.generic]:
+        """The mapped rows, read-only: float32 or float16 [num_rows, embedding_dim], or for int8 uint8
+        [num_rows, embedding_dim + 8] (see `dequantise_int8`). Lives on after `close`.
+        """
+        return self._vectors
+
+    @property
+    def num_duplicates(self) -> int:
+        """Rows that no look-up reaches, because a later row has the same key."""
+        return self._index.num_duplicates if self._index is not None else 0
+
+    def keys(self) -> NDArray[np.int64]:
+        """The key of every row, int64[num_rows]; mapped, or made up where keys are row numbers."""
+        return self._keys if self._keys is not None else np.arange(self.spec.num_rows, dtype=np.int64)
+
+    def arrays(self) -> list[NDArray[np.generic]]:
+        """What a look-up reads: the index and the keys, where there are any, and the rows."""
+        index = [] if self._index is None else [self._index.content]
+        return [*index, *([] if self._keys is None else [self._keys]), self._vectors]
+
+    def record(self) -> np.void:
+        """A TABLE record for the look-up kernels; good as long as this object lives."""
+        if self._closed:
+            raise SessionClosedError(f"table {self.spec.name!r} has been closed")
+        return self._record
+
+    def fetch(self, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """Write the vectors of keys, int64[n], to the rows of `out`, float32[n, embedding_dim], as far as they are
+        found; returns found[n]. `out` may have any stride between rows.
+        """
+        return _fetch(self.record(), keys, out)
+
+    def scan(self) -> Iterator[Rows]:
+        """All rows in batches; of rows with equal keys the last one, each time."""
+        keys = self.keys()
+        step = max(1, SCAN_BYTES // (4 * self.spec.embedding_dim))
+        for begin in range(0, len(keys), step):
+            part = np.ascontiguousarray(keys[begin : begin + step])
+            vectors = np.empty((len(part), self.spec.embedding_dim), np.float32)
+            if not self.fetch(part, vectors).all():
+                raise ModelFormatError(f"table {self.spec.name!r}: the index does not find all keys, so it is damaged")
+            yield part, vectors
+
+    def close(self) -> None:
+        """Refuse further look-ups. The files are unmapped with the last array over them."""
+        self._closed = True
+
+    def _describe(self) -> np.void:
+        record: np.void = np.zeros(1, TABLE)[0]
+        if self._index is not None and self._keys is not None:
+            record["index_address"], record["num_buckets"] = self._index.address, self._index.num_buckets
+            record["keys_address"] = self._keys.ctypes.data
+        record["vectors_address"] = self._vectors.ctypes.data
+        record["row_bytes"] = self.spec.row_bytes
+        record["num_rows"], record["embedding_dim"] = self.spec.num_rows, self.spec.embedding_dim
+        record["vector_code"] = _CODES[self.spec.dtype]
+        record["default_address"] = self._default.ctypes.data
+        record["next_table"] = -1
+        return record
+
+
+def open_tables(version_dir: Path, spec: ModelSpec, *, verify_indexes: bool = False) -> list[TableFile]:
+    """The tables of a version directory, in the order of session.json; see `TableFile.open`."""
+    listed = {entry.path.as_posix(): entry.sha256 for entry in manifest.read_manifest(version_dir)}
+    return [
+        TableFile.open(
+            version_dir / TABLES_FOLDER / table.folder,
+            table,
+            key_sha256=listed.get(f"{TABLES_FOLDER}/{table.folder}/{KEY_FILE}"),
+            verify_index=verify_indexes,
+        )
+        for table in spec.tables
+    ]
+
+
+class TableFileStore(EmbeddingStore):
+    """All tables of a version directory, by their folders, as a tier that is read only."""
+
+    def __init__(self, version_dir: Path, spec: ModelSpec, *, verify_indexes: bool = False) -> None:
+        """Open the tables as `open_tables`."""
+        self._spec = spec
+        files = open_tables(version_dir, spec, verify_indexes=verify_indexes)
+        self._files = {file.spec.folder: file for file in files}
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The tables' folders."""
+        return tuple(self._files)
+
+    @property
+    def supports_writes(self) -> bool:
+        """Never."""
+        return False
+
+    def embedding_dim(self, table: str) -> int:
+        """Number of elements of the table's vectors."""
+        return self._spec.table_in(table).embedding_dim
+
+    def num_rows(self, table: str) -> int:
+        """Number of rows in the table's files."""
+        return self._spec.table_in(table).num_rows
+
+    def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
+        """See EmbeddingStore."""
+        return self._files[self._spec.table_in(table).folder].fetch(keys, out)
+
+    def scan(self, table: str) -> Iterator[Rows]:
+        """See EmbeddingStore. Of rows with equal keys the last one, each time."""
+        return self._files[self._spec.table_in(table).folder].scan()
+
+    def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:  # noqa: ARG002
+        """Refused."""
+        raise StoreError(f"table {self._spec.table_in(table).name!r} is in files, which are never changed")
+
+    def erase(self, table: str, keys: NDArray[np.int64]) -> None:  # noqa: ARG002
+        """Refused."""
+        raise StoreError(f"table {self._spec.table_in(table).name!r} is in files, which are never changed")
+
+    def close(self) -> None:
+        """Close every table."""
+        for file in self._files.values():
+            file.close()
+
+
+def write_table(
+    folder: Path,
+    vectors: Iterable[NDArray[np.floating]],
+    *,
+    keys: Iterable[NDArray[np.int64]] | None = None,
+    dtype: VectorType = "float32",
+    progress: Progress | None = None,
+) -> IndexReport:
+    """Write a table's files into a folder, which is created, and flush them to the disk.
+
+    `vectors` come in chunks, [any number of rows, embedding_dim], one in memory at a time, and are stored as `dtype`;
+    `keys`, in chunks of the same rows, are None for a table of row numbers. A finite element that float16 cannot hold,
+    or one that is not finite for int8, is a ModelFormatError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    num_rows = 0
+    key_path = folder / KEY_FILE
+    with (folder / VECTOR_FILE).open("wb") as vector_file, _open_unless(keys is None, key_path) as key_file:
+        for chunk, chunk_keys in _paired(vectors, keys):
+            for begin in range(0, len(chunk), _ROWS_PER_CHUNK):
+                vector_file.write(_encode(chunk[begin : begin + _ROWS_PER_CHUNK], dtype).data)
+            if key_file is not None and chunk_keys is not None:
+                key_file.write(chunk_keys.data)
+            num_rows += len(chunk)
+        for file in filter(None, (vector_file, key_file)):
+            file.flush()
+            os.fsync(file.fileno())
+    if keys is None:
+        return IndexReport(num_rows, 0, 0.0)
+    return build_index(folder, _map_file(key_path).view(np.int64), progress)
+
+
+def quantise_int8(vectors: NDArray[np.floating]) -> NDArray[np.uint8]:
+    """Rows as an int8 table stores them: [n, dim] finite floats → uint8 [n, dim + 8].
+
+    A row is dim int8 elements, then float32 scale = (max - min) / 255 and float32 bias = min + 128 x scale of that
+    row. What `dequantise_int8` and a look-up give back is off by half a scale at most, (max - min) / 510, beside
+    float32 rounding: 2^-21 of the largest magnitude in the row. A row of equal elements comes back exactly.
+    """
+    if not np.isfinite(vectors).all():
+        raise ModelFormatError("vectors hold NaN or infinite elements, which int8 cannot store; use float32")
+    exact = np.asarray(vectors, np.float64)
+    low, high = exact.min(axis=1, keepdims=True), exact.max(axis=1, keepdims=True)
+    scale = ((high - low) / 255).astype("<f4")
+    bias = (low + 128 * scale.astype(np.float64)).astype("<f4")
+    steps = np.divide(exact - bias, scale, out=np.zeros_like(exact), where=scale > 0)
+    elements = np.clip(np.rint(steps), -128, 127).astype(np.int8)
+    return np.concatenate([elements.view(np.uint8), scale.view(np.uint8), bias.view(np.uint8)], axis=1)
+
+
+def dequantise_int8(rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """The vectors that rows of an int8 table stand for: uint8 [n, dim + 8] → float32 [n, dim]."""
+    elements = rows[:, :-SCALE_AND_BIAS_BYTES].view(np.int8)
+    factors = np.ascontiguousarray(rows[:, -SCALE_AND_BIAS_BYTES:]).view("<f4")
+    vectors: NDArray[np.float32] = elements * factors[:, :1] + factors[:, 1:]
+    return vectors
+
+
+def _encode(vectors: NDArray[np.floating], dtype: VectorType) -> NDArray[np.generic]:
+    if dtype == "int8":
+        return quantise_int8(vectors)
+    with np.errstate(over="ignore"):
+        stored = np.ascontiguousarray(vectors, dtype)
+    if dtype == "float16" and not np.array_equal(np.isfinite(stored), np.isfinite(vectors)):
+        raise ModelFormatError("vectors hold an element beyond the range of float16 (65504); use float32")
+    return stored
+
+
+def _paired(
+    vectors: Iterable[NDArray[np.floating]], keys: Iterable[NDArray[np.int64]] | None
+) -> Iterator[tuple[NDArray[np.floating], NDArray[np.int64] | None]]:
+    """Chunks of vectors with the keys of the same rows."""
+    dims = set()
+    for chunk, chunk_keys in zip_longest(vectors, () if keys is None else keys):
+        num_vectors, num_keys = (0 if part is None else len(part) for part in (chunk, chunk_keys))
+        if keys is not None and num_vectors != num_keys:
+            raise ModelFormatError(f"a chunk has {num_vectors} vectors and {num_keys} keys")
+        dims.add(chunk.shape[1:])
+        if len(dims) > 1 or chunk.ndim != 2:
+            raise ModelFormatError(
+                f"vectors must be [rows, embedding_dim] with one embedding_dim, found {sorted(dims)}"
+            )
+        yield chunk, None if chunk_keys is None else _as_keys(chunk_keys)
+
+
+def _as_keys(keys: NDArray[np.generic]) -> NDArray[np.int64]:
+    if not np.can_cast(keys.dtype, np.int64):
+        raise ModelFormatError(f"keys must be int64 or narrower integers, found {keys.dtype}")
+    return np.ascontiguousarray(keys, "<i8")
+
+
+def _open_unless(absent: bool, path: Path) -> AbstractContextManager[IO[bytes] | None]:
+    return nullcontext() if absent else path.open("wb")
+
+
+def _map_rows(path: Path, spec: TableSpec, row_bytes: int) -> NDArray[np.uint8]:
+    """Map a file of num_rows rows of so many bytes; uint8 [num_rows, row_bytes]."""
+    content = _map_file(path)
+    expected = spec.num_rows * row_bytes
+    if len(content) != expected:
+        raise ModelFormatError(
+            f"{path}: has {len(content)} bytes, expected {expected}"
+            f" ({spec.num_rows} rows of {row_bytes} bytes for table {spec.name!r})"
+        )
+    return content.reshape(spec.num_rows, row_bytes)
+
+
+def _map_file(path: Path) -> NDArray[np.uint8]:
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:  # which mmap refuses
+                return np.zeros(0, np.uint8)
+            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
+    except OSError as error:
+        raise ModelFormatError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _fetch(record: np.void, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
+    check_fetch(keys, out, int(record["embedding_dim"]))
+    table = np.array([record], TABLE)
+    table["default_address"] = 0
+    segment = np.zeros(1, SEGMENT)
+    segment["keys_address"], segment["key_bytes"], segment["row_stride"] = keys.ctypes.data, 8, keys.strides[0]
+    segment["num_rows"], segment["keys_per_row"] = len(keys), 1
+    segment["output_address"], segment["output_stride"] = out.ctypes.data, out.strides[0]
+    missing = np.empty(len(keys), np.int64)
+    num_missing = cpu.lookup(table, segment, np.zeros(1, np.int64), missing)
+    found = np.ones(len(keys), np.bool_)
+    found[missing[:num_missing]] = False
+    return found

@@ -1,0 +1,127 @@
+"""UpdatedTable: the rows of one table that are newer than its files, all of them in memory."""
+
+from __future__ import annotations
+
+from threading import Lock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.device.cache_lines import zeros_at_line
+from inference_session.device.readers import Readers
+from inference_session.kernels.cpu.hash_index import BUCKET_BYTES
+from inference_session.kernels.cpu.updated_table import (
+    FREE,
+    RETIRED,
+    UpdatedArrays,
+    free_retired,
+    put_rows,
+)
+from inference_session.kernels.records import TABLE
+
+_FIRST_CAPACITY = 1024
+_SPARE_PARTS = 8
+"""One row in so many has to be free once rows that were replaced have been freed; with fewer the table grows."""
+
+
+class UpdatedTable:
+    """Grows with the number of different keys. One thread writes; look-ups go on, announced to `readers`."""
+
+    def __init__(self, default_vector: NDArray[np.float32], readers: Readers) -> None:
+        """`default_vector`, float32 [embedding_dim]: the answer for deleted keys."""
+        self._default_vector = default_vector
+        self._readers = readers
+        self._lock = Lock()
+        self.arrays = _allocate(_FIRST_CAPACITY, len(default_vector))
+        self.any_deleted = False
+        """Whether any row has ever been deleted."""
+        put_rows(self.arrays, *_rows(np.empty(0, np.int64), np.empty((0, len(default_vector)), np.float32), 0), 0)
+        free_retired(self.arrays)
+
+    @property
+    def num_rows(self) -> int:
+        """Keys held, those that were deleted included."""
+        return len(self.arrays.keys) - int(self.arrays.counts.sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory allocated."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def insert(self, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        """Keep rows: int64 [n], float32 [n, embedding_dim]; of equal keys the last."""
+        with self._lock:
+            self._put(*_rows(keys, vectors, 0))
+
+    def erase(self, keys: NDArray[np.int64]) -> None:
+        """Answer keys, int64 [n], with the default vector, whatever is in the files."""
+        with self._lock:
+            self.any_deleted = True
+            self._put(*_rows(keys, np.tile(self._default_vector, (len(keys), 1)), 1))
+
+    def record(self, default_address: int, next_table: int) -> np.void:
+        """A TABLE record for the look-up kernels, of the arrays at present, which its user has to keep."""
+        arrays = self.arrays
+        record: np.void = np.zeros(1, TABLE)[0]
+        record["index_address"], record["num_buckets"] = arrays.buckets.ctypes.data, len(arrays.buckets)
+        record["keys_address"], record["num_rows"] = arrays.keys.ctypes.data, len(arrays.keys)
+        record["vectors_address"], record["row_bytes"] = arrays.vectors.ctypes.data, arrays.vectors.strides[0]
+        record["embedding_dim"] = len(self._default_vector)
+        record["default_address"], record["next_table"] = default_address, next_table
+        return record
+
+    def held(self) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.bool_]]:
+        """Copies of all keys, of their vectors, and which of them were deleted."""
+        with self._lock:
+            rows = _held(self.arrays)
+            return self.arrays.keys[rows], self.arrays.vectors[rows], self.arrays.deleted[rows] != 0
+
+    def _put(self, keys: NDArray[np.int64], vectors: NDArray[np.float32], deleted: NDArray[np.uint8]) -> None:
+        """Must be called while holding the lock."""
+        done = put_rows(self.arrays, keys, vectors, deleted, 0)
+        while done < len(keys):
+            if self.arrays.counts[RETIRED] < len(self.arrays.keys) // _SPARE_PARTS:
+                self.arrays = self._grown(len(keys) - done)
+            else:
+                self._readers.wait_for_those_under_way()
+                free_retired(self.arrays)
+            done = put_rows(self.arrays, keys, vectors, deleted, done)
+
+    def _grown(self, num_new: int) -> UpdatedArrays:
+        """The same rows in arrays twice as large; look-ups under way keep the old ones."""
+        old = self.arrays
+        held = _held(old)
+        new = _allocate(2 * max(len(old.keys), num_new), old.vectors.shape[1])
+        put_rows(new, old.keys[held], old.vectors[held], old.deleted[held], 0)
+        return new
+
+
+def _held(arrays: UpdatedArrays) -> NDArray[np.bool_]:
+    """Which rows have a key."""
+    held = np.ones(len(arrays.keys), np.bool_)
+    for kind in (FREE, RETIRED):
+        held[arrays.unused[kind, : arrays.counts[kind]]] = False
+    return held
+
+
+def _rows(
+    keys: NDArray[np.int64], vectors: NDArray[np.float32], deleted: int
+) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.uint8]]:
+    """In arrays of the one kind that the kernels are compiled for."""
+    return (
+        np.require(keys, np.int64, ("C", "A", "W")),
+        np.require(vectors, np.float32, ("C", "A", "W")),
+        np.full(len(keys), deleted, np.uint8),
+    )
+
+
+def _allocate(capacity: int, embedding_dim: int) -> UpdatedArrays:
+    num_buckets = capacity * 2 // 17 + 1  # 8.5 rows for 12 slots
+    return UpdatedArrays(
+        buckets=zeros_at_line(num_buckets, BUCKET_BYTES),
+        keys=np.zeros(capacity, np.int64),
+        vectors=np.zeros((capacity, embedding_dim), np.float32),
+        deleted=np.zeros(capacity, np.uint8),
+        unused=np.tile(np.arange(capacity)[::-1], (2, 1)),
+        counts=np.array([capacity, 0]),
+    )

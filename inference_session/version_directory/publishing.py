@@ -1,0 +1,233 @@
+"""A version directory from anywhere becomes the next version of a model, sharing with earlier ones what is the same.
+
+Files of a version are never written to once it is in place, so that versions may share them by hard links: a version
+that changes one table costs the disk, and the page cache, that table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from inference_session.dense_engine import OnnxEngine
+from inference_session.errors import ModelFormatError, UnavailableError
+from inference_session.model_spec import (
+    DENSE_FILE,
+    INDEX_FILE,
+    KEY_FILE,
+    KEYS_FILE,
+    TABLES_FOLDER,
+    VECTOR_FILE,
+    ModelSpec,
+    TableSpec,
+)
+from inference_session.platform.staging import stage_version
+from inference_session.tables.table_file import TableFile
+from inference_session.version_directory import manifest
+from inference_session.version_directory.manifest import MANIFEST_FILE, FileEntry, Progress
+
+_CHUNK_BYTES = 4 << 20
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """What has been published."""
+
+    version_dir: Path
+    spec: ModelSpec
+    copied_bytes: int
+    shared_bytes: int
+    """Of files that other versions of the model have too."""
+
+
+class PublishedFiles:
+    """The files of a model's versions, by what their manifests say is in them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._paths: dict[tuple[str, int], list[Path]] = {}
+        for version_dir in sorted(folder.glob("[1-9]*")):
+            with suppress(ModelFormatError):  # one that is being removed, or not of our layout
+                for entry in manifest.read_manifest(version_dir):
+                    self._paths.setdefault((entry.sha256, entry.num_bytes), []).append(version_dir / entry.path)
+
+    def find(self, entry: FileEntry) -> list[Path]:
+        """The files of earlier versions that should have this content, by manifest and size; each inode once."""
+        found: dict[tuple[int, int], Path] = {}
+        for path in self._paths.get((entry.sha256, entry.num_bytes), ()):
+            with suppress(OSError):
+                state = path.lstat()
+                if stat.S_ISREG(state.st_mode) and state.st_size == entry.num_bytes:
+                    found.setdefault((state.st_dev, state.st_ino), path)
+        return list(found.values())
+
+    def link(self, entry: FileEntry, target: Path) -> Path | None:
+        """Link an earlier version's file of this content to `target`; returns it, or None where there is none.
+
+        Every byte of the linked file is read: it may have been damaged since its version was published. A damaged one
+        is logged and not used.
+        """
+        for path in self.find(entry):
+            if not _link(path, target):
+                continue
+            if manifest.sha256_of(target) == entry.sha256:
+                return path
+            target.unlink()
+            _log.warning("%s: damaged, its checksum is not the one in %s; it is not shared", path, MANIFEST_FILE)
+        return None
+
+
+def publish_version(
+    folder: Path,
+    repository: Path,
+    name: str,
+    *,
+    version: int | None = None,
+    progress: Progress | None = None,
+    complete: Callable[[Path, ModelSpec], None] | None = None,
+) -> PublishReport:
+    """Publish a version directory as `<repository>/<name>/<version>`: whole and verified, or not at all.
+
+    Every byte of the folder is read once and compared with its manifest.
+
+    Args:
+        folder: in the native layout, anywhere; it stays as it is.
+        version: one above the highest there is if None.
+        progress: told the bytes that have been read.
+        complete: called with the staged version before it appears, to add what a server needs (config.pbtxt); if it
+            raises, nothing is published.
+
+    Raises:
+        ModelFormatError: names the first file that is missing, damaged or not what session.json says.
+        ConfigurationError: the version exists already, or the name cannot be a folder's.
+        UnavailableError: the disk has too little space; or another process writes this version now.
+    """
+    spec = ModelSpec.read(folder)
+    manifest.verify(folder, checksums=False)
+    for table in spec.tables:
+        _check_table(folder / TABLES_FOLDER / table.folder, table)
+    entries = manifest.read_manifest(folder)
+    with stage_version(repository, name, version) as (staging, version_dir):
+        published = PublishedFiles(version_dir.parent)
+        _check_space(repository, sum(entry.num_bytes for entry in entries if not published.find(entry)))
+        linked = {entry: _take(folder, staging, entry, published, progress) for entry in entries}
+        shutil.copyfile(folder / MANIFEST_FILE, staging / MANIFEST_FILE)
+        _take_indexes(folder, staging, spec, linked)
+        _check_networks(staging)
+        if complete:
+            complete(staging, spec)
+    linked_bytes = sum(entry.num_bytes for entry, path in linked.items() if path)
+    copied_bytes = sum(entry.num_bytes for entry in entries) - linked_bytes
+    return PublishReport(version_dir, spec, copied_bytes, linked_bytes)
+
+
+def share_unchanged(staging: Path) -> int:
+    """Let a staged version, its manifest written, share files with the versions beside it; returns the bytes saved."""
+    published = PublishedFiles(staging.parent)
+    shared_bytes = 0
+    for entry in manifest.read_manifest(staging):
+        spare = staging / ".tmp-link"
+        if published.link(entry, spare):
+            spare.replace(staging / entry.path)
+            spare.unlink(missing_ok=True)  # replacing a file by itself does nothing
+            shared_bytes += entry.num_bytes
+    return shared_bytes
+
+
+def _check_table(folder: Path, table: TableSpec) -> None:
+    """ModelFormatError unless the files have the sizes that session.json says; a table may be in a store alone."""
+    sizes = {VECTOR_FILE: table.num_rows * table.row_bytes}
+    if table.keys == "stored":
+        sizes[KEY_FILE] = table.num_rows * 8
+    for name, num_bytes in sizes.items():
+        path = folder / name
+        if path.exists() and path.stat().st_size != num_bytes:
+            raise ModelFormatError(
+                f"{path}: {path.stat().st_size} bytes, but session.json says {table.num_rows} rows of "
+                f"{table.embedding_dim} x {table.dtype}, {num_bytes} bytes"
+            )
+
+
+def _check_space(repository: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(repository).free
+    if num_bytes > free:
+        raise UnavailableError(f"{repository}: the version takes {num_bytes} bytes more, but {free} are free")
+
+
+def _check_networks(staging: Path) -> None:
+    """ModelFormatError where ONNX Runtime does not take a network."""
+    for name in (DENSE_FILE, KEYS_FILE):
+        if (staging / name).exists():
+            OnnxEngine(staging / name, num_threads=1).close()
+
+
+def _take(
+    folder: Path, staging: Path, entry: FileEntry, published: PublishedFiles, progress: Progress | None
+) -> Path | None:
+    """Bring one file into the staged version; returns the file of another version that it is a link to, if it is."""
+    source, target = folder / entry.path, staging / entry.path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shared = published.link(entry, target)
+    checksum = manifest.sha256_of(source, progress) if shared else _copy(source, target, progress)
+    if checksum != entry.sha256:
+        raise ModelFormatError(f"{source}: damaged, its checksum is not the one in {MANIFEST_FILE}")
+    return shared
+
+
+def _copy(source: Path, target: Path, progress: Progress | None) -> str:
+    """Copy a file; returns its checksum."""
+    digest = hashlib.sha256()
+    with target.open("xb") as copy:
+        for chunk in _chunks(source):
+            digest.update(chunk)
+            copy.write(chunk)
+            if progress:
+                progress(len(chunk))
+    return digest.hexdigest()
+
+
+def _chunks(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            yield chunk
+
+
+def _link(path: Path, target: Path) -> bool:
+    """Whether the file system could do it; some have no hard links, and a file only so many."""
+    with suppress(OSError):
+        os.link(path, target)
+        return True
+    return False
+
+
+def _take_indexes(folder: Path, staging: Path, spec: ModelSpec, linked: Mapping[FileEntry, Path | None]) -> None:
+    """Share the index of a table whose keys are shared, copy others. What is not whole is left out, and built anew when
+    the version is opened.
+    """
+    origins = {entry.path.as_posix(): path for entry, path in linked.items()}
+    for table in spec.tables:
+        place = Path(TABLES_FOLDER, table.folder)
+        keys, target = origins.get((place / KEY_FILE).as_posix()), staging / place / INDEX_FILE
+        is_linked = keys is not None and _link(keys.with_name(INDEX_FILE), target)
+        if not is_linked and target.parent.exists() and (folder / place / INDEX_FILE).exists():
+            shutil.copyfile(folder / place / INDEX_FILE, target)
+        if target.exists() and not _is_good_index(target, table):
+            target.unlink()
+
+
+def _is_good_index(path: Path, table: TableSpec) -> bool:
+    """Whether every byte is that of an index of the `key` file beside it."""
+    try:
+        TableFile.open(path.parent, table, must_have_index=True, verify_index=True).close()
+    except ModelFormatError as error:
+        _log.warning("the index is left out, and built when the version is opened: %s", error)
+        return False
+    return True

@@ -1,0 +1,60 @@
+"""Files whose checksums have been found right before, so that a new version costs the reading of what is new in it.
+
+A file is known again by its device, inode, size and time of modification: hard links to one file are one file, a copy
+is another. Kept as a state file (state_file.py), JSON, the files verified last at its end.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from inference_session.platform.state_file import read_state, write_state
+
+MAX_FILES = 4096
+"""Files that are remembered."""
+_SETTLED_NS = 2_000_000_000
+"""Age from which on a further change of a file is bound to change its time too."""
+
+FileState = tuple[int, ...]
+"""Device, inode, size and time of modification; empty where there is no file."""
+
+
+def file_state(path: Path) -> FileState:
+    """What tells this file from any other, and from itself before a change."""
+    try:
+        stat = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+
+
+class VerifiedFiles:
+    """Remembers the checksums of files over the life of a process. May be used from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        """`path`: where they are remembered; nothing is known where it does not exist, or is damaged."""
+        self._path = path
+        self._checksums: dict[str, str] = {}
+        with suppress(ValueError, TypeError):  # a whole file, but another one
+            self._checksums.update(json.loads(read_state(path) or b"{}"))
+        self._has_news = False
+
+    def holds(self, state: FileState, checksum: str) -> bool:
+        """Whether a file in that state has been found to have that checksum."""
+        return self._checksums.get(str(state)) == checksum
+
+    def add(self, state: FileState, checksum: str) -> None:
+        """Remember what was just read, unless the file is so young that a later change might not show."""
+        if state and time.time_ns() - state[-1] > _SETTLED_NS:
+            self._checksums[str(state)] = checksum
+            self._has_news = True
+
+    def save(self) -> None:
+        """Keep it for the next process; where that cannot be, files are read again."""
+        kept = dict(list(self._checksums.items())[-MAX_FILES:])
+        if self._has_news:
+            with suppress(OSError):
+                write_state(self._path, json.dumps(kept).encode())

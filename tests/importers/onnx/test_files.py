@@ -1,0 +1,292 @@
+"""Model files whole, split and damaged, and version directories that appear whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import ModelProto, TensorProto, helper
+
+from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
+from inference_session.importers.onnx import import_onnx, importer
+from inference_session.version_directory.manifest import verify
+from tests.testing.onnx_models import assert_same, import_model, model_of, table
+
+KEYS = np.array([[0, 1], [999, -1], [-1000, 7]], np.int64)
+GRAPH = """m (int64[b, 2] keys) => (float[b, 2, 3] y) { v = Gather(w, keys)  y = MatMul(v, d) }"""
+
+
+def _model() -> ModelProto:
+    return model_of(GRAPH, {"w": table(), "d": table(4, 3)})
+
+
+def _split(tmp_path: Path, threshold: int = 0) -> Path:
+    path = tmp_path / "model.onnx"
+    onnx.save(_model(), path, save_as_external_data=True, location="model.data", size_threshold=threshold)
+    return path
+
+
+def _redirect(path: Path, **entries: str) -> None:
+    """Change what the model says of its table's external data."""
+    model = onnx.load(path, load_external_data=False)
+    for entry in model.graph.initializer[0].external_data:
+        entry.value = entries.get(entry.key, entry.value)
+    path.write_bytes(model.SerializeToString())
+
+
+def _left(tmp_path: Path) -> list[str]:
+    return sorted(p.name for p in (tmp_path / "repository").rglob("*")) if (tmp_path / "repository").exists() else []
+
+
+@pytest.mark.parametrize("threshold", [0, 1024])
+def test_external_data_are_read(tmp_path: Path, threshold: int) -> None:
+    """Tables and small weights in a file beside the model are found."""
+    path = _split(tmp_path, threshold)
+
+    report = import_onnx(path, tmp_path / "repository", "m")
+
+    assert_same(report, path, {"keys": KEYS})
+    assert (report.version_dir / "tables/w/emb_vector").read_bytes() == table().tobytes()
+
+
+def test_the_staged_version_holds_no_more_than_it_should(tmp_path: Path) -> None:
+    """No trace of the verification stays, and the manifest vouches for the rest."""
+    report = import_model(tmp_path, _model())
+
+    verify(report.version_dir, checksums=True)
+    files = sorted(p.relative_to(report.version_dir).as_posix() for p in report.version_dir.rglob("*") if p.is_file())
+    assert files == ["MANIFEST.json", "dense.onnx", "session.json", "tables/w/emb_vector"]
+    assert json.loads((report.version_dir / "session.json").read_text())["source"] == "model.onnx"
+
+
+def test_networks_too_large_for_one_file_are_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond protobuf's 2 GB the dense weights lie beside dense.onnx (here the limit is lower)."""
+    monkeypatch.setattr(importer, "_MAX_INLINE_BYTES", 1000)
+    graph = GRAPH.replace("2, 3] y", "2, 512] y")
+
+    report = import_model(tmp_path, model_of(graph, {"w": table(), "d": table(4, 512)}))
+
+    assert (report.version_dir / "dense.onnx.data").stat().st_size >= 4 * 512 * 4
+    assert_same(report, tmp_path / "model.onnx", {"keys": KEYS})
+    verify(report.version_dir, checksums=True)
+
+
+@pytest.mark.parametrize("location", ["../model.data", "/etc/passwd", "a/../../model.data", "", "C:\\model.data"])
+def test_external_data_outside_the_folder_are_refused(tmp_path: Path, location: str) -> None:
+    """A model may not name files of the rest of the machine."""
+    (tmp_path / "inner").mkdir()
+    path = _split(tmp_path / "inner")
+    _redirect(path, location=location)
+
+    with pytest.raises(ModelFormatError, match="outside the model's folder"):
+        import_onnx(path, tmp_path / "repository", "m")
+
+    assert not _left(tmp_path)
+
+
+def test_links_that_leave_the_folder_are_refused(tmp_path: Path) -> None:
+    """A symbolic link is no way out of the folder."""
+    (tmp_path / "inner").mkdir()
+    path = _split(tmp_path / "inner")
+    (tmp_path / "inner/model.data").rename(tmp_path / "model.data")
+    (tmp_path / "inner/model.data").symlink_to(tmp_path / "model.data")
+
+    with pytest.raises(ModelFormatError, match="outside the model's folder"):
+        import_onnx(path, tmp_path / "repository", "m")
+
+
+def test_missing_and_short_external_data_are_named(tmp_path: Path) -> None:
+    """A data file that is cut short, and one that is not there, are refused by name."""
+    path = _split(tmp_path)
+    data = tmp_path / "model.data"
+    data.write_bytes(data.read_bytes()[:100])
+    with pytest.raises(ModelFormatError, match=r"model\.data: 100 bytes"):
+        import_onnx(path, tmp_path / "repository", "m")
+    data.unlink()
+    with pytest.raises(ModelFormatError, match=r"model\.data: not readable"):
+        import_onnx(path, tmp_path / "repository", "m")
+    assert not _left(tmp_path)
+
+
+@pytest.mark.parametrize("entries", [{"offset": "-1"}, {"length": "12"}, {"offset": "many"}, {"length": "99999999999"}])
+def test_external_data_that_do_not_fit_the_shape_are_refused(tmp_path: Path, entries: dict[str, str]) -> None:
+    """Offset and length must agree with the file and the tensor."""
+    path = _split(tmp_path)
+    _redirect(path, **entries)
+
+    with pytest.raises(ModelFormatError, match=r"model\.(onnx|data)"):
+        import_onnx(path, tmp_path / "repository", "m")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a model", b"\x3a\xff\xff\xff\x7f", b"\x08\x08", bytes(100)])
+def test_what_is_no_model_is_refused(tmp_path: Path, content: bytes) -> None:
+    """Anything but an ONNX file is refused with the file's name."""
+    path = tmp_path / "model.onnx"
+    path.write_bytes(content)
+
+    with pytest.raises(ModelFormatError, match=r"model\.onnx"):
+        import_onnx(path, tmp_path / "repository", "m")
+
+    assert not _left(tmp_path)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_damaged_models_end_in_our_own_errors(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """A byte changed or bytes cut off lead to an error of ours or to a working model, and never leave a mess."""
+    tmp_path = tmp_path_factory.mktemp("damaged")
+    content = bytearray(model_of(GRAPH, {"w": table(10), "d": table(4, 3)}).SerializeToString())
+    at = data.draw(st.integers(0, len(content) - 1))
+    if data.draw(st.booleans()):
+        content[at] ^= 1 << data.draw(st.integers(0, 7))
+    else:
+        del content[at:]
+    path = tmp_path / "model.onnx"
+    path.write_bytes(content)
+
+    try:
+        import_onnx(path, tmp_path / "repository", "m", min_rows=5)
+    except HotrowError:
+        assert not _left(tmp_path)
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    """The path that is not there stands in the message."""
+    with pytest.raises(ModelFormatError, match=r"nowhere\.onnx"):
+        import_onnx(tmp_path / "nowhere.onnx", tmp_path / "repository", "m")
+
+
+def test_models_that_onnx_runtime_does_not_take_are_refused(tmp_path: Path) -> None:
+    """An operator nobody knows is reported at import, not at the first request."""
+    model = model_of("m (int64[b] k) => (float[b, 4] y) { v = Gather(w, k)  y = Bogus(v) }", {"w": table()})
+
+    with pytest.raises(ModelFormatError, match="ONNX Runtime does not take this model"):
+        import_model(tmp_path, model)
+
+    assert not _left(tmp_path)
+
+
+def test_refusals_are_one_line_and_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """ONNX Runtime's reasons come on several lines, and names that are no text make it print and try again."""
+    path = tmp_path / "model.onnx"
+    graph = "agraph (int64[N, 2] x) => (float[N, 2, 4] y) { y = Gather(W, x) }"
+    onnx.save(model_of(graph, {"W": table()}), path)
+    damaged = path.read_bytes().replace(b"Gather", b"Gath\xffr")
+    path.write_bytes(damaged)
+
+    with pytest.raises(HotrowError) as caught:
+        import_onnx(path, tmp_path / "repository", "m")
+
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr().out == ""
+
+
+def test_outputs_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
+    """Triton's tensors cannot hold a sequence."""
+    model = model_of("m (int64[b] k) => (float[b, 4] v) { v = Gather(w, k) }", {"w": table()})
+    model.graph.node.append(helper.make_node("SequenceConstruct", ["v"], ["s"]))
+    model.graph.output.append(helper.make_tensor_sequence_value_info("s", TensorProto.FLOAT, None))
+
+    with pytest.raises(UnsupportedModelError, match="'s' is sequence"):
+        import_model(tmp_path, model)
+
+
+def test_versions_count_up(tmp_path: Path) -> None:
+    """Without a number the next one is taken; 1 comes first, and gaps are not filled."""
+    assert import_model(tmp_path, _model()).version_dir.name == "1"
+    assert import_model(tmp_path, _model(), version=7).version_dir.name == "7"
+    assert import_model(tmp_path, _model()).version_dir.name == "8"
+
+
+@pytest.mark.parametrize("options", [{"version": 1}, {"version": 0}, {"min_rows": 0}])
+def test_bad_arguments_are_refused(tmp_path: Path, options: dict[str, int]) -> None:
+    """An existing version, and numbers that make no sense, change nothing."""
+    before = import_model(tmp_path, _model()).version_dir
+    files = _left(tmp_path)
+
+    with pytest.raises(ConfigurationError):
+        import_model(tmp_path, _model(), **options)
+
+    assert _left(tmp_path) == files
+    verify(before, checksums=True)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", ".hidden"])
+def test_names_that_are_no_folder_are_refused(tmp_path: Path, name: str) -> None:
+    """A model's name is the name of its folder."""
+    onnx.save(_model(), tmp_path / "model.onnx")
+
+    with pytest.raises(ConfigurationError, match="cannot be the name of a model"):
+        import_onnx(tmp_path / "model.onnx", tmp_path / "repository", name)
+
+
+def test_a_leftover_of_a_killed_import_is_replaced(tmp_path: Path) -> None:
+    """A stale staging folder of the same version does not get in the way."""
+    stale = tmp_path / "repository/m/.tmp-1"
+    stale.mkdir(parents=True)
+    (stale / "half").write_text("written")
+
+    report = import_model(tmp_path, _model())
+
+    assert not stale.exists()
+    assert not (report.version_dir / "half").exists()
+
+
+def test_progress_tells_the_bytes_written_and_checked(tmp_path: Path) -> None:
+    """Each table is counted when it is written and when its checksum is taken."""
+    seen: list[int] = []
+
+    report = import_model(tmp_path, _model(), progress=seen.append)
+
+    listed = sum(p.stat().st_size for p in report.version_dir.rglob("*") if p.is_file() and p.name != "MANIFEST.json")
+    assert sum(seen) == table().nbytes + listed
+
+
+# Not ru_maxrss: that also remembers the memory of the process which started this one.
+_PEAK = """
+import sys
+from pathlib import Path
+from inference_session.importers.onnx import import_onnx, importer
+report = import_onnx(Path(sys.argv[1]), Path(sys.argv[2]), "m")
+assert len(report.tables) == 3
+status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+print(int(status["VmHWM"].split()[0]) * 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("external", [True, False])
+def test_tables_are_streamed(tmp_path: Path, external: bool) -> None:
+    """Importing 600 MB takes no more memory than 1.3 times the largest table."""
+    names, num_rows, dim = "abc", 3_200_000, 16
+    reads = " ".join(f"v{n} = Gather({n}, keys)" for n in names)
+    model = model_of(f"m (int64[s] keys) => (float[s, 16] y) {{ {reads} t = Add(va, vb)  y = Add(t, vc) }}", {})
+    table_bytes = num_rows * dim * 4
+    for i, name in enumerate(names):
+        tensor = TensorProto(name=name, data_type=TensorProto.FLOAT, dims=[num_rows, dim])
+        if external:
+            tensor.data_location = TensorProto.EXTERNAL
+            for key, value in (("location", "w.data"), ("offset", i * table_bytes), ("length", table_bytes)):
+                tensor.external_data.add(key=key, value=str(value))
+        else:
+            tensor.raw_data = table(num_rows, dim, i).tobytes()
+        model.graph.initializer.append(tensor)
+    if external:
+        with (tmp_path / "w.data").open("wb") as file:
+            for i in range(len(names)):
+                file.write(table(num_rows, dim, i).tobytes())
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    del model
+
+    arguments = [sys.executable, "-c", _PEAK, str(tmp_path / "model.onnx"), str(tmp_path / "repository")]
+    peak = int(subprocess.run(arguments, check=True, capture_output=True, text=True).stdout)
+
+    assert peak <= 1.3 * table_bytes, f"{peak / 1e6:.0f} MB"

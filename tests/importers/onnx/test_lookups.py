@@ -1,0 +1,573 @@
+"""Row reads in the main graph: what is carved out, under which keys, and what stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx.parser
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from onnx import TensorProto, helper, numpy_helper
+
+from inference_session import InferenceSession
+from inference_session.errors import InvalidRequestError
+from inference_session.importers.onnx import import_onnx, importer
+from tests.testing.onnx_evaluation import evaluate
+from tests.testing.onnx_models import assert_same, check, import_model, model_of, table
+
+KEYS = np.array([[0, 1], [999, -1], [-1000, 7]], np.int64)
+ONE = "m (int64[b, 2] keys) => (float[b, 2, 4] y) { y = Gather(w, keys) }"
+
+
+def test_a_table_may_be_called_as_the_folder_of_another(tmp_path: Path) -> None:
+    """Folders get names of their own, and each table its own rows."""
+    graph = """m (int64[b, 2] keys) => (float[b, 2, 7] y) {
+        u = Gather(w, keys)  v = Gather(x, keys)  y = Concat<axis = 2>(u, v) }"""
+    model = model_of(graph, {"w": table(), "x": table(1200, 3)})
+    for old, new in (("w", "a/b"), ("x", "a_b")):
+        for tensor in model.graph.initializer:
+            tensor.name = new if tensor.name == old else tensor.name
+        for node in model.graph.node:
+            node.input[:] = [new if name == old else name for name in node.input]
+
+    report = check(tmp_path, model, {"keys": KEYS})
+
+    assert [(t.name, t.folder, t.num_rows) for t in report.tables] == [("a/b", "a_b", 1000), ("a_b", "a_b_2", 1200)]
+
+
+@pytest.mark.parametrize(
+    ("reading", "reason"),
+    [
+        ("t = Mul(w, s)  y = Gather(t, keys)", "is read as a whole by Mul 't'"),
+        ("y = GatherND(w, keys)", "is read by GatherND 'y', no Gather"),
+        ("t = DequantizeLinear(q, s)  y = Gather(t, keys)", "holds int8; tables hold float32 or float16"),
+    ],
+)
+def test_a_table_that_is_read_in_another_way_is_named(reading: str, reason: str, tmp_path: Path) -> None:
+    """It stays in the dense network, answers are the original's, and the report says why."""
+    graph = f"m (int64[b, 1] keys) => (float y) {{ s = Constant<value = float {{0.5}}>()  {reading} }}"
+    weight = "q" if "q" in reading else "w"
+    rows = np.arange(-4000, 4000).astype(np.int8).reshape(2000, 4) if weight == "q" else table()
+
+    report = check(tmp_path, model_of(graph, {weight: rows}), {"keys": KEYS[:, :1]})
+
+    assert [(item.name, item.reason) for item in report.stays_dense] == [(weight, reason)]
+
+
+def test_a_row_read_becomes_a_lookup_of_the_model_input(tmp_path: Path) -> None:
+    """A Gather of an input's keys needs no network to compute keys."""
+    report = check(tmp_path, model_of(ONE, {"w": table()}), {"keys": KEYS})
+
+    assert [(t.name, t.num_rows, t.embedding_dim, t.keys) for t in report.tables] == [("w", 1000, 4, "row_number")]
+    assert [lookup.keys for lookup in report.spec.lookups] == ["keys"]
+    assert not (report.version_dir / "keys.onnx").exists()
+
+
+@settings(max_examples=20)
+@given(keys=hnp.arrays(np.int64, st.tuples(st.integers(0, 5), st.just(2)), elements=st.integers(-1000, 999)))
+def test_keys_in_range_answer_as_the_original(tmp_path_factory: pytest.TempPathFactory, keys: np.ndarray) -> None:
+    """Any keys that ONNX Runtime takes, negative ones and no samples at all included, give the same answer."""
+    path = tmp_path_factory.mktemp("import")
+    graph = """m (int64[b, 2] keys) => (float[b, 8] y, float[b, 4] p) {
+        v = Gather(w, keys)  shape = Constant<value = int64[2] {-1, 8}>()  y = Reshape(v, shape)
+        axes = Constant<value = int64[1] {1}>()  u = Gather(w2, keys)  p = ReduceSum<keepdims = 0>(u, axes) }"""
+
+    check(path, model_of(graph, {"w": table(), "w2": table(seed=1)}), {"keys": keys})
+
+
+def test_int32_and_one_dimensional_keys(tmp_path: Path) -> None:
+    """Keys of int32, one per sample, are looked up as they are."""
+    graph = "m (int32[b] keys) => (float[b, 4] y) { y = Gather(w, keys) }"
+
+    report = check(tmp_path, model_of(graph, {"w": table()}), {"keys": KEYS[:, 0].astype(np.int32)})
+
+    assert report.spec.inputs[0].dtype == "int32"
+    assert report.spec.batched
+
+
+def test_casts_and_reshapes_of_keys_need_no_network(tmp_path: Path) -> None:
+    """What only changes shape or integer type of the keys is done to the vectors instead, or not at all."""
+    graph = """m (int32[b, 1] keys) => (float[b, 4] y) {
+        k = Cast<to = 7>(keys)  one = Constant<value = int64[1] {1}>()  s = Squeeze(k, one)  y = Gather(w, s) }"""
+
+    report = check(tmp_path, model_of(graph, {"w": table()}), {"keys": KEYS[:, :1].astype(np.int32)})
+
+    assert report.spec.lookups[0].keys == "keys"
+    assert not (report.version_dir / "keys.onnx").exists()
+
+
+def test_keys_computed_in_the_graph_come_from_a_network_of_their_own(tmp_path: Path) -> None:
+    """Shifted, clipped and hashed keys are computed by keys.onnx, and the dense network lacks that part."""
+    graph = """m (int64[b, 2] keys, float[b, 4] x) => (float[b, 4] y) {
+        o = Constant<value = int64[2] {0, 500}>()  n = Constant<value = int64 {500}>()
+        h = Mod(keys, n)  k = Add(h, o)  v = Gather(w, k)  a = Constant<value = int64[1] {1}>()
+        s = ReduceMean<keepdims = 0>(v, a)  y = Add(s, x) }"""
+    inputs = {"keys": KEYS * 77, "x": np.ones((3, 4), np.float32)}
+
+    report = check(tmp_path, model_of(graph, {"w": table()}), inputs)
+
+    assert (report.version_dir / "keys.onnx").exists()
+    assert report.spec.lookups[0].keys not in ("keys", "x")
+    assert len(report.spec.inputs) == 2
+
+
+def test_one_table_read_by_several_lookups_is_stored_once(tmp_path: Path) -> None:
+    """Two Gathers of one initializer give one table and two look-ups."""
+    graph = """m (int64[b] a, int64[b] c) => (float[b, 4] y) {
+        u = Gather(w, a)  v = Gather(w, c)  y = Mul(u, v) }"""
+
+    report = check(tmp_path, model_of(graph, {"w": table()}), {"a": KEYS[:, 0], "c": KEYS[:, 1]})
+
+    assert len(report.tables) == 1
+    assert len(report.spec.lookups) == 2
+
+
+@pytest.mark.parametrize("as_whole", [False, True])
+def test_half_precision_tables_stay_half(tmp_path: Path, as_whole: bool) -> None:
+    """A float16 table, cast after the look-up or as a whole before it, is stored as float16."""
+    read = "c = Cast<to = 1>(w)  y = Gather(c, keys)" if as_whole else "v = Gather(w, keys)  y = Cast<to = 1>(v)"
+    graph = f"m (int64[b, 2] keys) => (float[b, 2, 4] y) {{ {read} }}"
+
+    report = check(tmp_path, model_of(graph, {"w": table(dtype=np.float16)}), {"keys": KEYS})
+
+    assert report.tables[0].dtype == "float16"
+    assert (report.version_dir / "tables/w/emb_vector").stat().st_size == 1000 * 4 * 2
+
+
+def test_half_precision_vectors_feed_half_precision_networks(tmp_path: Path) -> None:
+    """A network that computes in float16 gets float16."""
+    graph = "m (int64[b, 2] keys) => (float16[b, 2, 4] y) { v = Gather(w, keys)  y = Neg(v) }"
+
+    check(tmp_path, model_of(graph, {"w": table(dtype=np.float16)}), {"keys": KEYS})
+
+
+@pytest.mark.parametrize("shape", [(1000,), (1000, 2, 3)])
+def test_rows_of_any_rank(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Rows may be single numbers or matrices."""
+    sizes = "".join(f", {size}" for size in shape[1:])
+    graph = f"m (int64[b, 2] keys) => (float[b, 2{sizes}] y) {{ y = Gather(w, keys) }}"
+    weights = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+    report = check(tmp_path, model_of(graph, {"w": weights}), {"keys": KEYS})
+
+    assert report.tables[0].row_shape == shape[1:]
+
+
+def test_gather_nd_by_whole_rows_is_a_lookup(tmp_path: Path) -> None:
+    """PyTorch writes `weight[keys]` as GatherND."""
+    graph = """m (int64[b] keys) => (float[b, 4] y) {
+        a = Constant<value = int64[1] {-1}>()  k = Unsqueeze(keys, a)  y = GatherND(w, k) }"""
+
+    report = check(tmp_path, model_of(graph, {"w": table()}), {"keys": KEYS[:, 0]})
+
+    assert report.spec.lookups[0].keys == "keys"
+
+
+@pytest.mark.parametrize(("size", "is_row"), [("1, 4", True), ("1, 3", False), ("2, 4", False)])
+def test_slices_of_one_row_are_lookups(tmp_path: Path, size: str, is_row: bool) -> None:
+    """JAX reads a row by a Slice from the key on; one that takes anything else stays dense."""
+    graph = f"""m (int64[1] key) => (float[n, d] y) {{
+        z = Constant<value = int64[1] {{0}}>()  s = Concat<axis = 0>(key, z)
+        n = Constant<value = int64[2] {{{size}}}>()
+        e = Add(s, n)  a = Constant<value = int64[2] {{0, 1}}>()  r = Slice(w, s, e, a)
+        v = Gather(w, key)  y = Concat<axis = 1>(r, ROWS) }}""".replace("ROWS", "v" if size[0] == "1" else "r")
+
+    report = check(tmp_path, model_of(graph, {"w": table()}), {"key": np.array([7])})
+
+    assert bool(report.tables) == is_row
+
+
+def test_a_table_may_be_asked_for_its_shape(tmp_path: Path) -> None:
+    """Shape of an initializer is a constant, and no reason to keep the table."""
+    graph = """m (int64[b] keys) => (float[b, 4] y) {
+        s = Shape(w)  z = Constant<value = int64 {0}>()  n = Gather(s, z)  k = Mod(keys, n)  y = Gather(w, k) }"""
+
+    report = check(tmp_path, model_of(graph, {"w": table()}), {"keys": KEYS[:, 0] + 5000})
+
+    assert len(report.tables) == 1
+
+
+def test_constant_nodes_are_tables_too(tmp_path: Path) -> None:
+    """A table may be the value of a Constant node."""
+    model = model_of(ONE, {})
+    value = helper.make_tensor("w", TensorProto.FLOAT, [1000, 4], table().ravel())
+    model.graph.node.insert(0, helper.make_node("Constant", [], ["w"], value=value))
+
+    report = check(tmp_path, model, {"keys": KEYS})
+
+    assert report.tables[0].name == "w"
+
+
+def test_float_data_are_written_as_raw_vectors(tmp_path: Path) -> None:
+    """Tensors that spell out their floats, and float16 in int32_data, are understood."""
+    graph = """m (int64[b, 2] keys) => (float[b, 2, 4] y, float16[b, 2, 4] h) {
+        y = Gather(w, keys)  h = Gather(u, keys) }"""
+    model = model_of(graph, {})
+    model.graph.initializer.append(helper.make_tensor("w", TensorProto.FLOAT, [1000, 4], table().ravel()))
+    model.graph.initializer.append(helper.make_tensor("u", TensorProto.FLOAT16, [1000, 4], table(seed=1).ravel()))
+
+    report = check(tmp_path, model, {"keys": KEYS})
+
+    assert len(report.tables) == 2
+
+
+def test_constant_keys_are_read_once(tmp_path: Path) -> None:
+    """Rows that no request chooses become part of the dense network."""
+    graph = """m (int64[b] keys) => (float[b, 4] y) {
+        c = Constant<value = int64 {3}>()  u = Gather(w, c)  v = Gather(w, keys)  y = Add(u, v) }"""
+
+    report = check(tmp_path, model_of(graph, {"w": table()}), {"keys": KEYS[:, 0]})
+
+    assert len(report.spec.lookups) == 1
+
+
+@pytest.mark.parametrize(
+    ("graph", "reason"),
+    [
+        ("v = Gather(w, keys)  t = Transpose(w)  y = MatMul(v, t)", "as a whole by Transpose"),
+        ("y = Gather(w, keys)  out = Identity(w)", "as a whole"),
+    ],
+)
+def test_tied_weights_stay_dense(tmp_path: Path, graph: str, reason: str) -> None:
+    """An initializer that is used as a whole as well stays in the dense network, and the report says why."""
+    outputs = "float[b, 2, n] y" + (", float[1000, 4] out" if "out" in graph else "")
+    model = model_of(f"m (int64[b, 2] keys) => ({outputs}) {{ {graph} }}", {"w": table()})
+
+    report = check(tmp_path, model, {"keys": KEYS})
+
+    assert not report.tables
+    assert reason in report.stays_dense[0].reason
+
+
+def test_keys_that_depend_on_vectors_keep_their_table_dense(tmp_path: Path) -> None:
+    """A second look-up by what the first one found is not separable; the first one is."""
+    graph = """m (int64[b] keys) => (float[b, 4] y) {
+        a = Gather(w, keys)  k = ArgMax<axis = 1, keepdims = 0>(a)  y = Gather(u, k) }"""
+
+    report = check(tmp_path, model_of(graph, {"w": table(), "u": table(seed=1)}), {"keys": KEYS[:, 0]})
+
+    assert [t.name for t in report.tables] == ["w"]
+    assert report.stays_dense[0].name == "u"
+    assert "depend on looked-up vectors" in report.stays_dense[0].reason
+
+
+def test_positions_counted_from_the_shape_of_vectors(tmp_path: Path) -> None:
+    """Asking looked-up vectors for their shape is no dependence on them."""
+    graph = """m (int64[b, l] keys) => (float[b, l, 4] y) {
+        a = Gather(w, keys)  s = Shape(a)  o = Constant<value = int64 {1}>()  n = Gather(s, o)
+        z = Constant<value = int64 {0}>()  r = Range(z, n, o)  p = Gather(u, r)  y = Add(a, p) }"""
+
+    report = check(tmp_path, model_of(graph, {"w": table(), "u": table(seed=1)}), {"keys": KEYS}, {"keys": KEYS[:, :1]})
+
+    assert [t.name for t in report.tables] == ["w", "u"]
+    assert report.spec.joinable
+
+
+def test_small_and_double_tables_stay_dense(tmp_path: Path) -> None:
+    """Few rows, or elements that tables do not hold, keep an initializer in the dense network."""
+    graph = """m (int64[b] keys) => (float[b, 4] y, double[b, 4] z) { y = Gather(w, keys)  z = Gather(u, keys) }"""
+    model = model_of(graph, {"w": table(999), "u": table(dtype=np.float64)})
+
+    report = check(tmp_path, model, {"keys": KEYS[:2, 0] % 900})
+
+    assert {item.name: item.reason for item in report.stays_dense} == {
+        "w": "has 999 rows, fewer than 1000",
+        "u": "holds double; tables hold float32 or float16",
+    }
+    assert not report.tables
+
+
+def test_min_rows_decides_what_is_small(tmp_path: Path) -> None:
+    """With a lower limit the same initializer is a table."""
+    assert check(tmp_path, model_of(ONE, {"w": table(7)}), {"keys": KEYS[:1]}, min_rows=7).tables
+
+
+def test_names_may_hold_any_characters(tmp_path: Path) -> None:
+    """Names with slashes, spaces and dots, and two that give the same folder, work."""
+    model = model_of(
+        "m (int64[b] k) => (float[b, 4] y) { u = Gather(w, k)  v = Gather(x, k)  y = Sub(u, v) }",
+        {"w": table(), "x": table(seed=1)},
+    )
+    for tensor, name in zip(model.graph.initializer, ("../a b/ü", "..-a b.ü"), strict=True):
+        node = next(n for n in model.graph.node if tensor.name in n.input)
+        tensor.name = node.input[0] = name
+    model.graph.input[0].name = "tables/k 1"
+    for node in model.graph.node[:2]:
+        node.input[1] = "tables/k 1"
+
+    report = check(tmp_path, model, {"tables/k 1": KEYS[:, 0]})
+
+    assert [t.name for t in report.tables] == ["../a b/ü", "..-a b.ü"]
+    assert len({t.folder for t in report.tables}) == 2
+
+
+def test_dead_inputs_are_kept_in_the_interface(tmp_path: Path) -> None:
+    """An input that only the keys need leaves the dense network, not the model."""
+    report = check(tmp_path, model_of(ONE, {"w": table()}), {"keys": KEYS})
+
+    assert [i.name for i in report.spec.inputs] == ["keys"]
+
+
+def test_functions_are_inlined(tmp_path: Path) -> None:
+    """A look-up inside a model-local function is found."""
+    text = """<ir_version: 8, opset_import: ["" : 18, "f" : 1]>
+        m (int64[b] keys) => (float[b, 4] y) { y = f.embed(w, keys) }
+        <domain: "f", opset_import: ["" : 18]> embed (t, k) => (v) { v = Gather(t, k) }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(numpy_helper.from_array(table(), "w"))
+
+    assert len(check(tmp_path, model, {"keys": KEYS[:, 0]}).tables) == 1
+
+
+def test_initializers_listed_as_inputs_are_no_inputs(tmp_path: Path) -> None:
+    """Old models list initializers among their inputs."""
+    model = model_of(ONE, {"w": table()}, opset=11)
+    model.ir_version = 3
+    model.graph.input.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, [1000, 4]))
+
+    report = check(tmp_path, model, {"keys": KEYS})
+
+    assert [i.name for i in report.spec.inputs] == ["keys"]
+    assert len(report.tables) == 1
+
+
+def test_a_model_without_tables_is_dense_altogether(tmp_path: Path) -> None:
+    """No table is no error; the report says so."""
+    model = model_of("m (float[b, 4] x) => (float[b, 4] y) { y = Neg(x) }", {})
+
+    report = check(tmp_path, model, {"x": np.ones((2, 4), np.float32)})
+
+    assert "no table was taken out" in str(report)
+
+
+def test_kuairand_models_answer_as_expected(shared: Path, tmp_path: Path) -> None:
+    """Real models, as PyTorch and JAX write them, answer as recorded."""
+    for name in ("kuairand_mmoe_torch", "kuairand_dlrm_jax"):
+        folder = shared / "models" / name
+        report = import_onnx(folder / "model.onnx", tmp_path, name)
+        assert len(report.tables) == 5
+        inputs = dict(np.load(folder / "requests.npz"))
+        expected = dict(np.load(folder / "expected.npz"))
+        declared = {i.name for i in report.spec.inputs}
+        found = evaluate(report.version_dir, {k: v for k, v in inputs.items() if k in declared})
+        for output, array in expected.items():
+            if output in found:
+                np.testing.assert_allclose(found[output], array, rtol=0, atol=1e-6)
+        assert_same(report, folder / "model.onnx", {k: v for k, v in inputs.items() if k in declared})
+
+
+def test_import_is_deterministic(tmp_path: Path) -> None:
+    """The same model gives the same files."""
+    model = model_of(ONE, {"w": table()})
+    first = import_model(tmp_path, model)
+    second = import_model(tmp_path, model)
+
+    assert second.version_dir.name == "2"
+    for name in ("session.json", "dense.onnx", "MANIFEST.json"):
+        assert (first.version_dir / name).read_bytes() == (second.version_dir / name).read_bytes()
+
+
+def test_many_predictions_are_not_all_listed(tmp_path: Path) -> None:
+    """The report of a model with a column per item says how many there are."""
+    graph = "agraph (int64[N] x) => (float[N, 500] y) { y = Gather(W, x) }"
+
+    report = check(tmp_path, model_of(graph, {"W": table(dim=500)}), {"x": np.array([1, 2])})
+
+    assert "y_0, y_1, y_2, y_3, y_4, y_5, y_6, y_7, y_8, y_9, y_10 … (500 in all)" in str(report)
+
+
+def test_a_table_that_is_cast_to_half_as_a_whole_is_taken(tmp_path: Path) -> None:
+    """ONNX Runtime rounds to half precision at other places than before, by no more than a step of it."""
+    graph = """agraph (int64[N, 2] x) => (float16[N, 4] y) {
+        h = Cast<to=10>(W) g = Gather(h, x) y = ReduceSum<keepdims=0>(g, a)
+    }"""
+    keys = np.random.default_rng(0).integers(0, 1000, (50, 2))
+
+    report = import_model(tmp_path, model_of(graph, {"W": table(), "a": np.array([1])}))
+
+    assert_same(report, tmp_path / "model.onnx", {"x": keys}, tolerance=4e-3)
+    assert [t.dtype for t in report.tables] == ["float32"]
+
+
+def test_batches_that_matter_under_some_values_only_are_found(tmp_path: Path) -> None:
+    """One large key changes the answers of its whole batch: such requests are not joined."""
+    graph = """agraph (int64[N] x) => (float[N, 4] y) {
+        m = ReduceMax<keepdims=0>(x) c = Greater(m, limit) f = Cast<to=1>(c) g = Gather(W, x) y = Add(g, f)
+    }"""
+
+    report = check(
+        tmp_path,
+        model_of(graph, {"W": table(), "limit": np.array(990)}),
+        {"x": np.array([1, 2])},
+        {"x": np.array([995, 2])},
+    )
+
+    assert report.spec.batched
+    assert not report.spec.joinable
+
+
+def test_answers_drawn_at_random(tmp_path: Path) -> None:
+    """Noise differs from run to run; what does not is compared as ever."""
+    model = model_of(
+        """g (int64[n, 2] ids) => (float[n, 2, 4] y, float[n, 2, 4] noisy) {
+            y = Gather(t, ids)  noise = RandomNormalLike(y)  noisy = Add(y, noise) }""",
+        {"t": table()},
+    )
+
+    report = import_model(tmp_path, model)
+
+    assert len(report.tables) == 1
+    with InferenceSession.open(report.version_dir) as session:
+        found = session.run({"ids": KEYS})
+    np.testing.assert_array_equal(found["y"], table()[KEYS])
+    assert not np.array_equal(found["noisy"], found["y"])
+
+
+def test_scalars(tmp_path: Path) -> None:
+    """An input and an output of no dimensions; servers that have none send the input in shape [1]."""
+    model = model_of(
+        """g (int64[n, 2] ids, float temperature) => (float[n, 2, 4] y, float largest) {
+            v = Gather(t, ids)  y = Div(v, temperature)  largest = ReduceMax <keepdims=0> (y) }""",
+        {"t": table()},
+    )
+    inputs = {"ids": KEYS, "temperature": np.array(2, np.float32)}
+
+    report = check(tmp_path, model, inputs)
+
+    with InferenceSession.open(report.version_dir) as session:
+        found = session.run({**inputs, "temperature": np.array([2], np.float32)})
+    np.testing.assert_allclose(found["y"], table()[KEYS] / 2, rtol=1e-6)
+    assert found["largest"] == found["y"].max()
+
+
+def test_small_and_large_tables_may_share_an_input(tmp_path: Path) -> None:
+    """A matrix with a column per feature: made-up keys have to suit the small tables in the network, too."""
+    model = model_of(
+        """g (int64[n, 3] ids) => (float[n, 12] y) {
+            i, j, k = Split <axis=1, num_outputs=3> (ids)
+            a = Gather(t, i)  b = Gather(t, j)  c = Gather(small, k)
+            all = Concat <axis=1> (a, b, c)  y = Flatten(all) }""",
+        {"t": table(), "small": table(rows=3)},
+    )
+
+    report = check(tmp_path, model, {"ids": np.array([[999, 0, 2], [0, 1, 1]])})
+
+    assert [lookup.columns for lookup in report.spec.lookups] == [(0, 1), (1, 2)]
+    assert not any("could not be run" in note for note in report.notes)
+
+
+def test_a_scalar_may_be_a_key(tmp_path: Path) -> None:
+    """One user, many items: the model is tried out at import as any other."""
+    model = model_of(
+        """g (int64 user, int64[n] items) => (float[n, 4] y) {
+            u = Gather(t, user)  v = Gather(t, items)  y = Mul(u, v) }""",
+        {"t": table()},
+    )
+
+    report = check(tmp_path, model, {"user": np.array(7), "items": KEYS[0]})
+
+    assert not any("could not be run" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        "all = Identity(v)",
+        "s = ReduceSum(lengths)  sizes = Concat <axis=0> (s, dim)  z = ConstantOfShape(sizes)  all = Add(v, z)",
+    ],
+    ids=["at least", "exactly"],
+)
+def test_keys_with_the_lengths_of_their_parts(tmp_path: Path, taken: str) -> None:
+    """As many keys as the lengths say: the two lists differ in size, although most made-up ones do not fit together."""
+    model = model_of(
+        f"""g (int64[total] values, int64[n] lengths) => (float[n, 4] y) {{
+            v = Gather(t, values)  {taken}
+            running = CumSum(all, axis)  so_far = Concat <axis=0> (none, running)
+            ends = CumSum(lengths, axis)  begins = Sub(ends, lengths)
+            upper = Gather(so_far, ends)  lower = Gather(so_far, begins)  y = Sub(upper, lower) }}""",
+        {"t": table(), "axis": np.array(0), "none": np.zeros((1, 4), np.float32), "dim": np.array([4])},
+    )
+
+    check(tmp_path, model, {"values": KEYS.ravel()[:5], "lengths": np.array([2, 0, 3])})
+
+
+def test_sizes_of_minus_one_are_open(tmp_path: Path) -> None:
+    """As some exporters write them."""
+    graph = helper.make_graph(
+        [helper.make_node("Gather", ["w", "keys"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("keys", TensorProto.INT64, [-1, 2])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [-1, 2, 4])],
+        [numpy_helper.from_array(table(), "w")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+    report = check(tmp_path, model, {"keys": KEYS}, {"keys": KEYS[:1]})
+
+    assert report.spec.batched
+    assert report.spec.inputs[0].shape == (-1, 2)
+
+
+def test_predictions_of_no_samples(tmp_path: Path) -> None:
+    """They have a column per label, whatever the exporter says of the output."""
+    model = model_of("g (int64[n] ids) => (float[n, width] y) { y = Gather(t, ids) }", {"t": table()})
+
+    report = import_model(tmp_path, model)
+
+    with InferenceSession.open(report.version_dir) as session:
+        assert session.predict({"ids": KEYS[0]}).shape == (2, 4)
+        assert session.predict({"ids": KEYS[0, :0]}).shape == (0, 4)
+
+
+DLRM = """g (float[batch, 4] dense, int64[2, batch] offsets, int64[n] keys) => (float[batch, 4] y) {
+    z = Constant <value = int64 {0}> ()  first = Gather <axis=0> (offsets, z)
+    picked = Gather (keys, first)  v = Gather (t, picked)  y = Add (dense, v) }"""
+
+
+def test_sizes_of_one_name_are_equal(tmp_path: Path) -> None:
+    """Offsets beside dense features, as DLRM has them: sizes that a model cannot take together are refused by name."""
+    offsets, keys = np.array([[0, 2], [1, 2]]), np.array([5, 6, 999])
+    inputs = {"dense": np.ones((2, 4), np.float32), "offsets": offsets, "keys": keys}
+
+    report = check(tmp_path, model_of(DLRM, {"t": table()}), inputs)
+
+    assert report.spec.equal_sizes == ((("dense", 0), ("offsets", 1)),)
+    assert not any("made-up" in note for note in report.notes)
+    message = r"input 'offsets' has shape \[2, 0\], but 'dense' has \[2, 4\]: dimension 1 of 'offsets' and dimension 0"
+    with InferenceSession.open(report.version_dir) as session, pytest.raises(InvalidRequestError, match=message):
+        session.run({**inputs, "offsets": offsets[:, :0]})
+
+
+def test_sizes_of_one_name_that_need_not_be_equal(tmp_path: Path) -> None:
+    """Exporters give names without a meaning, too: what the model is seen to take is not refused up front."""
+    graph = """g (int64[n] a, int64[n] b) => (float[1, 4] y) {
+        z = Constant <value = int64[1] {0}> ()  u = Gather(t, a)  v = Gather(t, b)
+        p = ReduceSum(u, z)  q = ReduceSum(v, z)  y = Add(p, q) }"""
+
+    report = check(tmp_path, model_of(graph, {"t": table()}), {"a": KEYS[0], "b": KEYS[1]})
+
+    assert report.spec.equal_sizes == ()
+
+
+def test_a_model_that_is_taken_apart_wrongly_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake of the importer's costs the tables, never the answers: here, look-ups read each other's keys."""
+    carve = importer.carve
+
+    def carve_wrongly(*args: Any, **options: Any) -> Any:
+        carved = carve(*args, **options)
+        first, second = carved.lookups
+        first.keys, second.keys = second.keys, first.keys
+        return carved
+
+    monkeypatch.setattr(importer, "carve", carve_wrongly)
+    graph = "m (int64[b] a, int64[b] c) => (float[b, 4] y) { u = Gather(w, a)  v = Gather(x, c)  y = Sub(u, v) }"
+
+    report = check(tmp_path, model_of(graph, {"w": table(), "x": table(seed=1)}), {"a": KEYS[0], "c": KEYS[1]})
+
+    assert not report.tables
+    assert [item.name for item in report.stays_dense] == ["w", "x"]
+    assert not (report.version_dir / "tables").exists()

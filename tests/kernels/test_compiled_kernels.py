@@ -1,0 +1,177 @@
+"""Compiled kernels are kept on disk, and found again only while all that went into them is the same."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pickle
+import pwd
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inference_session.kernels.machine_code import _is_private_group, open_to_others
+
+ROOT = Path(__file__).parents[2]
+HEAD = "from inference_session.kernels.cpu.intrinsics import kernel\n"
+OUTER = HEAD + "from inner import inner\n@kernel\ndef outer(a):\n    return inner(a) * 10\n"
+RUN = (
+    "import sys, outer; print(outer.outer(1), sum(outer.outer.stats.cache_hits.values()));"
+    "assert bool(outer.outer.stats.cache_misses) == ('numba.np.arraymath' in sys.modules)"
+)
+"""Only who compiles imports the compiler, which takes longer than all the rest."""
+
+
+def run_outer(folder: Path, inner: str, **settings: str) -> list[int]:
+    """What outer(1) returns in a fresh process, and how often it was found compiled."""
+    return run_and_tell(folder, inner, **settings)[0]
+
+
+def run_and_tell(folder: Path, inner: str, **settings: str) -> tuple[list[int], str]:
+    """As `run_outer`, and what the process logs."""
+    (folder / "inner.py").write_text(HEAD + f"@kernel\ndef inner(a):\n    return {inner}\n")
+    environment = {"PYTHONPATH": f"{folder}:{ROOT}", "NUMBA_CACHE_DIR": str(folder / "compiled")}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a .pyc is known by size and whole seconds, and both can stay
+    environment |= settings
+    done = subprocess.run([sys.executable, "-c", RUN], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [int(word) for word in done.stdout.split()], done.stderr
+
+
+@pytest.mark.slow
+def test_a_kernel_is_compiled_anew_when_one_that_it_calls_changes(tmp_path: Path) -> None:
+    """Numba alone would go on with the old one, as the caller's own file is the same."""
+    (tmp_path / "outer.py").write_text(OUTER)
+    assert run_outer(tmp_path, "a + 1") == [20, 0]
+    assert run_outer(tmp_path, "a + 1") == [20, 1]
+    assert run_outer(tmp_path, "a + 5") == [60, 0]
+
+
+@pytest.mark.slow
+def test_whoever_compiles_says_so_once(tmp_path: Path) -> None:
+    """The log explains the wait; where everything is compiled already there is none."""
+    (tmp_path / "outer.py").write_text("import logging\nlogging.basicConfig(level=logging.INFO)\n" + OUTER)
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "NUMBA_CACHE_DIR": str(tmp_path / "compiled")}
+    (tmp_path / "inner.py").write_text(HEAD + "@kernel\ndef inner(a):\n    return a\n")
+    times = []
+    for _ in range(2):
+        run = [sys.executable, "-c", "import outer; outer.outer(1); outer.outer(1.5)"]
+        done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
+        times.append(done.stderr.count("compiling kernels"))
+    assert times == [1, 0]
+
+
+@pytest.mark.slow
+def test_kernels_that_an_image_ships_are_found_in_an_empty_volume(tmp_path: Path) -> None:
+    """Numba itself uses no folder that it cannot write to; one that holds something is left as it is."""
+    (tmp_path / "outer.py").write_text(OUTER)
+    assert run_outer(tmp_path, "a + 1") == [20, 0]
+    volume, shipped = tmp_path / "volume/kernels", str(tmp_path / "compiled")
+    subprocess.run(["chmod", "-R", "a-w", shipped], check=True)
+
+    assert run_outer(tmp_path, "a + 1", NUMBA_CACHE_DIR=str(volume), HOTROW_SHIPPED_KERNELS=shipped) == [20, 1]
+    assert [path.name for path in volume.parent.iterdir()] == ["kernels"]
+    assert all(path.stat().st_mode & stat.S_IWUSR for path in [volume, *volume.iterdir()])
+
+    (tmp_path / "own").mkdir()
+    assert run_outer(tmp_path, "a + 1", NUMBA_CACHE_DIR=str(tmp_path / "own"), HOTROW_SHIPPED_KERNELS=shipped) == [
+        20,
+        0,
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shipped", ["absent", "outer.py"])
+def test_a_folder_of_shipped_kernels_that_is_none_does_no_harm(shipped: str, tmp_path: Path) -> None:
+    """They are compiled, as without it."""
+    (tmp_path / "outer.py").write_text(OUTER)
+    assert run_outer(tmp_path, "a + 1", HOTROW_SHIPPED_KERNELS=str(tmp_path / shipped)) == [20, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("suffix", "size"), [("nbi", 0), ("nbc", 20)])
+def test_damaged_machine_code_is_compiled_anew(suffix: str, size: int, tmp_path: Path) -> None:
+    """What a loss of power leaves of a file costs the next process time, and the one after it nothing."""
+    (tmp_path / "outer.py").write_text(OUTER)
+    assert run_outer(tmp_path, "a + 1") == [20, 0]
+    for file in (tmp_path / "compiled").rglob(f"*.{suffix}"):
+        os.truncate(file, size)
+
+    assert run_outer(tmp_path, "a + 1") == [20, 0]
+    assert run_outer(tmp_path, "a + 1") == [20, 1]
+
+
+@pytest.mark.slow
+def test_a_full_disk_keeps_nothing_and_fails_nothing(tmp_path: Path) -> None:
+    """Machine code that cannot be kept is used all the same."""
+    full = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+    (tmp_path / "outer.py").write_text(full + OUTER)
+    assert run_outer(tmp_path, "a + 1") == [20, 0]
+    assert run_outer(tmp_path, "a + 1") == [20, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("opened", ["folder", "inner folder", "file", "chosen folder of a link"])
+def test_kernels_that_others_may_have_written_are_not_used(opened: str, tmp_path: Path) -> None:
+    """Numba's files are pickles: one that somebody else has put there is not loaded, and the log names the folder."""
+    (tmp_path / "outer.py").write_text(OUTER)
+    folder = tmp_path / "compiled"
+    assert run_outer(tmp_path, "a + 1") == [20, 0]
+    index = next(folder.rglob("*.nbi"))
+    places = {"folder": folder, "inner folder": index.parent, "file": index, "chosen folder of a link": folder}
+    places[opened].chmod(0o777)
+    index.write_bytes(pickle.dumps(Planted(str(tmp_path / "ran"))))
+    settings = {}
+    if opened == "chosen folder of a link":
+        (tmp_path / "link").symlink_to(folder)
+        settings["NUMBA_CACHE_DIR"] = str(tmp_path / "link")
+
+    answer, warning = run_and_tell(tmp_path, "a + 1", **settings)
+
+    assert answer == [20, 0]
+    assert not (tmp_path / "ran").exists()
+    assert f"all users may write to {places[opened]}" in warning
+    assert warning.count("NUMBA_CACHE_DIR") == 1
+
+
+class Planted:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return open, (self.path, "w")
+
+
+def test_who_may_write_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner and root may, and a group in which nobody else is. Other owners, groups and all users are told."""
+    (tmp_path / "file").touch(0o644)
+    assert open_to_others(tmp_path / "file") is None
+    assert open_to_others(tmp_path / "absent") is None
+    monkeypatch.setattr(grp, "getgrgid", lambda group: grp.struct_group(("shared", "x", group, ["root", "mallory"])))
+    _is_private_group.cache_clear()
+    (tmp_path / "file").chmod(0o664)
+    assert "users of group" in str(open_to_others(tmp_path / "file"))
+    monkeypatch.undo()
+    _is_private_group.cache_clear()
+    monkeypatch.setattr(pwd, "getpwall", list)
+    assert open_to_others(tmp_path / "file") is None
+    _is_private_group.cache_clear()
+    (tmp_path / "file").chmod(0o602)
+    assert "all users" in str(open_to_others(tmp_path / "file"))
+    owner = (tmp_path / "file").stat().st_uid
+    os.chown(tmp_path / "file", owner or 4321, -1)  # root may give it to somebody; others pretend to be somebody else
+    monkeypatch.setattr(os, "geteuid", lambda: 1234)
+    assert "another user" in str(open_to_others(tmp_path / "file"))
+
+
+def test_an_image_compiles_all_that_serving_wants() -> None:
+    """By the command in the Dockerfile, which has to end well."""
+    command = "inference_session.execution.all_kernels"
+    assert f"-m {command}\n" in (ROOT / "Dockerfile").read_text()
+    done = subprocess.run([sys.executable, "-m", command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,237 @@
+"""The GPU kernels' index arithmetic, by its model in Python, and that Python and CUDA mean the same records."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_session.kernels.cuda import records as gpu_layout
+from inference_session.kernels.cuda.records import SLOTS, divide, request_of
+from inference_session.kernels.records import SEGMENT, PoolingCode
+from tests.kernels import cuda_model as gpu_model
+
+CUDA = Path(gpu_layout.__file__).parent
+SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "write.cu")
+RECORDS = {
+    "Index": gpu_layout.INDEX,
+    "Rows": gpu_layout.ROWS,
+    "Table": gpu_layout.GPU_TABLE,
+    "Segment": SEGMENT,
+    "Request": gpu_layout.REQUEST,
+}
+
+
+@settings(max_examples=50)
+@given(key=st.integers(-(2**63), 2**63 - 1), num_buckets=st.integers(1, 2**32 // SLOTS))
+def test_every_key_has_a_bucket_and_a_tag(key: int, num_buckets: int) -> None:
+    """Buckets are in range, and tags never those that mean free or busy."""
+    hashed = gpu_model.hash_key(key)
+    assert 0 <= gpu_model.bucket_of(hashed, num_buckets) < num_buckets
+    assert 1 <= gpu_model.tag_of(hashed) <= 254
+
+
+def test_keys_spread_evenly() -> None:
+    """Consecutive keys fall into buckets and tags as random ones would."""
+    hashes = [gpu_model.hash_key(key) for key in range(-5000, 5000)]
+    buckets = np.bincount([gpu_model.bucket_of(h, 100) for h in hashes], minlength=100)
+    tags = np.bincount([gpu_model.tag_of(h) for h in hashes], minlength=255)[1:]
+    assert 60 < buckets.min() <= buckets.max() < 140
+    assert 15 < tags.min() <= tags.max() < 70
+
+
+@pytest.mark.parametrize(("num_rows", "most_bytes"), [(1, 1000), (1000, 25), (10**6, 26), (10**7, 28), (10**9, 32)])
+def test_an_index_is_small_and_nearly_always_large_enough(num_rows: int, most_bytes: int) -> None:
+    """All keys of a table find room in their buckets, of which one slot is kept free, at few bytes a row."""
+    num_buckets = gpu_layout.buckets_for_all(num_rows)
+    assert gpu_layout.index_bytes(num_buckets, marks=False, numbers=True) <= most_bytes * num_rows
+    assert num_buckets < gpu_layout.MOST_BUCKETS
+    if num_rows <= 10**6:
+        generator = np.random.default_rng(num_rows)
+        failed = [
+            np.bincount(generator.integers(0, num_buckets, num_rows), minlength=num_buckets).max() >= SLOTS
+            for _ in range(5)
+        ]
+        assert sum(failed) <= 2
+
+
+@settings(max_examples=50)
+@given(bucket=st.binary(min_size=64, max_size=64), tag=st.integers(0, 255))
+def test_the_slots_of_a_tag_are_found(bucket: bytes, tag: int) -> None:
+    """As a plain comparison finds them, whatever the other bytes are; the last two bytes are no slots."""
+    found = list(gpu_model.candidates(gpu_model.match_slots(bucket, tag)))
+    assert found == [slot for slot in range(SLOTS) if bucket[slot] == tag]
+
+
+@settings(max_examples=50)
+@given(slots=st.integers(1, 2**SLOTS - 1), start=st.integers(0, SLOTS - 1))
+def test_a_search_goes_round_the_bucket(slots: int, start: int) -> None:
+    """The slot that is taken is the first one at or after the start, else the first of all."""
+    held = [slot for slot in range(SLOTS) if slots >> slot & 1]
+    assert gpu_model.first_from(slots, start) == next((slot for slot in held if slot >= start), held[0])
+
+
+@pytest.mark.parametrize("bits", range(16))
+def test_bits_become_bytes(bits: int) -> None:
+    """One byte of 0 or 1 for each of four bits, which the marks of passed slots are lowered by."""
+    assert gpu_model.spread(bits).to_bytes(4, "little") == bytes(bits >> i & 1 for i in range(4))
+
+
+@settings(max_examples=50)
+@given(first=st.integers(0, 2**32 - 1), second=st.integers(0, 2**32 - 1))
+def test_lanes_are_ordered_by_class(first: int, second: int) -> None:
+    """Each lane is there once: those of the first set, of the second, the others, each as they were."""
+    order = gpu_model.in_order(first, second & ~first)
+    rank = [0 if first >> lane & 1 else 1 if second >> lane & 1 else 2 for lane in range(gpu_model.LANES)]
+    assert order == sorted(range(gpu_model.LANES), key=lambda lane: rank[lane])
+
+
+@settings(max_examples=50)
+@given(dim=st.integers(1, 300), num_keys=st.integers(0, 32), in_flight=st.sampled_from([1, 4, 8]))
+def test_every_element_is_copied_once(dim: int, num_keys: int, in_flight: int) -> None:
+    """All lanes together copy each element of each row exactly once, four at a time or one by one."""
+    for steps in {dim, max(dim // 4, 1)}:
+        copied = list(gpu_model.copied(steps, num_keys, in_flight))
+        assert sorted(copied) == [(key, step) for key in range(num_keys) for step in range(steps)]
+
+
+@settings(max_examples=50)
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 7), st.booleans()), min_size=1, max_size=80),
+)
+def test_tiles_cover_the_keys(sizes: list[tuple[int, int, bool]]) -> None:
+    """Every key of every segment is in one tile; a pooled segment has one tile per bag."""
+    segments = np.zeros(len(sizes), SEGMENT)
+    for segment, (num_rows, keys_per_row, pooled) in zip(segments, sizes, strict=True):
+        segment["num_rows"], segment["keys_per_row"] = num_rows, keys_per_row
+        segment["pooling"] = PoolingCode.SUM if pooled else PoolingCode.NONE
+    tiles = divide(segments)
+    first = tiles.first.tolist()
+    counted = [0] * len(sizes)
+    for tile in range(first[-1]) if first[-1] < 2000 else ():
+        s = gpu_model.segment_of(first, tile)
+        num_rows, keys_per_row, pooled = sizes[s]
+        begin = (tile - first[s]) * tiles.keys_per_tile
+        counted[s] += 1 if pooled else min(tiles.keys_per_tile, num_rows * keys_per_row - begin)
+    if first[-1] < 2000:
+        assert counted == [n if pooled else n * per_row for n, per_row, pooled in sizes]
+    request = request_of(segments, tiles)
+    assert (request["num_segments"], request["num_tiles"]) == (len(sizes), first[-1])
+
+
+@given(
+    before=st.sampled_from([0, 1, 2**32 - 2, 2**32 - 1, 2**40]),
+    steps=st.lists(st.tuples(st.sampled_from(["arrive", "depart", "write"]), st.integers(0, 1)), max_size=60),
+)
+def test_a_writer_waits_for_whom_it_must_and_no_longer(before: int, steps: list[tuple[str, int]]) -> None:
+    """Nobody whose look-up began before slots were taken, or who relies on quiet, is inside while rows are written; and
+    once all have left, each write comes to its end, however many came before.
+    """
+    counters = [gpu_model.Readers(before), gpu_model.Readers(before)]
+    inside: list[tuple[int, int]] = []
+    writing = _writes(counters, inside)
+    for step, which in steps:
+        if step == "arrive":
+            inside.append((which, counters[which].arrive()))
+        elif step == "depart" and inside:
+            counter, epoch = inside.pop(which % len(inside))
+            counters[counter].depart(epoch)
+        elif step == "write":
+            next(writing)
+    for counter, epoch in inside:
+        counters[counter].depart(epoch)
+    inside.clear()
+    assert "written" in [next(writing) for _ in range(10)]
+
+
+def _writes(counters: list[gpu_model.Readers], inside: list[tuple[int, int]]) -> Iterator[str]:
+    """One write after the other, a thread of `await_readers` for each counter."""
+    while True:
+        yield "claimed"
+        began_before = inside.copy()
+        waiting = [counter.await_readers() for counter in counters]
+        while waiting := [each for each in waiting if next(each, "ended") != "ended"]:
+            yield "waiting"
+        assert all(epoch == 1 for _, epoch in inside)
+        assert not {id(each) for each in began_before} & {id(each) for each in inside}
+        yield "written"
+        assert all(epoch == 1 for _, epoch in inside)
+        for counter in counters:
+            counter.end_writing()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("SLOTS", gpu_layout.SLOTS),
+        ("BUCKET_BYTES", gpu_layout.BUCKET_BYTES),
+        ("MAX_INLINE_SEGMENTS", gpu_layout.MAX_INLINE_SEGMENTS),
+        ("READERS", gpu_layout.READERS),
+        ("EPOCH_BIT", gpu_model.EPOCH_BIT),
+    ],
+)
+def test_numbers_are_the_same_in_cuda(name: str, value: int) -> None:
+    """Those that Python and CUDA both have to know."""
+    text = "".join((CUDA / source).read_text() for source in SOURCES)
+    assert re.findall(rf"constexpr \w+ {name} = (\d+);", text) == [str(value)]
+
+
+def test_readers_lie_where_python_puts_them() -> None:
+    """Each takes what it is aligned to."""
+    (alignment,) = re.findall(r"struct alignas\((\d+)\) Readers", (CUDA / "layout.cuh").read_text())
+    assert int(alignment) * gpu_layout.READERS == gpu_layout.READERS_BYTES
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_records_are_the_same_in_cuda(name: str) -> None:
+    """Python's records have the sizes and the order of layout.cuh's, whose fields are of 8 or 4 bytes or records."""
+    sizes = {"u32": 4, **{known: dtype.itemsize for known, dtype in RECORDS.items()}}
+    text = (CUDA / "layout.cuh").read_text()
+    body = re.search(rf"struct (?:alignas\(16\) )?{name} {{(.*?)\n}};", text, re.DOTALL)
+    assert body is not None
+    offset, offsets = 0, []
+    for declared in re.findall(r"^  (?:const )?(\w+\*?) \w+(?:\[(.+?)\])?;", body[1], re.MULTILINE):
+        size, alignment = sizes.get(declared[0], 8), 4 if declared[0] == "u32" else 8
+        count = {"": 1, "MAX_INLINE_SEGMENTS": gpu_layout.MAX_INLINE_SEGMENTS}.get(
+            declared[1], gpu_layout.MAX_INLINE_SEGMENTS + 1
+        )
+        offset = -(-offset // alignment) * alignment
+        offsets.append(offset)
+        offset += size * count
+    fields = RECORDS[name].fields
+    assert fields is not None
+    assert offsets == [field[1] for field in fields.values()]
+    assert -(-offset // 8) * 8 == RECORDS[name].itemsize
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> ctypes.CDLL:
+    """CUDA's run-time compiler, which needs no GPU."""
+    files = importlib.metadata.files("nvidia-cuda-nvrtc") or []
+    library = next(file for file in files if file.name.startswith("libnvrtc.so"))
+    return ctypes.CDLL(str(library.locate()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is installed on Linux only")
+@pytest.mark.parametrize("architecture", ["compute_75", "sm_90"])
+def test_the_kernels_compile(nvrtc: ctypes.CDLL, architecture: str) -> None:
+    """All files as one, as CuPy compiles them: for a GPU older than some instructions asked for, and for an H100."""
+    source = "\n".join((CUDA / name).read_text() for name in SOURCES).encode()
+    options = ["-std=c++17", "-ftz=true", "--device-as-default-execution-space", f"-arch={architecture}"]
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
+    given = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), given)
+    assert nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size)) == 0
+    log = ctypes.create_string_buffer(size.value)
+    assert nvrtc.nvrtcGetProgramLog(program, log) == 0
+    assert not failed, log.value.decode()
+    assert nvrtc.nvrtcDestroyProgram(ctypes.byref(program)) == 0

@@ -1,0 +1,388 @@
+"""RocksDbStore: the stores' contract, readers beside a writer, crashes and damage."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from rocksdict import AccessType, Options, Rdict
+
+from inference_session.errors import SessionClosedError, StoreError, UnavailableError
+from inference_session.parameter_server.namespace import Namespace, StoredTable
+from inference_session.parameter_server.rocksdb.database import translated
+from inference_session.parameter_server.rocksdb.store import RocksDbStore, list_rocksdb_tables
+from tests.parameter_server.contract import (
+    DIMS,
+    SharedStoreContract,
+    assert_same_bits,
+    fetch,
+    keys_of,
+    packed,
+    random_keys,
+    random_vectors,
+)
+
+NAMESPACE = Namespace("ctr", "7")
+
+
+def open_store(
+    path: Path, namespace: Namespace = NAMESPACE, *, writable: bool | Literal["later"] = True
+) -> RocksDbStore:
+    return RocksDbStore(path, namespace, DIMS, writable=writable)
+
+
+class TestRocksDb(SharedStoreContract):
+    """The writer. Past it: rows are put by the handle inside, and read by a plain secondary."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[RocksDbStore]:
+        with open_store(tmp_path / "db") as self.bound:
+            yield self.bound
+
+    def put(self, table: str, key: int, row: bytes) -> None:
+        self.bound._create_family(table)
+        self.bound._families[table].put(packed(key), row)
+
+    def get(self, table: str, key: int) -> bytes | None:
+        path = self.bound.path
+        families = Rdict.list_cf(str(path))
+        plain = Rdict(
+            str(path),
+            options=Options(raw_mode=True),
+            column_families={name: Options(raw_mode=True) for name in families},
+            access_type=AccessType.secondary(str(path.parent / "secondary")),
+        )
+        try:
+            tag = NAMESPACE.tag(table)
+            return plain.get_column_family(tag).get(packed(key)) if tag in families else None
+        finally:
+            plain.close()
+
+
+class TestReaders:
+    """Any number of secondaries beside one writer."""
+
+    def test_a_reader_sees_what_was_written_before_it_opened(self, tmp_path: Path) -> None:
+        """Rows still in the writer's log are seen as well."""
+        keys, vectors = random_keys(100), random_vectors(100, 4)
+        with open_store(tmp_path) as writer:
+            writer.insert("user", keys, vectors)
+            with open_store(tmp_path, writable=False) as one, open_store(tmp_path, writable=False) as two:
+                for reader in (one, two):
+                    found, out = fetch(reader, "user", keys)
+                    assert found.all()
+                    assert_same_bits(out, vectors)
+                    assert not reader.supports_writes
+
+    def test_a_reader_follows_when_it_refreshes(self, tmp_path: Path) -> None:
+        """New rows, new tables, replaced, erased and cleared ones are seen after a refresh."""
+        with open_store(tmp_path) as writer:
+            writer.insert("odd", keys_of(1, 2), np.ones((2, 1), np.float32))
+            with open_store(tmp_path, writable=False) as reader:
+                assert not fetch(reader, "user", keys_of(1))[0].any()
+                assert fetch(reader, "odd", keys_of(1, 2))[0].all()
+                writer.insert("user", keys_of(1), random_vectors(1, 4))
+                writer.insert("odd", keys_of(3), np.full((1, 1), 3, np.float32))
+                writer.insert("odd", keys_of(1), np.full((1, 1), 9, np.float32))
+                writer.erase("odd", keys_of(2))
+                reader.refresh()
+                assert fetch(reader, "user", keys_of(1))[0].all()
+                found, out = fetch(reader, "odd", keys_of(1, 2, 3))
+                assert found.tolist() == [True, False, True]
+                assert out[found, 0].tolist() == [9, 3]
+                writer.clear("odd")
+                writer.refresh()
+                reader.refresh()
+                assert not fetch(reader, "odd", keys_of(1, 3))[0].any()
+
+    def test_a_reader_may_become_the_writer(self, tmp_path: Path) -> None:
+        """Opened to be written to later, it waits for the writer's place, and then reads what it wrote at once."""
+        keys, vectors = random_keys(100), random_vectors(100, 4)
+        with open_store(tmp_path) as writer, open_store(tmp_path, writable="later") as store:
+            writer.insert("user", keys, vectors)
+            assert store.supports_writes
+            assert store.lags
+            with pytest.raises(UnavailableError, match="being written by another process"):
+                store.erase("user", keys[:10])
+            store.refresh()
+            assert fetch(store, "user", keys)[0].all()
+            writer.close()
+
+            store.erase("user", keys[:10])
+            store.insert("odd", keys_of(1), np.ones((1, 1), np.float32))
+            store.sync()
+
+            assert fetch(store, "user", keys)[0].tolist() == [False] * 10 + [True] * 90
+            assert fetch(store, "odd", keys_of(1))[0].all()
+            assert not store.lags
+
+    def test_a_reader_is_right_while_the_writer_compacts(self, tmp_path: Path) -> None:
+        """Files that a compaction removes stay readable to those who have them open."""
+        keys, vectors = random_keys(4000), random_vectors(4000, 128)
+        with open_store(tmp_path) as writer:
+            writer.insert("wide", keys, vectors)
+            writer._families["wide"].flush()
+            with open_store(tmp_path, writable=False) as reader:
+                writer.insert("wide", keys, -vectors)
+                writer._families["wide"].flush()
+                writer._families["wide"].compact_range(None, None)
+                found, out = fetch(reader, "wide", keys)
+                assert found.all()
+                assert_same_bits(out, vectors)
+                reader.refresh()
+                assert_same_bits(fetch(reader, "wide", keys)[1], -vectors)
+
+    def test_a_reader_refuses_writes(self, tmp_path: Path) -> None:
+        """Insert, erase, clear and notes say that this is no writer."""
+        open_store(tmp_path).close()
+        with open_store(tmp_path, writable=False) as reader:
+            for call in (
+                lambda: reader.insert("user", keys_of(1), random_vectors(1, 4)),
+                lambda: reader.erase("user", keys_of(1)),
+                lambda: reader.clear("user"),
+                lambda: reader.set_note("user", "x"),
+            ):
+                with pytest.raises(StoreError, match="takes no writes"):
+                    call()
+
+    def test_a_readers_folder_goes_with_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A reader leaves nothing behind, nor does one that could not open."""
+        temporary = tmp_path / "temporary"
+        temporary.mkdir()
+        monkeypatch.setattr("tempfile.tempdir", str(temporary))
+        open_store(tmp_path / "db").close()
+        open_store(tmp_path / "db", writable=False).close()
+        with pytest.raises(StoreError):
+            open_store(tmp_path / "none", writable=False)
+        assert list(temporary.iterdir()) == []
+
+
+def test_retired_versions_are_removed(tmp_path: Path) -> None:
+    """Rows and notes of the versions named go; other models and the shared name space stay."""
+    kept = [Namespace("ctr", "3"), Namespace("ctr"), Namespace("ctr2", "1")]
+    for namespace in (Namespace("ctr", "1"), Namespace("ctr", "2"), *kept):
+        with open_store(tmp_path, namespace) as store:
+            store.insert("user", random_keys(50), random_vectors(50, 4))
+            store.set_note("user", "done")
+    with open_store(tmp_path, kept[0]) as store:
+        assert store.versions() == {"1", "2", "3"}
+        assert store.remove_versions({"1", "2"}) == 2
+        assert store.remove_versions({"1", "2"}) == 0
+        assert store.versions() == {"3"}
+    assert [table.tag for table in list_rocksdb_tables(tmp_path)] == sorted(n.tag("user") for n in kept)
+    with open_store(tmp_path, Namespace("ctr", "1")) as store:
+        assert store.note("user") is None
+
+
+def test_a_second_writer_is_refused(tmp_path: Path) -> None:
+    """The database says that it is being written, in this process or another."""
+    with open_store(tmp_path), pytest.raises(UnavailableError, match="being written"):
+        open_store(tmp_path)
+    open_store(tmp_path).close()
+
+
+def test_no_database_is_an_error_that_names_the_way_out(tmp_path: Path) -> None:
+    """A reader makes no database."""
+    with pytest.raises(StoreError, match="hotrow push"):
+        open_store(tmp_path / "none", writable=False)
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(StoreError, match="hotrow push"):
+        list_rocksdb_tables(tmp_path / "none")
+
+
+def test_a_path_that_cannot_be_a_database_is_named(tmp_path: Path) -> None:
+    """A file in the way is said to be there."""
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UnavailableError, match="file"):
+        open_store(tmp_path / "file")
+
+
+@pytest.mark.parametrize("text", ["Read-only file system (os error 30)", "Permission denied (os error 13)"])
+def test_a_folder_that_may_not_be_written_to_is_an_error_that_says_so(text: str) -> None:
+    """For readers too, which one would not expect; root may write anywhere, so the error is raised here."""
+    with pytest.raises(UnavailableError, match="readers too must be allowed to write"), translated(Path("/rows")):
+        raise OSError(text)
+
+
+def test_rows_survive_reopening(tmp_path: Path) -> None:
+    """Rows and notes are there again after a close, for the same version only."""
+    keys, vectors = random_keys(1000), random_vectors(1000, 128)
+    with open_store(tmp_path) as store:
+        store.insert("wide", keys, vectors)
+        store.set_note("wide", "all")
+    with open_store(tmp_path) as store:
+        found, out = fetch(store, "wide", keys)
+        assert found.all()
+        assert_same_bits(out, vectors)
+        assert store.note("wide") == "all"
+    with open_store(tmp_path, Namespace("ctr", "8"), writable=False) as other:
+        assert not fetch(other, "wide", keys)[0].any()
+        assert other.note("wide") is None
+
+
+def _insert_for_ever(path: Path) -> None:
+    store = open_store(path)
+    for n in range(1_000_000):
+        store.insert("user", np.arange(100 * n, 100 * n + 100), np.full((100, 4), n, np.float32))
+        store.set_note("user", str(100 * n + 100))
+
+
+def test_a_killed_writer_loses_nothing_it_vouched_for(tmp_path: Path) -> None:
+    """After SIGKILL the rows that the note counts are all there, whole."""
+    process = multiprocessing.get_context("spawn").Process(target=_insert_for_ever, args=(tmp_path,))
+    process.start()
+    try:
+        from tests.testing.servers import wait_until
+
+        def has_begun() -> bool:
+            try:
+                with open_store(tmp_path, writable=False) as reader:
+                    return int(reader.note("user") or 0) >= 2000
+            except (StoreError, UnavailableError):  # it is just being made
+                return False
+
+        wait_until(has_begun, "the writer to begin")
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+    finally:
+        process.kill()
+        process.join()
+    with open_store(tmp_path) as store:
+        count = int(store.note("user") or 0)
+        found, out = fetch(store, "user", np.arange(count))
+        assert found.all()
+        np.testing.assert_array_equal(out[:, 0], np.arange(count) // 100)
+
+
+def test_tables_of_a_database_are_listed(tmp_path: Path) -> None:
+    """The list tells exact rows and widths of every tag, beside a writer too."""
+    with open_store(tmp_path) as store:
+        store.insert("user", random_keys(100), random_vectors(100, 4))
+        store.insert("user", random_keys(100)[:50], random_vectors(50, 4))
+        store.insert("odd", keys_of(1), random_vectors(1, 1))
+        store.erase("odd", keys_of(1))
+        expected = [StoredTable("hps_et.ctr@7.odd", 0, None), StoredTable("hps_et.ctr@7.user", 100, 4)]
+        assert list_rocksdb_tables(tmp_path) == expected
+    assert list_rocksdb_tables(tmp_path) == expected
+
+
+def test_keys_of_another_length_are_passed_over(tmp_path: Path) -> None:
+    """A scan comes by them, and counts them."""
+    with open_store(tmp_path) as store:
+        vectors = random_vectors(2, 4)
+        store.insert("user", keys_of(1, 2), vectors)
+        store._families["user"].put(b"abc", vectors[0].tobytes())
+        [(keys, rows)] = list(store.scan("user"))
+        assert keys.tolist() == [1, 2]
+        assert_same_bits(rows, vectors)
+        assert store.num_malformed == 1
+
+
+def test_damage_is_an_error_and_never_a_row(tmp_path: Path) -> None:
+    """Flipped bytes in a data file are found by its checksums when the rows are read."""
+    keys, vectors = random_keys(3000), random_vectors(3000, 128)
+    with open_store(tmp_path) as store:
+        store.insert("wide", keys, vectors)
+    data = max(tmp_path.glob("*.sst"), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    for i in range(1000, len(content) // 2, 997):
+        content[i] ^= 0xFF
+    data.write_bytes(content)
+    with open_store(tmp_path, writable=False) as store, pytest.raises(StoreError, match=str(tmp_path)):
+        fetch(store, "wide", keys)
+
+
+def test_a_file_that_is_missing_is_an_error(tmp_path: Path) -> None:
+    """A database that lacks a data file is refused by its writer."""
+    with open_store(tmp_path) as store:
+        store.insert("wide", random_keys(3000), random_vectors(3000, 128))
+    for data in tmp_path.glob("*.sst"):
+        data.unlink()
+    with pytest.raises((StoreError, UnavailableError), match=str(tmp_path)), open_store(tmp_path) as store:
+        fetch(store, "wide", random_keys(3000))
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "damage"),
+    [("*.sst", _cut), ("*.sst", Path.unlink), ("CURRENT", _cut), ("MANIFEST-*", Path.unlink)],
+)
+def test_a_reader_refuses_an_incomplete_database_until_it_is_mended(
+    tmp_path: Path, pattern: str, damage: Callable[[Path], None]
+) -> None:
+    """Rows of a file that is missing or cut are not taken for rows that never were."""
+    whole, damaged = tmp_path / "whole", tmp_path / "damaged"
+    keys, vectors = random_keys(3000), random_vectors(3000, 128)
+    with open_store(whole) as store:
+        store.insert("wide", keys, vectors)
+    shutil.copytree(whole, damaged)
+    for path in damaged.glob(pattern):
+        damage(path)
+    with open_store(damaged, writable=False) as store:
+        for call in (store.check, store.refresh, lambda: fetch(store, "wide", keys)):
+            with pytest.raises(UnavailableError, match=str(damaged)):
+                call()
+        shutil.rmtree(damaged)
+        shutil.copytree(whole, damaged)
+        store.check()
+        assert_same_bits(fetch(store, "wide", keys)[1], vectors)
+
+
+def _write_beyond_a_limit(path: Path) -> None:
+    """Insert rows, be refused, insert when there is room again; then be refused for good, and close."""
+    keys, vectors = random_keys(2000), random_vectors(2000, 128)
+    unlimited = resource.RLIM_INFINITY
+    with open_store(path, writable=True) as store:
+        store.insert("wide", keys, vectors)
+    with open_store(path, writable="later") as store:
+        for _ in range(2):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, unlimited))
+            with pytest.raises(UnavailableError, match="File too large"):
+                store.insert("wide", keys, vectors)
+            assert fetch(store, "wide", keys)[0].all()
+            resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
+            store.insert("wide", keys, -vectors)
+            assert_same_bits(fetch(store, "wide", keys)[1], -vectors)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, unlimited))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (unlimited, unlimited))
+    with open_store(path, writable=True) as store:
+        assert_same_bits(fetch(store, "wide", keys)[1], -vectors)
+
+
+def test_writes_go_on_once_the_disk_takes_them_again(tmp_path: Path) -> None:
+    """What a disk refuses is an error, rows are read meanwhile, and nothing but another write is needed after it.
+
+    A limit on the size of files, which holds for a process of its own, stands for a disk that fails or a quota.
+    """
+    process = multiprocessing.get_context("spawn").Process(target=_write_beyond_a_limit, args=(tmp_path / "db",))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_closing_twice_and_using_after_is_no_crash(tmp_path: Path) -> None:
+    """Every call on a closed store is an error of ours."""
+    store = open_store(tmp_path)
+    store.insert("user", keys_of(1), random_vectors(1, 4))
+    store.close()
+    store.close()
+    for call in (
+        lambda: store.insert("user", keys_of(1), random_vectors(1, 4)),
+        lambda: store.erase("user", keys_of(1)),
+        lambda: store.note("user"),
+        store.refresh,
+        store.check,
+    ):
+        with pytest.raises(SessionClosedError):
+            call()

@@ -1,0 +1,126 @@
+"""Versions appear whole or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from inference_session.errors import ConfigurationError, UnavailableError
+from inference_session.platform.staging import next_version, stage_version
+
+
+def test_a_version_appears_when_it_is_complete(tmp_path: Path) -> None:
+    """Until then it has a name that no server looks at."""
+    with stage_version(tmp_path / "repository", "ctr") as (staging, target):
+        (staging / "file").write_text("x", encoding="utf-8")
+        assert [path.name for path in (tmp_path / "repository/ctr").iterdir()] == [".tmp-1"]
+        assert target == tmp_path / "repository/ctr/1"
+
+    assert [path.name for path in (tmp_path / "repository/ctr").iterdir()] == ["1"]
+    assert (tmp_path / "repository/ctr/1/file").read_text(encoding="utf-8") == "x"
+
+
+def test_the_next_version_follows_the_highest(tmp_path: Path) -> None:
+    """Gaps and other folders do not count."""
+    for name in ("1", "7", "notes", ".tmp-9"):
+        (tmp_path / "ctr" / name).mkdir(parents=True)
+    assert next_version(tmp_path / "ctr") == 8
+
+    with stage_version(tmp_path, "ctr"):
+        pass
+    assert (tmp_path / "ctr/8").is_dir()
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Not even the folders that were made for this version."""
+    with pytest.raises(OSError, match="disk"), stage_version(tmp_path / "new/repository", "ctr") as (staging, _):
+        _write_half(staging)
+
+    assert not (tmp_path / "new/repository").exists()
+
+
+def _write_half(staging: Path) -> None:
+    (staging / "half").mkdir()
+    raise OSError("disk full")
+
+
+def test_a_failure_leaves_other_versions_alone(tmp_path: Path) -> None:
+    """Only what was being written goes."""
+    with stage_version(tmp_path, "ctr"):
+        pass
+    with pytest.raises(OSError, match="disk"), stage_version(tmp_path, "ctr"):
+        raise OSError("disk full")
+
+    assert [path.name for path in (tmp_path / "ctr").iterdir()] == ["1"]
+
+
+def test_an_existing_version_is_refused(tmp_path: Path) -> None:
+    """Versions never change once they are there."""
+    (tmp_path / "ctr/3").mkdir(parents=True)
+
+    with (
+        pytest.raises(ConfigurationError, match=r"ctr/3: exists already; choose another version"),
+        stage_version(tmp_path, "ctr", 3),
+    ):
+        pytest.fail("must not be entered")
+
+
+def test_a_version_that_appeared_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    """Whoever comes first wins; the other's work is removed."""
+    with pytest.raises(ConfigurationError, match="exists already"), stage_version(tmp_path, "ctr", 1):
+        (tmp_path / "ctr/1").mkdir()
+
+    assert [path.name for path in (tmp_path / "ctr").iterdir()] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("model", "version"), [("", 1), ("a/b", 1), ("..", 1), (".hidden", 1), ("ctr", 0), ("ctr", 2**63)]
+)
+def test_names_that_are_no_folders_are_refused(model: str, version: int, tmp_path: Path) -> None:
+    """Nothing is written outside of the repository, and versions are numbers that Triton reads."""
+    with pytest.raises(ConfigurationError), stage_version(tmp_path, model, version):
+        pytest.fail("must not be entered")
+
+
+def test_no_version_follows_the_highest_that_can_be(tmp_path: Path) -> None:
+    """Triton would serve a number beyond it under another one, or not at all."""
+    (tmp_path / "ctr" / str(2**63 - 1)).mkdir(parents=True)
+
+    with (
+        pytest.raises(ConfigurationError, match="allowed: whole numbers from 1 to 9223372036854775807"),
+        stage_version(tmp_path, "ctr"),
+    ):
+        pytest.fail("must not be entered")
+
+
+def test_what_a_killed_writer_left_is_taken_over(tmp_path: Path) -> None:
+    """Its lock ended with it; its files are removed."""
+    left = tmp_path / "ctr/.tmp-1"
+    (left / "tables").mkdir(parents=True)
+    (left / "tables/key").write_bytes(b"half")
+    (left / "link").symlink_to(tmp_path)
+
+    with stage_version(tmp_path, "ctr") as (staging, _):
+        assert list(staging.iterdir()) == []
+    assert tmp_path.is_dir()
+
+
+def test_a_writer_at_work_is_not_disturbed(tmp_path: Path) -> None:
+    """Its folder is locked for as long as it lives."""
+    busy = tmp_path / "ctr/.tmp-1"
+    busy.mkdir(parents=True)
+    (busy / "file").touch()
+    handle = os.open(busy, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+
+    with (
+        pytest.raises(UnavailableError, match="another process is writing this version now"),
+        stage_version(tmp_path, "ctr"),
+    ):
+        pytest.fail("must not be entered")
+    os.close(handle)
+
+    assert (busy / "file").exists()

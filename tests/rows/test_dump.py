@@ -1,0 +1,269 @@
+"""Dumps: what comes out is what is served, of one moment, whole or not at all."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from numpy.typing import NDArray
+
+from hotrow.command_line import cli
+from inference_session import InferenceSession
+from inference_session.errors import ConfigurationError, SessionClosedError, StoreError, UnavailableError
+from inference_session.model_source import Copy
+from inference_session.model_spec import ModelSpec
+from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, Rows
+from inference_session.parameter_server.memory_store import MemoryStore
+from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.server import ParameterServer
+from inference_session.parameter_server.store_url import create_store
+from inference_session.parameter_server.tier import Tier
+from inference_session.parameter_server.wrappers import WrapperStore
+from inference_session.rows import UpdatableRows
+from inference_session.rows.dump import dump
+from inference_session.tables.table_file import TableFile
+from inference_session.version_directory import manifest
+from tests.testing import small_model
+from tests.testing.hadoop import Hdfs
+from tests.testing.servers import PATIENCE_MS, RedisServer
+
+Table = dict[int, list[float]]
+
+DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
+
+
+@pytest.fixture
+def version(tmp_path: Path) -> Path:
+    """A version directory."""
+    small_model.write(tmp_path / "model" / "1")
+    return tmp_path / "model" / "1"
+
+
+@pytest.fixture
+def redis_url() -> Iterator[str]:
+    """A Redis of the test's own."""
+    with RedisServer() as server:
+        yield server.url
+
+
+def read(folder: Path, dim: int) -> Table:
+    """A sparse folder as HugeCTR reads it."""
+    keys = np.fromfile(folder / "key", "<i8")
+    vectors = np.fromfile(folder / "emb_vector", "<f4").reshape(len(keys), dim)
+    assert len(set(keys.tolist())) == len(keys)
+    assert sorted(path.name for path in folder.iterdir()) == ["emb_vector", "key"]
+    return dict(zip(keys.tolist(), vectors.tolist(), strict=True))
+
+
+def read_all(folder: Path) -> dict[str, Table]:
+    """All tables of a dump."""
+    assert {path.name for path in folder.iterdir()} == set(DIMS)
+    return {table: read(folder / table, dim) for table, dim in DIMS.items()}
+
+
+def of_files(version: Path) -> dict[str, Table]:
+    """What the small model's files hold."""
+    tables: dict[str, Any] = small_model.random_tables(0)
+    keys = {table: tables.get(f"{table}/key", np.arange(len(tables[table]))) for table in DIMS}
+    vectors = {table: tables[table].astype(np.float32).tolist() for table in DIMS}
+    return {table: dict(zip(keys[table].tolist(), vectors[table], strict=True)) for table in DIMS}
+
+
+def run(*arguments: str) -> str:
+    """Run the command line; raises what it would report."""
+    runner = CliRunner().invoke(cli, arguments, catch_exceptions=False, standalone_mode=False)
+    return runner.output
+
+
+def rows(*keys: int, dim: int = 2, value: float = 1.5) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    return np.array(keys, np.int64), np.full((len(keys), dim), value, np.float32)
+
+
+def test_files_are_dumped_as_they_are(version: Path, tmp_path: Path) -> None:
+    """Without stores the dump is the files: float32, with keys where they were row numbers."""
+    with InferenceSession.open(version) as session:
+        report = session.dump(tmp_path / "to" / "dump")
+    assert read_all(tmp_path / "to" / "dump") == of_files(version)
+    assert report.num_rows == {"user_weight": 50, "code": 40, "hashed": 30}
+    assert [path.name for path in (tmp_path / "to").iterdir()] == ["dump"]
+
+
+def test_all_tiers_and_updates_are_in_a_dump(version: Path, tmp_path: Path, redis_url: str) -> None:
+    """Rows of Redis come before those of RocksDB, and these before the files'; new keys are there as well."""
+    expected = of_files(version)
+    first, second, third = list(expected["hashed"])[:3]
+    with create_store(f"rocksdb://{tmp_path}/db", Namespace("model", "1"), DIMS, writable=True) as store:
+        store.insert("hashed", *rows(first, second, 77, value=1))
+    with create_store(redis_url, Namespace("model", "1"), DIMS, timeout_ms=PATIENCE_MS) as store:
+        store.insert("hashed", *rows(second, 78, value=2))
+    expected["hashed"] |= {first: [1, 1], second: [2, 2], 77: [1, 1], 78: [2, 2]}
+    stores = {"volatile_store": redis_url, "persistent_store": f"rocksdb://{tmp_path}/db"}
+
+    with InferenceSession.open(version, **stores, store_timeout_ms=PATIENCE_MS) as session:
+        session.dump(tmp_path / "dump")
+        assert read_all(tmp_path / "dump") == expected
+
+    arguments = [part for name, url in stores.items() for part in (f"--{name.replace('_', '-')}", url)]
+    said = run("dump", str(version), "--to", str(tmp_path / "again"), *arguments)
+    assert read_all(tmp_path / "again") == expected
+    assert "hashed: 32 rows" in said
+    assert third in expected["hashed"]
+
+
+def test_the_command_goes_by_config_pbtxt(version: Path, tmp_path: Path) -> None:
+    """Stores are those that the model is served with, and their rows stay as they are."""
+    with create_store(f"rocksdb://{tmp_path}/db", Namespace("model"), DIMS, writable=True) as store:
+        store.insert("hashed", *rows(77))
+    settings = {"persistent_store": f"rocksdb://{tmp_path}/db", "store_namespace": "shared"}
+    parameters = ", ".join(f'{{ key: "{n}" value: {{ string_value: "{v}" }} }}' for n, v in settings.items())
+    (version.parent / "config.pbtxt").write_text(f'backend: "hotrow"\nparameters [ {parameters} ]\n')
+
+    run("dump", str(version), "--to", str(tmp_path / "dump"))
+
+    assert read(tmp_path / "dump" / "hashed", 2)[77] == [1.5, 1.5]
+
+
+def test_a_dump_goes_to_hdfs(version: Path, tmp_path: Path, hdfs: Hdfs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dump to HDFS is the same, read back from there; and nothing stays in the cache folder."""
+    monkeypatch.setenv("HOTROW_CACHE_DIR", str(tmp_path / "cache"))
+    run("dump", str(version), "--to", f"{hdfs.url}/dumps/one")
+    with Copy(f"{hdfs.url}/dumps/one", tmp_path / "back") as copy:
+        copy.run()
+    assert read_all(tmp_path / "back") == of_files(version)
+    assert not list((tmp_path / "cache" / "sources").iterdir())
+
+
+def test_a_target_that_exists_is_refused(version: Path, tmp_path: Path) -> None:
+    """Nothing is written over."""
+    (tmp_path / "dump").mkdir()
+    with InferenceSession.open(version) as session, pytest.raises(ConfigurationError, match="dump: exists already"):
+        session.dump(tmp_path / "dump")
+    assert not list((tmp_path / "dump").iterdir())
+    with pytest.raises(SessionClosedError):
+        session.dump(tmp_path / "other")
+
+
+def test_rows_changed_in_memory_are_dumped(version: Path, tmp_path: Path) -> None:
+    """Of a model without stores, rows changed by its update stream are dumped so, erased ones not at all."""
+    expected = of_files(version)
+    first, second = list(expected["hashed"])[:2]
+    spec = ModelSpec.read(version)
+    files = [TableFile.open(version / "tables" / table.folder, table) for table in spec.tables]
+    source = UpdatableRows(files, num_threads=1)
+    source.update(2, *rows(first, 77, value=4))
+    source.erase(2, np.array([second, 77, 79]))
+    source.update(0, *rows(7, dim=4, value=3))
+    source.erase(0, np.array([9]))
+
+    dump(source, spec, tmp_path / "dump")
+    source.close()
+
+    expected["hashed"][first] = [4, 4]
+    expected["user_weight"][7] = [3, 3, 3, 3]
+    del expected["hashed"][second], expected["user_weight"][9]
+    assert read_all(tmp_path / "dump") == expected
+
+
+def test_the_command_does_not_miss_updates_in_memory(version: Path, tmp_path: Path) -> None:
+    """Where updates are in a server's memory alone, the command says so, rather than dump what was before them."""
+    parameter = '{ key: "update_stream" value: { string_value: "kafka://127.0.0.1:9092" } }'
+    (version.parent / "config.pbtxt").write_text(f'backend: "hotrow"\nparameters [ {parameter} ]\n')
+    with pytest.raises(ConfigurationError, match="in the memory of the process that serves it"):
+        run("dump", str(version), "--to", str(tmp_path / "dump"))
+
+
+class _Hooked(WrapperStore):
+    """Calls back in the middle of a scan, and may give every row twice."""
+
+    def __init__(self, store: EmbeddingStore) -> None:
+        super().__init__(store)
+        self.amid_scan = lambda: None
+
+    def scan(self, table: str) -> Iterator[Rows]:
+        for keys, vectors in self.store.scan(table):
+            for begin in range(0, len(keys), 7):
+                yield keys[begin : begin + 7], vectors[begin : begin + 7]
+                self.amid_scan()
+            yield keys, vectors
+
+
+@pytest.fixture
+def server() -> Iterator[ParameterServer]:
+    """Two tiers that can be written to, with 50 rows of value 0."""
+    volatile, persistent = _Hooked(MemoryStore({"t": 3})), _Hooked(MemoryStore({"t": 3}))
+    server = ParameterServer([Tier("volatile", volatile, volatile=True), Tier("persistent", persistent)])
+    server.insert("t", *rows(*range(50), dim=3, value=0))
+    volatile.erase("t", np.arange(10, 50))
+    yield server
+    server.close()
+
+
+def scanned(server: ParameterServer) -> dict[int, set[float]]:
+    """All values of every key that a scan gives."""
+    found: dict[int, set[float]] = {}
+    for keys, vectors in server.scan("t"):
+        for key, vector in zip(keys.tolist(), vectors.tolist(), strict=True):
+            found.setdefault(key, set()).update(vector)
+    return found
+
+
+def test_updates_wait_for_a_scan_and_reads_do_not(server: ParameterServer) -> None:
+    """An update that comes amid a frozen scan is in none of its rows, and is made when the scan has ended."""
+    volatile = server._tiers[0].store
+    assert isinstance(volatile, _Hooked)
+    writers: list[threading.Thread] = []
+
+    def write() -> None:
+        if not writers:
+            writers.append(threading.Thread(target=server.insert, args=("t", *rows(*range(60), dim=3, value=1))))
+            writers[0].start()
+            out = np.empty((60, 3), np.float32)
+            request = FetchRequest("t", np.arange(60), out)
+            assert server.fetch([request])[0].sum() == 50
+            assert not out[:50].any()
+
+    volatile.amid_scan = write
+    with server.frozen():
+        assert scanned(server) == {key: {0.0} for key in range(50)}
+    writers[0].join()
+    assert scanned(server) == {key: {1.0} for key in range(60)}
+
+
+def test_a_tier_that_is_down_fails_the_scan(server: ParameterServer) -> None:
+    """Rows are never left out in silence: with a tier out there is no dump."""
+    server._tiers[0].failure = "gone"
+    with pytest.raises(UnavailableError, match="volatile: gone"):
+        scanned(server)
+
+
+def test_closing_ends_a_scan(server: ParameterServer) -> None:
+    """A server that is closed amid a scan does not wait for its end."""
+    scan = server.scan("t")
+    next(scan)
+    server.close()
+    with pytest.raises((SessionClosedError, StoreError)):
+        list(scan)
+
+
+def test_rows_that_come_twice_are_dumped_once(version: Path, tmp_path: Path) -> None:
+    """Of a table file with equal keys the last row is served, and it alone is dumped."""
+    spec = ModelSpec.read(version)
+    folder = version / "tables" / "hashed"
+    keys = np.fromfile(folder / "key", "<i8")
+    keys[:20] = keys[10]
+    keys.tofile(folder / "key")
+    vectors = np.fromfile(folder / "emb_vector", "<f4").reshape(30, 2)
+    (folder / "index").unlink(missing_ok=True)
+    manifest.write_manifest(version)
+    with InferenceSession.open(version) as session:
+        report = session.dump(tmp_path / "dump")
+        assert session.lookup("hashed", keys[:1]).tolist() == [vectors[19].tolist()]
+    assert report.num_rows["hashed"] == 11
+    assert read(tmp_path / "dump" / "hashed", spec.table("hashed").embedding_dim) == dict(
+        zip(keys[19:].tolist(), vectors[19:].tolist(), strict=True)
+    )

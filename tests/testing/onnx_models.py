@@ -1,0 +1,61 @@
+"""Small ONNX models in ONNX's own text form, and the comparison that all tests of the importer make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx.parser
+from numpy.typing import NDArray
+from onnx import ModelProto, numpy_helper
+
+from inference_session import InferenceSession
+from inference_session.importers.onnx import ImportReport, import_onnx
+from tests.testing.onnx_evaluation import Arrays, evaluate, run_network
+
+TOLERANCE = 1e-6
+
+
+def model_of(graph: str, constants: Mapping[str, NDArray[Any]], opset: int = 18) -> ModelProto:
+    """A model from the text of a graph, with these initializers."""
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : {opset}]> {graph}')
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in constants.items())
+    return model
+
+
+def table(rows: int = 1000, dim: int = 4, seed: int = 0, dtype: Any = np.float32) -> NDArray[Any]:
+    """Vectors of a table."""
+    return np.random.default_rng(seed).standard_normal((rows, dim)).astype(dtype)
+
+
+def import_model(tmp_path: Path, model: ModelProto, **options: Any) -> ImportReport:
+    """Save and import a model."""
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    return import_onnx(path, tmp_path / "repository", "m", **options)
+
+
+def assert_same(report: ImportReport, original: Path, inputs: Arrays, tolerance: float = TOLERANCE) -> None:
+    """The imported model answers as ONNX Runtime does on the original: evaluated plainly, and by a session."""
+    expected = run_network(original, inputs)
+    assert list(expected) == [output.name for output in report.spec.outputs]
+    with InferenceSession.open(report.version_dir) as session:
+        answers = (evaluate(report.version_dir, inputs), session.run(inputs, list(expected)))
+    for found in answers:
+        for name, array in expected.items():
+            assert found[name].dtype == array.dtype
+            if found is answers[1] and array.ndim and not len(array):
+                assert not len(found[name])  # a session does not run the network for no samples
+                continue
+            np.testing.assert_allclose(found[name], array, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+def check(tmp_path: Path, model: ModelProto, *feeds: Arrays, **options: Any) -> ImportReport:
+    """Import a model, and compare its answers with the original's for each of these inputs."""
+    report = import_model(tmp_path, model, **options)
+    for inputs in feeds:
+        assert_same(report, tmp_path / "model.onnx", inputs)
+    return report

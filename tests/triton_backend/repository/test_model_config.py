@@ -1,0 +1,291 @@
+"""config.pbtxt of imported models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference_session.errors import ConfigurationError, UnsupportedModelError
+from inference_session.model_spec import ModelSpec, TensorSpec
+from triton_backend.repository.model_config import ModelConfig, TensorConfig, check_config, describe, write_model_config
+
+
+def spec_of(inputs: list[TensorSpec], outputs: list[TensorSpec], **fields: object) -> ModelSpec:
+    """A model without tables."""
+    return ModelSpec(tuple(inputs), tuple(outputs), tables=(), lookups=(), **fields)  # type: ignore[arg-type]
+
+
+IDS = TensorSpec("ids", "int64", (-1, 26))
+CLICK = TensorSpec("click", "float32", (-1, 1))
+LIKE = TensorSpec("like", "float32", (-1,))
+
+
+@pytest.fixture
+def version_dir(tmp_path: Path) -> Path:
+    """A version that is being staged."""
+    directory = tmp_path / "ctr" / ".tmp-1"
+    directory.mkdir(parents=True)
+    return directory
+
+
+def test_dims_leave_out_the_samples(version_dir: Path) -> None:
+    """A batched model is described per sample, with the predictions behind its own outputs."""
+    spec = spec_of([IDS], [CLICK], labels=("click",), label_outputs=("click",))
+
+    config = ModelConfig.read(write_model_config(version_dir, spec, "ctr", max_batch_size=64))
+
+    assert config == ModelConfig(
+        name="ctr",
+        backend="hotrow",
+        platform="",
+        max_batch_size=64,
+        inputs=(TensorConfig("ids", "TYPE_INT64", (26,)),),
+        outputs=(TensorConfig("click", "TYPE_FP32", (1,)), TensorConfig("OUTPUT0", "TYPE_FP32", (1,))),
+        default_model_filename="",
+    )
+
+
+def test_a_batched_model_is_batched_by_triton(version_dir: Path) -> None:
+    """Dynamic batching is on, for ragged inputs too, in one process."""
+    spec = spec_of([TensorSpec("bag", "int64", (-1, -1)), IDS], [CLICK])
+
+    text = write_model_config(version_dir, spec, "ctr").read_text(encoding="utf-8")
+
+    assert "dynamic_batching { }" in text
+    assert text.count("allow_ragged_batch: true") == 1
+    assert "count: 1" in text
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        spec_of([IDS], [LIKE], labels=("like",), label_outputs=("like",)),
+        spec_of([IDS], [CLICK], batched=False, labels=("click",), label_outputs=("click",)),
+    ],
+    ids=["1-D output", "not batched"],
+)
+def test_full_dims_where_triton_cannot_count_samples(spec: ModelSpec) -> None:
+    """A model with a 1-D tensor, or one that is not batched, gets max_batch_size 0 and whole shapes."""
+    config = describe(spec, "ctr")
+
+    assert config.max_batch_size == 0
+    assert config.inputs == (TensorConfig("ids", "TYPE_INT64", (-1, 26)),)
+    assert config.outputs[-1] == TensorConfig("OUTPUT0", "TYPE_FP32", (-1, 1))
+
+
+def test_a_models_own_output0_is_kept() -> None:
+    """A model that has an output called OUTPUT0 gets no second one."""
+    spec = spec_of([IDS], [TensorSpec("OUTPUT0", "float32", (-1, 2))], labels=("a", "b"), label_outputs=("OUTPUT0",))
+
+    assert [tensor.name for tensor in describe(spec, "ctr").outputs] == ["OUTPUT0"]
+
+
+def test_names_with_any_characters_are_escaped(version_dir: Path) -> None:
+    """Quotes, backslashes and line ends in names survive."""
+    name = 'a "b"\\c\né'
+    spec = spec_of([TensorSpec(name, "object", (-1, 1)), IDS], [CLICK])
+
+    config = ModelConfig.read(write_model_config(version_dir, spec, "ctr"))
+
+    assert config.inputs[0] == TensorConfig(name, "TYPE_STRING", (1,))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (TensorSpec("z", "complex64", (-1, 1)), "'z' has type complex64"),
+        (TensorSpec("z", "float32", (-1, 0)), "'z' has shape \\[-1, 0\\]"),
+    ],
+)
+def test_what_triton_cannot_carry_is_refused(tensor: TensorSpec, message: str) -> None:
+    """A tensor of a type or rank that Triton lacks is an error that names it."""
+    with pytest.raises(UnsupportedModelError, match=message):
+        describe(spec_of([tensor], [CLICK]), "ctr")
+
+
+def test_scalars_are_served_in_shape_1() -> None:
+    """Triton has none."""
+    spec = spec_of([TensorSpec("temperature", "float32", ())], [TensorSpec("largest", "float32", ())], batched=False)
+
+    config = describe(spec, "ctr")
+
+    assert config.max_batch_size == 0
+    assert config.inputs == (TensorConfig("temperature", "TYPE_FP32", (1,)),)
+    assert config.outputs == (TensorConfig("largest", "TYPE_FP32", (1,)),)
+    as_json = _json({"temperature": ("TYPE_FP32", [1])}, {"largest": ("TYPE_FP32", [1])})
+    check_config({**as_json, "max_batch_size": 0}, spec)
+
+
+def test_a_users_config_is_kept_for_the_next_version(version_dir: Path) -> None:
+    """An existing file that describes the same tensors stays as it is."""
+    spec = spec_of([IDS], [CLICK])
+    path = write_model_config(version_dir, spec, "ctr")
+    edited = path.read_text(encoding="utf-8").replace("max_batch_size: 1024", "max_batch_size: 8 # ours")
+    path.write_text(edited, encoding="utf-8")
+
+    write_model_config(version_dir, spec, "ctr")
+
+    assert path.read_text(encoding="utf-8") == edited
+
+
+def test_a_config_of_other_tensors_is_an_error(version_dir: Path) -> None:
+    """A next version with other inputs is refused, naming what differs, and nothing is overwritten."""
+    path = write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr")
+    before = path.read_text(encoding="utf-8")
+    wider = TensorSpec("ids", "int64", (-1, 27))
+
+    with pytest.raises(ConfigurationError, match=r"input 'ids' TYPE_INT64 \[26\] there, 'ids' TYPE_INT64 \[27\] here"):
+        write_model_config(version_dir, spec_of([wider], [CLICK]), "ctr")
+
+    assert path.read_text(encoding="utf-8") == before
+
+
+def test_what_differs_is_named_where_triton_counts_samples_no_more(version_dir: Path) -> None:
+    """An output of one dimension changes how all tensors are described, and is the only one that is new."""
+    write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr")
+
+    with pytest.raises(ConfigurationError, match=r"output absent there, 'like' TYPE_FP32 \[-1\] here"):
+        write_model_config(version_dir, spec_of([IDS], [CLICK, LIKE]), "ctr")
+
+
+def test_a_users_config_may_count_samples_itself(version_dir: Path) -> None:
+    """Full dims, without a limit of Triton's, describe the same tensors."""
+    path = write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr")
+    edited = path.read_text(encoding="utf-8").replace("max_batch_size: 1024", "max_batch_size: 0")
+    edited = edited.replace("dynamic_batching { }", "").replace("dims: [ 26 ]", "dims: [ -1, 26 ]")
+    path.write_text(edited.replace("dims: [ 1 ]", "dims: [ -1, 1 ]"), encoding="utf-8")
+
+    write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr")
+
+
+@pytest.mark.parametrize("sizes", [(-1, 16), (16, -1)])
+def test_sizes_of_outputs_that_one_version_knows(version_dir: Path, sizes: tuple[int, int]) -> None:
+    """The same network by another exporter, which says more or less of its outputs, is the next version."""
+    first, second = (TensorSpec("vector", "float32", (-1, size)) for size in sizes)
+    path = write_model_config(version_dir, spec_of([IDS], [first]), "ctr")
+    before = path.read_text(encoding="utf-8")
+
+    write_model_config(version_dir, spec_of([IDS], [second]), "ctr")
+
+    assert path.read_text(encoding="utf-8") == before
+
+
+def test_an_input_that_takes_more_than_the_config_says_is_an_error(version_dir: Path) -> None:
+    """The server would refuse what the next version is made for."""
+    write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr")
+
+    with pytest.raises(
+        ConfigurationError, match=r"'ids' TYPE_INT64 \[-1, 26\] there, 'ids' TYPE_INT64 \[-1, -1\] here"
+    ):
+        write_model_config(version_dir, spec_of([TensorSpec("ids", "int64", (-1, -1))], [CLICK]), "ctr")
+
+
+def test_a_broken_config_is_an_error(version_dir: Path) -> None:
+    """A file that cannot be read as a configuration is named, with the line."""
+    path = version_dir.parent / "config.pbtxt"
+    path.write_text('name: "ctr"\ninput {', encoding="utf-8")
+
+    with pytest.raises(ConfigurationError, match=r"config\.pbtxt: not readable .* line 2"):
+        write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr")
+
+
+def test_standalone_versions_bring_one_line_of_code(version_dir: Path) -> None:
+    """For a Triton whose backend folder is not ours: its python backend and a model.py that imports."""
+    config = ModelConfig.read(write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr", standalone=True))
+
+    assert config.backend == "python"
+    assert "from triton_backend.model import TritonPythonModel" in (version_dir / "model.py").read_text(
+        encoding="utf-8"
+    )
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float32", "object"])
+def test_no_request_may_be_empty_in_all_inputs_where_triton_batches(dtype: str) -> None:
+    """Triton refuses no samples by an input of fixed size, and never answers where there is none."""
+    bag, fixed = TensorSpec("bag", dtype, (-1, -1)), TensorSpec("ids", dtype, (-1, 26))
+
+    assert describe(spec_of([bag], [CLICK]), "ctr").max_batch_size == 0
+    assert describe(spec_of([bag, fixed], [CLICK]), "ctr").max_batch_size == (0 if dtype == "object" else 1024)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "input { dims: [ { } ] }",
+        "input { name { } }",
+        "backend { }",
+        'parameters { key: "a" value { string_value { } } }',
+    ],
+)
+def test_a_message_in_a_values_place_is_an_error_that_names_the_file(text: str, tmp_path: Path) -> None:
+    """As every other config.pbtxt that is none."""
+    path = tmp_path / "config.pbtxt"
+    path.write_text(text, encoding="utf-8")
+
+    with pytest.raises(ConfigurationError, match=r"config\.pbtxt: not readable .* has a message for a value"):
+        ModelConfig.read(path)
+
+
+def test_a_field_with_an_empty_list_is_as_one_that_is_absent(tmp_path: Path) -> None:
+    """Protobuf's text format allows such lists."""
+    path = tmp_path / "config.pbtxt"
+    path.write_text('name: [] parameters { key: "a" value: [] }', encoding="utf-8")
+
+    assert ModelConfig.read(path).name == ""
+    assert ModelConfig.read(path).parameters == {"a": ""}
+
+
+def _json(inputs: dict[str, tuple[str, list[int]]], outputs: dict[str, tuple[str, list[int]]]) -> dict[str, object]:
+    """What Triton tells a backend of a config.pbtxt for batches."""
+    tensors = [
+        [{"name": name, "data_type": kind, "dims": dims} for name, (kind, dims) in described.items()]
+        for described in (inputs, outputs)
+    ]
+    return {"max_batch_size": 8, "input": tensors[0], "output": tensors[1]}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    [
+        ({"ids": ("TYPE_INT64", [26])}, {"click": ("TYPE_FP32", [1]), "OUTPUT0": ("TYPE_FP32", [1])}),
+        ({"ids": ("TYPE_INT64", [-1])}, {"OUTPUT0": ("TYPE_FP32", [-1])}),
+    ],
+    ids=["as written", "open sizes, fewer outputs"],
+)
+def test_a_version_that_config_pbtxt_describes_is_served(inputs: Any, outputs: Any) -> None:
+    """Users may leave outputs out, and sizes open."""
+    check_config(_json(inputs, outputs), spec_of([IDS], [CLICK], labels=("click",), label_outputs=("click",)))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "difference"),
+    [
+        (
+            {"ids": ("TYPE_INT64", [25])},
+            {},
+            r"input 'ids' TYPE_INT64 \[-1, 25\] there, 'ids' TYPE_INT64 \[-1, 26\] here",
+        ),
+        ({"ids": ("TYPE_INT64", [26, 1])}, {}, "input 'ids'"),
+        ({"ids": ("TYPE_INT32", [26])}, {}, "input 'ids' TYPE_INT32"),
+        ({"keys": ("TYPE_INT64", [26])}, {}, "input 'keys' .* there, absent here"),
+        ({}, {}, "input absent there, 'ids'"),
+        ({"ids": ("TYPE_INT64", [26])}, {"like": ("TYPE_FP32", [1])}, "output 'like' .* there, absent here"),
+        ({"ids": ("TYPE_INT64", [26])}, {"click": ("TYPE_FP32", [2])}, r"output 'click' TYPE_FP32 \[-1, 2\]"),
+    ],
+)
+def test_a_version_that_config_pbtxt_does_not_describe_is_refused(inputs: Any, outputs: Any, difference: str) -> None:
+    """It would go live and answer nothing that its clients ask."""
+    with pytest.raises(ConfigurationError, match=difference):
+        check_config(_json(inputs, outputs), spec_of([IDS], [CLICK]))
+
+
+def test_a_reshape_in_config_pbtxt_counts() -> None:
+    """Of a tensor that Triton reshapes, the model sees the new shape."""
+    config = {
+        "max_batch_size": 8,
+        "input": [{"name": "id", "data_type": "TYPE_INT64", "dims": [1], "reshape": {"shape": []}}],
+        "output": [{"name": "like", "data_type": "TYPE_FP32", "dims": [1], "reshape": {"shape": []}}],
+    }
+    check_config(config, spec_of([TensorSpec("id", "int64", (-1,))], [LIKE]))

@@ -1,0 +1,104 @@
+"""Triton's requests into arrays, answers into Triton's responses; faults are answers too."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import triton_python_backend_utils as pb_utils
+
+from inference_session.errors import HotrowError, InvalidRequestError, UnavailableError
+from inference_session.execution.stages import Mark, unmarked
+from inference_session.model_spec import ModelSpec
+from inference_session.requests.batch import Request
+from inference_session.requests.outputs import Answer
+from inference_session.versions import VersionManager
+from triton_backend.backend.errors import triton_error
+from triton_backend.backend.packed import packed_response
+from triton_backend.backend.tensors import read_array, write_tensor
+from triton_backend.backend.tracing import Tracing
+from triton_backend.client.probe import is_probe, probe_request
+
+TritonRequest: TypeAlias = Any
+"""`pb_utils.InferenceRequest`, which exists inside the server's stub only."""
+TritonResponse: TypeAlias = Any
+"""`pb_utils.InferenceResponse`."""
+
+
+class Answering:
+    """Answers lists of requests, each by one content of the version; never raises.
+
+    Args:
+        max_samples: a request with more rows than this is refused. 0: Triton itself sees to it.
+        device_id: the GPU that Triton has given the instance, told to clients of HugeCTR.
+        tracing: makes spans of the stages of requests that are traced. None: none is.
+    """
+
+    def __init__(
+        self, versions: VersionManager, *, max_samples: int = 0, device_id: int = 0, tracing: Tracing | None = None
+    ) -> None:
+        self._versions = versions
+        self._device_id = device_id
+        self._max_samples = max_samples
+        self._tracing = tracing
+        self._num_failed = 0
+
+    def stats(self) -> dict[str, Any]:
+        """The counters of VersionManager.stats, and the requests that never reached it."""
+        stats = self._versions.stats()
+        for key in ("requests", "failed_requests"):
+            stats[key] += self._num_failed
+        return stats
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests can be answered."""
+        return self._versions.failure is None
+
+    def answer(self, requests: Sequence[TritonRequest]) -> list[TritonResponse]:
+        """One response for each request, in order. Their arrays are views of shared memory: keep the requests."""
+        if self._tracing is None:
+            return self._answer(requests, unmarked)
+        with self._tracing.of(requests) as mark:
+            return self._answer(requests, mark)
+
+    def _answer(self, requests: Sequence[TritonRequest], mark: Mark) -> list[TritonResponse]:
+        mark("check")
+        try:
+            read = [self._read(request) for request in requests]
+            with self._versions.lease() as session:
+                return [self._response(answer, session.spec) for answer in session.run_many(read, mark)]
+        except Exception as error:  # noqa: BLE001  whatever it was, no request may go without an answer
+            if len(requests) > 1:
+                return [self._answer([request], mark)[0] for request in requests]
+            self._num_failed += 1
+            return [_failure(error)]
+
+    def _read(self, request: TritonRequest) -> Request:
+        if is_probe(request.parameters()):
+            return Request(probe_request(self._versions.spec), request.requested_output_names())
+        inputs = {tensor.name(): read_array(tensor) for tensor in request.inputs()}
+        if self._max_samples:
+            for name, array in inputs.items():
+                if array.ndim and len(array) > self._max_samples:
+                    raise InvalidRequestError(
+                        f"input {name!r} has {len(array)} samples, above the limit of {self._max_samples} "
+                        "(max_samples_per_request)"
+                    )
+        return Request(inputs, request.requested_output_names())
+
+    def _response(self, answer: Answer | HotrowError, spec: ModelSpec) -> TritonResponse:
+        if isinstance(answer, HotrowError):
+            return _failure(answer)
+        if spec.layout != "tensors":
+            return packed_response(answer, spec, self._device_id)
+        # Triton has no scalars: they are sent in shape [1].
+        arrays = {name: array if array.ndim else array.reshape(1) for name, array in answer.items()}
+        return pb_utils.InferenceResponse([write_tensor(name, array) for name, array in arrays.items()])
+
+
+def _failure(error: Exception) -> TritonResponse:
+    if not isinstance(error, (InvalidRequestError, UnavailableError)):
+        pb_utils.Logger.log_error("".join(traceback.format_exception(error)))
+    return pb_utils.InferenceResponse(error=triton_error(error))

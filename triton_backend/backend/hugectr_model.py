@@ -1,0 +1,51 @@
+"""What Triton calls for `backend: "hugectr"` and `backend: "hps"`: the user's own files, served where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from inference_session.device.discovery import unusable_for_sessions
+from inference_session.model_spec import ModelSpec
+from inference_session.versions import VersionManager
+from triton_backend.backend import model
+from triton_backend.repository.chosen_versions import is_chosen
+from triton_backend.repository.in_place import Backend, InPlaceModel, contradictions, read_model_folder
+
+
+class TritonPythonModel(model.TritonPythonModel):
+    """One version of a model whose files are HugeCTR's: imported on load, unless they have been before."""
+
+    def _open(self, config: Mapping[str, Any], args: Mapping[str, str]) -> tuple[VersionManager, int]:
+        parameters = {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
+        backend: Backend = "hps" if config["backend"] == "hps" else "hugectr"
+        found = read_model_folder(Path(args["model_repository"]), args["model_name"], parameters, backend)
+        version = int(args["model_version"])
+        # A version that is chosen by its number is not the one that config.pbtxt names the files of.
+        with found.served_before(version) if is_chosen(config) else found.imported(version) as version_dir:
+            versions = model.open_versions(version_dir, {**_device(args), **found.session_settings}, args)
+        _warn(found, versions.spec, config, args)
+        return versions, model.DEFAULT_MAX_SAMPLES
+
+
+def _device(args: Mapping[str, str]) -> dict[str, str]:
+    """The instance's GPU as a setting. HugeCTR's users ask for one always: where it cannot be used, they are told."""
+    if args.get("model_instance_kind") != "GPU":
+        return {}
+    device_id = int(args["model_instance_device_id"])
+    if reason := unusable_for_sessions(device_id):
+        pb_utils.Logger.log_warn(f"{args['model_name']}: KIND_GPU, but on the CPU: {reason}")
+        return {"device": "cpu"}
+    return {"device": f"cuda:{device_id}"}
+
+
+def _warn(found: InPlaceModel, spec: ModelSpec, config: Mapping[str, Any], args: Mapping[str, str]) -> None:
+    """Say once what in the user's files has another effect than with HugeCTR, or none."""
+    name = args["model_name"]
+    if found.ps_json.ignored:
+        pb_utils.Logger.log_warn(f"{name}: without effect in {found.ps_json.path}: {', '.join(found.ps_json.ignored)}")
+    if contradicted := contradictions(found, spec, max_batch_size=config["max_batch_size"]):
+        pb_utils.Logger.log_warn(f"{name}: config.pbtxt is not the model's: {'; '.join(contradicted)}")

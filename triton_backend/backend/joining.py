@@ -1,0 +1,87 @@
+"""Joins the requests of models that Triton's dynamic batcher cannot join: those with `max_batch_size: 0`.
+
+`execute` gets such requests one at a time. It queues them here and returns at once; a thread takes all that wait
+and answers them together, through their response senders. The queue is bounded: while it is full, `execute` waits, and
+further requests wait in Triton's own queue, where the model's queue policy applies.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import triton_python_backend_utils as pb_utils
+
+from triton_backend.backend.answering import TritonRequest, TritonResponse
+
+MAX_WAITING = 256
+"""Requests that wait to be joined, at most."""
+
+
+class JoiningQueue:
+    """A bounded queue and the thread that answers what waits in it.
+
+    Args:
+        answer: gives one response for each request, in order, and never raises.
+        num_samples: how much of `max_samples` a request takes up.
+        max_samples: samples that are joined, at most; a single request may have more.
+    """
+
+    def __init__(
+        self,
+        answer: Callable[[Sequence[TritonRequest]], Sequence[TritonResponse]],
+        num_samples: Callable[[TritonRequest], int],
+        *,
+        max_samples: int,
+        name: str,
+    ) -> None:
+        self._answer = answer
+        self._num_samples = num_samples
+        self._max_samples = max_samples
+        self._waiting: deque[tuple[TritonRequest, int]] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(target=self._work, name=f"hotrow-join-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, requests: Sequence[TritonRequest]) -> None:
+        """Queue requests; each will be answered. Blocks while the queue is full."""
+        for request in requests:
+            size = self._num_samples(request)
+            with self._changed:
+                self._changed.wait_for(lambda: len(self._waiting) < MAX_WAITING)
+                self._waiting.append((request, size))
+                self._changed.notify_all()
+
+    def close(self) -> None:
+        """Answer what waits, then end the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while requests := self._take():
+            for request, response in zip(requests, self._answer(requests), strict=True):
+                _send(request, response)
+
+    def _take(self) -> list[TritonRequest]:
+        """Wait for requests and take as many as are joined; none when closed and empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            taken: list[TritonRequest] = []
+            num_samples = 0
+            while self._waiting and (not taken or num_samples + self._waiting[0][1] <= self._max_samples):
+                request, size = self._waiting.popleft()
+                taken.append(request)
+                num_samples += size
+            self._changed.notify_all()
+        return taken
+
+
+def _send(request: TritonRequest, response: TritonResponse) -> None:
+    try:
+        request.get_response_sender().send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+    except Exception as error:  # noqa: BLE001  one that went away must not take the thread, and all others, with it
+        pb_utils.Logger.log_error(f"a response could not be sent: {error}")

@@ -1,0 +1,199 @@
+"""The `hotrow_*` families on Triton's own /metrics.
+
+A call into Triton's metrics costs tens of microseconds, so a thread compares the session's counters with what it
+reported last, twice a second; requests pay nothing. Two generations of one version (a reload in place) have equal
+labels and share one counter, which goes on. Metrics are never deleted: the server crashes when one generation uses
+a counter that the other has deleted, an increment fails once its family is gone, and a process that deletes them as it
+ends crashes itself, having left the server before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import triton_python_backend_utils as pb_utils
+
+from triton_backend.backend import heartbeat
+from triton_backend.launcher.stubs import RESTARTS_PARAMETER
+
+INTERVAL_S = 0.5
+
+Family: TypeAlias = "tuple[str, str]"
+"""Name and description."""
+StatsPath: TypeAlias = "tuple[str, ...]"
+"""Where a value is in `InferenceSession.stats`."""
+
+_COUNTERS = {
+    "failed_requests": ("hotrow_failed_requests_total", "Requests answered with an error"),
+    "samples": ("hotrow_samples_total", "Samples (rows of requests) computed"),
+    "in_place_updates": ("hotrow_in_place_updates_total", "Times that new content of the version's folder took over"),
+    "failed_in_place_updates": ("hotrow_failed_in_place_updates_total", "Times that such content was not fit to serve"),
+    "batches": ("hotrow_batches_total", "Runs of the dense network; requests joined into one count once"),
+    "requests": ("hotrow_requests_total", "Requests answered, with predictions or with an error"),
+}
+_TABLE_COUNTERS = {
+    "lookup_keys": ("hotrow_lookup_keys_total", "Keys looked up"),
+    "default_vectors": ("hotrow_default_vectors_total", "Keys unknown to their table, answered by its default vector"),
+}
+_CACHE_COUNTERS = {
+    "hits": ("hotrow_cache_hits_total", "Keys looked up that were in the cache"),
+    "misses": ("hotrow_cache_misses_total", "Keys looked up that were not in the cache, and fetched from the stores"),
+    "evictions": ("hotrow_cache_evictions_total", "Rows dropped from the cache for space"),
+}
+_TIER_COUNTERS = {
+    "hits": ("hotrow_tier_hits_total", "Keys that a tier was asked for and had"),
+    "misses": ("hotrow_tier_misses_total", "Keys that a tier was asked for and had not"),
+    "skipped": ("hotrow_tier_skipped_total", "Keys that a tier was not asked for because it was down, or failed"),
+    "failures": ("hotrow_tier_failures_total", "Calls to a tier that failed"),
+    "malformed": (
+        "hotrow_tier_malformed_total",
+        "Keys counted as missing because a tier holds something else than a row of their table",
+    ),
+    "promoted": ("hotrow_tier_promoted_total", "Rows inserted into a tier because one below had them"),
+}
+_UPDATE_COUNTERS = {
+    "messages": ("hotrow_update_messages_total", "Messages of the update stream read, refused ones included"),
+    "updated_rows": (
+        "hotrow_update_rows_total",
+        "Rows of the update stream applied; of several of a key in one go the last",
+    ),
+    "deleted_rows": ("hotrow_update_deleted_rows_total", "Rows deleted by the update stream"),
+    "failures": ("hotrow_update_failures_total", "Times that brokers or stores kept the update stream waiting"),
+}
+_UPDATE_GAUGES = {
+    "lag_messages": ("hotrow_update_lag_messages", "Messages of the update stream published, and not applied yet"),
+    "staleness_s": (
+        "hotrow_update_staleness_seconds",
+        "Time from publishing to serving of the oldest row just applied",
+    ),
+}
+_REJECTED = ("hotrow_update_messages_rejected_total", "Messages of the update stream set aside, by reason")
+_TIER_UP = ("hotrow_tier_up", "1 while the tier answers, 0 while it is down and requests go past it")
+_RESTARTS = ("hotrow_backend_restarts_total", "Times that a dead or hung backend process was replaced")
+_GAUGES = {
+    "loaded_at": ("hotrow_loaded_timestamp_seconds", "When the version was loaded, in seconds since 1970"),
+    "load_s": ("hotrow_load_seconds", "Time it took to open the version"),
+    "resident_memory": (
+        "hotrow_resident_memory_bytes",
+        "Memory of the version's process, mapped pages of tables included",
+    ),
+    "version_info": ("hotrow_model_version_info", "1 while this version is loaded"),
+}
+
+
+def count_restarts(config: Mapping[str, Any], model: str) -> None:
+    """Bring the counter up to what the watch-dog says. It is the model's, and outlives versions and processes."""
+    counter = _metric(_RESTARTS, pb_utils.MetricFamily.COUNTER, {"model": model})
+    said = int(config.get("parameters", {}).get(RESTARTS_PARAMETER, {"string_value": "0"})["string_value"])
+    if (more := said - counter.value()) > 0:
+        counter.increment(more)
+
+
+class SessionMetrics:
+    """Keeps the metrics of one loaded version up to date until closed.
+
+    Args:
+        stats: gives the counters, as `InferenceSession.stats` does.
+        labels: `model` and `version`.
+    """
+
+    def __init__(self, stats: Callable[[], Mapping[str, Any]], labels: Mapping[str, str]) -> None:
+        self._stats = stats
+        self._labels = labels
+        self._counters: dict[StatsPath, Any] = {}
+        self._gauges: dict[StatsPath, Any] = {}
+        self._tiers_up: dict[str, Any] = {}
+        first = stats()
+        self._make_all(first)
+        fixed = {key: self._gauge(one) for key, one in _GAUGES.items()}
+        fixed["load_s"].set(first["load_s"])
+        fixed["loaded_at"].set(time.time())
+        self._version_info, self._resident_memory = fixed["version_info"], fixed["resident_memory"]
+        self._reported: dict[StatsPath, int] = {}
+        self._report()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="hotrow-metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Report what is left, and that the version is gone."""
+        self._closing.set()
+        self._thread.join()
+        self._report()
+        self._version_info.set(0)
+        self._resident_memory.set(0)
+
+    def _work(self) -> None:
+        while not self._closing.wait(INTERVAL_S):
+            if not heartbeat.is_orphan():
+                self._report()
+
+    def _make_all(self, stats: Mapping[str, Any]) -> None:
+        """A metric for each value of these statistics that is shown."""
+        for folder, table in stats["tables"].items():
+            self._count(_TABLE_COUNTERS, "tables", folder, table=table["name"])
+        for folder in stats["cache"].get("tables", ()):
+            self._count(_CACHE_COUNTERS, "cache", "tables", folder, table=stats["tables"][folder]["name"])
+        for tier in stats["tiers"]:
+            self._count(_TIER_COUNTERS, "tiers", tier, tier=tier)
+            self._tiers_up[tier] = self._gauge(_TIER_UP, tier=tier)
+        if stats["updates"]:
+            self._count(_UPDATE_COUNTERS, "updates")
+            self._gauges = {("updates", key): self._gauge(one) for key, one in _UPDATE_GAUGES.items()}
+            for reason in stats["updates"]["rejected"]:
+                self._count({reason: _REJECTED}, "updates", "rejected", reason=reason)
+        # Requests come last of all: whoever sees them counted sees what they did counted as well.
+        self._count(_COUNTERS)
+
+    def _report(self) -> None:
+        stats = self._stats()
+        for tier, gauge in self._tiers_up.items():
+            gauge.set(int(stats["tiers"][tier]["failure"] is None))
+        for path, gauge in self._gauges.items():
+            gauge.set(_value(stats, path))
+        for path, counter in self._counters.items():
+            self._raise_to(counter, path, _value(stats, path))
+        # Again and again: a generation that this one replaced may set it to 0 after this one began.
+        self._version_info.set(1)
+        self._resident_memory.set(_resident_bytes())
+
+    def _raise_to(self, counter: Any, path: StatsPath, value: int) -> None:
+        grown = value - self._reported.get(path, 0)
+        if grown:
+            counter.increment(grown)
+            self._reported[path] = value
+
+    def _count(self, families: Mapping[str, Family], *path: str, **labels: str) -> None:
+        """Count values by their name behind `path` in the statistics."""
+        for key, one in families.items():
+            place = (*path, key)
+            self._counters[place] = _metric(one, pb_utils.MetricFamily.COUNTER, {**self._labels, **labels})
+
+    def _gauge(self, family: Family, **labels: str) -> Any:
+        return _metric(family, pb_utils.MetricFamily.GAUGE, {**self._labels, **labels})
+
+
+def _metric(family: Family, kind: Any, labels: Mapping[str, str]) -> Any:
+    """A metric whose family nobody will ever delete, not even the interpreter at its end."""
+    name, description = family
+    made = pb_utils.MetricFamily(name=name, description=description, kind=kind)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
+    return made.Metric(labels=labels)
+
+
+def _value(stats: Mapping[str, Any], path: StatsPath) -> Any:
+    value: Any = stats
+    for name in path:
+        value = value[name]
+    return value
+
+
+def _resident_bytes() -> int:
+    num_pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(num_pages) * resource.getpagesize()

@@ -1,0 +1,160 @@
+"""What Triton calls: the Python backend's contract, over an InferenceSession."""
+
+from __future__ import annotations
+
+import asyncio  # noqa: F401  the stub imports it on the first request otherwise, which then takes 12 ms
+import contextlib
+import gc
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from inference_session import InferenceSession
+from inference_session.errors import ConfigurationError
+from inference_session.model_spec import ModelSpec
+from inference_session.platform.user_cache import state_folder
+from inference_session.versions import VersionManager
+from triton_backend.backend import heartbeat
+from triton_backend.backend.answering import Answering, TritonRequest, TritonResponse
+from triton_backend.backend.errors import load_error
+from triton_backend.backend.joining import JoiningQueue
+from triton_backend.backend.log import show_log
+from triton_backend.backend.metrics import SessionMetrics, count_restarts
+from triton_backend.backend.tensors import check_types
+from triton_backend.backend.tracing import create_tracing
+from triton_backend.repository.model_config import check_config
+from triton_backend.repository.servable import SOURCE_LINK, VIEW_FOLDER
+
+DEFAULT_MAX_SAMPLES = 1024
+
+
+class TritonPythonModel:
+    """One loaded version of a model. Triton makes it, calls `initialize` once, `execute` often, `finalize` once."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Open the version directory; `args` are Triton's, all of them strings, `model_config` as JSON."""
+        config = json.loads(args["model_config"])
+        heartbeat.start()
+        show_log(args["model_name"], args["model_version"])
+        try:
+            versions, max_samples = self._open(config, args)
+            check_types((*versions.spec.inputs, *versions.spec.outputs))
+            check_config(config, versions.spec)
+        except Exception as error:  # noqa: BLE001  whatever it was, who asked for the load is told in plain words
+            raise load_error(error) from None
+        self._versions = versions
+        self._tracing = create_tracing()
+        spec = versions.spec
+        come_alone = _come_alone(spec, config)
+        self._answering = Answering(
+            versions,
+            max_samples=max_samples if come_alone and spec.batched and spec.layout == "tensors" else 0,
+            device_id=int(args["model_instance_device_id"]),
+            tracing=self._tracing,
+        )
+        self._joining: JoiningQueue | None = None
+        if come_alone and spec.joins_requests:
+            self._joining = JoiningQueue(
+                self._answering.answer, _num_samples, max_samples=max_samples, name=args["model_name"]
+            )
+        self._metrics = _metrics(self._answering, config, args)
+        # What has been loaded stays: no collection while serving has to walk through it again.
+        gc.collect()
+        gc.freeze()
+
+    def _open(self, config: Mapping[str, Any], args: Mapping[str, str]) -> tuple[VersionManager, int]:
+        """The version, and the limit of samples in a request; HotrowError where it cannot be."""
+        settings, max_samples = read_parameters(config.get("parameters", {}), args)
+        directory = _users_own(Path(pb_utils.get_model_dir()))
+        return open_versions(directory, settings, args), max_samples
+
+    def execute(self, requests: Sequence[TritonRequest]) -> list[TritonResponse] | None:
+        """A response for each request, in order; None where they are answered through their senders."""
+        if self._joining is None:
+            return self._answering.answer(requests)
+        self._joining.put(requests)
+        return None
+
+    def is_ready(self) -> bool:
+        """What readiness probes are told, by servers that ask (Triton 26.03 and later)."""
+        return self._answering.is_ready
+
+    def finalize(self) -> None:
+        """Triton calls this when no request of this version is left."""
+        if self._joining is not None:
+            self._joining.close()
+        if self._metrics is not None:
+            self._metrics.close()
+        self._versions.close()
+        if self._tracing is not None:
+            self._tracing.close()
+
+
+def read_parameters(parameters: Mapping[str, Mapping[str, str]], args: Mapping[str, str]) -> tuple[dict[str, Any], int]:
+    """The session's settings out of config.pbtxt's `parameters`, and the limit of samples in a request.
+
+    Parameters in capitals are Triton's own, and none of ours. An instance that is bound to a GPU (KIND_GPU)
+    uses that one.
+    """
+    settings: dict[str, Any] = {}
+    if args.get("model_instance_kind") == "GPU":
+        settings["device"] = f"cuda:{args['model_instance_device_id']}"
+    for name, value in parameters.items():
+        if not name.isupper():
+            settings[name] = value["string_value"]
+    return settings, _limit(settings.pop("max_samples_per_request", DEFAULT_MAX_SAMPLES))
+
+
+def open_versions(directory: Path, settings: Mapping[str, Any], args: Mapping[str, str]) -> VersionManager:
+    """Serve a version directory with these settings; those that are absent there and in session.json are Triton's:
+    every byte is verified, and the version is warmed, with what was hot in the last one, before it serves.
+    """
+    folder = Path(args["model_repository"])
+    source = folder / SOURCE_LINK
+    defaults = {"verify": "full", "warm_up_s": 10}
+    with contextlib.suppress(RuntimeError):  # a user without a home has no state kept
+        defaults["state_dir"] = str(state_folder((source if source.exists() else folder).resolve().parent))
+    return VersionManager(directory, partial(InferenceSession.open, directory, defaults=defaults, **settings))
+
+
+def _come_alone(spec: ModelSpec, config: Mapping[str, Any]) -> bool:
+    """Whether it is ours to join requests, and to check their size.
+
+    Triton does both where it knows which dimension counts samples. Packed requests say themselves how many they hold;
+    it joins them where it has been told to.
+    """
+    return config["max_batch_size"] == 0 if spec.layout == "tensors" else "dynamic_batching" not in config
+
+
+def _users_own(version_dir: Path) -> Path:
+    """The version where the user has it, not where Triton sees it through a link of ours: errors name its files."""
+    folder = version_dir.parent
+    is_ours = folder.parent.name == VIEW_FOLDER and folder.is_symlink()
+    return folder.readlink() / version_dir.name if is_ours else version_dir
+
+
+def _limit(value: str | int) -> int:
+    with contextlib.suppress(ValueError):
+        if (limit := int(value)) > 0:
+            return limit
+    raise ConfigurationError(f"setting 'max_samples_per_request' cannot be {value!r}; allowed: whole numbers from 1")
+
+
+def _num_samples(request: TritonRequest) -> int:
+    tensors = request.inputs()
+    shape: Sequence[int] = tensors[0].shape() if tensors else ()
+    return int(shape[0]) if shape else 1
+
+
+def _metrics(answering: Answering, config: Mapping[str, Any], args: Mapping[str, str]) -> SessionMetrics | None:
+    labels = {"model": args["model_name"], "version": args["model_version"]}
+    try:
+        count_restarts(config, args["model_name"])
+        return SessionMetrics(answering.stats, labels)
+    except pb_utils.TritonModelException as error:  # the server runs with --allow-metrics=false
+        pb_utils.Logger.log_warn(f"no hotrow_* metrics for {args['model_name']}: {error}")
+        return None

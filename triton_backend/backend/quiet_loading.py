@@ -1,0 +1,45 @@
+"""Loading code at low priority, so that the versions that serve meanwhile keep the processor.
+
+What a new process spends before it can open a version, almost half a second, goes almost all into importing Numba and
+its kernels. On Linux a thread may lower its own priority, but not raise it again: so that is done by a thread of its
+own, and neither the thread that will serve nor those that a session starts are ever slowed down.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+from inference_session.platform.priority import yield_to_others
+
+
+def load_quietly(module: str, name: str) -> Any:
+    """A module's attribute, once all that it needs is imported and compiled; raises what importing does."""
+    with _without_collections(), ThreadPoolExecutor(1, initializer=yield_to_others) as thread:
+        loaded = thread.submit(import_module, module).result()
+        thread.submit(_load_kernels).result()
+    return getattr(loaded, name)
+
+
+def _load_kernels() -> None:
+    from inference_session.kernels.cpu import lookup as cpu
+
+    cpu.compile_kernels()
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Code stays, and hardly anything of it is garbage: walking through it, ever more of it, takes a fifth of the time.
+
+    Nor does a later collection walk through it.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

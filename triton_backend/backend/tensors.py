@@ -1,0 +1,55 @@
+"""The Python backend's tensors as NumPy arrays and back, whichever NumPy its stub was built for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from numpy.typing import NDArray
+
+from inference_session.errors import UnsupportedModelError
+from inference_session.model_spec import TensorSpec
+from triton_backend.backend.dlpack import Exported, Imported
+
+
+def read_array(tensor: Any) -> NDArray[Any]:
+    """A view of the tensor's memory: keep the request as long as the array. Of one on a GPU, a copy."""
+    if not tensor.is_cpu():
+        return _downloaded(tensor)
+    if _knows_numpy():
+        return tensor.as_numpy()  # type: ignore[no-any-return]
+    return np.from_dlpack(Imported(tensor))
+
+
+def write_tensor(name: str, array: NDArray[Any]) -> Any:
+    """A `pb_utils.Tensor` of the array's values."""
+    if _knows_numpy():
+        return pb_utils.Tensor(name, array)
+    return pb_utils.Tensor.from_dlpack(name, Exported(array))
+
+
+def check_types(tensors: Iterable[TensorSpec]) -> None:
+    """UnsupportedModelError for strings where the stub would crash on them: DLPack has none."""
+    for tensor in tensors:
+        if tensor.dtype == "object" and not _knows_numpy():
+            raise UnsupportedModelError(
+                f"tensor {tensor.name!r} holds strings, which this tritonserver passes to NumPy 1 only, and NumPy "
+                f"{np.__version__} is installed: pip install 'numpy<2' for the server's Python"
+            )
+
+
+def _downloaded(tensor: Any) -> NDArray[Any]:
+    import cupy
+
+    array: NDArray[Any] = cupy.asnumpy(cupy.from_dlpack(tensor))
+    return array
+
+
+@cache
+def _knows_numpy() -> bool:
+    """Whether the stub reads this NumPy's arrays rightly."""
+    values = np.array([1, 2], np.int32)
+    return bool(np.array_equal(pb_utils.Tensor.from_dlpack("probe", Exported(values)).as_numpy(), values))

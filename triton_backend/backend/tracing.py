@@ -1,0 +1,109 @@
+"""OpenTelemetry spans for the stages of requests, below those that Triton makes where its own tracing is on.
+
+A request that Triton traces knows its span there (`request.trace().get_context()`). Where to export to is said by
+OpenTelemetry's environment variables; with none of them set nothing is imported, and nothing is done per request.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from inference_session.execution.stages import Mark, Stage, unmarked
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+EXPORTER_VARIABLE = "OTEL_TRACES_EXPORTER"
+"""`otlp`, `console`, `none`, or the name under which a package offers another one."""
+ENDPOINT_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_OTLP = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
+
+_log = logging.getLogger(__name__)
+
+
+class Tracing:
+    """Makes spans of the requests that Triton traces."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider = provider
+        self._tracer = provider.get_tracer("hotrow")
+        self._extract = TraceContextTextMapPropagator().extract
+
+    @contextmanager
+    def of(self, requests: Sequence[Any]) -> Iterator[Mark]:
+        """What marks the stages of these requests (`pb_utils.InferenceRequest`), which are answered together.
+
+        Each one that is traced gets a span for each stage that began in the meantime, ending where the next one begins.
+        """
+        parents = [json.loads(context) for request in requests if (context := request.trace().get_context())]
+        if not parents:
+            yield unmarked
+            return
+        marks: list[tuple[Stage, int]] = []
+        try:
+            yield lambda stage: marks.append((stage, time.time_ns()))
+        finally:
+            ends = [begin for _, begin in marks[1:]] + [time.time_ns()]
+            for parent in parents:
+                self._export(parent, marks, ends, {"hotrow.batch_requests": len(requests)})
+
+    def close(self) -> None:
+        """Export what is left."""
+        self._provider.shutdown()
+
+    def _export(
+        self,
+        parent: Mapping[str, str],
+        marks: Sequence[tuple[Stage, int]],
+        ends: Sequence[int],
+        attributes: Mapping[str, int],
+    ) -> None:
+        context = self._extract(parent)
+        for (stage, begin), end in zip(marks, ends, strict=True):
+            span = self._tracer.start_span(f"hotrow {stage}", context, start_time=begin, attributes=attributes)
+            span.end(end)
+
+
+def create_tracing() -> Tracing | None:
+    """What the environment asks for; None where it asks for nothing, or for what cannot be had, which is logged."""
+    has_endpoint = any(os.environ.get(name) for name in ENDPOINT_VARIABLES)
+    name = os.environ.get(EXPORTER_VARIABLE) or ("otlp" if has_endpoint else "none")
+    if name == "none" or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return None
+    try:
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        provider = TracerProvider()
+        provider.add_span_processor(BatchSpanProcessor(_exporter(name)))
+    except ImportError:
+        _log.warning("requests are not traced: OpenTelemetry is not installed: pip install 'hotrow[tracing]'")
+    except (ValueError, LookupError) as error:
+        _log.warning("requests are not traced: %s=%s: %s", EXPORTER_VARIABLE, name, error)
+    else:
+        return Tracing(provider)
+    return None
+
+
+def _exporter(name: str) -> SpanExporter:
+    if name == "otlp":
+        protocol = next(filter(None, map(os.environ.get, _PROTOCOL_VARIABLES)), "http/protobuf")
+        if protocol not in _OTLP:
+            raise ValueError(f"protocol {protocol!r} is none of {', '.join(_OTLP)}")
+        name = _OTLP[protocol]
+    found = entry_points(group="opentelemetry_traces_exporter", name=name)
+    if not found:
+        raise LookupError(f"no package that is installed offers exporter {name!r}")
+    exporter: SpanExporter = next(iter(found)).load()()
+    return exporter

@@ -1,0 +1,39 @@
+"""Which version to go back to, found without a look into the repository, which may be on another machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from triton_backend.client.server import NoSuchVersionError, RemoteError, RemoteServer
+
+_MAX_GAP = 100
+"""Unlisted version numbers below the one that serves that are tried: a server lists only what it has loaded once."""
+
+
+def roll_back(server: RemoteServer, model: str) -> tuple[int, int]:
+    """Serve the next lower version; returns the one that served and the one that does now.
+
+    Raises:
+        RemoteError: no version serves, there is no lower one, or it cannot be loaded; what served goes on.
+    """
+    listed = [state.version for state in server.versions(model)]
+    ready = server.ready_versions(model)
+    if not ready:
+        raise RemoteError(f"{model}: no version serves, so there is none to go back from; `hotrow load` loads one")
+    for candidate in _candidates(listed, ready[-1]):
+        try:
+            server.load_versions(model, [candidate])
+        except NoSuchVersionError:
+            continue
+        return ready[-1], candidate
+    tried = "" if ready[-1] <= _MAX_GAP else f" among those loaded before and the {_MAX_GAP} numbers below it"
+    raise RemoteError(
+        f"{model}: version {ready[-1]} serves, and there is no lower one{tried} to go back to; "
+        f"`hotrow load {model} --version N` loads any that you know of"
+    )
+
+
+def _candidates(listed: list[int], serving: int) -> Iterator[int]:
+    """Lower versions, the highest first: the server tells which are there when asked to load them."""
+    near = range(serving - 1, max(serving - 1 - _MAX_GAP, 0), -1)
+    yield from sorted({*near, *(version for version in listed if version < serving)}, reverse=True)

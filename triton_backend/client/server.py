@@ -1,0 +1,263 @@
+"""A running server, whoever started it, as a client over gRPC sees and steers it.
+
+Over gRPC, because a load over HTTP stalls other HTTP clients of the server for as long as it takes.
+
+Triton loads models, not versions: which of a model's versions are loaded follows from its version policy. A load may
+bring a configuration of its own, and one that differs in its version policy alone leaves the versions alone that stay.
+So a version is chosen by loading the model's own configuration with the policy `specific`. Triton then holds on to that
+policy: a load without configuration does nothing until something in the model's folder changes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from numpy.typing import NDArray
+
+from inference_session.errors import ConfigurationError, HotrowError, UnavailableError
+from triton_backend.client.load_errors import plain_reason
+from triton_backend.client.probe import PROBE_PARAMETER, find_key, probe_inputs
+from triton_backend.client.tls import ClientTls
+from triton_backend.repository.chosen_versions import with_versions, without_choice
+from triton_backend.repository.servable import IN_PLACE_BACKENDS
+
+CALL_TIMEOUT_S = 10.0
+"""How long a question to the server may take; loads take as long as they do."""
+RESTRICTED_HEADER = "hotrow-key"
+"""Bears the key to a server's management, where that is restricted."""
+_NO_SUCH_VERSION = "at least one version must be available"
+_NOT_POLLED = "failed to poll from model repository"
+_NOT_CONNECTED = {
+    "Hostname Verification": "the server's certificate is for another host name: call it by that in --url",
+    "CERTIFICATE_VERIFY_FAILED": "the server's certificate was not signed by the authority of --tls-ca, or has expired",
+    "WRONG_VERSION_NUMBER": "the server speaks no TLS: leave --tls-ca out",
+    "Socket closed": "the server hung up: it has gone down, or this is not its gRPC port, or it wants TLS (--tls-ca, "
+    "--tls-certificate)",
+}
+"""What gRPC says where somebody is there, and what that means."""
+
+
+class RemoteError(HotrowError, RuntimeError):
+    """The server refused what was asked of it; the message says why."""
+
+
+class RefusedRequestError(RemoteError):
+    """The server says that the request is at fault."""
+
+
+class NoSuchVersionError(RemoteError):
+    """The model's folder does not hold the version."""
+
+
+@dataclass(frozen=True)
+class VersionState:
+    """A version of a model, as the server lists it."""
+
+    version: int
+    state: str
+    """`LOADING`, `READY`, `UNLOADING` or `UNAVAILABLE`."""
+    reason: str = ""
+    """Why it is unavailable."""
+
+
+class RemoteServer:
+    """A server by its gRPC address; a context manager that hangs up. Methods raise RemoteError and UnavailableError.
+
+    Args:
+        url: `host:port`.
+        restricted_key: sent with each call, where the server was told to restrict its management.
+        tls: for a server that has TLS. None: plain text.
+    """
+
+    def __init__(self, url: str, *, restricted_key: str | None = None, tls: ClientTls | None = None) -> None:
+        if "/" in url or ":" not in url:
+            raise ConfigurationError(f"{url!r} is no address of a server; wanted: HOST:GRPC_PORT")
+        try:
+            from tritonclient import grpc
+            from tritonclient.utils import InferenceServerException
+        except ImportError as error:
+            raise ConfigurationError("tritonclient is not installed: pip install 'hotrow[client]'") from error
+        self._grpc = grpc
+        self._error = InferenceServerException
+        self._url = url
+        self._headers = {f"triton-grpc-protocol-{RESTRICTED_HEADER}": restricted_key} if restricted_key else {}
+        # Never by way of a proxy that the environment names for other purposes.
+        channel_args = [("grpc.enable_http_proxy", 0), *(tls.channel_args() if tls else ())]
+        options = tls.client_options() if tls else {}
+        self._client = grpc.InferenceServerClient(url, channel_args=channel_args, **options)
+
+    def __enter__(self) -> RemoteServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._client.close()
+
+    def repository_index(self) -> list[dict[str, str]]:
+        """What the server has found in its repository: `name`, and of what it has or had loaded `version`, `state`
+        and `reason`, which may be empty.
+        """
+        index = self._call("get_model_repository_index", as_json=True).get("models", [])
+        return [{**entry, "reason": plain_reason(entry.get("reason", ""))} for entry in index]
+
+    def has_model(self, model: str) -> bool:
+        """Whether the server has found the model's folder; one that came since it last looked, it finds on a load."""
+        return any(entry["name"] == model for entry in self.repository_index())
+
+    def versions(self, model: str) -> list[VersionState]:
+        """The versions that the server knows of, ascending: those loaded, and those it had loaded or tried to."""
+        index = self.repository_index()
+        entries = [entry for entry in index if entry["name"] == model]
+        if not entries:
+            known = ", ".join(sorted({repr(entry["name"]) for entry in index})) or "none"
+            raise RemoteError(f"the server at {self._url} has no model {model!r}; it has: {known}")
+        return sorted((_state(entry) for entry in entries if entry.get("version")), key=lambda state: state.version)
+
+    def ready_versions(self, model: str) -> list[int]:
+        """The versions that are loaded, ascending. Requests that name no version go to the last."""
+        return [state.version for state in self.versions(model) if state.state == "READY"]
+
+    def load(self, model: str) -> None:
+        """Load what the repository says: the newest version, unless config.pbtxt has another policy."""
+        before = self.ready_versions(model) if self.has_model(model) else []
+        self._load(model)
+        if before and self.ready_versions(model) == before:
+            self._load(model, without_choice(self._config(model)))
+
+    def load_versions(self, model: str, versions: Sequence[int]) -> None:
+        """Load these versions, and unload all others once their requests are answered.
+
+        Raises:
+            NoSuchVersionError: none of these versions is in the model's folder.
+        """
+        if not (self.has_model(model) and self.ready_versions(model)):
+            self._load(model)  # only the server can read the configuration of a model that is not loaded
+        config = self._config(model)
+        if config["backend"] in IN_PLACE_BACKENDS and not self._has_served(model, versions):
+            self._load(model)  # what these are made of is for config.pbtxt to say, which may be a new one
+            if self.ready_versions(model) == sorted(versions):
+                return
+            config = self._config(model)
+        self._load(model, with_versions(config, versions))
+
+    def load_with(self, model: str, config: Mapping[str, Any]) -> None:
+        """Load a model with a configuration of the caller's."""
+        self._load(model, config)
+
+    def ask(
+        self,
+        model: str,
+        inputs: Mapping[str, NDArray[Any]],
+        *,
+        version: int | None = None,
+        datatypes: Mapping[str, str] | None = None,
+    ) -> dict[str, NDArray[Any]]:
+        """The outputs of one request, by name; of the version that serves, unless one is named."""
+        result = self._infer(model, inputs, datatypes or {}, version, CALL_TIMEOUT_S)
+        names = [output.name for output in result.get_response().outputs]
+        return {name: result.as_numpy(name) for name in names}
+
+    def probe(self, model: str, *, timeout_s: float) -> str:
+        """Have the model answer a made-up request; returns the version that did.
+
+        Where no request can be made up for it, the server's word counts that it is ready. A server of another machine
+        or user does not know the request for a probe, and may refuse it, which is an answer too.
+        """
+        metadata = self._call("get_model_metadata", model, timeout_s=timeout_s / 2)
+        inputs = probe_inputs((tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in metadata.inputs)
+        if inputs is None:
+            if not self._call("is_model_ready", model, timeout_s=timeout_s / 2):
+                raise UnavailableError(f"model {model!r} is not ready")
+            return str(max(metadata.versions, key=int))
+        datatypes = {tensor.name: tensor.datatype for tensor in metadata.inputs}
+        key = find_key(self._url)
+        marked = {"parameters": {PROBE_PARAMETER: key}} if key else {}
+        try:
+            result = self._infer(model, inputs, datatypes, None, timeout_s / 2, **marked)
+        except RefusedRequestError:
+            return str(max(metadata.versions, key=int))
+        return str(result.get_response().model_version)
+
+    def statistics(self, model: str) -> dict[int, Mapping[str, Any]]:
+        """What the server counts, by version that is loaded."""
+        stats = self._call("get_inference_statistics", model, as_json=True).get("model_stats", [])
+        return {int(entry["version"]): entry for entry in stats}
+
+    def _has_served(self, model: str, versions: Sequence[int]) -> bool:
+        """Whether all these versions are loaded, or were before."""
+        listed = self.versions(model)
+        served = {state.version for state in listed if state.state == "READY" or state.reason == "unloaded"}
+        return served.issuperset(versions)
+
+    def _infer(
+        self,
+        model: str,
+        inputs: Mapping[str, NDArray[Any]],
+        datatypes: Mapping[str, str],
+        version: int | None,
+        timeout_s: float,
+        **options: Any,
+    ) -> Any:
+        from tritonclient.utils import np_to_triton_dtype
+
+        tensors = []
+        for name, array in inputs.items():
+            tensor = self._grpc.InferInput(
+                name, list(array.shape), datatypes.get(name) or np_to_triton_dtype(array.dtype)
+            )
+            tensor.set_data_from_numpy(array)
+            tensors.append(tensor)
+        named = "" if version is None else str(version)
+        return self._call("infer", model, tensors, model_version=named, timeout_s=timeout_s, **options)
+
+    def _config(self, model: str) -> dict[str, Any]:
+        config: dict[str, Any] = self._call("get_model_config", model, as_json=True)["config"]
+        return config
+
+    def _load(self, model: str, config: Mapping[str, Any] | None = None) -> None:
+        try:
+            text = None if config is None else json.dumps(config)
+            self._call("load_model", model, config=text, timeout_s=None)
+        except RemoteError as error:
+            if _NO_SUCH_VERSION in str(error):
+                raise NoSuchVersionError(f"the folder of model {model!r} has no such version") from error
+            if _NOT_POLLED in str(error):
+                raise RemoteError(
+                    f"model {model!r}: the server finds no such folder in its repository, or cannot read its "
+                    "config.pbtxt; its log says which"
+                ) from error
+            raise
+
+    def _call(self, method: str, *arguments: Any, timeout_s: float | None = CALL_TIMEOUT_S, **options: Any) -> Any:
+        try:
+            return getattr(self._client, method)(*arguments, headers=self._headers, client_timeout=timeout_s, **options)
+        except self._error as error:
+            raise self._translated(error, timeout_s) from error
+
+    def _translated(self, error: Any, timeout_s: float | None) -> HotrowError:
+        status, message = str(error.status()), str(error.message() or "")
+        if status == "StatusCode.DEADLINE_EXCEEDED" or "Deadline Exceeded" in message:
+            return UnavailableError(f"{self._url}: no answer within {timeout_s:.3g} seconds")
+        if status == "StatusCode.UNAVAILABLE" and ("connect" in message.lower() or "Socket closed" in message):
+            return UnavailableError(f"{self._url}: {_why_not_connected(message)}")
+        if "restricted" in message:
+            return RemoteError(f"the server at {self._url} restricts this to clients with its key: --key-file")
+        kind = RefusedRequestError if status == "StatusCode.INVALID_ARGUMENT" else RemoteError
+        return kind(plain_reason(message))
+
+
+def _why_not_connected(message: str) -> str:
+    for sign, reason in _NOT_CONNECTED.items():
+        if sign in message:
+            return reason
+    return "no server answers there (--url takes the gRPC port)"
+
+
+def _state(entry: Mapping[str, str]) -> VersionState:
+    state = entry.get("state", "UNAVAILABLE")
+    return VersionState(int(entry["version"]), state, entry["reason"])

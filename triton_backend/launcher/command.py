@@ -1,0 +1,155 @@
+"""What `tritonserver` is started with: the options of `hotrow serve` as its flags, safe ones beside them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
+
+from triton_backend.backend import heartbeat
+from triton_backend.backend.log import VERBOSE_VARIABLE
+from triton_backend.client import probe
+from triton_backend.client.server import RESTRICTED_HEADER
+from triton_backend.client.tls import ServerTls
+from triton_backend.launcher.installation import Installation
+from triton_backend.launcher.ports import resolve_ports
+from triton_backend.repository.servable import ServableModel, is_plain, ps_json_variables
+
+EXIT_TIMEOUT_S = 5
+"""How long a server that is told to end waits for clients to hang up, before it is killed."""
+RESTRICTED_APIS = "model-repository,model-config,shared-memory,statistics,trace,logging"
+THIS_MACHINE = "127.0.0.1"
+_HEARTBEATS = "heartbeats"
+
+Endpoint: TypeAlias = Literal["http", "grpc", "metrics"]
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What to serve, and where."""
+
+    repository: Path
+    models: tuple[str, ...] = ()
+    """Empty: all of the repository."""
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    """0 for any of the ports: a free one is chosen."""
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    http_host: str | None = None
+    """Where HTTP listens, if not as the others: it has no TLS. None: as `host`, with `tls` on this machine only."""
+    tls: ServerTls | None = None
+    """Of the gRPC endpoint. None: plain text."""
+    restricted_key: str | None = None
+    """A secret that clients send as header `hotrow-key` to use the management APIs. None: these are open."""
+    verbose: bool = False
+    """Show the server's informational log lines too."""
+    extra_flags: tuple[str, ...] = ()
+    """Given to tritonserver as they are, after ours."""
+
+    def host_of(self, endpoint: Endpoint) -> str:
+        """The address that an endpoint listens on."""
+        if endpoint != "http":
+            return self.host
+        return self.http_host or (self.host if self.tls is None else THIS_MACHINE)
+
+    def port_of(self, endpoint: Endpoint) -> int:
+        """The port that an endpoint listens on."""
+        return {"http": self.http_port, "grpc": self.grpc_port, "metrics": self.metrics_port}[endpoint]
+
+
+@dataclass(frozen=True)
+class ServerCommand:
+    """How the server's program is run, and run again."""
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str] = field(repr=False)
+    folder: Path
+    """Its working directory: stubs import from theirs first, so it must not be the user's."""
+    memory_prefix: str
+    """Of the names of its shared memory."""
+    probe_key: str = field(repr=False)
+    """What marks a request as a probe (probe.py)."""
+
+    @classmethod
+    def of(cls, options: ServerOptions, installation: Installation, backends: Path, folder: Path) -> ServerCommand:
+        """The command of an installation's program, which finds its backends in `backends` and works in `folder`."""
+        memory_prefix = f"hotrow_{os.getpid()}_{secrets.token_hex(4)}_"
+        probe_key = secrets.token_hex(16)
+        probe.write_key(folder, options.grpc_port, probe_key)
+        arguments = (
+            str(installation.executable),
+            f"--backend-directory={backends}",
+            f"--backend-config=python,shm-region-prefix-name={memory_prefix}",
+            *_flags(options),
+        )
+        environment = {
+            **installation.environment(folder),
+            **ps_json_variables(options.extra_flags),
+            heartbeat.FOLDER_VARIABLE: str(folder / _HEARTBEATS),
+            probe.KEY_VARIABLE: probe_key,
+            **({VERBOSE_VARIABLE: "1"} if options.verbose else {}),
+        }
+        return cls(arguments, environment, folder, memory_prefix, probe_key)
+
+    @property
+    def heartbeats(self) -> Path:
+        """The folder where backend processes beat."""
+        return self.folder / _HEARTBEATS
+
+    def start(self, models: Sequence[ServableModel]) -> subprocess.Popen[bytes]:
+        """Run it, in a process group of its own, to load these models."""
+        return subprocess.Popen(
+            [*self.arguments, *(f"--load-model={model.name}" for model in models)],
+            env=self.environment,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def with_ports(options: ServerOptions) -> ServerOptions:
+    """Options whose ports are free, chosen where they were 0; ConfigurationError where one is taken."""
+    wanted = {f"--{name}-port": (options.host_of(name), options.port_of(name)) for name in get_args(Endpoint)}
+    http, grpc, metrics = resolve_ports(wanted).values()
+    return replace(options, http_port=http, grpc_port=grpc, metrics_port=metrics)
+
+
+def plain_path(repository: Path, folder: Path) -> Path:
+    """The repository, through a link in `folder` if its path has spaces or the like: stubs are started by a shell."""
+    if is_plain(str(repository)):
+        return repository
+    link = folder / "repository"
+    link.symlink_to(repository)
+    return link
+
+
+def _flags(options: ServerOptions) -> list[str]:
+    flags = [
+        f"--model-repository={options.repository}",
+        "--model-control-mode=explicit",
+        # Strict readiness turns false while a version is loaded, and for ever after a failed one.
+        "--strict-readiness=false",
+        "--disable-auto-complete-config",
+        f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
+    ]
+    for endpoint in get_args(Endpoint):
+        flags += [f"--{endpoint}-address={options.host_of(endpoint)}", f"--{endpoint}-port={options.port_of(endpoint)}"]
+    if options.tls is not None:
+        flags += options.tls.flags()
+    # Percentiles beside the averages; it costs nothing that could be measured.
+    flags.append("--metrics-config=summary_latencies=true")
+    if not options.verbose:
+        flags.append("--log-info=false")
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        flags += ["--allow-gpu-metrics=false", "--pinned-memory-pool-byte-size=0"]
+    if options.restricted_key is not None:
+        rule = f"{RESTRICTED_APIS}:{RESTRICTED_HEADER}={options.restricted_key}"
+        flags += [f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"]
+    return [*flags, *options.extra_flags]

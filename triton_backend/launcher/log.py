@@ -1,0 +1,95 @@
+"""What a tritonserver prints: shown to people, and read for the reason why it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import sys
+import threading
+from collections import deque
+from typing import IO
+
+from triton_backend.client.load_errors import plain_reason
+
+_SIGNAL = re.compile(r"Signal \((\d+)\) received")
+_CRASH_SIGNALS = {str(int(s)) for s in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)}
+_LOAD_FAILURE = re.compile(r"\"failed to load '(.+?)' version (\d+): (.*)\"$")
+_LOST_LOCK = "boost::interprocess::lock_exception"
+_NOISE = (
+    # Said on every machine without a GPU, and no error there.
+    "CudaDriverHelper has not been initialized",
+    "Failed to initialize NVML",
+    "DCGM unable to start",
+    # Said of the weights that HugeCTR's users keep in a model's folder.
+    "ignore version directory",
+    # Said of a version of theirs that has been removed: its link goes a moment later (repository/view.py).
+    "Failed to determine modification time for",
+    # How a version that was chosen at run time is marked (client/server.py).
+    "version 0 is specified for model",
+    # The end that we asked for.
+    "Signal (15) received",
+)
+
+
+class ServerLog:
+    """The server's output, shown on our stderr as it comes; a thread reads it to its end."""
+
+    def __init__(self, stream: IO[bytes], *, verbose: bool) -> None:
+        self.crashed = threading.Event()
+        """Set when the server says that a deadly signal reached it; it may linger afterwards."""
+        self.lost_lock = False
+        """Whether the server says that a lock it shares with a backend process was lost with that process."""
+        self._verbose = verbose
+        self._last_lines: deque[str] = deque(maxlen=20)
+        self._starting = True
+        self._load_failures: list[str] = []
+        self._errors: list[str] = []
+        self._thread = threading.Thread(target=self._read, args=(stream,), name="hotrow-server-log", daemon=True)
+        self._thread.start()
+
+    def server_is_ready(self) -> None:
+        """From now on failed loads are shown; while starting they are the reason that the start ends with."""
+        self._starting = False
+
+    def finish(self) -> None:
+        """Wait for the last lines of a server that has ended; not for ever, as its stubs may live on."""
+        self._thread.join(timeout=5)
+
+    def reason(self) -> str:
+        """Why the server ended, in its own words."""
+        self.finish()
+        failures = self._load_failures or self._errors
+        return "\n".join(dict.fromkeys(failures)) or "its last lines:\n" + "\n".join(self._last_lines)
+
+    def _read(self, stream: IO[bytes]) -> None:
+        with stream:
+            for raw in stream:
+                line = raw.decode(errors="replace").rstrip("\n")
+                self._last_lines.append(line)
+                self._note(line)
+                if self._verbose or not self._is_noise(line):
+                    # Where nobody reads our stderr any more, the server's pipe still has to be emptied.
+                    with contextlib.suppress(OSError, ValueError):
+                        print(line, file=sys.stderr, flush=True)
+
+    def _is_noise(self, line: str) -> bool:
+        if self._starting and (_LOAD_FAILURE.search(line) or "Failed to create instance" in line or self._errors):
+            return True
+        return any(noise in line for noise in _NOISE)
+
+    def _note(self, line: str) -> None:
+        if match := _LOAD_FAILURE.search(line):
+            name, version, reason = match.groups()
+            self._load_failures.append(f"model {name!r} version {version} failed to load: {_plain(reason)}")
+        elif _LOST_LOCK in line:
+            self.lost_lock = True
+        elif line.startswith("error:"):
+            self._errors.append(line.removeprefix("error: "))
+        elif (signalled := _SIGNAL.match(line)) and signalled.group(1) in _CRASH_SIGNALS:
+            self.crashed.set()
+
+
+def _plain(reason: str) -> str:
+    """A reason as the log escapes it."""
+    return plain_reason(reason.replace('\\"', '"').replace("\\n", "\n"))

@@ -1,0 +1,354 @@
+"""A tritonserver as a child process: started with safe flags, watched, and stopped with nothing left behind.
+
+What the server does not do by itself, and is done here:
+* it finds a taken port only after it has loaded its models; the ports are tried first;
+* a client's idle HTTP connection keeps it from unloading on SIGTERM, so models are unloaded before it is told to end;
+* killed, it leaves its stub processes and their shared memory: it runs in a process group of its own, and names its
+  shared memory by a prefix of its own, so that both can be found, by a reaper if we have been killed as well;
+* after a crash it can linger with its ports open: its last words are watched for;
+* it does not notice that a stub is dead or hung: watchdog.py does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from http.client import HTTPException
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, get_args
+from urllib.parse import quote
+
+from inference_session.errors import ConfigurationError, HotrowError, UnavailableError
+from triton_backend.client.probe import SERVE_FOLDER_PREFIX
+from triton_backend.client.server import RESTRICTED_HEADER, RemoteServer
+from triton_backend.launcher import reaper
+from triton_backend.launcher.command import (
+    EXIT_TIMEOUT_S,
+    THIS_MACHINE,
+    Endpoint,
+    ServerCommand,
+    ServerOptions,
+    plain_path,
+    with_ports,
+)
+from triton_backend.launcher.installation import Installation, find_installation
+from triton_backend.launcher.log import ServerLog
+from triton_backend.launcher.reaper import remove_shared_memory
+from triton_backend.launcher.watchdog import POLL_S, Watchdog
+from triton_backend.repository.servable import IN_PLACE_BACKENDS, VIEW_FOLDER, ServableModel, find_models, is_plain
+from triton_backend.repository.view import RepositoryView, has_gpu
+
+__all__ = ["ServerError", "ServerOptions", "TritonServer"]
+
+UNLOAD_TIMEOUT_S = 12.0
+"""How long a stop waits for requests under way and for models to close."""
+HANG_UP_TIMEOUT_S = 2.0
+"""How long a server without models may take to end. One that waits for clients to hang up, or has failed to load a
+model, would take all of EXIT_TIMEOUT_S, and then give up."""
+LOAD_TIMEOUT_S = 3600.0
+MAX_RESTARTS = 5
+"""How often a server that goes down with its backend processes is started again."""
+_POLL_S = 0.05
+
+
+class ServerError(HotrowError, RuntimeError):
+    """The server did not start, or ended by itself; the message says why."""
+
+
+class TritonServer:
+    """A running server; a context manager that stops it."""
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        models: list[ServableModel],
+        command: ServerCommand,
+        cleanup: contextlib.ExitStack,
+    ) -> None:
+        self.options = options
+        """As asked, the ports resolved."""
+        self._command = command
+        self._cleanup = cleanup
+        self._process = command.start(models)
+        cleanup.callback(self._end)
+        self._log = ServerLog(self._process.stdout, verbose=options.verbose)  # type: ignore[arg-type]  # it is a PIPE
+        self._num_restarts = 0
+        self._watchdog = Watchdog(self)
+
+    @classmethod
+    def start(cls, options: ServerOptions, installation: Installation | None = None) -> TritonServer:
+        """Start a server and return it when it is ready, however long its models take to load.
+
+        Args:
+            installation: the server to run; None: the one that `find_installation` finds.
+
+        Raises:
+            ConfigurationError: the repository, a model or a port cannot be used.
+            ServerNotFoundError: there is no server for this Python.
+            ServerError: the server ended before it was ready; the message says why.
+        """
+        installation = installation or find_installation()
+        with contextlib.ExitStack() as cleanup:
+            folder = Path(cleanup.enter_context(_temporary_folder()))
+            backends = installation.prepare(folder)
+            repository = options.repository.absolute()
+            models = find_models(repository, options.models, backends=sorted(path.name for path in backends.iterdir()))
+            if any(model.backend in IN_PLACE_BACKENDS for model in models):
+                repository = cleanup.enter_context(_adapted(repository, folder / VIEW_FOLDER))
+            options = with_ports(replace(options, repository=plain_path(repository, folder)))
+            command = ServerCommand.of(options, installation, backends, folder)
+            cleanup.enter_context(_reaper(command.memory_prefix, folder))
+            command.heartbeats.mkdir()
+            server = cls(options, models, command, cleanup)
+            server._await_ready()
+            server._watchdog.look()  # before anybody learns that it serves: what is lost from now on is missed
+            server._cleanup = cleanup.pop_all()
+            return server
+
+    @property
+    def pid(self) -> int:
+        """The server's process, which leads the process group of its stubs."""
+        return self._process.pid
+
+    @property
+    def repository(self) -> Path:
+        """The model repository as the server sees it."""
+        return self.options.repository
+
+    @property
+    def heartbeats(self) -> Path:
+        """The folder where backend processes beat."""
+        return self._command.heartbeats
+
+    @property
+    def probe_key(self) -> str:
+        """What marks a request as a probe (probe.py)."""
+        return self._command.probe_key
+
+    @property
+    def endpoints(self) -> dict[str, str]:
+        """Where it is served: `HTTP`, `gRPC`, `metrics`."""
+        http, grpc, metrics = (
+            _address(self.options.host_of(endpoint), self.options.port_of(endpoint)) for endpoint in get_args(Endpoint)
+        )
+        return {"HTTP": f"http://{http}", "gRPC": grpc, "metrics": f"http://{metrics}/metrics"}
+
+    def served_versions(self) -> dict[str, list[int]]:
+        """The versions that answer, ascending, by model; of a folder's versions Triton serves the highest by itself."""
+        served: dict[str, list[int]] = {}
+        for entry in self._index():
+            if entry.get("state") == "READY":
+                served.setdefault(entry["name"], []).append(int(entry["version"]))
+        return {name: sorted(served[name]) for name in sorted(served)}
+
+    def wait(self) -> None:
+        """Look after the backend processes. Return never, unless the server ends by itself: ServerError says how."""
+        while True:
+            if not self._has_ended():
+                self._watchdog.look()
+            elif self._was_taken_down():
+                self._watchdog.lose_all()
+                self._restart()
+                self._watchdog.reload_all()
+            else:
+                raise ServerError(self._explain_end())
+            time.sleep(POLL_S)
+
+    def stop(self) -> None:
+        """Let requests under way end, unload the models, end the server and remove all it left. Idempotent.
+
+        Takes as long as that needs, 25 seconds at most.
+        """
+        with self._cleanup:
+            if self._has_ended():
+                return
+            # Its HTTP endpoint may be switched off: then it unloads on SIGTERM.
+            patience_s = EXIT_TIMEOUT_S + 2.0
+            with contextlib.suppress(OSError, HTTPException):
+                if self._unload_models():
+                    patience_s = HANG_UP_TIMEOUT_S
+            self._process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(patience_s)
+
+    def __enter__(self) -> TritonServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def _await_ready(self) -> None:
+        while not self._is_ready():
+            if self._has_ended():
+                raise ServerError(self._explain_end())
+            time.sleep(_POLL_S)
+        self._log.server_is_ready()
+
+    def _was_taken_down(self) -> bool:
+        """Whether it ended because a backend process was lost, and starting it again may help."""
+        code = self._process.poll()
+        crashed = code is None or code < 0
+        return (
+            crashed and self._num_restarts < MAX_RESTARTS and (self._log.lost_lock or self._watchdog.lost_one_lately())
+        )
+
+    def _restart(self) -> None:
+        """Start the server again on its ports, with no model loaded."""
+        self._num_restarts += 1
+        print("hotrow: tritonserver went down with a backend process, and is started again", file=sys.stderr)
+        self._end()
+        self._process = self._command.start([])
+        self._log = ServerLog(self._process.stdout, verbose=self.options.verbose)  # type: ignore[arg-type]
+        self._await_ready()
+
+    def _end(self) -> None:
+        """Kill what is left of the server and its stubs, and remove what they shared."""
+        _kill_group(self._process)
+        remove_shared_memory(self._command.memory_prefix)
+
+    def _is_ready(self) -> bool:
+        """Endpoints open once every model has been loaded."""
+        try:
+            self.request("GET", "v2/health/ready")
+        except (OSError, HTTPException):
+            return False
+        return True
+
+    def _has_ended(self) -> bool:
+        return self._process.poll() is not None or self._log.crashed.is_set()
+
+    def _explain_end(self) -> str:
+        code = self._process.poll()
+        how = "crashed" if code is None or code < 0 else f"ended with exit status {code}"
+        return f"tritonserver {how}: {self._log.reason()}"
+
+    def _unload_models(self) -> bool:
+        """Unload all models; returns whether in time their requests were answered and they were closed."""
+        deadline = time.monotonic() + UNLOAD_TIMEOUT_S
+        for name in self._loaded_models():
+            path = f"v2/repository/models/{quote(name, safe='')}/unload"
+            self.request("POST", path, timeout=deadline - time.monotonic())
+        while (left := self._loaded_models()) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return not left
+
+    def _loaded_models(self) -> set[str]:
+        """The models of which a version is loaded, being loaded or being unloaded."""
+        return {entry["name"] for entry in self._index() if entry.get("state", "UNAVAILABLE") != "UNAVAILABLE"}
+
+    def _index(self) -> list[dict[str, str]]:
+        """What the server says of each version that it knows of, and of each model without any."""
+        index: list[dict[str, str]] = json.loads(self.request("POST", "v2/repository/index"))
+        return index
+
+    def load(self, model: str, config: Mapping[str, Any]) -> None:
+        """Load a model with a configuration, however long it takes; HotrowError or OSError where that fails.
+
+        Over gRPC where that is possible: over HTTP other clients of the server would have to wait.
+        """
+        if importlib.util.find_spec("tritonclient") and importlib.util.find_spec("grpc"):
+            try:
+                with self._as_client() as server:
+                    return server.load_with(model, config)
+            except (UnavailableError, ConfigurationError):
+                if self.options.tls is None:
+                    raise  # else the authority of the clients may not be the server's own, or the certificate is old
+        body = json.dumps({"parameters": {"config": json.dumps(config)}}).encode()
+        self.request("POST", f"v2/repository/models/{quote(model, safe='')}/load", body, timeout=LOAD_TIMEOUT_S)
+        return None
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        timeout: float = 2.0,
+    ) -> bytes:
+        """Call the server's HTTP endpoint; OSError or HTTPException where it fails."""
+        url = f"http://{self._own_address('http')}/{path}"
+        request = urllib.request.Request(url, method=method, headers=dict(headers))
+        if method == "POST":
+            request.data = body
+        if self.options.restricted_key is not None:
+            request.add_header(RESTRICTED_HEADER, self.options.restricted_key)
+        with _direct.open(request, timeout=max(timeout, 0.1)) as response:
+            return bytes(response.read())
+
+    def _as_client(self) -> RemoteServer:
+        tls = self.options.tls.own_client() if self.options.tls else None
+        return RemoteServer(self._own_address("grpc"), restricted_key=self.options.restricted_key, tls=tls)
+
+    def _own_address(self, endpoint: Endpoint) -> str:
+        everywhere = {"0.0.0.0": THIS_MACHINE, "::": "::1"}  # noqa: S104  addresses to listen on, none to ask
+        host = self.options.host_of(endpoint)
+        return _address(everywhere.get(host, host), self.options.port_of(endpoint))
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+_direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Goes to our own server, whatever proxy the environment names."""
+
+
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder for what the server is made of; ConfigurationError where it could not be started from there."""
+    if not is_plain(tempfile.gettempdir()):
+        raise ConfigurationError(
+            f"{tempfile.gettempdir()!r}, for temporary files: Triton starts processes by a shell, which that name "
+            "would not survive; set TMPDIR to another folder"
+        )
+    return tempfile.TemporaryDirectory(prefix=SERVE_FOLDER_PREFIX)
+
+
+@contextlib.contextmanager
+def _adapted(repository: Path, folder: Path) -> Iterator[Path]:
+    """A view of the repository with config.pbtxt of HugeCTR's users such as this server takes them."""
+    with RepositoryView.followed(repository, folder, has_gpu=has_gpu()) as view:
+        if view.moved_to_cpu:
+            names = ", ".join(sorted(view.moved_to_cpu))
+            print(f"hotrow: no GPU on this machine; models of KIND_GPU run on the CPU: {names}", file=sys.stderr)
+        yield folder
+
+
+@contextlib.contextmanager
+def _reaper(memory_prefix: str, folder: Path) -> Iterator[None]:
+    """Have somebody clear up after us, should we be killed."""
+    program = [sys.executable, "-I", "-S", reaper.__file__]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, cwd="/", text=True, start_new_session=True) as process:
+        assert process.stdin is not None  # noqa: S101  a PIPE was asked for
+        process.stdin.write(json.dumps({"memory_prefix": memory_prefix, "folder": str(folder)}) + "\n")
+        process.stdin.flush()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(BrokenPipeError):  # it has been killed itself
+                process.stdin.write("done\n")
+                process.stdin.flush()
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of the server and its stubs, and wait until they are gone."""
+    deadline = time.monotonic() + 5
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.poll()
+            time.sleep(0.01)
+    process.wait()

@@ -1,0 +1,282 @@
+"""Notices backend processes that are dead or hung, which the server does not, and has their models loaded anew.
+
+dead      a zombie child of the server (stubs.py) for `DEAD_S`: one that is unloaded is a zombie for a moment as well
+stopped   seen in state T for `STOPPED_S`
+hung      has not beaten for `SILENT_S` (heartbeat.py), and its version does not answer a request either: silence alone
+          may be a long computation that holds the interpreter
+
+The model is loaded with the configuration that it has, plus how often that has been needed: a difference that makes
+Triton load it afresh, beside what is there, and tells the new process what to report. The versions stay those that were
+ready, or become those of a load that was under way; what somebody unloads meanwhile stays unloaded. A hung process is
+killed once the new one serves, which ends its requests with an error. Where that takes the server down, as it shares
+locks with the process, the server is started again, on the same ports with the same versions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.error import HTTPError
+from urllib.parse import quote
+
+from inference_session.errors import HotrowError
+from triton_backend.backend import heartbeat
+from triton_backend.client.probe import encode_probe
+from triton_backend.launcher import stubs
+from triton_backend.launcher.stubs import RESTARTS_PARAMETER, Stub
+from triton_backend.repository.chosen_versions import with_versions
+from triton_backend.repository.model_config import CONFIG_FILE
+from triton_backend.repository.servable import is_version
+
+POLL_S = 0.25
+OBSERVE_S = 2.0
+"""How often the server is asked what it serves."""
+DEAD_S = 1.5
+STOPPED_S = 2.0
+SUSPICIOUS_S = 4.0
+"""A silence of this length is logged."""
+SILENT_S = 15.0
+PROBE_S = 10.0
+RETRY_S = (1.0, 2.0, 5.0, 15.0, 30.0)
+RECENT_S = 60.0
+"""A crash of the server this soon after a backend process was lost is put down to that."""
+
+
+class Server(Protocol):
+    """What is watched."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def repository(self) -> Path:
+        """As the server sees it."""
+
+    @property
+    def heartbeats(self) -> Path:
+        """The folder where backend processes beat."""
+
+    @property
+    def probe_key(self) -> str:
+        """What marks a request as a probe (probe.py)."""
+
+    def request(
+        self, method: str, path: str, body: bytes = b"", *, headers: Mapping[str, str] = ..., timeout: float = ...
+    ) -> bytes:
+        """Call the server's HTTP endpoint; OSError or HTTPException where it fails."""
+
+    def load(self, model: str, config: Mapping[str, Any]) -> None:
+        """Load a model with a configuration; HotrowError or OSError where that fails."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What is served of a model: enough to load it again as it was."""
+
+    versions: tuple[int, ...]
+    config: Mapping[str, Any]
+
+
+class Watchdog:
+    """Looks after the backend processes of one server. `look` has to be called every `POLL_S`."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._stubs: dict[int, Stub] = {}
+        self._lost: set[int] = set()
+        """Those that were found dead or hung; each is dealt with once."""
+        self._replaced: defaultdict[str, list[Stub]] = defaultdict(list)
+        """By model: those to be ended once it has been loaded again."""
+        self._since: dict[int, tuple[str, float]] = {}
+        """The state of each, and when it was first seen in it."""
+        self._suspected: set[int] = set()
+        self._examined: set[int] = set()
+        self._loaded: dict[str, Loaded] = {}
+        self._loading: set[str] = set()
+        """Models of which a version was being loaded when last looked."""
+        self._missing: set[str] = set()
+        """Models that the server has not got since it was started anew."""
+        self._restarts: Counter[str] = Counter()
+        self._healing: dict[str, threading.Thread] = {}
+        self._observed_at = self._lost_at = -RECENT_S
+
+    def look(self) -> None:
+        """Look at every backend process once, and start what has to be done about it."""
+        if time.monotonic() - self._observed_at > OBSERVE_S:
+            self._observe()
+        present = stubs.children(self._server.pid)
+        for pid in set(self._stubs) - set(present):
+            del self._stubs[pid]
+            self._since.pop(pid, None)
+        self._lost.intersection_update(present)
+        for pid in present:
+            if pid not in self._stubs and (found := stubs.identify(pid)):
+                self._stubs[pid] = found
+            if pid not in self._lost and (stub := self._stubs.get(pid)):
+                self._judge(stub, stubs.state(pid))
+
+    def lost_one_lately(self) -> bool:
+        """Whether a backend process was lost so recently that it may have taken the server with it."""
+        return time.monotonic() - self._lost_at < RECENT_S
+
+    def lose_all(self) -> None:
+        """The server is gone, and what was loaded with it: `reload_all` brings it back into the next one."""
+        self._missing = set(self._loaded)
+
+    def reload_all(self) -> None:
+        """Load again what was loaded, into a server that has been started anew."""
+        for of in (self._stubs, self._since, self._lost, self._replaced, self._healing):
+            of.clear()
+        for model in self._missing.copy():
+            self._heal(model)
+
+    def _judge(self, stub: Stub, state: str) -> None:
+        lasted_s = self._lasted_s(stub, state)
+        if state == "Z" and lasted_s > DEAD_S:
+            self._lose(stub, "died")
+        elif state == "T" and lasted_s > STOPPED_S:
+            self._lose(stub, "is stopped")
+        elif state not in ("Z", "T") and self._is_silent(stub):
+            self._examined.add(stub.pid)
+            threading.Thread(target=self._examine, args=(stub,), name="hotrow-examine", daemon=True).start()
+
+    def _lasted_s(self, stub: Stub, state: str) -> float:
+        """How long a process has been in this state."""
+        if self._since.get(stub.pid, ("", 0.0))[0] != state:
+            self._since[stub.pid] = (state, time.monotonic())
+        return time.monotonic() - self._since[stub.pid][1]
+
+    def _is_silent(self, stub: Stub) -> bool:
+        """Whether it has been silent so long that it has to be examined, if it is not already."""
+        beat = heartbeat.last_beat(self._server.heartbeats, stub.pid)
+        silence_s = 0.0 if beat is None else time.monotonic() - beat
+        if silence_s < SUSPICIOUS_S:
+            self._suspected.discard(stub.pid)
+        elif stub.pid not in self._suspected:
+            self._suspected.add(stub.pid)
+            _say(f"{stub} has been silent for {silence_s:.0f} s")
+        return silence_s > SILENT_S and stub.pid not in self._examined
+
+    def _examine(self, stub: Stub) -> None:
+        """Have a silent version answer a request. One that is being loaded is not asked."""
+        path = f"v2/models/{quote(stub.model, safe='')}/versions/{stub.version}"
+        with suppress(OSError, HTTPException):
+            metadata = json.loads(self._server.request("GET", path))
+            headers, body = encode_probe(metadata["inputs"], self._server.probe_key)
+            try:
+                self._server.request("POST", f"{path}/infer", body, headers=headers, timeout=PROBE_S)
+            except HTTPError:
+                pass  # an error is an answer
+            except OSError:
+                self._lose(stub, "is hung")
+        self._examined.discard(stub.pid)
+
+    def _lose(self, stub: Stub, how: str) -> None:
+        self._lost.add(stub.pid)
+        self._lost_at = time.monotonic()
+        _say(f"{stub} {how}")
+        self._observe(PROBE_S)  # what a busy server has swapped in meanwhile must not be undone
+        loaded = self._loaded.get(stub.model)
+        if loaded and stub.version in loaded.versions:
+            self._replaced[stub.model].append(stub)
+            self._heal(stub.model)
+        else:  # it was being loaded or unloaded, which has to come to an end
+            _end(stub)
+
+    def _heal(self, model: str) -> None:
+        """Load a model again, in a thread, as loads may take long."""
+        self._restarts[model] += 1
+        if (thread := self._healing.get(model)) is None or not thread.is_alive():
+            self._healing[model] = threading.Thread(
+                target=self._load, args=(model,), name=f"hotrow-heal-{model}", daemon=True
+            )
+            self._healing[model].start()
+
+    def _load(self, model: str) -> None:
+        """Load it until that has succeeded after the last loss."""
+        attempt = done = 0
+        while done < self._restarts[model]:
+            number = self._restarts[model]
+            try:
+                self._load_once(model, number)
+                done = number
+            except (HotrowError, OSError, HTTPException) as error:
+                wait_s = RETRY_S[min(attempt, len(RETRY_S) - 1)]
+                attempt += 1
+                _say(f"model {model!r} cannot be loaded again, next attempt in {wait_s:.0f} s: {error}")
+                time.sleep(wait_s)
+        while self._replaced[model]:
+            _end(self._replaced[model].pop())
+        _say(f"model {model!r} {'serves again' if model in self._loaded else 'has been unloaded, and stays so'}")
+
+    def _load_once(self, model: str, number: int) -> None:
+        self._await_loads_of_others(model)
+        if (loaded := self._loaded.get(model)) is None:
+            return  # somebody has unloaded it
+        lost = {stub.version for stub in self._replaced[model]}
+        if lost and lost.isdisjoint(loaded.versions):
+            return  # somebody has put another version in its place meanwhile
+        config = with_versions(loaded.config, loaded.versions)
+        config["parameters"] = {**config.get("parameters", {}), RESTARTS_PARAMETER: {"string_value": str(number)}}
+        self._server.load(model, config)
+        self._missing.discard(model)
+        _let_newer_versions_be_noticed(self._server.repository / model, loaded.versions)
+
+    def _await_loads_of_others(self, model: str) -> None:
+        """Let loads end that are under way: the server would do so too, and what they load is what is wanted."""
+        self._observe()
+        while model in self._loading:
+            time.sleep(POLL_S)
+            self._observe()
+
+    def _observe(self, patience_s: float = OBSERVE_S) -> None:
+        """Note what is served. What cannot be learned now is left as it was."""
+        self._observed_at = time.monotonic()
+        with suppress(OSError, HTTPException):
+            ready: dict[str, list[int]] = {}
+            # Before it is asked: what is loaded meanwhile is missing in its answer.
+            missing = self._missing.copy()
+            healing = {model for model, thread in list(self._healing.items()) if thread.is_alive()}
+            index = json.loads(self._server.request("POST", "v2/repository/index", timeout=patience_s))
+            self._loading = {entry["name"] for entry in index if entry.get("state") == "LOADING"}
+            for entry in index:
+                if entry.get("state") == "READY":
+                    ready.setdefault(entry["name"], []).append(int(entry["version"]))
+            for model in set(self._loaded) - set(ready) - missing - (self._loading & healing):
+                self._loaded.pop(model, None)
+            for model, versions in ready.items():
+                path = f"v2/models/{quote(model, safe='')}/config"
+                config = json.loads(self._server.request("GET", path, timeout=patience_s))
+                self._loaded[model] = Loaded(tuple(sorted(versions)), config)
+
+
+def _end(stub: Stub) -> None:
+    """Kill it if it still lives, and remove the memory that nobody will."""
+    with suppress(ProcessLookupError):
+        os.kill(stub.pid, signal.SIGKILL)
+    stubs.remove_memory(stub)
+
+
+def _let_newer_versions_be_noticed(folder: Path, loaded: tuple[int, ...]) -> None:
+    """A load with a configuration of ours makes the server take all files older than it for known. Where there is a
+    version that has been published and not loaded, a later load without configuration has to find a change.
+    """
+    with suppress(OSError):  # the repository may be read-only
+        if any(is_version(path.name) and int(path.name) > max(loaded) for path in folder.iterdir()):
+            os.utime(folder / CONFIG_FILE)
+
+
+def _say(message: str) -> None:
+    with suppress(OSError, ValueError):  # nobody may read our stderr any more
+        print(f"hotrow: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,133 @@
+"""What a model repository holds, checked before a server sees it: Triton hangs on some mistakes, for ever."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from inference_session.errors import ConfigurationError
+from inference_session.model_spec import SESSION_FILE, ModelSpec
+from inference_session.platform.staging import MAX_VERSION
+from triton_backend.repository.model_config import CONFIG_FILE, ModelConfig
+
+IN_PLACE_BACKENDS = frozenset({"hugectr", "hps"})
+"""Serve model folders as HugeCTR's and HPS's users have them, through a view (view.py)."""
+VIEW_FOLDER = "adapted"
+"""Name of the folder of links that Triton sees in place of a repository (view.py)."""
+SOURCE_LINK = ".source"
+"""In a model folder of the view: leads to the user's own."""
+PS_VARIABLE = "HOTROW_PS_CONFIG"
+"""Environment variable that names ps.json."""
+_PS_FLAG = re.compile(r"^--backend-config[=\n](hugectr|hps),ps=(.+)$", re.MULTILINE)
+_VERSION = re.compile(r"[1-9][0-9]*")
+_PLAIN = re.compile(r"[\w./+@%,=-]+")
+_IN_STUBS = IN_PLACE_BACKENDS | {"hotrow", "python"}
+"""Backends whose models run in processes of their own."""
+
+
+def is_version(name: str) -> bool:
+    """Whether a folder of that name in a model's folder is a version."""
+    return _VERSION.fullmatch(name) is not None and int(name) <= MAX_VERSION
+
+
+def is_plain(path: str) -> bool:
+    """Whether a shell leaves it as it is: Triton starts the processes of Python models by one."""
+    return _PLAIN.fullmatch(path) is not None
+
+
+def ps_variable(backend: str) -> str:
+    """The environment variable that names ps.json for one backend alone."""
+    return f"{PS_VARIABLE}_{backend.upper()}"
+
+
+def ps_json_variables(flags: Sequence[str]) -> dict[str, str]:
+    """HugeCTR's own `--backend-config=hugectr,ps=FILE` (or `hps,ps=`) among tritonserver's flags, as variables.
+
+    Triton hands that flag to C++ backends only; Python sees the environment. Relative paths count from here.
+    """
+    found = _PS_FLAG.findall("\n".join(flags))
+    return {ps_variable(backend): str(Path(path).absolute()) for backend, path in found}
+
+
+@dataclass(frozen=True)
+class ServableModel:
+    """A model folder that Triton can be asked to load."""
+
+    name: str
+    versions: tuple[int, ...]
+    """Ascending; Triton serves the highest unless its config says otherwise."""
+    backend: str
+
+
+def find_models(repository: Path, wanted: Sequence[str] = (), *, backends: Sequence[str] = ()) -> list[ServableModel]:
+    """The models of a repository, or those wanted, in order of name.
+
+    Args:
+        backends: names of the backends that the server has; a model of another one is an error. Empty: not checked.
+
+    Raises:
+        ConfigurationError: no such folder or model, or a model that Triton could not load or would hang on.
+    """
+    if not repository.is_dir():
+        raise ConfigurationError(f"{repository}: no such folder; a model repository holds a folder for each model")
+    present = sorted(path.name for path in repository.iterdir() if path.is_dir() and not path.name.startswith("."))
+    for name in wanted:
+        if name not in present:
+            raise ConfigurationError(f"{repository} has no model {name!r}; it has: {_listed(present)}")
+    names = sorted(set(wanted)) or present
+    if not names:
+        raise ConfigurationError(f"{repository} holds no model; `hotrow import` puts one there")
+    return [_check_model(repository / name, backends) for name in names]
+
+
+def _check_model(folder: Path, backends: Sequence[str]) -> ServableModel:
+    config_file = folder / CONFIG_FILE
+    if not config_file.is_file():
+        raise ConfigurationError(f"model {folder.name!r}: {config_file} does not exist")
+    config = ModelConfig.read(config_file)
+    if config.name not in ("", folder.name):
+        raise ConfigurationError(f"{config_file}: name is {config.name!r}, but the folder is {folder.name!r}")
+    if backends and config.backend and config.backend not in backends:
+        raise ConfigurationError(
+            f"model {folder.name!r}: this server has no backend {config.backend!r}; it has: {_listed(backends)}"
+        )
+    if config.backend in _IN_STUBS and not is_plain(folder.name):
+        raise ConfigurationError(
+            f"model {folder.name!r}: Triton starts its process by a shell, which that name would not survive; allowed: "
+            f"letters, digits and any of .+@%,=_-; rename {folder}"
+        )
+    versions = _versions(folder, config.backend)
+    for version in versions:
+        _check_version(folder / str(version), config)
+    return ServableModel(folder.name, tuple(versions), config.backend)
+
+
+def _versions(folder: Path, backend: str) -> list[int]:
+    names = [path.name for path in folder.iterdir() if path.is_dir()]
+    for name in names:
+        # Triton reads the leading digits: it would take `5.tmp` for version 5, and wait for its files.
+        # In a view of the folder it does not see HugeCTR's `0_sparse_2000.model`.
+        if backend not in IN_PLACE_BACKENDS and name[0].isdigit() and not is_version(name):
+            raise ConfigurationError(
+                f"model {folder.name!r}: {folder / name} is no version number, but Triton would take it for one; "
+                f"rename it (`.tmp-{name}`) or remove it"
+            )
+    versions = sorted(int(name) for name in names if is_version(name))
+    if not versions:
+        raise ConfigurationError(f"model {folder.name!r}: {folder} holds no version, a folder named by a whole number")
+    return versions
+
+
+def _check_version(version_dir: Path, config: ModelConfig) -> None:
+    if config.backend == "python":
+        code = version_dir / (config.default_model_filename or "model.py")
+        if not code.is_file():
+            raise ConfigurationError(f'{code} does not exist; Triton would wait for it for ever (backend "python")')
+    if config.backend == "hotrow" or (version_dir / SESSION_FILE).exists():
+        ModelSpec.read(version_dir)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names) or "none"
