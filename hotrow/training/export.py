@@ -25,13 +25,13 @@ from hotrow.training.ranks import Ranks
 from hotrow.training.tables import Table, as_vectors, create_file, write_at, write_shard
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, UnavailableError, UnsupportedModelError
-from inference_session.formats.manifest import write_manifest
-from inference_session.formats.native import KEY_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, TableSpec, folder_names
-from inference_session.formats.onnx_model import ImportReport, TablePlace, import_staged
-from inference_session.formats.onnx_model.carve import CONSTANT_KEYS_ONLY
-from inference_session.formats.publishing import share_unchanged
-from inference_session.formats.staging import stage_version
-from triton_backend.model_config import write_model_config
+from inference_session.importers.onnx import ImportReport, TablePlace, import_staged
+from inference_session.importers.onnx.carve import CONSTANT_KEYS_ONLY
+from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, TableSpec, folder_names
+from inference_session.platform.staging import stage_version
+from inference_session.version_directory.manifest import write_manifest
+from inference_session.version_directory.publishing import share_unchanged
+from triton_backend.repository.model_config import write_model_config
 
 _TRACED_FILE = ".traced.onnx"
 _SHARED_FILE = ".ranks"

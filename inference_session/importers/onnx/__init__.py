@@ -11,8 +11,8 @@ probe, replay      the original is asked, and held against the result
 importer           all of it, into a version directory that appears whole or not at all
 """
 
-from inference_session.formats.onnx_model.importer import import_onnx, import_staged
-from inference_session.formats.onnx_model.report import DenseInitializer, ImportReport
-from inference_session.formats.onnx_model.spec import TablePlace
+from inference_session.importers.onnx.importer import import_onnx, import_staged
+from inference_session.importers.onnx.report import DenseInitializer, ImportReport
+from inference_session.importers.onnx.spec import TablePlace
 
 __all__ = ["DenseInitializer", "ImportReport", "TablePlace", "import_onnx", "import_staged"]

@@ -14,28 +14,28 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, ValueInfoProto, inliner, save_model
 
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
-from inference_session.formats.manifest import Progress, write_manifest
-from inference_session.formats.native import (
+from inference_session.importers.onnx.canonical import to_canonical
+from inference_session.importers.onnx.carve import Carved, carve, keep_whole
+from inference_session.importers.onnx.evaluation import open_network
+from inference_session.importers.onnx.graph import Names
+from inference_session.importers.onnx.guards import guard_empty_lists, may_meet_empty_lists
+from inference_session.importers.onnx.probe import Arrays, Findings, Prober, close
+from inference_session.importers.onnx.replay import Replay
+from inference_session.importers.onnx.report import DenseInitializer, ImportReport
+from inference_session.importers.onnx.spec import TablePlace, model_spec, table_folders
+from inference_session.importers.onnx.types import ValueType, value_type
+from inference_session.importers.onnx.weights import Weight, weight_of
+from inference_session.importers.onnx.wire import read_skeleton
+from inference_session.model_spec import (
     DENSE_FILE,
     KEYS_FILE,
     TABLES_FOLDER,
     VECTOR_FILE,
     ModelSpec,
 )
-from inference_session.formats.onnx_model.canonical import to_canonical
-from inference_session.formats.onnx_model.carve import Carved, carve, keep_whole
-from inference_session.formats.onnx_model.evaluation import open_network
-from inference_session.formats.onnx_model.graph import Names
-from inference_session.formats.onnx_model.guards import guard_empty_lists, may_meet_empty_lists
-from inference_session.formats.onnx_model.probe import Arrays, Findings, Prober, close
-from inference_session.formats.onnx_model.replay import Replay
-from inference_session.formats.onnx_model.report import DenseInitializer, ImportReport
-from inference_session.formats.onnx_model.spec import TablePlace, model_spec, table_folders
-from inference_session.formats.onnx_model.types import ValueType, value_type
-from inference_session.formats.onnx_model.weights import Weight, weight_of
-from inference_session.formats.onnx_model.wire import read_skeleton
-from inference_session.formats.publishing import share_unchanged
-from inference_session.formats.staging import stage_version
+from inference_session.platform.staging import stage_version
+from inference_session.version_directory.manifest import Progress, write_manifest
+from inference_session.version_directory.publishing import share_unchanged
 
 logger = logging.getLogger(__name__)
 

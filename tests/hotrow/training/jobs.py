@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing, nn
 
-from tests.parameter_server.servers import free_port
+from tests.testing.servers import free_port
 
 PATIENCE_S = 120
 
