@@ -46,6 +46,12 @@ _PORT = click.IntRange(0, 65535)
     metavar="ADDRESS",
     help="Where HTTP listens, which has no TLS.  [default: as --host; with --tls-certificate 127.0.0.1]",
 )
+@click.option(
+    "--front",
+    is_flag=True,
+    help="Have nginx take HTTP and gRPC requests, and keep from the server what would end it: cancelled requests, and "
+    "huge shapes in JSON. Requests of 64 MiB at most, no streams. Needs nginx (apt-get install nginx-light).",
+)
 @click.option("--verbose", is_flag=True, help="Show the server's informational log lines as well.")
 @click.argument("flags", nargs=-1, metavar="[-- TRITONSERVER FLAGS]")
 def command(
@@ -60,6 +66,7 @@ def command(
     tls_key: Path | None,
     tls_client_ca: Path | None,
     http_host: str | None,
+    front: bool,
     verbose: bool,
     flags: tuple[str, ...],
 ) -> None:
@@ -75,6 +82,7 @@ def command(
     Examples:
       hotrow serve --repository model_repository
       hotrow serve --repository model_repository --model ctr --host 0.0.0.0 --restrict-apis /run/secrets/hotrow.key
+      hotrow serve --repository model_repository --front --host 0.0.0.0 --restrict-apis /run/secrets/hotrow.key
       hotrow serve --repository model_repository --host 0.0.0.0 --tls-certificate tls.crt --tls-key tls.key
     """
     options = ServerOptions(
@@ -87,6 +95,7 @@ def command(
         http_host=http_host,
         tls=_tls(tls_certificate, tls_key, tls_client_ca),
         restricted_key=_read_key(key_file) if key_file else None,
+        front=front,
         verbose=verbose,
         extra_flags=flags,
     )

@@ -46,20 +46,35 @@ class ServerOptions:
     """Of the gRPC endpoint. None: plain text."""
     restricted_key: str | None = None
     """A secret that clients send as header `hotrow-key` to use the management APIs. None: these are open."""
+    front: bool = False
+    """Let nginx listen where HTTP and gRPC are asked for, and tritonserver at ports of this machine (front.py)."""
+    inner_ports: tuple[int, int] = (0, 0)
+    """Those ports, of HTTP and gRPC; chosen with the others."""
     verbose: bool = False
     """Show the server's informational log lines too."""
     extra_flags: tuple[str, ...] = ()
     """Given to tritonserver as they are, after ours."""
 
     def host_of(self, endpoint: Endpoint) -> str:
-        """The address that an endpoint listens on."""
+        """The address that clients find an endpoint at."""
         if endpoint != "http":
             return self.host
         return self.http_host or (self.host if self.tls is None else THIS_MACHINE)
 
     def port_of(self, endpoint: Endpoint) -> int:
-        """The port that an endpoint listens on."""
+        """The port that clients find an endpoint at."""
         return {"http": self.http_port, "grpc": self.grpc_port, "metrics": self.metrics_port}[endpoint]
+
+    def listens_at(self, endpoint: Endpoint) -> tuple[str, int]:
+        """The address and the port that tritonserver itself listens on."""
+        if not self.front or endpoint == "metrics":
+            return self.host_of(endpoint), self.port_of(endpoint)
+        return THIS_MACHINE, self.inner_ports[("http", "grpc").index(endpoint)]
+
+    @property
+    def own_tls(self) -> ServerTls | None:
+        """Of the gRPC endpoint of tritonserver itself."""
+        return None if self.front else self.tls
 
 
 @dataclass(frozen=True)
@@ -117,8 +132,11 @@ class ServerCommand:
 def with_ports(options: ServerOptions) -> ServerOptions:
     """Options whose ports are free, chosen where they were 0; ConfigurationError where one is taken."""
     wanted = {f"--{name}-port": (options.host_of(name), options.port_of(name)) for name in get_args(Endpoint)}
-    http, grpc, metrics = resolve_ports(wanted).values()
-    return replace(options, http_port=http, grpc_port=grpc, metrics_port=metrics)
+    inner = dict.fromkeys(("inner HTTP", "inner gRPC"), (THIS_MACHINE, 0))
+    http, grpc, metrics, *inner_ports = resolve_ports({**wanted, **inner}).values()
+    return replace(
+        options, http_port=http, grpc_port=grpc, metrics_port=metrics, inner_ports=(inner_ports[0], inner_ports[1])
+    )
 
 
 def plain_path(repository: Path, folder: Path) -> Path:
@@ -140,9 +158,10 @@ def _flags(options: ServerOptions) -> list[str]:
         f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
     ]
     for endpoint in get_args(Endpoint):
-        flags += [f"--{endpoint}-address={options.host_of(endpoint)}", f"--{endpoint}-port={options.port_of(endpoint)}"]
-    if options.tls is not None:
-        flags += options.tls.flags()
+        host, port = options.listens_at(endpoint)
+        flags += [f"--{endpoint}-address={host}", f"--{endpoint}-port={port}"]
+    if options.own_tls is not None:
+        flags += options.own_tls.flags()
     # Percentiles beside the averages; it costs nothing that could be measured.
     flags.append("--metrics-config=summary_latencies=true")
     if not options.verbose:

@@ -1,8 +1,9 @@
 """Clears up after a launcher that was killed: a program of its own, because nobody else is left to do it.
 
-Reads a line of JSON, then waits. When its input ends without the word `done`, whoever held it was killed: every process
-whose command line bears the prefix of the shared memory (the server's and its stubs' do, nobody else's), the memory and
-the folder are removed. Standard library only: it runs as a plain script, `python reaper.py`.
+Reads a line of JSON, then waits. When its input ends without the word `done`, the launcher was killed. The reaper then
+kills the processes whose command line bears the prefix of the shared memory (the server, its backend processes and
+their guards) and those that work in the folder of nginx, and removes the shared memory and the folder. Standard library
+only: it runs as a plain script, `python reaper.py`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where the Python backend keeps its tensors
+FRONT_FOLDER = "front"
+"""Where nginx works, in the launcher's folder."""
 _PATIENCE_S = 10.0
 
 
@@ -26,15 +29,15 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # meant for the launcher, which ends us by `done`
     left = json.loads(sys.stdin.readline())
     if sys.stdin.read().strip() != "done":
-        end_processes(left["memory_prefix"])
+        end_processes(left["memory_prefix"], Path(left["folder"], FRONT_FOLDER))
         remove_shared_memory(left["memory_prefix"])
         shutil.rmtree(left["folder"], ignore_errors=True)
 
 
-def end_processes(memory_prefix: str) -> None:
+def end_processes(memory_prefix: str, front: Path) -> None:
     """Kill the processes of one server, and wait until they are gone."""
     deadline = time.monotonic() + _PATIENCE_S
-    while (found := _processes(memory_prefix)) and time.monotonic() < deadline:
+    while (found := _processes(memory_prefix, front)) and time.monotonic() < deadline:
         for pid in found:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -47,11 +50,11 @@ def remove_shared_memory(memory_prefix: str) -> None:
         leftover.unlink(missing_ok=True)
 
 
-def _processes(memory_prefix: str) -> list[int]:
+def _processes(memory_prefix: str, front: Path) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if memory_prefix.encode() in (folder / "cmdline").read_bytes():
+            if memory_prefix.encode() in (folder / "cmdline").read_bytes() or (folder / "cwd").readlink() == front:
                 found.append(int(folder.name))
     return found
 

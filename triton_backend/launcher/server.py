@@ -6,7 +6,8 @@ What the server does not do by itself, and is done here:
 * killed, it leaves its stub processes and their shared memory: it runs in a process group of its own, and names its
   shared memory by a prefix of its own, so that both can be found, by a reaper if we have been killed as well;
 * after a crash it can linger with its ports open: its last words are watched for;
-* it does not notice that a stub is dead or hung: watchdog.py does.
+* it does not notice that a stub is dead or hung: watchdog.py does;
+* requests of some kinds end it: with `--front`, nginx keeps them from it (front.py).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from triton_backend.launcher.command import (
     plain_path,
     with_ports,
 )
+from triton_backend.launcher.front import Front, find_nginx
 from triton_backend.launcher.installation import Installation, find_installation
 from triton_backend.launcher.log import ServerLog
 from triton_backend.launcher.reaper import remove_shared_memory
@@ -83,6 +85,7 @@ class TritonServer:
         self._process = command.start(models)
         cleanup.callback(self._end)
         self._log = ServerLog(self._process.stdout, verbose=options.verbose)  # type: ignore[arg-type]  # it is a PIPE
+        self._front = Front(options, command.folder) if options.front else None
         self._num_restarts = 0
         self._watchdog = Watchdog(self)
 
@@ -99,6 +102,8 @@ class TritonServer:
             ServerError: the server ended before it was ready; the message says why.
         """
         installation = installation or find_installation()
+        if options.front:
+            find_nginx()
         with contextlib.ExitStack() as cleanup:
             folder = Path(cleanup.enter_context(_temporary_folder()))
             backends = installation.prepare(folder)
@@ -112,6 +117,9 @@ class TritonServer:
             command.heartbeats.mkdir()
             server = cls(options, models, command, cleanup)
             server._await_ready()
+            if server._front is not None:
+                cleanup.callback(server._front.stop)
+                server._front.start()
             server._watchdog.look()  # before anybody learns that it serves: what is lost from now on is missed
             server._cleanup = cleanup.pop_all()
             return server
@@ -155,6 +163,8 @@ class TritonServer:
     def wait(self) -> None:
         """Look after the backend processes. Return never, unless the server ends by itself: ServerError says how."""
         while True:
+            if self._front is not None:
+                self._front.look()
             if not self._has_ended():
                 self._watchdog.look()
             elif self._was_taken_down():
@@ -171,6 +181,8 @@ class TritonServer:
         Takes as long as that needs, 25 seconds at most.
         """
         with self._cleanup:
+            if self._front is not None:
+                self._front.stop()
             if self._has_ended():
                 return
             # Its HTTP endpoint may be switched off: then it unloads on SIGTERM.
@@ -264,7 +276,7 @@ class TritonServer:
                 with self._as_client() as server:
                     return server.load_with(model, config)
             except (UnavailableError, ConfigurationError):
-                if self.options.tls is None:
+                if self.options.own_tls is None:
                     raise  # else the authority of the clients may not be the server's own, or the certificate is old
         body = json.dumps({"parameters": {"config": json.dumps(config)}}).encode()
         self.request("POST", f"v2/repository/models/{quote(model, safe='')}/load", body, timeout=LOAD_TIMEOUT_S)
@@ -290,13 +302,13 @@ class TritonServer:
             return bytes(response.read())
 
     def _as_client(self) -> RemoteServer:
-        tls = self.options.tls.own_client() if self.options.tls else None
+        tls = self.options.own_tls.own_client() if self.options.own_tls else None
         return RemoteServer(self._own_address("grpc"), restricted_key=self.options.restricted_key, tls=tls)
 
     def _own_address(self, endpoint: Endpoint) -> str:
         everywhere = {"0.0.0.0": THIS_MACHINE, "::": "::1"}  # noqa: S104  addresses to listen on, none to ask
-        host = self.options.host_of(endpoint)
-        return _address(everywhere.get(host, host), self.options.port_of(endpoint))
+        host, port = self.options.listens_at(endpoint)
+        return _address(everywhere.get(host, host), port)
 
 
 def _address(host: str, port: int) -> str:
