@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import subprocess
 from pathlib import Path
 from types import TracebackType
@@ -51,6 +52,11 @@ class Broker:
         )
         wait_until(self._answers, "the broker to answer")
         return self
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send the process a signal."""
+        assert self._process is not None
+        self._process.send_signal(number)
 
     def stop(self) -> None:
         """Kill the process."""

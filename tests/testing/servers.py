@@ -179,9 +179,13 @@ class RedisClusterServers:
         for master, replica in zip(clients[:3], clients[3:], strict=True):
             name = master.execute_command("CLUSTER", "MYID")
             wait_until(lambda r=replica, n=name: _accepts(r, n), "a replica to follow")  # type: ignore[misc]
-        wait_until(lambda: all(_is_ready(c) for c in clients), "the cluster to be ready")
         for client in clients:
             client.close()
+        self.wait_until_ready()
+
+    def wait_until_ready(self) -> None:
+        """Return when all nodes are there, replicas follow their masters, and every slot is served."""
+        wait_until(lambda: all(map(_is_ready, self.servers)), "the cluster to be ready")
 
 
 def _num_nodes(client: redis.Redis) -> int:
@@ -196,10 +200,14 @@ def _accepts(replica: redis.Redis, master: bytes) -> bool:
     return True
 
 
-def _is_ready(client: redis.Redis) -> bool:
-    role = client.execute_command("ROLE")
+def _is_ready(server: RedisServer) -> bool:
+    with server.client() as client:
+        try:
+            role, info = client.execute_command("ROLE"), client.execute_command("CLUSTER INFO")
+        except redis.RedisError:  # it is loading, or its master is
+            return False
     follows = role[0] == b"master" or role[3] == b"connected"
-    return bool(follows and client.execute_command("CLUSTER INFO")["cluster_state"] == "ok")
+    return bool(follows and info["cluster_state"] == "ok")
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:

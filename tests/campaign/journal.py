@@ -1,0 +1,63 @@
+"""What a campaign has done, in order, and what it has found."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+
+_NUM_SHOWN = 50
+
+
+class Journal(logging.Handler):
+    """All methods may be called from any thread. As a handler it remembers what the product logs."""
+
+    def __init__(self, *, verbose: bool = False) -> None:
+        super().__init__(logging.WARNING)
+        self.num_operations = 0
+        self.num_faults = 0
+        self.kinds: Counter[str] = Counter()
+        """How often each operation, and each fault, was."""
+        self.findings: list[str] = []
+        self._verbose = verbose
+        self._lines: deque[str] = deque(maxlen=_NUM_SHOWN)
+        self._own_lock = threading.Lock()
+        self._began_s = time.monotonic()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See logging.Handler."""
+        self.note(f"log: {record.getMessage()}")
+
+    def begin_episode(self, name: str) -> None:
+        """What was before has nothing to do with it."""
+        self._lines.clear()
+        self._began_s = time.monotonic()
+        self.note(f"episode {name}")
+
+    def operation(self, kind: str, detail: str = "") -> None:
+        """An operation begins."""
+        self.num_operations += 1
+        self.kinds[kind] += 1
+        self.note(f"{kind} {detail}".rstrip())
+
+    def fault(self, kind: str) -> None:
+        """A fault begins."""
+        self.num_faults += 1
+        self.kinds[kind] += 1
+        self.note(f"fault: {kind}")
+
+    def note(self, line: str) -> None:
+        """Remember a line, and when it was."""
+        with self._own_lock:
+            self._lines.append(f"{time.monotonic() - self._began_s:9.3f} {line}")
+            if self._verbose:
+                print(self._lines[-1], flush=True)
+
+    def finding(self, where: str, text: str) -> None:
+        """Print a finding with what was done before it."""
+        with self._own_lock:
+            self.findings.append(where)
+            history = "\n".join(self._lines)
+            at_s = time.monotonic() - self._began_s
+            print(f"FINDING {where}, at {at_s:.3f} s\n{text}\nthe last operations and faults:\n{history}\n", flush=True)
