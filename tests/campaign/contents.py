@@ -146,3 +146,12 @@ def _random_positions(table: Table, num_samples: int, rng: np.random.Generator) 
     shape = num_samples, int(rng.integers(1, 7))
     popular = rng.integers(0, 12, shape)
     return np.where(rng.random(shape) < 0.4, popular, rng.integers(0, len(table.keys), shape))
+
+
+def every_key() -> Arrays:
+    """A request for every key of every table, a sample for each; those of smaller tables are asked for again."""
+    num_samples = max(len(table.keys) for table in TABLES)
+    inputs: Arrays = {
+        f"{table.name}_keys": np.resize(table.keys, num_samples)[:, None] for table in TABLES
+    }
+    return inputs | {"bag": inputs["item_keys"], "dense": np.zeros((num_samples, 1), np.float32)}

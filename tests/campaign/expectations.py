@@ -180,12 +180,6 @@ class Expectations:
         with self._lock:
             self.history(version, table).unsure[keys] = True
 
-    def begin_again(self, version: int) -> None:
-        """A version forgets what it has shown: it is opened anew, without what outlived its process."""
-        with self._lock:
-            for floors in self._views[version].floors:
-                floors[:] = 0
-
     def raise_to(self, version: int, begun: list[Integers]) -> None:
         """A version has all writes up to these."""
         with self._lock:
@@ -297,16 +291,16 @@ class Expectations:
 
     # What must be when all faults have healed.
 
-    def settled_rows(self, version: int, table: Table) -> Iterator[tuple[int, int | None]]:
-        """Each key's position, and the number of the write that is answered; None: the default vector."""
+    def settled_rows(self, version: int, table: Table) -> Iterator[tuple[int, set[int | None]]]:
+        """Each key's position, and the numbers of the writes of which one is answered; None: the default vector."""
         history = self.history(version, table)
         for key, number in enumerate(history.begun.tolist()):
             if not history.is_missing(key, number):
-                yield key, number
+                yield key, {number}
             elif number and self.files_show and history.has_file_row[key]:
-                yield key, 0
+                yield key, {0, None}
             else:
-                yield key, None
+                yield key, {None}
 
 
 def _short(question: Question) -> str:

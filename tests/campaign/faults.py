@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import signal
+import time
 from collections.abc import Callable
 from typing import Protocol
 
-from tests.campaign.expectations import Permit
-from tests.parameter_server.servers import RedisClusterServers, RedisServer
+from tests.campaign.contents import MODEL, TABLES
+from tests.campaign.expectations import Expectations, Permit
+from tests.campaign.journal import Journal
+from tests.campaign.proxy import Network, Proxy
+from tests.campaign.target import TritonTarget
+from tests.parameter_server.servers import RedisClusterServers, RedisServer, wait_until
 from tests.update_stream.broker import Broker
 
 
@@ -128,6 +134,108 @@ class BrokerFrozen:
         self.broker.send_signal(signal.SIGCONT)
 
 
+class BrokerEmptied(BrokerFrozen):
+    """kill -9 of a broker that keeps nothing; its topics are made anew, and rows published once more."""
+
+    lose: Callable[[Callable[[], None]], None]
+
+    def __init__(self, broker: Broker, lose: Callable[[Callable[[], None]], None]) -> None:
+        super().__init__(broker)
+        self.lose = lose
+
+    def start(self) -> None:
+        """Lose all topics."""
+        self.lose(self._lose)
+
+    def heal(self) -> None:
+        """Rows are published already."""
+
+    def _lose(self) -> None:
+        self.broker.stop()
+        self.broker.start()
+
+
+class TopicsDeleted(BrokerEmptied):
+    """The topics of the model are deleted, made anew, and rows published once more."""
+
+    def _lose(self) -> None:
+        for table in TABLES:
+            self.broker.delete_topic(f"hps_et.{MODEL}.{table.name}")
+
+
+class NetworkFault:
+    """The way to a Redis, or to a broker, is not what it should be."""
+
+    permits: tuple[Permit, ...] = ()
+
+    def __init__(self, what: str, proxy: Proxy, network: Network) -> None:
+        self.what = what
+        self.proxy = proxy
+        self.network = network
+
+    def __str__(self) -> str:
+        return f"network of the {self.what}: {self.network.value}"
+
+    def start(self) -> None:
+        """Make it so."""
+        self.proxy.set(self.network)
+
+    def heal(self) -> None:
+        """Pass everything on."""
+        self.proxy.set(Network.GOOD)
+
+
+def network_faults(what: str, proxy: Proxy) -> list[Callable[[], Fault]]:
+    """All of one network."""
+    kinds = (Network.CUT, Network.SILENT, Network.SLOW)
+    return [lambda kind=kind: NetworkFault(what, proxy, kind) for kind in kinds]  # type: ignore[misc]
+
+
+def broker_faults(broker: Broker, lose: Callable[[Callable[[], None]], None]) -> list[Callable[[], Fault]]:
+    """All of a broker."""
+    return [lambda: BrokerFrozen(broker), lambda: BrokerEmptied(broker, lose), lambda: TopicsDeleted(broker, lose)]
+
+
+class ProcessKilled:
+    """kill -9 of a process that serves; what looks after it starts another."""
+
+    permits: tuple[Permit, ...] = (Permit.ERRORS,)
+    what = "server"
+
+    def __init__(self, target: TritonTarget, process: str) -> None:
+        self.target = target
+        self.process = process
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__} {self.process}"
+
+    def start(self) -> None:
+        """Kill it."""
+        self.target.process(self.process).kill()
+
+    def heal(self) -> None:
+        """Wait until requests are answered again, by one process."""
+        wait_until(self.target.answers, "answers")
+        self.target.process("stub")
+
+
+class StubFrozen(ProcessKilled):
+    """SIGSTOP of a backend process; the launcher replaces it."""
+
+    def start(self) -> None:
+        """Stop it."""
+        self.target.process("stub").suspend()
+
+
+def triton_faults(target: TritonTarget) -> list[Callable[[], Fault]]:
+    """All of a served model."""
+    return [
+        lambda: ProcessKilled(target, "stub"),
+        lambda: ProcessKilled(target, "server"),
+        lambda: StubFrozen(target, "stub"),
+    ]
+
+
 def redis_faults(server: RedisServer) -> list[Callable[[], Fault]]:
     """All of one Redis."""
     kinds = (RedisKilled, RedisFrozen, RedisEmptied, RedisRestored, RedisFull, RedisReadOnly)
@@ -164,3 +272,64 @@ def cluster_faults(cluster: RedisClusterServers) -> list[Callable[[], Fault]]:
     """All of any one node of a Cluster."""
     numbers = range(len(cluster.servers))
     return [lambda k=kind, n=number: k(cluster, n) for number in numbers for kind in (NodeKilled, NodeFrozen)]  # type: ignore[misc]
+
+
+_LONGEST_S = 8.0
+"""So that what waits for a frozen broker (15 s) never gives up, and the order of its messages is known."""
+_MOST = 2
+"""Faults at a time."""
+_MOST_STEPS = 5
+
+
+class Faults:
+    """Those that are active in one deployment. Used by one thread."""
+
+    def __init__(self, rng: random.Random, journal: Journal, expectations: Expectations) -> None:
+        self.possible: list[Callable[[], Fault]] = []
+        self._rng = rng
+        self._journal = journal
+        self._expectations = expectations
+        self._active: dict[Fault, tuple[int, float]] = {}
+        """Each with the steps that it has left, and when it began."""
+
+    def is_healthy(self, what: str) -> bool:
+        """Whether no fault of it is active."""
+        return all(fault.what != what for fault in self._active)
+
+    def start_one(self) -> bool:
+        """Begin one, if there is any that fits."""
+        fault = self._rng.choice(self.possible)() if self.possible else None
+        num_steps = self._rng.randrange(_MOST_STEPS)
+        if fault is None or len(self._active) >= _MOST or not self.is_healthy(fault.what):
+            return False
+        self._journal.fault(_name(fault))
+        self._expectations.permit(_name(fault), *fault.permits)
+        self._active[fault] = num_steps, time.monotonic()
+        if not (self.is_healthy("server") or self.is_healthy("stream")):  # a process starts without the brokers
+            self._expectations.permit("stream behind", Permit.OLD_ROWS)
+        fault.start()
+        return True
+
+    def pass_step(self) -> None:
+        """Heal those whose time is over."""
+        for fault, (left, began_s) in list(self._active.items()):
+            if left <= 0 or time.monotonic() - began_s > _LONGEST_S:
+                self._heal(fault)
+            else:
+                self._active[fault] = left - 1, began_s
+
+    def heal_all(self, what: str | None = None) -> None:
+        """Heal all, or those of one thing."""
+        for fault in list(self._active):
+            if what in {None, fault.what}:
+                self._heal(fault)
+
+    def _heal(self, fault: Fault) -> None:
+        self._journal.note(f"heals: {_name(fault)}")
+        fault.heal()
+        del self._active[fault]
+        self._expectations.lift(_name(fault))
+
+
+def _name(fault: Fault) -> str:
+    return str(fault) if type(fault).__str__ is not object.__str__ else type(fault).__name__

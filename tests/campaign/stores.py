@@ -4,34 +4,42 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+
+import redis
 
 from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
 from tests.campaign.contents import MODEL, SPEC, TABLES
+from tests.campaign.expectations import Writer
+from tests.campaign.plan import Plan
+from tests.campaign.proxy import Proxy
 from tests.parameter_server.servers import PATIENCE_MS, RedisClusterServers, RedisServer
 from tests.update_stream.broker import Broker
 
 DIMS = {table.name: table.spec.embedding_dim for table in TABLES}
 
 
-@dataclass
 class Stores:
-    """What a deployment has below its cache; None: nothing of the kind."""
+    """What a deployment has below its cache; None: nothing of the kind. A context manager."""
 
-    folder: Path
-    redis: RedisServer | None = None
-    cluster: RedisClusterServers | None = None
-    broker: Broker | None = None
-    has_rocksdb: bool = False
-    _closing: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self.folder = folder
+        self.has_rocksdb = plan.has_rocksdb
+        self.redis = RedisServer() if plan.volatile == "redis" else None
+        self.cluster = RedisClusterServers(node_timeout_ms=3000) if plan.volatile == "cluster" else None
+        self.broker = Broker() if plan.writer is Writer.STREAM else None
+        self.redis_proxy = Proxy(self.redis.port) if self.redis and plan.by_proxy else None
+        self.broker_proxy = Proxy(self.broker.port) if self.broker and plan.by_proxy else None
+        if self.broker and self.broker_proxy:
+            self.broker.advertised_port = self.broker_proxy.port
+        self._closing = contextlib.ExitStack()
 
     def __enter__(self) -> Stores:
         with contextlib.ExitStack() as stack:
-            for server in (self.redis, self.cluster, self.broker):
+            for server in (self.redis, self.cluster, self.broker, self.redis_proxy, self.broker_proxy):
                 if server is not None:
                     stack.enter_context(server)
             self._closing = stack.pop_all()
@@ -42,9 +50,18 @@ class Stores:
 
     @property
     def volatile_url(self) -> str | None:
-        """Of the volatile store."""
+        """Of the volatile store, as the model is told."""
+        if self.redis_proxy is not None:
+            return f"redis://127.0.0.1:{self.redis_proxy.port}"
         server = self.redis or self.cluster
         return None if server is None else server.url
+
+    @property
+    def stream_url(self) -> str | None:
+        """Of the broker."""
+        if self.broker_proxy is not None:
+            return f"kafka://127.0.0.1:{self.broker_proxy.port}"
+        return self.broker.url if self.broker else None
 
     def database(self, version: int) -> Path:
         """The RocksDB of a version: each has its own, as a database has one writer."""
@@ -52,9 +69,8 @@ class Stores:
 
     def settings(self, version: int) -> Mapping[str, str]:
         """What session.json of a version says of its stores."""
-        found = {"volatile_store": self.volatile_url}
+        found = {"volatile_store": self.volatile_url, "update_stream": self.stream_url}
         found["persistent_store"] = f"rocksdb://{self.database(version)}" if self.has_rocksdb else None
-        found["update_stream"] = self.broker.url if self.broker else None
         return {name: value for name, value in found.items() if value is not None}
 
     def open(self, url: str, version: int, *, writable: bool = False) -> EmbeddingStore:
@@ -62,15 +78,17 @@ class Stores:
         namespace = Namespace(MODEL, str(version))
         return create_store(url, namespace, DIMS, writable=writable, timeout_ms=PATIENCE_MS)
 
-    def push(self, directory: Path, url: str) -> None:
-        """Fill a store with the rows of a version's files."""
-        with self.open(url, int(directory.name), writable=True) as store:
-            for table in SPEC.tables:
-                TablePush(directory, table, store).run()
+    def empty_volatile(self) -> None:
+        """Drop all that the volatile store holds."""
+        for server in [self.redis] if self.redis else list(self.cluster.servers) if self.cluster else []:
+            with server.client() as client, contextlib.suppress(redis.ReadOnlyError):  # a replica: its master does it
+                client.flushall()
 
-    def push_all(self, directory: Path, *, volatile: bool) -> None:
-        """Have a version's rows in its persistent store, and in the volatile one if wanted."""
+    def push(self, directory: Path, *, volatile: bool) -> None:
+        """Have the rows of a version's files in its persistent store, and in the volatile one if wanted."""
         settings = self.settings(int(directory.name))
         for name in ("persistent_store", "volatile_store") if volatile else ("persistent_store",):
             if name in settings:
-                self.push(directory, settings[name])
+                with self.open(settings[name], int(directory.name), writable=True) as store:
+                    for table in SPEC.tables:
+                        TablePush(directory, table, store).run()

@@ -1,16 +1,53 @@
-"""What answers: sessions of this process."""
+"""What answers: sessions of this process, or a real Triton."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import psutil
+from tritonclient.utils import InferenceServerException
 
 from inference_session import InferenceSession
+from inference_session.errors import HotrowError, SessionClosedError
 from inference_session.versions import VersionManager
-from tests.campaign.contents import Arrays
+from tests.campaign.contents import MODEL, SPEC, TABLES, Arrays, every_key
+from tests.integration.conftest import Served, start
+from tests.parameter_server.servers import PATIENCE_S, free_port, wait_until
+from triton_backend.model_config import write_model_config
+from triton_backend.remote import RemoteServer
+
+
+class Target(Protocol):
+    """Serves one version of the model at a time."""
+
+    def ask(self, inputs: Arrays) -> Arrays:
+        """One request; any error is raised."""
+
+    def load(self, directory: Path) -> None:
+        """Have a version take over; returns when requests that begin are answered by it."""
+
+    def update_in_place(self, number: int) -> None:
+        """Have what the version's folder holds now take over, content `number`."""
+
+    def refresh(self) -> None:
+        """Have the cache read again from the stores."""
+
+    def is_well(self) -> bool:
+        """Whether every store is in use."""
+
+    def close(self) -> None:
+        """Answer no more."""
+
+
+def rows_of(target: Target) -> Arrays:
+    """Every row of every table, as it is answered."""
+    answer = target.ask(every_key())
+    return {table.name: answer[f"{table.name}_rows"][: len(table.keys), 0] for table in TABLES}
 
 
 class SessionTarget:
@@ -22,37 +59,41 @@ class SessionTarget:
         self._leases: dict[VersionManager, int] = {}
         self._free = threading.Condition()
 
-    def ask(self, inputs: Arrays) -> Arrays:
-        """One request."""
-        with self._leased() as manager, manager.lease() as session:
-            return dict(session.run(inputs))
-
     @property
     def session(self) -> InferenceSession:
-        """The session that serves, for one who replaces it himself."""
+        """The session that serves, for one who is the only one to replace it."""
         assert self._manager is not None
         with self._manager.lease() as session:
             return session
 
+    def ask(self, inputs: Arrays) -> Arrays:
+        """See Target."""
+        with self._leased() as manager, manager.lease() as session:
+            return dict(session.run(inputs))
+
     def load(self, directory: Path) -> None:
-        """Open a version, let it take over, and close the old one."""
+        """See Target."""
         new = VersionManager(directory, lambda: InferenceSession.open(directory, **self._settings))
         with self._free:
             old, self._manager = self._manager, new
             self._leases[new] = 0
         self._end(old)
 
-    def update_in_place(self) -> bool:
-        """Serve what the version's folder holds now."""
+    def update_in_place(self, number: int) -> None:  # noqa: ARG002
+        """See Target."""
         assert self._manager is not None
-        return self._manager.update()
+        assert self._manager.update(), "the new content was not taken"
 
-    def stats(self) -> dict[str, Any]:
-        """Of the session that serves."""
-        return self.session.stats()
+    def refresh(self) -> None:
+        """See Target."""
+        self.session.refresh()
+
+    def is_well(self) -> bool:
+        """See Target."""
+        return all(tier["failure"] is None for tier in self.session.stats().get("tiers", {}).values())
 
     def close(self) -> None:
-        """Answer no more."""
+        """See Target."""
         old, self._manager = self._manager, None
         self._end(old)
 
@@ -67,7 +108,8 @@ class SessionTarget:
     def _leased(self) -> Iterator[VersionManager]:
         with self._free:
             manager = self._manager
-            assert manager is not None
+            if manager is None:
+                raise SessionClosedError("the target has been closed")
             self._leases[manager] += 1
         try:
             yield manager
@@ -75,3 +117,81 @@ class SessionTarget:
             with self._free:
                 self._leases[manager] -= 1
                 self._free.notify_all()
+
+
+class TritonTarget:
+    """`hotrow serve` in front of the repository."""
+
+    def __init__(self, repository: Path, settings: Mapping[str, Any]) -> None:
+        self._repository = repository
+        self._settings = {**settings, "watch_interval_s": 0.2, "refresh_interval_s": 1}
+        self._ports = [free_port() for _ in range(3)]
+        self._clients = threading.local()
+        self.served: Served | None = None
+
+    def ask(self, inputs: Arrays) -> Arrays:
+        """See Target."""
+        client = getattr(self._clients, "remote", None)
+        if client is None:
+            client = self._clients.remote = self._remote()
+        return client.ask(MODEL, inputs)
+
+    def load(self, directory: Path) -> None:
+        """See Target."""
+        if self.served is None:
+            self._configure(directory)
+            self.start()
+            return
+        with self._remote() as remote:
+            remote.load_versions(MODEL, [int(directory.name)])
+
+    def update_in_place(self, number: int) -> None:
+        """See Target."""
+        wait_until(lambda: self._content() == number, f"content {number} to serve")
+
+    def refresh(self) -> None:
+        """See Target. It is done each second."""
+
+    def is_well(self) -> bool:
+        """See Target."""
+        assert self.served is not None
+        with urllib.request.urlopen(self.served.metrics, timeout=PATIENCE_S) as page:  # noqa: S310  a page of ours
+            lines = [line for line in page.read().decode().splitlines() if line.startswith("hotrow_tier_up{")]
+        return all(line.endswith(" 1") for line in lines)
+
+    def close(self) -> None:
+        """See Target."""
+        if self.served is not None:
+            self.served.close()
+
+    def start(self) -> None:
+        """Start the server, on the same ports each time."""
+        names = ("--http-port", "--grpc-port", "--metrics-port")
+        flags = [text for name, port in zip(names, self._ports, strict=True) for text in (name, str(port))]
+        self.served = start(self._repository, *flags)
+
+    def answers(self) -> bool:
+        """Whether a request is answered now."""
+        return self._content() is not None
+
+    def process(self, what: str) -> psutil.Process:
+        """One of the processes that serve: `stub`, `server` or `launcher`."""
+        assert self.served is not None
+        if what == "stub":
+            return self.served.stub(MODEL)
+        return self.served.server() if what == "server" else psutil.Process(self.served.process.pid)
+
+    def _content(self) -> int | None:
+        try:
+            return int(self.ask(every_key())["content"][0, 0])
+        except (HotrowError, InferenceServerException):
+            return None
+
+    def _remote(self) -> RemoteServer:
+        return RemoteServer(f"127.0.0.1:{self._ports[1]}")
+
+    def _configure(self, directory: Path) -> None:
+        path = write_model_config(directory, SPEC, MODEL)
+        with path.open("a", encoding="utf-8") as config:
+            for name, value in self._settings.items():
+                config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')

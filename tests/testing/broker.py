@@ -30,7 +30,8 @@ class Broker:
     """One broker process. A context manager; may be stopped and started again on the same port, then empty."""
 
     def __init__(self) -> None:
-        self.port = free_port()
+        self.port = self.advertised_port = free_port()
+        """Where it listens, and where it tells clients to go."""
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -45,8 +46,9 @@ class Broker:
 
     def start(self) -> Broker:
         """Start the process and wait until it answers."""
-        url = f"tcp://{self.address}"
-        arguments = ("--listener-url", url, "--advertised-listener-url", url, "--storage-engine", "memory://tansu/")
+        listens, advertised = f"tcp://{self.address}", f"tcp://127.0.0.1:{self.advertised_port}"
+        urls = ("--listener-url", listens, "--advertised-listener-url", advertised)
+        arguments = (*urls, "--storage-engine", "memory://tansu/")
         self._process = subprocess.Popen(
             [broker_binary(), "broker", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )

@@ -1,0 +1,142 @@
+"""What operators do: versions are published, loaded, rolled back and replaced in place."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from inference_session.errors import HotrowError, UnavailableError
+from inference_session.formats.publishing import publish_version
+from tests.campaign.contents import MODEL, write_version
+from tests.campaign.expectations import Content, Expectations, Permit, Writer
+from tests.campaign.faults import Faults
+from tests.campaign.plan import Plan
+from tests.campaign.stores import Stores
+from tests.campaign.target import Target, rows_of
+from tests.campaign.writers import RowWriter
+
+CATCH_UP_S = 60
+
+
+class Operator:
+    """One deployment's. Used by one thread."""
+
+    def __init__(
+        self, plan: Plan, folder: Path, stores: Stores, target: Target, expectations: Expectations, faults: Faults
+    ) -> None:
+        self._plan = plan
+        self._folder = folder
+        self._stores = stores
+        self._target = target
+        self._expectations = expectations
+        self._faults = faults
+        self._next = 1
+        self.contents: dict[int, Content] = {}
+        """By version, what its folder holds."""
+        self.serving = Content(0, 0, 0)
+        self.writer: RowWriter | None = None
+
+    @property
+    def others(self) -> list[int]:
+        """Versions in the repository that do not serve."""
+        return sorted(self.contents.keys() - {self.serving.version})
+
+    def directory(self, version: int) -> Path:
+        """Of a version, in the repository."""
+        return self._folder / "repository" / MODEL / str(version)
+
+    def publish(self) -> int:
+        """A version from a training appears in the repository; its number."""
+        version, self._next = self._next, self._next + 1
+        content = Content(version * 100, version, version)
+        source = self._folder / "sources" / str(version)
+        write_version(source, content=content.number, tag=content.tag, settings=self._stores.settings(version))
+        publish_version(source, self._folder / "repository", MODEL, version=version)
+        self._stores.push(self.directory(version), volatile=self._faults.is_healthy("volatile"))
+        if not self._plan.has_files:
+            shutil.rmtree(self.directory(version) / "tables")
+        self.contents[version] = content
+        self._expectations.add(content)
+        return version
+
+    def swap(self) -> None:
+        """A new version."""
+        self.load(self.publish())
+
+    def load(self, version: int) -> None:
+        """Have a version serve."""
+        self._replace(self.contents[version], lambda: self._target.load(self.directory(version)))
+
+    def replace_in_place(self) -> None:
+        """Another dense network in the folder of the version that serves."""
+        old = self.serving
+        new = Content(old.number + 1, old.version, old.tag)
+        directory, beside = self.directory(old.version), self._folder / "beside"
+        write_version(beside, content=new.number, tag=new.tag, settings=self._stores.settings(new.version))
+        self._expectations.add(new)
+
+        def replace() -> None:
+            for name in ("dense.onnx", "MANIFEST.json"):
+                (beside / name).replace(directory / name)
+            self._target.update_in_place(new.number)
+
+        self._replace(new, replace)
+        shutil.rmtree(beside)
+
+    def swap_after_damage(self) -> None:
+        """A version is damaged on its disk, and not taken; the next one is published from good files, and is right."""
+        damaged = self.publish()
+        for file in self.directory(damaged).glob("tables/*/*"):
+            content = bytearray(file.read_bytes())
+            content[len(content) // 2] ^= 1
+            file.unlink()  # a file of its own: others may share it by hard links
+            file.write_bytes(content)
+        new = self.publish()
+        if self._plan.has_files:
+            with pytest.raises(HotrowError):
+                self._target.load(self.directory(damaged))
+        shutil.rmtree(self.directory(damaged))
+        del self.contents[damaged]
+        self.load(new)
+
+    def refresh(self) -> None:
+        """The cache is read again from the stores."""
+        with contextlib.suppress(UnavailableError):
+            self._target.refresh()
+
+    def sweep(self) -> None:
+        """Every key is asked for, which evicts what is hot."""
+        with contextlib.nullcontext() if self._faults.is_healthy("server") else contextlib.suppress(HotrowError):
+            rows_of(self._target)
+
+    def _replace(self, new: Content, act: Callable[[], None]) -> None:
+        """Have another content take over by `act`, and say what may be answered meanwhile and afterwards."""
+        assert self.writer is not None
+        if self._plan.has_rocksdb:
+            self._drop_old_rows()
+        with self.writer.lock:
+            self.writer.flush() if self._faults.is_healthy("stream") else None
+            published = self._expectations.begun(new.version)
+        is_current = self._faults.is_healthy("stream")
+        if not is_current:
+            self._expectations.permit("stream behind", Permit.OLD_ROWS)
+        # Direct writes go to the session that serves, so they wait while another takes over.
+        with self.writer.lock if self._plan.writer is Writer.DIRECT else contextlib.nullcontext():
+            self._expectations.may_serve([one for one in (self.serving, new) if one.number])
+            began_s = time.monotonic()
+            act()
+            self._expectations.may_serve([new])
+            self.contents[new.version] = self.serving = new
+        if self._plan.writer is Writer.STREAM and is_current and time.monotonic() - began_s < CATCH_UP_S:
+            self._expectations.raise_to(new.version, published)
+
+    def _drop_old_rows(self) -> None:
+        """Heal the volatile store and empty it: a session that is opened knows not what an earlier one could not write
+        there, nor that it came back older.
+        """
+        self._faults.heal_all("volatile")
+        self._stores.empty_volatile()

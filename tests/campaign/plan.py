@@ -1,0 +1,40 @@
+"""Deployments: which there are, and one drawn from a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import asdict, dataclass
+
+from tests.campaign.expectations import Writer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A deployment."""
+
+    writer: Writer
+    volatile: str | None = None
+    """`redis`, `cluster`, or None."""
+    by_proxy: bool = False
+    """Whether the Redis, and the broker, are reached through a network that may fail."""
+    has_rocksdb: bool = False
+    has_files: bool = True
+    """Whether versions keep their table files, below the stores."""
+    cache_bytes: int = 0
+    on_triton: bool = False
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Plan:
+        """Any that the campaign knows."""
+        writer = rng.choices(list(Writer), (3, 2))[0]
+        on_triton = writer is Writer.STREAM and rng.random() < 0.5
+        by_proxy = rng.random() < 0.4
+        if writer is Writer.STREAM and rng.random() < 0.4:
+            return cls(writer, by_proxy=by_proxy, on_triton=on_triton)
+        volatile = rng.choices(("redis", "cluster", None), (6, 2, 1))[0]
+        cache_bytes = rng.choice((0, 4000, 1 << 20))
+        return cls(writer, volatile, by_proxy, True, rng.random() < 0.5, cache_bytes, on_triton)
+
+    def __str__(self) -> str:
+        said = asdict(self) | {"writer": self.writer.value}
+        return " ".join(f"{name}={value}" for name, value in said.items())

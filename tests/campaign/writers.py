@@ -1,0 +1,92 @@
+"""Who changes rows: a trainer that publishes to the update stream, or a program that writes into the session."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from inference_session.errors import HotrowError, UnavailableError
+from inference_session.update_stream import Publisher
+from tests.campaign.contents import MODEL, TABLES, Table
+from tests.campaign.expectations import Content, Expectations
+from tests.campaign.rows import Integers, encode
+from tests.campaign.target import SessionTarget
+
+
+class RowWriter(Protocol):
+    """Changes rows of what serves. Methods other than `lock` are called while holding it."""
+
+    lock: threading.RLock
+
+    def write(self, serving: Content, table: Table, keys: Integers, *, delete: bool) -> None:
+        """Change rows, or delete them, by the positions of their keys."""
+
+    def flush(self) -> None:
+        """Return when everything has been handed over."""
+
+
+class StreamWriter:
+    """Publishes."""
+
+    def __init__(self, url: str, expectations: Expectations) -> None:
+        self.lock = threading.RLock()
+        self._url = url
+        self._expectations = expectations
+        self._publisher = Publisher(url, MODEL)
+
+    def write(self, serving: Content, table: Table, keys: Integers, *, delete: bool) -> None:
+        """See RowWriter."""
+        numbers = self._expectations.begin_write(serving.version, table, keys, delete=delete)
+        if delete:
+            self._publisher.delete(table.name, table.keys[keys])
+        else:
+            self._publisher.publish(table.name, table.keys[keys], encode(table.number, keys, 0, numbers))
+
+    def flush(self) -> None:
+        """See RowWriter."""
+        self._publisher.flush()
+
+    def lose(self, serving: Content, lose: Callable[[], None]) -> None:
+        """Lose topics by `lose`, and publish every row that was ever published once more, as a trainer would."""
+        with self.lock:
+            lose()
+            with contextlib.suppress(HotrowError):  # what it had queued is as lost as what was in the topics
+                self._publisher.close()
+            self._publisher = Publisher(self._url, MODEL)
+            for table in TABLES:
+                published = np.flatnonzero(self._expectations.history(serving.version, table).begun)
+                self.write(serving, table, published, delete=False)
+
+
+class DirectWriter:
+    """Writes into the session that serves."""
+
+    def __init__(self, target: SessionTarget, expectations: Expectations, may_fail: Callable[[], bool]) -> None:
+        """`may_fail`: whether the persistent store is faulty now."""
+        self.lock = threading.RLock()
+        self._target = target
+        self._expectations = expectations
+        self._may_fail = may_fail
+
+    def write(self, serving: Content, table: Table, keys: Integers, *, delete: bool) -> None:
+        """See RowWriter. What a faulty store refuses is in doubt until it is written again."""
+        numbers = self._expectations.begin_write(serving.version, table, keys, delete=delete)
+        session = self._target.session
+        try:
+            if delete:
+                session.erase(table.name, table.keys[keys])
+            else:
+                session.update(table.name, table.keys[keys], encode(table.number, keys, serving.tag, numbers))
+        except UnavailableError:
+            self._expectations.doubt(serving.version, table, keys)
+            if not self._may_fail():
+                raise
+        else:
+            self._expectations.acknowledge(serving.version, table, keys, numbers)
+
+    def flush(self) -> None:
+        """See RowWriter. Each write has been done when it returns."""
