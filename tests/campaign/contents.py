@@ -17,8 +17,8 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from inference_session.formats import manifest
-from inference_session.formats.native import DENSE_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, TableSpec, TensorSpec
+from inference_session.model_spec import DENSE_FILE, TABLES_FOLDER, LookupSpec, ModelSpec, TableSpec, TensorSpec
+from inference_session.version_directory import manifest
 from tests.campaign.rows import EMBEDDING_DIM, Integers, encode
 
 MODEL = "campaign"
@@ -45,7 +45,13 @@ class Table(NamedTuple):
         """What session.json says of it."""
         kind = "stored" if self.name == "item" else "row_number"
         return TableSpec(
-            self.name, self.name, self.num_in_files, EMBEDDING_DIM, self.dtype, kind, default_vector=self.default  # type: ignore[arg-type]
+            self.name,
+            self.name,
+            self.num_in_files,
+            EMBEDDING_DIM,
+            self.dtype,
+            kind,
+            default_vector=self.default,  # type: ignore[arg-type]
         )
 
 
@@ -151,7 +157,5 @@ def _random_positions(table: Table, num_samples: int, rng: np.random.Generator) 
 def every_key() -> Arrays:
     """A request for every key of every table, a sample for each; those of smaller tables are asked for again."""
     num_samples = max(len(table.keys) for table in TABLES)
-    inputs: Arrays = {
-        f"{table.name}_keys": np.resize(table.keys, num_samples)[:, None] for table in TABLES
-    }
+    inputs: Arrays = {f"{table.name}_keys": np.resize(table.keys, num_samples)[:, None] for table in TABLES}
     return inputs | {"bag": inputs["item_keys"], "dense": np.zeros((num_samples, 1), np.float32)}

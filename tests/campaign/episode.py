@@ -17,7 +17,7 @@ import numpy as np
 
 from tests.campaign import faults
 from tests.campaign.contents import TABLES, random_question
-from tests.campaign.expectations import Expectations, Writer, Wrong
+from tests.campaign.expectations import Expectations, Writer, WrongAnswerError
 from tests.campaign.faults import Faults
 from tests.campaign.journal import Journal
 from tests.campaign.operator import CATCH_UP_S, Operator
@@ -49,7 +49,12 @@ class Episode:
         self._target = self._create_target()
         self._faults = Faults(self._rng, journal, self.expectations)
         self._operator = Operator(
-            self.plan, self._folder, self._stores, self._target, self.expectations, self._faults
+            self.plan,
+            self._folder,
+            stores=self._stores,
+            target=self._target,
+            expectations=self.expectations,
+            faults=self._faults,
         )
         self._ending = threading.Event()
         self._finding = threading.Lock()
@@ -78,7 +83,7 @@ class Episode:
         try:
             yield
         except Exception as error:  # noqa: BLE001
-            text = str(error) if isinstance(error, Wrong) else traceback.format_exc()
+            text = str(error) if isinstance(error, WrongAnswerError) else traceback.format_exc()
             with self._finding:
                 if not self._ending.is_set():
                     self._ending.set()

@@ -1,8 +1,8 @@
 """What may be answered: a model of the served rows, without stores, caches, threads or time.
 
-Each key of each table has a history of writes, counted from 1; 0 stands for the row of the version's own files. A write
-has *begun* from the moment that it is handed over. The *floor* of a key in a version is the oldest write that may still
-be answered: it rises when a write is acknowledged as visible, and to whatever an answer has shown. An answer is right if
+Each key of each table has a history of writes, counted from 1; 0 stands for the row of the version's own files. A
+write has *begun* from the moment that it is handed over. The *floor* of a key in a version is the oldest write that may
+still be answered: it rises when a write is acknowledged as visible, and to whatever an answer has shown. An answer is right if
 
 * the content that gave it was serving at some time between question and answer;
 * each of its rows is a write between the key's floor at the question and the newest begun at the answer, or the default
@@ -98,7 +98,7 @@ class Ticket:
     """By version and table, of all keys."""
 
 
-class Wrong(AssertionError):
+class WrongAnswerError(AssertionError):
     """An answer that may not be; says what was asked, what was found, and what was allowed."""
 
 
@@ -207,13 +207,15 @@ class Expectations:
         """A question got an error."""
         with self._lock:
             if not self._held_since(ticket.moment, Permit.ERRORS):
-                raise Wrong(f"asked: {_short(ticket.question)}\nfound: {type(error).__name__}: {error}\nallowed: an answer")
+                raise WrongAnswerError(
+                    f"asked: {_short(ticket.question)}\nfound: {type(error).__name__}: {error}\nallowed: an answer"
+                )
 
     def check(self, ticket: Ticket, answer: Mapping[str, NDArray[np.float32]]) -> None:
         """A question got an answer.
 
         Raises:
-            Wrong: the answer may not be.
+            WrongAnswerError: the answer may not be.
         """
         with self._lock:
             content = self._content_of(ticket, answer["content"])
@@ -230,7 +232,7 @@ class Expectations:
         numbers = set(np.asarray(says).ravel().tolist())
         serving = {n for n, ceased in self._serving.items() if ceased is None or ceased > ticket.moment}
         if len(numbers) != 1 or not numbers <= serving:
-            raise Wrong(
+            raise WrongAnswerError(
                 f"asked: {_short(ticket.question)}\nfound: an answer of contents {sorted(numbers)}\n"
                 f"allowed: one of {sorted(serving)}"
             )
@@ -241,19 +243,24 @@ class Expectations:
     ) -> None:
         keys, rows = positions.ravel(), vectors.reshape(-1, vectors.shape[-1])
         if len(rows) != len(keys):
-            raise Wrong(f"asked: {len(keys)} keys of {table.name}\nfound: {len(rows)} rows\nallowed: one for each key")
+            raise WrongAnswerError(
+                f"asked: {len(keys)} keys of {table.name}\nfound: {len(rows)} rows\nallowed: one for each key"
+            )
         self.num_checked += len(keys)
         view = self._views[content.version]
         history, floors = view.histories[table.number], view.floors[table.number]
         lowest = self._floors_at(ticket, content, table)[keys]
         whole, tags, numbers = decode(table.number, keys, rows)
         right = whole & (numbers >= lowest) & (numbers <= history.begun[keys])
-        right &= np.where(numbers > 0, tags == self._tag_of_writes(content), (tags == content.tag) & history.has_file_row[keys])
+        right &= np.where(
+            numbers > 0, tags == self._tag_of_writes(content), (tags == content.tag) & history.has_file_row[keys]
+        )
         if history.deletions:
             right &= [(k, n) not in history.deletions for k, n in zip(keys.tolist(), numbers.tolist(), strict=True)]
         shown = np.where(right, numbers, 0)
         for at in np.flatnonzero(~right).tolist():
-            shown[at] = self._number_shown(ticket, content, table, int(keys[at]), int(lowest[at]), rows[at])
+            key, oldest = int(keys[at]), int(lowest[at])
+            shown[at] = self._number_shown(ticket, content, table, key=key, lowest=oldest, row=rows[at])
         np.maximum.at(floors, keys, shown)
 
     def _floors_at(self, ticket: Ticket, content: Content, table: Table) -> Integers:
@@ -267,7 +274,7 @@ class Expectations:
         return 0 if self.writer is Writer.STREAM else self._views[content.version].tag
 
     def _number_shown(
-        self, ticket: Ticket, content: Content, table: Table, key: int, lowest: int, row: NDArray[np.float32]
+        self, ticket: Ticket, content: Content, table: Table, *, key: int, lowest: int, row: NDArray[np.float32]
     ) -> int:
         """The oldest write that a row which is no plain one may show."""
         history = self._views[content.version].histories[table.number]
@@ -281,7 +288,7 @@ class Expectations:
                     return number
             if is_default and self._held_since(ticket.moment, Permit.DEFAULTS):
                 return 0
-        raise Wrong(
+        raise WrongAnswerError(
             f"asked: {table.name}, key {table.keys[key]} (position {key}), of content {content}\n"
             f"found: {_describe(row, bool(whole), int(tags), int(numbers), is_default)}\n"
             f"allowed: writes {lowest} to {newest} of tag {self._tag_of_writes(content)}, of which "

@@ -13,8 +13,8 @@ from tests.campaign.expectations import Expectations, Permit
 from tests.campaign.journal import Journal
 from tests.campaign.proxy import Network, Proxy
 from tests.campaign.target import TritonTarget
-from tests.parameter_server.servers import RedisClusterServers, RedisServer, wait_until
-from tests.update_stream.broker import Broker
+from tests.testing.broker import Broker
+from tests.testing.servers import RedisClusterServers, RedisServer, wait_until
 
 
 class Fault(Protocol):

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from inference_session.errors import HotrowError, UnavailableError
-from inference_session.formats.publishing import publish_version
+from inference_session.version_directory.publishing import publish_version
 from tests.campaign.contents import MODEL, write_version
 from tests.campaign.expectations import Content, Expectations, Permit, Writer
 from tests.campaign.faults import Faults
@@ -19,14 +20,14 @@ from tests.campaign.stores import Stores
 from tests.campaign.target import Target, rows_of
 from tests.campaign.writers import RowWriter
 
-CATCH_UP_S = 60
+CATCH_UP_S = 20
 
 
 class Operator:
     """One deployment's. Used by one thread."""
 
     def __init__(
-        self, plan: Plan, folder: Path, stores: Stores, target: Target, expectations: Expectations, faults: Faults
+        self, plan: Plan, folder: Path, *, stores: Stores, target: Target, expectations: Expectations, faults: Faults
     ) -> None:
         self._plan = plan
         self._folder = folder

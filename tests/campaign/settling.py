@@ -9,19 +9,19 @@ from numpy.typing import NDArray
 
 from inference_session.parameter_server.base import EmbeddingStore
 from tests.campaign.contents import TABLES, Table
-from tests.campaign.expectations import Content, Expectations, Writer, Wrong
+from tests.campaign.expectations import Content, Expectations, Writer, WrongAnswerError
 from tests.campaign.rows import decode
 from tests.campaign.stores import Stores
 from tests.campaign.target import Target, rows_of
 from tests.campaign.writers import RowWriter
-from tests.parameter_server.servers import wait_until
+from tests.testing.servers import wait_until
 
 
 def settle(expectations: Expectations, serving: Content, target: Target, stores: Stores, writer: RowWriter) -> None:
     """Wait until all is well, then compare every row. No fault may be active.
 
     Raises:
-        Wrong: a row is not what it should be.
+        WrongAnswerError: a row is not what it should be.
     """
     wait_until(target.is_well, "all tiers to be well again")
     with writer.lock:
@@ -34,7 +34,7 @@ def settle(expectations: Expectations, serving: Content, target: Target, stores:
         expectations.raise_to(serving.version, expectations.begun(serving.version))
         differing = _differing(expectations, serving, target)
         if differing:
-            raise Wrong("asked: every row, when all was well again\n" + "\n".join(differing[:5]))
+            raise WrongAnswerError("asked: every row, when all was well again\n" + "\n".join(differing[:5]))
         _check_stores(expectations, serving, stores)
 
 
@@ -86,7 +86,7 @@ def _check_store(
         is_missing = history.is_missing(key, newest)
         is_right = not is_missing and bool(whole[key]) and int(numbers[key]) == newest
         if not is_right if found[key] else not (is_missing or may_lack):
-            raise Wrong(
+            raise WrongAnswerError(
                 f"asked: {store!r} for {table.name}, position {key}, when all was well again\n"
                 f"found: {vectors[key].tolist() if found[key] else 'nothing'}\n"
                 f"allowed: {'nothing' if is_missing else f'write {newest}'}"

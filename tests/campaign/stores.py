@@ -16,8 +16,8 @@ from tests.campaign.contents import MODEL, SPEC, TABLES
 from tests.campaign.expectations import Writer
 from tests.campaign.plan import Plan
 from tests.campaign.proxy import Proxy
-from tests.parameter_server.servers import PATIENCE_MS, RedisClusterServers, RedisServer
-from tests.update_stream.broker import Broker
+from tests.testing.broker import Broker
+from tests.testing.servers import PATIENCE_MS, RedisClusterServers, RedisServer
 
 DIMS = {table.name: table.spec.embedding_dim for table in TABLES}
 

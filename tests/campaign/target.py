@@ -17,9 +17,9 @@ from inference_session.errors import HotrowError, SessionClosedError
 from inference_session.versions import VersionManager
 from tests.campaign.contents import MODEL, SPEC, TABLES, Arrays, every_key
 from tests.integration.conftest import Served, start
-from tests.parameter_server.servers import PATIENCE_S, free_port, wait_until
-from triton_backend.model_config import write_model_config
-from triton_backend.remote import RemoteServer
+from tests.testing.servers import PATIENCE_S, free_port, wait_until
+from triton_backend.client.server import RemoteServer
+from triton_backend.repository.model_config import write_model_config
 
 
 class Target(Protocol):
@@ -79,7 +79,7 @@ class SessionTarget:
             self._leases[new] = 0
         self._end(old)
 
-    def update_in_place(self, number: int) -> None:  # noqa: ARG002
+    def update_in_place(self, number: int) -> None:
         """See Target."""
         assert self._manager is not None
         assert self._manager.update(), "the new content was not taken"

@@ -15,6 +15,7 @@ from tests.campaign.contents import MODEL, TABLES, Table
 from tests.campaign.expectations import Content, Expectations
 from tests.campaign.rows import Integers, encode
 from tests.campaign.target import SessionTarget
+from tests.testing.servers import PATIENCE_S, wait_until
 
 
 class RowWriter(Protocol):
@@ -36,7 +37,7 @@ class StreamWriter:
         self.lock = threading.RLock()
         self._url = url
         self._expectations = expectations
-        self._publisher = Publisher(url, MODEL)
+        self._publisher = Publisher(url, MODEL, timeout_s=PATIENCE_S)
 
     def write(self, serving: Content, table: Table, keys: Integers, *, delete: bool) -> None:
         """See RowWriter."""
@@ -54,12 +55,21 @@ class StreamWriter:
         """Lose topics by `lose`, and publish every row that was ever published once more, as a trainer would."""
         with self.lock:
             lose()
-            with contextlib.suppress(HotrowError):  # what it had queued is as lost as what was in the topics
-                self._publisher.close()
-            self._publisher = Publisher(self._url, MODEL)
+            wait_until(lambda: self._publish_again(serving), "all rows to be published once more")
+
+    def _publish_again(self, serving: Content) -> bool:
+        """Whether the broker has taken all; one that has just lost its topics may refuse some."""
+        with contextlib.suppress(HotrowError):  # what was queued is as lost as what was in the topics
+            self._publisher.close()
+        try:
+            self._publisher = Publisher(self._url, MODEL, timeout_s=PATIENCE_S)
             for table in TABLES:
                 published = np.flatnonzero(self._expectations.history(serving.version, table).begun)
                 self.write(serving, table, published, delete=False)
+            self.flush()
+        except HotrowError:
+            return False
+        return True
 
 
 class DirectWriter:

@@ -41,7 +41,7 @@ from triton_backend.repository.servable import is_version
 
 POLL_S = 0.25
 OBSERVE_S = 2.0
-"""How often the server is asked what it serves."""
+"""How often the server is asked what it serves while no process of it comes or goes; else it is every `POLL_S`."""
 DEAD_S = 1.5
 STOPPED_S = 2.0
 SUSPICIOUS_S = 4.0
@@ -94,6 +94,8 @@ class Watchdog:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._stubs: dict[int, Stub] = {}
+        self._present: list[int] = []
+        """The children of the server when last looked."""
         self._lost: set[int] = set()
         """Those that were found dead or hung; each is dealt with once."""
         self._replaced: defaultdict[str, list[Stub]] = defaultdict(list)
@@ -113,9 +115,12 @@ class Watchdog:
 
     def look(self) -> None:
         """Look at every backend process once, and start what has to be done about it."""
-        if time.monotonic() - self._observed_at > OBSERVE_S:
-            self._observe()
         present = stubs.children(self._server.pid)
+        # Processes come and go with loads: what they have changed is to be known before the server can go down.
+        is_changing = bool(self._loading) or present != self._present
+        self._present = present
+        if is_changing or time.monotonic() - self._observed_at > OBSERVE_S:
+            self._observe()
         for pid in set(self._stubs) - set(present):
             del self._stubs[pid]
             self._since.pop(pid, None)
