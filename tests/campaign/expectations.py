@@ -1,8 +1,9 @@
 """What may be answered: a model of the served rows, without stores, caches, threads or time.
 
 Each key of each table has a history of writes, counted from 1; 0 stands for the row of the version's own files. A
-write has *begun* from the moment that it is handed over. The *floor* of a key in a version is the oldest write that may
-still be answered: it rises when a write is acknowledged as visible, and to whatever an answer has shown. An answer is right if
+write has *begun* from the moment that it is handed over. The *floor* of a key in a version is the oldest write that
+may still be answered: it rises when a write is acknowledged as visible, and to whatever an answer has shown. An answer
+is right if
 
 * the content that gave it was serving at some time between question and answer;
 * each of its rows is a write between the key's floor at the question and the newest begun at the answer, or the default

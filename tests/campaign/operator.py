@@ -17,8 +17,10 @@ from tests.campaign.expectations import Content, Expectations, Permit, Writer
 from tests.campaign.faults import Faults
 from tests.campaign.plan import Plan
 from tests.campaign.stores import Stores
+from tests.campaign.settling import differing
 from tests.campaign.target import Target, rows_of
 from tests.campaign.writers import RowWriter
+from tests.testing.servers import wait_until
 
 CATCH_UP_S = 20
 
@@ -85,8 +87,26 @@ class Operator:
                 (beside / name).replace(directory / name)
             self._target.update_in_place(new.number)
 
+        if self._plan.writer is Writer.STREAM and self._plan.has_rocksdb:
+            # operations.md, "Several servers": who is not a RocksDB's writer serves what that has written a second later.
+            self._expectations.permit("stream behind", Permit.OLD_ROWS)
         self._replace(new, replace)
         shutil.rmtree(beside)
+        if self._faults.is_healthy("stream") and self._faults.is_healthy("volatile"):
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Wait until all that was published is served; from then on nothing older is."""
+        assert self.writer is not None
+        with self.writer.lock:
+            self.writer.flush()
+            wait_until(lambda: not self.differing(), "all updates to be served")
+            self._expectations.raise_to(self.serving.version, self._expectations.begun(self.serving.version))
+        self._expectations.lift("stream behind")
+
+    def differing(self) -> list[str]:
+        """What is served otherwise than it should be when nothing is under way, as texts."""
+        return differing(self._expectations, self.serving, self._target)
 
     def swap_after_damage(self) -> None:
         """A version is damaged on its disk, and not taken; the next one is published from good files, and is right."""

@@ -28,13 +28,13 @@ def settle(expectations: Expectations, serving: Content, target: Target, stores:
         _write_doubtful(expectations, serving, writer)
         writer.flush()
         if expectations.writer is Writer.STREAM:
-            wait_until(lambda: not _differing(expectations, serving, target), "all updates to be served")
+            wait_until(lambda: not differing(expectations, serving, target), "all updates to be served")
         target.refresh()
         expectations.lift("stream behind")
         expectations.raise_to(serving.version, expectations.begun(serving.version))
-        differing = _differing(expectations, serving, target)
-        if differing:
-            raise WrongAnswerError("asked: every row, when all was well again\n" + "\n".join(differing[:5]))
+        wrong = differing(expectations, serving, target)
+        if wrong:
+            raise WrongAnswerError("when all was well again: asked: " + "\n".join(wrong[:5]))
         _check_stores(expectations, serving, stores)
 
 
@@ -50,7 +50,8 @@ def _is_written(serving: Content, table: Table, writer: RowWriter, unsure: NDArr
     return not unsure.any()
 
 
-def _differing(expectations: Expectations, serving: Content, target: Target) -> list[str]:
+def differing(expectations: Expectations, serving: Content, target: Target) -> list[str]:
+    """Rows that are served otherwise than they should be when no write is under way, as texts."""
     rows = rows_of(target)
     return [text for table in TABLES for text in _compared(expectations, serving, table, rows[table.name])]
 
