@@ -16,8 +16,8 @@ from tests.campaign.contents import MODEL, write_version
 from tests.campaign.expectations import Content, Expectations, Permit, Writer
 from tests.campaign.faults import Faults
 from tests.campaign.plan import Plan
-from tests.campaign.stores import Stores
 from tests.campaign.settling import differing
+from tests.campaign.stores import Stores
 from tests.campaign.target import Target, rows_of
 from tests.campaign.writers import RowWriter
 from tests.testing.servers import wait_until
@@ -88,7 +88,7 @@ class Operator:
             self._target.update_in_place(new.number)
 
         if self._plan.writer is Writer.STREAM and self._plan.has_rocksdb:
-            # operations.md, "Several servers": who is not a RocksDB's writer serves what that has written a second later.
+            # operations.md, "Several servers": others than its writer see what is in a RocksDB a second later.
             self._expectations.permit("stream behind", Permit.OLD_ROWS)
         self._replace(new, replace)
         shutil.rmtree(beside)
