@@ -18,6 +18,7 @@ from inference_session.errors import ConfigurationError
 if TYPE_CHECKING:
     from hotrow.training.export import export
     from hotrow.training.inputs import Lengths, Padded, lengths, padded
+    from hotrow.training.updates import UpdatePublisher
 
 _PLACES = {
     "export": "export",
@@ -25,10 +26,11 @@ _PLACES = {
     "lengths": "inputs",
     "Padded": "inputs",
     "Lengths": "inputs",
+    "UpdatePublisher": "updates",
 }
 """The module of each public name, loaded when the name is first used."""
 
-__all__ = ["Lengths", "Padded", "export", "lengths", "padded"]
+__all__ = ["Lengths", "Padded", "UpdatePublisher", "export", "lengths", "padded"]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hotrow.training.collisions import check_supported, preprocess
-from hotrow.training.tables import Shard, Table, local_shards
+from hotrow.training.tables import Table, local_shards
 from inference_session.errors import UnsupportedModelError
 
 
@@ -33,13 +33,13 @@ class Cut:
     """Names of the vectors as the live module gives them out, side by side; empty until it has run."""
 
 
-def find_cuts(model: nn.Module, *, is_first: bool = True) -> list[Cut]:
+def find_cuts(model: nn.Module) -> list[Cut]:
     """The modules to be cut out, in the model's order; tables have distinct names.
 
     Raises:
         UnsupportedModelError: a module with a table cannot be cut out; names it by its path.
     """
-    cuts = list(_find(model, "", is_first, set()))
+    cuts = list(_find(model, "", set()))
     if not cuts:
         raise UnsupportedModelError(
             "the model has no embedding table: export it by torch.onnx, and import that by `hotrow import onnx`"
@@ -48,20 +48,20 @@ def find_cuts(model: nn.Module, *, is_first: bool = True) -> list[Cut]:
     return cuts
 
 
-def _find(module: nn.Module, path: str, is_first: bool, seen: set[int]) -> Iterator[Cut]:
+def _find(module: nn.Module, path: str, seen: set[int]) -> Iterator[Cut]:
     if id(module) in seen:
         return
     seen.add(id(module))
-    if (cut := _cut(module, path, is_first)) is not None:
+    if (cut := _cut(module, path)) is not None:
         yield cut
         return
     for name, child in module.named_children():
-        yield from _find(child, f"{path}.{name}" if path else name, is_first, seen)
+        yield from _find(child, f"{path}.{name}" if path else name, seen)
 
 
-def _cut(module: nn.Module, path: str, is_first: bool) -> Cut | None:
+def _cut(module: nn.Module, path: str) -> Cut | None:
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        return _cut_plain(module, path, is_first)
+        return _cut_plain(module, path)
     if "torchrec" not in sys.modules:
         return None
     kind = _torchrec_kind(module)
@@ -70,8 +70,8 @@ def _cut(module: nn.Module, path: str, is_first: bool) -> Cut | None:
             raise UnsupportedModelError(f"{path}: a {type(module).__name__} cannot be cut out")
         return None
     if kind in ("mc_bags", "mc_lists"):
-        return _cut_collisions(module, path, is_first, bags=kind == "mc_bags")
-    return _cut_collection(module, path, is_first, bags=kind == "bags")
+        return _cut_collisions(module, path, bags=kind == "mc_bags")
+    return _cut_collection(module, path, bags=kind == "bags")
 
 
 def _name_apart(cuts: list[Cut]) -> None:
@@ -87,7 +87,7 @@ def _name_apart(cuts: list[Cut]) -> None:
 # torch.nn
 
 
-def _cut_plain(module: nn.Embedding | nn.EmbeddingBag, path: str, is_first: bool) -> Cut:
+def _cut_plain(module: nn.Embedding | nn.EmbeddingBag, path: str) -> Cut:
     base = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
     where = f"{path or 'the model'} ({type(module).__name__})"
     if type(module).forward is not base.forward:
@@ -101,7 +101,7 @@ def _cut_plain(module: nn.Embedding | nn.EmbeddingBag, path: str, is_first: bool
         num_rows=weight.shape[0],
         embedding_dim=weight.shape[1],
         dtype=weight.dtype,
-        shards=lambda: local_shards(module.weight, path, is_first=is_first),
+        weight=lambda: module.weight,
         device=_device(weight),
     )
     kind = EmbeddingStandIn if base is nn.Embedding else BagStandIn
@@ -243,18 +243,18 @@ def table_configs(module: Any, *, bags: bool) -> list[Any]:
     return list(module._embedding_bag_configs if bags else module._embedding_configs)
 
 
-def _cut_collection(module: Any, path: str, is_first: bool, *, bags: bool) -> Cut:
+def _cut_collection(module: Any, path: str, *, bags: bool) -> Cut:
     configs = table_configs(module, bags=bags)
-    tables = [_table(module, config, path, is_first, bags=bags) for config in configs]
+    tables = [_table(module, config, path, bags=bags) for config in configs]
     return Cut(path, module, tables, lambda cut: CollectionStandIn(cut, configs, module, bags=bags))
 
 
-def _cut_collisions(module: Any, path: str, is_first: bool, *, bags: bool) -> Cut:
+def _cut_collisions(module: Any, path: str, *, bags: bool) -> Cut:
     if module._return_remapped_features:
         raise UnsupportedModelError(f"{path} cannot be cut out: return_remapped_features gives out numbers of rows")
     inner = module._embedding_module
     configs = table_configs(inner, bags=bags)
-    tables = [_table(inner, config, f"{path}._embedding_module", is_first, bags=bags) for config in configs]
+    tables = [_table(inner, config, f"{path}._embedding_module", bags=bags) for config in configs]
     for table, config in zip(tables, configs, strict=True):
         table.collisions = module._managed_collision_collection._managed_collision_modules[config.name]
         check_supported(table.collisions, f"{path}._managed_collision_collection: {config.name!r}")
@@ -265,19 +265,18 @@ def _cut_collisions(module: Any, path: str, is_first: bool, *, bags: bool) -> Cu
     return Cut(path, module, tables, stand_in)
 
 
-def _table(module: Any, config: Any, path: str, is_first: bool, *, bags: bool) -> Table:
+def _table(module: Any, config: Any, path: str, *, bags: bool) -> Table:
     name = f"{'embedding_bags' if bags else 'embeddings'}.{config.name}.weight"
 
-    def shards() -> list[Shard]:
-        weight = module.state_dict().get(name)
-        return [] if weight is None else local_shards(weight, f"{path}.{name}", is_first=is_first)
+    def weight() -> Any:
+        return module.state_dict().get(name)
 
     if getattr(config, "use_virtual_table", False):
         raise UnsupportedModelError(f"{path}: table {config.name!r} is virtual (use_virtual_table), and cannot be cut")
-    weight = module.state_dict().get(name)
-    device = next((shard.tensor.device for shard in shards()), torch.device("cpu"))
-    dtype = torch.float32 if weight is None else weight.dtype
-    return Table(config.name, path, config.num_embeddings, config.embedding_dim, dtype, shards, device)
+    now = weight()
+    device = next((shard.tensor.device for shard in local_shards(now, path)), torch.device("cpu"))
+    dtype = torch.float32 if now is None else now.dtype
+    return Table(config.name, path, config.num_embeddings, config.embedding_dim, dtype, weight, device)
 
 
 class CollectionStandIn(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ from hotrow.training.cutting import Cut, find_cuts
 from hotrow.training.dense_network import TableFile, flat_outputs, save, trace, unwrapped
 from hotrow.training.inputs import Form, ServedInputs
 from hotrow.training.ranks import Ranks
+from hotrow.training.state import exporting
 from hotrow.training.tables import Table, as_vectors, create_file, write_at, write_shard
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, UnavailableError, UnsupportedModelError
@@ -37,13 +37,6 @@ _TRACED_FILE = ".traced.onnx"
 _SHARED_FILE = ".ranks"
 _TOLERANCE = 1e-5
 """Of answers, absolute and relative: float32 sums in another order."""
-
-_exporting = threading.local()
-
-
-def is_exporting() -> bool:
-    """Whether this thread runs a model in order to export it: what it reads then is not touched by training."""
-    return getattr(_exporting, "active", False)
 
 
 def export(
@@ -85,7 +78,7 @@ def export(
     """
     ranks = Ranks()
     began = datetime.now(timezone.utc)
-    plan = ranks.together(lambda: _Plan.make(model, example, inputs, outputs, ranks))
+    plan = ranks.together(lambda: _Plan.make(model, example, inputs, outputs))
     expected = ranks.together(lambda: plan.run_live(model))
     job = _Export(plan, ranks, Path(repository), name, version, began)
     return job.run(expected)
@@ -109,13 +102,12 @@ class _Plan:
         example: Any,
         forms: Form | Mapping[str, Form] | None,
         outputs: Sequence[str],
-        ranks: Ranks,
     ) -> _Plan:
         network = unwrapped(model)
         names = [outputs] if isinstance(outputs, str) else list(outputs)
         if not names or len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
             raise ConfigurationError(f"outputs are {names!r}; give each a name of its own, at least one")
-        cuts = find_cuts(network, is_first=ranks.is_first)
+        cuts = find_cuts(network)
         return cls(network, cuts, ServedInputs(network, example, forms), names, [])
 
     def run_live(self, model: nn.Module) -> list[NDArray[Any]]:
@@ -132,14 +124,12 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     """The live model in evaluation mode, exactly as it was afterwards; with no rounding that training allows."""
     modes = [(module, module.training) for module in model.modules()]
     precision = torch.get_float32_matmul_precision()
-    _exporting.active = True
     model.eval()
     try:
-        with torch.no_grad(), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+        with exporting(), torch.no_grad(), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
             torch.set_float32_matmul_precision("highest")
             yield
     finally:
-        _exporting.active = False
         torch.set_float32_matmul_precision(precision)
         for module, training in modes:
             module.training = training
@@ -259,7 +249,7 @@ class _Export:
                 if file.table.has_keys:
                     before = [of_rank[number] for of_rank in rows[: self.ranks.rank]]
                     _write_stored(staging / file.location, file.table, sum(part.count for part in before if part))
-                else:
+                elif self.ranks.is_first or not file.table.is_replicated():
                     for shard in file.table.shards():
                         write_shard(staging / file.location, file.table, shard)
 

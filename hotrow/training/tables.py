@@ -38,8 +38,8 @@ class Table:
     num_rows: int
     embedding_dim: int
     dtype: torch.dtype
-    shards: Callable[[], list[Shard]]
-    """The parts that this rank is to write; asked when they are read, as modules may replace their weights."""
+    weight: Callable[[], Any]
+    """The weights as the module has them: a tensor, or one of torch's sharded kinds, of which this rank has a part."""
     device: torch.device
     collisions: Any = None
     """TorchRec's managed collision module of this rank, where ids are mapped to rows as they come."""
@@ -61,6 +61,21 @@ class Table:
         """Of a vector in the file."""
         return self.embedding_dim * np.dtype(self.file_type).itemsize
 
+    def shards(self) -> list[Shard]:
+        """The parts that this rank holds.
+
+        Raises:
+            UnsupportedModelError: the weight is of a kind that is not known here.
+        """
+        return local_shards(self.weight(), self.path)
+
+    def is_replicated(self) -> bool:
+        """Whether every rank holds all of it."""
+        weight = self.weight()
+        if hasattr(weight, "device_mesh"):
+            return all(placement.is_replicate() for placement in weight.placements)
+        return isinstance(weight, Tensor) and not _is_sharded(weight)
+
     def stand_in(self, num_rows: int) -> Tensor:
         """A tensor of that many rows that takes no memory."""
         return torch.zeros(1, dtype=getattr(torch, self.file_type), device=self.device).expand(
@@ -68,25 +83,30 @@ class Table:
         )
 
 
-def local_shards(weight: Tensor, path: str, *, is_first: bool) -> list[Shard]:
-    """The parts of a weight that this rank is to write: of a replicated one all, on the first rank alone.
+def local_shards(weight: Any, path: str) -> list[Shard]:
+    """The parts of a weight that this rank holds; none of a table that is elsewhere.
 
     Raises:
         UnsupportedModelError: the weight is of a kind that is not known here.
     """
-    if hasattr(weight, "local_shards") and hasattr(weight, "metadata"):  # torch's ShardedTensor
+    if weight is None:
+        return []
+    if _is_sharded(weight):
         return [_shard(shard.metadata.shard_offsets, shard.tensor) for shard in weight.local_shards()]
     if hasattr(weight, "device_mesh"):  # torch's DTensor
-        return _shards_of_dtensor(weight, path, is_first=is_first)
+        return _shards_of_dtensor(weight, path)
     if type(weight).__name__ not in ("Tensor", "Parameter", "Buffer", "TableBatchedEmbeddingSlice"):
         raise UnsupportedModelError(f"{path}: a weight of type {type(weight).__name__} cannot be read")
-    return [Shard(0, 0, weight.detach())] if is_first else []
+    return [Shard(0, 0, weight.detach())]
 
 
-def _shards_of_dtensor(weight: Any, path: str, *, is_first: bool) -> list[Shard]:
+def _is_sharded(weight: Any) -> bool:
+    """Whether it is torch's ShardedTensor, which newer releases replace by DTensor."""
+    return hasattr(weight, "local_shards") and hasattr(weight, "metadata")
+
+
+def _shards_of_dtensor(weight: Any, path: str) -> list[Shard]:
     local = weight.to_local()
-    if all(placement.is_replicate() for placement in weight.placements) and not is_first:
-        return []
     if hasattr(local, "local_shards"):  # TorchRec's wrapper
         parts = zip(local.local_offsets(), local.local_shards(), strict=True)
         return [_shard(offsets, tensor) for offsets, tensor in parts]

@@ -49,10 +49,11 @@ def distributed(model: nn.Module, plan: dict[str, dict[str, str]], *, learning_r
     )
     from torchrec.distributed.types import ShardingPlan
 
+    kernel = EmbeddingComputeKernel.FUSED.value
     ways: dict[str, Any] = {
-        "row_wise": row_wise,
-        "table_wise": lambda: table_wise(rank=dist.get_world_size() - 1),
-        "column_wise": lambda: column_wise(ranks=list(range(dist.get_world_size()))),
+        "row_wise": lambda: row_wise(compute_kernel=kernel),
+        "table_wise": lambda: table_wise(rank=dist.get_world_size() - 1, compute_kernel=kernel),
+        "column_wise": lambda: column_wise(ranks=list(range(dist.get_world_size())), compute_kernel=kernel),
         "data_parallel": data_parallel,
     }
     fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": learning_rate}
@@ -77,7 +78,6 @@ def distributed(model: nn.Module, plan: dict[str, dict[str, str]], *, learning_r
         plans[path] = construct_module_sharding_plan(
             module, chosen, sharder, local_size=dist.get_world_size(), device_type="cpu"
         )
-    assert EmbeddingComputeKernel.FUSED
     return DistributedModelParallel(
         model, device=torch.device("cpu"), plan=ShardingPlan(plans), sharders=list(sharders.values())
     )

@@ -1,0 +1,137 @@
+"""Notes which rows training reads, on the rank that holds them, by hooks on the modules that look them up.
+
+TorchRec's own tracker is not used: its ids are local to a shard, it must not be read twice, it knows no managed
+collisions, and where it is switched on changes with its releases. What is hooked here are plain modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hotrow.training.cutting import Cut
+from hotrow.training.state import is_exporting
+from hotrow.training.tables import Table
+from inference_session.errors import UnsupportedModelError
+
+_MAX_NOTED = 4 << 20
+"""Ids that are kept as they come; of more, each is kept once."""
+
+
+class TouchedRows:
+    """The rows of one table that were read since they were last asked for."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self._rows: list[Tensor] = []
+        self._num_noted = 0
+
+    def note(self, rows: Tensor) -> None:
+        """Rows by their numbers in the whole table, duplicates among them."""
+        if rows.numel():
+            self._rows.append(rows.detach().reshape(-1))
+            self._num_noted += rows.numel()
+        if self._num_noted > _MAX_NOTED:
+            self._rows = [self._unique()]
+            self._num_noted = self._rows[0].numel() // 2  # so that few new ones do not sort all of them again
+
+    def take(self) -> Tensor:
+        """int64, ascending, each once; then there are none."""
+        rows = self._unique()
+        self._rows, self._num_noted = [], 0
+        return rows
+
+    def seen(self) -> Tensor:
+        """The same as `take` gives, and they stay."""
+        return self._unique()
+
+    def _unique(self) -> Tensor:
+        if not self._rows:
+            return torch.empty(0, dtype=torch.int64, device=self.table.device)
+        return torch.unique(torch.cat([rows.to(torch.int64) for rows in self._rows]))
+
+
+class Watch:
+    """Hooks on all look-ups of a model. What is read without gradients, or for an export, is not touched."""
+
+    def __init__(self, cuts: Sequence[Cut]) -> None:
+        self.tables = {id(table): TouchedRows(table) for cut in cuts for table in cut.tables}
+        self._hooks: list[Any] = []
+        try:
+            for cut in cuts:
+                self._hooks += _hooked(cut, self.tables)
+        except BaseException:
+            self.close()
+            raise
+
+    def touched(self) -> Iterator[TouchedRows]:
+        """Of every table, in the order of the cuts."""
+        yield from self.tables.values()
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            with suppress(KeyError):
+                hook.remove()
+        self._hooks = []
+
+
+def _hooked(cut: Cut, touched: dict[int, TouchedRows]) -> Iterator[Any]:
+    module: Any = getattr(cut.module, "_embedding_module", cut.module)
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        yield _hook(module, touched[id(cut.tables[0])])
+    elif hasattr(module, "_lookups"):
+        by_name = {_config_name(table, cut): touched[id(table)] for table in cut.tables}
+        for lookup in module._lookups:
+            inner = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
+            for kernel in inner._emb_modules:
+                yield kernel.register_forward_pre_hook(_noting_kernel(kernel, by_name))
+    else:
+        children = module.embedding_bags if hasattr(module, "embedding_bags") else module.embeddings
+        for table, child in zip(cut.tables, children.values(), strict=True):
+            yield _hook(child, touched[id(table)])
+
+
+def _config_name(table: Table, cut: Cut) -> str:
+    """As TorchRec calls it; of two tables of one name ours has a path in front."""
+    return table.name.removeprefix(f"{cut.path}.")
+
+
+def _is_training() -> bool:
+    return torch.is_grad_enabled() and not is_exporting() and not torch.compiler.is_exporting()
+
+
+def _hook(module: nn.Module, rows: TouchedRows) -> Any:
+    def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _is_training():
+            rows.note(args[0] if args else kwargs["input"])
+
+    return module.register_forward_pre_hook(note, with_kwargs=True)
+
+
+def _noting_kernel(kernel: Any, by_name: dict[str, TouchedRows]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    """Notes what TorchRec's kernel looks up: ids that count from the beginning of this rank's shard of each table."""
+    readings: list[tuple[TouchedRows, int]] = []
+    for table in kernel._config.embedding_tables:
+        if table.name not in by_name:
+            raise UnsupportedModelError(f"table {table.name!r} is looked up, but not among the model's tables")
+        first_row = table.local_metadata.shard_offsets[0] if table.local_metadata is not None else 0
+        readings += [(by_name[table.name], int(first_row))] * len(table.feature_names)
+
+    def note(_module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not _is_training():
+            return
+        features = args[0]
+        begins = [0]
+        for count in features.length_per_key():
+            begins.append(begins[-1] + int(count))
+        values = features.values()
+        for (rows, first_row), begin, end in zip(readings, begins, begins[1:], strict=False):
+            rows.note(values[begin:end] + first_row if first_row else values[begin:end])
+
+    return note

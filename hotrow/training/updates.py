@@ -1,0 +1,329 @@
+"""`UpdatePublisher`: the rows that training changes, to the servers, while it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from hotrow.training.collisions import Mapping, mapping
+from hotrow.training.cutting import find_cuts
+from hotrow.training.dense_network import unwrapped
+from hotrow.training.outbox import Changes, Outbox, OutboxStats
+from hotrow.training.published import published_keys
+from hotrow.training.ranks import Ranks
+from hotrow.training.state import Restored, note_publisher, take_restored
+from hotrow.training.tables import Shard, Table
+from hotrow.training.touched import TouchedRows, Watch
+from inference_session.errors import ConfigurationError, SessionClosedError
+from inference_session.formats.native import folder_names
+from inference_session.update_stream.publisher import DEFAULT_TIMEOUT_S, Encoding, Publisher
+
+_CLOCKS_DIFFER = timedelta(minutes=1)
+"""How far the clocks of ranks and of what saved a checkpoint may be apart."""
+_NO_KEYS = np.empty(0, np.int64)
+
+
+class UpdatePublisher:
+    """Publishes the rows that a model in training has touched, from a thread of its own.
+
+        updates = UpdatePublisher(model, "kafka://broker:9092", "ctr", every_steps=50)
+        for batch in loader:
+            ...
+            optimizer.step()
+            updates.step()
+        updates.close()
+
+    Rows are read in `step`, once every `every_steps` steps, as they are then. Of rows that wait for the brokers only
+    the last of each key is sent. Ids that a module with managed collisions gives up become deletions; its ids are
+    published as they come in, not as numbers of rows. On several ranks each publishes the rows that it holds;
+    replicated tables and tables split by columns are put together on rank 0, so that all ranks have to call `step`
+    equally often.
+
+    Rows that an optimizer moves although no batch has read them (momentum of a dense optimizer, weight decay) are not
+    published: they follow with the next export.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        url: str,
+        name: str,
+        *,
+        every_steps: int = 1,
+        encoding: Encoding = "row",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Reach the brokers, and begin to note which rows are touched.
+
+        Args:
+            model: as it is trained, with what distributes it.
+            url: kafka://HOST:PORT[,HOST:PORT].
+            name: the model's name, as it is served.
+            every_steps: how often rows are read and queued.
+            encoding: of messages, as for `Publisher`.
+            timeout_s: the longest that the brokers may take to confirm a message.
+
+        Raises:
+            ConfigurationError: an argument is not allowed.
+            UnsupportedModelError: the model has no tables, or one of a module that is not known.
+            UnavailableError: no broker answers.
+        """
+        if not isinstance(every_steps, int) or every_steps < 1:
+            raise ConfigurationError(f"every_steps must be a whole number from 1 on, found {every_steps!r}")
+        self._model, self._every_steps, self._url, self._name = model, every_steps, url, name
+        self._ranks = Ranks()
+        cuts = find_cuts(unwrapped(model))
+        self._outbox = Outbox(lambda: Publisher(url, name, encoding=encoding, timeout_s=timeout_s))
+        self._watch: Watch | None = None
+        try:
+            self._watch = Watch(cuts)
+            self._tables = self._followed(self._watch)
+        except BaseException:
+            self._end()
+            raise
+        self._num_steps = 0
+        self._is_closed = False
+        note_publisher(model, self)
+
+    @property
+    def stats(self) -> OutboxStats:
+        """Rows that the brokers have confirmed, and more."""
+        return self._outbox.stats
+
+    def step(self) -> None:
+        """Call after each step of the optimizer.
+
+        Raises:
+            UnavailableError: the brokers have stopped answering.
+            StoreError: they refuse rows.
+            Rows that are not confirmed are kept, and sent when a later call queues more.
+        """
+        self._check_open()
+        self._num_steps += 1
+        if self._num_steps % self._every_steps == 0:
+            self._queue_touched()
+        self._outbox.raise_error()
+
+    def unconfirmed(self) -> dict[str, NDArray[np.int64]]:
+        """Keys of rows that were touched and that the brokers have not confirmed, by the folder of their table.
+
+        Of tables that rank 0 publishes for others, each rank tells what it has touched itself.
+        """
+        keys = self._outbox.unconfirmed()
+        for table in self._tables:
+            keys[table.folder] = np.union1d(keys.get(table.folder, _NO_KEYS), table.touched_keys())
+        return keys
+
+    def announce(self, version: int) -> None:
+        """Tell servers that `hotrow follow` to serve this version; all ranks call it. Errors as of `step`.
+
+        Returns when all rows that were queued on any rank, and then the announcement, are confirmed.
+        """
+        self._check_open()
+        self._ranks.together(self._outbox.drain)
+        self._ranks.first(lambda: self._outbox.announce(version))
+
+    def close(self) -> None:
+        """Publish all rows touched so far; returns when all is confirmed. May be called more than once.
+
+        Raises:
+            UnavailableError, StoreError: rows were not confirmed; `close` may be called again to send them.
+        """
+        if self._is_closed:
+            return
+        self._queue_touched()
+        self._outbox.drain()
+        self._is_closed = True
+        self._end()
+
+    def __enter__(self) -> UpdatePublisher:
+        return self
+
+    def __exit__(self, kind: Any, _error: Any, _traceback: Any) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._is_closed = True
+            self._end()
+
+    def __repr__(self) -> str:
+        return f"<UpdatePublisher of model {self._name!r} to {self._url!r}, every {self._every_steps} steps>"
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise SessionClosedError("the publisher is closed")
+
+    def _end(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        self._outbox.close()
+
+    def _followed(self, watch: Watch) -> list[_FollowedTable]:
+        touched = list(watch.touched())
+        folders = folder_names([rows.table.name for rows in touched])
+        kinds = self._ranks.gather([_kind(rows.table, alone=self._ranks.size == 1) for rows in touched])
+        return [
+            _FollowedTable(rows, folder, _strictest([of_rank[number] for of_rank in kinds]), self._ranks)
+            for number, (rows, folder) in enumerate(zip(touched, folders, strict=True))
+        ]
+
+    def _queue_touched(self) -> None:
+        restored = take_restored(self._model)
+        for table in self._tables:
+            if restored is not None:
+                table.touch_again(self._keys_since(restored, table))
+        # Ranks take part in all of it before one of them may fail.
+        for changes in [table.changes() for table in self._tables]:
+            if len(changes.keys) or len(changes.deleted):
+                self._outbox.put(changes)
+
+    def _keys_since(self, restored: Restored, table: _FollowedTable) -> NDArray[np.int64]:
+        """Keys of which the servers may have other rows than the restored model."""
+        earlier = restored.moment - _CLOCKS_DIFFER
+        published = published_keys(self._url, self._name, table.folder, table.embedding_dim, earlier)
+        return np.union1d(published, restored.unconfirmed.get(table.folder, _NO_KEYS))
+
+
+def _kind(table: Table, *, alone: bool) -> str:
+    """Who has whole rows: this rank alone its own ("rows"), all of them ("copies"), or none of them ("columns")."""
+    if alone:
+        return "rows"
+    if table.is_replicated():
+        return "copies"
+    return "rows" if all(shard.tensor.shape[1] == table.embedding_dim for shard in table.shards()) else "columns"
+
+
+def _strictest(kinds: Sequence[str]) -> str:
+    return max(kinds, key=["rows", "copies", "columns"].index)
+
+
+class _Piece(NamedTuple):
+    """Part of some rows."""
+
+    rows: NDArray[np.int64]
+    first_column: int
+    vectors: NDArray[np.float32]
+
+
+class _FollowedTable:
+    """One table: from touched rows to what is published, on this rank."""
+
+    def __init__(self, touched: TouchedRows, folder: str, kind: str, ranks: Ranks) -> None:
+        self.folder = folder
+        self._touched, self._table, self._kind, self._ranks = touched, touched.table, kind, ranks
+        self.embedding_dim = self._table.embedding_dim
+        self._published = _NO_KEYS
+        """Raw ids that had a row when rows were published last, ascending; of a table with managed collisions."""
+        if self._table.has_keys:
+            self._published = _known(self._table).ids[:-1].cpu().numpy().copy()
+
+    def changes(self) -> Changes:
+        """What has changed since the last call; none on ranks that publish nothing of this table."""
+        rows = self._touched.take()
+        if self._table.has_keys:
+            return self._of_ids(rows)
+        if self._kind == "rows":
+            numbers, vectors = self._read(rows)
+        elif self._kind == "copies":
+            numbers, vectors = self._read_copies(rows)
+        else:
+            numbers, vectors = self._put_together(rows)
+        return Changes(self.folder, numbers, vectors, _NO_KEYS)
+
+    def touched_keys(self) -> NDArray[np.int64]:
+        """Keys of the rows that `changes` would give, without taking them."""
+        rows = self._touched.seen()
+        if not self._table.has_keys:
+            return rows.cpu().numpy()
+        ids, known_rows, _ = _known(self._table)
+        now = ids[:-1].cpu().numpy()
+        touched = ids[:-1][torch.isin(known_rows[:-1], rows)].cpu().numpy()
+        return np.union1d(touched, np.setxor1d(now, self._published))
+
+    def touch_again(self, keys: NDArray[np.int64]) -> None:
+        """Publish these keys as they are now: the servers may have rows of a training that has been taken back."""
+        if self._table.has_keys:
+            self._published = np.union1d(self._published, keys)
+            ids, rows, _ = _known(self._table)
+            held = torch.isin(ids[:-1], torch.from_numpy(keys).to(ids.device))
+            self._touched.note(rows[:-1][held])
+        else:
+            rows = torch.from_numpy(keys[(keys >= 0) & (keys < self._table.num_rows)]).to(self._table.device)
+            self._touched.note(rows if self._kind != "rows" else self._own(rows))
+
+    def _own(self, rows: Tensor) -> Tensor:
+        kept = [rows[_inside(rows, shard)] for shard in self._table.shards()]
+        return torch.cat(kept) if kept else rows[:0]
+
+    def _read(self, rows: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Whole rows that this rank holds."""
+        numbers, vectors = [], []
+        shards = self._table.shards()
+        for shard in shards:
+            inside = rows if len(shards) == 1 else rows[_inside(rows, shard)]
+            numbers.append(inside.cpu().numpy())
+            vectors.append(_vectors(shard, inside))
+        if not numbers:
+            return _NO_KEYS, np.empty((0, self._table.embedding_dim), np.float32)
+        return np.concatenate(numbers), np.concatenate(vectors)
+
+    def _read_copies(self, rows: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Rows that any rank has touched, on rank 0: each rank has all of them."""
+        everywhere = np.unique(np.concatenate(self._ranks.gather(rows.cpu().numpy())))
+        if not self._ranks.is_first:
+            everywhere = everywhere[:0]
+        return self._read(torch.from_numpy(everywhere).to(self._table.device))
+
+    def _put_together(self, rows: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Rows whose columns are on several ranks, on rank 0."""
+        found = [(shard, rows[_inside(rows, shard)]) for shard in self._table.shards()]
+        own = [_Piece(r.cpu().numpy(), shard.first_column, _vectors(shard, r)) for shard, r in found]
+        pieces = [piece for of_rank in self._ranks.gather(own) for piece in of_rank]
+        if not self._ranks.is_first or not pieces:
+            return _NO_KEYS, np.empty((0, self._table.embedding_dim), np.float32)
+        numbers = np.unique(np.concatenate([piece.rows for piece in pieces]))
+        vectors = np.zeros((len(numbers), self._table.embedding_dim), np.float32)
+        for piece in pieces:
+            end = piece.first_column + piece.vectors.shape[1]
+            vectors[np.searchsorted(numbers, piece.rows), piece.first_column : end] = piece.vectors
+        return numbers, vectors
+
+    def _of_ids(self, rows: Tensor) -> Changes:
+        """Rows under the ids that have them now; ids that have lost theirs are deleted."""
+        ids, known_rows, _ = _known(self._table)
+        ids, known_rows = ids[:-1], known_rows[:-1]  # the last one is the module's filler
+        now = ids.cpu().numpy().copy()  # what the module has changes in place
+        is_new = torch.from_numpy(~np.isin(now, self._published)).to(ids.device)
+        chosen = torch.isin(known_rows, rows) | is_new
+        _, vectors = self._read_in_order(known_rows[chosen])
+        gone = np.setdiff1d(self._published, now)
+        self._published = now
+        return Changes(self.folder, ids[chosen].cpu().numpy(), vectors, gone)
+
+    def _read_in_order(self, rows: Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        vectors = np.zeros((len(rows), self._table.embedding_dim), np.float32)
+        for shard in self._table.shards():
+            inside = _inside(rows, shard)
+            vectors[inside.cpu().numpy()] = _vectors(shard, rows[inside])
+        return rows.cpu().numpy(), vectors
+
+
+def _known(table: Table) -> Mapping:
+    return mapping(table.collisions)
+
+
+def _inside(rows: Tensor, shard: Shard) -> Tensor:
+    return (rows >= shard.first_row) & (rows < shard.first_row + shard.tensor.shape[0])
+
+
+def _vectors(shard: Shard, rows: Tensor) -> NDArray[np.float32]:
+    """Part of rows, by their numbers in the whole table."""
+    local = rows - shard.first_row if shard.first_row else rows
+    vectors: NDArray[np.float32] = shard.tensor.index_select(0, local).to("cpu", torch.float32).numpy()
+    return vectors

@@ -1,0 +1,251 @@
+"""Rows that training touches reach the servers, in order, and none is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torchrec")
+
+from hypothesis import given  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from torch import nn  # noqa: E402
+
+from hotrow import training  # noqa: E402
+from hotrow.training.outbox import Changes, merge  # noqa: E402
+from inference_session import InferenceSession  # noqa: E402
+from inference_session.errors import ConfigurationError, SessionClosedError, UnavailableError  # noqa: E402
+from inference_session.update_stream.announcements import Announcements  # noqa: E402
+from inference_session.update_stream.kafka_url import KafkaUrl  # noqa: E402
+from tests.parameter_server.servers import PATIENCE_S, wait_until  # noqa: E402
+from tests.update_stream.broker import Broker  # noqa: E402
+
+from . import jobs, models  # noqa: E402
+
+pytestmark = [pytest.mark.training, pytest.mark.filterwarnings("ignore")]
+
+
+def _bags(num_tables: int = 2) -> Any:
+    from torchrec import EmbeddingBagCollection
+
+    return EmbeddingBagCollection(models.bag_configs(num_tables))
+
+
+def _batch(seed: int, num_samples: int = 6, num_tables: int = 2, rows: int = 40) -> tuple[Any, Any]:
+    random = np.random.default_rng(seed)
+    lists = {f"f{i}": models.random_lists(random, num_samples, rows) for i in range(num_tables)}
+    return torch.from_numpy(random.random((num_samples, 3)).astype(np.float32)), models.features(lists)
+
+
+def _train(model: nn.Module, optimizer: Any, seed: int, **options: Any) -> None:
+    model(*_batch(seed, **options)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _exported(model: nn.Module, folder: Path, name: str, **options: Any) -> Path:
+    version = training.export(
+        model,
+        example=_batch(0, **options),
+        inputs=training.padded(max_len=5),
+        outputs=["click"],
+        repository=folder,
+        name=name,
+    )
+    return folder / name / str(version)
+
+
+def _serves(session: InferenceSession, expected: dict[str, Any]) -> bool:
+    return all(np.array_equal(session.lookup(name, np.arange(len(rows))), rows) for name, rows in expected.items())
+
+
+def _rows(model: Any) -> dict[str, Any]:
+    return {name: bag.weight.detach().numpy() for name, bag in model.bags.embedding_bags.items()}
+
+
+def test_touched_rows_arrive_bit_equal(tmp_path: Path, broker: Broker) -> None:
+    """Every few steps, what is left at the end, and in a name of their own."""
+    model = models.Clicks(_bags(), 16)
+    directory = _exported(model, tmp_path, "touched")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    with (
+        InferenceSession.open(directory, device="cpu", update_stream=broker.url) as session,
+        training.UpdatePublisher(model, broker.url, "touched", every_steps=3) as updates,
+    ):
+        for seed in range(8):
+            _train(model, optimizer, seed)
+            updates.step()
+        updates.close()
+
+        wait_until(lambda: _serves(session, _rows(model)), "all rows to be served")
+        assert 0 < updates.stats.num_rows <= 3 * (40 + 50)
+
+
+def test_what_is_only_read_is_not_published(broker: Broker, tmp_path: Path) -> None:
+    """Not by an evaluation, nor by an export."""
+    model = models.Clicks(_bags(), 16)
+    with training.UpdatePublisher(model, broker.url, "only_read") as updates:
+        models.live(model, *_batch(0))
+        _exported(model, tmp_path, "only_read")
+        updates.step()
+        updates.close()
+
+        assert updates.stats.num_rows == 0
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_ids_that_lose_their_rows_are_deleted(tmp_path: Path, broker: Broker) -> None:
+    """Managed collisions: raw ids are published, and evicted ones answered as unknown again."""
+    from .test_export import _collisions
+
+    torch.manual_seed(0)
+    model = models.Clicks(_collisions(), 16).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for seed in range(3):
+        _train(model, optimizer, seed, num_samples=20, rows=60)
+    directory = _exported(model, tmp_path, "collisions")
+
+    with (
+        InferenceSession.open(directory, device="cpu", update_stream=broker.url) as session,
+        training.UpdatePublisher(model, broker.url, "collisions", every_steps=2) as updates,
+    ):
+        for seed in range(3, 20):
+            _train(model, optimizer, seed, num_samples=20, rows=10**6)
+            updates.step()
+        updates.close()
+
+        assert updates.stats.num_deleted > 0
+        collection = model.bags._managed_collision_collection._managed_collision_modules
+        weights = {
+            name: bag.weight.detach().numpy() for name, bag in model.bags._embedding_module.embedding_bags.items()
+        }
+        everything = np.arange(10**6)
+        for name, module in collection.items():
+            ids = module._mch_sorted_raw_ids
+            known = ids < torch.iinfo(torch.int64).max
+            expected = np.tile(session.spec.table(name).default_vector, (10**6, 1)).astype(np.float32)
+            expected[ids[known].numpy()] = weights[name][module._mch_remapped_ids_mapping[known].numpy()]
+            wait_until(
+                lambda n=name, e=expected: np.array_equal(session.lookup(n, everything), e), f"the rows of {name}"
+            )
+
+
+WAYS = ["row_wise", "table_wise", "column_wise", "data_parallel"]
+
+
+def _train_on_ranks(rank: int, folder: Path, url: str) -> None:
+    """Train differently sharded tables; whole tables, as they are at the end, lie beside the version."""
+    from .test_ranks import _gathered
+
+    torch.manual_seed(0)
+    model = jobs.distributed(models.Clicks(_bags(4), 32), {"bags": {f"t{i}": way for i, way in enumerate(WAYS)}})
+    _exported(model, folder, "ranks", num_tables=4)
+    updates = training.UpdatePublisher(model, url, "ranks", every_steps=2)
+    dense = [p for name, p in model.named_parameters() if "layers" in name or "t3" in name]
+    optimizer = torch.optim.SGD(dense, lr=0.1)
+    for step in range(5):
+        _train(model, optimizer, 10 * step + rank, num_tables=4)
+        updates.step()
+    updates.announce(1)
+    updates.close()
+    rows = {name: _gathered(model, f"bags.embedding_bags.{name}.weight") for name in ("t0", "t1", "t2", "t3")}
+    if rank == 0:
+        np.savez(folder / "live.npz", **rows)
+
+
+def test_rows_of_all_ranks_arrive_whole(tmp_path: Path, broker: Broker) -> None:
+    """Sharded by rows, tables and columns, and replicated: under their numbers in the whole table."""
+    jobs.run_ranks(_train_on_ranks, tmp_path, broker.url)
+
+    expected = dict(np.load(tmp_path / "live.npz"))
+    directory = tmp_path / "ranks" / "1"
+    with InferenceSession.open(directory, device="cpu", update_stream=broker.url) as session:
+        wait_until(lambda: _serves(session, expected), "all rows to be served")
+    with InferenceSession.open(directory, device="cpu") as session:
+        changed = [
+            (session.lookup(name, np.arange(len(rows))) != rows).any(axis=1).sum() for name, rows in expected.items()
+        ]
+    assert all(changed)
+    with Announcements(KafkaUrl.parse(broker.url), "ranks") as announcements:
+        wait_until(lambda: announcements.newest(1.0) == 1, "the announcement")
+
+
+def test_a_broker_that_goes_away_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
+    """`step` raises; what was not confirmed is sent when the brokers are back."""
+    model = models.Clicks(_bags(), 16)
+    directory = _exported(model, tmp_path, "outage")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Broker() as broker:
+        updates = training.UpdatePublisher(model, broker.url, "outage", timeout_s=2.0)
+        broker.stop()
+        _train(model, optimizer, 1)
+        with pytest.raises(UnavailableError, match="rows that were not confirmed are kept"):
+            _step_until_it_fails(updates)
+        _train(model, optimizer, 2)
+        broker.start()  # empty, so that all has to come anew
+        wait_until(lambda: _closes(updates), "the brokers to take the rows")
+
+        with InferenceSession.open(directory, device="cpu", update_stream=broker.url) as session:
+            wait_until(lambda: _serves(session, _rows(model)), "all rows to be served")
+    with pytest.raises(SessionClosedError):
+        updates.step()
+
+
+def _step_until_it_fails(updates: training.UpdatePublisher) -> None:
+    import time
+
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end:
+        updates.step()
+        time.sleep(0.05)
+
+
+def _closes(updates: training.UpdatePublisher) -> bool:
+    try:
+        updates.close()
+    except UnavailableError:
+        return False
+    return True
+
+
+def test_bad_arguments_are_refused(broker: Broker) -> None:
+    """And leave no hooks behind."""
+    model = models.Clicks(_bags(), 16)
+    with pytest.raises(ConfigurationError, match="every_steps"):
+        training.UpdatePublisher(model, broker.url, "ctr", every_steps=0)
+    with Broker() as other:
+        other.stop()
+        with pytest.raises(UnavailableError, match="no Kafka broker answers"):
+            training.UpdatePublisher(model, other.url, "ctr", timeout_s=1.0)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+KEYS = st.lists(st.integers(-3, 3), max_size=6, unique=True)
+
+
+@given(st.lists(st.tuples(KEYS, st.sets(st.integers(-3, 3))), min_size=2, max_size=5))
+def test_changes_that_wait_are_joined_as_if_sent_one_after_the_other(rounds: list[tuple[list[int], set[int]]]) -> None:
+    """Of each key the last word counts."""
+    oracle: dict[int, float | None] = {}
+    joined: Changes | None = None
+    for number, (keys, deleted) in enumerate(rounds):
+        gone = sorted(deleted - set(keys))
+        changes = Changes(
+            "t",
+            np.array(keys, np.int64),
+            np.full((len(keys), 2), number, np.float32),
+            np.array(gone, np.int64),
+        )
+        joined = changes if joined is None else merge(joined, changes)
+        oracle.update(dict.fromkeys(keys, float(number)))
+        oracle.update(dict.fromkeys(gone))
+    assert joined is not None
+    assert len(set(joined.keys.tolist()) | set(joined.deleted.tolist())) == len(joined.keys) + len(joined.deleted)
+    found = {**dict(zip(joined.keys.tolist(), joined.vectors[:, 0].tolist(), strict=True))}
+    assert found == {key: value for key, value in oracle.items() if value is not None}
+    assert set(joined.deleted.tolist()) == {key for key, value in oracle.items() if value is None}
