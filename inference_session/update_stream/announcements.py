@@ -8,33 +8,57 @@ anybody read another place.
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from inference_session.errors import UnavailableError
 from inference_session.platform.staging import MAX_VERSION
-from inference_session.update_stream.kafka_client import Consumer, KafkaException, TopicPartition, create_client
+from inference_session.update_stream.kafka_client import (
+    Consumer,
+    KafkaError,
+    KafkaException,
+    TopicPartition,
+    assign,
+    create_client,
+)
 from inference_session.update_stream.kafka_url import KafkaUrl
 from inference_session.update_stream.topics import announcement_topic
 
 KEY = b"version"
 _BROKER_S = 10.0
-_MAX_MESSAGES = 1000
 
 _log = logging.getLogger(__name__)
 
 
+class _Announcement(NamedTuple):
+    """A message of the topic. Of a topic that is made anew, an equal offset has another time."""
+
+    offset: int
+    published_ms: int
+    version: int | None
+    """None: the message is refused."""
+
+
 class Announcements:
-    """The announcements of one model; a context manager. The last one counts, also one from before."""
+    """The announcements of one model; a context manager. The last one counts, also one from before.
+
+    What is announced is read from the topic each time, so that nothing depends on what it was before: a topic that is
+    made anew, a broker that comes back empty and a message that is refused hide no announcement.
+    """
 
     def __init__(self, url: KafkaUrl, model: str) -> None:
         """Nothing is sent yet. ConfigurationError where an option of the URL is refused."""
         self._url = url
         self.topic = announcement_topic(model)
         """Name of the topic."""
-        self._following = False
+        self._told: _Announcement | None = None
+        """What `newest` returned last."""
+        self._refused: _Announcement | None = None
+        """The refused message that was logged last."""
         # A group that nobody joins.
-        settings = {"group.id": f"hotrow.{self.topic}", "enable.auto.commit": False}
+        settings = {"group.id": f"hotrow.{self.topic}", "enable.auto.commit": False, "enable.partition.eof": True}
         self._consumer = create_client(Consumer, url, settings)
 
     def newest(self, timeout_s: float) -> int | None:
@@ -44,16 +68,15 @@ class Announcements:
             UnavailableError: the brokers do not answer.
         """
         try:
-            if not self._following:
-                self._following = self._begin()
-            # A consumer that has nothing assigned waits as well.
-            messages = self._consumer.consume(_MAX_MESSAGES, timeout_s)
+            found = self._find()
+            if found in (None, self._told) and self._wait(timeout_s):
+                found = self._find()
         except KafkaException as error:
-            self._following = False
             raise UnavailableError(f"no Kafka broker answers at {self._url}: {error.args[0].str()}") from error
-        self._following &= not any(message.error() for message in messages)  # a topic that is gone may come back
-        versions = [_version(message) for message in messages if not message.error()]
-        return next((version for version in reversed(versions) if version is not None), None)
+        if found is None or found == self._told:
+            return None
+        self._told = found
+        return found.version
 
     def close(self) -> None:
         """Hang up."""
@@ -67,20 +90,66 @@ class Announcements:
     ) -> None:
         self.close()
 
-    def _begin(self) -> bool:
-        """Begin with the last announcement; False: nobody has ever announced anything."""
-        topics = self._consumer.list_topics(timeout=_BROKER_S).topics
-        if self.topic not in topics:
-            self._consumer.unassign()
-            return False
+    def _find(self) -> _Announcement | None:
+        """The last announcement that is a version; None: nobody has ever announced one. Then follows what comes."""
+        topic = self._consumer.list_topics(timeout=_BROKER_S).topics.get(self.topic)
+        if topic is None or topic.error is not None:
+            assign(self._consumer, [])
+            return None
         low, high = self._consumer.get_watermark_offsets(TopicPartition(self.topic, 0), timeout=_BROKER_S)
-        self._consumer.assign([TopicPartition(self.topic, 0, max(low, high - 1))])
-        return True
+        found, refused = None, None
+        for begin in _begins(low, high):
+            found, refused = self._read_from(begin)
+            if found is not None:
+                break
+        self._tell_refused(refused)
+        return found
+
+    def _tell_refused(self, refused: _Announcement | None) -> None:
+        """Log the last message that is refused, once."""
+        if refused is not None and refused != self._refused:
+            _log.warning(
+                "an announcement in topic %r, offset %d, is refused: it is no version's number",
+                self.topic,
+                refused.offset,
+            )
+        self._refused = refused
+
+    def _read_from(self, begin: int) -> tuple[_Announcement | None, _Announcement | None]:
+        """From an offset to the end, the last message that is a version, and the last that is none."""
+        assign(self._consumer, [TopicPartition(self.topic, 0, begin)])
+        found, refused = None, None
+        deadline = time.monotonic() + _BROKER_S
+        while time.monotonic() < deadline:
+            for message in self._consumer.consume(1, max(deadline - time.monotonic(), 0.0)):
+                error = message.error()
+                if error is not None and error.code() == KafkaError._PARTITION_EOF:
+                    return found, refused
+                if error is not None:
+                    raise KafkaException(error)
+                read = _Announcement(message.offset(), message.timestamp()[1], _version(message))
+                found, refused = (found, read) if read.version is None else (read, refused)
+        raise UnavailableError(f"topic {self.topic!r} at {self._url} cannot be read within {_BROKER_S:g} s")
+
+    def _wait(self, timeout_s: float) -> bool:
+        """Wait for a message; returns whether one came. With nothing assigned, the consumer waits as well."""
+        deadline = time.monotonic() + timeout_s
+        while (left_s := deadline - time.monotonic()) > 0:
+            if any(not message.error() for message in self._consumer.consume(1, left_s)):
+                return True
+        return False
+
+
+def _begins(low: int, high: int) -> Iterator[int]:
+    """Offsets to read a partition from, ever further from its end: as a rule the last message is what is wanted."""
+    length = 1
+    while high - length > low:
+        yield high - length
+        length *= 4
+    yield low
 
 
 def _version(message: Any) -> int | None:
     text = bytes(message.value() or b"")
-    if text.isdigit() and len(text) <= len(str(MAX_VERSION)) and 0 < int(text) <= MAX_VERSION:
-        return int(text)
-    _log.warning("an announcement of %r is refused: %r is no version's number", message.topic(), text[:40])
-    return None
+    is_version = text.isdigit() and len(text) <= len(str(MAX_VERSION)) and 0 < int(text) <= MAX_VERSION
+    return int(text) if is_version else None

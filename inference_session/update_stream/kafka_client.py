@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from inference_session.errors import ConfigurationError
@@ -35,6 +35,7 @@ __all__ = [
     "NewTopic",
     "Producer",
     "TopicPartition",
+    "assign",
     "create_client",
     "topic_ids",
 ]
@@ -55,6 +56,18 @@ def create_client(
         return kind({**url.client_settings(), **quiet, **(settings or {})})
     except KafkaException as error:
         raise ConfigurationError(f"settings of {str(url)!r} are refused: {error.args[0].str()}") from error
+
+
+def assign(consumer: Consumer, partitions: Sequence[TopicPartition]) -> None:
+    """Have a consumer read these partitions, from their offsets, and no others.
+
+    librdkafka ends the process by an assertion if the partitions change again, or the consumer is closed, before it
+    has stopped reading those from before. It works off its queue in order, so that it has once two questions are
+    answered: the first waits until the stop is under way, the second until that is done.
+    """
+    consumer.assign(partitions)
+    for _ in range(2):
+        consumer.assignment()
 
 
 def topic_ids(admin: AdminClient, topics: Collection[str], timeout_s: float) -> dict[str, str]:

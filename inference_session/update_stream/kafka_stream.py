@@ -43,6 +43,7 @@ from inference_session.update_stream.kafka_client import (
     KafkaException,
     Message,
     TopicPartition,
+    assign,
     create_client,
     topic_ids,
 )
@@ -258,7 +259,7 @@ class KafkaUpdateStream:
 
     def _assign(self) -> None:
         begins = self._positions.assign()
-        self._consumer.assign([TopicPartition(*one, _BEGINNING if at is None else at) for one, at in begins.items()])
+        assign(self._consumer, [TopicPartition(*one, _BEGINNING if at is None else at) for one, at in begins.items()])
 
     def _consume(self) -> tuple[dict[str, TakenMessages], int, dict[Partition, int]]:
         """Messages by topic; the time in ms at which the oldest was published; where partitions have their end."""

@@ -1,0 +1,109 @@
+"""Which version has been announced last, by the topic of a real broker."""
+
+from __future__ import annotations
+
+import confluent_kafka
+import pytest
+
+from inference_session.errors import UnavailableError
+from inference_session.update_stream import Publisher
+from inference_session.update_stream.announcements import Announcements
+from inference_session.update_stream.kafka_url import KafkaUrl
+from tests.parameter_server.servers import wait_until
+from tests.update_stream.broker import Broker
+from tests.update_stream.conftest import SmallVersion
+from tests.update_stream.test_kafka_stream import _FIRST_THAT_ABORTS
+
+
+def follow(broker: Broker, small: SmallVersion) -> Announcements:
+    return Announcements(KafkaUrl.parse(broker.url), small.model)
+
+
+def announce(broker: Broker, small: SmallVersion, *versions: int) -> None:
+    with Publisher(broker.url, small.model) as publisher:
+        for version in versions:
+            publisher.announce(version)
+
+
+def await_version(announcements: Announcements, version: int) -> None:
+    def is_announced() -> bool:
+        try:
+            return announcements.newest(0.1) == version
+        except UnavailableError:  # the broker is away
+            return False
+
+    wait_until(is_announced, f"version {version} to be announced")
+
+
+def test_the_last_announcement_counts_and_is_told_once(broker: Broker, small: SmallVersion) -> None:
+    """Also one from before; one that comes later is told when it comes, even if it is the same number."""
+    with follow(broker, small) as announcements:
+        assert announcements.newest(0.1) is None
+        announce(broker, small, 5, 7)
+        await_version(announcements, 7)
+        assert announcements.newest(0.1) is None
+        announce(broker, small, 7)
+        await_version(announcements, 7)
+        with follow(broker, small) as later:
+            assert later.newest(0.1) == 7
+
+
+@pytest.mark.parametrize("num_refused", [1, 5, 40])
+def test_refused_announcements_hide_none(
+    broker: Broker, small: SmallVersion, num_refused: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However many came last; the last of them is logged, once."""
+    announce(broker, small, 3, 7)
+    refused = [b"seven", b"", b"-1", b"0", b"9" * 40, b"\xd9\xa7", None, b"\xff"]
+    messages = [(b"version", refused[i % len(refused)]) for i in range(num_refused)]
+    broker.send(f"hotrow_versions.{small.model}", *messages)
+    with follow(broker, small) as announcements:
+        assert announcements.newest(0.1) == 7
+        assert announcements.newest(0.1) is None
+        announce(broker, small, 8)
+        await_version(announcements, 8)
+    assert sum("is refused" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_nothing_but_refused_announcements_is_none(broker: Broker, small: SmallVersion) -> None:
+    """Until there is one."""
+    broker.send(f"hotrow_versions.{small.model}", (b"version", b"seven"))
+    with follow(broker, small) as announcements:
+        assert announcements.newest(0.1) is None
+        announce(broker, small, 2)
+        await_version(announcements, 2)
+
+
+def test_a_broker_that_comes_back_empty_hides_no_announcement(small: SmallVersion) -> None:
+    """Although the new announcement has the offset of the old one."""
+    with Broker() as broker, follow(broker, small) as announcements:
+        announce(broker, small, 4)
+        await_version(announcements, 4)
+        broker.stop()
+        broker.start()
+        announce(broker, small, 5)
+        await_version(announcements, 5)
+        assert announcements.newest(0.1) is None
+
+
+@pytest.mark.skipif(
+    confluent_kafka.libversion()[1] >= _FIRST_THAT_ABORTS,
+    reason="this librdkafka aborts the process on what the broker of these tests says of a deleted topic",
+)
+def test_a_topic_made_anew_hides_no_announcement(broker: Broker, small: SmallVersion) -> None:
+    """While the topic is gone nothing is announced."""
+    with follow(broker, small) as announcements:
+        announce(broker, small, 4)
+        await_version(announcements, 4)
+        broker.delete_topic(f"hotrow_versions.{small.model}")
+        assert announcements.newest(0.1) is None
+        announce(broker, small, 5)
+        await_version(announcements, 5)
+
+
+def test_brokers_that_do_not_answer_are_an_error(small: SmallVersion, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which names them."""
+    monkeypatch.setattr("inference_session.update_stream.announcements._BROKER_S", 1.0)
+    broker = Broker()
+    with follow(broker, small) as announcements, pytest.raises(UnavailableError, match=str(broker.port)):
+        announcements.newest(0.1)
