@@ -9,8 +9,8 @@ from inference_session.errors import UnavailableError
 from inference_session.update_stream import Publisher
 from inference_session.update_stream.announcements import Announcements
 from inference_session.update_stream.kafka_url import KafkaUrl
-from tests.parameter_server.servers import wait_until
-from tests.update_stream.broker import Broker
+from tests.testing.broker import Broker
+from tests.testing.servers import wait_until
 from tests.update_stream.conftest import SmallVersion
 from tests.update_stream.test_kafka_stream import _FIRST_THAT_ABORTS
 

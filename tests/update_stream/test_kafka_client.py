@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from tests.update_stream.broker import Broker
+from tests.testing.broker import Broker
 
 ASSIGN_OFTEN = """
 import sys
