@@ -21,7 +21,7 @@ from hotrow.training.state import Restored, note_publisher, take_restored
 from hotrow.training.tables import Shard, Table
 from hotrow.training.touched import TouchedRows, Watch
 from inference_session.errors import ConfigurationError, SessionClosedError
-from inference_session.formats.native import folder_names
+from inference_session.model_spec import folder_names
 from inference_session.update_stream.publisher import DEFAULT_TIMEOUT_S, Encoding, Publisher
 
 _CLOCKS_DIFFER = timedelta(minutes=1)
