@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,8 @@ class RecentWrites:
 
     def add(self, keys: NDArray[np.int64]) -> None:
         """A write of these keys is done."""
+        if not len(keys):
+            return
         self.moment += 1
         self._keys.append(keys.copy())
         self._num_keys += len(keys)
@@ -51,5 +54,5 @@ class RecentWrites:
             return np.zeros(len(keys), np.bool_)
         if num_writes > len(self._keys):
             return np.ones(len(keys), np.bool_)
-        written: NDArray[np.bool_] = np.isin(keys, np.concatenate([self._keys[-i] for i in range(1, num_writes + 1)]))
+        written: NDArray[np.bool_] = np.isin(keys, np.concatenate(list(islice(reversed(self._keys), num_writes))))
         return written

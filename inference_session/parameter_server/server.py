@@ -269,7 +269,7 @@ class ParameterServer:
             try:
                 for tier in reversed(self._tiers if tiers is None else tiers):
                     if tier.store.supports_writes:
-                        error = tier.attempt(write)
+                        error = tier.write(write)
                         if error is not None and not tier.volatile:
                             raise error
                         if error is not None:

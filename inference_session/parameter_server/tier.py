@@ -14,12 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, StoreError, UnavailableError
-from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
+from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, LateError
+from inference_session.parameter_server.unwritten_keys import UnwrittenKeys
 
 STEADY_S = 10.0
 """A tier that was back for less than this is unsteady, and left out for longer each time."""
-MAX_UNWRITTEN_KEYS = 1_000_000
-"""Keys of a table that are remembered for a volatile tier that is out; with more of them it drops the whole table."""
+MAX_TIMES_LATE = 3
+"""Calls in a row that were late, after which a tier is left out although it answers checks."""
+KEYS_PER_DROP = 4096
+"""Keys that a tier drops at once on its way back: few enough that neither requests nor writers wait for long."""
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.5, 16.0
 """The shortest and the longest that an unsteady tier is left out before it is tried again."""
 PAUSE_S = 5.0
@@ -50,16 +53,17 @@ class Tier:
     """Of its last failure."""
     is_suspect: bool = False
     """It refused something: whether it refuses all, as after a change of passwords, is to be found out."""
-    incarnation: str = ""
-    """Of the store, when it was last looked after."""
+    incarnation: str | None = None
+    """Of the store, before it was first written to, and when it was last looked after; None: not asked for yet."""
     back_since: float = -math.inf
     """When the tier last came back."""
     retry_pause_s: float = 0.0
     retry_at: float = 0.0
     """When it is tried again."""
-    unwritten: dict[str, list[NDArray[np.int64]] | None] = field(default_factory=dict)
-    """Keys, by table, whose newest rows could not be written here; the tier is left out until it has dropped them.
-    None: too many to remember, it drops the whole table."""
+    unwritten: UnwrittenKeys = field(default_factory=UnwrittenKeys)
+    """Keys whose newest rows could not be written here; the tier is left out until it has dropped them."""
+    is_returning: bool = False
+    """It answers again, and is dropping these rows."""
     hits: int = 0
     misses: int = 0
     skipped: int = 0
@@ -73,30 +77,49 @@ class Tier:
     """Rows inserted because a lower tier had them."""
     touched: int = 0
     """Rows marked as used."""
+    _times_late: int = field(default=0, init=False, repr=False)
+    """In a row."""
+    _late_at: float = field(default=-math.inf, init=False, repr=False)
+    """When that was last counted."""
     _reported: set[str] = field(default_factory=set, init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def fetch(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]] | None:
         """`fetch_many` of the store, counted; None where it does not answer."""
-        outages = self.outages
+        outages, began = self.outages, time.monotonic()
         try:
             found = self.store.fetch_many(requests) if self.failure is None else None
         except (UnavailableError, StoreError) as error:
-            # A call that waited through the beginning of an outage says nothing of a tier that has come back since.
-            if self.outages == outages:
-                self.report(error)
             found = None
+            # A call that waited through the beginning of an outage says nothing of a tier that has come back since.
+            if self.outages == outages and isinstance(error, LateError):
+                self._report_late(error, began)
+            elif self.outages == outages:
+                self.report(error)
         num_keys = sum(len(request.keys) for request in requests)
         num_hits = sum(int(part.sum()) for part in found or ())
         with self._lock:
+            self._times_late = self._times_late if found is None else 0
             self.hits += num_hits
             self.misses += 0 if found is None else num_keys - num_hits
             self.skipped += num_keys if found is None else 0
         return found
 
+    def _report_late(self, error: LateError, began: float) -> None:
+        """A call that is late concerns itself. The tier is down if it does not answer something small either, or is
+        late again and again; calls that were late at the same time count once.
+        """
+        with self._lock:
+            if began > self._late_at:
+                self._times_late += 1
+                self._late_at = time.monotonic()
+            is_down = self._times_late >= MAX_TIMES_LATE
+        failure = error if is_down else self.attempt(lambda store: store.check())
+        self.report(failure or error, leave_out=failure is not None)
+
     def report(self, error: HotrowError, *, leave_out: bool = False) -> None:
         """Count a failure and log it once; a tier that is down is left out from now on."""
-        is_out = leave_out or isinstance(error, UnavailableError)
+        is_out = leave_out or (isinstance(error, UnavailableError) and not isinstance(error, LateError))
         with self._lock:
             self.failures += 1
             self.last_error = str(error)
@@ -129,7 +152,7 @@ class Tier:
         # A warning like the one that it ends: whoever was shown that has to see this.
         _log.warning("tier %s of the parameter server answers again", self.name)
         with self._lock:
-            self.failure, self.back_since = None, time.monotonic()
+            self.failure, self.is_returning, self.back_since = None, False, time.monotonic()
 
     def attempt(self, act: Callable[[EmbeddingStore], None]) -> HotrowError | None:
         """Do something to the store, or say why not. A volatile tier that is out is not even tried."""
@@ -140,6 +163,16 @@ class Tier:
         except (UnavailableError, StoreError) as error:
             return error
         return None
+
+    def write(self, act: Callable[[EmbeddingStore], None]) -> HotrowError | None:
+        """`attempt` to write, once it is known which incarnation of the store the first write goes to."""
+
+        def write(store: EmbeddingStore) -> None:
+            if self.volatile and self.incarnation is None:
+                self.incarnation = store.incarnation()
+            act(store)
+
+        return self.attempt(write)
 
     def write_if_welcome(self, act: Callable[[EmbeddingStore], None]) -> bool:
         """Write what need not be written. A tier that refuses it, being read-only or full, may still be read: it is
@@ -171,24 +204,20 @@ class Tier:
 
     def leave_out(self, table: str, keys: NDArray[np.int64], error: HotrowError) -> None:
         """Serve nothing from here, as it has older rows of these keys. Must be called while nobody else writes."""
-        self._remember_unwritten(table, keys)
+        self.unwritten.add(table, keys)
         self.report(error, leave_out=True)
 
-    def _remember_unwritten(self, table: str, keys: NDArray[np.int64]) -> None:
-        unwritten = self.unwritten.setdefault(table, [])
-        if unwritten is not None:
-            unwritten.append(keys.copy())
-            if sum(map(len, unwritten)) > MAX_UNWRITTEN_KEYS:
-                self.unwritten[table] = None
-
-    def drop_unwritten(self, table: str) -> None:
-        """Drop rows whose newer ones could not be written. Must be called while nobody else writes."""
-        keys = self.unwritten[table]
-        if keys is None:
-            self.store.clear(table)
-        else:
-            self.store.erase(table, np.concatenate(keys))
-        del self.unwritten[table]
+    def drop_some_unwritten(self) -> None:
+        """Drop some of the rows whose newer ones could not be written. Must be called while nobody else writes."""
+        table, keys = self.unwritten.take(KEYS_PER_DROP)
+        try:
+            if keys is None:
+                self.store.clear(table)
+            else:
+                self.store.erase(table, keys)
+        except BaseException:
+            self.unwritten.add(table, keys)
+            raise
 
     def counters(self) -> dict[str, Any]:
         """What `ParameterServer.stats` says of the tier."""

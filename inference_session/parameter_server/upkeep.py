@@ -37,6 +37,10 @@ ROUND_INTERVAL_S = 0.5
 TURN_INTERVAL_S = 0.02
 """How often rows are promoted and touched, and readers catch up: what comes meanwhile goes in one piece, and the pieces
 are small."""
+BRING_BACK_S = 0.1
+"""How long a tier drops rows in one turn."""
+_REST_S = 0.001
+"""Between two pieces of that, for those who wait to write."""
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +92,7 @@ class Upkeep:
         self.promotions.finish(len(promotions))
         self._survive(self._touch, self.touches.take())
         for tier in self._tiers:
-            if tier.store.lags and tier.failure is None:
+            if tier.is_returning or (tier.store.lags and tier.failure is None):
                 self._survive(self._look_after, tier)
 
     @staticmethod
@@ -162,26 +166,38 @@ class Upkeep:
             elif time.monotonic() >= tier.retry_at:
                 self._bring_back(tier)
         except (UnavailableError, StoreError) as error:
+            tier.is_returning = False
             tier.report(error, leave_out=is_out)
 
     def _bring_back(self, tier: Tier) -> None:
-        """Use a tier again that was out, without the rows that it has missed newer ones of."""
+        """Use a tier again that was out, without the rows that it has missed newer ones of. These are dropped in
+        pieces, between which others may write; what is not done in this turn is left to the next.
+        """
         tier.store.check()
         self._look_for_losses(tier)
-        with self._writing:
-            for table in list(tier.unwritten):
-                tier.drop_unwritten(table)
-            tier.end_outage()
+        tier.is_returning = True
+        end = time.monotonic() + BRING_BACK_S
+        while time.monotonic() < end and not self._closing.wait(_REST_S):
+            with self._writing:
+                if not tier.unwritten:
+                    return tier.end_outage()
+                tier.drop_some_unwritten()
+        return None
 
     def _look_for_losses(self, tier: Tier) -> None:
-        """Drop all that was written to a volatile tier whose store has forgotten some of it and shows older rows."""
+        """Leave out a volatile tier whose store has forgotten some of what was written to it and shows older rows,
+        until it has dropped all that was written.
+        """
         if not tier.volatile or not self._history.any_written:
             return
         incarnation = tier.store.incarnation()
         if tier.incarnation and incarnation != tier.incarnation:
             with self._writing:
-                for table, keys in self._history.written_tables().items():
-                    tier.unwritten[table] = None if keys is None else [keys]
-                    tier.drop_unwritten(table)
-                    self.on_drop(table, keys)
+                written = self._history.written_tables()
+                for table, keys in written.items():
+                    tier.unwritten.add(table, keys)
+                tier.report(UnavailableError("it is not the server any more that took the last writes"), leave_out=True)
+                tier.is_returning = True
+            for table, keys in written.items():
+                self.on_drop(table, keys)
         tier.incarnation = incarnation

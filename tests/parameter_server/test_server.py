@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_session.errors import SessionClosedError, StoreError, TableNotFoundError, UnavailableError
-from inference_session.parameter_server import pending
+from inference_session.parameter_server import pending, unwritten_keys
 from inference_session.parameter_server import server as server_module
 from inference_session.parameter_server import tier as tier_module
 from inference_session.parameter_server import upkeep as upkeep_module
-from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
+from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, LateError
 from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
@@ -278,7 +278,7 @@ def test_updates_missed_during_an_outage_leave_nothing_stale(
 ) -> None:
     """A volatile tier that could not take an update drops its old rows before it is used again."""
     for limit in (1_000_000, 3):
-        monkeypatch.setattr(tier_module, "MAX_UNWRITTEN_KEYS", limit)
+        monkeypatch.setattr(unwritten_keys, "MAX_KEYS", limit)
         stack = make()
         stack.volatile.insert("user", KEYS, VECTORS)
         stack.faults["volatile"] = UnavailableError("gone")
@@ -292,6 +292,86 @@ def test_updates_missed_during_an_outage_leave_nothing_stale(
         np.testing.assert_array_equal(found, (np.arange(200) < 50) | (np.arange(200) >= 60))
         assert_same_bits(out[:50], -VECTORS[:50])
         assert_same_bits(out[60:], VECTORS[60:])
+
+
+class ReluctantStore(HookedStore):
+    """Erases few keys at once only, and every second time none."""
+
+    num_calls = 0
+
+    def erase(self, table: str, keys: np.ndarray) -> None:
+        self.num_calls += 1
+        if len(keys) > 10 or self.num_calls % 2:
+            raise LateError("too much at once")
+        super().erase(table, keys)
+
+
+def test_a_tier_comes_back_in_pieces(make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has missed is dropped little by little; what is done need not be done again after a failure."""
+    monkeypatch.setattr(tier_module, "KEYS_PER_DROP", 10)
+    stack = make()
+    stack.volatile.insert("user", KEYS, VECTORS)
+    tier = stack.server._tiers[0]
+    reluctant = ReluctantStore(tier.store)
+    tier.store = reluctant
+    stack.faults["volatile"] = UnavailableError("gone")
+    stack.server.insert("user", KEYS[:95], -VECTORS[:95])
+    for key in KEYS[95:150]:
+        stack.server.erase("user", keys_of(key))
+    del stack.faults["volatile"]
+    wait_until(lambda: tier.failure is None, "the tier to come back")
+    found, out = stack.fetch(KEYS)
+    np.testing.assert_array_equal(found, (np.arange(200) < 95) | (np.arange(200) >= 150))
+    assert_same_bits(out[:95], -VECTORS[:95])
+    assert reluctant.num_calls >= 30
+
+
+def test_a_late_call_concerns_itself(make: Callable[..., Stack]) -> None:
+    """A tier that answers a check stays in use, unless it is late again and again; after an answer that begins anew."""
+    stack = make()
+    stack.volatile.insert("user", KEYS, VECTORS)
+    tier = stack.server._tiers[0]
+    late = FaultStore(stack.volatile, lambda verb: LateError("late") if verb == "fetch_many" else None)
+    sound = tier.store
+    for _ in range(2):
+        tier.store = late
+        for _ in range(tier_module.MAX_TIMES_LATE - 1):
+            found, out = stack.fetch(KEYS)
+            assert found.all()
+            assert_same_bits(out, VECTORS)
+        assert tier.failure is None
+        tier.store = sound
+        stack.fetch(KEYS)
+    tier.store = late
+    for _ in range(tier_module.MAX_TIMES_LATE):
+        stack.fetch(KEYS)
+    assert tier.outages == 1
+
+
+def test_a_late_call_to_a_tier_that_is_down_tells_so(make: Callable[..., Stack]) -> None:
+    """It does not answer something small either."""
+    stack = make()
+    stack.faults["volatile"] = LateError("late")
+    assert stack.fetch(KEYS)[0].all()
+    assert stack.tier("volatile")["failure"] == "late"
+
+
+def test_the_first_write_goes_to_a_known_incarnation(make: Callable[..., Stack]) -> None:
+    """A store that is another one just after it is left out until it has dropped what was written."""
+    stack = make()
+    tier = stack.server._tiers[0]
+    dropped: list[str] = []
+    stack.server.on_drop(lambda table, _keys: dropped.append(table))
+    replaced = HookedStore(tier.store)
+    names = iter(["first"])
+    replaced.incarnation = lambda: next(names, "second")  # type: ignore[method-assign]
+    tier.store = replaced
+    stack.volatile.insert("user", KEYS[:1], -VECTORS[:1])
+    stack.server.insert("user", KEYS[:1], VECTORS[:1])
+    stack.volatile.insert("user", KEYS[:1], -VECTORS[:1])  # the older row is there again
+    wait_until(lambda: dropped == ["user"] and tier.failure is None, "the loss to be noticed")
+    assert_same_bits(stack.fetch(KEYS[:1])[1], VECTORS[:1])
+    assert tier.outages == 1
 
 
 def test_a_write_that_the_persistent_tier_refuses_is_an_error(make: Callable[..., Stack]) -> None:

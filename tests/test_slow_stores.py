@@ -1,0 +1,112 @@
+"""A real Redis that takes its time: what is late concerns itself, what goes on is waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from inference_session import InferenceSession
+from inference_session.parameter_server import redis_client
+from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.store_url import create_store
+from inference_session.parameter_server.table_push import TablePush
+from tests import small_model
+from tests.parameter_server.contract import assert_same_bits, fetch, random_keys, random_vectors
+from tests.parameter_server.servers import PATIENCE_MS, RedisServer, slowed, wait_until
+
+DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
+EVERY = np.arange(50)
+LARGE_BYTES = 500
+
+
+def push(directory: Path, url: str) -> None:
+    with create_store(url, Namespace("small", "1"), DIMS, writable=True, timeout_ms=PATIENCE_MS) as store:
+        for table in small_model.TABLES:
+            TablePush(directory, table, store).run()
+
+
+@contextlib.contextmanager
+def opened(tmp_path: Path, server: RedisServer, port: int, **settings: object) -> Iterator[InferenceSession]:
+    """The small model over a Redis behind a port, and a RocksDB, both of which have its rows."""
+    directory = tmp_path / "repository" / "small" / "1"
+    small_model.write(directory)
+    database = f"rocksdb://{tmp_path}/db"
+    push(directory, server.url)
+    push(directory, database)
+    shutil.rmtree(directory / "tables")
+    stores = {"volatile_store": f"redis://127.0.0.1:{port}", "persistent_store": database}
+    with InferenceSession.open(directory, cache_bytes=0, **stores, **settings) as session:
+        yield session
+
+
+def test_work_may_take_longer_than_the_timeout_as_long_as_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each piece of a large call has a deadline of its own, whatever there is to do."""
+    monkeypatch.setattr(redis_client, "BYTES_PER_BATCH", 16 << 10)
+    monkeypatch.setattr("inference_session.parameter_server.redis_store.BYTES_PER_BATCH", 16 << 10)
+    monkeypatch.setattr(redis_client, "_BYTES_UNDER_WAY", 16 << 10)
+    keys, vectors = random_keys(2000), random_vectors(2000, 64)
+    with RedisServer() as server, slowed(server.port, lambda size: 0.05 if size > 1000 else 0.0) as port:
+        namespace, dims = Namespace("large", "1"), {"user": 64}
+        url = f"redis://127.0.0.1:{port}?partitions=1"
+        with create_store(server.url + "?partitions=1", namespace, dims, timeout_ms=PATIENCE_MS) as patient:
+            patient.insert("user", keys, vectors)
+        with create_store(url, namespace, dims, timeout_ms=1000) as store:
+            found, out = fetch(store, "user", keys)
+            assert found.all()
+            assert_same_bits(out, vectors)
+
+
+def test_a_late_request_concerns_itself(tmp_path: Path) -> None:
+    """Large answers never come, small ones do: requests for few rows are answered from Redis all the while."""
+    stalled = threading.Event()
+
+    def delay_s(num_bytes: int) -> float:
+        return 3.0 if num_bytes >= LARGE_BYTES and stalled.is_set() else 0.0
+
+    with (
+        RedisServer() as server,
+        slowed(server.port, delay_s) as port,
+        opened(tmp_path, server, port, store_timeout_ms=1000) as session,
+    ):
+        expected = session.lookup("user_weight", EVERY)
+        stalled.set()
+        for _ in range(4):
+            np.testing.assert_array_equal(session.lookup("user_weight", EVERY), expected)  # from the RocksDB
+            np.testing.assert_array_equal(session.lookup("user_weight", EVERY[:2]), expected[:2])
+        tier = session.stats()["tiers"]["volatile"]
+        assert tier["failures"] >= 4
+        assert tier["outages"] == 0
+        assert tier["hits"] >= 50 + 4 * 2
+
+
+def test_a_redis_that_has_missed_many_updates_comes_back(tmp_path: Path) -> None:
+    """What it missed while it hung is dropped in pieces, beside further updates; then it answers the newest rows."""
+    with RedisServer() as server, opened(tmp_path, server, server.port, store_timeout_ms=500) as session:
+        session.lookup("user_weight", EVERY)
+        server.send_signal(signal.SIGSTOP)
+        newest = np.zeros((50, 4), np.float32)
+        for value in range(200):
+            newest[:] = value
+            session.update("user_weight", EVERY, newest)
+        assert session.stats()["tiers"]["volatile"]["failure"] is not None
+        session.update("user_weight", np.arange(50, 30_000), np.zeros((29_950, 4), np.float32))
+        server.send_signal(signal.SIGCONT)
+
+        def is_back() -> bool:
+            newest[:] += 1
+            session.update("user_weight", EVERY, newest)
+            np.testing.assert_array_equal(session.lookup("user_weight", EVERY), newest)
+            return session.stats()["tiers"]["volatile"]["failure"] is None
+
+        wait_until(is_back, "Redis to be used again")
+        hits = session.stats()["tiers"]["volatile"]["hits"]
+        session.update("user_weight", EVERY, newest)
+        np.testing.assert_array_equal(session.lookup("user_weight", EVERY), newest)
+        assert session.stats()["tiers"]["volatile"]["hits"] > hits
