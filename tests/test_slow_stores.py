@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 from inference_session import InferenceSession
-from inference_session.parameter_server import redis_client
 from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.redis import client as redis_client
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
-from tests import small_model
 from tests.parameter_server.contract import assert_same_bits, fetch, random_keys, random_vectors
-from tests.parameter_server.servers import PATIENCE_MS, RedisServer, slowed, wait_until
+from tests.testing import small_model
+from tests.testing.servers import PATIENCE_MS, RedisServer, slowed, wait_until
 
 DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
 EVERY = np.arange(50)
@@ -49,7 +49,7 @@ def opened(tmp_path: Path, server: RedisServer, port: int, **settings: object) -
 def test_work_may_take_longer_than_the_timeout_as_long_as_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece of a large call has a deadline of its own, whatever there is to do."""
     monkeypatch.setattr(redis_client, "BYTES_PER_BATCH", 16 << 10)
-    monkeypatch.setattr("inference_session.parameter_server.redis_store.BYTES_PER_BATCH", 16 << 10)
+    monkeypatch.setattr("inference_session.parameter_server.redis.store.BYTES_PER_BATCH", 16 << 10)
     monkeypatch.setattr(redis_client, "_BYTES_UNDER_WAY", 16 << 10)
     keys, vectors = random_keys(2000), random_vectors(2000, 64)
     with RedisServer() as server, slowed(server.port, lambda size: 0.05 if size > 1000 else 0.0) as port:
