@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.update_stream.broker import Broker
+from tests.testing.broker import Broker
 
 
 @pytest.fixture(scope="session")
