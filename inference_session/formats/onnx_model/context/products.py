@@ -1,0 +1,136 @@
+"""Multiplies candidates by their context's matrices block by block, with no matrix repeated for a candidate.
+
+The candidates of a block, one below the other, are one matrix: attention over a context's history is then one product
+per block. MatMul, from either side, and Einsum are written so.
+"""
+
+from __future__ import annotations
+
+import string
+
+from onnx import NodeProto, helper
+
+from inference_session.formats.onnx_model.context.work import Builder, Work
+
+
+def multiply_blocks(work: Work) -> None:
+    """Change the graph."""
+    replaced = {i: nodes for i, node in enumerate(work.graph.node) if (nodes := _divided(work, node))}
+    if replaced:
+        work.replace(replaced)
+
+
+def _divided(work: Work, node: NodeProto) -> list[NodeProto] | None:
+    if node.domain:
+        return None
+    if node.op_type == "Einsum":
+        return _einsum(work, node)
+    if node.op_type != "MatMul":
+        return None
+    left, right = node.input
+    rank = work.rank(left)
+    if rank is None or rank < 3 or work.rank(right) != rank:
+        return None
+    builder = Builder(work, node.output[0])
+    if (source := work.tiled(right)) is not None and _has_rows(work, left):
+        return _multiply(work, builder, left, source, node.output[0]) if _same_between(work, node) else None
+    if (source := work.tiled(left)) is not None and _has_rows(work, right) and _same_between(work, node):
+        swapped = [*range(rank - 2), rank - 1, rank - 2]
+        row = builder.add("Transpose", [right], perm=swapped)
+        matrix = builder.add("Transpose", [source], perm=swapped)
+        sizes = _Sizes(work, right, source, (-1, -2))
+        product = builder.add("Reshape", [_product(builder, row, matrix, rank, sizes), sizes.whole(builder)])
+        builder.add("Transpose", [product], node.output[0], perm=swapped)
+        return builder.nodes
+    return None
+
+
+def _has_rows(work: Work, name: str) -> bool:
+    return (work.dims(name) or (0,))[0] == (work.dims_of_rows or 0)
+
+
+def _same_between(work: Work, node: NodeProto) -> bool:
+    """Whether the dimensions between the samples and the matrices, as heads, are equal: none is stretched."""
+    return len({(work.dims(name) or ())[1:-2] for name in node.input}) == 1
+
+
+class _Sizes:
+    """Sizes of a product: numbers, or lists of one number in the graph.
+
+    Args:
+        axes: of `left` and `right`, the axes that become the product's last two.
+    """
+
+    def __init__(self, work: Work, left: str, right: str, axes: tuple[int, int]) -> None:
+        self._places = [(left, axes[0]), (right, axes[1])]
+        self._summed = (left, -3 - axes[0])
+        self._between = [(left, axis) for axis in range(1, (work.rank(left) or 0) - 2)]
+
+    def whole(self, builder: Builder) -> str:
+        """The product's shape, [rows, between, left, right]."""
+        return builder.list_of([-1, *(builder.size(*place) for place in (*self._between, *self._places))])
+
+    def of_left(self, builder: Builder) -> list[int | str]:
+        """[between, left, summed]."""
+        return [builder.size(*place) for place in (*self._between, self._places[0], self._summed)]
+
+    def of_tall(self, builder: Builder) -> str:
+        """[blocks, between, rows of a block times left, summed]."""
+        *between, _, summed = self.of_left(builder)
+        return builder.list_of([builder.num_blocks(), *between, -1, summed])
+
+    def of_blocks(self, builder: Builder) -> str:
+        """[blocks, between, rows of a block, left, right]."""
+        between = [builder.size(*place) for place in self._between]
+        return builder.list_of([builder.num_blocks(), *between, -1, *(builder.size(*place) for place in self._places)])
+
+
+def _multiply(work: Work, builder: Builder, left: str, right: str, output: str) -> list[NodeProto]:
+    sizes = _Sizes(work, left, right, (-2, -1))
+    product = _product(builder, left, right, work.rank(left) or 0, sizes)
+    builder.add("Reshape", [product, sizes.whole(builder)], output)
+    return builder.nodes
+
+
+def _product(builder: Builder, left: str, right: str, rank: int, sizes: _Sizes) -> str:
+    """[blocks, rows of a block, left, right], or what is as long; `left` has rows, `right` contexts."""
+    matrix = builder.of_blocks(right)
+    if rank == 3:
+        tall = builder.add("Reshape", [left, sizes.of_tall(builder)])
+        return builder.add("MatMul", [tall, matrix])
+    # The rows of a block go behind the heads.
+    order = [0, *range(2, rank - 1), 1, rank - 1, rank]
+    apart = builder.add("Reshape", [left, builder.list_of([builder.num_blocks(), -1, *sizes.of_left(builder)])])
+    inner = builder.add("Transpose", [apart], perm=order)
+    tall = builder.add("Reshape", [inner, sizes.of_tall(builder)])
+    product = builder.add("Reshape", [builder.add("MatMul", [tall, matrix]), sizes.of_blocks(builder)])
+    back = [0, rank - 2, *range(1, rank - 2), rank - 1, rank]
+    return builder.add("Transpose", [product], perm=back)
+
+
+def _einsum(work: Work, node: NodeProto) -> list[NodeProto] | None:
+    """The same equation with a letter for blocks and one for the rows of a block."""
+    equation = next(helper.get_attribute_value(a).decode() for a in node.attribute if a.name == "equation")
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    operands = left.split(",")
+    sources = [work.tiled(name) for name in node.input]
+    letters = {axes[:1] for axes, source in zip(operands, sources, strict=True) if source}
+    if len(letters) != 1 or not arrow or "." in equation or not right.startswith(letter := letters.pop()):
+        return None
+    inner = next(c for c in string.ascii_letters if c not in equation)
+    builder, inputs, axes_of = Builder(work, node.output[0]), list[str](), list[str]()
+    for name, axes, source in zip(node.input, operands, sources, strict=True):
+        if source:
+            inputs.append(builder.of_blocks(source))
+        elif letter in axes:
+            if not axes.startswith(letter):
+                return None
+            inputs.append(builder.to_blocks(name))
+            axes = f"{letter}{inner}{axes[1:]}"
+        else:
+            inputs.append(name)
+        axes_of.append(axes)
+    text = f"{','.join(axes_of)}->{letter}{inner}{right[1:]}"
+    result = builder.add("Einsum", inputs, equation=text)
+    builder.add("Reshape", [result, builder.whole(node.output[0], result)], node.output[0])
+    return builder.nodes

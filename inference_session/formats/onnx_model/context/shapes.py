@@ -1,0 +1,110 @@
+"""Shapes of all values of a graph for inputs of given sizes, and the values of those that follow from shapes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from inference_session.formats.onnx_model.weights import Weight
+
+_MAX_KNOWN_ELEMENTS = 256
+Shape = tuple[int, ...]
+
+
+class Shapes:
+    """What inference knows of a model whose inputs have these shapes.
+
+    Args:
+        shapes: of the graph's inputs, without an open size.
+    """
+
+    def __init__(self, model: ModelProto, weights: Mapping[str, Weight], shapes: Mapping[str, Shape]) -> None:
+        self._opsets = {item.domain or "ai.onnx": int(item.version) for item in model.opset_import}
+        self._imports = list(model.opset_import)
+        self.types: dict[str, TypeProto] = {}
+        self.known: dict[str, NDArray[Any]] = {}
+        """Values that constants and shapes alone determine, where they are small."""
+        for name, weight in weights.items():
+            self.types[name] = _type(weight.elem_type, weight.dims)
+            if np.prod(weight.dims, dtype=np.int64) <= _MAX_KNOWN_ELEMENTS:
+                self.known[name] = numpy_helper.to_array(weight.tensor())
+        for tensor in model.graph.initializer:
+            self.types[tensor.name] = _type(tensor.data_type, tuple(tensor.dims))
+            if np.prod(tensor.dims, dtype=np.int64) <= _MAX_KNOWN_ELEMENTS:
+                self.known[tensor.name] = numpy_helper.to_array(tensor)
+        for value in model.graph.input:
+            self.types[value.name] = _type(value.type.tensor_type.elem_type, shapes[value.name])
+        self._infer(model.graph)
+
+    def dims(self, name: str) -> Shape | None:
+        """The shape of a value; None where it is not known."""
+        found = self.types.get(name)
+        if found is None or not found.tensor_type.HasField("shape"):
+            return None
+        dims = found.tensor_type.shape.dim
+        return tuple(int(dim.dim_value) for dim in dims) if all(dim.HasField("dim_value") for dim in dims) else None
+
+    def elem_type(self, name: str) -> int:
+        """TensorProto's number of the element type; 0 where it is not known."""
+        found = self.types.get(name)
+        return 0 if found is None else int(found.tensor_type.elem_type)
+
+    def _infer(self, graph: GraphProto) -> None:
+        for node in graph.node:
+            self._infer_types(node)
+            if node.op_type == "Shape" and not node.domain:
+                dims = self.dims(node.input[0])
+                if dims is not None:
+                    self.known[node.output[0]] = np.array(_part(node, dims), np.int64)
+            elif node.input and all(name in self.known for name in node.input if name):
+                self._evaluate(node)
+
+    def _infer_types(self, node: NodeProto) -> None:
+        given = {name: self.types[name] for name in node.input if name in self.types}
+        if len(given) < len({name for name in node.input if name}):
+            return
+        data = {name: numpy_helper.from_array(self.known[name], name) for name in node.input if name in self.known}
+        try:
+            schema = onnx.defs.get_schema(node.op_type, self._opsets.get(node.domain or "ai.onnx", 1), node.domain)
+            found = onnx.shape_inference.infer_node_outputs(
+                schema, node, given, data, opset_imports=self._imports, ir_version=10
+            )
+        except Exception:  # noqa: BLE001  an operator that inference does not know; its outputs stay unknown
+            return
+        self.types.update(found)
+
+    def _evaluate(self, node: NodeProto) -> None:
+        outputs = [name for name in node.output if name]
+        sizes = [self.dims(name) for name in outputs]
+        if any(dims is None or np.prod(dims, dtype=np.int64) > _MAX_KNOWN_ELEMENTS for dims in sizes):
+            return
+        names = sorted({name for name in node.input if name})
+        inputs = [helper.make_tensor_value_info(name, self.elem_type(name), None) for name in names]
+        results = [onnx.ValueInfoProto(name=name) for name in outputs]
+        piece = helper.make_model(helper.make_graph([node], "piece", inputs, results), opset_imports=self._imports)
+        try:
+            values = ReferenceEvaluator(piece).run(outputs, {name: self.known[name] for name in names})
+        except Exception:  # noqa: BLE001  ONNX's own evaluator lacks some operators
+            return
+        self.known.update({name: np.asarray(value) for name, value in zip(outputs, values, strict=True)})
+
+
+def _type(elem_type: int, dims: Shape) -> TypeProto:
+    return helper.make_tensor_type_proto(elem_type, dims)
+
+
+def _part(node: NodeProto, dims: Shape) -> Shape:
+    """What Shape answers, which may be told to leave dimensions out."""
+    limits = {item.name: int(item.i) for item in node.attribute}
+    return dims[slice(limits.get("start", 0), limits.get("end", len(dims)))]
+
+
+def is_integer(elem_type: int) -> bool:
+    """Whether elements are whole numbers."""
+    return elem_type in (TensorProto.INT64, TensorProto.INT32)

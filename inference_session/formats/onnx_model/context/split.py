@@ -1,0 +1,113 @@
+"""A model whose context inputs have one row per context, out of one that has them repeated for every candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from onnx import GraphProto, ModelProto, TensorProto, helper
+
+from inference_session.errors import ConfigurationError, UnsupportedModelError
+from inference_session.formats.onnx_model.context.rewrites import rewrite
+from inference_session.formats.onnx_model.context.rows import Probe, RowAnalysis, Rows
+from inference_session.formats.onnx_model.context.shapes import Shape, Shapes
+from inference_session.formats.onnx_model.context.work import BLOCK_CONTEXT, ROW_CONTEXT, Work
+from inference_session.formats.onnx_model.context.worlds import CONTEXT, Worlds
+from inference_session.formats.onnx_model.graph import Names
+from inference_session.formats.onnx_model.types import value_type
+from inference_session.formats.onnx_model.weights import Weight
+
+_PROBES = ((101, 13), (103, 13), (101, 17))
+"""Samples, and the size of whatever else is open."""
+
+
+@dataclass(frozen=True)
+class ContextSplit:
+    """What became of a model."""
+
+    model: ModelProto
+    weights: dict[str, Weight]
+    proven: bool
+    """Whether no answer can depend on the other samples of its batch."""
+
+
+def split_context(
+    model: ModelProto, weights: Mapping[str, Weight], names: Names, context: Sequence[str], *, cut: bool = True
+) -> ContextSplit:
+    """Divide a canonical model, which is left as it is.
+
+    Args:
+        context: the inputs that are given once per context.
+        cut: apply the rewrites as well; without them, everything that meets a candidate is tiled.
+
+    Raises:
+        ConfigurationError: a context input is unknown, or no input is left for the candidates.
+        UnsupportedModelError: an input's first dimension does not count samples.
+    """
+    _check(model.graph, context)
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    rows = RowAnalysis(copy.graph, [_probe(copy, weights, *sizes) for sizes in _PROBES], _opset(copy))
+    proven = all(_counts_samples(rows, value.name) for value in copy.graph.output)
+    worlds = Worlds(copy.graph, rows, names, context, ROW_CONTEXT)
+    worlds.divide()
+    _declare(copy.graph, context, worlds)
+    work = Work(copy, dict(weights), names, tuple(context))
+    if cut:
+        rewrite(work)
+    work.drop_unused()
+    return ContextSplit(copy, work.weights, proven)
+
+
+def _check(graph: GraphProto, context: Sequence[str]) -> None:
+    inputs = [value.name for value in graph.input]
+    if not context:
+        raise ConfigurationError("--context names no input")
+    for name in context:
+        if name not in inputs:
+            known = ", ".join(map(repr, inputs))
+            raise ConfigurationError(f"--context {name!r}: the model has no such input; its inputs: {known}")
+    if set(inputs) <= set(context):
+        raise ConfigurationError("--context names all inputs of the model: none is left for the candidates")
+    for value in graph.input:
+        dims = value_type(value).dims
+        if not dims or isinstance(dims[0], int):
+            raise UnsupportedModelError(
+                f"--context: the first dimension of input {value.name!r} does not count samples: its shape is "
+                f"{list(dims or ())}"
+            )
+
+
+def _counts_samples(rows: RowAnalysis, name: str) -> bool:
+    state = rows.state(name)
+    return isinstance(state, Rows) and state.plain and state.axis == 0
+
+
+def _opset(model: ModelProto) -> int:
+    return next(int(item.version) for item in model.opset_import if item.domain in ("", "ai.onnx"))
+
+
+def _probe(model: ModelProto, weights: Mapping[str, Weight], num_samples: int, inner: int) -> Probe:
+    shapes = {value.name: _sized(model.graph, value.name, num_samples, inner) for value in model.graph.input}
+    return Probe(num_samples, Shapes(model, weights, shapes))
+
+
+def _sized(graph: GraphProto, name: str, num_samples: int, inner: int) -> Shape:
+    """The shape of an input: symbols that stand in front of any input count samples wherever they are."""
+    kinds = {value.name: value_type(value).dims or () for value in graph.input}
+    in_front = {dims[0] for dims in kinds.values() if isinstance(dims[0], str)}
+    first, *others = kinds[name]
+    sizes = [dim if isinstance(dim, int) else num_samples if dim in in_front else inner for dim in others]
+    return (num_samples, *sizes)
+
+
+def _declare(graph: GraphProto, context: Sequence[str], worlds: Worlds) -> None:
+    """Say that the context's inputs have another number of rows, and forget what was said of its values inside."""
+    for value in graph.input:
+        if value.name in context:
+            value.type.tensor_type.shape.dim[0].dim_param = CONTEXT
+    for name, rows in ((ROW_CONTEXT, "rows"), (BLOCK_CONTEXT, "blocks")):
+        graph.input.append(helper.make_tensor_value_info(name, TensorProto.INT64, [rows]))
+    kept = [value for value in graph.value_info if not worlds.is_contexts(value.name)]
+    del graph.value_info[:]
+    graph.value_info.extend(kept)

@@ -1,0 +1,278 @@
+"""The divided graph while it is rewritten: what is known of its values, and how nodes are added."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
+
+from inference_session.formats.onnx_model.context.shapes import Shape, Shapes
+from inference_session.formats.onnx_model.graph import (
+    Names,
+    add_constant,
+    all_nodes,
+    attribute,
+    make_node,
+    needed_nodes,
+    producers,
+    reads,
+    set_nodes,
+    use_counts,
+)
+from inference_session.formats.onnx_model.types import value_type
+from inference_session.formats.onnx_model.weights import Weight
+
+ROW_CONTEXT = "hotrow_row_context"
+"""The input, int64 [rows], that says the context of each candidate."""
+BLOCK_CONTEXT = "hotrow_block_context"
+"""The input, int64 [blocks], that says the context of each block: candidates come in blocks of one length, each of one
+context."""
+
+_PROBES = ((202, 2, 7, 13), (309, 3, 5, 17))
+"""Candidates, blocks, contexts, and the size of whatever else is open."""
+
+
+@dataclass
+class Work:
+    """A model, and the facts of its values as of the last `refresh`."""
+
+    model: ModelProto
+    weights: dict[str, Weight]
+    names: Names
+    context: tuple[str, ...]
+    made_by: dict[str, NodeProto] = field(default_factory=dict)
+    uses: dict[str, int] = field(default_factory=dict)
+    _shapes: list[Shapes] = field(default_factory=list)
+    _of_candidates: set[str] = field(default_factory=set)
+    _of_context: set[str] = field(default_factory=set)
+    _initializers: dict[str, TensorProto] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.refresh()
+
+    @property
+    def graph(self) -> GraphProto:
+        """The main graph."""
+        return self.model.graph
+
+    @property
+    def opset(self) -> int:
+        """The version of the standard operators."""
+        return next(int(item.version) for item in self.model.opset_import if item.domain in ("", "ai.onnx"))
+
+    def refresh(self) -> None:
+        """Find out again what is known of the values."""
+        self.made_by = producers(self.graph)
+        self.uses = dict(use_counts(self.graph))
+        self._initializers = {tensor.name: tensor for tensor in self.graph.initializer}
+        self._shapes = [Shapes(self.model, self.weights, self._input_shapes(*sizes)) for sizes in _PROBES]
+        inputs = {value.name for value in self.graph.input}
+        self._of_context = self._reached(set(self.context))
+        self._of_candidates = self._reached(inputs - set(self.context))
+
+    def _reached(self, names: set[str]) -> set[str]:
+        for node in self.graph.node:
+            if names & reads(node):
+                names.update(node.output)
+        return names
+
+    def _input_shapes(self, rows: int, blocks: int, contexts: int, inner: int) -> dict[str, Shape]:
+        sizes = {ROW_CONTEXT: (rows,), BLOCK_CONTEXT: (blocks,)}
+        in_front = {(value_type(value).dims or ("",))[0] for value in self.graph.input if value.name not in sizes}
+        for value in self.graph.input:
+            if value.name not in sizes:
+                first = contexts if value.name in self.context else rows
+                rest = (value_type(value).dims or ())[1:]
+                open_ = [dim if isinstance(dim, int) else first if dim in in_front else inner for dim in rest]
+                sizes[value.name] = (first, *open_)
+        return sizes
+
+    # Facts
+
+    def dims(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a value under the first probe."""
+        return self._shapes[0].dims(name)
+
+    @property
+    def dims_of_rows(self) -> int:
+        """The number of candidates under the first probe, which is no other size."""
+        return _PROBES[0][0]
+
+    def rank(self, name: str) -> int | None:
+        """The number of dimensions, where known."""
+        dims = self.dims(name)
+        return None if dims is None else len(dims)
+
+    def sizes(self, name: str) -> list[int | None] | None:
+        """The shape of a value: None for a size that is not always the same."""
+        first, second = (shapes.dims(name) for shapes in self._shapes)
+        if first is None or second is None or len(first) != len(second):
+            return None
+        return [one if one == other else None for one, other in zip(first, second, strict=True)]
+
+    def all_dims(self, name: str) -> list[Shape | None]:
+        """The shapes of a value under each probe."""
+        return [shapes.dims(name) for shapes in self._shapes]
+
+    def is_float(self, name: str) -> bool:
+        """Whether a value is float32."""
+        return self._shapes[0].elem_type(name) == TensorProto.FLOAT
+
+    def is_contexts(self, name: str) -> bool:
+        """Whether a value depends on the context, and on no candidate."""
+        return name in self._of_context and name not in self._of_candidates
+
+    def is_constant(self, name: str) -> bool:
+        """Whether a value is an initializer."""
+        return name in self.weights or name in self._initializers
+
+    def constant(self, name: str) -> NDArray[Any] | None:
+        """The elements of an initializer; None for any other value."""
+        if name in self.weights:
+            return numpy_helper.to_array(self.weights[name].tensor())
+        tensor = self._initializers.get(name)
+        return None if tensor is None else numpy_helper.to_array(tensor)
+
+    def tiled(self, name: str, axis: int = 0) -> str | None:
+        """The context's value that this one repeats for its candidates, along that axis; None if it is no such."""
+        node = self.made_by.get(name)
+        if node is None or node.op_type != "Gather" or node.input[1] != ROW_CONTEXT:
+            return None
+        return str(node.input[0]) if attribute(node, "axis", 0) == axis else None
+
+    # Changes
+
+    def fresh(self, stem: str) -> str:
+        """A name that nothing bears."""
+        return self.names.fresh(stem)
+
+    def add_integers(self, stem: str, values: ArrayLike) -> str:
+        """Add an int64 initializer; returns its name."""
+        return add_constant(self.graph, self.names, stem, values)
+
+    def add_weight(self, stem: str, values: NDArray[Any]) -> str:
+        """Add a float32 initializer; returns its name."""
+        name = self.fresh(stem)
+        tensor = numpy_helper.from_array(np.ascontiguousarray(values, np.float32), name)
+        self.weights[name] = Weight(name, tensor.data_type, tuple(tensor.dims), tensor)
+        return name
+
+    def replace(self, replaced: dict[int, Sequence[NodeProto]]) -> None:
+        """Put nodes in the places of others, which are given by position; then refresh."""
+        nodes: list[NodeProto] = []
+        for i, node in enumerate(self.graph.node):
+            nodes += replaced.get(i, [node])
+        set_nodes(self.graph, nodes)
+        self.drop_unused()
+        self.refresh()
+
+    def drop_unused(self) -> None:
+        """Remove the nodes and initializers that no output needs."""
+        outputs = [value.name for value in self.graph.output]
+        set_nodes(self.graph, needed_nodes(self.graph.node, outputs))
+        read = {name for node in all_nodes(self.graph) for name in node.input} | set(outputs)
+        read.update(*(reads(node) for node in self.graph.node))
+        kept = [tensor for tensor in self.graph.initializer if tensor.name in read]
+        del self.graph.initializer[:]
+        self.graph.initializer.extend(kept)
+
+
+class Builder:
+    """Nodes that take the place of one, in their order."""
+
+    def __init__(self, work: Work, stem: str) -> None:
+        self._work = work
+        self._stem = stem
+        self.nodes: list[NodeProto] = []
+
+    def add(self, op_type: str, inputs: Sequence[str], output: str | None = None, **attributes: Any) -> str:
+        """A node with one output; returns the output's name."""
+        name = output or self._work.fresh(f"{self._stem}_{op_type.lower()}")
+        self.nodes.append(make_node(op_type, list(inputs), name, **attributes))
+        return name
+
+    def integers(self, values: ArrayLike) -> str:
+        """An int64 initializer."""
+        return self._work.add_integers(f"{self._stem}_constant", values)
+
+    def weight(self, values: NDArray[Any]) -> str:
+        """A float32 initializer."""
+        return self._work.add_weight(f"{self._stem}_weight", values)
+
+    def constant(self, values: NDArray[Any]) -> str:
+        """An initializer of another type."""
+        name = self._work.fresh(f"{self._stem}_constant")
+        self._work.graph.initializer.append(numpy_helper.from_array(np.ascontiguousarray(values), name))
+        return name
+
+    def extend(self, nodes: Iterable[NodeProto]) -> None:
+        """Further nodes as they are."""
+        self.nodes.extend(nodes)
+
+    def rename(self, old: str, new: str) -> None:
+        """Let a value that was added bear another name."""
+        for node in self.nodes:
+            node.output[:] = [new if name == old else name for name in node.output]
+
+    def ones_beside(self, value: str) -> str:
+        """Ones, [rows, 1] or as many dimensions as a value of the candidates has."""
+        shape = self.list_of([self.add("Shape", [ROW_CONTEXT]), *[1] * ((self._work.rank(value) or 2) - 1)])
+        return self.add("Expand", [self.weight(np.ones(1)), shape])
+
+    def tile(self, value: str) -> str:
+        """A context's value, repeated for every candidate."""
+        return self.add("Gather", [value, ROW_CONTEXT], axis=0)
+
+    def of_blocks(self, value: str) -> str:
+        """A context's value, once per block."""
+        return self.add("Gather", [value, BLOCK_CONTEXT], axis=0)
+
+    def size(self, value: str, axis: int) -> int | str:
+        """One size of a value: a number, or a list of one number in the graph."""
+        sizes = self._work.sizes(value) or []
+        if sizes and (size := sizes[axis]) is not None:
+            return size
+        shape = self.add("Shape", [value])
+        at = axis % len(sizes) if sizes else axis
+        return self.add("Slice", [shape, self.integers([at]), self.integers([at + 1])])
+
+    def sizes(self, value: str, begin: int) -> list[int | str]:
+        """The sizes of a value from one axis on."""
+        sizes = self._work.sizes(value)
+        if sizes is not None and None not in sizes[begin:]:
+            return [size for size in sizes[begin:] if size is not None]
+        shape = self.add("Shape", [value])
+        return [self.add("Slice", [shape, self.integers([begin]), self.integers([1 << 31])])]
+
+    def list_of(self, items: Sequence[int | str]) -> str:
+        """Numbers and lists of numbers as one list."""
+        parts: list[str] = []
+        for is_number, run in groupby(items, key=lambda item: isinstance(item, int)):
+            group = list(run)
+            parts += [self.integers(group)] if is_number else [str(item) for item in group]
+        return parts[0] if len(parts) == 1 else self.add("Concat", parts, axis=0)
+
+    def shape(self, value: str, leading: Sequence[int | str]) -> str:
+        """The list: numbers and lists of numbers, then the shape of a value without its first dimension."""
+        return self.list_of([*leading, *self.sizes(value, 1)])
+
+    def whole(self, known: str, blocks: str) -> str:
+        """The shape that a value [blocks, rows of a block, …] has without blocks; `known` is what it will be called."""
+        sizes = self._work.sizes(known)
+        if sizes is not None and None not in sizes[1:]:
+            return self.list_of([-1, *(size for size in sizes[1:] if size is not None)])
+        shape = self.add("Shape", [blocks])
+        return self.list_of([-1, self.add("Slice", [shape, self.integers([2]), self.integers([1 << 31])])])
+
+    def num_blocks(self) -> str:
+        """A list of one number."""
+        return self.add("Shape", [BLOCK_CONTEXT])
+
+    def to_blocks(self, value: str) -> str:
+        """[rows, …] as [blocks, rows of a block, …]."""
+        return self.add("Reshape", [value, self.shape(value, [self.num_blocks(), -1])])

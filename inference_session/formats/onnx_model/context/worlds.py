@@ -1,0 +1,248 @@
+"""Computes what depends on the context alone at one row per context, and tiles it wherever a candidate meets it.
+
+The result is right whatever the graph does; the rewrites then remove the tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from onnx import GraphProto, NodeProto
+
+from inference_session.formats.onnx_model.context.rows import Other, RowAnalysis, Rows
+from inference_session.formats.onnx_model.graph import (
+    Names,
+    add_constant,
+    bodies,
+    make_node,
+    producers,
+    reads,
+    rename,
+    set_nodes,
+)
+
+CONTEXT, CANDIDATES = "context", "candidates"
+_FAR = 1 << 31
+
+
+@dataclass
+class Worlds:
+    """Which nodes run once per context, and the graph that does so.
+
+    Args:
+        context: the inputs that are given once per context.
+        row_context: the input, int64 [candidates], that says each candidate's context.
+    """
+
+    graph: GraphProto
+    rows: RowAnalysis
+    names: Names
+    context: Sequence[str]
+    row_context: str
+    _content: dict[str, frozenset[str]] = field(default_factory=dict)
+    _world: dict[str, str | None] = field(default_factory=dict)
+    """Of each value; None: of neither, made wherever it is needed."""
+    _made_by: dict[str, NodeProto] = field(default_factory=dict)
+    _new: list[NodeProto] = field(default_factory=list)
+    _tiles: dict[str, str] = field(default_factory=dict)
+    _copies: dict[tuple[str, str], str] = field(default_factory=dict)
+
+    def divide(self) -> None:
+        """Change the graph."""
+        self._made_by = producers(self.graph)
+        self._find_content()
+        self._assign()
+        for node in list(self.graph.node):
+            self._emit(node)
+        self._relay_outputs()
+        set_nodes(self.graph, self._new)
+
+    def is_contexts(self, name: str) -> bool:
+        """Whether a value has one row per context."""
+        return self._world.get(name) == CONTEXT
+
+    # Who depends on whom
+
+    def _find_content(self) -> None:
+        for value in self.graph.input:
+            world = CONTEXT if value.name in self.context else CANDIDATES
+            self._content[value.name] = frozenset({world})
+        for node in self.graph.node:
+            sources = () if node.op_type in ("Shape", "Size") and not node.domain else reads(node)
+            found = frozenset[str]().union(*(self._content.get(name, frozenset()) for name in sources))
+            self._content.update(dict.fromkeys(filter(None, node.output), found))
+
+    def _assign(self) -> None:
+        """Let as much as possible be the context's: values whose samples lie in no axis of their own cannot be tiled."""
+        demoted: set[str] = set()
+        while True:
+            self._assign_without(demoted)
+            wrong = [name for name in self._met() if not self._can_be_tiled(name)]
+            if not wrong:
+                return
+            demoted.update(output for name in wrong for output in self._made_by[name].output)
+
+    def _assign_without(self, demoted: set[str]) -> None:
+        self._world = {value.name: next(iter(self._content[value.name])) for value in self.graph.input}
+        for node in self.graph.node:
+            world = self._world_of(node, demoted)
+            self._world.update(dict.fromkeys(filter(None, node.output), world))
+
+    def _world_of(self, node: NodeProto, demoted: set[str]) -> str | None:
+        outputs = [name for name in node.output if name]
+        states = [self.rows.state(name) for name in outputs]
+        if Other.UNKNOWN in states or demoted.intersection(outputs):
+            return CANDIDATES
+        content = self._content[outputs[0]]
+        if not content:
+            return None
+        if content != {CONTEXT} or any(self._world.get(name) == CANDIDATES for name in reads(node)):
+            return CANDIDATES
+        return CONTEXT if all(self._is_available(name) for name in reads(node)) else CANDIDATES
+
+    def _is_available(self, name: str) -> bool:
+        """Whether a value can be had once per context."""
+        if self._world.get(name) is not None or self.rows.state(name) is Other.FREE:
+            return self._world.get(name) != CANDIDATES
+        node = self._made_by[name]
+        if node.op_type in ("Shape", "Size"):
+            source = node.input[0]
+            return self._world.get(source) == CONTEXT or (node.op_type == "Shape" and self._can_be_tiled(source))
+        return all(self._is_available(source) for source in node.input if source)
+
+    def _can_be_tiled(self, name: str) -> bool:
+        state = self.rows.state(name)
+        return isinstance(state, Rows) and state.plain
+
+    def _met(self) -> set[str]:
+        """The context's values that candidates, or outputs, read."""
+        found = {value.name for value in self.graph.output}
+        for node in self.graph.node:
+            if self._world.get(next(filter(None, node.output))) == CANDIDATES:
+                found |= reads(node)
+        sizes = [name for name in found if self._is_neutral(name)]
+        while sizes:
+            node = self._made_by[sizes.pop()]
+            new = reads(node) - found
+            found |= new
+            sizes += [name for name in new if self._is_neutral(name)]
+        return {name for name in found if self._world.get(name) == CONTEXT}
+
+    def _is_neutral(self, name: str) -> bool:
+        return name in self._made_by and self._world.get(name) is None and self.rows.state(name) is not Other.FREE
+
+    # The new graph
+
+    def _emit(self, node: NodeProto) -> None:
+        output = next(filter(None, node.output))
+        world = self._world.get(output)
+        if world is not None:
+            self._new.append(self._rewired(node, world))
+        elif self.rows.state(output) is Other.FREE:
+            self._new.append(self._rewired(node, None))
+
+    def _rewired(self, node: NodeProto, world: str | None) -> NodeProto:
+        """The node with inputs of that world; None: of whichever has them."""
+        here = {name: self._in_world(name, world) for name in sorted(reads(node))}
+        copy = NodeProto()
+        copy.CopyFrom(node)
+        copy.input[:] = [here.get(name, name) for name in node.input]
+        for body in bodies(copy):
+            rename(body, lambda name: here.get(name, name))
+        return copy
+
+    def _in_world(self, name: str, world: str | None) -> str:
+        found = self._world.get(name)
+        if self._is_neutral(name):
+            return self._neutral(name, world or self._native_world(name))
+        if found is None or world in (None, found):
+            return name
+        return self._tile(name)
+
+    def _native_world(self, name: str) -> str:
+        """Where the sizes that a value depends on are known."""
+        node = self._made_by[name]
+        if node.op_type in ("Shape", "Size") and not self._is_neutral(node.input[0]):
+            return self._world.get(node.input[0]) or CANDIDATES
+        found = {self._native_world(source) for source in node.input if self._is_neutral(source)}
+        return CONTEXT if found == {CONTEXT} else CANDIDATES
+
+    def _tile(self, name: str) -> str:
+        if name not in self._tiles:
+            self._tiles[name] = self.names.fresh(f"{name}_tiled")
+            self._add_tile(name, self._tiles[name])
+        return self._tiles[name]
+
+    def _add_tile(self, name: str, output: str) -> None:
+        self._new.append(make_node("Gather", [name, self.row_context], output, axis=self._axis(name)))
+
+    def _axis(self, name: str) -> int:
+        state = self.rows.state(name)
+        return state.axis if isinstance(state, Rows) else 0
+
+    def _neutral(self, name: str, world: str) -> str:
+        """A value that depends on sizes, or is filled by them, made for the number of rows of that world."""
+        if (name, world) not in self._copies:
+            node = self._made_by[name]
+            for output in filter(None, node.output):
+                copied = output if world == CANDIDATES else self.names.fresh(f"{output}_{world}")
+                self._copies[output, world] = copied
+            if node.op_type == "Shape" and self._world.get(node.input[0]) not in (None, world):
+                self._foreign_shape(node, world, self._copies[name, world])
+            else:
+                copy = self._rewired(node, world)
+                copy.output[:] = [output and self._copies[output, world] for output in node.output]
+                copy.name = f"hotrow_{copy.output[0]}"
+                self._new.append(copy)
+        return self._copies[name, world]
+
+    def _foreign_shape(self, node: NodeProto, world: str, output: str) -> None:
+        """The shape that a value of the other world would have in this one."""
+        whole = self._shape_with(node.input[0], self._axis(node.input[0]), self._num_rows(world), output)
+        limits = {item.name: int(item.i) for item in node.attribute}
+        begin, end = limits.get("start", 0), limits.get("end", _FAR)
+        self._new.append(make_node("Slice", [whole, self._constant([begin]), self._constant([end])], output))
+
+    def _shape_with(self, source: str, axis: int, num_rows: str, stem: str) -> str:
+        """The shape of a value, but for the number of rows."""
+        shape, before, after, whole = (
+            self.names.fresh(f"{stem}_{part}") for part in ("shape", "before", "after", "whole")
+        )
+        zero, at, beyond, far = (self._constant([i]) for i in (0, axis, axis + 1, _FAR))
+        self._new += [
+            make_node("Shape", [source], shape),
+            make_node("Slice", [shape, zero, at], before),
+            make_node("Slice", [shape, beyond, far], after),
+            make_node("Concat", [before, num_rows, after], whole, axis=0),
+        ]
+        return whole
+
+    def _num_rows(self, world: str) -> str:
+        """A list of one number: how many rows a world has."""
+        name = self.names.fresh(f"num_{world}")
+        if world == CANDIDATES:
+            self._new.append(make_node("Shape", [self.row_context], name))
+        else:
+            shape = self.names.fresh("context_shape")
+            self._new.append(make_node("Shape", [self.context[0]], shape))
+            self._new.append(make_node("Slice", [shape, self._constant([0]), self._constant([1])], name))
+        return name
+
+    def _constant(self, values: list[int]) -> str:
+        return add_constant(self.graph, self.names, "context_constant", values)
+
+    def _relay_outputs(self) -> None:
+        """Outputs have a row for each candidate, under the names that they had."""
+        for value in self.graph.output:
+            if self._world.get(value.name) == CONTEXT:
+                self._rename(value.name, inner := self.names.fresh(f"{value.name}_context"))
+                axis = self._axis(value.name)
+                self._new.append(make_node("Gather", [inner, self.row_context], value.name, axis=axis))
+            elif self._is_neutral(value.name):
+                self._in_world(value.name, CANDIDATES)
+
+    def _rename(self, old: str, new: str) -> None:
+        piece = GraphProto(node=self._new)
+        rename(piece, lambda name: new if name == old else name)
+        self._new = list(piece.node)
