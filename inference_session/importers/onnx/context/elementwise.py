@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from onnx import NodeProto
 
-from inference_session.formats.onnx_model.context.rows import BROADCASTING
-from inference_session.formats.onnx_model.context.work import Builder, Work
+from inference_session.importers.onnx.context.rows import BROADCASTING
+from inference_session.importers.onnx.context.work import Builder, Work
 
 
 def drop_expansions(work: Work) -> None:

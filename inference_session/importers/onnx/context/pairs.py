@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto
 
-from inference_session.formats.onnx_model.context.work import Builder, Work
-from inference_session.formats.onnx_model.graph import attribute
+from inference_session.importers.onnx.context.work import Builder, Work
+from inference_session.importers.onnx.graph import attribute
 
 _SWAPPED = [0, 2, 1]
 

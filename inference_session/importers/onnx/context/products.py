@@ -10,7 +10,7 @@ import string
 
 from onnx import NodeProto, helper
 
-from inference_session.formats.onnx_model.context.work import Builder, Work
+from inference_session.importers.onnx.context.work import Builder, Work
 
 
 def multiply_blocks(work: Work) -> None:

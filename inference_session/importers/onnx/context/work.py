@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
 
-from inference_session.formats.onnx_model.context.shapes import Shape, Shapes
-from inference_session.formats.onnx_model.graph import (
+from inference_session.importers.onnx.context.shapes import Shape, Shapes
+from inference_session.importers.onnx.graph import (
     Names,
     add_constant,
     all_nodes,
@@ -24,8 +24,8 @@ from inference_session.formats.onnx_model.graph import (
     set_nodes,
     use_counts,
 )
-from inference_session.formats.onnx_model.types import value_type
-from inference_session.formats.onnx_model.weights import Weight
+from inference_session.importers.onnx.types import value_type
+from inference_session.importers.onnx.weights import Weight
 
 ROW_CONTEXT = "hotrow_row_context"
 """The input, int64 [rows], that says the context of each candidate."""

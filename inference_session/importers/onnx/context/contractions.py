@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from onnx import NodeProto
 
-from inference_session.formats.onnx_model.context.work import Builder, Work
-from inference_session.formats.onnx_model.graph import attribute, axes_of
+from inference_session.importers.onnx.context.work import Builder, Work
+from inference_session.importers.onnx.graph import attribute, axes_of
 
 _SWAPPED = [0, 2, 1]
 

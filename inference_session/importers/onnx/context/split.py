@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from onnx import GraphProto, ModelProto, TensorProto, helper
 
 from inference_session.errors import ConfigurationError, UnsupportedModelError
-from inference_session.formats.onnx_model.context.rewrites import rewrite
-from inference_session.formats.onnx_model.context.rows import Probe, RowAnalysis, Rows
-from inference_session.formats.onnx_model.context.shapes import Shape, Shapes
-from inference_session.formats.onnx_model.context.work import BLOCK_CONTEXT, ROW_CONTEXT, Work
-from inference_session.formats.onnx_model.context.worlds import CONTEXT, Worlds
-from inference_session.formats.onnx_model.graph import Names
-from inference_session.formats.onnx_model.types import value_type
-from inference_session.formats.onnx_model.weights import Weight
+from inference_session.importers.onnx.context.rewrites import rewrite
+from inference_session.importers.onnx.context.rows import Probe, RowAnalysis, Rows
+from inference_session.importers.onnx.context.shapes import Shape, Shapes
+from inference_session.importers.onnx.context.work import BLOCK_CONTEXT, ROW_CONTEXT, Work
+from inference_session.importers.onnx.context.worlds import CONTEXT, Worlds
+from inference_session.importers.onnx.graph import Names
+from inference_session.importers.onnx.types import value_type
+from inference_session.importers.onnx.weights import Weight
 
 _PROBES = ((101, 13), (103, 13), (101, 17))
 """Samples, and the size of whatever else is open."""

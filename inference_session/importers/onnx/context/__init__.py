@@ -5,7 +5,7 @@ context, and wherever a candidate meets one, a Gather by the sample's context nu
 such tiles one kind at a time; what none of them knows stays tiled and is named in the report.
 """
 
-from inference_session.formats.onnx_model.context.split import (
+from inference_session.importers.onnx.context.split import (
     BLOCK_CONTEXT,
     ROW_CONTEXT,
     ContextSplit,

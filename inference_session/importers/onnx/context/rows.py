@@ -15,8 +15,8 @@ from typing import TypeAlias
 import numpy as np
 from onnx import GraphProto, NodeProto
 
-from inference_session.formats.onnx_model.context.shapes import Shape, Shapes
-from inference_session.formats.onnx_model.graph import attribute, bodies
+from inference_session.importers.onnx.context.shapes import Shape, Shapes
+from inference_session.importers.onnx.graph import attribute, bodies
 
 UNARY = frozenset(
     "Abs Acos Acosh Asin Asinh Atan Atanh BitwiseNot Cast CastLike Ceil Celu Clip Cos Cosh Dropout Elu Erf Exp Floor "

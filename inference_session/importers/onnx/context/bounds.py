@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto
 
-from inference_session.formats.onnx_model.context.work import Work
-from inference_session.formats.onnx_model.weights import Weight
+from inference_session.importers.onnx.context.work import Work
+from inference_session.importers.onnx.weights import Weight
 
 _ROUNDING = 2.0**-24
 _MAX_ERROR = 4e-6

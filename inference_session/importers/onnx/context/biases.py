@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from onnx import NodeProto
 
-from inference_session.formats.onnx_model.context.work import Builder, Work
+from inference_session.importers.onnx.context.work import Builder, Work
 
 
 def fold_biases(work: Work) -> None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from onnx import GraphProto, NodeProto
 
-from inference_session.formats.onnx_model.context.rows import Other, RowAnalysis, Rows
-from inference_session.formats.onnx_model.graph import (
+from inference_session.importers.onnx.context.rows import Other, RowAnalysis, Rows
+from inference_session.importers.onnx.graph import (
     Names,
     add_constant,
     bodies,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from inference_session.formats.onnx_model.weights import Weight
+from inference_session.importers.onnx.weights import Weight
 
 _MAX_KNOWN_ELEMENTS = 256
 Shape = tuple[int, ...]

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto, helper
 
-from inference_session.formats.onnx_model.context.bounds import Bounds
-from inference_session.formats.onnx_model.context.work import Builder, Work
-from inference_session.formats.onnx_model.graph import attribute
+from inference_session.importers.onnx.context.bounds import Bounds
+from inference_session.importers.onnx.context.work import Builder, Work
+from inference_session.importers.onnx.graph import attribute
 
 Matrix = NDArray[np.float64]
 
