@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ class _Weights:
     def mlp(self, name: str, source: str, output: str, widths: tuple[int, ...], last: str = "Identity") -> str:
         """The text of layers with ReLU between them."""
         lines = []
-        for i, (width, units) in enumerate(zip(widths, widths[1:], strict=False)):
+        for i, (width, units) in enumerate(pairwise(widths)):
             self.layer(f"{name}{i}", width, units)
             target = output if i == len(widths) - 2 else f"{name}{i}_y"
             activation = last if i == len(widths) - 2 else "Relu"
@@ -139,7 +140,12 @@ def din(rows: int) -> RankingModel:
         x = Concat<axis = 1>(u, profile, interest, t)
         {weights.mlp("m", "x", "click", (3 * dim + 16, 200, 80, 1), "Sigmoid")}
     }}"""
-    inputs = {"user": _user(0, rows), "clicks": _user(NUM_CLICKS, rows), "profile": _user(16, 0), "item": _item(0, rows)}
+    inputs = {
+        "user": _user(0, rows),
+        "clicks": _user(NUM_CLICKS, rows),
+        "profile": _user(16, 0),
+        "item": _item(0, rows),
+    }
     return RankingModel("DIN, history attention", weights.model(text), inputs)
 
 

@@ -4,6 +4,8 @@
   session.json         this module
   dense.onnx           the dense network; its inputs are model inputs and looked-up vectors
   keys.onnx            computes keys from the model's inputs; only where the graph derived them
+  ranking.onnx         the dense network for requests that rank candidates: the context's inputs have a row per context;
+                       only where context inputs were named. Its keys are computed by ranking_keys.onnx
   tables/<folder>/     `key` (int64, absent where keys are row numbers), `emb_vector`, `index`
   MANIFEST.json        sizes and checksums (manifest.py)
 """
@@ -26,12 +28,20 @@ FORMAT = 1
 SESSION_FILE = "session.json"
 DENSE_FILE = "dense.onnx"
 KEYS_FILE = "keys.onnx"
+RANKING_FILE = "ranking.onnx"
+RANKING_KEYS_FILE = "ranking_keys.onnx"
 TABLES_FOLDER = "tables"
 KEY_FILE = "key"
 VECTOR_FILE = "emb_vector"
 INDEX_FILE = "index"
 """The files of a table; the first two are named as HugeCTR names them."""
 PREDICTIONS = "OUTPUT0"
+CANDIDATES = "CANDIDATES"
+"""The input, int32 [contexts], that says how many candidates each context of a request has."""
+ROW_CONTEXT = "hotrow_row_context"
+"""The input of ranking.onnx, int64 [rows], that says the context of each candidate."""
+BLOCK_CONTEXT = "hotrow_block_context"
+"""The same, int64 [blocks], of each block: candidates come in blocks of one length, each of one context."""
 
 Pooling = Literal["none", "sum", "mean", "max"]
 VectorType = Literal["float32", "float16", "int8"]
@@ -49,6 +59,8 @@ class TensorSpec:
     """NumPy's name: `int64`, `float32`, `bool`, `object` for strings …"""
     shape: tuple[int, ...]
     """-1 for a dimension of any size. The first dimension counts samples where the model is `batched`."""
+    context: bool = False
+    """An input that is given once per context, and not for every candidate."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +134,35 @@ class LookupSpec:
 
 
 @dataclass(frozen=True)
+class RankingSpec:
+    """How requests are answered that give their context once for many candidates."""
+
+    lookups: tuple[LookupSpec, ...]
+    """As ModelSpec.lookups, for ranking.onnx. Keys of the context have a row per context."""
+    may_pad: bool = True
+    """No answer depends on the other samples of its batch: rows that only fill up a block do no harm."""
+    multiply_adds_fraction: float = 0.0
+    """Of the multiply-adds of one candidate, those that are done once per context instead."""
+    lookups_fraction: float = 0.0
+    """The same of the rows that are looked up."""
+    bytes_fraction: float = 0.0
+    """The same of the bytes of a request."""
+    tiled: tuple[str, ...] = ()
+    """What keeps the rest from it: what the network does with the context for every candidate all the same."""
+
+    def described(self) -> list[str]:
+        """Lines for people."""
+        saved = (
+            f"of one candidate's cost, once per context: {self.multiply_adds_fraction:.0%} of the multiply-adds, "
+            f"{self.lookups_fraction:.0%} of the look-ups, {self.bytes_fraction:.0%} of the bytes sent"
+        )
+        lines = [saved, *(f"for every candidate: {reason}" for reason in self.tiled)]
+        if not self.may_pad:
+            lines.append("requests are answered one by one: an answer may depend on the other samples of its batch")
+        return lines
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """What a model is. Written by the importers, read on open; never changed."""
 
@@ -148,6 +189,13 @@ class ModelSpec:
     """Defaults for the model's settings (docs/configuration.md); config.pbtxt overrides them."""
     source: str = ""
     """Where the model came from, for people."""
+    ranking: RankingSpec | None = None
+    """Where some of the inputs are the context's."""
+
+    @property
+    def context(self) -> tuple[str, ...]:
+        """The inputs that are given once per context."""
+        return tuple(tensor.name for tensor in self.inputs if tensor.context)
 
     @property
     def joins_requests(self) -> bool:
@@ -203,11 +251,20 @@ def _parse(document: object) -> ModelSpec:
     document["tables"] = tuple(_record(TableSpec, item, "tables") for item in _list(document, "tables"))
     document["lookups"] = tuple(_record(LookupSpec, item, "lookups") for item in _list(document, "lookups"))
     document["equal_sizes"] = tuple(_dimensions(group) for group in _list(document, "equal_sizes"))
+    if document.get("ranking") is not None:
+        document["ranking"] = _ranking(document["ranking"])
     for name in ("labels", "label_outputs"):
         document[name] = tuple(str(item) for item in _list(document, name))
     spec = _record(ModelSpec, document, "")
     _check(spec)
     return spec
+
+
+def _ranking(value: object) -> RankingSpec:
+    if not isinstance(value, dict):
+        raise ValueError(f"field 'ranking': expected an object, found {value!r}")
+    lookups = tuple(_record(LookupSpec, item, "ranking.lookups") for item in _list(value, "lookups"))
+    return _record(RankingSpec, {**value, "lookups": lookups}, "ranking")
 
 
 def _dimensions(group: Any) -> tuple[tuple[str, int], ...]:
@@ -255,8 +312,26 @@ def _check(spec: ModelSpec) -> None:
         if table.folder in folders:
             raise ValueError(f"two tables have the folder {table.folder!r}")
         folders.add(table.folder)
-    for lookup in spec.lookups:
+    for lookup in (*spec.lookups, *(spec.ranking.lookups if spec.ranking else ())):
         _check_lookup(lookup, spec, folders)
+    _check_ranking(spec)
+
+
+def _check_ranking(spec: ModelSpec) -> None:
+    if not all(isinstance(tensor.context, bool) for tensor in spec.inputs):
+        raise ValueError("an input's field 'context' must be true or false")
+    names = {tensor.name for tensor in spec.inputs}
+    if (spec.ranking is None) != (not spec.context) or len(spec.context) == len(names) > 0:
+        raise ValueError("field 'ranking' belongs to models of which some inputs, and not all, are the context's")
+    if spec.ranking is None:
+        return
+    fractions = spec.ranking.multiply_adds_fraction, spec.ranking.lookups_fraction, spec.ranking.bytes_fraction
+    if not all(isinstance(fraction, (int, float)) for fraction in fractions) or type(spec.ranking.may_pad) is not bool:
+        raise ValueError(f"field 'ranking': fractions must be numbers, and may_pad true or false: {spec.ranking!r}")
+    if not isinstance(spec.ranking.tiled, tuple) or not all(isinstance(line, str) for line in spec.ranking.tiled):
+        raise ValueError(f"field 'ranking': tiled must be a list of texts, found {spec.ranking.tiled!r}")
+    if not spec.batched or spec.layout != "tensors" or CANDIDATES in names:
+        raise ValueError(f"field 'ranking': a model that is batched, of layout 'tensors', without input {CANDIDATES!r}")
 
 
 def _check_tensors(tensors: tuple[TensorSpec, ...]) -> None:

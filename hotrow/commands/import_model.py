@@ -59,6 +59,12 @@ def command() -> None:
     help="Initializers with fewer rows stay in the dense network.",
 )
 @click.option(
+    "--context",
+    multiple=True,
+    metavar="INPUT",
+    help="An input that requests may give once for many candidates, as a user's; may be repeated.",
+)
+@click.option(
     "--max-batch-size",
     type=click.IntRange(1, MAX_BATCH_SIZE),
     default=1024,
@@ -74,6 +80,7 @@ def onnx(
     repository: Path,
     version: int | None,
     min_rows: int,
+    context: tuple[str, ...],
     max_batch_size: int,
     standalone: bool,
 ) -> None:
@@ -82,9 +89,13 @@ def onnx(
     The imported model keeps its own inputs and outputs. Tables are initializers that the graph only ever reads by
     rows; what cannot be taken out safely stays in the network, and the report says why.
 
+    With --context, requests may give some inputs once for all candidates that are to be ranked; the report says what
+    is then looked up and computed once.
+
     \b
     Examples:
       hotrow import onnx model.onnx --name ctr --repository model_repository
+      hotrow import onnx model.onnx --name ranker --repository model_repository --context user_id --context history
       hotrow import onnx hdfs://namenode:9870/models/model.onnx --name ctr --repository model_repository
     """
     from inference_session.importers.onnx import import_onnx
@@ -96,7 +107,14 @@ def onnx(
 
     with byte_progress(f"Importing {model}") as progress, local_model(model, progress) as path:
         report = import_onnx(
-            path, repository, name, version=version, min_rows=min_rows, progress=progress, complete=configure
+            path,
+            repository,
+            name,
+            version=version,
+            min_rows=min_rows,
+            context=context,
+            progress=progress,
+            complete=configure,
         )
     click.echo(str(report))
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from hotrow.printable import as_cell
 from hotrow.progress import byte_progress
 from inference_session.errors import ConfigurationError
-from inference_session.model_spec import INDEX_FILE, TABLES_FOLDER, ModelSpec, TensorSpec
+from inference_session.model_spec import INDEX_FILE, TABLES_FOLDER, ModelSpec, RankingSpec, TensorSpec
 from inference_session.parameter_server.namespace import StoredTable, split_tag
 from inference_session.parameter_server.store_url import OPTIONS as URL_OPTIONS
 from inference_session.parameter_server.store_url import StoreUrl, list_tables
@@ -87,6 +87,7 @@ def _inspect_version(version_dir: Path, *, as_json: bool, verify: bool) -> None:
         click.echo(json.dumps(description, indent=1, ensure_ascii=False))
     else:
         _show(description)
+        _show_ranking(spec)
         click.echo(f"{'Checksums' if verify else 'Sizes'} of all files agree with {manifest.MANIFEST_FILE}.")
 
 
@@ -118,6 +119,8 @@ def _describe(spec: ModelSpec, version_dir: Path) -> dict[str, Any]:
         "outputs": [_tensor(tensor) for tensor in spec.outputs],
         "tasks": list(spec.labels),
         "joinable": spec.batched and spec.joinable,
+        "context": list(spec.context),
+        "ranking": _ranking(spec.ranking),
         "tables": [
             {
                 "name": table.name,
@@ -135,8 +138,27 @@ def _describe(spec: ModelSpec, version_dir: Path) -> dict[str, Any]:
     }
 
 
+def _show_ranking(spec: ModelSpec) -> None:
+    if spec.ranking is not None:
+        click.echo(f"Context: {as_cell(', '.join(spec.context))}")
+        for line in spec.ranking.described():
+            click.echo(f"  {line}")
+
+
 def _tensor(tensor: TensorSpec) -> dict[str, Any]:
     return {"name": tensor.name, "dtype": tensor.dtype, "shape": list(tensor.shape)}
+
+
+def _ranking(ranking: RankingSpec | None) -> dict[str, Any] | None:
+    """What of a candidate's cost is paid once per context."""
+    if ranking is None:
+        return None
+    return {
+        "multiply_adds_fraction": ranking.multiply_adds_fraction,
+        "lookups_fraction": ranking.lookups_fraction,
+        "bytes_fraction": ranking.bytes_fraction,
+        "tiled": list(ranking.tiled),
+    }
 
 
 def _show(description: dict[str, Any]) -> None:

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from inference_session.device.placement import index_bytes_on_device, placed_on_device, vectors_bytes
-from inference_session.model_spec import DENSE_FILE, KEYS_FILE, TABLES_FOLDER, ModelSpec, TableSpec
+from inference_session.model_spec import (
+    DENSE_FILE,
+    KEYS_FILE,
+    RANKING_FILE,
+    RANKING_KEYS_FILE,
+    TABLES_FOLDER,
+    ModelSpec,
+    TableSpec,
+)
 from inference_session.tables.table_index import index_bytes
 
 Place = Literal["page cache", "process", "device", "shared memory"]
@@ -59,7 +67,8 @@ def memory_items(
     """
     tables = spec.tables if (version_dir / TABLES_FOLDER).is_dir() else ()
     stored = [table.num_rows for table in tables if table.keys == "stored"]
-    networks = sum(_file_bytes(version_dir / name) for name in (DENSE_FILE, KEYS_FILE))
+    files = (DENSE_FILE, KEYS_FILE, RANKING_FILE, RANKING_KEYS_FILE)
+    networks = sum(_file_bytes(version_dir / name) for name in files)
     place: Place = "device" if num_devices else "process"
     copies = num_devices or num_processes
     return [

@@ -23,6 +23,8 @@ from inference_session.model_spec import (
     INDEX_FILE,
     KEY_FILE,
     KEYS_FILE,
+    RANKING_FILE,
+    RANKING_KEYS_FILE,
     TABLES_FOLDER,
     VECTOR_FILE,
     ModelSpec,
@@ -164,7 +166,7 @@ def _check_space(repository: Path, num_bytes: int) -> None:
 
 def _check_networks(staging: Path) -> None:
     """ModelFormatError where ONNX Runtime does not take a network."""
-    for name in (DENSE_FILE, KEYS_FILE):
+    for name in (DENSE_FILE, KEYS_FILE, RANKING_FILE, RANKING_KEYS_FILE):
         if (staging / name).exists():
             OnnxEngine(staging / name, num_threads=1).close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper
@@ -45,6 +46,19 @@ def carve(model: ModelProto, weights: dict[str, Weight], names: Names, min_rows:
             neighbours share a matrix, put right what ONNX Runtime makes of empty lists.
     """
     return _carve_found(model, weights, names, find_tables(model.graph, weights, min_rows), merge=merge)
+
+
+def carve_tables(
+    model: ModelProto, weights: dict[str, Weight], names: Names, tables: Sequence[str], *, merge: bool
+) -> Carved:
+    """The same, with these tables and no others.
+
+    Raises:
+        StaysDenseError: one of them cannot be taken out.
+    """
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    return _carve(copy, weights, names, list(tables), {}, merge=merge)
 
 
 def keep_whole(model: ModelProto, weights: dict[str, Weight], names: Names, min_rows: int, reason: str) -> Carved:

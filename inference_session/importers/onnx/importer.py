@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from inference_session.importers.onnx.evaluation import open_network
 from inference_session.importers.onnx.graph import Names
 from inference_session.importers.onnx.guards import guard_empty_lists, may_meet_empty_lists
 from inference_session.importers.onnx.probe import Arrays, Findings, Prober, close
+from inference_session.importers.onnx.ranking import RankingImport
 from inference_session.importers.onnx.replay import Replay
 from inference_session.importers.onnx.report import DenseInitializer, ImportReport
 from inference_session.importers.onnx.spec import TablePlace, model_spec, table_folders
@@ -29,6 +31,8 @@ from inference_session.importers.onnx.wire import read_skeleton
 from inference_session.model_spec import (
     DENSE_FILE,
     KEYS_FILE,
+    RANKING_FILE,
+    RANKING_KEYS_FILE,
     TABLES_FOLDER,
     VECTOR_FILE,
     ModelSpec,
@@ -51,6 +55,7 @@ def import_onnx(
     *,
     version: int | None = None,
     min_rows: int = 1000,
+    context: Sequence[str] = (),
     progress: Progress | None = None,
     complete: Callable[[Path, ModelSpec], None] | None = None,
 ) -> ImportReport:
@@ -64,6 +69,7 @@ def import_onnx(
         name: the model's folder in it.
         version: one above the highest there is if None.
         min_rows: initializers with fewer rows stay in the dense network.
+        context: the inputs that requests may give once for many candidates; see the package `context`.
         progress: told the bytes of tables written, then read again for their checksums.
         complete: called with the staged version before it appears, to add what a server needs (config.pbtxt); if
             it raises, nothing is imported.
@@ -79,7 +85,7 @@ def import_onnx(
     with _malformed_refused(model):
         source = _Source.read(model)
         with stage_version(Path(repository), name, version) as (staging, version_dir):
-            report = _Import(source, staging, version_dir, min_rows, progress).run()
+            report = _Import(source, staging, version_dir, min_rows, progress, context=tuple(context)).run()
             report.spec.write(staging)
             if complete:
                 complete(staging, report.spec)
@@ -159,6 +165,8 @@ class _Import:
     progress: Progress | None
     places: Mapping[str, TablePlace] = field(default_factory=dict)
     """Of tables that are not called as their initializers."""
+    context: tuple[str, ...] = ()
+    """The inputs that are given once per context."""
 
     def run(self) -> ImportReport:
         """Fill the staging folder."""
@@ -169,9 +177,16 @@ class _Import:
         findings, original = self._probe(carved, folders)
         if not self._is_faithful(carved, findings, original):
             carved = self._more_careful(model, weights, names, findings, original)
+        report = self._report(carved, findings)
+        if self.context:
+            folders = table_folders(carved, self.places)
+            ranking = RankingImport(
+                model, weights, names, folders, self.staging, original, findings, partial(self._write_ranking, findings)
+            )
+            report = replace(report, spec=ranking.run(report.spec, self.context))
         for leftover in self.staging.glob(f"{_ORIGINAL_FILE}*"):
             leftover.unlink()
-        return self._report(carved, findings)
+        return report
 
     def _more_careful(
         self, model: ModelProto, weights: dict[str, Weight], names: Names, findings: Findings, original: Prober
@@ -212,14 +227,19 @@ class _Import:
                 if self.progress:
                     self.progress(len(chunk))
 
-    def _write_networks(self, carved: Carved, *, batched: bool) -> None:
-        (self.staging / KEYS_FILE).unlink(missing_ok=True)
+    def _write_ranking(self, findings: Findings, carved: Carved) -> None:
+        self._write_networks(carved, batched=findings.batched, dense_file=RANKING_FILE, keys_file=RANKING_KEYS_FILE)
+
+    def _write_networks(
+        self, carved: Carved, *, batched: bool, dense_file: str = DENSE_FILE, keys_file: str = KEYS_FILE
+    ) -> None:
+        (self.staging / keys_file).unlink(missing_ok=True)
         for network in filter(None, (carved.dense, carved.keys)):
             if may_meet_empty_lists(network.graph, self.source.inputs.values(), batched=batched):
                 guard_empty_lists(network)
-        _write_network(self.staging / DENSE_FILE, carved.dense, carved.dense_weights)
+        _write_network(self.staging / dense_file, carved.dense, carved.dense_weights)
         if carved.keys:
-            _write_network(self.staging / KEYS_FILE, carved.keys, carved.keys_weights)
+            _write_network(self.staging / keys_file, carved.keys, carved.keys_weights)
 
     def _probe(self, carved: Carved, folders: dict[str, str]) -> tuple[Findings, Prober]:
         """Run the original, its tables read from where they were written: mapped, not loaded."""

@@ -101,6 +101,8 @@ class Findings:
     """Inputs that the model accepts."""
     equal_sizes: tuple[Dimensions, ...] = ()
     """Groups of dimensions that bear one symbol, and that the model does not accept with different sizes."""
+    recipe: Recipe | None = None
+    """How to make up more such inputs; None where none was found."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,8 @@ class Prober:
         feeds = tuple(self._feeds(recipe))
         joinable = batched and self._is_joinable(recipe)
         equal_sizes = tuple(group for group in self._symbols(batched) if self._must_be_equal(group, feeds))
-        return Findings(batched, joinable, self._shapes(feeds), self._notes(batched, joinable), feeds, equal_sizes)
+        notes = self._notes(batched, joinable)
+        return Findings(batched, joinable, self._shapes(feeds), notes, feeds, equal_sizes, recipe)
 
     def _recipe(self) -> Recipe | None:
         return next(filter(self._suits, self._recipes()), None)

@@ -25,10 +25,12 @@ from inference_session.model_spec import (
 class Replay:
     """A staged version directory, opened."""
 
-    def __init__(self, directory: Path, spec: ModelSpec) -> None:
+    def __init__(
+        self, directory: Path, spec: ModelSpec, *, dense_file: str = DENSE_FILE, keys_file: str = KEYS_FILE
+    ) -> None:
         self._spec = spec
-        self._dense = open_network(directory / DENSE_FILE)
-        self._keys = open_network(directory / KEYS_FILE) if (directory / KEYS_FILE).exists() else None
+        self._dense = open_network(directory / dense_file)
+        self._keys = open_network(directory / keys_file) if (directory / keys_file).exists() else None
         self._tables = {
             table.folder: np.memmap(
                 directory / TABLES_FOLDER / table.folder / VECTOR_FILE,

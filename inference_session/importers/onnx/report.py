@@ -39,6 +39,9 @@ class ImportReport:
         if self.stays_dense:
             lines.append("Stays in the dense network:")
             lines += [f"  {item.name!r} {item.reason}" for item in self.stays_dense]
+        if self.spec.ranking:
+            lines.append(f"Context: {shortened(self.spec.context)}")
+            lines += [f"  {line}" for line in self.spec.ranking.described()]
         if self.spec.labels:
             lines.append(f"Predictions: {shortened(self.spec.labels)}")
         lines += [f"Note: {note}" for note in self.notes]

@@ -49,7 +49,7 @@ def model_spec(
         inputs=tuple(TensorSpec(name, _dtype(kind), _sizes(kind.dims)) for name, kind in inputs.items()),
         outputs=tuple(TensorSpec(name, _dtype(kind), shapes[name]) for name, kind in outputs.items()),
         tables=tuple(_table_spec(table, folders[table.name], places) for table in carved.tables),
-        lookups=tuple(_lookup_spec(lookup, folders[lookup.table]) for lookup in carved.lookups),
+        lookups=tuple(lookup_spec(lookup, folders[lookup.table]) for lookup in carved.lookups),
         labels=tuple(label for columns in labels.values() for label in columns),
         label_outputs=tuple(labels),
         batched=findings.batched,
@@ -117,7 +117,8 @@ def _table_spec(table: Weight, folder: str, places: Mapping[str, TablePlace]) ->
     )
 
 
-def _lookup_spec(lookup: Lookup, folder: str) -> LookupSpec:
+def lookup_spec(lookup: Lookup, folder: str) -> LookupSpec:
+    """One read of a table, as session.json says it."""
     return LookupSpec(
         table=folder,
         keys=lookup.keys,

@@ -5,11 +5,6 @@ context, and wherever a candidate meets one, a Gather by the sample's context nu
 such tiles one kind at a time; what none of them knows stays tiled and is named in the report.
 """
 
-from inference_session.importers.onnx.context.split import (
-    BLOCK_CONTEXT,
-    ROW_CONTEXT,
-    ContextSplit,
-    split_context,
-)
+from inference_session.importers.onnx.context.split import ContextSplit, Cut, split_context
 
-__all__ = ["BLOCK_CONTEXT", "ROW_CONTEXT", "ContextSplit", "split_context"]
+__all__ = ["ContextSplit", "Cut", "split_context"]

@@ -13,10 +13,10 @@ _ROUNDING = 2.0**-24
 _MAX_ERROR = 4e-6
 """Of one element of a product, by being taken apart, in the worst case; what is usual is a tenth of it."""
 _BOUNDED = frozenset({"Sigmoid", "HardSigmoid", "Tanh", "Softsign", "Softmax", "Sin", "Cos", "Erf", "Sign"})
-_KEEPING = frozenset(
-    "Abs Dropout Expand Flatten Gather Identity Neg ReduceMax ReduceMean ReduceMin Relu Reshape Slice Split Squeeze "
-    "Tile Transpose Unsqueeze".split()
-)
+_KEEPING = frozenset({
+    "Abs", "Dropout", "Expand", "Flatten", "Gather", "Identity", "Neg", "ReduceMax", "ReduceMean", "ReduceMin",
+    "Relu", "Reshape", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze",
+})  # fmt: skip
 _CHUNK_ROWS = 1 << 16
 
 

@@ -1,10 +1,13 @@
 """Cuts products with weights by columns: what the context contributes is multiplied once per context.
 
 A matrix that is multiplied by weights is taken apart into a sum of terms, each a value times a matrix of constants:
-Concat(h, t, h - t, h * t) W = h (W1 + W3) + t (W2 - W3) + (h * t) W4. Terms of the context are multiplied at one row per
-context. Sums, (h - t) W, are taken apart only where that leaves fewer columns to the candidates, and where the values
-are known to be so small that the rounding of h W and t W is as that of (h - t) W (bounds.py): numbers near 4,096 that
-differ by one are not.
+Concat(h, t, h - t, h * t) W = h (W1 + W3) + t (W2 - W3) + (h * t) W4. Terms of the context are multiplied at one row
+per context. A product of a context's and a candidate's value makes the weights the context's own: for every row of h,
+(h * t) W4 = t diag(h) W4, so that one product of t with a matrix that is made once per context is all that is left.
+
+Sums, (h - t) W, are taken apart only where that leaves fewer columns to the candidates, and where the values are known
+to be so small that the rounding of h W and t W is as that of (h - t) W (bounds.py): numbers near 4,096 that differ by
+one are not.
 """
 
 from __future__ import annotations
@@ -52,9 +55,13 @@ class _Product:
     output: str
 
 
-def cut_products(work: Work) -> None:
-    """Change the graph."""
-    bounds = Bounds(work)
+def cut_products(work: Work, *, sums: bool) -> None:
+    """Change the graph.
+
+    Args:
+        sums: take sums in front of a product apart as well, where their rounding allows it.
+    """
+    bounds = Bounds(work) if sums else None
     positions = {node.output[0]: i for i, node in enumerate(work.graph.node)}
     replaced: dict[int, list[NodeProto]] = {}
     for i, node in enumerate(work.graph.node):
@@ -97,12 +104,12 @@ def _bias_behind(work: Work, name: str, width: int) -> tuple[Matrix, str]:
     return np.zeros(width), name
 
 
-def _cut(work: Work, product: _Product, bounds: Bounds) -> list[NodeProto] | None:
+def _cut(work: Work, product: _Product, bounds: Bounds | None) -> list[NodeProto] | None:
     """The nodes that take the place of a product; None where the context has no part in it of its own."""
     found = _apart(work, product.matrix, None)
-    further = _apart(work, product.matrix, _Limit(bounds, product.weights))
-    if _num_columns(work, further) < _num_columns(work, found):
-        found = further
+    if bounds is not None:
+        further = _apart(work, product.matrix, _Limit(bounds, product.weights))
+        found = min(found, further, key=lambda item: _num_columns(work, item))
     if not any(term.is_contexts or term.factor for term in found.terms) or not _covers(work, found, product.matrix):
         return None
     return _Writer(work, product, found.constant @ product.weights + product.bias).write(found)
@@ -304,10 +311,7 @@ class _Writer:
         candidates = [term for term in terms if not term.is_contexts]
         factors = [term.factor for term in candidates if term.factor]
         woven = [term for term in candidates if factors and self._has_one_row(term)]
-        if woven:
-            total = self._woven(woven, contexts, factors[0])
-        else:
-            total = self._builder.tile(contexts or "")
+        total = self._woven(woven, contexts, factors[0]) if woven else self._builder.tile(contexts or "")
         for group in self._groups([term for term in candidates if not (factors and self._has_one_row(term))]):
             total = self._builder.add("Add", [self._multiplied(group), total])
         self._builder.rename(total, self._product.output)
@@ -356,7 +360,7 @@ class _Writer:
         values = list(dict.fromkeys(term.value for term in terms))
         matrices = [self._matrix([term for term in terms if term.value == value], number, rows) for value in values]
         matrices.append(self._last_rows(contexts, number, rows))
-        matrix = builder.add("Concat", matrices, axis=1) if rows else builder.add("Concat", matrices, axis=1)
+        matrix = builder.add("Concat", matrices, axis=1)
         num_columns = sum((self._work.dims(value) or (0,))[-1] for value in values) + 1
         flat = builder.add("Reshape", [matrix, builder.list_of([number, num_columns, -1])])
         ones = builder.ones_beside(values[0])
@@ -390,4 +394,7 @@ class _Writer:
         shape = builder.list_of([number, 1, *rows, width])
         if contexts is None:
             return builder.add("Expand", [builder.weight(self._bias), shape])
-        return builder.add("Expand", [builder.add("Reshape", [contexts, builder.list_of([number, 1, *[-1] * bool(rows), width])]), shape])
+        return builder.add(
+            "Expand",
+            [builder.add("Reshape", [contexts, builder.list_of([number, 1, *[-1] * bool(rows), width])]), shape],
+        )

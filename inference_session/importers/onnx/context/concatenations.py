@@ -36,6 +36,14 @@ class Concatenation(NamedTuple):
     parts: list[Part]
 
 
+class _Columns(NamedTuple):
+    """The columns of a part, along the axis so far from the last one."""
+
+    from_end: int
+    begin: int
+    end: int
+
+
 def delay_concatenations(work: Work) -> None:
     """Change the graph."""
     _Delay(work).run()
@@ -93,7 +101,7 @@ class _Delay:
     def _rule(
         self, node: NodeProto, position: int
     ) -> Callable[[NodeProto, Concatenation, Builder], Concatenation | None] | None:
-        if node.op_type in UNARY or node.op_type in BROADCASTING and len(node.input) == 2:
+        if node.op_type in UNARY or (node.op_type in BROADCASTING and len(node.input) == 2):
             return self._elementwise
         if node.op_type == "BatchNormalization" and position == 0 and len(node.output) == 1:
             return self._elementwise
@@ -112,31 +120,29 @@ class _Delay:
         from_end = 1 if channels else rank - given.axis
         begin, parts = 0, []
         for part in given.parts:
-            columns = slice(begin, begin + part.size)
-            inputs = [self._input(name, given, part, from_end, columns, builder) for name in node.input]
+            columns = _Columns(from_end, begin, begin + part.size)
+            inputs = [self._input(name, given, part, columns, builder) for name in node.input]
             if None in inputs:
                 return None
             parts.append(part._replace(value=self._again(node, [name or "" for name in inputs], builder)))
             begin += part.size
         return given._replace(parts=parts)
 
-    def _input(
-        self, name: str, given: Concatenation, part: Part, from_end: int, columns: slice, builder: Builder
-    ) -> str | None:
+    def _input(self, name: str, given: Concatenation, part: Part, columns: _Columns, builder: Builder) -> str | None:
         """What an operator on one part reads in the place of an input; None where that cannot be said."""
         if not name:
             return ""
         if name in self._made:
             return part.value if self._made[name] is given else None
         constant = self._work.constant(name)
-        if constant is None or constant.ndim > from_end + given.axis:
+        if constant is None or constant.ndim > columns.from_end + given.axis:
             return None
-        axis = constant.ndim - from_end
+        axis = constant.ndim - columns.from_end
         if axis < 0 or constant.shape[axis] == 1:
             return name
         if constant.shape[axis] != sum(item.size for item in given.parts):
             return None
-        return self._constant(builder, constant.take(range(columns.start, columns.stop), axis))
+        return self._constant(builder, constant.take(range(columns.begin, columns.end), axis))
 
     def _constant(self, builder: Builder, values: NDArray[np.generic]) -> str:
         return builder.weight(values) if values.dtype == np.float32 else builder.constant(values)
@@ -145,9 +151,7 @@ class _Delay:
         if not self._work.is_constant(node.input[0]):
             return None
         made = [self._again(node, [node.input[0], part.value], builder) for part in given.parts]
-        return given._replace(
-            parts=[part._replace(value=value) for part, value in zip(given.parts, made, strict=True)]
-        )
+        return given._replace(parts=[part._replace(value=value) for part, value in zip(given.parts, made, strict=True)])
 
     def _flatten(self, node: NodeProto, given: Concatenation, builder: Builder) -> Concatenation | None:
         """[rows, parts, …] as [rows, columns], or the other way round: the parts stay behind each other."""

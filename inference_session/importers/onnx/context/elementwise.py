@@ -1,4 +1,4 @@
-"""Lets elementwise operators stretch a context's value over the candidates of a block, instead of reading a tiled one."""
+"""Lets elementwise operators stretch a context's value over the candidates of a block, instead of reading a tile."""
 
 from __future__ import annotations
 

@@ -21,37 +21,26 @@ def multiply_blocks(work: Work) -> None:
 
 
 def _divided(work: Work, node: NodeProto) -> list[NodeProto] | None:
-    if node.domain:
-        return None
-    if node.op_type == "Einsum":
+    if node.op_type == "Einsum" and not node.domain:
         return _einsum(work, node)
-    if node.op_type != "MatMul":
+    if node.op_type != "MatMul" or node.domain or not _are_batches(work, node):
         return None
     left, right = node.input
-    rank = work.rank(left)
-    if rank is None or rank < 3 or work.rank(right) != rank:
-        return None
-    builder = Builder(work, node.output[0])
     if (source := work.tiled(right)) is not None and _has_rows(work, left):
-        return _multiply(work, builder, left, source, node.output[0]) if _same_between(work, node) else None
-    if (source := work.tiled(left)) is not None and _has_rows(work, right) and _same_between(work, node):
-        swapped = [*range(rank - 2), rank - 1, rank - 2]
-        row = builder.add("Transpose", [right], perm=swapped)
-        matrix = builder.add("Transpose", [source], perm=swapped)
-        sizes = _Sizes(work, right, source, (-1, -2))
-        product = builder.add("Reshape", [_product(builder, row, matrix, rank, sizes), sizes.whole(builder)])
-        builder.add("Transpose", [product], node.output[0], perm=swapped)
-        return builder.nodes
+        return _multiply(work, left, source, node.output[0])
+    if (source := work.tiled(left)) is not None and _has_rows(work, right):
+        return _multiply_turned(work, source, right, node.output[0])
     return None
+
+
+def _are_batches(work: Work, node: NodeProto) -> bool:
+    """Whether each sample has its matrices, and the dimensions before those, as heads, are equal: none is stretched."""
+    dims = [work.dims(name) or () for name in node.input]
+    return len(dims[0]) == len(dims[1]) > 2 and dims[0][1:-2] == dims[1][1:-2]
 
 
 def _has_rows(work: Work, name: str) -> bool:
     return (work.dims(name) or (0,))[0] == (work.dims_of_rows or 0)
-
-
-def _same_between(work: Work, node: NodeProto) -> bool:
-    """Whether the dimensions between the samples and the matrices, as heads, are equal: none is stretched."""
-    return len({(work.dims(name) or ())[1:-2] for name in node.input}) == 1
 
 
 class _Sizes:
@@ -85,10 +74,21 @@ class _Sizes:
         return builder.list_of([builder.num_blocks(), *between, -1, *(builder.size(*place) for place in self._places)])
 
 
-def _multiply(work: Work, builder: Builder, left: str, right: str, output: str) -> list[NodeProto]:
-    sizes = _Sizes(work, left, right, (-2, -1))
+def _multiply(work: Work, left: str, right: str, output: str) -> list[NodeProto]:
+    """A candidate's matrix times its context's."""
+    builder, sizes = Builder(work, output), _Sizes(work, left, right, (-2, -1))
     product = _product(builder, left, right, work.rank(left) or 0, sizes)
     builder.add("Reshape", [product, sizes.whole(builder)], output)
+    return builder.nodes
+
+
+def _multiply_turned(work: Work, left: str, right: str, output: str) -> list[NodeProto]:
+    """A context's matrix times a candidate's: the product of the transposed ones, transposed."""
+    builder, rank, sizes = Builder(work, output), work.rank(right) or 0, _Sizes(work, right, left, (-1, -2))
+    turned = [*range(rank - 2), rank - 1, rank - 2]
+    row, matrix = (builder.add("Transpose", [name], perm=turned) for name in (right, left))
+    product = builder.add("Reshape", [_product(builder, row, matrix, rank, sizes), sizes.whole(builder)])
+    builder.add("Transpose", [product], output, perm=turned)
     return builder.nodes
 
 
@@ -120,16 +120,11 @@ def _einsum(work: Work, node: NodeProto) -> list[NodeProto] | None:
     inner = next(c for c in string.ascii_letters if c not in equation)
     builder, inputs, axes_of = Builder(work, node.output[0]), list[str](), list[str]()
     for name, axes, source in zip(node.input, operands, sources, strict=True):
-        if source:
-            inputs.append(builder.of_blocks(source))
-        elif letter in axes:
-            if not axes.startswith(letter):
-                return None
-            inputs.append(builder.to_blocks(name))
-            axes = f"{letter}{inner}{axes[1:]}"
-        else:
-            inputs.append(name)
-        axes_of.append(axes)
+        has_rows = not source and letter in axes
+        if has_rows and not axes.startswith(letter):
+            return None
+        inputs.append(builder.of_blocks(source) if source else builder.to_blocks(name) if has_rows else name)
+        axes_of.append(f"{letter}{inner}{axes[1:]}" if has_rows else axes)
     text = f"{','.join(axes_of)}->{letter}{inner}{right[1:]}"
     result = builder.add("Einsum", inputs, equation=text)
     builder.add("Reshape", [result, builder.whole(node.output[0], result)], node.output[0])

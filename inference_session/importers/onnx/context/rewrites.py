@@ -12,17 +12,18 @@ from inference_session.importers.onnx.context.products import multiply_blocks
 from inference_session.importers.onnx.context.work import Work
 
 
-def rewrite(work: Work) -> None:
-    """Remove tiles, as many as can be."""
-    for apply in (
-        delay_concatenations,
-        divide_pairs,
-        delay_concatenations,
-        drop_expansions,
-        contract_sums,
-        cut_products,
-        multiply_blocks,
-        broadcast_elementwise,
-        fold_biases,
-    ):
-        apply(work)
+def rewrite(work: Work, *, sums: bool) -> None:
+    """Remove tiles, as many as can be.
+
+    Args:
+        sums: take sums of a context's and a candidate's value apart where their rounding allows it.
+    """
+    delay_concatenations(work)
+    divide_pairs(work)
+    delay_concatenations(work)
+    drop_expansions(work)
+    contract_sums(work)
+    cut_products(work, sums=sums)
+    multiply_blocks(work)
+    broadcast_elementwise(work)
+    fold_biases(work)

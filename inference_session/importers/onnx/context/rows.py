@@ -18,21 +18,21 @@ from onnx import GraphProto, NodeProto
 from inference_session.importers.onnx.context.shapes import Shape, Shapes
 from inference_session.importers.onnx.graph import attribute, bodies
 
-UNARY = frozenset(
-    "Abs Acos Acosh Asin Asinh Atan Atanh BitwiseNot Cast CastLike Ceil Celu Clip Cos Cosh Dropout Elu Erf Exp Floor "
-    "Gelu HardSigmoid HardSwish Identity IsInf IsNaN LeakyRelu Log Mish Neg Not Reciprocal Relu Round Selu Shrink "
-    "Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Swish Tan Tanh ThresholdedRelu".split()
-)
-BROADCASTING = frozenset(
-    "Add And BitwiseAnd BitwiseOr BitwiseXor Div Equal Greater GreaterOrEqual Less LessOrEqual Max Mean Min Mod Mul Or "
-    "Pow PRelu Sub Sum Where Xor".split()
-)
+UNARY = frozenset({
+    "Abs", "Acos", "Acosh", "Asin", "Asinh", "Atan", "Atanh", "BitwiseNot", "Cast", "CastLike", "Ceil", "Celu",
+    "Clip", "Cos", "Cosh", "Dropout", "Elu", "Erf", "Exp", "Floor", "Gelu", "HardSigmoid", "HardSwish", "Identity",
+    "IsInf", "IsNaN", "LeakyRelu", "Log", "Mish", "Neg", "Not", "Reciprocal", "Relu", "Round", "Selu", "Shrink",
+    "Sigmoid", "Sign", "Sin", "Sinh", "Softplus", "Softsign", "Sqrt", "Swish", "Tan", "Tanh", "ThresholdedRelu",
+})  # fmt: skip
+BROADCASTING = frozenset({
+    "Add", "And", "BitwiseAnd", "BitwiseOr", "BitwiseXor", "Div", "Equal", "Greater", "GreaterOrEqual", "Less",
+    "LessOrEqual", "Max", "Mean", "Min", "Mod", "Mul", "Or", "Pow", "PRelu", "Sub", "Sum", "Where", "Xor",
+})  # fmt: skip
 _REDUCTIONS = frozenset(
-    f"Reduce{kind}" for kind in "L1 L2 LogSum LogSumExp Max Mean Min Prod Sum SumSquare".split()
+    f"Reduce{kind}" for kind in ["L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare"]
 ) | {"ArgMax", "ArgMin"}
 _RESHAPING = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
 _FLATTENING_OPSET = 13
-_TRAINING_OPSET = 14
 
 
 class Other(Enum):
@@ -168,6 +168,8 @@ class RowAnalysis:
     def same(self, node: NodeProto) -> State:
         """Each element becomes one."""
         self._free(node, 1)
+        if node.op_type == "Dropout" and len(node.input) > 2 and any(self._constant(node.input[2])):
+            raise _UnprovenError  # of the training: drawn at random
         return self._rows(node.input[0])
 
     def broadcast(self, node: NodeProto) -> State:
@@ -415,9 +417,7 @@ class RowAnalysis:
             elif state is not Other.FREE:
                 raise _UnprovenError
         axes = (2, 1, 1)
-        return {
-            name: Rows(axis, self._plain) for name, axis in zip(node.output, axes, strict=False) if name
-        }
+        return {name: Rows(axis, self._plain) for name, axis in zip(node.output, axes, strict=False) if name}
 
     def contracted(self, node: NodeProto) -> State:
         """Einsum: one letter counts samples, in every operand that has any, and stays."""

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import onnx
 from numpy.typing import NDArray
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, TypeProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from inference_session.importers.onnx.types import value_type
 from inference_session.importers.onnx.weights import Weight
 
 _MAX_KNOWN_ELEMENTS = 256
@@ -105,6 +106,9 @@ def _part(node: NodeProto, dims: Shape) -> Shape:
     return dims[slice(limits.get("start", 0), limits.get("end", len(dims)))]
 
 
-def is_integer(elem_type: int) -> bool:
-    """Whether elements are whole numbers."""
-    return elem_type in (TensorProto.INT64, TensorProto.INT32)
+def sized(graph: GraphProto, name: str, num_samples: int, inner: int) -> Shape:
+    """The shape of an input: symbols that stand in front of any input count samples wherever they are."""
+    kinds = {value.name: value_type(value).dims or () for value in graph.input}
+    in_front = {dims[0] for dims in kinds.values() if isinstance(dims[0], str)}
+    sizes = [dim if isinstance(dim, int) else num_samples if dim in in_front else inner for dim in kinds[name][1:]]
+    return (num_samples, *sizes)

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from onnx import GraphProto, ModelProto, TensorProto, helper
 
 from inference_session.errors import ConfigurationError, UnsupportedModelError
+from inference_session.importers.onnx.context.costs import Costs, saved_costs, tiled_readers, unproven_readers
 from inference_session.importers.onnx.context.rewrites import rewrite
 from inference_session.importers.onnx.context.rows import Probe, RowAnalysis, Rows
-from inference_session.importers.onnx.context.shapes import Shape, Shapes
-from inference_session.importers.onnx.context.work import BLOCK_CONTEXT, ROW_CONTEXT, Work
+from inference_session.importers.onnx.context.shapes import Shapes, sized
+from inference_session.importers.onnx.context.work import Work
 from inference_session.importers.onnx.context.worlds import CONTEXT, Worlds
 from inference_session.importers.onnx.graph import Names
 from inference_session.importers.onnx.types import value_type
 from inference_session.importers.onnx.weights import Weight
+from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT
 
 _PROBES = ((101, 13), (103, 13), (101, 17))
 """Samples, and the size of whatever else is open."""
+
+
+class Cut(Enum):
+    """How far a model is divided."""
+
+    ALL = "with every rewrite"
+    NO_SUMS = "without taking sums apart"
+    NONE = "everything that meets a candidate is tiled"
 
 
 @dataclass(frozen=True)
@@ -29,16 +40,18 @@ class ContextSplit:
     weights: dict[str, Weight]
     proven: bool
     """Whether no answer can depend on the other samples of its batch."""
+    costs: Costs
+    tiled: tuple[str, ...]
+    """What the network does with the context for every candidate."""
 
 
 def split_context(
-    model: ModelProto, weights: Mapping[str, Weight], names: Names, context: Sequence[str], *, cut: bool = True
+    model: ModelProto, weights: Mapping[str, Weight], names: Names, context: Sequence[str], cut: Cut = Cut.ALL
 ) -> ContextSplit:
     """Divide a canonical model, which is left as it is.
 
     Args:
         context: the inputs that are given once per context.
-        cut: apply the rewrites as well; without them, everything that meets a candidate is tiled.
 
     Raises:
         ConfigurationError: a context input is unknown, or no input is left for the candidates.
@@ -53,10 +66,11 @@ def split_context(
     worlds.divide()
     _declare(copy.graph, context, worlds)
     work = Work(copy, dict(weights), names, tuple(context))
-    if cut:
-        rewrite(work)
+    if cut is not Cut.NONE:
+        rewrite(work, sums=cut is Cut.ALL)
     work.drop_unused()
-    return ContextSplit(copy, work.weights, proven)
+    tiled = (*unproven_readers(model.graph, rows), *tiled_readers(work))
+    return ContextSplit(copy, work.weights, proven, saved_costs(model, weights, work), tiled)
 
 
 def _check(graph: GraphProto, context: Sequence[str]) -> None:
@@ -88,17 +102,8 @@ def _opset(model: ModelProto) -> int:
 
 
 def _probe(model: ModelProto, weights: Mapping[str, Weight], num_samples: int, inner: int) -> Probe:
-    shapes = {value.name: _sized(model.graph, value.name, num_samples, inner) for value in model.graph.input}
+    shapes = {value.name: sized(model.graph, value.name, num_samples, inner) for value in model.graph.input}
     return Probe(num_samples, Shapes(model, weights, shapes))
-
-
-def _sized(graph: GraphProto, name: str, num_samples: int, inner: int) -> Shape:
-    """The shape of an input: symbols that stand in front of any input count samples wherever they are."""
-    kinds = {value.name: value_type(value).dims or () for value in graph.input}
-    in_front = {dims[0] for dims in kinds.values() if isinstance(dims[0], str)}
-    first, *others = kinds[name]
-    sizes = [dim if isinstance(dim, int) else num_samples if dim in in_front else inner for dim in others]
-    return (num_samples, *sizes)
 
 
 def _declare(graph: GraphProto, context: Sequence[str], worlds: Worlds) -> None:

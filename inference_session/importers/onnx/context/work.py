@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -26,12 +26,7 @@ from inference_session.importers.onnx.graph import (
 )
 from inference_session.importers.onnx.types import value_type
 from inference_session.importers.onnx.weights import Weight
-
-ROW_CONTEXT = "hotrow_row_context"
-"""The input, int64 [rows], that says the context of each candidate."""
-BLOCK_CONTEXT = "hotrow_block_context"
-"""The input, int64 [blocks], that says the context of each block: candidates come in blocks of one length, each of one
-context."""
+from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT
 
 _PROBES = ((202, 2, 7, 13), (309, 3, 5, 17))
 """Candidates, blocks, contexts, and the size of whatever else is open."""
@@ -82,7 +77,7 @@ class Work:
         return names
 
     def _input_shapes(self, rows: int, blocks: int, contexts: int, inner: int) -> dict[str, Shape]:
-        sizes = {ROW_CONTEXT: (rows,), BLOCK_CONTEXT: (blocks,)}
+        sizes: dict[str, Shape] = {ROW_CONTEXT: (rows,), BLOCK_CONTEXT: (blocks,)}
         in_front = {(value_type(value).dims or ("",))[0] for value in self.graph.input if value.name not in sizes}
         for value in self.graph.input:
             if value.name not in sizes:
@@ -162,7 +157,7 @@ class Work:
         self.weights[name] = Weight(name, tensor.data_type, tuple(tensor.dims), tensor)
         return name
 
-    def replace(self, replaced: dict[int, Sequence[NodeProto]]) -> None:
+    def replace(self, replaced: Mapping[int, Sequence[NodeProto]]) -> None:
         """Put nodes in the places of others, which are given by position; then refresh."""
         nodes: list[NodeProto] = []
         for i, node in enumerate(self.graph.node):

@@ -74,7 +74,7 @@ class Worlds:
             self._content.update(dict.fromkeys(filter(None, node.output), found))
 
     def _assign(self) -> None:
-        """Let as much as possible be the context's: values whose samples lie in no axis of their own cannot be tiled."""
+        """Let as much as possible be the context's: values whose samples share an axis with others cannot be tiled."""
         demoted: set[str] = set()
         while True:
             self._assign_without(demoted)

@@ -1,0 +1,167 @@
+"""The networks for requests that give their context once for many candidates, and the proof that they answer alike."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import ModelProto
+
+from inference_session.errors import UnsupportedModelError
+from inference_session.importers.onnx.carve import Carved, carve_tables
+from inference_session.importers.onnx.context import ContextSplit, Cut, split_context
+from inference_session.importers.onnx.graph import Names
+from inference_session.importers.onnx.probe import Arrays, Findings, Prober, Recipe
+from inference_session.importers.onnx.replay import Replay
+from inference_session.importers.onnx.spec import lookup_spec
+from inference_session.importers.onnx.tables import StaysDenseError
+from inference_session.importers.onnx.weights import Weight
+from inference_session.model_spec import (
+    BLOCK_CONTEXT,
+    CANDIDATES,
+    RANKING_FILE,
+    RANKING_KEYS_FILE,
+    ROW_CONTEXT,
+    ModelSpec,
+    RankingSpec,
+)
+from inference_session.requests.blocks import arrange
+
+logger = logging.getLogger(__name__)
+
+_TOLERANCE = 1e-6
+_PLAIN_TOLERANCE = 1e-5
+_COUNTS = ((5,), (2, 2, 2), (4, 1), (1, 1, 1), (3, 70, 1))
+"""Candidates of each context, in the requests that are tried."""
+_LARGE = 4096.0
+
+
+@dataclass(frozen=True)
+class RankingImport:
+    """Divides one model.
+
+    Args:
+        model: in canonical form, whole.
+        folders: of the tables, by the names of their initializers.
+        write: writes the two networks into the staging folder.
+    """
+
+    model: ModelProto
+    weights: dict[str, Weight]
+    names: Names
+    folders: dict[str, str]
+    staging: Path
+    original: Prober
+    findings: Findings
+    write: Callable[[Carved], None]
+
+    def run(self, spec: ModelSpec, context: Sequence[str]) -> ModelSpec:
+        """Write the networks; returns the description with what was found.
+
+        Raises:
+            ConfigurationError: a context input is unknown, or no input is left for the candidates.
+            UnsupportedModelError: the model cannot be divided.
+        """
+        if CANDIDATES in {tensor.name for tensor in spec.inputs}:
+            raise UnsupportedModelError(f"--context: the model has an input {CANDIDATES!r} of its own")
+        if not spec.batched or self.findings.recipe is None:
+            raise UnsupportedModelError(
+                "--context: not every input and output of the model counts samples in its first dimension"
+            )
+        for cut, merge in product(Cut, (True, False)):
+            split = split_context(self.model, self.weights, self.names, context, cut)
+            try:
+                carved = carve_tables(split.model, split.weights, self.names, list(self.folders), merge=merge)
+            except StaysDenseError as error:
+                logger.debug("%s: table %s %s", cut.value, error.table, error.reason)
+                continue
+            found = self._spec(spec, context, carved, split)
+            self.write(carved)
+            if self._is_faithful(found, context, self.findings.recipe, cut):
+                return found
+            logger.debug("divided %s, the model answers differently", cut.value)
+        raise UnsupportedModelError("--context: the divided model answers differently")
+
+    def _spec(self, spec: ModelSpec, context: Sequence[str], carved: Carved, split: ContextSplit) -> ModelSpec:
+        ranking = RankingSpec(
+            lookups=tuple(lookup_spec(lookup, self.folders[lookup.table]) for lookup in carved.lookups),
+            may_pad=split.proven,
+            multiply_adds_fraction=split.costs.multiply_adds,
+            lookups_fraction=split.costs.lookups,
+            bytes_fraction=split.costs.input_bytes,
+            tiled=split.tiled,
+        )
+        inputs = tuple(replace(tensor, context=tensor.name in context) for tensor in spec.inputs)
+        return replace(spec, inputs=inputs, ranking=ranking, joinable=spec.joinable and split.proven)
+
+    def _is_faithful(self, spec: ModelSpec, context: Sequence[str], recipe: Recipe, cut: Cut) -> bool:
+        """Hold random requests against the original on tiled inputs."""
+        try:
+            lookups = spec.ranking.lookups if spec.ranking else ()
+            replay = Replay(
+                self.staging, replace(spec, lookups=lookups), dense_file=RANKING_FILE, keys_file=RANKING_KEYS_FILE
+            )
+            tolerance = _PLAIN_TOLERANCE if cut is Cut.NONE else _TOLERANCE
+            return all(
+                self._answers_alike(replay, spec, arrays, counts, tolerance)
+                for arrays, counts in _requests(recipe, context, large=cut is not Cut.NONE)
+            )
+        except Exception as error:  # noqa: BLE001  ONNX Runtime's errors share no other base; all mean "no"
+            logger.debug("the divided model does not run: %s", error)
+            return False
+
+    def _answers_alike(
+        self, replay: Replay, spec: ModelSpec, arrays: Arrays, counts: NDArray[np.int64], tolerance: float
+    ) -> bool:
+        """Whether a request is answered as the original answers it tiled; what the original refuses says nothing."""
+        rows = np.repeat(np.arange(len(counts)), counts)
+        tiled = {
+            tensor.name: arrays[tensor.name][rows] if tensor.context else arrays[tensor.name] for tensor in spec.inputs
+        }
+        expected, again = self.original.run(tiled), self.original.run(tiled)
+        if expected is None or again is None:
+            return True
+        blocks = arrange(counts, may_pad=bool(spec.ranking and spec.ranking.may_pad))
+        if blocks.candidates is not None:
+            arrays = {
+                tensor.name: arrays[tensor.name] if tensor.context else arrays[tensor.name][blocks.candidates]
+                for tensor in spec.inputs
+            }
+        found = replay.run({**arrays, ROW_CONTEXT: blocks.row_context, BLOCK_CONTEXT: blocks.block_context})
+        if blocks.rows is not None:
+            found = [output[blocks.rows] for output in found]
+        return all(
+            _close(f, e, tolerance) or not _close(a, e, tolerance)
+            for f, e, a in zip(found, expected, again, strict=True)
+        )
+
+
+def _requests(recipe: Recipe, context: Sequence[str], *, large: bool) -> Iterator[tuple[Arrays, NDArray[np.int64]]]:
+    """Requests of several shapes, their numbers small, and large where they may be."""
+    for seed, (counts, inner) in enumerate(product(_COUNTS, (3, 2))):
+        sizes = {name: len(counts) if name in context else sum(counts) for name in recipe.inputs}
+        arrays = recipe.arrays(100 + seed, sizes, inner)
+        yield arrays, np.array(counts)
+        numbers = [name for name, array in arrays.items() if array.dtype.kind == "f"]
+        if large and numbers:
+            yield (
+                {**arrays, **{name: (arrays[name] + _LARGE).astype(arrays[name].dtype) for name in numbers}},
+                np.array(counts),
+            )
+
+
+def _close(found: NDArray[Any], expected: NDArray[Any], tolerance: float) -> bool:
+    """Whether two outputs are the same, numbers within a tolerance of the largest of them, or of one."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return False
+    if expected.dtype.kind != "f":
+        return bool(np.array_equal(found, expected))
+    finite = np.abs(expected[np.isfinite(expected)]).astype(np.float64)
+    tolerance = max(tolerance, 4 * float(np.finfo(expected.dtype).eps)) * max(1.0, finite.max(initial=0.0))
+    return bool(np.allclose(found, expected, rtol=0, atol=tolerance, equal_nan=True))

@@ -1,0 +1,77 @@
+"""Imports models with context inputs, and holds their ranking networks against the original on tiled inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import ModelProto
+
+from inference_session.importers.onnx import ImportReport
+from inference_session.importers.onnx.replay import Replay
+from inference_session.model_spec import BLOCK_CONTEXT, RANKING_FILE, RANKING_KEYS_FILE, ROW_CONTEXT
+from inference_session.requests.blocks import arrange
+from tests.testing.onnx_evaluation import Arrays, run_network
+from tests.testing.onnx_models import import_model
+
+TOLERANCE = 1e-6
+
+
+def check_ranking(
+    tmp_path: Path, model: ModelProto, context: Sequence[str], *requests: tuple[Arrays, Sequence[int]]
+) -> ImportReport:
+    """Import a model; requests, each with the candidates of its contexts, are answered as the original does tiled."""
+    report = import_model(tmp_path, model, context=context)
+    for inputs, counts in requests:
+        assert_alike(tmp_path, report, inputs, counts)
+    return report
+
+
+def assert_alike(tmp_path: Path, report: ImportReport, inputs: Arrays, counts: Sequence[int]) -> None:
+    """One request."""
+    expected = run_network(tmp_path / "model.onnx", tiled(report, inputs, counts))
+    for name, found in rank(report, inputs, counts).items():
+        limit = TOLERANCE * max(1.0, float(np.abs(expected[name]).max(initial=0)))
+        np.testing.assert_allclose(found, expected[name], rtol=0, atol=limit, err_msg=name)
+
+
+def tiled(report: ImportReport, inputs: Arrays, counts: Sequence[int]) -> Arrays:
+    """Inputs with a context's row for each of its candidates."""
+    rows = np.repeat(np.arange(len(counts)), counts)
+    return {name: array[rows] if name in report.spec.context else array for name, array in inputs.items()}
+
+
+def rank(report: ImportReport, inputs: Arrays, counts: Sequence[int]) -> Arrays:
+    """The answers of the ranking networks."""
+    spec = report.spec
+    assert spec.ranking is not None
+    blocks = arrange(np.array(counts), may_pad=spec.ranking.may_pad)
+    placed = {
+        name: array if name in spec.context or blocks.candidates is None else array[blocks.candidates]
+        for name, array in inputs.items()
+    }
+    replay = Replay(
+        report.version_dir,
+        replace(spec, lookups=spec.ranking.lookups),
+        dense_file=RANKING_FILE,
+        keys_file=RANKING_KEYS_FILE,
+    )
+    outputs = replay.run({**placed, ROW_CONTEXT: blocks.row_context, BLOCK_CONTEXT: blocks.block_context})
+    names = [tensor.name for tensor in spec.outputs]
+    return {
+        name: output if blocks.rows is None else output[blocks.rows]
+        for name, output in zip(names, outputs, strict=True)
+    }
+
+
+def network(report: ImportReport) -> ModelProto:
+    """The ranking network."""
+    return onnx.load(report.version_dir / RANKING_FILE)
+
+
+def operators(report: ImportReport) -> list[str]:
+    """The operators of the ranking network, in their order."""
+    return [node.op_type for node in network(report).graph.node]
