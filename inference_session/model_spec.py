@@ -30,6 +30,8 @@ DENSE_FILE = "dense.onnx"
 KEYS_FILE = "keys.onnx"
 RANKING_FILE = "ranking.onnx"
 RANKING_KEYS_FILE = "ranking_keys.onnx"
+NETWORK_FILES = (DENSE_FILE, KEYS_FILE, RANKING_FILE, RANKING_KEYS_FILE)
+"""The networks that a version may have."""
 TABLES_FOLDER = "tables"
 KEY_FILE = "key"
 VECTOR_FILE = "emb_vector"

@@ -9,10 +9,7 @@ from typing import Literal, NamedTuple
 
 from inference_session.device.placement import index_bytes_on_device, placed_on_device, vectors_bytes
 from inference_session.model_spec import (
-    DENSE_FILE,
-    KEYS_FILE,
-    RANKING_FILE,
-    RANKING_KEYS_FILE,
+    NETWORK_FILES,
     TABLES_FOLDER,
     ModelSpec,
     TableSpec,
@@ -67,8 +64,7 @@ def memory_items(
     """
     tables = spec.tables if (version_dir / TABLES_FOLDER).is_dir() else ()
     stored = [table.num_rows for table in tables if table.keys == "stored"]
-    files = (DENSE_FILE, KEYS_FILE, RANKING_FILE, RANKING_KEYS_FILE)
-    networks = sum(_file_bytes(version_dir / name) for name in files)
+    networks = sum(_file_bytes(version_dir / name) for name in NETWORK_FILES)
     place: Place = "device" if num_devices else "process"
     copies = num_devices or num_processes
     return [

@@ -18,10 +18,9 @@ from typing import Any
 
 from inference_session.errors import ModelFormatError
 from inference_session.model_spec import (
-    DENSE_FILE,
     INDEX_FILE,
     KEY_FILE,
-    KEYS_FILE,
+    NETWORK_FILES,
     SESSION_FILE,
     TABLES_FOLDER,
     VECTOR_FILE,
@@ -149,7 +148,7 @@ def _check_listed(directory: Path, listed: set[PurePosixPath]) -> None:
     """ModelFormatError where the manifest leaves out a file that is read: nobody would notice damage of it."""
     if not listed:
         raise ModelFormatError(f"{directory / MANIFEST_FILE}: it lists no file, so it is not that of a version")
-    networks = [name for name in (DENSE_FILE, KEYS_FILE) if (directory / name).exists()]
+    networks = [name for name in NETWORK_FILES if (directory / name).exists()]
     external = [path for name in networks for path in external_files(directory / name)]
     tables = [path for name in (KEY_FILE, VECTOR_FILE) for path in directory.glob(f"{TABLES_FOLDER}/*/{name}")]
     session = [SESSION_FILE] if (directory / SESSION_FILE).exists() else []

@@ -19,12 +19,9 @@ from pathlib import Path
 from inference_session.dense_engine import OnnxEngine
 from inference_session.errors import ModelFormatError, UnavailableError
 from inference_session.model_spec import (
-    DENSE_FILE,
     INDEX_FILE,
     KEY_FILE,
-    KEYS_FILE,
-    RANKING_FILE,
-    RANKING_KEYS_FILE,
+    NETWORK_FILES,
     TABLES_FOLDER,
     VECTOR_FILE,
     ModelSpec,
@@ -166,7 +163,7 @@ def _check_space(repository: Path, num_bytes: int) -> None:
 
 def _check_networks(staging: Path) -> None:
     """ModelFormatError where ONNX Runtime does not take a network."""
-    for name in (DENSE_FILE, KEYS_FILE, RANKING_FILE, RANKING_KEYS_FILE):
+    for name in NETWORK_FILES:
         if (staging / name).exists():
             OnnxEngine(staging / name, num_threads=1).close()
 

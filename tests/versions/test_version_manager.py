@@ -21,7 +21,7 @@ import pytest
 
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError
-from inference_session.model_spec import ModelSpec, TableSpec
+from inference_session.model_spec import ModelSpec, RankingSpec, TableSpec
 from inference_session.versions import VersionManager
 from inference_session.versions.version_manager import _check_same
 from tests.test_stored_session import push
@@ -210,6 +210,7 @@ OTHER = {
     "layout_options": {"slots": [1]},
     "settings": {"unknown_keys": "reject"},
     "source": "another file",
+    "ranking": RankingSpec(small_model.SPEC.lookups),
 }
 OTHER_TABLE: dict[str, object] = {
     "name": "users",

@@ -20,7 +20,8 @@ from inference_session.importers.onnx.carve import Carved, carve, keep_whole
 from inference_session.importers.onnx.evaluation import open_network
 from inference_session.importers.onnx.graph import Names
 from inference_session.importers.onnx.guards import guard_empty_lists, may_meet_empty_lists
-from inference_session.importers.onnx.probe import Arrays, Findings, Prober, close
+from inference_session.importers.onnx.independence import samples_are_independent
+from inference_session.importers.onnx.probe import PRIME_SIZES, Arrays, Findings, Prober, close
 from inference_session.importers.onnx.ranking import RankingImport
 from inference_session.importers.onnx.replay import Replay
 from inference_session.importers.onnx.report import DenseInitializer, ImportReport
@@ -177,6 +178,7 @@ class _Import:
         findings, original = self._probe(carved, folders)
         if not self._is_faithful(carved, findings, original):
             carved = self._more_careful(model, weights, names, findings, original)
+        findings = self._joinable_if_proved(carved, findings)
         report = self._report(carved, findings)
         if self.context:
             folders = table_folders(carved, self.places)
@@ -187,6 +189,23 @@ class _Import:
         for leftover in self.staging.glob(f"{_ORIGINAL_FILE}*"):
             leftover.unlink()
         return report
+
+    def _joinable_if_proved(self, carved: Carved, findings: Findings) -> Findings:
+        """The findings, joinable only where it is proved that no sample has an influence on another."""
+        if not findings.joinable:
+            return findings
+        culprit = "the model could not be run on made-up inputs"
+        if len(findings.primes) == len(PRIME_SIZES):
+            spec = self._spec(carved, findings)[0]
+            path = self.staging / f"{_ORIGINAL_FILE}.observed"
+            found = samples_are_independent(carved, spec, Replay(self.staging, spec), findings.primes, path)
+            if found.is_proved:
+                return findings
+            culprit = f"{found.culprit} may look along them"
+        note = (
+            f"it is not proved that the samples of a batch are independent ({culprit}); requests are served one by one"
+        )
+        return replace(findings, joinable=False, notes=(*findings.notes, note))
 
     def _more_careful(
         self, model: ModelProto, weights: dict[str, Weight], names: Names, findings: Findings, original: Prober
@@ -234,12 +253,17 @@ class _Import:
         self, carved: Carved, *, batched: bool, dense_file: str = DENSE_FILE, keys_file: str = KEYS_FILE
     ) -> None:
         (self.staging / keys_file).unlink(missing_ok=True)
-        for network in filter(None, (carved.dense, carved.keys)):
-            if may_meet_empty_lists(network.graph, self.source.inputs.values(), batched=batched):
-                guard_empty_lists(network)
-        _write_network(self.staging / dense_file, carved.dense, carved.dense_weights)
+        self._write_network(dense_file, carved.dense, carved.dense_weights, batched=batched)
         if carved.keys:
-            _write_network(self.staging / keys_file, carved.keys, carved.keys_weights)
+            self._write_network(keys_file, carved.keys, carved.keys_weights, batched=batched)
+
+    def _write_network(self, name: str, network: ModelProto, weights: list[Weight], *, batched: bool) -> None:
+        written = ModelProto()
+        written.CopyFrom(network)
+        if may_meet_empty_lists(written.graph, self.source.inputs.values(), batched=batched):
+            guard_empty_lists(written)
+        written.graph.initializer.extend(weight.tensor() for weight in weights)
+        _save(written, self.staging / name)
 
     def _probe(self, carved: Carved, folders: dict[str, str]) -> tuple[Findings, Prober]:
         """Run the original, its tables read from where they were written: mapped, not loaded."""
@@ -299,11 +323,6 @@ def _refer_to(tensor: TensorProto, location: str, num_bytes: int) -> None:
     tensor.data_location = TensorProto.EXTERNAL
     for key, value in (("location", location), ("offset", "0"), ("length", str(num_bytes))):
         tensor.external_data.add(key=key, value=value)
-
-
-def _write_network(path: Path, network: ModelProto, weights: list[Weight]) -> None:
-    network.graph.initializer.extend(weight.tensor() for weight in weights)
-    _save(network, path)
 
 
 def _save(model: ModelProto, path: Path) -> None:

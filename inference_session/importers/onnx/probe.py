@@ -26,7 +26,11 @@ _CLUSTER = 64
 _BOUNDS = (1_000_000, 1000, 100, 10, 2, 1)
 _SCALAR_BOUND = 100
 """Numbers that stand alone tend to count iterations or results."""
+PRIME_SIZES = (11, 13)
+"""Numbers of samples of which no size in a model is a multiple by chance, not of both."""
 _TOLERANCE = 1e-5
+_REACHES = ((0.0, 1.0), (-3.0, 3.0), (0.0, 0.0), (-1000.0, 1000.0), (-1e6, 0.0))
+"""Floats that samples are held against each other with: a branch may be taken for some of them only."""
 _JOINED_SIZES = ((2, 3), (1, 1), (3, 1), (1, 8), (16, 16), (2, 40))
 """Of two requests and the batch they make; several, because a dependence may show under some values only."""
 
@@ -42,6 +46,8 @@ class Recipe:
     """Other integers are below this."""
     ascending: bool
     """Whether integers ascend along the last dimension, from 0, as offsets do."""
+    reach: tuple[float, float] = (0.0, 1.0)
+    """What floats are between."""
 
     def arrays(self, seed: int, sizes: Mapping[str, int], inner: int = _INNER_SIZE) -> Arrays:
         """One set of inputs; `sizes` and `inner` are the first and the other dimensions that the model leaves open."""
@@ -61,7 +67,7 @@ class Recipe:
         if dtype.kind == "b":
             return random.integers(0, 2, shape).astype(bool)
         if dtype.kind not in "iu":
-            return random.random(shape).astype(dtype)
+            return random.uniform(*self.reach, shape).astype(dtype)
         others = self.bound if shape else min(self.bound, _SCALAR_BOUND)
         bound = min(self.rows.get(name, others), int(np.iinfo(dtype).max))
         values = _clustered(random, bound, shape)
@@ -99,6 +105,8 @@ class Findings:
     notes: tuple[str, ...] = ()
     feeds: tuple[Arrays, ...] = ()
     """Inputs that the model accepts."""
+    primes: tuple[Arrays, ...] = ()
+    """Inputs that the model accepts, of PRIME_SIZES samples each; none where it is not joinable."""
     equal_sizes: tuple[Dimensions, ...] = ()
     """Groups of dimensions that bear one symbol, and that the model does not accept with different sizes."""
     recipe: Recipe | None = None
@@ -139,7 +147,14 @@ class Prober:
         joinable = batched and self._is_joinable(recipe)
         equal_sizes = tuple(group for group in self._symbols(batched) if self._must_be_equal(group, feeds))
         notes = self._notes(batched, joinable)
-        return Findings(batched, joinable, self._shapes(feeds), notes, feeds, equal_sizes, recipe)
+        primes = tuple(self._primes(recipe)) if joinable else ()
+        return Findings(batched, joinable, self._shapes(feeds), notes, feeds, primes, equal_sizes, recipe)
+
+    def _primes(self, recipe: Recipe) -> Iterator[Arrays]:
+        for size in PRIME_SIZES:
+            arrays = recipe.arrays(size, self._sizes(size))
+            if self.run(arrays) is not None:
+                yield arrays
 
     def _recipe(self) -> Recipe | None:
         return next(filter(self._suits, self._recipes()), None)
@@ -195,17 +210,23 @@ class Prober:
                 yield arrays
 
     def _is_joinable(self, recipe: Recipe) -> bool:
-        for seed, (size, other_size) in enumerate(_JOINED_SIZES):
-            first = recipe.arrays(2 * seed, self._sizes(size))
-            second = recipe.arrays(2 * seed + 1, self._sizes(other_size))
-            both = {name: np.concatenate([first[name], second[name]]) for name in first}
-            parts, whole = [self.run(first), self.run(second)], self.run(both)
-            if whole is None or parts[0] is None or parts[1] is None:
-                return False
-            for a, b, together in zip(*parts, whole, strict=True):  # type: ignore[arg-type]
-                if a.shape[1:] != b.shape[1:] or not close(together, np.concatenate([a, b]), _TOLERANCE):
-                    return False
-        return True
+        """Whether joined requests are answered as they are alone, as far as trying tells."""
+        tried = [(recipe, sizes, seed) for seed, sizes in enumerate(_JOINED_SIZES)]
+        others = product(_REACHES[1:], _JOINED_SIZES[:4])
+        tried += [(replace(recipe, reach=reach), sizes, 100 + seed) for seed, (reach, sizes) in enumerate(others)]
+        return all(self._joins(*case) for case in tried)
+
+    def _joins(self, recipe: Recipe, sizes: tuple[int, int], seed: int) -> bool:
+        first, second = (recipe.arrays(2 * seed + i, self._sizes(size)) for i, size in enumerate(sizes))
+        both = {name: np.concatenate([first[name], second[name]]) for name in first}
+        part, other, whole = self.run(first), self.run(second), self.run(both)
+        if whole is None or part is None or other is None:
+            return recipe.reach != _REACHES[0] and (part is None or other is None)  # such values are not taken at all
+        tolerance = _TOLERANCE * max(1.0, *map(abs, recipe.reach))
+        return all(
+            a.shape[1:] == b.shape[1:] and close(together, np.concatenate([a, b]), tolerance)
+            for a, b, together in zip(part, other, whole, strict=True)
+        )
 
     def _symbols(self, batched: bool) -> Iterator[Dimensions]:
         """The dimensions that share a symbol, but for those that count the samples of a batched model."""

@@ -43,14 +43,18 @@ class Replay:
 
     def run(self, arrays: Arrays) -> list[NDArray[Any]]:
         """All outputs."""
+        results = _run(self._dense, self.feeds(arrays))
+        return [results[output.name] for output in self._spec.outputs]
+
+    def feeds(self, arrays: Arrays) -> Arrays:
+        """All that the dense network could read: these inputs, the keys, the looked-up vectors."""
         values = {**arrays, **_run(self._keys, arrays)} if self._keys else dict(arrays)
         blocks: dict[str, list[NDArray[Any]]] = {}
         for lookup in self._spec.lookups:
             blocks.setdefault(lookup.dense_input, []).append(self._look_up(lookup, values))
         for name, parts in blocks.items():
             values[name] = np.concatenate(parts, axis=1) if len(parts) > 1 else parts[0]
-        results = _run(self._dense, values)
-        return [results[output.name] for output in self._spec.outputs]
+        return values
 
     def _look_up(self, lookup: LookupSpec, values: Arrays) -> NDArray[np.float32]:
         table, keys = self._spec.table_in(lookup.table), values[lookup.keys]

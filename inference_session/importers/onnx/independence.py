@@ -1,0 +1,126 @@
+"""Whether the samples of a batch may be computed together: the imported networks, followed operator by operator.
+
+What is not proved is not joined. The proof is that of sample_axis.py, first over the network that computes keys, then
+over the look-ups, then over the dense network.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from onnx import ModelProto, NodeProto, ValueInfoProto, numpy_helper
+
+from inference_session.importers.onnx.carve import Carved
+from inference_session.importers.onnx.evaluation import open_network
+from inference_session.importers.onnx.probe import PRIME_SIZES, Arrays
+from inference_session.importers.onnx.replay import Replay
+from inference_session.importers.onnx.sample_axis import CONSTANT, Kind, Observed, PerSample, SampleAxis
+from inference_session.importers.onnx.weights import Weight
+from inference_session.model_spec import LookupSpec, ModelSpec
+
+_SAMPLES = PerSample(1)
+
+
+@dataclass(frozen=True)
+class Independence:
+    """What has been found of a version."""
+
+    is_proved: bool
+    culprit: str = ""
+    """The first operator that may look along the samples, for people."""
+
+
+def samples_are_independent(
+    carved: Carved, spec: ModelSpec, replay: Replay, feeds: tuple[Arrays, ...], path: Path
+) -> Independence:
+    """Whether each answer follows from its own sample.
+
+    Args:
+        carved: the networks, as they are before anything guards them.
+        replay: the same version, opened.
+        feeds: inputs that the model accepts, of PRIME_SIZES samples each.
+        path: a file that may be written meanwhile.
+    """
+    kinds: dict[str, Kind] = {tensor.name: _SAMPLES for tensor in spec.inputs}
+    culprit = None
+    if carved.keys is not None:
+        observed = _observe(carved.keys, carved.keys_weights, feeds, path)
+        followed = SampleAxis(carved.keys.graph, observed, kinds)
+        kinds.update({value.name: followed.kinds.get(value.name, CONSTANT) for value in carved.keys.graph.output})
+        culprit = followed.culprit
+    fed = tuple(replay.feeds(arrays) for arrays in feeds)
+    seen = Observed(PRIME_SIZES, fed, {})
+    vectors: dict[str, list[Kind]] = {}
+    for lookup in spec.lookups:
+        vectors.setdefault(lookup.dense_input, []).append(_looked_up(lookup, kinds, seen))
+    kinds.update({name: found[0] if len(set(map(repr, found))) == 1 else None for name, found in vectors.items()})
+    observed = _observe(carved.dense, carved.dense_weights, fed, path)
+    followed = SampleAxis(carved.dense.graph, observed, kinds)
+    is_proved = all(_is_batch(followed.kinds.get(tensor.name), tensor.name, observed) for tensor in spec.outputs)
+    return Independence(is_proved, _described(culprit or followed.culprit))
+
+
+def _is_batch(kind: Kind, name: str, observed: Observed) -> bool:
+    """Whether a value has a row for each sample."""
+    axis = observed.axis(kind, name) if isinstance(kind, PerSample) else None
+    return axis is not None and axis.axis == 0 and axis.is_whole
+
+
+def _looked_up(lookup: LookupSpec, kinds: Mapping[str, Kind], seen: Observed) -> Kind:
+    """What a look-up makes of its keys; a pooled one looks along their last axis."""
+    around = [kinds.get(name, CONSTANT) for name in lookup.reads]
+    keys = around[0]
+    if lookup.bags is not None:
+        return _SAMPLES if _are_even_bags(lookup, kinds, seen) else None
+    if not isinstance(keys, PerSample):
+        return keys if keys == CONSTANT and around == [CONSTANT] * len(around) else None
+    axis, shapes = seen.axis(keys, lookup.keys), seen.shapes(lookup.keys)
+    if axis is None or shapes is None or any(kind != keys for kind in around):
+        return None
+    is_pooled_over = lookup.pooling != "none" and axis.axis == len(shapes[0]) - 1
+    is_misplaced = lookup.joined and not (axis.axis == 0 and axis.is_whole)
+    return None if is_pooled_over or is_misplaced else keys
+
+
+def _are_even_bags(lookup: LookupSpec, kinds: Mapping[str, Kind], seen: Observed) -> bool:
+    """Whether a list of keys, the same number for each sample, is pooled by samples."""
+    keys, axis = kinds.get(lookup.keys), None
+    if isinstance(keys, PerSample):
+        axis = seen.axis(keys, lookup.keys)
+    if axis is None or axis.axis != 0 or axis.outer != 1 or lookup.bags is None:
+        return False
+    if any(kinds.get(name, CONSTANT) is None for name in lookup.bags):
+        return False
+    for run, num_samples in zip(seen.values, seen.num_samples, strict=True):
+        begins, ends = (run[name] for name in lookup.bags)
+        expected = np.arange(num_samples) * axis.inner
+        if not np.array_equal(begins, expected) or not np.array_equal(ends, expected + axis.inner):
+            return False
+    return True
+
+
+def _observe(network: ModelProto, weights: list[Weight], feeds: tuple[Arrays, ...], path: Path) -> Observed:
+    """Run a network, and keep all that its main graph computes."""
+    model = ModelProto()
+    model.CopyFrom(network)
+    model.graph.initializer.extend(weight.tensor() for weight in weights)
+    given = {value.name for value in model.graph.output}
+    names = [name for node in model.graph.node for name in node.output if name and name not in given]
+    model.graph.output.extend(ValueInfoProto(name=name) for name in names)
+    path.write_bytes(model.SerializeToString())
+    session = open_network(path)
+    wanted = {value.name for value in session.get_inputs()}
+    found = [value.name for value in session.get_outputs()]
+    constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in network.graph.initializer}
+    runs = []
+    for arrays in feeds:
+        inputs = {name: arrays[name] for name in wanted}
+        runs.append({**constants, **inputs, **dict(zip(found, session.run(found, inputs), strict=True))})
+    return Observed(PRIME_SIZES, tuple(runs), {weight.name: weight.dims for weight in weights})
+
+
+def _described(node: NodeProto | None) -> str:
+    return "" if node is None else f"{node.op_type} {node.name or node.output[0]!r}"

@@ -1,0 +1,335 @@
+"""Requests are computed together only where it is proved that no sample looks at another one, and then rightly.
+
+Each hostile graph here makes the answer of a sample depend on its batch, some under rare values only. The others do
+what recommenders do, and have to be joined.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from numpy.typing import NDArray
+from onnx import numpy_helper
+
+from inference_session import InferenceSession
+from inference_session.importers.onnx import import_onnx
+from inference_session.requests.batch import Request
+from tests.testing.onnx_evaluation import Arrays, run_network
+from tests.testing.onnx_models import table
+
+HEAD = "m (int64[n] id, float[n, 4] d, int64[n, 3] ids) => (float[n, k] y)"
+"""`e` is [n, 4] and follows from `id`, `h` is [n, 3, 4] and follows from `ids`."""
+COMMON = "e = Gather(w, id)  h = Gather(w, ids)  both = Add(e, d)"
+
+HOSTILE = {
+    "maximum of the batch": "a = Constant<value = int64[1] {0}>() m = ReduceMax(d, a) y = Sub(both, m)",
+    "branch on the maximum": """a = Constant<value = int64[1] {0, 1}>() m = ReduceMax<keepdims = 0>(d)
+        l = Constant<value = float {3}>() c = Greater(m, l)
+        y = If (c) <then_branch = t () => (float[n, 4] u) { u = Neg(both) },
+                    else_branch = f () => (float[n, 4] v) { v = Identity(both) }>""",
+    "branch on the minimum": """m = ReduceMin<keepdims = 0>(d) l = Constant<value = float {-5}>() c = Less(m, l)
+        y = If (c) <then_branch = t () => (float[n, 4] u) { u = Neg(both) },
+                    else_branch = f () => (float[n, 4] v) { v = Identity(both) }>""",
+    "branch on any zero": """x = Abs(d) m = ReduceMin<keepdims = 0>(x) l = Constant<value = float {0}>() c =
+        Equal(m, l)
+        y = If (c) <then_branch = t () => (float[n, 4] u) { u = Neg(both) },
+                    else_branch = f () => (float[n, 4] v) { v = Identity(both) }>""",
+    "branch on the number of samples": """s = Size(d) l = Constant<value = int64 {100}>() c = Greater(s, l)
+        y = If (c) <then_branch = t () => (float[n, 4] u) { u = Neg(both) },
+                    else_branch = f () => (float[n, 4] v) { v = Identity(both) }>""",
+    "branch on a rare row": """m = ReduceMax<keepdims = 0>(e) l = Constant<value = float {100}>() c = Greater(m, l)
+        f = Cast<to = 1>(c) y = Add(both, f)""",
+    "threshold far away": """m = ReduceMax<keepdims = 0>(d) l = Constant<value = float {90000}>() c = Greater(m, l)
+        f = Cast<to = 1>(c) y = Add(both, f)""",
+    "any sample, by a sum": """l = Constant<value = float {50}>() c = Greater(d, l) f = Cast<to = 1>(c)
+        s = ReduceSum<keepdims = 0>(f) y = Add(both, s)""",
+    "mean of the batch": "m = ReduceMean<keepdims = 1>(d) y = Sub(both, m)",
+    "norm over the batch": "a = Constant<value = int64[1] {0}>() m = ReduceL2(both, a) y = Div(both, m)",
+    "log-sum-exp over the batch": "a = Constant<value = int64[1] {0}>() m = ReduceLogSumExp(e, a) y = Sub(both, m)",
+    "product over the batch": "a = Constant<value = int64[1] {-2}>() m = ReduceProd(d, a) y = Add(both, m)",
+    "softmax over the batch": "y = Softmax<axis = 0>(both)",
+    "softmax over the batch, counted from the end": "y = Softmax<axis = -2>(both)",
+    "log-softmax over the batch": "y = LogSoftmax<axis = 0>(both)",
+    "hardmax over the batch": "y = Hardmax<axis = 0>(both)",
+    "cumulative sum": "a = Constant<value = int64 {0}>() y = CumSum(both, a)",
+    "cumulative sum from the end": "a = Constant<value = int64 {-2}>() y = CumSum<reverse = 1>(both, a)",
+    "best of the batch": "k = Constant<value = int64[1] {1}>() v, i = TopK<axis = 0>(both, k) y = Sub(both, v)",
+    "position of the best": "i = ArgMax<axis = 0>(both) f = Cast<to = 1>(i) y = Add(both, f)",
+    "first sample": "i = Constant<value = int64[1] {0}>() f = Gather<axis = 0>(both, i) y = Sub(both, f)",
+    "last sample": "i = Constant<value = int64[1] {-1}>() f = Gather<axis = 0>(both, i) y = Sub(both, f)",
+    "first sample by GatherND": "i = Constant<value = int64[1] {0}>() f = GatherND(both, i) y = Sub(both, f)",
+    "order turned round": """b = Constant<value = int64[1] {-1}>() t = Constant<value = int64[1]
+        {-9223372036854775807}>()
+        a = Constant<value = int64[1] {0}>() r = Slice(both, b, t, a, b) y = Add(both, r)""",
+    "first samples, repeated": """z = Constant<value = int64[1] {0}>() t = Constant<value = int64[1] {20}>()
+        r = Slice(both, z, t, z) m = ReduceMax<keepdims = 0>(r) y = Add(both, m)""",
+    "halves exchanged": """p, q = Split<axis = 0, num_outputs = 2>(both) r = Concat<axis = 0>(q, p) y =
+        Add(both, r)""",
+    "shifted by one": """p = Constant<value = int64[4] {1, 0, -1, 0}>() r = Pad(both, p) y = Add(both, r)""",
+    "gram matrix": """t = Transpose<perm = [1, 0]>(both) g = MatMul(both, t) x = ReduceMean<keepdims = 0>(g) y
+        = Add(both, x)""",
+    "attention over the batch": """t = Transpose<perm = [1, 0]>(e) g = MatMul(d, t) s = Softmax<axis = 1>(g) y
+        = MatMul(s, e)""",
+    "covariance": "c = Gemm<transA = 1>(both, both) y = MatMul(both, c)",
+    "einsum over pairs": """g = Einsum<equation = "ik,jk->ij">(e, d) y = MatMul(g, both)""",
+    "einsum over the batch": """s = Einsum<equation = "ij->j">(both) y = Add(both, s)""",
+    "number of samples": "s = Shape(d) f = Cast<to = 1>(s) x = ReduceSum<keepdims = 0>(f) y = Mul(both, x)",
+    "share of the number of samples": """s = Shape<end = 1>(d) f = Cast<to = 1>(s) y = Div(both, f)""",
+    "at most a hundred samples": """s = Shape<end = 1>(d) l = Constant<value = int64[1] {60}>() t = Min(s, l)
+        f = Cast<to = 1>(t) y = Add(both, f)""",
+    "position in the batch": """s = Shape(d) i = Constant<value = int64 {0}>() o = Constant<value = int64
+        {1}>() t = Gather(s, i)
+        r = Range(i, t, o) f = Cast<to = 1>(r) u = Unsqueeze(f, ax) y = Add(both, u)""",
+    "row of the position in the batch": """s = Shape(d) i = Constant<value = int64 {0}>() o = Constant<value =
+        int64 {1}>()
+        t = Gather(s, i) r = Range(i, t, o) v = Gather(w, r) y = Add(both, v)""",
+    "number of positives": """r = Relu(d) z = NonZero(r) s = Shape(z) f = Cast<to = 1>(s) x =
+        ReduceSum<keepdims = 0>(f)
+        y = Add(both, x)""",
+    "number of different keys": "u = Unique(id) s = Shape(u) f = Cast<to = 1>(s) y = Add(both, f)",
+    "normalisation in training": """x, i, j = BatchNormalization<training_mode = 1>(both, ones, zeros, zeros, ones)
+        y = Identity(x)""",
+    "instance normalisation over the batch": """t = Transpose<perm = [1, 0]>(both) a = Constant<value =
+        int64[1] {0}>()
+        u = Unsqueeze(t, a) x = InstanceNormalization(u, ones, zeros) v = Squeeze(x, a) y = Transpose<perm =
+        [1, 0]>(v)""",
+    "layer normalisation over the batch": """t = Transpose<perm = [1, 0]>(both) q = Constant<value = float[1] {1}>()
+        x = LayerNormalization<axis = -1>(t, q) y = Transpose<perm = [1, 0]>(x)""",
+    "lp normalisation over the batch": "y = LpNormalization<axis = 0>(both)",
+    "mean and variance of the batch": "y = MeanVarianceNormalization<axes = [0]>(both)",
+    "reshaped across samples": """s = Constant<value = int64[2] {4, -1}>() r = Reshape(both, s) x =
+        Softmax<axis = 1>(r)
+        t = Constant<value = int64[2] {-1, 4}>() y = Reshape(x, t)""",
+    "transposed and reshaped": """t = Transpose<perm = [1, 0]>(both) s = Constant<value = int64[2] {-1, 4}>()
+        r = Reshape(t, s) y = Softmax<axis = 1>(r)""",
+    "flattened softmax": """s = Constant<value = int64[1] {-1}>() r = Reshape(both, s) x = Softmax<axis = 0>(r)
+        t = Constant<value = int64[2] {-1, 4}>() y = Reshape(x, t)""",
+    "LSTM over the batch": """a = Constant<value = int64[1] {1}>() u = Unsqueeze(both, a)
+        x, o, p = LSTM<hidden_size = 4>(u, lw, lr) b = Constant<value = int64[2] {1, 2}>() y = Squeeze(x, b)""",
+    "GRU back over the batch": """a = Constant<value = int64[1] {1}>() u = Unsqueeze(both, a)
+        x, o = GRU<hidden_size = 4, direction = "reverse">(u, gw, gr) b = Constant<value = int64[2] {1, 2}>()
+        y = Squeeze(x, b)""",
+    "RNN over the batch": """a = Constant<value = int64[1] {1}>() u = Unsqueeze(both, a)
+        x, o = RNN<hidden_size = 4>(u, rw, rr) b = Constant<value = int64[2] {1, 2}>() y = Squeeze(x, b)""",
+    "scan over the batch": """y0 = Constant<value = float[4] {0, 0, 0, 0}>()
+        last, y = Scan<num_scan_inputs = 1, body = b (float[4] state, float[4] x) => (float[4] next, float[4] z)
+        { next = Max(state, x) z = Identity(next) }>(y0, both)""",
+    "loop with the largest so far": """s = Shape(d) i = Constant<value = int64 {0}>() t = Gather(s, i) c =
+        Constant<value = int32 {1}>()
+        cb = Cast<to = 9>(c) z0 = Constant<value = float[4] {0, 0, 0, 0}>()
+        last, y = Loop(t, cb, z0) <body = b (int64 j, bool cin, float[4] state) => (bool cout, float[4] next,
+        float[4] z)
+        { cout = Identity(cin) x = Gather(both, j) next = Max(state, x) z = Identity(next) }>""",
+    "loop as often as the largest": """m = ReduceMax<keepdims = 0>(d) l = Constant<value = float {4}>() q = Min(m, l)
+        t = Cast<to = 7>(q) c = Constant<value = int32 {1}>() cb = Cast<to = 9>(c)
+        y = Loop(t, cb, both) <body = b (int64 j, bool cin, float[n, 4] state) => (bool cout, float[n, 4] next)
+        { cout = Identity(cin) next = Neg(state) }>""",
+    "convolution along the batch": """t = Transpose<perm = [1, 0]>(both) a = Constant<value = int64[1] {0}>() u
+        = Unsqueeze(t, a)
+        x = Conv<kernel_shape = [3], pads = [1, 1]>(u, cw) v = Squeeze(x, a) y = Transpose<perm = [1, 0]>(v)""",
+    "pooling along the batch": """t = Transpose<perm = [1, 0]>(both) a = Constant<value = int64[1] {0}>() u =
+        Unsqueeze(t, a)
+        x = MaxPool<kernel_shape = [3], pads = [1, 1]>(u) v = Squeeze(x, a) y = Transpose<perm = [1, 0]>(v)""",
+    "global pooling of the batch": """t = Transpose<perm = [1, 0]>(both) a = Constant<value = int64[1] {0}>() u
+        = Unsqueeze(t, a)
+        x = GlobalAveragePool(u) b = Constant<value = int64[2] {0, 2}>() v = Squeeze(x, b) y = Sub(both, v)""",
+    "resized along the batch": """r = Constant<value = float[0] {}>() s = Constant<value = float[2] {2, 1}>()
+        x = Resize<mode = "linear">(both, r, s) z = Constant<value = int64[1] {0}>() sh = Shape(both)
+        t = Slice(sh, z, one) q = Slice(x, z, t, z) y = Add(both, q)""",
+    "elements of other samples": """i = Constant<value = int64[1, 4] {0, 0, 0, 0}>() s = Shape(both) x = Expand(i, s)
+        g = GatherElements<axis = 0>(both, x) y = Sub(both, g)""",
+    "scattered to the first": """i = Constant<value = int64[1, 4] {0, 0, 0, 0}>() s = Shape(both) x = Expand(i, s)
+        y = ScatterElements<axis = 0, reduction = "add">(both, x, d)""",
+    "scattered by position": """i = Constant<value = int64[1, 1] {0}>() u = ReduceMax<keepdims = 1>(d) q =
+        Constant<value = int64[2] {1, 4}>()
+        v = Expand(u, q) y = ScatterND(both, i, v)""",
+    "samples left out": """s = ReduceMax<keepdims = 0>(d, one) l = Constant<value = float {0}>() c = Greater(s, l)
+        x = Compress<axis = 0>(both, c) m = ReduceSum<keepdims = 0>(x) y = Add(both, m)""",
+    "quantised by the range of the batch": """q, s, z = DynamicQuantizeLinear(both) y = DequantizeLinear(q, s, z)""",
+    "triangle over the batch": """t = Transpose<perm = [1, 0]>(both) g = MatMul(both, t) x = Trilu<upper =
+        0>(g) y = MatMul(x, both)""",
+    "reversed sequence over the batch": """a = Constant<value = int64[1] {1}>() u = Unsqueeze(both, a) s =
+        Shape<end = 1>(both)
+        x = ReverseSequence<batch_axis = 1, time_axis = 0>(u, s) v = Squeeze(x, a) y = Add(both, v)""",
+    "random": "r = RandomNormalLike<seed = 1.0>(both) z = Mul(r, r) m = ReduceMean<keepdims = 0>(both) y = Add(z, m)",
+    "history of other samples": """m = ReduceMax<keepdims = 0>(h, az) x = ReduceSum<keepdims = 0>(m, az) y =
+        Add(both, x)""",
+    "merged axis": """s = Constant<value = int64[2] {-1, 4}>() f = Reshape(h, s) m = ReduceMax(f, az) y =
+        Add(both, m)""",
+    "merged axis, from the middle": """t = Transpose<perm = [1, 0, 2]>(h) s = Constant<value = int64[2] {-1,
+        4}>() f = Reshape(t, s)
+        i = Constant<value = int64[1] {2}>() g = Gather(f, i) y = Add(both, g)""",
+    "wide as the batch": """s = Shape<end = 1>(d) q = Concat<axis = 0>(s, s) u = ReduceMax(both, one)  x =
+        Expand(u, q)
+        v = ReduceSum(x, one) y = Add(both, v)""",
+    "hidden in a function of sizes": """s = Shape<end = 1>(d) l = Constant<value = int64[1] {30}>() c = Greater(s, l)
+        f = Constant<value = int64[1] {4}>() r = Where(c, f, s) q = Constant<value = int64[1] {-1}>() z =
+        Concat<axis = 0>(r, q)
+        x = Reshape(both, z) v = Softmax<axis = 1>(x) p = Constant<value = int64[2] {-1, 4}>() y = Reshape(v, p)""",
+}
+
+NOISY = frozenset({"random", "normalisation in training"})
+"""ONNX Runtime itself answers these in different ways, with and without its optimisations."""
+
+SOUND = {
+    "dense layers": "a = MatMul(both, m44) b = Relu(a) y = Gemm<transB = 1>(b, m44, ones)",
+    "factorisation machine": """s = ReduceSum<keepdims = 0>(h, one) q = Mul(s, s) p = Mul(h, h) r =
+        ReduceSum<keepdims = 0>(p, one)
+        x = Sub(q, r) y = Add(x, both)""",
+    "attention within a sample": """u = Unsqueeze(both, ax) t = Transpose<perm = [0, 2, 1]>(h) g = MatMul(u, t)
+        s = Softmax<axis = -1>(g)
+        v = MatMul(s, h) y = Squeeze(v, ax)""",
+    "attention as einsum": """g = Einsum<equation = "bld,bd->bl">(h, both) s = Softmax<axis = -1>(g)
+        y = Einsum<equation = "bl,bld->bd">(s, h)""",
+    "interactions of a DLRM": """u = Unsqueeze(both, ax) c = Concat<axis = 1>(u, h) t = Transpose<perm = [0, 2,
+        1]>(c) g = MatMul(c, t)
+        s = Constant<value = int64[2] {-1, 16}>() f = Reshape(g, s) i = Constant<value = int64[6] {1, 2, 3, 6,
+        7, 11}>()
+        y = Gather<axis = 1>(f, i)""",
+    "GRU over the history": """t = Transpose<perm = [1, 0, 2]>(h) x, o = GRU<hidden_size = 4>(t, gw, gr) a =
+        Constant<value = int64[1] {0}>()
+        v = Squeeze(o, a) y = Add(v, both)""",
+    "LSTM from both ends": """t = Transpose<perm = [1, 0, 2]>(h) x, o, p = LSTM<hidden_size = 4>(t, lw, lr)
+        q = Transpose<perm = [2, 0, 1, 3]>(x) s = Constant<value = int64[2] {0, -1}>() y = Reshape(q, s)""",
+    "dense layer on a flat history": """s = Constant<value = int64[2] {-1, 4}>() f = Reshape(h, s) a = MatMul(f, m44)
+        b = Relu(a) q = Constant<value = int64[3] {-1, 3, 4}>() r = Reshape(b, q) y = ReduceMax<keepdims =
+        0>(r, one)""",
+    "tensordot with sizes": """s = Shape(h) pair = Constant<value = int64[2] {0, 1}>() t = Gather(s, pair) p =
+        ReduceProd<keepdims = 1>(t)
+        l = Constant<value = int64[1] {4}>() q = Concat<axis = 0>(p, l) f = Reshape(h, q) a = MatMul(f, m44)
+        z = Concat<axis = 0>(t, l) r = Reshape(a, z) y = ReduceMean<keepdims = 0>(r, one)""",
+    "positions within the history": """s = Shape(h) o = Constant<value = int64 {1}>() z = Constant<value =
+        int64 {0}>() t = Gather(s, o)
+        r = Range(z, t, o) p = Gather(small, r) a = Add(h, p) y = ReduceSum<keepdims = 0>(a, one)""",
+    "a learnt vector for each sample": """s = Shape<end = 1>(d) t = Constant<value = int64[2] {1, 4}>() q =
+        Concat<axis = 0>(s, t)
+        x = Expand(query, q) g = Concat<axis = 1>(x, h) y = ReduceMax<keepdims = 0>(g, one)""",
+    "zeros for each sample": """s = Shape(both) z = ConstantOfShape(s) c = Greater(both, z) y = Where(c, both, z)""",
+    "mask from keys": """z = Constant<value = int64 {0}>() c = Equal(ids, z) f = Cast<to = 1>(c) u = Unsqueeze(f, two)
+        m = Mul(h, u) y = ReduceSum<keepdims = 0>(m, one)""",
+    "normalisation": """x = BatchNormalization(both, ones, zeros, zeros, ones) y = LayerNormalization<axis =
+        -1>(x, ones)""",
+    "convolution over the history": """t = Transpose<perm = [0, 2, 1]>(h) x = Conv<kernel_shape = [3], pads =
+        [1, 1]>(t, cw)
+        y = ReduceMax<keepdims = 0>(x, two)""",
+    "sums and ranks within the history": """a = Constant<value = int64 {1}>() c = CumSum(h, a) k =
+        Constant<value = int64[1] {2}>()
+        v, i = TopK<axis = 1>(c, k) y = ReduceMean<keepdims = 0>(v, one)""",
+    "columns": """p, q = Split<axis = 1, num_outputs = 2>(both) b = Constant<value = int64[2] {0, 1}>()
+        t = Constant<value = int64[2] {9223372036854775807, 3}>() a = Constant<value = int64[2] {0, 1}>() r =
+        Slice(both, b, t, a)
+        y = Concat<axis = 1>(q, p, r)""",
+    "one-hot": """z = Constant<value = int64 {5}>() i = Mod(ids, z) v = Constant<value = float[2] {0, 1}>() o =
+        OneHot(i, z, v)
+        x = ReduceSum<keepdims = 0>(o, one) y = Concat<axis = 1>(x, both)""",
+    "heads": """s = Constant<value = int64[4] {0, 0, 2, 2}>() a = Reshape(h, s) q = Transpose<perm = [0, 2, 1, 3]>(a)
+        k = Transpose<perm = [0, 2, 3, 1]>(a) g = MatMul(q, k) p = Softmax<axis = -1>(g) c = MatMul(p, q)
+        r = Transpose<perm = [0, 2, 1, 3]>(c) t = Constant<value = int64[2] {0, 12}>() y = Reshape(r, t)""",
+    "one of the history": """i = Constant<value = int64 {-1}>() x = Gather<axis = 1>(h, i) y = Add(x, both)""",
+}
+
+
+def constants() -> dict[str, NDArray[Any]]:
+    rng = np.random.default_rng(5)
+    rows = table()
+    rows[0], rows[1], rows[998], rows[999] = 0, 1e-20, -500, 500
+    made = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in SHAPES.items()}
+    integers = {"ax": [1], "one": [1], "two": [2], "az": [0]}
+    return {
+        "w": rows,
+        "ones": np.ones(4, np.float32),
+        "zeros": np.zeros(4, np.float32),
+        **made,
+        **{name: np.array(values) for name, values in integers.items()},
+    }
+
+
+SHAPES = {
+    "m44": (4, 4),
+    "small": (50, 4),
+    "query": (1, 1, 4),
+    "cw": (4, 4, 3),
+    "lw": (1, 16, 4),
+    "lr": (1, 16, 4),
+    "gw": (1, 12, 4),
+    "gr": (1, 12, 4),
+    "rw": (1, 4, 4),
+    "rr": (1, 4, 4),
+}
+
+
+def write(path: Path, body: str) -> None:
+    """A model file of such a body."""
+    text = f'<ir_version: 8, opset_import: ["" : 18]> {HEAD} {{ {COMMON} {body} }}'
+    model = onnx.parser.parse_model(text)
+    read = {name for node in model.graph.node for name in node.input} | {
+        name for node in model.graph.node for a in node.attribute for inner in a.g.node for name in inner.input
+    }
+    for name, array in constants().items():
+        if name in read:
+            model.graph.initializer.append(numpy_helper.from_array(array, name))
+    onnx.save(model, path)
+
+
+def requests() -> list[Arrays]:
+    """Requests of which each would change the others' answers: wide, extreme, negative and zero values."""
+    rng = np.random.default_rng(3)
+    made = []
+    for num_samples, scale in ((1, 1), (2, 0), (3, -7), (1, 1e5), (40, 1), (2, 60), (1, -1e4), (5, 1)):
+        keys = rng.integers(2, 998, (num_samples, 4))
+        made.append(
+            {
+                "id": keys[:, 0],
+                "d": (scale * rng.random((num_samples, 4))).astype(np.float32),
+                "ids": keys[:, 1:],
+            }
+        )
+    made[0]["id"][0], made[1]["id"][0], made[2]["id"][0] = 999, 998, 0
+    made[4]["ids"][0] = [999, 998, -1]
+    return made
+
+
+def answers(version_dir: Path, original: Path) -> tuple[bool, list[tuple[Any, NDArray[Any]]]]:
+    """Whether requests are joined, and of each what all together were answered and what it is answered alone."""
+    asked = requests()
+    expected = [run_network(original, inputs)["y"] for inputs in asked]
+    with InferenceSession.open(version_dir) as session:
+        found = session.run_many([Request(inputs) for inputs in asked])
+        return session.spec.joinable, list(zip(found, expected, strict=True))
+
+
+def assert_right(pairs: list[tuple[Any, NDArray[Any]]]) -> None:
+    """Each answer is that of the request alone."""
+    for found, expected in pairs:
+        assert not isinstance(found, Exception), found
+        np.testing.assert_allclose(found["y"], expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_sample_that_looks_at_others_is_answered_alone(name: str, tmp_path: Path) -> None:
+    """However it looks, and however seldom it matters."""
+    write(tmp_path / "model.onnx", HOSTILE[name])
+
+    report = import_onnx(tmp_path / "model.onnx", tmp_path / "repository", "m")
+
+    joins, pairs = answers(report.version_dir, tmp_path / "model.onnx")
+    assert not joins
+    if name not in NOISY:
+        assert_right(pairs)
+    assert any("requests are served one by one" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_what_recommenders_do_is_joined(name: str, tmp_path: Path) -> None:
+    """What stays within a sample is proved to, and joined requests are answered as they are alone."""
+    write(tmp_path / "model.onnx", SOUND[name])
+
+    report = import_onnx(tmp_path / "model.onnx", tmp_path / "repository", "m")
+
+    joins, pairs = answers(report.version_dir, tmp_path / "model.onnx")
+    assert joins, report.notes
+    assert_right(pairs)
