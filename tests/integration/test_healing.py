@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +19,7 @@ from tests.integration.conftest import Serve, Served, is_ready, is_running
 from tests.integration.test_requests import DENSE, IDS, ask, counters
 from tests.testing.servers import wait_until
 from tests.testing.triton_models import ctr_answer, write_ctr, write_flat
+from triton_backend.backend.heartbeat import FOLDER_VARIABLE, INTERVAL_S, last_beat
 
 pytestmark = pytest.mark.triton
 
@@ -214,8 +217,7 @@ def load_ctr(served: Served) -> None:
 
 def test_backend_processes_do_not_outlive_a_server_of_others(serve: Serve, repository: Path) -> None:
     """Where nobody clears up after a killed server, they notice, end themselves and remove their memory."""
-    # Without metrics: a call about them that the server's end interrupts may hold the interpreter for ever.
-    served = serve(repository, "--", "--allow-metrics=false")
+    served = serve(repository)
     launcher, *others = served.family()
     reaper = next(process for process in others if "reaper.py" in " ".join(process.cmdline()))
     stubs = served.stubs()
@@ -229,6 +231,32 @@ def test_backend_processes_do_not_outlive_a_server_of_others(serve: Serve, repos
     assert not any(path.exists() for path in memory)
     launcher.kill()
     served.process.wait()
+
+
+def test_a_backend_process_that_is_held_in_a_call_does_not_outlive_its_server(serve: Serve, repository: Path) -> None:
+    """Its call into Triton's metrics holds the interpreter when server, launcher and reaper are killed."""
+    served = serve(repository)
+    family = served.family()
+    launcher, server = family[0], served.server()
+    reaper = next(process for process in family if "reaper.py" in " ".join(process.cmdline()))
+    beats = Path(served.stubs()[0].environ()[FOLDER_VARIABLE])
+    launcher.suspend()
+    server.suspend()  # which keeps the calls that come from returning
+    wait_until(lambda: all(is_silent(beats, stub) for stub in served.stubs()), "the processes to be held")
+
+    for process in (reaper, launcher, server):
+        process.kill()
+    served.process.wait()
+
+    wait_until(lambda: not any(is_running(process) for process in family), "the end of all processes")
+    wait_until(lambda: not shared_memory_of(served), "the end of their shared memory")
+    shutil.rmtree(beats.parent)
+
+
+def is_silent(beats: Path, stub: psutil.Process) -> bool:
+    """Whether a backend process has missed its last beats."""
+    beat = last_beat(beats, stub.pid)
+    return beat is not None and time.monotonic() - beat > 4 * INTERVAL_S
 
 
 def test_readiness_survives_failed_loads(serve: Serve, repository: Path) -> None:

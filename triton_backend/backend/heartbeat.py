@@ -1,20 +1,26 @@
-"""What a backend process does to be watched: it beats, and it does not outlive its server.
+"""What a backend process does to be watched: it beats, and has a guard that ends it when its server is gone.
 
 A thread writes the time into a file of its own, where `hotrow serve` names a folder for such files. A process that is
 stopped, or whose interpreter hangs, stops beating; a session that computes does not, as computing releases the
-interpreter. A server that is killed leaves its backend processes waiting for ever, so they look for their parent.
+interpreter. guard.py is a process of its own.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+import shutil
 import struct
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 
-from triton_backend.launcher.reaper import SHARED_MEMORY
+from triton_backend.backend import guard
+
+_log = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "HOTROW_HEARTBEAT_DIR"
 INTERVAL_S = 1.0
@@ -22,10 +28,33 @@ _SERVER = os.getppid()
 _TIME = struct.Struct("d")
 
 
-def start() -> None:
-    """Start beating, once per process."""
-    if not any(thread.name == "hotrow-heartbeat" for thread in threading.enumerate()):
-        threading.Thread(target=_beat, name="hotrow-heartbeat", daemon=True).start()
+class Heartbeat:
+    """Beats, and is guarded, until stopped."""
+
+    def __init__(self) -> None:
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="hotrow-heartbeat", daemon=True)
+        self._guard = _start_guard()
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End both: the process is about to end in order."""
+        self._stopping.set()
+        self._thread.join()
+        if self._guard is not None:
+            with suppress(BrokenPipeError):  # it has been killed
+                self._guard.communicate(b"done")
+
+    def _beat(self) -> None:
+        handle = _open_file()
+        stopped = False
+        while not stopped:
+            if handle is not None:
+                with suppress(OSError):  # a full disk
+                    os.pwrite(handle, _TIME.pack(time.monotonic()), 0)
+            stopped = self._stopping.wait(INTERVAL_S)
+        if handle is not None:
+            os.close(handle)
 
 
 def last_beat(folder: Path, pid: int) -> float | None:
@@ -35,21 +64,6 @@ def last_beat(folder: Path, pid: int) -> float | None:
     return None
 
 
-def is_orphan() -> bool:
-    """Whether the server is gone. Then Triton's calls never return, and some hold the interpreter all the while."""
-    return os.getppid() != _SERVER
-
-
-def _beat() -> None:
-    handle = _open_file()
-    while not is_orphan():
-        if handle is not None:
-            with suppress(OSError):  # a full disk is no reason to stop looking for the server
-                os.pwrite(handle, _TIME.pack(time.monotonic()), 0)
-        time.sleep(INTERVAL_S)
-    _leave()
-
-
 def _open_file() -> int | None:
     if folder := os.environ.get(FOLDER_VARIABLE):
         with suppress(OSError):  # whoever named the folder may be gone
@@ -57,8 +71,20 @@ def _open_file() -> int | None:
     return None
 
 
-def _leave() -> None:
-    """End this process, and the memory it shared with a server that is no more: argument 2 names it."""
-    for name in Path("/proc/self/cmdline").read_bytes().split(b"\0")[2:3]:
-        (SHARED_MEMORY / name.decode()).unlink(missing_ok=True)
-    os._exit(1)
+def _start_guard() -> subprocess.Popen[bytes] | None:
+    """A guard for this process; None where it is no backend process. Argument 2 of one names its shared memory."""
+    memory = Path("/proc/self/cmdline").read_bytes().split(b"\0")[2:3]
+    if not memory:
+        return None
+    python = sys.executable or shutil.which("python3") or "python3"
+    try:
+        return subprocess.Popen(
+            [python, "-I", "-S", guard.__file__, str(os.getpid()), str(_SERVER), memory[0].decode()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+        )
+    except OSError as error:
+        _log.warning("this process has no guard, and may outlive a server that is killed: %s", error)
+        return None

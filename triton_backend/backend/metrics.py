@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 
 import triton_python_backend_utils as pb_utils
 
-from triton_backend.backend import heartbeat
 from triton_backend.launcher.stubs import RESTARTS_PARAMETER
 
 INTERVAL_S = 0.5
@@ -131,8 +130,7 @@ class SessionMetrics:
 
     def _work(self) -> None:
         while not self._closing.wait(INTERVAL_S):
-            if not heartbeat.is_orphan():
-                self._report()
+            self._report()
 
     def _make_all(self, stats: Mapping[str, Any]) -> None:
         """A metric for each value of these statistics that is shown."""

@@ -18,9 +18,9 @@ from inference_session.errors import ConfigurationError
 from inference_session.model_spec import ModelSpec
 from inference_session.platform.user_cache import state_folder
 from inference_session.versions import VersionManager
-from triton_backend.backend import heartbeat
 from triton_backend.backend.answering import Answering, TritonRequest, TritonResponse
 from triton_backend.backend.errors import load_error
+from triton_backend.backend.heartbeat import Heartbeat
 from triton_backend.backend.joining import JoiningQueue
 from triton_backend.backend.log import show_log
 from triton_backend.backend.metrics import SessionMetrics, count_restarts
@@ -38,13 +38,14 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Open the version directory; `args` are Triton's, all of them strings, `model_config` as JSON."""
         config = json.loads(args["model_config"])
-        heartbeat.start()
+        self._heartbeat = Heartbeat()
         show_log(args["model_name"], args["model_version"])
         try:
             versions, max_samples = self._open(config, args)
             check_types((*versions.spec.inputs, *versions.spec.outputs))
             check_config(config, versions.spec)
         except Exception as error:  # noqa: BLE001  whatever it was, who asked for the load is told in plain words
+            self._heartbeat.stop()
             raise load_error(error) from None
         self._versions = versions
         self._tracing = create_tracing()
@@ -92,6 +93,7 @@ class TritonPythonModel:
         self._versions.close()
         if self._tracing is not None:
             self._tracing.close()
+        self._heartbeat.stop()
 
 
 def read_parameters(parameters: Mapping[str, Mapping[str, str]], args: Mapping[str, str]) -> tuple[dict[str, Any], int]:

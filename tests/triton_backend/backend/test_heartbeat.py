@@ -3,23 +3,97 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from triton_backend.backend import heartbeat
+from tests.testing.servers import wait_until
+from triton_backend.backend import guard, heartbeat
+from triton_backend.backend.heartbeat import Heartbeat, last_beat
 
 
-def test_a_full_disk_does_not_end_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that cannot beat still looks for its server, and ends when that is gone."""
-    (tmp_path / str(os.getpid())).symlink_to("/dev/full")
-    looks = iter([False, False, True])
-    ended = []
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this process beats, fast and without a guard."""
     monkeypatch.setenv(heartbeat.FOLDER_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0)
-    monkeypatch.setattr(heartbeat, "is_orphan", lambda: next(looks))
-    monkeypatch.setattr(heartbeat, "_leave", lambda: ended.append(True))
+    monkeypatch.setattr(heartbeat, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(heartbeat, "_start_guard", lambda: None)
+    return tmp_path
 
-    heartbeat._beat()
 
-    assert ended == [True]
+def test_a_process_beats_until_it_is_stopped(folder: Path) -> None:
+    """Others can tell when it last did."""
+    begin = time.monotonic()
+    beating = Heartbeat()
+    wait_until(lambda: (last_beat(folder, os.getpid()) or 0) > begin, "a beat")
+    beating.stop()
+    last = last_beat(folder, os.getpid())
+
+    assert last is not None
+    assert last <= time.monotonic()
+
+
+def test_a_full_disk_does_not_end_the_beat(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that cannot write the time tries again."""
+    written: list[int] = []
+
+    def write(handle: int, content: bytes, offset: int) -> int:
+        written.append(len(content))
+        return write_file(handle, content, offset)
+
+    (folder / str(os.getpid())).symlink_to("/dev/full")
+    write_file = os.pwrite
+    monkeypatch.setattr(os, "pwrite", write)
+    beating = Heartbeat()
+    wait_until(lambda: len(written) > 2, "further beats")
+    beating.stop()
+
+
+def guarded(folder: Path, *, server: int) -> tuple[subprocess.Popen[bytes], Path]:
+    """A process that starts a guard as a backend process does, and hands its pipe on to a child; its shared memory."""
+    memory = Path("/dev/shm", f"hotrow_test_guard_{os.getpid()}_{folder.name}")  # noqa: S108
+    memory.touch()
+    code = (
+        "import os, subprocess, sys, time\n"
+        f"arguments = [sys.executable, '-I', '-S', {guard.__file__!r}, str(os.getpid()), '{server}', {memory.name!r}]\n"
+        "subprocess.Popen(arguments, stdin=subprocess.PIPE)\n"
+        "time.sleep(3600)\n"
+    )
+    return subprocess.Popen([sys.executable, "-c", code]), memory
+
+
+def test_a_guard_ends_a_process_whose_server_is_gone(tmp_path: Path) -> None:
+    """And removes its shared memory."""
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    process, memory = guarded(tmp_path, server=gone.pid)
+
+    assert process.wait(60) == -9
+    wait_until(lambda: not memory.exists(), "the memory to be removed")
+
+
+def test_a_guard_leaves_a_process_alone_whose_server_lives(tmp_path: Path) -> None:
+    """Killed alone, its memory is left to the server."""
+    process, memory = guarded(tmp_path, server=os.getpid())
+    wait_until(lambda: children_of(process.pid), "the guard")
+    (guarding,) = children_of(process.pid)
+
+    process.kill()
+    process.wait()
+    wait_until(lambda: not Path(f"/proc/{guarding}").exists() or is_zombie(guarding), "the end of the guard")
+
+    assert memory.exists()
+    memory.unlink()
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that its main thread has started."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
+
+
+def is_zombie(pid: int) -> bool:
+    """Whether it has ended, and nobody has waited for it."""
+    return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] == "Z"

@@ -1,0 +1,59 @@
+"""Ends a backend process whose server is gone: a program of its own, which the process starts.
+
+The process cannot do that itself in every state. A call into Triton's metrics that the server's end interrupts never
+returns, and holds the interpreter lock. Linux's PR_SET_PDEATHSIG does not help: it tells of the end of the thread that
+started the process, and the server starts processes from threads that end after a load.
+
+Arguments: the process, its server, and the name of its region of shared memory, which nobody else would remove. The
+standard input is a pipe from the process: the word `done` says that it ends in order. Standard library only: it runs as
+a plain script.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+POLL_S = 1.0
+LINGER_S = 5.0
+"""How long after a process was killed its server is watched, as both may have been killed together."""
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where the Python backend keeps its tensors
+
+
+def main() -> None:
+    """Guard until the process or its server has ended."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # meant for the server
+    process, server, memory = int(sys.argv[1]), int(sys.argv[2]), _SHARED_MEMORY / sys.argv[3]
+    while not select.select([sys.stdin], [], [], POLL_S)[0]:
+        if os.getppid() == process and _parent(process) not in (server, None):
+            os.kill(process, signal.SIGKILL)  # our parent: its number cannot belong to another process meanwhile
+            memory.unlink(missing_ok=True)
+            return
+    if sys.stdin.read().strip() != "done":
+        _await_end(server)
+        if _parent(server) is None:
+            memory.unlink(missing_ok=True)
+
+
+def _await_end(server: int) -> None:
+    deadline = time.monotonic() + LINGER_S
+    while _parent(server) is not None and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+
+
+def _parent(process: int) -> int | None:
+    """The parent of a process; None: it is gone, or a zombie."""
+    with suppress(OSError):
+        fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return None if fields[0] == "Z" else int(fields[1])
+    return None
+
+
+if __name__ == "__main__":
+    main()
