@@ -6,8 +6,10 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import shutil
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +31,7 @@ from tests.integration.test_requests import DENSE, IDS, ask, counters
 from tests.integration.test_stores import hotrow
 from tests.testing.servers import PATIENCE_MS, PATIENCE_S, RedisServer, wait_until
 from tests.testing.triton_models import ctr_answer, write_ctr
+from triton_backend.backend.metric_records import NUM_KEPT
 from triton_backend.repository.model_config import write_model_config
 
 pytestmark = pytest.mark.triton
@@ -164,6 +167,30 @@ def test_versions_of_a_multi_task_model_swap_whole(serve: Serve, shared: Path, t
         seen = load.stop()
 
     assert all(versions == sorted(versions) and set(versions) == {1, 2} for versions in seen)
+
+
+def test_metrics_of_versions_that_are_gone_are_deleted_but_for_the_last(serve: Serve, tmp_path: Path) -> None:
+    """However many versions come and go under load; one that comes back has metrics again, and the server lives."""
+    repository = tmp_path / "repository"
+    write_ctr(repository / "ctr" / "1")
+    served = serve(repository)
+
+    def versions_shown() -> list[int]:
+        with urllib.request.urlopen(served.metrics) as page:  # noqa: S310  a page of ours
+            return sorted(set(map(int, re.findall(rb'hotrow_[^{]*{[^}]*version="(\d+)"', page.read()))))
+
+    with served.grpc_client() as client, Load(served, "ctr", [CTR], tell_ctr) as load:
+        for number in range(2, 8):
+            write_ctr(repository / "ctr" / str(number), scale=2 * number - 1)
+            client.load_model("ctr")
+            wait_until(lambda: len(served.stubs()) == 1, "the old version's process to end")
+            load.reaches(number)
+        assert versions_shown() == [*range(6 - NUM_KEPT, 8)]  # version 6 was still served when 7 was loaded
+        hotrow("load", "ctr", "--version", "1", "--url", served.grpc)
+        load.reaches(1)
+        load.stop()
+        wait_until(lambda: counters(served, version="1")["hotrow_requests_total"] > 0, "the metrics of version 1")
+        assert versions_shown() == [1, *range(7 - NUM_KEPT, 8)]
 
 
 def damage(version_dir: Path, file: str, content: bytes | None = None) -> None:

@@ -55,6 +55,7 @@ class Heartbeat:
             stopped = self._stopping.wait(INTERVAL_S)
         if handle is not None:
             os.close(handle)
+            Path(os.environ[FOLDER_VARIABLE], str(os.getpid())).unlink(missing_ok=True)
 
 
 def last_beat(folder: Path, pid: int) -> float | None:

@@ -2,9 +2,9 @@
 
 A call into Triton's metrics costs tens of microseconds, so a thread compares the session's counters with what it
 reported last, twice a second; requests pay nothing. Two generations of one version (a reload in place) have equal
-labels and share one counter, which goes on. Metrics are never deleted: the server crashes when one generation uses
-a counter that the other has deleted, an increment fails once its family is gone, and a process that deletes them as it
-ends crashes itself, having left the server before.
+labels and share one counter, which goes on. No process deletes its own metrics: the server crashes when one generation
+uses a counter that the other has deleted, an increment fails once its family is gone, and a process that deletes them
+as it ends crashes itself, having left the server before. A later process does (metric_records.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from typing import Any, TypeAlias
 
 import triton_python_backend_utils as pb_utils
 
+from triton_backend.backend import metric_records
+from triton_backend.backend.metric_records import MetricKey
 from triton_backend.launcher.stubs import RESTARTS_PARAMETER
 
 INTERVAL_S = 0.5
@@ -88,7 +90,7 @@ _GAUGES = {
 
 def count_restarts(config: Mapping[str, Any], model: str) -> None:
     """Bring the counter up to what the watch-dog says. It is the model's, and outlives versions and processes."""
-    counter = _metric(_RESTARTS, pb_utils.MetricFamily.COUNTER, {"model": model})
+    counter = _metric(MetricKey(*_RESTARTS, "counter", (("model", model),)))
     said = int(config.get("parameters", {}).get(RESTARTS_PARAMETER, {"string_value": "0"})["string_value"])
     if (more := said - counter.value()) > 0:
         counter.increment(more)
@@ -108,9 +110,15 @@ class SessionMetrics:
         self._counters: dict[StatsPath, Any] = {}
         self._gauges: dict[StatsPath, Any] = {}
         self._tiers_up: dict[str, Any] = {}
+        self._made: list[MetricKey] = []
         first = stats()
-        self._make_all(first)
-        fixed = {key: self._gauge(one) for key, one in _GAUGES.items()}
+        if (records := metric_records.folder()) is None:
+            fixed = self._make_all(first)
+        else:
+            with metric_records.locked(records):
+                fixed = self._make_all(first)
+                metric_records.write(records, labels["model"], labels["version"], self._made)
+                metric_records.delete_old(records, labels["model"], _delete)
         fixed["load_s"].set(first["load_s"])
         fixed["loaded_at"].set(time.time())
         self._version_info, self._resident_memory = fixed["version_info"], fixed["resident_memory"]
@@ -132,8 +140,8 @@ class SessionMetrics:
         while not self._closing.wait(INTERVAL_S):
             self._report()
 
-    def _make_all(self, stats: Mapping[str, Any]) -> None:
-        """A metric for each value of these statistics that is shown."""
+    def _make_all(self, stats: Mapping[str, Any]) -> dict[str, Any]:
+        """A metric for each value of these statistics that is shown; returns those of `_GAUGES`."""
         for folder, table in stats["tables"].items():
             self._count(_TABLE_COUNTERS, "tables", folder, table=table["name"])
         for folder in stats["cache"].get("tables", ()):
@@ -148,6 +156,7 @@ class SessionMetrics:
                 self._count({reason: _REJECTED}, "updates", "rejected", reason=reason)
         # Requests come last of all: whoever sees them counted sees what they did counted as well.
         self._count(_COUNTERS)
+        return {key: self._gauge(one) for key, one in _GAUGES.items()}
 
     def _report(self) -> None:
         stats = self._stats()
@@ -171,18 +180,32 @@ class SessionMetrics:
         """Count values by their name behind `path` in the statistics."""
         for key, one in families.items():
             place = (*path, key)
-            self._counters[place] = _metric(one, pb_utils.MetricFamily.COUNTER, {**self._labels, **labels})
+            self._counters[place] = self._make(one, "counter", labels)
 
     def _gauge(self, family: Family, **labels: str) -> Any:
-        return _metric(family, pb_utils.MetricFamily.GAUGE, {**self._labels, **labels})
+        return self._make(family, "gauge", labels)
+
+    def _make(self, family: Family, kind: str, labels: Mapping[str, str]) -> Any:
+        key = MetricKey(*family, kind, tuple({**self._labels, **labels}.items()))
+        self._made.append(key)
+        return _metric(key)
 
 
-def _metric(family: Family, kind: Any, labels: Mapping[str, str]) -> Any:
+def _metric(key: MetricKey) -> Any:
     """A metric whose family nobody will ever delete, not even the interpreter at its end."""
-    name, description = family
-    made = pb_utils.MetricFamily(name=name, description=description, kind=kind)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
-    return made.Metric(labels=labels)
+    family = _family(key)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(family))
+    return family.Metric(labels=dict(key.labels))
+
+
+def _delete(key: MetricKey) -> None:
+    """Delete a metric that no process uses: a family deletes its metrics with itself, when nobody refers to it."""
+    _family(key).Metric(labels=dict(key.labels))
+
+
+def _family(key: MetricKey) -> Any:
+    kind = {"counter": pb_utils.MetricFamily.COUNTER, "gauge": pb_utils.MetricFamily.GAUGE}[key.kind]
+    return pb_utils.MetricFamily(name=key.name, description=key.description, kind=kind)
 
 
 def _value(stats: Mapping[str, Any], path: StatsPath) -> Any:
