@@ -138,6 +138,43 @@ def test_a_version_is_chosen_and_left_again(server: Served, model: str) -> None:
     assert serves(server, model, 3)
 
 
+@pytest.mark.parametrize(
+    ("policy", "served"),
+    [
+        ("specific { versions: [2] }", [2]),
+        ("specific { versions: [1, 2] }", [1, 2]),
+        ("latest { num_versions: 2 }", [2, 3]),
+        ("all { }", [1, 2, 3]),
+    ],
+)
+def test_no_version_chosen_means_the_policy_of_config_pbtxt(
+    policy: str, served: list[int], server: Served, model: str
+) -> None:
+    """A version that was chosen, or gone back to, gives way to it, whatever is newest."""
+    url = ("--url", server.grpc)
+    write_ctr(server.repository / model / "3", scale=SCALES[3])
+    config = server.repository / model / "config.pbtxt"
+    config.write_text(f"{config.read_text(encoding='utf-8')}\nversion_policy {{ {policy} }}\n", encoding="utf-8")
+
+    def ready() -> list[int]:
+        lines = succeed("versions", model, *url).splitlines()
+        return sorted(int(line.split()[0]) for line in lines if " READY" in line)
+
+    succeed("load", model, *url)
+    assert ready() == served
+    for choose in (("load", model, "--version", 3), ("roll-back", model), ("load", model, "--version", 1)):
+        succeed(*choose, *url)
+        assert len(ready()) == 1
+    succeed("load", model, *url)
+    assert ready() == served
+    assert serves(server, model, served[-1])
+
+    succeed("roll-back", model, *url)
+    assert ready() == [served[-1] - 1]
+    succeed("load", model, *url)
+    assert ready() == served
+
+
 def test_versions_are_listed(server: Served, model: str) -> None:
     """A line per version, number and state first, then who serves, how long, and why one does not."""
     url = ("--url", server.grpc)

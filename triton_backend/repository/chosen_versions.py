@@ -1,6 +1,14 @@
 """Versions chosen at run time, by the version policy of the configuration that a load brings with it.
 
-A policy of ours is told from one of config.pbtxt by version 0, which no model has, and which Triton passes over.
+A policy of ours is told from one of config.pbtxt by version 0, which no model has, and which Triton passes over. Behind
+it stands the policy that the choice replaced, as numbers that no version has either, so that who gives the choice up
+finds it: config.pbtxt may be on another machine.
+
+    specific { versions: [7, 0, -5] }            version 7 is chosen; before, latest { num_versions: 2 }
+    specific { versions: [7, 0, -2, -6, -8] }                       before, specific { versions: [3, 5] }
+    specific { versions: [7, 0, -1] }                               before, all { }
+
+No number stands there twice: Triton believes that a version exists that it has just passed over.
 """
 
 from __future__ import annotations
@@ -9,20 +17,51 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _MARK = 0
+_ALL, _SPECIFIC = -1, -2
+_OFFSET = 3
+"""Between a number and what stands for it, which is negative."""
+_NEWEST = {"latest": {"num_versions": 1}}
 
 
 def with_versions(config: Mapping[str, Any], versions: Sequence[int]) -> dict[str, Any]:
-    """A model's configuration that chooses these versions."""
-    return {**config, "version_policy": {"specific": {"versions": [*versions, _MARK]}}}
+    """A model's configuration that chooses these versions, and remembers the policy that they replace."""
+    policy = without_choice(config)["version_policy"]
+    return {**config, "version_policy": {"specific": {"versions": [*versions, _MARK, *_encoded(policy)]}}}
 
 
 def without_choice(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's configuration that chooses no version: the policy of its own, else the newest."""
-    newest = {"latest": {"num_versions": 1}}
-    return {**config, "version_policy": newest if is_chosen(config) else config.get("version_policy", {})}
+    """A model's configuration that chooses no version: the policy of its own."""
+    policy = config.get("version_policy") or _NEWEST
+    return {**config, "version_policy": _decoded(_named(config)) if is_chosen(config) else policy}
 
 
 def is_chosen(config: Mapping[str, Any]) -> bool:
     """Whether a model's configuration, as Triton's JSON, is one of `with_versions`."""
+    return _MARK in _named(config)
+
+
+def _named(config: Mapping[str, Any]) -> list[int]:
+    """The versions that a configuration names."""
     policy = config.get("version_policy", {})
-    return _MARK in map(int, policy.get("specific", {}).get("versions", []))
+    return list(map(int, policy.get("specific", {}).get("versions", [])))
+
+
+def _encoded(policy: Mapping[str, Any]) -> list[int]:
+    if "all" in policy:
+        return [_ALL]
+    if "specific" in policy:
+        versions = dict.fromkeys(map(int, policy["specific"].get("versions", [])))
+        return [_SPECIFIC, *(-version - _OFFSET for version in versions)]
+    return [-int(policy.get("latest", {}).get("num_versions", 1)) - _OFFSET]
+
+
+def _decoded(versions: Sequence[int]) -> dict[str, Any]:
+    """The policy behind the mark; that of Triton itself where an earlier hotrow has left none."""
+    left = versions[versions.index(_MARK) + 1 :]
+    if not left:
+        return dict(_NEWEST)
+    if left[0] == _ALL:
+        return {"all": {}}
+    if left[0] == _SPECIFIC:
+        return {"specific": {"versions": [-number - _OFFSET for number in left[1:]]}}
+    return {"latest": {"num_versions": -left[0] - _OFFSET}}
