@@ -34,8 +34,12 @@ _MEMTABLES_PER_FILE, _MAX_MEMTABLES = 8, 24
 _ALL_MEMTABLES_BYTES = 512 << 20
 _BLOCK_BYTES = 1024
 _FILE_BYTES = 256 << 20
+_LOG_BYTES = 1 << 20
+"""RocksDB's own log, of which it keeps a few files."""
 CURRENT_FILE = "CURRENT"
 """What every RocksDB has; without it there is none."""
+_IDENTITY_FILE = "IDENTITY"
+"""Written once, when a database is made."""
 
 
 def open_writer(path: Path) -> Any:
@@ -86,6 +90,15 @@ def state_of_files(path: Path) -> object:
         return object()
 
 
+def identity_of(path: Path) -> object:
+    """Differs once a path has another database: one made anew, moved or copied there; UnavailableError: none."""
+    if not (path / CURRENT_FILE).exists():
+        raise UnavailableError(f"the RocksDB at {str(path)!r} is gone")
+    file = path / _IDENTITY_FILE
+    stat = (file if file.exists() else path).stat()
+    return stat.st_dev, stat.st_ino, stat.st_ctime_ns if file.exists() else 0
+
+
 def stored_families(path: Path) -> list[str]:
     """Names of a database's column families, `default` among them."""
     names: list[str] = Rdict.list_cf(str(path))
@@ -129,6 +142,7 @@ def family_options() -> Options:
     options.set_max_total_wal_size(_ALL_MEMTABLES_BYTES)  # bounds memtables that wait for others to be merged with
     options.set_target_file_size_base(_FILE_BYTES)
     options.set_level_compaction_dynamic_level_bytes(True)
+    options.set_max_log_file_size(_LOG_BYTES)  # a reader writes some lines whenever it catches up
     options.set_keep_log_file_num(4)
     return options
 

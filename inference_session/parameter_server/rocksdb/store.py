@@ -2,7 +2,8 @@
 
 A database has one writer at a time. Any number of readers, in this process or others, follow it as RocksDB's
 *secondaries*: they see what was there when they opened or last refreshed. Nothing a writer has inserted is lost when
-its process dies; what the note of a table vouches for survives the machine as well.
+its process dies; what the note of a table vouches for survives the machine as well. A database that is replaced, by
+another at the same path, is opened again.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import shutil
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,17 +25,14 @@ from inference_session.errors import SessionClosedError, StoreError, Unavailable
 from inference_session.parameter_server.base import SCAN_BYTES, BoundStore, Rows, check_fetch, check_insert
 from inference_session.parameter_server.namespace import Namespace, StoredTable
 from inference_session.parameter_server.rocksdb.database import (
-    CURRENT_FILE,
-    family_options,
     list_families,
     open_reader,
-    open_writer,
     refuse_absent,
-    state_of_files,
     stored_families,
     translated,
-    write_batch,
 )
+from inference_session.parameter_server.rocksdb.open_database import OpenDatabase
+from inference_session.parameter_server.rocksdb.reader_folder import ReaderFolder
 from inference_session.platform.pacing import Rests
 
 _KEYS_PER_MULTIGET = 2048
@@ -67,24 +63,23 @@ class RocksDbStore(BoundStore):
         """
         self.path = path
         self.namespace = namespace
-        self._is_writer = writable is True
         self._may_write = writable is not False
+        self._may_write_now = True
+        """False: the database was replaced while this process was its writer."""
         super().__init__(embedding_dims)
-        self._lock = threading.Lock()
+        self._tags = {table: namespace.tag(table) for table in embedding_dims}
+        self._lock = threading.Lock()  # held while the database is opened or closed
         self._rests = Rests()
-        self._families: dict[str, Any] = {}
-        self._seen: object = None
-        """The state of the files when a reader last caught up."""
-        self._present: set[str] = set()
-        """Tags of the column families that the open database knows; a reader's may not know all there are."""
         self._closed = False
-        self._db: Any = None
-        self._secondary_path: Path | None = None
-        if self._is_writer:
-            self._db = self._open_database(as_writer=True)
+        self._opened: OpenDatabase | None = None
+        """Replaced as a whole, so that every call sees one state of it."""
+        self._reader_folder: ReaderFolder | None = None
+        """None: a writer from the beginning, such as a push, which never is a reader."""
+        if writable is True:
+            self._opened = OpenDatabase(path, None)
         else:
             refuse_absent(path)
-            self._secondary_path = Path(tempfile.mkdtemp(prefix="hotrow-rocksdb-"))
+            self._reader_folder = ReaderFolder()
             with suppress(UnavailableError):
                 self._database()
 
@@ -96,7 +91,7 @@ class RocksDbStore(BoundStore):
     @property
     def lags(self) -> bool:
         """A reader does."""
-        return not self._is_writer
+        return self._opened is None or not self._opened.is_writer
 
     def num_rows(self, table: str) -> int:
         """Number of rows; reads all keys, for RocksDB itself does not know."""
@@ -148,31 +143,23 @@ class RocksDbStore(BoundStore):
     def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See EmbeddingStore."""
         check_insert(keys, vectors, self.embedding_dim(table))
-        self._become_writer()
-        if self._family(table) is None:
-            self._create_family(table)
+        opened = self._become_writer()
+        opened.create_family(self._tags[table])
         step = max(1, _BYTES_PER_BATCH // (4 * vectors.shape[1]))
         for begin in range(0, len(keys), step):
-            self._insert(table, keys[begin : begin + step], vectors[begin : begin + step])
+            self._insert(opened, table, keys[begin : begin + step], vectors[begin : begin + step])
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         """See EmbeddingStore."""
         self.embedding_dim(table)
-        self._become_writer()
-        if self._family(table) is None:
-            return
-        self._write(table, lambda batch: [batch.delete(key) for key in _as_bytes(keys)])
+        opened = self._become_writer()
+        if opened.family(self._tags[table]) is not None:
+            self._write(opened, table, lambda batch: [batch.delete(key) for key in _as_bytes(keys)])
 
     def clear(self, table: str) -> None:
         """See EmbeddingStore. Drops the column family; readers keep what they see until they refresh."""
         self.embedding_dim(table)
-        self._become_writer()
-        family = self._family(table)
-        with translated(self.path), self._lock:
-            self._db.delete(_note_name(self.namespace.tag(table)))
-            if family is not None:
-                self._db.drop_column_family(self.namespace.tag(table))
-                self._forget({self.namespace.tag(table)})
+        self._become_writer().drop({self._tags[table]})
 
     def versions(self) -> set[str]:
         """See EmbeddingStore."""
@@ -182,132 +169,113 @@ class RocksDbStore(BoundStore):
 
     def remove_versions(self, versions: Collection[str]) -> int:
         """See EmbeddingStore."""
-        self._become_writer()
-        with translated(self.path), self._lock:
+        opened = self._become_writer()
+        with translated(self.path):
             tags = {tag for tag in list_families(self.path) if self.namespace.version_of(tag) in versions}
-            for tag in tags:
-                self._db.drop_column_family(tag)
-                self._db.delete(_note_name(tag))
-            self._forget(tags)
+        opened.drop(tags)
         return len(tags)
 
     def check(self) -> None:
         """See EmbeddingStore."""
-        self._database()
-        if not (self.path / CURRENT_FILE).exists():
-            raise UnavailableError(f"the RocksDB at {str(self.path)!r} is gone")
+        self._current()
 
     def refresh(self) -> None:
-        """See EmbeddingStore. Tables that were made since are found as well."""
-        self._database()
-        if self._is_writer:
-            return
-        with translated(self.path), self._lock:
-            state = state_of_files(self.path)
-            if state == self._seen:
-                return
-            ours = {self.namespace.tag(table) for table in self._embedding_dims}
-            if ours & set(stored_families(self.path)) != ours & self._present:
-                self._families = {}
-                self._db = self._open_database(as_writer=False)
-            self._db.try_catch_up_with_primary()
-            self._seen = state
+        """See EmbeddingStore. Tables that were made since are found as well, and a database that was replaced."""
+        opened = self._current()
+        if not opened.is_writer and not opened.catch_up(self._tags.values()):
+            self._reopen(opened)
 
     def sync(self) -> None:
         """See EmbeddingStore."""
-        if self._is_writer:
-            with translated(self.path):
-                self._db.flush_wal(sync=True)
+        if not self.lags:
+            self._database().sync()
 
     def note(self, table: str) -> str | None:
         """See EmbeddingStore."""
         self.embedding_dim(table)
-        database = self._database()
-        with translated(self.path):
-            text = database.get(_note_name(self.namespace.tag(table)))
+        text = self._database().note(self._tags[table])
         return None if text is None else text.decode()
 
     def set_note(self, table: str, text: str) -> None:
         """See EmbeddingStore. Waits until the disk has all that was inserted before."""
         self.embedding_dim(table)
-        self._become_writer()
-        with translated(self.path):
-            self._db.put(_note_name(self.namespace.tag(table)), text.encode())
-        self.sync()
+        opened = self._become_writer()
+        opened.put_note(self._tags[table], text.encode())
+        opened.sync()
 
     def close(self) -> None:
         """Close the database. A writer leaves no log that readers would have to go through."""
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
-            for family in self._families.values():
-                if family is not None:
-                    self._close_handle(family, flush=self._is_writer)
-            if self._db is not None:
-                self._close_handle(self._db)
-            self._families, self._db = {}, None  # what could not be closed is let go
-        if self._secondary_path is not None:
-            shutil.rmtree(self._secondary_path, ignore_errors=True)
+            if self._opened is not None:
+                self._opened.close()
+                self._opened = None  # what could not be closed is let go
+        if self._reader_folder is not None:
+            self._reader_folder.close()
 
     def __repr__(self) -> str:
-        role = "writer" if self._is_writer else "reader"
+        role = "reader" if self.lags else "writer"
         return f"<RocksDbStore {str(self.path)!r} [{self.namespace}, {len(self._embedding_dims)} tables, {role}]>"
 
-    def _database(self) -> Any:
+    def _database(self) -> OpenDatabase:
         """The database, opened if it could not be before."""
-        self._refuse_if_closed()
-        if self._db is None:
+        opened = self._opened
+        if opened is None:
             with self._lock:
-                if self._db is None:
-                    try:
-                        self._db = self._open_database(as_writer=False)
-                    except StoreError as error:
-                        raise UnavailableError(f"{error} (restore it, or push into another folder)") from error
-        return self._db
+                self._refuse_if_closed()
+                opened = self._opened = self._opened or self._open_reader()
+        return opened
 
-    def _open_database(self, *, as_writer: bool) -> Any:
-        with translated(self.path):
-            present = set(list_families(self.path))
-            if as_writer or self._secondary_path is None:
-                database = open_writer(self.path)
-            else:
-                database = open_reader(self.path, self._secondary_path)
-            self._present = present
-            return database
+    def _current(self) -> OpenDatabase:
+        """The database, the one that is at the path now; UnavailableError where there is none."""
+        opened = self._database()
+        if opened.is_replaced():
+            _log.warning(
+                "the RocksDB at %r has been replaced by another, which is opened now; cached rows stay until they are"
+                " refreshed",
+                str(self.path),
+            )
+            self._reopen(opened)
+        return self._database()
 
-    def _become_writer(self) -> None:
+    def _open_reader(self) -> OpenDatabase:
+        if self._reader_folder is None:
+            raise UnavailableError(f"the RocksDB at {str(self.path)!r} was replaced while it was written to")
+        try:
+            return OpenDatabase(self.path, self._reader_folder.path)
+        except StoreError as error:
+            raise UnavailableError(f"{error} (restore it, or push into another folder)") from error
+
+    def _reopen(self, opened: OpenDatabase) -> None:
+        """Be a reader of what is at the path now. Calls under way keep what was open for as long as they last."""
+        with self._lock:
+            if self._opened is opened:
+                reader = self._open_reader()
+                self._may_write_now &= opened.let_go()
+                self._opened = reader
+
+    def _become_writer(self) -> OpenDatabase:
         """Take the database's one place for a writer, if it is to be had and not ours already."""
-        self._refuse_if_closed()
         if not self._may_write:
+            self._refuse_if_closed()
             raise StoreError(f"{self!r} takes no writes: it was not opened as the database's writer")
-        with translated(self.path), self._lock:
-            if not self._is_writer:
-                self._db = self._open_database(as_writer=True)
-                self._families = {}  # calls under way keep the reader's for as long as they last
-                self._is_writer = True
+        with self._lock:
+            self._refuse_if_closed()
+            if not self._may_write_now:
+                raise UnavailableError(
+                    f"the RocksDB at {str(self.path)!r} was replaced while this process was its writer: it is read, and"
+                    " can be written to by this process once that is started again"
+                )
+            if self._opened is None or not self._opened.is_writer:
+                self._opened = OpenDatabase(self.path, None)
+            return self._opened
 
     def _family(self, table: str) -> Any:
         """The table's column family, None if it has none (yet)."""
         self.embedding_dim(table)
-        self._database()
-        if self._families.get(table) is None:
-            tag = self.namespace.tag(table)
-            with translated(self.path), self._lock:
-                self._families[table] = self._db.get_column_family(tag) if tag in self._present else None
-        return self._families[table]
+        return self._database().family(self._tags[table])
 
-    def _create_family(self, table: str) -> None:
-        with translated(self.path), self._lock:
-            if self._families.get(table) is None:
-                self._families[table] = self._db.create_column_family(self.namespace.tag(table), family_options())
-
-    def _forget(self, tags: Collection[str]) -> None:
-        """Column families that were dropped. Must be called while holding the lock."""
-        self._present -= set(tags)
-        self._families = {t: f for t, f in self._families.items() if self.namespace.tag(t) not in tags}
-
-    def _insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+    def _insert(self, opened: OpenDatabase, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """Insert rows in the order in which RocksDB keeps them in memory, which is twice as fast as any other."""
         if not _is_in_order(keys):
             order = _order_in_files(keys)
@@ -316,41 +284,23 @@ class RocksDbStore(BoundStore):
         step = max(1, _BYTES_PER_WRITE // (4 * vectors.shape[1]))
         for begin in range(0, len(keys), step):
             part = [column[begin : begin + step] for column in rows]
-            self._write(table, lambda batch, part=part: deque(map(batch.put, *part), 0))  # type: ignore[misc]
-            if self._secondary_path is not None:  # a writer from the beginning, such as a push, is no server
+            self._write(opened, table, lambda batch, part=part: deque(map(batch.put, *part), 0))  # type: ignore[misc]
+            if self._reader_folder is not None:  # a writer from the beginning is no server
                 self._rests.rest()
 
-    def _write(self, table: str, fill: Callable[[Any], object]) -> None:
-        """Write a batch, which `fill` fills, to the table at once: all of it or nothing."""
-        batch = write_batch()
-        try:
-            with translated(self.path):
-                batch.set_default_column_family(self._db.get_column_family_handle(self.namespace.tag(table)))
-                fill(batch)
-                self._db.write(batch)
-        except UnavailableError as error:
-            if _NO_SPACE not in str(error):
-                self._step_down()
-            raise
+    def _write(self, opened: OpenDatabase, table: str, fill: Callable[[Any], object]) -> None:
+        """Write a batch, which `fill` fills, to the table at once: all of it or nothing.
 
-    def _step_down(self) -> None:
-        """Become a reader again after a write that failed. RocksDB takes no more writes until it is opened anew, which
-        the next one does; only where there was no space does it go on by itself.
+        After a write that failed RocksDB takes no more until it is opened anew, so that this becomes a reader again,
+        and the writer by the next write; only where there was no space does RocksDB go on by itself.
         """
-        with suppress(UnavailableError), translated(self.path), self._lock:
-            if self._is_writer and self._secondary_path is not None:
-                self._db = self._open_database(as_writer=False)
-                self._families, self._seen, self._is_writer = {}, None, False
-
-    def _close_handle(self, handle: Any, *, flush: bool = False) -> None:
-        """Close the database or a table. Rows that the disk does not take now stay in the log, and are not lost."""
         try:
-            with translated(self.path):
-                if flush:
-                    handle.flush()
-                handle.close()
+            opened.write(self._tags[table], fill)
         except UnavailableError as error:
-            _log.warning("rows stay in the log until the database is opened again: %s", error)
+            if _NO_SPACE not in str(error) and self._reader_folder is not None:
+                with suppress(UnavailableError):
+                    self._reopen(opened)
+            raise
 
     def _fetch(self, table: str, family: Any, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
         with translated(self.path):
@@ -381,8 +331,8 @@ class RocksDbStore(BoundStore):
 
 def list_rocksdb_tables(path: Path) -> list[StoredTable]:
     """All tables of all models in a RocksDB. Counts their rows one by one."""
-    with tempfile.TemporaryDirectory(prefix="hotrow-rocksdb-") as folder, translated(path):
-        db = open_reader(path, Path(folder))
+    with ReaderFolder() as folder, translated(path):
+        db = open_reader(path, folder.path)
         tags = sorted(set(stored_families(path)) - {"default"})
         tables = []
         for tag in tags:
@@ -418,10 +368,6 @@ def _as_bytes(rows: NDArray[np.generic]) -> list[bytes]:
     whole = f"V{rows.itemsize * num_elements}"
     as_list: list[bytes] = rows.reshape(len(rows), num_elements).view(whole).reshape(-1).tolist()
     return as_list
-
-
-def _note_name(tag: str) -> bytes:
-    return b"hotrow_push/" + tag.encode()
 
 
 def _count(family: Any) -> int:

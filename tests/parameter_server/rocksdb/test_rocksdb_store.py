@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import resource
 import shutil
 import signal
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -29,6 +34,7 @@ from tests.parameter_server.contract import (
     random_keys,
     random_vectors,
 )
+from tests.testing.servers import wait_until
 
 NAMESPACE = Namespace("ctr", "7")
 
@@ -48,8 +54,7 @@ class TestRocksDb(SharedStoreContract):
             yield self.bound
 
     def put(self, table: str, key: int, row: bytes) -> None:
-        self.bound._create_family(table)
-        self.bound._families[table].put(packed(key), row)
+        self.bound._database().create_family(NAMESPACE.tag(table)).put(packed(key), row)
 
     def get(self, table: str, key: int) -> bytes | None:
         path = self.bound.path
@@ -129,11 +134,11 @@ class TestReaders:
         keys, vectors = random_keys(4000), random_vectors(4000, 128)
         with open_store(tmp_path) as writer:
             writer.insert("wide", keys, vectors)
-            writer._families["wide"].flush()
+            writer._family("wide").flush()
             with open_store(tmp_path, writable=False) as reader:
                 writer.insert("wide", keys, -vectors)
-                writer._families["wide"].flush()
-                writer._families["wide"].compact_range(None, None)
+                writer._family("wide").flush()
+                writer._family("wide").compact_range(None, None)
                 found, out = fetch(reader, "wide", keys)
                 assert found.all()
                 assert_same_bits(out, vectors)
@@ -163,6 +168,161 @@ class TestReaders:
         with pytest.raises(StoreError):
             open_store(tmp_path / "none", writable=False)
         assert list(temporary.iterdir()) == []
+
+    def test_folders_of_killed_readers_are_removed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By the next reader; those of living ones, and whatever else is there, stay."""
+        temporary = tmp_path / "temporary"
+        temporary.mkdir()
+        monkeypatch.setenv("TMPDIR", str(temporary))
+        monkeypatch.setattr("tempfile.tempdir", str(temporary))
+        open_store(tmp_path / "db").close()
+        (temporary / "hotrow-rocksdb-reader-file").touch()
+        process = multiprocessing.get_context("spawn").Process(target=_read_until_killed, args=(tmp_path / "db",))
+        process.start()
+        wait_until(lambda: len(_folders(temporary)) == 1, "the other process to open")
+        with open_store(tmp_path / "db", writable=False):
+            assert len(_folders(temporary)) == 2
+            process.kill()
+            process.join()
+            with open_store(tmp_path / "db", writable=False) as other:
+                other.check()
+                assert len(_folders(temporary)) == 2
+        assert [path.name for path in temporary.iterdir()] == ["hotrow-rocksdb-reader-file"]
+
+    def test_a_readers_log_is_bounded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """However often it catches up."""
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        monkeypatch.setattr("inference_session.parameter_server.rocksdb.database._LOG_BYTES", 40_000)
+        with open_store(tmp_path / "db") as writer, open_store(tmp_path / "db", writable=False) as reader:
+            for number in range(4000):
+                writer.insert("user", keys_of(number), random_vectors(1, 4))
+                reader.refresh()
+            (folder,) = _folders(tmp_path)
+            sizes = [path.stat().st_size for path in folder.iterdir()]
+        assert sum(sizes) < 400_000, sizes  # 700 kB without a bound
+
+    @pytest.mark.parametrize("writable", [False, "later"])
+    @pytest.mark.parametrize("gap", [True, False], ids=["gone_meanwhile", "at_once"])
+    def test_a_database_that_is_replaced_is_opened_again(
+        self, tmp_path: Path, writable: Literal[False, "later"], gap: bool
+    ) -> None:
+        """By readers, and by who has become the writer; while there is none, that is an error."""
+        old, new, path = tmp_path / "old", tmp_path / "new", tmp_path / "db"
+        for folder, value in ((path, 1), (new, 2)):
+            with open_store(folder) as store:
+                store.insert("user", keys_of(1), np.full((1, 4), value, np.float32))
+        with open_store(path, writable=writable) as store:
+            if writable:
+                store.insert("user", keys_of(2), np.ones((1, 4), np.float32))
+            assert fetch(store, "user", keys_of(1))[1][0, 0] == 1
+            path.rename(old)
+            if gap:
+                for call in (store.refresh, store.check):
+                    with pytest.raises(UnavailableError, match="is gone"):
+                        call()
+            new.rename(path)
+            store.check() if gap else store.refresh()
+            found, rows = fetch(store, "user", keys_of(1, 2))
+            assert found.tolist() == [True, False]
+            assert rows[0, 0] == 2
+            if writable:
+                with pytest.raises(UnavailableError, match="once that is started again"):
+                    store.insert("user", keys_of(3), np.full((1, 4), 3, np.float32))
+        self.assert_is_whole(path)
+
+    @pytest.mark.parametrize("gone", [False, True])
+    def test_a_writer_that_is_replaced_leaves_the_new_database_alone(self, tmp_path: Path, gone: bool) -> None:
+        """RocksDB would write its own files into it when it is closed, or when the process ends."""
+        new, path = tmp_path / "new", tmp_path / "db"
+        with open_store(new) as store:
+            store.insert("user", keys_of(1), np.full((1, 4), 2, np.float32))
+        with open_store(path) as store:
+            store.insert("user", keys_of(1), np.ones((1, 4), np.float32))
+        with open_store(path, writable="later") as store:
+            store.insert("user", random_keys(100), random_vectors(100, 4))
+            path.rename(tmp_path / "old")
+            if not gone:
+                new.rename(path)
+                with pytest.raises(UnavailableError, match="has been replaced"):
+                    store.insert("user", keys_of(5), np.ones((1, 4), np.float32))
+        if gone:
+            new.rename(path)
+        self.assert_is_whole(path)
+
+    @staticmethod
+    def assert_is_whole(path: Path) -> None:
+        """Row 1 has the value 2, and rows can be written."""
+        gc.collect()
+        with open_store(path, writable=False) as store:
+            assert fetch(store, "user", keys_of(1))[1][0, 0] == 2
+        process = multiprocessing.get_context("spawn").Process(target=_write_one, args=(path,))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+
+    def test_a_database_that_is_made_anew_in_the_same_folder_is_opened_again(self, tmp_path: Path) -> None:
+        """The folder itself stays, as that of a mount does."""
+        path, copy = tmp_path / "db", tmp_path / "copy"
+        for folder, value in ((path, 1), (copy, 2)):
+            with open_store(folder) as store:
+                store.insert("user", keys_of(1), np.full((1, 4), value, np.float32))
+        with open_store(path, writable=False) as store:
+            for file in path.iterdir():
+                file.unlink()
+            for file in copy.iterdir():
+                shutil.copy2(file, path)
+            store.refresh()
+            assert fetch(store, "user", keys_of(1))[1][0, 0] == 2
+
+    def test_rows_are_read_while_the_part_changes(self, tmp_path: Path) -> None:
+        """From reader to writer and back, as fast as it can: every call sees one state or the other."""
+        switch_interval = sys.getswitchinterval()
+        keys, ones = np.arange(64), np.ones((64, 4), np.float32)
+        with open_store(tmp_path) as store:
+            store.insert("user", keys, ones)
+        done, failures = threading.Event(), []
+        with open_store(tmp_path, writable="later") as store:
+
+            def read() -> None:
+                while not done.is_set():
+                    try:
+                        assert fetch(store, "user", keys_of(3))[0].all()
+                    except Exception as error:  # noqa: BLE001, PERF203 - whatever it is, it is a failure
+                        failures.append(error)
+
+            readers = [threading.Thread(target=read) for _ in range(3)]
+            sys.setswitchinterval(1e-6)
+            try:
+                for reader in readers:
+                    reader.start()
+                for _ in range(60):
+                    with suppress(UnavailableError):  # a reader still holds what was open as the writer
+                        store.insert("user", keys[:1], ones[:1])
+                        store._reopen(store._database())
+            finally:
+                done.set()
+                for reader in readers:
+                    reader.join()
+                sys.setswitchinterval(switch_interval)
+        assert not failures
+
+
+def _write_one(path: Path) -> None:
+    with open_store(path) as store:
+        store.insert("user", keys_of(9), np.full((1, 4), 9, np.float32))
+    with open_store(path) as store:
+        assert fetch(store, "user", keys_of(1, 9))[1][:, 0].tolist() == [2, 9]
+
+
+def _folders(temporary: Path) -> list[Path]:
+    return [path for path in temporary.glob("hotrow-rocksdb-reader-*") if path.is_dir()]
+
+
+def _read_until_killed(path: Path) -> None:
+    with open_store(path, writable=False) as store:
+        while True:
+            store.refresh()
+            time.sleep(0.05)
 
 
 def test_retired_versions_are_removed(tmp_path: Path) -> None:
@@ -240,7 +400,6 @@ def test_a_killed_writer_loses_nothing_it_vouched_for(tmp_path: Path) -> None:
     process = multiprocessing.get_context("spawn").Process(target=_insert_for_ever, args=(tmp_path,))
     process.start()
     try:
-        from tests.testing.servers import wait_until
 
         def has_begun() -> bool:
             try:
@@ -279,7 +438,7 @@ def test_keys_of_another_length_are_passed_over(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         vectors = random_vectors(2, 4)
         store.insert("user", keys_of(1, 2), vectors)
-        store._families["user"].put(b"abc", vectors[0].tobytes())
+        store._family("user").put(b"abc", vectors[0].tobytes())
         [(keys, rows)] = list(store.scan("user"))
         assert keys.tolist() == [1, 2]
         assert_same_bits(rows, vectors)

@@ -1,0 +1,158 @@
+"""A RocksDB that is open, as long as it stays so: what a store replaces as a whole to change its part or its files."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from inference_session.errors import UnavailableError
+from inference_session.parameter_server.rocksdb.database import (
+    family_options,
+    identity_of,
+    list_families,
+    open_reader,
+    open_writer,
+    state_of_files,
+    stored_families,
+    translated,
+    write_batch,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class OpenDatabase:
+    """A database as it was opened, and the column families that are in use. All methods may be called from any thread.
+
+    A call that began with one ends with it, also when the store has replaced it meanwhile.
+    """
+
+    def __init__(self, path: Path, reader_folder: Path | None) -> None:
+        """Open as a reader, whose log goes to that folder, or (None) as the writer. Errors as of `translated`."""
+        self.is_writer = reader_folder is None
+        self._path = path
+        self._lock = threading.Lock()
+        self._families: dict[str, Any] = {}
+        self._seen: object = None
+        """The state of the files when a reader last caught up."""
+        with translated(path):
+            self._tags = set(list_families(path))
+            self._db = open_writer(path) if reader_folder is None else open_reader(path, reader_folder)
+            self._identity = identity_of(path)
+
+    def is_replaced(self) -> bool:
+        """Whether another database is at this one's path; UnavailableError where there is none."""
+        with translated(self._path):
+            return identity_of(self._path) != self._identity
+
+    def let_go(self) -> bool:
+        """Called before another takes its place in the store, or it is closed; False: it must not be closed.
+
+        A writer that is closed writes files by their names, into what is at its path by then: RocksDB so damages a
+        database that has taken its place. Such a writer stays open, without its background work, until the process
+        ends.
+        """
+        if not self.is_writer:
+            return True
+        with suppress(UnavailableError):
+            if not self.is_replaced():
+                return True
+        self._db.cancel_all_background(True)
+        for handle in (self._db, *self._families.values()):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))  # nobody closes it, nor does the interpreter's end
+        return False
+
+    def family(self, tag: str) -> Any:
+        """A table's column family, None if it has none (yet)."""
+        if tag not in self._tags:
+            return None
+        family = self._families.get(tag)
+        if family is None:
+            with translated(self._path), self._lock:
+                family = self._families[tag] = self._db.get_column_family(tag)
+        return family
+
+    def create_family(self, tag: str) -> Any:
+        """The table's column family, made if there is none."""
+        with translated(self._path), self._lock:
+            if tag not in self._tags:
+                self._families[tag] = self._db.create_column_family(tag, family_options())
+                self._tags = self._tags | {tag}
+        return self.family(tag)
+
+    def drop(self, tags: Collection[str]) -> None:
+        """Drop column families, and the notes beside them."""
+        with translated(self._path), self._lock:
+            for tag in tags:
+                self._db.delete(_note_name(tag))
+                if tag in self._tags:
+                    self._tags = self._tags - {tag}
+                    self._families.pop(tag, None)
+                    self._db.drop_column_family(tag)
+
+    def note(self, tag: str) -> bytes | None:
+        """The note beside a table."""
+        with translated(self._path):
+            found: bytes | None = self._db.get(_note_name(tag))
+        return found
+
+    def put_note(self, tag: str, note: bytes) -> None:
+        """Keep a note beside a table."""
+        with translated(self._path):
+            self._db.put(_note_name(tag), note)
+
+    def write(self, tag: str, fill: Any) -> None:
+        """Write a batch, which `fill` fills, to a table at once: all of it or nothing; UnavailableError if replaced."""
+        if self.is_replaced():
+            raise UnavailableError(f"the RocksDB at {str(self._path)!r} has been replaced by another")
+        batch = write_batch()
+        with translated(self._path):
+            batch.set_default_column_family(self._db.get_column_family_handle(tag))
+            fill(batch)
+            self._db.write(batch)
+
+    def sync(self) -> None:
+        """Return when the disk has what was written."""
+        with translated(self._path):
+            self._db.flush_wal(sync=True)
+
+    def catch_up(self, tags: Collection[str]) -> bool:
+        """See what the writer has written since; False: it has made or dropped one of these, open it again."""
+        with translated(self._path), self._lock:
+            state = state_of_files(self._path)
+            if state == self._seen:
+                return True
+            if not {*tags}.isdisjoint({*stored_families(self._path)} ^ self._tags):
+                return False
+            self._db.try_catch_up_with_primary()
+            self._seen = state
+        return True
+
+    def close(self) -> None:
+        """Close it. A writer leaves no log that readers would have to go through."""
+        if not self.let_go():
+            return
+        with self._lock:
+            for family in self._families.values():
+                self._close_handle(family, flush=self.is_writer)
+            self._close_handle(self._db)
+            self._families = {}
+
+    def _close_handle(self, handle: Any, *, flush: bool = False) -> None:
+        """Close the database or a table. Rows that the disk does not take now stay in the log, and are not lost."""
+        try:
+            with translated(self._path):
+                if flush:
+                    handle.flush()
+                handle.close()
+        except UnavailableError as error:
+            _log.warning("rows stay in the log until the database is opened again: %s", error)
+
+
+def _note_name(tag: str) -> bytes:
+    return b"hotrow_push/" + tag.encode()
