@@ -24,6 +24,7 @@ from inference_session.importers.onnx.graph import (
     rename_inner,
     replace_reads,
     set_nodes,
+    sort_nodes,
 )
 from inference_session.importers.onnx.row_slices import gather_instead_of_slice
 from inference_session.importers.onnx.weights import Weight, weight_of
@@ -43,6 +44,7 @@ def to_canonical(path: Path, model: ModelProto, blobs: dict[int, Blob]) -> tuple
     if model.functions:
         model = inliner.inline_local_functions(model)
     graph = model.graph
+    sort_nodes(graph)
     _drop_default_inputs(graph, weights)
     # IR 3 demands that initializers are inputs; later ones do not, and those are what we leave.
     model.ir_version = max(model.ir_version, 4)
@@ -112,11 +114,13 @@ def _relay_outputs(scope: GraphProto, lifted: list[TensorProto], names: Names) -
     """A graph's output must be made inside it: lifted constants that are outputs are passed on under their name."""
     outputs = {value.name for value in scope.output}
     relays: list[NodeProto] = []
+    lifted_names: dict[str, str] = {}
     for tensor in lifted:
         if tensor.name in outputs:
             output, tensor.name = tensor.name, names.fresh(tensor.name)
-            replace_reads(scope, output, tensor.name)
+            lifted_names[output] = tensor.name
             relays.append(make_node("Identity", [tensor.name], output))
+    replace_reads(scope, lifted_names)
     return relays
 
 
@@ -157,7 +161,7 @@ def _capture_invariants_of(graph: GraphProto, loop: NodeProto, body: GraphProto)
         if source != body.input[i].name or given_out:
             continue
         outer, final = loop.input[i], loop.output[i - 2]
-        replace_reads(body, source, outer)
+        replace_reads(body, {source: outer})
         del body.input[i], body.output[i - 1], loop.input[i], loop.output[i - 2]
         if final:
             graph.node.insert(position(graph, loop), make_node("Identity", [outer], final))

@@ -6,7 +6,8 @@ All functions expect names that are unique across the graph and its bodies (cano
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import numpy as np
@@ -158,11 +159,29 @@ def replace_node(graph: GraphProto, node: NodeProto, new: list[NodeProto]) -> No
         graph.node.insert(at + offset, item)
 
 
-def replace_reads(graph: GraphProto, old: str, new: str) -> None:
-    """Let every reader of one value, the bodies' too, read another. Graph outputs are left alone."""
+def replace_reads(graph: GraphProto, new_names: Mapping[str, str]) -> None:
+    """Let every reader of some values, the bodies' too, read others. Graph outputs are left alone."""
     for node in all_nodes(graph):
-        if old in node.input:
-            node.input[:] = [new if name == old else name for name in node.input]
+        if not new_names.keys().isdisjoint(node.input):
+            node.input[:] = [new_names.get(name, name) for name in node.input]
+
+
+def sort_nodes(graph: GraphProto) -> None:
+    """Put the nodes of a graph and of its bodies into an order of execution, unless they are in one.
+
+    Raises:
+        ValueError: there is none, as some depend on themselves.
+    """
+    for scope in list(all_graphs(graph)):
+        makers = {name: i for i, node in enumerate(scope.node) for name in node.output if name}
+        needs = {i: {makers[name] for name in reads(node) & makers.keys()} for i, node in enumerate(scope.node)}
+        if any(maker >= i for i, before in needs.items() for maker in before):
+            try:
+                order = list(TopologicalSorter(needs).static_order())
+            except CycleError as error:
+                names = [scope.node[i].output[0] for i in error.args[1]]
+                raise ValueError(f"values depend on themselves: {' <- '.join(map(repr, names[:8]))}") from error
+            set_nodes(scope, [scope.node[i] for i in order])
 
 
 def attribute(node: NodeProto, name: str, default: int) -> int:

@@ -13,6 +13,7 @@ from inference_session.importers.onnx.evaluation import evaluate
 from inference_session.importers.onnx.graph import (
     Names,
     add_constant,
+    all_graphs,
     attribute,
     make_node,
     needed_nodes,
@@ -218,12 +219,15 @@ def _casts_keys(node: NodeProto) -> bool:
 
 
 def skip_identities(graph: GraphProto) -> None:
-    """Let readers of a copy read the original; copies that are the graph's outputs stay."""
-    outputs = {value.name for value in graph.output}
+    """Let readers of a copy read the original; copies that are the outputs of a graph stay."""
+    outputs = {value.name for scope in all_graphs(graph) for value in scope.output}
+    originals: dict[str, str] = {}
     kept: list[NodeProto] = []
-    for node in list(graph.node):
+    for node in graph.node:
         if node.op_type == "Identity" and not node.domain and node.output[0] not in outputs:
-            replace_reads(graph, node.output[0], node.input[0])
+            originals[node.output[0]] = originals.get(node.input[0], node.input[0])
         else:
             kept.append(node)
-    set_nodes(graph, kept)
+    if originals:
+        replace_reads(graph, originals)
+        set_nodes(graph, kept)

@@ -14,8 +14,9 @@ from hypothesis.extra import numpy as hnp
 from onnx import TensorProto, helper, numpy_helper
 
 from inference_session import InferenceSession
-from inference_session.errors import InvalidRequestError
+from inference_session.errors import InvalidRequestError, ModelFormatError
 from inference_session.importers.onnx import import_onnx, importer
+from inference_session.importers.onnx.graph import bodies
 from tests.testing.onnx_evaluation import evaluate
 from tests.testing.onnx_models import assert_same, check, import_model, model_of, table
 
@@ -571,3 +572,69 @@ def test_a_model_that_is_taken_apart_wrongly_is_kept_whole(tmp_path: Path, monke
     assert not report.tables
     assert [item.name for item in report.stays_dense] == ["w", "x"]
     assert not (report.version_dir / "tables").exists()
+
+
+def work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, chain: str, length: int) -> int:
+    """How many nodes an import looks at, all its passes together, of a key behind a chain of nodes."""
+    looked_at = 0
+
+    def counted(node: onnx.NodeProto) -> list[onnx.GraphProto]:
+        nonlocal looked_at
+        looked_at += 1
+        return bodies(node)
+
+    steps = " ".join(f"a{i + 1} = {chain.format(f'a{i}')}" for i in range(length))
+    graph = f"m (int64[b] a0) => (float[b, 4] y) {{ {steps} y = Gather(w, a{length}) }}"
+    with monkeypatch.context() as patch:
+        patch.setattr("inference_session.importers.onnx.graph.bodies", counted)
+        (tmp_path / str(length)).mkdir()
+        constants = {"w": table(), "zero": np.array(0)} if "zero" in chain else {"w": table()}
+        report = import_model(tmp_path / str(length), model_of(graph, constants))
+    assert [found.name for found in report.tables] == ["w"]
+    return looked_at
+
+
+@pytest.mark.parametrize("chain", ["Identity({})", "Add({}, zero)"])
+def test_a_long_chain_takes_an_import_as_long_as_its_length(
+    chain: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice the nodes are twice the work, not four times."""
+    short, long = (work(monkeypatch, tmp_path, chain, length) for length in (400, 800))
+
+    assert long < 2.2 * short
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        "k = Identity(k)",
+        "k = Identity(j) j = Identity(k)",
+        "k = Add(k, keys)",
+        "k = Cast<to = 7>(v) v = Gather(w, k)",
+    ],
+)
+def test_values_that_depend_on_themselves_are_refused(tmp_path: Path, nodes: str) -> None:
+    """Wherever the importer follows values back to their beginning, such a one has none."""
+    model = model_of(f"m (int64[b] keys) => (float[b, 4] y) {{ {nodes} y = Gather(w, k) }}", {"w": table()})
+
+    with pytest.raises(ModelFormatError, match="depend on themselves: "):
+        import_model(tmp_path, model)
+
+
+def test_a_body_whose_values_depend_on_themselves_is_refused(tmp_path: Path) -> None:
+    """In a Loop as well."""
+    graph = """m (int64[b] keys, int64 n, bool go) => (float[b, 4] y) {
+        k = Loop(n, go, keys) <body = l (int64 i, bool c, int64[b] x) => (bool d, int64[b] z)
+        { d = Identity(c) z = Identity(q) q = Identity(z) }> y = Gather(w, k) }"""
+
+    with pytest.raises(ModelFormatError, match="depend on themselves"):
+        import_model(tmp_path, model_of(graph, {"w": table()}))
+
+
+def test_nodes_may_come_in_any_order(tmp_path: Path) -> None:
+    """ONNX Runtime sorts them, and so does the importer."""
+    graph = "m (int64[b] keys) => (float[b, 4] y) { y = Gather(w, k) k = Add(j, keys) j = Identity(keys) }"
+
+    report = check(tmp_path, model_of(graph, {"w": table()}), {"keys": np.array([1, 2, 400])})
+
+    assert [found.name for found in report.tables] == ["w"]
