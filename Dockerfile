@@ -17,10 +17,11 @@ COPY triton_backend triton_backend
 RUN /build/bin/python -m pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 
 FROM ${PYTHON_IMAGE} AS cpu
-# Triton's stub is linked against Python's shared library; the virtual environment's python3 comes first on its PATH.
+# nginx: for `hotrow serve --front`. Triton's stub is linked against Python's shared library; the virtual environment's python3 comes first on its PATH.
 ENV PATH=/opt/hotrow/bin:$PATH NUMBA_CACHE_DIR=/var/cache/hotrow/kernels HOTROW_CACHE_DIR=/var/cache/hotrow \
     HOTROW_SHIPPED_KERNELS=/opt/hotrow-kernels
-RUN useradd --uid 1000 --create-home hotrow \
+RUN apt-get update -qq && apt-get install -qq -y --no-install-recommends nginx-light && rm -rf /var/lib/apt/lists/* \
+ && useradd --uid 1000 --create-home hotrow \
  && install -d -o hotrow -g hotrow /models /var/cache/hotrow /opt/hotrow-kernels \
  && python3 -m venv /opt/hotrow
 COPY --from=wheel /wheels /wheels

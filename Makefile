@@ -97,6 +97,7 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/hdfs.py
 	$(BIN)/python benchmarks/opening.py
 	$(BIN)/python benchmarks/triton.py
+	$(BIN)/python benchmarks/front.py
 	$(BIN)/python benchmarks/swap.py
 	$(BIN)/python benchmarks/updates.py
 	$(BIN)/python benchmarks/freshness.py

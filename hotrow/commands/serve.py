@@ -16,6 +16,7 @@ from hotrow.server_options import PEM_FILE
 from inference_session.errors import ConfigurationError
 from inference_session.model_source import is_url
 from triton_backend.client.tls import ServerTls
+from triton_backend.launcher.process_group import adopt_orphans
 from triton_backend.launcher.server import ServerOptions, TritonServer
 from triton_backend.repository.remote import local_repository
 
@@ -101,6 +102,7 @@ def command(
     )
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
+    adopt_orphans()
     try:
         with ExitStack() as stack:
             folder = _enter_repository(stack, repository, models)

@@ -29,10 +29,19 @@ from tests.integration.test_tls import Authority, authority, flags  # noqa: F401
 from tests.testing.servers import PATIENCE_S, wait_until
 from tests.testing.triton_models import ctr_answer, write_bags, write_ctr
 from triton_backend.launcher import front
-from triton_backend.launcher.front import MAX_BYTES
+from triton_backend.launcher.front import MAX_BYTES, find_nginx
 
 pytestmark = pytest.mark.triton
 CTR = {"ids": IDS, "dense": DENSE}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nginx() -> None:
+    """Skip where it is not installed."""
+    try:
+        find_nginx()
+    except ConfigurationError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")

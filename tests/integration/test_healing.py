@@ -93,6 +93,8 @@ def test_a_lost_backend_process_is_replaced(serve: Serve, repository: Path, numb
     went_down = any("went down" in line for line in served.errors)
     assert went_down or restarts(served, "flat") == 0
     wait_until(lambda: not is_running(lost), "the end of the lost process")
+    launcher = psutil.Process(served.process.pid)
+    wait_until(lambda: all(is_running(child) for child in launcher.children()), "the end of the lost process's guard")
     assert served.stop() == 0
 
 

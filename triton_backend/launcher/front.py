@@ -19,6 +19,7 @@ from pathlib import Path
 
 from inference_session.errors import ConfigurationError, HotrowError
 from triton_backend.launcher.command import Endpoint, ServerOptions
+from triton_backend.launcher.process_group import end_group
 from triton_backend.launcher.reaper import FRONT_FOLDER
 
 MAX_BYTES = 64 << 20
@@ -113,9 +114,7 @@ class Front:
     def _end(self) -> None:
         """Kill what is left of it: its workers outlive it where it was killed."""
         assert self._process is not None  # noqa: S101  callers have looked
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        end_group(self._process)
 
     def _listens(self, endpoint: Endpoint) -> bool:
         host, port = self._options.host_of(endpoint), self._options.port_of(endpoint)

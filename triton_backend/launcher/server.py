@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -46,6 +45,7 @@ from triton_backend.launcher.command import (
 from triton_backend.launcher.front import Front, find_nginx
 from triton_backend.launcher.installation import Installation, find_installation
 from triton_backend.launcher.log import ServerLog
+from triton_backend.launcher.process_group import end_group, reap_orphans
 from triton_backend.launcher.reaper import remove_shared_memory
 from triton_backend.launcher.watchdog import POLL_S, Watchdog
 from triton_backend.repository.servable import IN_PLACE_BACKENDS, VIEW_FOLDER, ServableModel, find_models, is_plain
@@ -165,6 +165,7 @@ class TritonServer:
         while True:
             if self._front is not None:
                 self._front.look()
+            reap_orphans(self._process)
             if not self._has_ended():
                 self._watchdog.look()
             elif self._was_taken_down():
@@ -228,7 +229,7 @@ class TritonServer:
 
     def _end(self) -> None:
         """Kill what is left of the server and its stubs, and remove what they shared."""
-        _kill_group(self._process)
+        end_group(self._process)
         remove_shared_memory(self._command.memory_prefix)
 
     def _is_ready(self) -> bool:
@@ -353,14 +354,3 @@ def _reaper(memory_prefix: str, folder: Path) -> Iterator[None]:
             with contextlib.suppress(BrokenPipeError):  # it has been killed itself
                 process.stdin.write("done\n")
                 process.stdin.flush()
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the server and its stubs, and wait until they are gone."""
-    deadline = time.monotonic() + 5
-    with contextlib.suppress(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.poll()
-            time.sleep(0.01)
-    process.wait()

@@ -1,0 +1,75 @@
+"""What `hotrow serve --front` costs: the same requests to one server, through nginx and past it.
+
+    python benchmarks/front.py
+
+One client sends one sample after another over gRPC, then over HTTP; rounds are interleaved, medians of rounds shown.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc
+import tritonclient.http
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tests.testing.triton_models import write_ctr
+from triton_backend.launcher.server import ServerOptions, TritonServer
+
+NUM_ROUNDS = 7
+NUM_REQUESTS = 1000
+INPUTS = {"ids": np.array([[1, 2, 3]]), "dense": np.zeros((1, 2), np.float32)}
+
+
+def main() -> None:
+    """Measure and print."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_ctr(Path(folder) / "ctr" / "1")
+        options = ServerOptions(Path(folder), http_port=0, grpc_port=0, metrics_port=0, front=True)
+        with TritonServer.start(options) as server:
+            report(measure(server))
+
+
+def measure(server: TritonServer) -> dict[tuple[str, str], list[float]]:
+    """Median latencies of rounds in ms, by protocol and way."""
+    found = defaultdict(list)
+    for _ in range(NUM_ROUNDS):
+        for protocol, module in (("grpc", tritonclient.grpc), ("http", tritonclient.http)):
+            inner, outer = server.options.listens_at(protocol)[1], server.options.port_of(protocol)
+            for way, port in (("direct", inner), ("front", outer)):
+                with module.InferenceServerClient(f"127.0.0.1:{port}") as client:
+                    found[protocol, way].append(median_latency(client, module))
+    return found
+
+
+def median_latency(client: Any, module: Any) -> float:
+    """Of requests one after the other, in ms."""
+    tensors = []
+    for name, array in INPUTS.items():
+        tensor = module.InferInput(name, list(array.shape), "INT64" if array.dtype == np.int64 else "FP32")
+        tensor.set_data_from_numpy(array)
+        tensors.append(tensor)
+    latencies = []
+    for _ in range(NUM_REQUESTS):
+        begin = time.perf_counter()
+        client.infer("ctr", tensors)
+        latencies.append(1000 * (time.perf_counter() - begin))
+    return statistics.median(latencies)
+
+
+def report(found: dict[tuple[str, str], list[float]]) -> None:
+    """Print a line per protocol."""
+    for protocol in ("grpc", "http"):
+        direct, front = (statistics.median(found[protocol, way]) for way in ("direct", "front"))
+        print(f"{protocol}  direct {direct:.2f} ms  front {front:.2f} ms  more {front - direct:.2f} ms")
+
+
+if __name__ == "__main__":
+    main()
