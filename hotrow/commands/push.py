@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from hotrow.progress import row_progress
+from hotrow.progress import byte_progress, row_progress
 from inference_session.model_spec import ModelSpec
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.store_url import StoreUrl, create_store
+from inference_session.version_directory import manifest
 
 if TYPE_CHECKING:
     from inference_session.parameter_server.table_push import TablePush
@@ -41,6 +42,7 @@ def _version_dir(ctx: click.Context, parameter: click.Parameter, value: str) -> 
 def command(version_dir: Path, store_url: str, verify: bool, verify_sample: int | None, namespace: str) -> None:
     """Fill a store with the rows of a version directory, <repository>/<model>/<version>.
 
+    All files are compared with the version's checksums first: a damaged version is refused, and nothing is written.
     A push that was interrupted goes on where it stopped when it is started again. Pushing once more is harmless.
 
     \b
@@ -50,6 +52,9 @@ def command(version_dir: Path, store_url: str, verify: bool, verify_sample: int 
     from inference_session.parameter_server.table_push import TablePush  # imports Numba, which takes seconds
 
     spec = ModelSpec.read(version_dir)
+    total_bytes = sum(entry.num_bytes for entry in manifest.read_manifest(version_dir))
+    with byte_progress(f"Verifying {version_dir}", total_bytes) as progress:
+        manifest.verify(version_dir, checksums=True, progress=progress)
     bound_to = Namespace.of(version_dir, shared=namespace == "shared")
     dims = {table.folder: table.embedding_dim for table in spec.tables}
     with create_store(StoreUrl.parse(store_url), bound_to, dims, writable=True, timeout_ms=_TIMEOUT_MS) as store:

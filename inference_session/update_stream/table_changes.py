@@ -79,9 +79,9 @@ class Table(NamedTuple):
 
 
 def open_tables(version_dir: Path) -> list[Table]:
-    """The tables of a version directory, whose files must have the sizes that its manifest says."""
+    """The tables of a version directory, whose files must have the checksums that its manifest says: they are read."""
     spec = ModelSpec.read(version_dir)
-    manifest.verify(version_dir, checksums=False)
+    manifest.verify(version_dir, checksums=True)
     return [Table(file.spec, file) for file in table_file.open_tables(version_dir, spec)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hotrow.command_line import cli
-from inference_session.errors import ConfigurationError, StoreError, UnavailableError
+from inference_session.errors import ConfigurationError, ModelFormatError, StoreError, UnavailableError
 from inference_session.model_spec import TABLES_FOLDER, ModelSpec, TableSpec
 from inference_session.parameter_server import table_push
 from inference_session.parameter_server.memory_store import MemoryStore
@@ -94,6 +95,18 @@ def test_a_version_is_pushed_to_redis(server: RedisServer, version_dir: Path) ->
         "hps_et.ctr@3.numbered": (700, 4),
         "hps_et.ctr@3.halved": (100, 3),
     }
+
+
+@pytest.mark.parametrize("name", ["hashed/key", "halved/emb_vector"])
+def test_a_damaged_version_is_not_pushed(name: str, server: RedisServer, version_dir: Path, tmp_path: Path) -> None:
+    """A changed byte is found before anything is written: rows in a store have no checksum any more."""
+    damaged = shutil.copytree(version_dir, tmp_path / "damaged" / "1")
+    path = damaged / TABLES_FOLDER / name
+    path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+
+    with pytest.raises(ModelFormatError, match=f"{name}: damaged"):
+        run("push", damaged, "--to", f"{server.url}/5")
+    assert stored(f"{server.url}/5") == {}
 
 
 def test_the_shared_name_space_is_hps_own(server: RedisServer, version_dir: Path) -> None:

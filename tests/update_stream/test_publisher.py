@@ -14,7 +14,13 @@ from click.testing import CliRunner
 from numpy.typing import NDArray
 
 from hotrow.command_line import cli
-from inference_session.errors import ConfigurationError, InvalidRequestError, StoreError, UnavailableError
+from inference_session.errors import (
+    ConfigurationError,
+    InvalidRequestError,
+    ModelFormatError,
+    StoreError,
+    UnavailableError,
+)
 from inference_session.model_spec import TABLES_FOLDER, ModelSpec
 from inference_session.update_stream import Publisher
 from inference_session.update_stream.announcements import Announcements
@@ -85,6 +91,18 @@ def test_a_table_of_a_version_goes_by_its_folder(broker: Broker, small: SmallVer
 
     found = published(broker, small.topic("hashed"), 2)
     assert rows_of(found) == as_rows(small.tables["hashed/key"], small.tables["hashed"])
+
+
+@pytest.mark.parametrize("damaged", ["new", "old"])
+def test_a_damaged_version_is_not_published(damaged: str, broker: Broker, small: SmallVersion, tmp_path: Path) -> None:
+    """Nor is one compared with it: servers would apply rows that nobody has trained."""
+    copy = shutil.copytree(small.directory, tmp_path / "ctr" / "2")
+    path = copy / "tables" / "hashed" / "emb_vector"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+    new, old = (copy, small.directory) if damaged == "new" else (small.directory, copy)
+
+    with pytest.raises(ModelFormatError, match="hashed/emb_vector: damaged"):
+        hotrow("publish", new, "--since", old, "--to", broker.url, "--model", small.model)
 
 
 def test_only_what_differs_is_published(broker: Broker, small: SmallVersion, tmp_path: Path) -> None:
