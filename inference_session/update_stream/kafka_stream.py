@@ -249,8 +249,8 @@ class KafkaUpdateStream:
         """Tell of a partition that is read again."""
         if doubt is not None:
             _log.warning(
-                "topic %r, partition %d, may have been made anew: %s; it is read again from its oldest message,"
-                " and rows may be older until that is done",
+                "topic %r, partition %d, is read again from its oldest message, and rows may be older until that is"
+                " done: %s",
                 *one,
                 doubt,
             )
@@ -357,13 +357,22 @@ class KafkaUpdateStream:
     def _save(self) -> None:
         """Keep, beside the rows, up to where they have been applied, and tell the brokers."""
         self._save_at = time.monotonic() + _SAVE_S
-        applied = self._positions.applied()
         # What keeps a store from taking a note keeps it from taking rows as well, and is told then.
         with contextlib.suppress(UnavailableError, StoreError):
+            self._replay_pushed()
+            applied = self._positions.applied()
             if self._updates.save(applied):
                 reached = [TopicPartition(*one, how_far.offset) for one, how_far in applied.items() if how_far]
                 if reached:
                     self._consumer.commit(offsets=reached, asynchronous=True)
+
+    def _replay_pushed(self) -> None:
+        """A push replaces rows by those of its files, so that their updates have to be written again."""
+        pushed = self._updates.pushed_tables()
+        for one in sorted(self._positions.followed) if pushed else ():
+            if self._updates.table_of(one[0]) in pushed and self._positions.offset(one):
+                self._positions.restart(one)
+                self._note_doubt(one, "its table has been pushed anew")
 
 
 def _create_consumer(url: KafkaUrl, group: str) -> Consumer:

@@ -27,6 +27,18 @@ def read_applied(note: str | None, topic: str) -> dict[int, Applied]:
     }
 
 
+def is_of_a_push(note: str | None) -> bool:
+    """Whether a push has written the note since updates were noted in it, so that the table's rows are the push's."""
+    return not {"offsets", "topics"} & _parse(note).keys()
+
+
+def is_push_unfinished(note: str | None) -> bool:
+    """Whether a push is at work, or was interrupted: what it is still to write comes over what updates write now."""
+    parsed = _parse(note)
+    rows, of = parsed.get("rows"), parsed.get("of")
+    return isinstance(rows, int) and isinstance(of, int) and rows < of
+
+
 def with_applied(note: str | None, applied: Mapping[Partition, Applied | None]) -> str:
     """The note with how far these partitions are applied (None: nothing is); what it says of others stays."""
     parsed = _parse(note)

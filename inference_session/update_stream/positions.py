@@ -146,10 +146,16 @@ class Positions:
         applied = self._applied[one]
         doubt = None if applied is None else applied.doubt(self._id(one))
         if doubt is not None:
-            self._restart(one)
+            self.restart(one)
         elif applied is not None and applied.last is not None:
             self._unproved.add(one)
         return doubt
+
+    def restart(self, one: Partition) -> None:
+        """Read a partition again from its oldest message."""
+        self._applied[one] = None
+        self._unproved.discard(one)
+        self._unassigned.add(one)
 
     def examine(self, one: Partition, found: LastMessage | None, offset: int) -> str | None:
         """Judge an unproved partition by the first message (None: its end), at this offset; returns as `follow`."""
@@ -157,7 +163,7 @@ class Positions:
         doubt = None if applied is None else applied.doubt_at(found, offset, self._id(one))
         self._unproved.discard(one)
         if doubt is not None:
-            self._restart(one)
+            self.restart(one)
         return doubt
 
     def is_unproved(self, one: Partition) -> bool:
@@ -192,11 +198,6 @@ class Positions:
         if applied is None:
             return None
         return applied.last.offset if one in self._unproved and applied.last is not None else applied.offset
-
-    def _restart(self, one: Partition) -> None:
-        self._applied[one] = None
-        self._unproved.discard(one)
-        self._unassigned.add(one)
 
     def _is_read(self, one: Partition) -> bool:
         return one in self._applied and one not in self._unassigned

@@ -14,7 +14,7 @@ from inference_session.errors import StoreError, UnavailableError
 from inference_session.model_spec import TableSpec
 from inference_session.platform.pacing import Rests
 from inference_session.update_stream.encodings import Refusal, Updates, decode
-from inference_session.update_stream.offset_notes import read_applied, with_applied
+from inference_session.update_stream.offset_notes import is_of_a_push, is_push_unfinished, read_applied, with_applied
 from inference_session.update_stream.positions import Applied, Partition
 from inference_session.update_stream.stream_stats import StreamStats
 from inference_session.update_stream.taken_messages import TakenMessages
@@ -66,6 +66,8 @@ class UpdatedRows:
         self._closing = closing
         self._unsaved: set[int] = set()
         """Tables that have been applied further than their notes say."""
+        self._noted: set[int] = set()
+        """Tables in whose notes this has kept how far they are applied."""
 
     def apply(self, topic: str, topic_id: str, messages: TakenMessages, while_waiting: Callable[[], None]) -> None:
         """Write the rows in messages of a topic, and set aside what are none.
@@ -73,7 +75,7 @@ class UpdatedRows:
         No update is ever passed over: what the stores refuse is tried until they take it, and `while_waiting` called
         each time, or until the stream closes, with their error.
         """
-        table = self._table(topic)
+        table = self.table_of(topic)
         if table is None:
             text = f"the model has no table of that name, but {', '.join(map(repr, self._tables)) or 'none'}"
             self._refuse(topic, messages, [Refusal(i, "unknown_table", text) for i in range(len(messages.contents))])
@@ -95,14 +97,14 @@ class UpdatedRows:
         """Up to where rows that outlive this process have been applied; None: nothing is known of that. Waits for the
         stores as `apply` does.
         """
-        table = self._table(topic)
+        table = self.table_of(topic)
         if table is None or not self._rows.is_durable:
             return None
         return self._persist(lambda: read_applied(self._rows.note(table), topic), while_waiting).get(partition)
 
     def begin_anew(self, topic: str) -> None:
         """What is saved of a topic means nothing any more."""
-        table = self._table(topic)
+        table = self.table_of(topic)
         if table is not None and self._rows.is_durable:
             self._unsaved.add(table)
 
@@ -114,11 +116,22 @@ class UpdatedRows:
         """
         unsaved = sorted(self._unsaved)
         for table in unsaved:
-            # Rows that are pushed anew lose this note with them, and so get their updates again.
-            of_table = {one: how_far for one, how_far in applied.items() if self._table(one[0]) == table}
+            of_table = {one: how_far for one, how_far in applied.items() if self.table_of(one[0]) == table}
             self._rows.save_note(table, with_applied(self._rows.note(table), of_table))
             self._unsaved.discard(table)
+            self._noted.add(table)
         return bool(unsaved)
+
+    def pushed_tables(self) -> set[int]:
+        """Tables that have been pushed anew since their notes were kept, and so are without their updates.
+
+        Raises:
+            UnavailableError, StoreError: a store tells no note at present.
+        """
+        notes = {table: self._rows.note(table) for table in self._noted}
+        pushed = {table for table, note in notes.items() if is_of_a_push(note) and not is_push_unfinished(note)}
+        self._noted -= pushed
+        return pushed
 
     def _write(self, table: int, updates: Updates, reached: Mapping[Partition, Applied]) -> None:
         """Write rows; partitions are then applied up to `reached`."""
@@ -169,7 +182,7 @@ class UpdatedRows:
             where = f"{topic!r}, partition {messages.partitions[at]}, offset {messages.offsets[at]}"
             self._stats.refuse(refusal.reason, f"{where}: {refusal.text}")
 
-    def _table(self, topic: str) -> int | None:
+    def table_of(self, topic: str) -> int | None:
         """The table whose updates a topic carries; None: the model has none of that name."""
         return self._tables.get(table_of(topic, self._model) or "")
 

@@ -10,9 +10,17 @@ from types import TracebackType
 from typing import Any
 
 import pytest
-from confluent_kafka import Consumer, ConsumerGroupTopicPartitions, Producer, TopicPartition
+from confluent_kafka import (
+    OFFSET_BEGINNING,
+    Consumer,
+    ConsumerGroupTopicPartitions,
+    KafkaError,
+    Producer,
+    TopicPartition,
+)
 from confluent_kafka.admin import AdminClient
 
+from inference_session.update_stream.kafka_client import assign
 from tests.testing.servers import PATIENCE_S, free_port, wait_until
 
 
@@ -85,15 +93,16 @@ class Broker:
 
     def messages(self, topic: str) -> list[Any]:
         """All messages of a topic, in order by partition."""
-        consumer = Consumer({"bootstrap.servers": self.address, "group.id": "test", "auto.offset.reset": "earliest"})
-        found = []
+        settings = {"bootstrap.servers": self.address, "group.id": "test", "auto.offset.reset": "earliest"}
+        consumer = Consumer({**settings, "enable.partition.eof": True})
+        found: list[Any] = []
         for partition in consumer.list_topics(topic, timeout=PATIENCE_S).topics[topic].partitions:
-            low, high = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=PATIENCE_S)
-            consumer.assign([TopicPartition(topic, partition, low)])
-            while low < high:
-                batch = [message for message in consumer.consume(10_000, 0.2) if message.error() is None]
-                found += batch
-                low += len(batch)
+            # To the end itself: of batches, this broker tells a wrong end when it is asked.
+            assign(consumer, [TopicPartition(topic, partition, OFFSET_BEGINNING)])
+            while (message := consumer.poll(PATIENCE_S)) is not None and message.error() is None:
+                found.append(message)
+            assert message is not None, f"topic {topic!r} has no end"
+            assert message.error().code() == KafkaError._PARTITION_EOF
         consumer.close()
         return found
 

@@ -353,3 +353,22 @@ def test_updates_wait_for_a_store_that_is_down(broker: Broker, small: SmallVersi
             redis.start()
             await_rows(session, "user.weight", [1], 2)
             wait_until(lambda: session.stats()["updates"]["failure"] is None, "the outage to be over")
+
+
+def test_a_table_that_is_pushed_while_it_is_served_gets_its_updates_again(broker: Broker, small: SmallVersion) -> None:
+    """A push writes the rows of the files over them."""
+    with RedisServer() as redis:
+        push(small.directory, redis.url)
+        settings = {"persistent_store": redis.url, "update_stream": broker.url, "store_timeout_ms": PATIENCE_MS}
+        with (
+            InferenceSession.open(small.directory, **settings, cache_bytes=0) as session,
+            create_store(redis.url, Namespace(small.model, "1"), DIMS, timeout_ms=PATIENCE_MS) as store,
+        ):
+            for value in (5, 6):
+                broker.send(small.topic("user_weight"), (packed(1)[0], vectors(value).tobytes()))
+                await_rows(session, "user.weight", [1], value)
+                wait_until(lambda: "offsets" in (store.note("user_weight") or ""), "the offset to be noted")
+                push(small.directory, redis.url)
+                wait_until(lambda: "offsets" in (store.note("user_weight") or ""), "the updates to come again")
+                await_rows(session, "user.weight", [1], value)
+            assert session.stats()["updates"]["replays"] == 2

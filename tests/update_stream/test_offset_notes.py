@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_session.update_stream.offset_notes import read_applied, with_applied
+from inference_session.update_stream.offset_notes import is_of_a_push, is_push_unfinished, read_applied, with_applied
 from inference_session.update_stream.positions import Applied, LastMessage, Partition
 
 LAST = st.builds(LastMessage, st.integers(0, 2**62), st.text())
@@ -80,3 +80,15 @@ def test_a_last_message_that_cannot_be_one_proves_nothing(last: object) -> None:
     note = {"offsets": {"t": {"0": 7}}, "topics": {"t": {"0": {"id": 5, "last": last}}}}
 
     assert read_applied(json.dumps(note), "t") == {0: Applied(7)}
+
+
+@pytest.mark.parametrize("rows", [3, 7])
+def test_the_note_of_a_push_is_known(rows: int) -> None:
+    """Until updates are noted in it; one that is not finished has rows to write yet."""
+    note = json.dumps({"source": "a", "rows": rows, "of": 7})
+
+    assert is_of_a_push(note)
+    assert is_of_a_push(None)
+    assert not is_of_a_push(with_applied(note, {("t", 0): None}))
+    assert is_push_unfinished(note) == (rows < 7)
+    assert not is_push_unfinished(None)
