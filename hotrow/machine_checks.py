@@ -43,7 +43,6 @@ LEAST_OPEN_FILES = 1024
 _NEWEST_PYTHON, _OLDEST_PYTHON = (3, 13), (3, 10)
 _START_S = 30
 _PACKAGES = {
-    "redis": ("redis", "stores redis:// and redis+cluster://", ("redis://", "rediss://", "redis+cluster://")),
     "rocksdict": ("rocksdb", "store rocksdb://", ("rocksdb://",)),
     "confluent_kafka": ("kafka", "update streams kafka://", ("kafka://",)),
     "hdfs": ("hdfs", "sources hdfs://", ("hdfs://",)),

@@ -29,7 +29,13 @@ def _version_dir(ctx: click.Context, parameter: click.Parameter, value: str) -> 
 
 @click.command()
 @click.argument("version_dir", callback=_version_dir)
-@click.option("--to", "store_url", required=True, metavar="STORE_URL", help="redis://, redis+cluster://, rocksdb:///…")
+@click.option(
+    "--to",
+    "store_url",
+    required=True,
+    metavar="STORE_URL",
+    help="redis://, redis+cluster://, redis+sentinel://, rocksdb:///…",
+)
 @click.option("--verify", is_flag=True, help="Read all rows back and compare them.")
 @click.option("--verify-sample", type=click.IntRange(min=1), metavar="N", help="Read back N random rows of each table.")
 @click.option(

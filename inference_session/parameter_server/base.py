@@ -17,6 +17,10 @@ Store = TypeVar("Store", bound="EmbeddingStore")
 Rows: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
 """Keys [n], and their vectors [n, embedding_dim]."""
 
+ERASED_SUFFIX = "~erased"
+"""Behind a table's name: the table of the keys that were erased from its files (deletable_files.py). A store that may
+hold so many rows only evicts none of these: the rows of the files would be there again.
+"""
 SCAN_BYTES = 4 << 20
 """Vectors in one batch of a scan, about."""
 
@@ -52,6 +56,11 @@ class EmbeddingStore(ABC):
     @abstractmethod
     def supports_writes(self) -> bool:
         """Whether `insert` and `erase` work."""
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether rows that are inserted are held here, and not only in a store above."""
+        return self.supports_writes
 
     @property
     def lags(self) -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 from inference_session.config import SessionConfig
 from inference_session.errors import UnavailableError
 from inference_session.model_spec import TABLES_FOLDER, ModelSpec
-from inference_session.parameter_server.base import EmbeddingStore
-from inference_session.parameter_server.deletable_files import SUFFIX, DeletableFiles
+from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore
+from inference_session.parameter_server.deletable_files import DeletableFiles
 from inference_session.parameter_server.namespace import Namespace, version_path
 from inference_session.parameter_server.retirement import Retirement
 from inference_session.parameter_server.server import ParameterServer
@@ -37,7 +37,7 @@ def create_parameter_server(spec: ModelSpec, config: SessionConfig, directory: P
     dims = {table.folder: table.embedding_dim for table in spec.tables}
     has_files = (directory / TABLES_FOLDER).exists()
     if has_files:
-        dims |= {table.folder + SUFFIX: 1 for table in spec.tables}
+        dims |= {table.folder + ERASED_SUFFIX: 1 for table in spec.tables}
     tiers: list[Tier] = []
     with contextlib.ExitStack() as opened:
         for name, url in (("volatile", config.volatile_store), ("persistent", config.persistent_store)):

@@ -1,7 +1,8 @@
 """Table files below a store that remembers which of their rows were erased: files themselves are never changed.
 
 The keys that were erased are rows of a table beside the one they were erased from, in the store, one element wide. They
-outlive this process as the store's rows do, and every other process that reads the store sees them.
+outlive this process as the store's rows do, and every other process that reads the store sees them. What the store
+loses, or cannot show because it is down, is not erased any more: docs/stores.md says what holds with which stores.
 """
 
 from __future__ import annotations
@@ -13,11 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import StoreError, UnavailableError
-from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, Rows
+from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore, FetchRequest, Rows
 from inference_session.parameter_server.wrappers import WrapperStore
-
-SUFFIX = "~erased"
-"""Behind a table's name: the table of the keys that were erased from its files."""
 
 
 class DeletableFiles(WrapperStore):
@@ -34,6 +32,11 @@ class DeletableFiles(WrapperStore):
     def supports_writes(self) -> bool:
         """Rows can be erased."""
         return True
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Never: see `insert`."""
+        return False
 
     def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
         """See EmbeddingStore. While the store is down, what was erased from the files is there again."""
@@ -60,15 +63,15 @@ class DeletableFiles(WrapperStore):
         """See EmbeddingStore."""
         held = self.store.fetch(table, keys, np.empty((len(keys), self.embedding_dim(table)), np.float32))
         if held.any():
-            self._memory.insert(table + SUFFIX, keys[held], np.ones((int(held.sum()), 1), np.float32))
+            self._memory.insert(table + ERASED_SUFFIX, keys[held], np.ones((int(held.sum()), 1), np.float32))
             self._any_erased[table] = True
 
     def refresh(self) -> None:
         """See whether others have erased rows of a table from which none were erased so far."""
         with contextlib.suppress(UnavailableError, StoreError):
             for table, known in self._any_erased.items():
-                self._any_erased[table] = known or self._memory.num_rows(table + SUFFIX) > 0
+                self._any_erased[table] = known or self._memory.num_rows(table + ERASED_SUFFIX) > 0
 
     def _erased(self, table: str, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
         keys = np.ascontiguousarray(keys)
-        return self._memory.fetch(table + SUFFIX, keys, np.empty((len(keys), 1), np.float32))
+        return self._memory.fetch(table + ERASED_SUFFIX, keys, np.empty((len(keys), 1), np.float32))

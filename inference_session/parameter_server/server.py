@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import SessionClosedError, StoreError, UnavailableError
+from inference_session.errors import HotrowError, SessionClosedError, StoreError, UnavailableError
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, Rows
 from inference_session.parameter_server.key_history import KeyHistory
 from inference_session.parameter_server.pending import Promotion, Touch
@@ -49,6 +49,8 @@ class ParameterServer:
         found and counts them, `error` raises UnavailableError.
         """
         self._tiers = tuple(tiers)
+        for depth, tier in enumerate(self._tiers):
+            tier.is_backed = any(below.store.keeps_rows for below in self._tiers[depth + 1 :])
         self._durable = next((tier for tier in self._tiers if tier.durable), None)
         self._on_store_failure = on_store_failure
         self._retirement = retirement
@@ -98,11 +100,13 @@ class ParameterServer:
         """Write rows to all tiers that take writes, the lowest first; of equal keys the last wins.
 
         When this returns, every later fetch gives these rows. They survive this process, and the machine after `sync`.
-        A volatile tier that cannot take them is left out until it has dropped what it has of these keys.
+        A volatile tier that cannot take them, where one below does, is left out until it has dropped what it has of
+        these keys.
 
         Raises:
             UnavailableError: a tier that is not volatile cannot take them at present, for instance because another
-                process is the RocksDB's writer; some of them may have been written.
+                process is the RocksDB's writer, or the only tier that would keep them is out; some of them may have
+                been written.
             StoreError: no tier takes writes, or one refuses these for good.
         """
         self._write(table, keys, lambda store: store.insert(table, keys, vectors))
@@ -262,19 +266,23 @@ class ParameterServer:
         write: Callable[[EmbeddingStore], None],
         tiers: Sequence[Tier] | None = None,
     ) -> None:
-        """Write to these tiers, all if there are none given."""
-        if tiers is None and not any(tier.store.supports_writes for tier in self._tiers):
+        """Write to these tiers, all if there are none given. What none of them has kept is an error."""
+        keepers = [tier for tier in self._tiers if tier.store.keeps_rows]
+        if tiers is None and not keepers:
             raise StoreError(f"table {table!r} cannot be written to: {self!r} has no store that takes writes")
+        failures: dict[Tier, HotrowError] = {}
         with self._writing:
             try:
                 for tier in reversed(self._tiers if tiers is None else tiers):
-                    if tier.store.supports_writes:
-                        error = tier.write(write)
-                        if error is not None and not tier.volatile:
+                    error = tier.write(write) if tier.store.supports_writes else None
+                    if error is not None:
+                        if not tier.volatile:
                             raise error
-                        if error is not None:
-                            tier.miss_write(table, keys, error)
+                        tier.miss_write(table, keys, error)
+                        failures[tier] = error
             finally:
                 # Rows that were fetched before this are not to be promoted after it, and keys that were asked for
                 # before it not to be remembered as unknown.
                 self._history.add_written(table, keys)
+        if tiers is None and all(tier in failures for tier in keepers):
+            raise failures[keepers[-1]]

@@ -2,6 +2,8 @@
 
     redis://[user:password@]host[:port][/db]      rediss:// for TLS
     redis+cluster://[user:password@]host[:port]   any node of a Cluster; rediss+cluster:// for TLS
+    redis+sentinel://[user:password@]host[:port],host[:port]/MASTER_NAME[/db]
+                                                  the master that sentinels name; rediss+sentinel:// for TLS
     unix://[user:password@]/path/to/socket        Redis's socket on this machine; ?db=N
     rocksdb:///path/to/folder
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
     from inference_session.parameter_server.namespace import Namespace, StoredTable
 
 _TLS_OPTIONS = ("tls_ca_certificate", "tls_client_certificate", "tls_client_key", "tls_server_name")
+SENTINEL_USER, SENTINEL_PASSWORD_FILE = "sentinel_user", "sentinel_password_file"
+_SENTINEL_OPTIONS = (SENTINEL_USER, SENTINEL_PASSWORD_FILE)
+_SENTINEL_PORT = 26379
 _REDIS_OPTIONS = (
     *("partitions", "connections", "overflow_margin", "overflow_policy", "overflow_resolution_target"),
     OPTION,
@@ -35,6 +40,8 @@ OPTIONS = {
     "rediss": (*_REDIS_OPTIONS, *_TLS_OPTIONS),
     "redis+cluster": _REDIS_OPTIONS,
     "rediss+cluster": (*_REDIS_OPTIONS, *_TLS_OPTIONS),
+    "redis+sentinel": (*_REDIS_OPTIONS, *_SENTINEL_OPTIONS),
+    "rediss+sentinel": (*_REDIS_OPTIONS, *_SENTINEL_OPTIONS, *_TLS_OPTIONS),
     "unix": (*_REDIS_OPTIONS, "db"),
     "rocksdb": (),
 }
@@ -53,6 +60,10 @@ class StoreUrl:
     password: str | None = field(default=None, repr=False)
     path: str = ""
     """Folder or socket."""
+    sentinels: tuple[tuple[str, int], ...] = ()
+    """Hosts and ports of sentinels."""
+    master_name: str = ""
+    """What they call the master."""
     db: int = 0
     options: Mapping[str, str] = field(default_factory=dict)
 
@@ -60,6 +71,16 @@ class StoreUrl:
     def is_cluster(self) -> bool:
         """Whether it names a node of a Redis Cluster."""
         return self.scheme.endswith("+cluster")
+
+    @property
+    def of_sentinels(self) -> StoreUrl:
+        """The same for connections to the sentinels, which have users and passwords of their own."""
+        path = self.options.get(SENTINEL_PASSWORD_FILE)
+        options = {name: value for name, value in self.options.items() if name in _TLS_OPTIONS}
+        password = None if path is None else read_secret(Path(path))
+        login = {} if path is None else {OPTION: path}
+        user = self.options.get(SENTINEL_USER)
+        return replace(self, user=user, password=password, db=0, options=options | login)
 
     @property
     def uses_tls(self) -> bool:
@@ -90,8 +111,10 @@ class StoreUrl:
         user = "" if self.user is None else quote(self.user)
         shown = "" if self.password is None or OPTION in self.options else ":***"
         login = f"{user}{shown}@" if user or shown else ""
-        host = f"[{self.host}]" if ":" in self.host else self.host
+        host = _bracketed(self.host)
         place = f"{host}:{self.port}" if host else ""
+        if self.sentinels:
+            place = ",".join(f"{_bracketed(name)}:{port}" for name, port in self.sentinels) + f"/{self.master_name}"
         db = f"/{self.db}" if self.db and not self.path else ""
         options = "&".join(f"{name}={value}" for name, value in self.options.items())
         return f"{self.scheme}://{login}{place}{self.path}{db}{'?' if options else ''}{options}"
@@ -103,6 +126,8 @@ class StoreUrl:
         if not separator or scheme not in OPTIONS:
             found = f"scheme {scheme!r} is unknown" if separator else "it has no scheme"
             raise ConfigurationError(f"not a store's URL: {found}; allowed: {', '.join(f'{s}://' for s in OPTIONS)}")
+        if scheme.endswith("+sentinel"):
+            return cls._parse_sentinels(scheme, rest)
         try:
             # Only the scheme is ours to judge; urlsplit takes the rest apart by the rules of any URL with a host.
             parts = urlsplit(f"store://{rest}")
@@ -124,6 +149,51 @@ class StoreUrl:
             db=int(db),
             options=options,
         )
+
+    @classmethod
+    def _parse_sentinels(cls, scheme: str, rest: str) -> StoreUrl:
+        try:
+            parts = urlsplit(f"store://{rest}")
+            user, password = parts.username, parts.password
+        except ValueError as error:
+            raise ConfigurationError(f"a {scheme}:// URL has a malformed host") from error
+        options = _options(scheme, parts.query)
+        name, _, db = parts.path.strip("/").partition("/")
+        if not name or not (db or "0").isdecimal():
+            raise ConfigurationError(
+                f"a {scheme}:// URL names master {unquote(name)!r} and database {db!r}; allowed:"
+                f" {scheme}://host:port,host:port/NAME, with /N behind it for another database than 0"
+            )
+        url = cls(
+            scheme,
+            user=unquote(user) if user else None,
+            password=url_password(unquote(password or "") or None, options),
+            sentinels=tuple(_sentinel(scheme, text) for text in parts.netloc.rpartition("@")[2].split(",")),
+            master_name=unquote(name),
+            db=int(db or "0"),
+            options=options,
+        )
+        _ = url.of_sentinels  # whose password must be there
+        return url
+
+
+def _bracketed(host: str) -> str:
+    """A host as URLs have it."""
+    return f"[{host}]" if ":" in host else host
+
+
+def _sentinel(scheme: str, text: str) -> tuple[str, int]:
+    """Host and port of one of several sentinels."""
+    try:
+        parts = urlsplit(f"store://{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigurationError(f"a {scheme}:// URL has a malformed host or port") from error
+    if not host:
+        raise ConfigurationError(
+            f"a {scheme}:// URL needs hosts and the master's name: {scheme}://host:port,host:port/NAME"
+        )
+    return host, port or _SENTINEL_PORT
 
 
 def _options(scheme: str, query: str) -> dict[str, str]:

@@ -41,6 +41,8 @@ class Tier:
     store: EmbeddingStore
     volatile: bool = False
     """It may lose rows, and need not have what a tier below has."""
+    is_backed: bool = False
+    """A tier below keeps what is written as well, so that this one may drop what it might have too old."""
     durable: bool = False
     """What is written to it outlives all processes; it takes notes as well."""
     cache_missed_keys: bool = False
@@ -194,10 +196,12 @@ class Tier:
         return error is None
 
     def miss_write(self, table: str, keys: NDArray[np.int64], error: HotrowError) -> None:
-        """Newer rows of these keys could not be written. Drop the older ones; where that fails as well, serve nothing
-        from here. Must be called while nobody else writes.
+        """Newer rows of these keys could not be written. Where a tier below has them drop the older ones; if that fails
+        as well, serve nothing from here. Must be called while nobody else writes.
         """
-        if isinstance(error, StoreError) and self.attempt(lambda store: store.erase(table, keys)) is None:
+        if not self.is_backed or (
+            isinstance(error, StoreError) and self.attempt(lambda store: store.erase(table, keys)) is None
+        ):
             self.report(error)
         else:
             self.leave_out(table, keys, error)

@@ -41,6 +41,10 @@ BRING_BACK_S = 0.1
 """How long a tier drops rows in one turn."""
 _REST_S = 0.001
 """Between two pieces of that, for those who wait to write."""
+_MAY_HAVE_LOST = (
+    "tier %s of the parameter server is not the server any more that took the last writes, and may have lost some of"
+    " them: no tier below keeps them, write them again"
+)
 
 _log = logging.getLogger(__name__)
 
@@ -185,19 +189,25 @@ class Upkeep:
         return None
 
     def _look_for_losses(self, tier: Tier) -> None:
-        """Leave out a volatile tier whose store has forgotten some of what was written to it and shows older rows,
-        until it has dropped all that was written.
+        """Leave out a volatile tier whose store may have forgotten some of what was written to it, and show older rows,
+        until it has dropped all that was written; where no tier below has these rows there are no better ones.
         """
         if not tier.volatile or not self._history.any_written:
             return
         incarnation = tier.store.incarnation()
         if tier.incarnation and incarnation != tier.incarnation:
-            with self._writing:
-                written = self._history.written_tables()
-                for table, keys in written.items():
-                    tier.unwritten.add(table, keys)
-                tier.report(UnavailableError("it is not the server any more that took the last writes"), leave_out=True)
-                tier.is_returning = True
-            for table, keys in written.items():
-                self.on_drop(table, keys)
+            if tier.is_backed:
+                self._drop_all_written(tier)
+            else:
+                _log.warning(_MAY_HAVE_LOST, tier.name)
         tier.incarnation = incarnation
+
+    def _drop_all_written(self, tier: Tier) -> None:
+        with self._writing:
+            written = self._history.written_tables()
+            for table, keys in written.items():
+                tier.unwritten.add(table, keys)
+            tier.report(UnavailableError("it is not the server any more that took the last writes"), leave_out=True)
+            tier.is_returning = True
+        for table, keys in written.items():
+            self.on_drop(table, keys)

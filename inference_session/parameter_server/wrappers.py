@@ -36,6 +36,11 @@ class WrapperStore(EmbeddingStore):
         return self.store.supports_writes
 
     @property
+    def keeps_rows(self) -> bool:
+        """See EmbeddingStore."""
+        return self.store.keeps_rows
+
+    @property
     def lags(self) -> bool:
         """See EmbeddingStore."""
         return self.store.lags

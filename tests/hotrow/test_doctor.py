@@ -192,12 +192,13 @@ def test_memory_that_models_need(repository: Path, monkeypatch: pytest.MonkeyPat
 def test_a_package_that_a_model_needs(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it the model would not load; a password in its URL is not shown."""
     _add_parameter(repository, "volatile_store", "redis://:secret@127.0.0.1:1/0")
-    monkeypatch.setattr(machine_checks, "find_spec", lambda name: None if name == "redis" else name)
+    _add_parameter(repository, "update_stream", "kafka://127.0.0.1:1")
+    monkeypatch.setattr(machine_checks, "find_spec", lambda name: None if name == "confluent_kafka" else name)
 
     found = list(examine(Plan(repository, ports=_ANY_PORTS)))
 
-    (finding,) = [finding for finding in found if finding.check == "redis"]
-    assert (finding.level, finding.fix) == ("problem", 'pip install "hotrow[redis]"')
+    (finding,) = [finding for finding in found if finding.check == "confluent_kafka"]
+    assert (finding.level, finding.fix) == ("problem", 'pip install "hotrow[kafka]"')
     assert "secret" not in str(found)
 
 

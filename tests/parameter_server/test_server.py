@@ -374,6 +374,43 @@ def test_the_first_write_goes_to_a_known_incarnation(make: Callable[..., Stack])
     assert tier.outages == 1
 
 
+def test_a_write_that_no_tier_keeps_is_an_error() -> None:
+    """Where the only store is volatile and out, the caller hears of it; the older rows, all there are, stay."""
+    volatile = MemoryStore(DIMS)
+    volatile.insert("user", KEYS, VECTORS)
+    faults = [UnavailableError("gone")]
+    tier = Tier("volatile", FaultStore(volatile, lambda _: faults[0] if faults else None), volatile=True)
+    server = ParameterServer([tier])
+    for write in (
+        lambda: server.insert("user", KEYS[:5], -VECTORS[:5]),
+        lambda: server.erase("user", KEYS[5:8]),
+    ):
+        with pytest.raises(UnavailableError, match="gone"):
+            write()
+    faults.clear()
+    wait_until(lambda: tier.failure is None, "the tier to come back")
+    for expected in (VECTORS, -VECTORS):
+        out = np.empty((200, 4), np.float32)
+        assert server.fetch([FetchRequest("user", KEYS, out)])[0].all()
+        assert_same_bits(out, expected)
+        server.insert("user", KEYS, -VECTORS)
+    server.close()
+
+
+def test_the_only_store_keeps_its_rows_when_it_is_another_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a restart or a fail-over nothing is dropped from it: no other tier has the rows. The log says so."""
+    monkeypatch.setattr(upkeep_module, "ROUND_INTERVAL_S", 0.02)
+    volatile, names = HookedStore(MemoryStore(DIMS)), iter(["first"])
+    volatile.incarnation = lambda: next(names, "second")  # type: ignore[method-assign]
+    server = ParameterServer([Tier("volatile", volatile, volatile=True)])
+    server.insert("user", KEYS, VECTORS)
+    wait_until(lambda: "may have lost some of them" in caplog.text, "the change to be noticed")
+    assert server.fetch([FetchRequest("user", KEYS, np.empty((200, 4), np.float32))])[0].all()
+    server.close()
+
+
 def test_a_write_that_the_persistent_tier_refuses_is_an_error(make: Callable[..., Stack]) -> None:
     """Nothing above has the row either: the writer tries again."""
     stack = make()

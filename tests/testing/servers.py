@@ -24,6 +24,8 @@ import redis
 PATIENCE_S = 120
 """How long anything may take on a machine that is slow and busy; only what never comes costs as much."""
 PATIENCE_MS = 1000 * PATIENCE_S
+MASTER_NAME = "rows"
+"""What sentinels call their master."""
 _BUS = 10_000
 """How far above its port a node of a Cluster listens for others."""
 _OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -186,6 +188,83 @@ class RedisClusterServers:
     def wait_until_ready(self) -> None:
         """Return when all nodes are there, replicas follow their masters, and every slot is served."""
         wait_until(lambda: all(map(_is_ready, self.servers)), "the cluster to be ready")
+
+
+class Sentinel(RedisServer):
+    """A process that watches a master, and makes its replica the master when it is gone."""
+
+    def __init__(self, master: RedisServer, *settings: str, binary: str | None = None) -> None:
+        """`settings`: lines of its configuration, which it rewrites itself."""
+        super().__init__()
+        self._configuration = self.folder / "sentinel.conf"
+        lines = [f"port {self.port}", "bind 127.0.0.1", f"dir {self.folder}"]
+        lines += [f"sentinel monitor {MASTER_NAME} 127.0.0.1 {master.port} 2", *settings]
+        self._configuration.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        self._command = [binary or redis_binary(), str(self._configuration), "--sentinel"]
+
+
+class RedisSentinelServers:
+    """A master, its replica, and three sentinels that watch them. A context manager.
+
+    Args:
+        options: of master and replica.
+        settings: lines of the sentinels' configuration.
+        down_after_ms: a master that is silent for so long counts as dead, which on a busy machine it need not be.
+        passwords: of master and replica, and of the sentinels, where `options` and `settings` set some.
+    """
+
+    def __init__(
+        self,
+        *options: str,
+        settings: Sequence[str] = (),
+        binary: str | None = None,
+        down_after_ms: int = 2000,
+        passwords: tuple[str | None, str | None] = (None, None),
+    ) -> None:
+        options += ("--repl-diskless-sync-delay", "0", "--repl-ping-replica-period", "1")
+        self._password, self._sentinel_password = passwords
+        self.master = RedisServer(*options, binary=binary)
+        self.replica = RedisServer(*options, "--replicaof", "127.0.0.1", str(self.master.port), binary=binary)
+        lines = (
+            f"sentinel down-after-milliseconds {MASTER_NAME} {down_after_ms}",
+            f"sentinel failover-timeout {MASTER_NAME} 5000",
+            *settings,
+        )
+        self.sentinels = [Sentinel(self.master, *lines, binary=binary) for _ in range(3)]
+
+    @property
+    def url(self) -> str:
+        """The store's URL."""
+        sentinels = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in self.sentinels)
+        return f"redis+sentinel://{sentinels}/{MASTER_NAME}"
+
+    def client(self, server: RedisServer) -> redis.Redis:
+        """A plain client of the master or the replica."""
+        return server.client(password=self._password)
+
+    def wait_for_replica(self) -> None:
+        """Return when the replica has what has been written."""
+        with self.client(self.master) as client:
+            wait_until(lambda: client.execute_command("WAIT", 1, 1000) > 0, "the replica to follow")
+
+    def __enter__(self) -> RedisSentinelServers:
+        with contextlib.ExitStack() as stack:
+            for server in (self.master, self.replica, *self.sentinels):
+                stack.enter_context(server)
+            wait_until(lambda: all(map(self._knows_all, self.sentinels)), "the sentinels to know each other")
+            self._closing = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._closing.close()
+
+    def _knows_all(self, sentinel: RedisServer) -> bool:
+        with sentinel.client(password=self._sentinel_password) as client:
+            [fields] = client.execute_command("SENTINEL", "MASTERS")
+            master = dict(zip(fields[::2], fields[1::2], strict=True))
+            return int(master[b"num-other-sentinels"]) == 2 and int(master[b"num-slaves"]) == 1
 
 
 def _num_nodes(client: redis.Redis) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from inference_session.errors import HotrowError, UnavailableError
@@ -20,7 +21,7 @@ from inference_session.parameter_server.redis.connection import (
     Reply,
     WrongTypeError,
 )
-from inference_session.parameter_server.redis.topology import Cluster, OneServer, Topology
+from inference_session.parameter_server.redis.topology import Cluster, OneServer, Sentinel, Topology
 from inference_session.parameter_server.store_url import StoreUrl
 
 BYTES_PER_BATCH = 256 << 10
@@ -50,7 +51,9 @@ class RedisClient:
         self._url = url
         self._timeout_ms = timeout_ms
         self._num_connections = num_connections
-        self._pool = ConnectionPool(Login.of(url), max_idle=_MAX_IDLE + num_connections)
+        login = Login.of(url, must_be_master=bool(url.sentinels))
+        self._pool = ConnectionPool(login, max_idle=_MAX_IDLE + num_connections)
+        self._sentinels: ConnectionPool | None = None
         self._topology = self._topology_of(url)
 
     def run(self, commands: Sequence[Command], read: Read) -> None:
@@ -95,6 +98,15 @@ class RedisClient:
                 cursor, names = reply
                 yield from names
 
+    def refresh(self) -> None:
+        """Hear of another master, where sentinels may have made another one of whom no error tells."""
+        if self._sentinels is not None:
+            deadline = Deadline(self._timeout_ms)
+            before = self._topology.servers(deadline)
+            self._topology.refresh(deadline)
+            if self._topology.servers(deadline) != before:
+                self._pool.close_idle()
+
     def ping(self) -> None:
         """Raise unless all servers answer that have rows, by what a Cluster says now: one that hangs may have been
         replaced.
@@ -112,8 +124,13 @@ class RedisClient:
     def close(self) -> None:
         """Close all connections; calls under way may fail."""
         self._pool.close()
+        if self._sentinels is not None:
+            self._sentinels.close()
 
     def _topology_of(self, url: StoreUrl) -> Topology:
+        if url.sentinels:
+            self._sentinels = ConnectionPool(Login.of(url.of_sentinels), max_idle=1)
+            return Sentinel(url, partial(self._ask, pool=self._sentinels))
         return Cluster(url, self._ask) if url.is_cluster else OneServer(url)
 
     def _ping(self, address: Address, deadline: Deadline) -> None:
@@ -129,20 +146,20 @@ class RedisClient:
         lines = text.decode(errors="replace").splitlines() if isinstance(text, bytes) else []
         return next((line.partition(":")[2] for line in lines if line.startswith("run_id:")), "")
 
-    def _ask(self, address: Address, command: tuple[bytes | str | int, ...], deadline: Deadline) -> Reply:
+    def _ask(
+        self,
+        address: Address,
+        command: tuple[bytes | str | int, ...],
+        deadline: Deadline,
+        pool: ConnectionPool | None = None,
+    ) -> Reply:
         """One server's reply to one command; over a new connection where that which there was is dead."""
+        pool = pool or self._pool
         try:
-            return self._ask_once(address, command, deadline)
+            return _ask_once(pool, address, command, deadline)
         except DisconnectedError:
-            self._pool.close_idle()
-        return self._ask_once(address, command, deadline)
-
-    def _ask_once(self, address: Address, command: tuple[bytes | str | int, ...], deadline: Deadline) -> Reply:
-        with self._pool.borrow(deadline) as connections:
-            [reply] = connections.take(address, 0).call([command], deadline)
-        if isinstance(reply, HotrowError):
-            raise reply
-        return reply
+            pool.close_idle()
+        return _ask_once(pool, address, command, deadline)
 
     def _send_and_read(self, commands: Sequence[Command], read: Read, deadline: Deadline) -> None:
         """Keep the servers busy with some batches while the replies to earlier ones are read."""
@@ -200,6 +217,16 @@ class RedisClient:
                     raise
                 address, is_ask = error.address, error.is_ask
         deadline.restart()
+
+
+def _ask_once(
+    pool: ConnectionPool, address: Address, command: tuple[bytes | str | int, ...], deadline: Deadline
+) -> Reply:
+    with pool.borrow(deadline) as connections:
+        [reply] = connections.take(address, 0).call([command], deadline)
+    if isinstance(reply, HotrowError):
+        raise reply
+    return reply
 
 
 def _num_bytes(batch: Sequence[Command]) -> int:

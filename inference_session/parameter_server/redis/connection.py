@@ -82,12 +82,14 @@ class Login(NamedTuple):
 
     url: StoreUrl
     tls: ssl.SSLContext | None
+    must_be_master: bool = False
+    """Whether connections to other servers are refused."""
 
     @classmethod
-    def of(cls, url: StoreUrl) -> Login:
+    def of(cls, url: StoreUrl, *, must_be_master: bool = False) -> Login:
         """Read the certificates that the URL names; StoreError if they cannot be."""
         if not url.uses_tls:
-            return cls(url, None)
+            return cls(url, None, must_be_master)
         options = url.options
         try:
             context = ssl.create_default_context(cafile=options.get("tls_ca_certificate"))
@@ -95,7 +97,7 @@ class Login(NamedTuple):
                 context.load_cert_chain(options["tls_client_certificate"], options.get("tls_client_key"))
         except OSError as error:  # ssl.SSLError is one
             raise StoreError(f"store {str(url)!r}: a certificate or key cannot be read: {error}") from error
-        return cls(url, context)
+        return cls(url, context, must_be_master)
 
 
 class RedisConnection:
@@ -111,7 +113,7 @@ class RedisConnection:
         self._socket = self._connect(login, address, deadline)
         self._plain_socket = self._socket.fileno() if login.tls is None else -1
         try:
-            self._log_in(deadline)
+            self._log_in(login, deadline)
         except BaseException:
             self.close()
             raise
@@ -193,7 +195,7 @@ class RedisConnection:
         except OSError as error:
             raise DisconnectedError(f"Redis at {self._name} cannot be reached: {error.strerror or error}") from error
 
-    def _log_in(self, deadline: Deadline) -> None:
+    def _log_in(self, login: Login, deadline: Deadline) -> None:
         commands = []
         password = self._url.current_password()
         if password is not None:
@@ -204,6 +206,16 @@ class RedisConnection:
         if commands:
             self.send(b"".join(commands), deadline)
             self.read_lines(len(commands), deadline)
+        if login.must_be_master:
+            self._refuse_replica(deadline)
+
+    def _refuse_replica(self, deadline: Deadline) -> None:
+        """Raise unless the server is a master: sentinels may name one that has just become a replica."""
+        [role] = self.call([("ROLE",)], deadline)
+        if isinstance(role, HotrowError):
+            raise role
+        if not isinstance(role, list) or role[:1] != [b"master"]:
+            raise DisconnectedError(f"Redis at {self._name} is not the master any more")
 
     def _receive(self, deadline: Deadline, needed_bytes: int = 0) -> None:
         """Wait for more, with room for a piece of so many bytes and its head."""

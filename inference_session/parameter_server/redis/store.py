@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, SessionClosedError, StoreError
 from inference_session.parameter_server.base import (
+    ERASED_SUFFIX,
     SCAN_BYTES,
     BoundStore,
     FetchRequest,
@@ -207,7 +208,7 @@ class RedisStore(BoundStore):
 
     def _make_room(self, table: str, keys: NDArray[np.int64]) -> None:
         """Evict rows from those partitions of these keys that hold more than they may."""
-        if self._overflow is not None:
+        if self._overflow is not None and not table.endswith(ERASED_SUFFIX):
             partitions = sorted({partition for partition, _ in self._parts(table, keys)})
             Eviction(self._overflow, self._replies).make_room(self.namespace.tag(table), partitions)
 
@@ -221,6 +222,8 @@ class RedisStore(BoundStore):
 
     def refresh(self) -> None:
         """See EmbeddingStore. Tells anew how tables are partitioned that had too few rows for it before."""
+        self._refuse_if_closed()
+        self._client.refresh()
         if self._doubtful and time.monotonic() >= self._next_probe:
             self._next_probe = time.monotonic() + _PROBE_INTERVAL_S
             doubtful, self._doubtful = self._doubtful, set()

@@ -1,4 +1,4 @@
-"""Which Redis servers have a store's rows: the one that a URL names, or the masters of a Cluster."""
+"""Which Redis servers have a store's rows: the one that a URL or a sentinel names, or the masters of a Cluster."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from inference_session.errors import HotrowError, StoreError, UnavailableError
 from inference_session.parameter_server.redis.connection import Address, Deadline, RedirectedError, Reply
@@ -16,6 +16,7 @@ from inference_session.parameter_server.store_url import StoreUrl
 _MIN_REFRESH_S = 0.1
 _NUM_SLOTS = 16_384
 
+Answer = TypeVar("Answer")
 Ask = Callable[[Address, tuple[str, ...], Deadline], Reply]
 """Sends a command to a server, and gives its reply; an error is raised."""
 
@@ -85,10 +86,13 @@ class Cluster(Topology):
         """Ask the nodes who has which slots; at most ten times a second, however many threads ask."""
         with self._lock:
             if time.monotonic() - self._refreshed >= _MIN_REFRESH_S or not self._slots:
-                ranges, node = ask_one_of(self._nodes, ("CLUSTER", "SLOTS"), self._ask, deadline)
-                self._take(_slot_ranges(ranges, node), node)
+                ranges, node = ask_one_of(self._nodes, self._slots_by, deadline)
+                self._take(ranges, node)
                 self._refreshed = time.monotonic()
             self._addresses = {}
+
+    def _slots_by(self, node: Address, deadline: Deadline) -> list[tuple[int, int, list[Address]]]:
+        return _slot_ranges(self._ask(node, ("CLUSTER", "SLOTS"), deadline), node)
 
     def _take(self, ranges: Sequence[tuple[int, int, list[Address]]], node: Address) -> None:
         slots: list[Address | None] = [None] * _NUM_SLOTS
@@ -99,9 +103,58 @@ class Cluster(Topology):
         self._nodes = list(dict.fromkeys([node, *heard_of, *self._nodes]))
 
 
+class Sentinel(Topology):
+    """The master that sentinels name. Replicas are never asked: each connection sees to it that it is to a master."""
+
+    def __init__(self, url: StoreUrl, ask: Ask) -> None:
+        """`ask`: asks a sentinel."""
+        self._url = url
+        self._ask = ask
+        self._sentinels: list[Address] = list(url.sentinels)
+        """That which answered last first."""
+        self._master: Address | None = None
+        self._refreshed = -_MIN_REFRESH_S
+        self._lock = threading.Lock()
+
+    def address(self, name: bytes, deadline: Deadline) -> Address:  # noqa: ARG002
+        """See Topology."""
+        return self._master or self._ask_for_master(deadline)
+
+    def servers(self, deadline: Deadline) -> Sequence[Address]:
+        """See Topology."""
+        return [self.address(b"", deadline)]
+
+    def refresh(self, deadline: Deadline) -> None:
+        """Ask the sentinels who is the master. While none of them answers it is who it was."""
+        try:
+            self._ask_for_master(deadline)
+        except (UnavailableError, StoreError):
+            if self._master is None:
+                raise
+
+    def _ask_for_master(self, deadline: Deadline) -> Address:
+        """At most ten times a second, however many threads ask."""
+        with self._lock:
+            if self._master is not None and time.monotonic() - self._refreshed < _MIN_REFRESH_S:
+                return self._master
+            master, answering = ask_one_of(self._sentinels, self._master_of, deadline)
+            self._sentinels.sort(key=lambda address: address != answering)
+            self._master, self._refreshed = master, time.monotonic()
+            return master
+
+    def _master_of(self, sentinel: Address, deadline: Deadline) -> Address:
+        """What one sentinel says. That it knows no such master may be because it has lost its settings."""
+        name = self._url.master_name
+        reply: Any = self._ask(sentinel, ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", name), deadline)
+        if reply is None:
+            where = f"{sentinel[0]}:{sentinel[1]}"
+            raise UnavailableError(f"store {str(self._url)!r}: the sentinel at {where} knows no master {name!r}")
+        return _address(reply, sentinel)
+
+
 def ask_one_of(
-    addresses: Iterable[Address], command: tuple[str, ...], ask: Ask, deadline: Deadline
-) -> tuple[Any, Address]:
+    addresses: Iterable[Address], ask: Callable[[Address, Deadline], Answer], deadline: Deadline
+) -> tuple[Answer, Address]:
     """The answer of the first server that gives one, and which it was. Each has half of the time that is left, so that
     some may hang.
     """
@@ -109,7 +162,7 @@ def ask_one_of(
     for number, address in enumerate(addresses):
         share = Deadline(max(1, (deadline.end_ns - time.monotonic_ns()) // 2_000_000))
         try:
-            return ask(address, command, share), address
+            return ask(address, share), address
         except (UnavailableError, StoreError) as error:
             failure = failure if number else error
     raise failure

