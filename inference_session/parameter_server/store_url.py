@@ -160,8 +160,9 @@ class StoreUrl:
         options = _options(scheme, parts.query)
         name, _, db = parts.path.strip("/").partition("/")
         if not name or not (db or "0").isdecimal():
+            # What was found is not shown: of a password with a slash in it, it might be the end.
             raise ConfigurationError(
-                f"a {scheme}:// URL names master {unquote(name)!r} and database {db!r}; allowed:"
+                f"a {scheme}:// URL names no master, or a database that is no whole number; allowed:"
                 f" {scheme}://host:port,host:port/NAME, with /N behind it for another database than 0"
             )
         url = cls(

@@ -62,7 +62,11 @@ SECRETS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=6
 )
 
 
-@given(SECRETS, st.sampled_from(["redis", "rediss", "redis+cluster"]), st.sampled_from(["/1", "", ":x", "/db", "?a=b"]))
+@given(
+    SECRETS,
+    st.sampled_from(["redis", "rediss", "redis+cluster", "redis+sentinel"]),
+    st.sampled_from(["/1", "", ":x", "/db", "?a=b", ",b:2/rows/1", "/rows/x"]),
+)
 def test_no_text_made_of_a_url_shows_the_password(secret: str, scheme: str, rest: str) -> None:
     """Neither str, repr nor an error has it, even where the URL is malformed."""
     from urllib.parse import quote
@@ -79,7 +83,13 @@ def test_no_text_made_of_a_url_shows_the_password(secret: str, scheme: str, rest
 
 def test_a_url_written_and_read_again_is_the_same() -> None:
     """Without a password, str gives what parse takes."""
-    for text in ("redis://a:1/2", "unix:///s?db=1", "rocksdb:///d", "redis+cluster://[::1]:7?partitions=16"):
+    for text in (
+        "redis://a:1/2",
+        "unix:///s?db=1",
+        "rocksdb:///d",
+        "redis+cluster://[::1]:7?partitions=16",
+        "redis+sentinel://a:1,[::1]:2/rows/3",
+    ):
         assert str(StoreUrl.parse(text)) == text
         assert StoreUrl.parse(str(StoreUrl.parse(text))) == StoreUrl.parse(text)
 
@@ -136,7 +146,8 @@ def test_a_url_opens_its_store(tmp_path: Path) -> None:
         assert isinstance(store, RocksDbStore)
         assert store.supports_writes
     for scheme in set(OPTIONS) - {"rocksdb", "unix"}:
-        with create_store(f"{scheme}://127.0.0.1:1", Namespace("m", "1"), {"t": 2}) as store:
+        name = "/rows" if scheme.endswith("+sentinel") else ""
+        with create_store(f"{scheme}://127.0.0.1:1{name}", Namespace("m", "1"), {"t": 2}) as store:
             assert type(store).__name__ == "RedisStore"
 
 

@@ -175,11 +175,11 @@ def test_passwords_of_servers_and_sentinels_are_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "match"),
     [
-        ("redis+sentinel://host:1", "names master ''"),
+        ("redis+sentinel://host:1", "names no master"),
         ("redis+sentinel:///rows", "needs hosts"),
         ("redis+sentinel://a:1,:2/rows", "needs hosts"),
         ("redis+sentinel://a:1,b:x/rows", "malformed host or port"),
-        ("redis+sentinel://a:1/rows/one", "database 'one'"),
+        ("redis+sentinel://a:1/rows/one", "a database that is no whole number"),
         ("redis+sentinel://a:1/rows?tls_server_name=x", "unknown option 'tls_server_name'"),
         ("redis+sentinel://a:1/rows?sentinel_password_file=relative", "allowed: an absolute path"),
     ],
