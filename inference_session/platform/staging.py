@@ -99,11 +99,10 @@ def _refuse_existing(target: Path) -> None:
 @contextmanager
 def _locked_folder(folder: Path) -> Iterator[None]:
     """Hold an empty folder that no other process writes into. The lock ends with the process, however it ends."""
-    folder.mkdir(exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    handle = _opened_folder(folder)
     try:
         if not _lock(handle) or not _is_same(folder, handle):
-            raise UnavailableError(f"{folder}: another process is writing this version now")
+            raise _written_by_another(folder)
         for path in folder.iterdir():
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -112,6 +111,21 @@ def _locked_folder(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def _opened_folder(folder: Path) -> int:
+    """A handle on a folder, which is made; UnavailableError where its holder renames it in the same moment."""
+    try:
+        folder.mkdir(exist_ok=True)
+        return os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileExistsError, FileNotFoundError) as error:
+        if folder.is_dir() or not os.path.lexists(folder):
+            raise _written_by_another(folder) from error
+        raise
+
+
+def _written_by_another(folder: Path) -> UnavailableError:
+    return UnavailableError(f"{folder}: another process is writing this version now")
 
 
 def _lock(handle: int) -> bool:

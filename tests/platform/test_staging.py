@@ -124,3 +124,33 @@ def test_a_writer_at_work_is_not_disturbed(tmp_path: Path) -> None:
     os.close(handle)
 
     assert (busy / "file").exists()
+
+
+@pytest.mark.parametrize("moment", ["after it was found", "after it was opened"])
+def test_a_writer_that_ends_in_the_same_moment_is_another_writer(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It renames the folder between any two steps of ours: that is an error that may pass, not a missing file."""
+    staging, opened = tmp_path / "ctr" / ".tmp-1", os.open
+    staging.mkdir(parents=True)
+
+    def finish(path: Path, flags: int) -> int:
+        handle = -1 if moment == "after it was found" else opened(path, flags)
+        staging.rename(tmp_path / "ctr" / "1")
+        return opened(path, flags) if handle < 0 else handle
+
+    monkeypatch.setattr(os, "open", finish)
+    with (
+        pytest.raises(UnavailableError, match="another process is writing this version"),
+        stage_version(tmp_path, "ctr", 1),
+    ):
+        pass
+
+
+def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
+    """No writer would put one there: somebody has to remove it."""
+    (tmp_path / "ctr").mkdir()
+    (tmp_path / "ctr" / ".tmp-1").touch()
+
+    with pytest.raises(FileExistsError, match=r"\.tmp-1"), stage_version(tmp_path, "ctr"):
+        pass
