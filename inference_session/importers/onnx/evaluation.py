@@ -7,11 +7,22 @@ from typing import Any
 
 import onnxruntime
 from numpy.typing import NDArray
-from onnx import GraphProto, ModelProto, ValueInfoProto
+from onnx import GraphProto, ModelProto, ValueInfoProto, save_model
 
 from inference_session.importers.onnx.graph import make_node, needed_nodes
 
 _FATAL = 4
+_MAX_INLINE_BYTES = 1_900_000_000
+
+
+def save_network(model: ModelProto, path: Path) -> None:
+    """Write a model file, with its weights beside it where they would not fit into one."""
+    data = path.with_name(f"{path.name}.data")
+    data.unlink(missing_ok=True)
+    if sum(len(tensor.raw_data) for tensor in model.graph.initializer) < _MAX_INLINE_BYTES:
+        save_model(model, path)
+    else:
+        save_model(model, path, save_as_external_data=True, location=data.name, convert_attribute=False)
 
 
 def open_network(model: Path | bytes) -> Any:

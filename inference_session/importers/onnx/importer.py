@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
-from onnx import ModelProto, TensorProto, ValueInfoProto, inliner, save_model
+from onnx import ModelProto, TensorProto, ValueInfoProto, inliner
 
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
 from inference_session.importers.onnx.canonical import to_canonical
 from inference_session.importers.onnx.carve import Carved, carve, keep_whole
-from inference_session.importers.onnx.evaluation import open_network
+from inference_session.importers.onnx.evaluation import open_network, save_network
 from inference_session.importers.onnx.graph import Names
 from inference_session.importers.onnx.guards import guard_empty_lists, may_meet_empty_lists
 from inference_session.importers.onnx.independence import samples_are_independent
@@ -45,7 +45,6 @@ from inference_session.version_directory.publishing import share_unchanged
 logger = logging.getLogger(__name__)
 
 _ORIGINAL_FILE = ".original.onnx"
-_MAX_INLINE_BYTES = 1_900_000_000
 _TOLERANCE = 1e-5
 
 
@@ -263,7 +262,7 @@ class _Import:
         if may_meet_empty_lists(written.graph, self.source.inputs.values(), batched=batched):
             guard_empty_lists(written)
         written.graph.initializer.extend(weight.tensor() for weight in weights)
-        _save(written, self.staging / name)
+        save_network(written, self.staging / name)
 
     def _probe(self, carved: Carved, folders: dict[str, str]) -> tuple[Findings, Prober]:
         """Run the original, its tables read from where they were written: mapped, not loaded."""
@@ -277,7 +276,7 @@ class _Import:
         model = inliner.inline_local_functions(model) if model.functions else model
         guard_empty_lists(model)
         path = self.staging / _ORIGINAL_FILE
-        _save(model, path)
+        save_network(model, path)
         try:
             network = open_network(path)
         except Exception as error:
@@ -323,13 +322,3 @@ def _refer_to(tensor: TensorProto, location: str, num_bytes: int) -> None:
     tensor.data_location = TensorProto.EXTERNAL
     for key, value in (("location", location), ("offset", "0"), ("length", str(num_bytes))):
         tensor.external_data.add(key=key, value=value)
-
-
-def _save(model: ModelProto, path: Path) -> None:
-    """Write a model file, with its weights beside it where they would not fit into one."""
-    data = path.with_name(f"{path.name}.data")
-    data.unlink(missing_ok=True)
-    if sum(len(tensor.raw_data) for tensor in model.graph.initializer) < _MAX_INLINE_BYTES:
-        save_model(model, path)
-    else:
-        save_model(model, path, save_as_external_data=True, location=data.name, convert_attribute=False)

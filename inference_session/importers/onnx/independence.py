@@ -14,7 +14,7 @@ import numpy as np
 from onnx import ModelProto, NodeProto, ValueInfoProto, numpy_helper
 
 from inference_session.importers.onnx.carve import Carved
-from inference_session.importers.onnx.evaluation import open_network
+from inference_session.importers.onnx.evaluation import open_network, save_network
 from inference_session.importers.onnx.probe import PRIME_SIZES, Arrays
 from inference_session.importers.onnx.replay import Replay
 from inference_session.importers.onnx.sample_axis import CONSTANT, Kind, Observed, PerSample, SampleAxis
@@ -110,7 +110,7 @@ def _observe(network: ModelProto, weights: list[Weight], feeds: tuple[Arrays, ..
     given = {value.name for value in model.graph.output}
     names = [name for node in model.graph.node for name in node.output if name and name not in given]
     model.graph.output.extend(ValueInfoProto(name=name) for name in names)
-    path.write_bytes(model.SerializeToString())
+    save_network(model, path)
     session = open_network(path)
     wanted = {value.name for value in session.get_inputs()}
     found = [value.name for value in session.get_outputs()]

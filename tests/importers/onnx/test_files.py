@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from onnx import ModelProto, TensorProto, helper
 
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
-from inference_session.importers.onnx import import_onnx, importer
+from inference_session.importers.onnx import evaluation, import_onnx
 from inference_session.version_directory.manifest import verify
 from tests.testing.onnx_models import assert_same, import_model, model_of, table
 
@@ -68,12 +68,14 @@ def test_the_staged_version_holds_no_more_than_it_should(tmp_path: Path) -> None
 
 def test_networks_too_large_for_one_file_are_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond protobuf's 2 GB the dense weights lie beside dense.onnx (here the limit is lower)."""
-    monkeypatch.setattr(importer, "_MAX_INLINE_BYTES", 1000)
+    monkeypatch.setattr(evaluation, "_MAX_INLINE_BYTES", 1000)
     graph = GRAPH.replace("2, 3] y", "2, 512] y")
 
     report = import_model(tmp_path, model_of(graph, {"w": table(), "d": table(4, 512)}))
 
     assert (report.version_dir / "dense.onnx.data").stat().st_size >= 4 * 512 * 4
+    assert report.spec.joinable
+    assert not list(report.version_dir.glob(".original*"))
     assert_same(report, tmp_path / "model.onnx", {"keys": KEYS})
     verify(report.version_dir, checksums=True)
 
