@@ -181,6 +181,22 @@ def test_a_huge_shape_before_binary_data_is_refused(fronted: Served) -> None:
     assert_answers(fronted)
 
 
+@pytest.mark.parametrize("shape", [[2**32, 2**32], [2**62, 4], [2**62, 0], [-5, -5], [10**9, 10**9]])
+def test_a_shape_that_overflows_is_refused_before_binary_data(fronted: Served, shape: list[int]) -> None:
+    """Triton takes [2^32, 2^32] for 0 elements. The backend process of a model with two open sizes would die of it."""
+    num_bytes = 200 if shape == [-5, -5] else 0
+    bag = {"name": "bag", "shape": shape, "datatype": "INT64", "parameters": {"binary_data_size": num_bytes}}
+    header = json.dumps({"inputs": [bag]}).encode()
+    process = fronted.stub("bags")
+
+    status, _ = post(
+        fronted, "bags", header + bytes(num_bytes), **{"Inference-Header-Content-Length": str(len(header))}
+    )
+
+    assert status == 400
+    assert fronted.stub("bags") == process
+
+
 def test_compressed_requests_are_refused(fronted: Served) -> None:
     """Nginx could not look into them."""
     status, answer = post(fronted, "ctr", HUGE["one size"], **{"Content-Encoding": "gzip"})

@@ -33,10 +33,12 @@ _MAX_WORKERS = 4
 _MAX_FILES = 65536
 _POLL_S = 0.02
 
-_KEYED_STRING = r'"(?!{key}"\s*+:)[^"\\]*+"'
+_PLAIN_STRING = r'"(?!(?:{keys})"\s*+:)[^"\\]*+"'
 _VALUE_STRING = r'"(?:[^"\\]++|\\[\s\S])*+"(?!\s*+:)'
 _SMALL_SHAPE = r'"shape"\s*+:\s*+\[\s*+(?:1\s*+,\s*+)*+(?:\d[\s,]*+){0,7}+\]'
 """Below 10^7 elements: seven digits in all, after dimensions of 1."""
+_COUNTABLE_SHAPE = r'"shape"\s*+:\s*+\[[\s,]*+(?:\d[\s,]*+){0,18}+\]'
+"""Below 10^18 elements, of 8 bytes each: their number of bytes fits 64 bits."""
 
 
 class FrontError(HotrowError, RuntimeError):
@@ -45,13 +47,14 @@ class FrontError(HotrowError, RuntimeError):
 
 def safe_json() -> str:
     r"""The bodies that Triton's HTTP endpoint survives, as a pattern of PCRE: those that begin with a JSON object in
-    which either each `shape` is small, or no tensor has its `data` in JSON.
+    which either each `shape` is small, or no tensor has its `data` in JSON. Where it is in binary, a shape whose number
+    of elements overflows would end the backend process.
 
     Only the first object counts, as tensors in binary follow it. A key with an escape, such as "sh\u0061pe", fits
     neither. Nothing in the pattern gives back what it has matched, so the time it takes grows with the body's size.
     """
-    small = _object("small", _SMALL_SHAPE, _KEYED_STRING.format(key="shape"), _VALUE_STRING)
-    binary = _object("binary", _KEYED_STRING.format(key="data"), _VALUE_STRING)
+    small = _object("small", _SMALL_SHAPE, _PLAIN_STRING.format(keys="shape"), _VALUE_STRING)
+    binary = _object("binary", _COUNTABLE_SHAPE, _PLAIN_STRING.format(keys="shape|data"), _VALUE_STRING)
     return rf"^\s*+(?:{small}|{binary})"
 
 
