@@ -18,18 +18,17 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.device.cuda import GpuContext
+from inference_session.device.cuda import CudaDevice
 from inference_session.embedding_cache import cpu as cpu_cache
 from inference_session.embedding_cache import gpu_budget
-from inference_session.embedding_cache.gpu_session import SessionGpuCache
-from inference_session.kernels.records import SEGMENT, PoolingCode, address_of
+from inference_session.embedding_cache.gpu import GpuEmbeddingCache
+from inference_session.kernels.records import SEGMENT, Lookup, PoolingCode, address_of
 from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.base import FetchRequest
 from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
-from inference_session.rows import CachedRows, RowSource
-from inference_session.rows.gpu_cached import GpuCachedRows
+from inference_session.rows import Rows, StoredRows
 
 NUM_TABLES, DIM, KEYS_PER_BAG = 26, 128, 8
 MISSING = (0.0, 0.001, 0.01, 0.1)
@@ -64,13 +63,13 @@ class Answer(NamedTuple):
     seconds: float
 
 
-def ask(rows: RowSource, keys: NDArray[np.int64], pooling: PoolingCode) -> Answer:
+def ask(rows: Rows, keys: NDArray[np.int64], pooling: PoolingCode) -> Answer:
     """Keys [samples, tables, keys of each]."""
     num_samples, num_tables, num_keys = keys.shape
     by_table = np.ascontiguousarray(keys.swapaxes(0, 1))
     begin = time.perf_counter()
-    with rows.request():
-        staged, output = rows.stage(by_table), rows.empty((num_samples, num_tables * DIM))
+    with rows.device.request():
+        staged, output = rows.device.stage(by_table), rows.device.empty((num_samples, num_tables * DIM))
         segments = np.zeros(num_tables, SEGMENT)
         segments["table"], segments["pooling"] = np.arange(num_tables), pooling
         segments["key_bytes"] = segments["key_stride"] = 8
@@ -78,28 +77,29 @@ def ask(rows: RowSource, keys: NDArray[np.int64], pooling: PoolingCode) -> Answe
         segments["keys_address"] = address_of(staged) + 8 * num_keys * num_samples * np.arange(num_tables)
         segments["output_address"] = address_of(output) + 4 * DIM * np.arange(num_tables)
         segments["output_stride"] = 4 * DIM * num_tables
-        counts = rows.counts(num_tables)
-        rows.look_up(segments, np.full(num_tables, num_samples * num_keys), counts)
-        assert not rows.settled(counts).any()
+        num_all = np.full(num_tables, num_samples * num_keys)
+        lookup = Lookup(segments, num_all, rows.device.counts(num_tables), rows.prepare(segments))
+        rows.look_up(lookup)
+        rows.device.wait()
+        assert not lookup.num_unknown.any()
         seconds = time.perf_counter() - begin
         return Answer(output if isinstance(output, np.ndarray) else output.get(), seconds)
 
 
-def on_gpu(tables: Tables) -> GpuCachedRows:
+def on_gpu(tables: Tables) -> StoredRows:
     """With room for all hot rows."""
-    context = GpuContext(0)
     cache_bytes = gpu_budget.bytes_to_hold(tables.dims, tables.num_hot)
-    cache = SessionGpuCache(tables.dims, cache_bytes, context, num_rows=tables.num_hot)
-    return GpuCachedRows(tables.specs, cache, ParameterServer([Tier("memory", tables.store)]), context)
+    cache = GpuEmbeddingCache(tables.dims, cache_bytes, CudaDevice(0), num_rows=tables.num_hot)
+    return StoredRows(tables.specs, cache, ParameterServer([Tier("memory", tables.store)]))
 
 
-def on_cpu(tables: Tables) -> CachedRows:
+def on_cpu(tables: Tables) -> StoredRows:
     """The same in host memory."""
     cache = cpu_cache.CpuEmbeddingCache(tables.dims, cpu_cache.bytes_to_hold(tables.dims, tables.num_hot))
-    return CachedRows(tables.specs, cache, ParameterServer([Tier("memory", tables.store)]), num_threads=1)
+    return StoredRows(tables.specs, cache, ParameterServer([Tier("memory", tables.store)]))
 
 
-def heat(tables: Tables, rows: RowSource) -> None:
+def heat(tables: Tables, rows: Rows) -> None:
     """Cache the hot rows."""
     hot = tables.keys[: len(tables.keys) // 2]
     rows.warm_up(dict.fromkeys(tables.dims, hot), time.monotonic() + PATIENCE_S)
@@ -118,7 +118,7 @@ def fetch_s(tables: Tables, keys: NDArray[np.int64], wanted: NDArray[np.bool_]) 
     return time.perf_counter() - begin
 
 
-def bench(tables: Tables, sources: dict[str, RowSource], num_samples: int, pooling: PoolingCode) -> None:
+def bench(tables: Tables, sources: dict[str, Rows], num_samples: int, pooling: PoolingCode) -> None:
     """Print the medians of all parts of missing keys."""
     num_keys = KEYS_PER_BAG if pooling else 1
     print(f"{num_samples} samples x {NUM_TABLES} tables, {num_keys} keys each, {pooling.name}: us per request")
@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100_000, help="of each table")
     options = parser.parse_args()
     tables = Tables(options.rows)
-    create: dict[str, Callable[[Tables], RowSource]] = {"GPU": on_gpu, "processor": on_cpu}
+    create: dict[str, Callable[[Tables], Rows]] = {"GPU": on_gpu, "processor": on_cpu}
     sources = {name: open_rows(tables) for name, open_rows in create.items()}
     for rows in sources.values():
         heat(tables, rows)

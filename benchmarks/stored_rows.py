@@ -37,7 +37,7 @@ from inference_session.parameter_server.redis import layout as redis_layout
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
-from inference_session.rows import CachedRows
+from inference_session.rows import StoredRows, fetch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tests.testing.servers import RedisServer
@@ -74,14 +74,14 @@ class Rows:
 
 
 @contextlib.contextmanager
-def cached(rows: Rows, *tiers: Tier) -> Iterator[CachedRows]:
+def cached(rows: Rows, *tiers: Tier) -> Iterator[StoredRows]:
     """A cache that holds the hot rows and some more, over these tiers."""
     cache_bytes = bytes_to_hold({"table": DIM}, {"table": 2 * NUM_HOT})
     cache = CpuEmbeddingCache({"table": DIM}, cache_bytes, num_rows={"table": NUM_ROWS})
-    source = CachedRows([SPEC], cache, ParameterServer(tiers), num_threads=1)
+    source = StoredRows([SPEC], cache, ParameterServer(tiers))
     out = np.empty((NUM_HOT, DIM), np.float32)
     for _ in range(3):  # such that they are known as hot
-        source.fetch(0, rows.keys[:NUM_HOT], out)
+        fetch(source, 0, rows.keys[:NUM_HOT], out)
     try:
         yield source
     finally:
@@ -111,10 +111,10 @@ def bench_missing(rows: Rows, server: RedisServer) -> None:
     with cached(rows, Tier("redis", open_redis(server), volatile=True)) as source, bare, server.client() as client:
         for _ in range(ROUNDS):
             drawn = rows.draw(rng, NUM_MISSING)
-            hit_s = timed(lambda: source.fetch(0, rows.keys[rows.draw(rng, 0)], out))
+            hit_s = timed(lambda: fetch(source, 0, rows.keys[rows.draw(rng, 0)], out))
             bare_s = timed(lambda: bare.fetch("table", rows.keys[rows.draw(rng, NUM_MISSING)[-NUM_MISSING:]], part))
             peer_s = timed(lambda: pipelined(client, rows.keys[rows.draw(rng, NUM_MISSING)[-NUM_MISSING:]], part))
-            miss_s = timed(lambda k=rows.keys[drawn]: source.fetch(0, k, out))  # type: ignore[misc]
+            miss_s = timed(lambda k=rows.keys[drawn]: fetch(source, 0, k, out))  # type: ignore[misc]
             assert np.array_equal(out, rows.vectors[drawn])
             times.append((hit_s, miss_s, bare_s, peer_s))
     hit_us, miss_us, bare_us, peer_us = np.median(np.array(times), axis=0) * 1e6
@@ -171,7 +171,7 @@ def p99(windows: list[list[float]]) -> float:
     return float(np.quantile(np.concatenate(windows), 0.99))
 
 
-def works(rows: Rows, source: CachedRows, tier: Tier, other: EmbeddingStore) -> dict[str, Callable[[], None]]:
+def works(rows: Rows, source: StoredRows, tier: Tier, other: EmbeddingStore) -> dict[str, Callable[[], None]]:
     """What is done beside the requests, over and over."""
     rng = np.random.default_rng()
 
@@ -189,11 +189,11 @@ def works(rows: Rows, source: CachedRows, tier: Tier, other: EmbeddingStore) -> 
         "missing": lambda: lose(promotes=False),
         "promoting": lambda: lose(promotes=True),
         "nothing again": rest,
-        "refreshing": source.refresh,
+        "refreshing": source.writer.refresh,
     }
 
 
-def beside(rows: Rows, source: CachedRows, work: Callable[[], None]) -> list[float]:
+def beside(rows: Rows, source: StoredRows, work: Callable[[], None]) -> list[float]:
     """Seconds of one client's requests beside a thread that works."""
     ending = threading.Event()
 
@@ -210,7 +210,7 @@ def beside(rows: Rows, source: CachedRows, work: Callable[[], None]) -> list[flo
         thread.join()
 
 
-def latencies(rows: Rows, source: CachedRows, num_clients: int, seconds: float) -> list[float]:
+def latencies(rows: Rows, source: StoredRows, num_clients: int, seconds: float) -> list[float]:
     """Of each request that so many clients, asking one after the other each, have answered within some seconds."""
     found: list[float] = []
     end = time.perf_counter() + seconds
@@ -220,7 +220,7 @@ def latencies(rows: Rows, source: CachedRows, num_clients: int, seconds: float) 
         out = np.empty((NUM_KEYS, DIM), np.float32)
         while time.perf_counter() < end:
             keys = rows.keys[rows.draw(rng, NUM_MISSING)]
-            took_s = timed(lambda k=keys: source.fetch(0, k, out))  # type: ignore[misc]
+            took_s = timed(lambda k=keys: fetch(source, 0, k, out))  # type: ignore[misc]
             if time.perf_counter() < end:
                 found.append(took_s)
 

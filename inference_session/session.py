@@ -7,7 +7,6 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from inference_session.config import SessionConfig
 from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine, create_engine
-from inference_session.device.discovery import open_gpu
+from inference_session.device.base import Device
+from inference_session.device.discovery import open_device
+from inference_session.device.host import HOST
 from inference_session.errors import (
     ConfigurationError,
     HotrowError,
@@ -27,27 +28,29 @@ from inference_session.errors import (
     UnknownKeyError,
     UnsupportedModelError,
 )
-from inference_session.execution.forward import Forward
-from inference_session.execution.lookup_plan import LookupPlan
+from inference_session.execution.lookups import ModelLookups
+from inference_session.execution.plan import ExecutionPlans
 from inference_session.execution.stages import Mark, unmarked
 from inference_session.kernels.cpu import lookup as cpu
+from inference_session.kernels.records import Lookup
 from inference_session.model_spec import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec
 from inference_session.parameter_server.namespace import version_path
-from inference_session.requests.batch import CheckedRequest, Request, RequestLayout, answer_jointly
+from inference_session.requests.batch import CheckedRequest, JoinedBatch, Request
 from inference_session.requests.caller_arrays import as_input, as_keys, as_rows, as_written_keys
 from inference_session.requests.canary import check_canary
+from inference_session.requests.grouped import GroupedRequests
+from inference_session.requests.layouts import layout_of
 from inference_session.requests.outputs import Answer, Outputs
-from inference_session.requests.tensor_layout import TensorLayout
-from inference_session.rows import create_row_source
+from inference_session.rows import create_rows, fetch
 from inference_session.rows.dump import DumpReport, dump
 from inference_session.rows.hot_keys import HotKeysWriter, read_hot_keys
-from inference_session.sizing.key_recorder import create_key_recorder
+from inference_session.rows.stats import RowStats
+from inference_session.sizing.key_recorder import KeyRecorder, create_key_recorder
 from inference_session.stats import SessionStats
 from inference_session.version_directory import manifest
 from inference_session.version_directory.verified_files import VerifiedFiles
 
 if TYPE_CHECKING:
-    from inference_session.device.cuda import GpuContext
     from inference_session.update_stream.kafka_stream import KafkaUpdateStream
 
 _log = logging.getLogger(__name__)
@@ -84,9 +87,9 @@ class InferenceSession:
         spec = ModelSpec.read(directory)
         config = SessionConfig.resolve(settings, spec.settings, defaults or {})
         _verify(config, directory)
-        gpu = open_gpu(config.device)
-        with contextlib.nullcontext() if gpu is None else gpu.opening:
-            session = cls(spec, config, directory, gpu)
+        device = open_device(config.device)
+        with device.opening():
+            session = cls(spec, config, directory, device)
             with session._closed_on_error():
                 session._warm_up()
         with session._closed_on_error():
@@ -97,32 +100,43 @@ class InferenceSession:
         session._stats.load_s = time.perf_counter() - begin
         return session
 
-    def __init__(self, spec: ModelSpec, config: SessionConfig, directory: Path, gpu: GpuContext | None) -> None:
+    def __init__(self, spec: ModelSpec, config: SessionConfig, directory: Path, device: Device) -> None:
         """Use `open`, which reads and checks the version directory."""
         self.spec = spec
         self.config = config
         self.directory = directory
         self._closed = True  # until everything below is there
         cpu.compile_kernels()
-        self._gpu = gpu
+        self._device = device
+        layout = layout_of(spec)
         self._dense: DenseEngine
-        if spec.layout == "hps":
-            self._dense = VectorEngine([lookup.dense_input for lookup in spec.lookups])
-        else:
+        if layout.has_network:
             self._dense = self._create_engine(directory / DENSE_FILE)
             _check_outputs(spec, directory, self._dense.output_names)
+        else:
+            self._dense = VectorEngine([lookup.dense_input for lookup in spec.lookups])
         has_key_graph = (directory / KEYS_FILE).exists()
         self._keys = OnnxEngine(directory / KEYS_FILE, num_threads=1) if has_key_graph else None
-        if spec.layout == "tensors":
+        key_inputs, computed = (self._keys.input_names, self._keys.output_names) if self._keys else (frozenset(), ())
+        if layout.keys_follow_inputs:
             _check_links(spec, directory, self._dense, self._keys)
         self._input_types = {tensor.name: np.dtype(tensor.dtype) for tensor in spec.inputs}
         self._outputs = Outputs(spec)
-        self._layout = self._create_layout()
+        self._layout = layout(
+            spec,
+            self._outputs,
+            network_inputs=self._dense.input_names | key_inputs,
+            max_elements=config.max_keys_per_request,
+        )
         self._stats = SessionStats(spec)
-        self._rows = create_row_source(spec, config, directory, self._gpu)
-        self._plan = LookupPlan(spec, self._rows)
-        self._forward = self._create_forward()
+        self._rows = create_rows(spec, config, directory, self._device)
+        self._rows_before: RowStats | None = None
+        lookups = ModelLookups(
+            spec, by_column=self._rows.device.reads_by_column, keys_follow_inputs=layout.keys_follow_inputs
+        )
+        self._plans = ExecutionPlans(lookups, self._rows, self._dense, computed)
         self._may_join = spec.joins_requests
+        self._recorder: KeyRecorder | None = None
         self._hot_keys: HotKeysWriter | None = None
         self._updates: KafkaUpdateStream | None = None
         self._closed = False
@@ -130,7 +144,7 @@ class InferenceSession:
     @property
     def failure(self) -> str | None:
         """Why no request can be answered any more, for instance because a GPU has failed; None: they can."""
-        return None if self._gpu is None else self._gpu.failure
+        return self._device.failure
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -172,25 +186,45 @@ class InferenceSession:
         the stages from `look-up` on.
         """
         self._check_open()
-        answers = answer_jointly(requests, self._layout, partial(self._compute, mark=mark), may_join=self._may_join)
-        self._stats.count_requests(len(requests), sum(isinstance(answer, HotrowError) for answer in answers))
-        return answers
+        grouped = GroupedRequests(requests, self._layout, may_join=self._may_join)
+        for group in grouped:
+            try:
+                grouped.answer(group, self._answer(group.requests, mark))
+            except HotrowError as error:  # noqa: PERF203  no other group is concerned
+                grouped.fail(group, error)
+        self._stats.count_requests(len(requests), grouped.num_failed)
+        return grouped.answers
 
-    def _compute(self, requests: Sequence[CheckedRequest], mark: Mark = unmarked) -> list[Answer]:
+    def _answer(self, requests: Sequence[CheckedRequest], mark: Mark = unmarked) -> list[Answer]:
         """The path of every request: keys, look-up, dense network, split."""
         if self.spec.batched and not any(request.num_samples for request in requests):
             return [self._outputs.of_no_samples(request.outputs) for request in requests]
         mark("look-up")
         batch = self._layout.join(requests)
+        self._compute_keys(batch)
+        plan = self._plans.of(batch, tuple(self._layout.wanted(requests)))
+        with plan.held():
+            lookup = plan.fill(batch)
+            self._rows.look_up(lookup)
+            self._record_keys(lookup)
+            mark("network")
+            outputs = plan.run_network(batch)
+            num_unknown = plan.num_unknown(lookup)
+        mark("answer")
+        self._refuse_unknown(num_unknown)
+        self._stats.count_batch(batch.num_samples, lookup.num_keys, num_unknown)
+        return self._layout.split(outputs, requests)
+
+    def _compute_keys(self, batch: JoinedBatch) -> None:
+        """Keys that the model computes from its inputs."""
         if self._keys:
             names = sorted(self._keys.output_names)
             results = self._keys.run({name: batch.array(name) for name in self._keys.input_names}, names)
             batch.add(dict(zip(names, results, strict=True)))
-        computed = self._forward.run(batch, self._layout.wanted(requests), mark)
-        mark("answer")
-        self._refuse_unknown(computed.num_unknown)
-        self._stats.count_batch(batch.num_samples, computed.num_keys, computed.num_unknown)
-        return self._layout.split(computed.outputs, requests)
+
+    def _record_keys(self, lookup: Lookup) -> None:
+        if self._recorder is not None:
+            self._recorder.record(lookup.segments, lookup.num_keys)
 
     def _refuse_unknown(self, num_unknown: NDArray[np.int64]) -> None:
         if self.config.unknown_keys == "reject" and num_unknown.any():
@@ -212,7 +246,7 @@ class InferenceSession:
         spec = self.spec.table(table)
         wanted = as_keys(keys)
         vectors = np.empty((len(wanted), spec.embedding_dim), np.float32)
-        self._rows.fetch(self.spec.tables.index(spec), wanted, vectors)
+        fetch(self._rows, self.spec.tables.index(spec), wanted, vectors)
         return vectors
 
     def update(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
@@ -230,13 +264,13 @@ class InferenceSession:
         """
         self._check_open()
         spec = self.spec.table(table)
-        self._rows.update(self.spec.tables.index(spec), *as_rows(keys, vectors, spec))
+        self._rows.writer.update(self.spec.tables.index(spec), *as_rows(keys, vectors, spec))
 
     def erase(self, table: str, keys: ArrayLike) -> None:
         """Drop rows, as `update` writes them: their keys, int64 [n], are unknown to the stores from now on."""
         self._check_open()
         spec = self.spec.table(table)
-        self._rows.erase(self.spec.tables.index(spec), as_written_keys(keys, spec))
+        self._rows.writer.erase(self.spec.tables.index(spec), as_written_keys(keys, spec))
 
     def refresh(self) -> None:
         """Read the cached rows again from the stores; requests go on meanwhile. Without stores this does nothing.
@@ -245,7 +279,7 @@ class InferenceSession:
             UnavailableError: a store is down. Rows that it may have stay as they are.
         """
         self._check_open()
-        self._rows.refresh()
+        self._rows.writer.refresh()
 
     def save_hot_keys(self) -> None:
         """Have the next session of the model, in whichever process, start with what is hot here now.
@@ -273,7 +307,7 @@ class InferenceSession:
     def stats(self) -> dict[str, Any]:
         """Counters since `open`; docs/operations.md defines each key."""
         updates = {} if self._updates is None else self._updates.stats()
-        return {**self._stats.snapshot(), **self._rows.stats(), "updates": updates}
+        return {**self._stats.snapshot(), **self._row_stats().as_dict(), "updates": updates}
 
     def close(self) -> None:
         """Answer no more: requests and changes are a SessionClosedError from now on. May be called twice.
@@ -288,8 +322,8 @@ class InferenceSession:
                 self._hot_keys.close()
                 self._hot_keys = None  # it knows us: the memory would wait for the garbage collector
             self._rows.close()
-            if self._plan.recorder is not None:
-                self._plan.recorder.close()
+            if self._recorder is not None:
+                self._recorder.close()
 
     def __enter__(self) -> InferenceSession:
         return self
@@ -312,41 +346,15 @@ class InferenceSession:
             raise SessionClosedError(f"the session of {str(self.directory)!r} has been closed")
 
     def _create_engine(self, path: Path) -> OnnxEngine:
-        """The dense engine: where nobody insists on a GPU, on the processor if ONNX Runtime cannot use it after all."""
+        """The dense engine: where nobody insists on a GPU, on the CPU if ONNX Runtime cannot use it after all."""
         try:
-            return create_engine(path, self.config, self._gpu)
+            return create_engine(path, self.config, self._device)
         except ConfigurationError as error:
-            if self.config.device != "auto" or self._gpu is None:
+            if self.config.device != "auto" or self._device is HOST:
                 raise
-            _log.warning("device auto: on the CPU: %s", error)
-            self._gpu = None
-            return create_engine(path, self.config, None)
-
-    def _create_forward(self) -> Forward:
-        if self._gpu is None:
-            return Forward(self._plan, self._rows, self._dense)
-        from inference_session.execution.gpu_replay import create_forward
-
-        computed = sorted(self._keys.output_names) if self._keys else []
-        return create_forward(self._plan, self._rows, self._dense, self._gpu, computed)
-
-    def _create_layout(self) -> RequestLayout:
-        # Imported where needed: what they build on takes half a second to load.
-        if self.spec.layout == "hugectr":
-            from inference_session.requests.hugectr_layout import HugectrLayout
-
-            return HugectrLayout(self.spec, self._outputs, max_elements=self.config.max_keys_per_request)
-        if self.spec.layout == "hps":
-            from inference_session.requests.hugectr_layout import HpsLayout
-
-            return HpsLayout(self.spec, self._outputs, max_elements=self.config.max_keys_per_request)
-        network_inputs = self._dense.input_names | (self._keys.input_names if self._keys else frozenset())
-        return TensorLayout(
-            self.spec,
-            self._outputs,
-            network_inputs=network_inputs,
-            max_elements=self.config.max_keys_per_request,
-        )
+            _log.warning("device auto: the CPU is used: %s", error)
+            self._device = HOST
+            return create_engine(path, self.config, HOST)
 
     @contextlib.contextmanager
     def _closed_on_error(self) -> Iterator[None]:
@@ -364,7 +372,7 @@ class InferenceSession:
             hot_keys = read_hot_keys(self._hot_keys_file) if self.config.state_dir else {}
             with contextlib.suppress(UnavailableError):  # some rows of a store that is down, or none, are enough
                 self._rows.warm_up(hot_keys, deadline)
-        for num_requests, num_samples in (*_WARM_UP_BATCHES, *(_GPU_WARM_UP_BATCHES if self._gpu else ())):
+        for num_requests, num_samples in (*_WARM_UP_BATCHES, *(() if self._device is HOST else _GPU_WARM_UP_BATCHES)):
             if time.monotonic() < deadline:
                 self._run_made_up(num_requests if self._may_join else 1, num_samples)
         self._dense.end_warm_up()
@@ -374,14 +382,15 @@ class InferenceSession:
     def _run_made_up(self, num_requests: int, num_samples: int) -> None:
         # Zeros need not be a sensible request, nor need all stores be up; a batch that fails is no request's end.
         with contextlib.suppress(HotrowError):
-            self._compute([self._layout.check(self._layout.made_up(num_samples))] * num_requests)
+            self._answer([self._layout.check(self._layout.made_up(num_samples))] * num_requests)
 
     def _start_counting(self) -> None:
         """What comes from now on is counted, makes rows hot, and is recorded if so wished."""
-        self._plan.recorder = create_key_recorder(self.spec, self.config, self.directory)
+        self._recorder = create_key_recorder(self.spec, self.config, self.directory)
         self._stats = SessionStats(self.spec)
-        self._rows.forget_lookups()
-        if self.config.state_dir and self._rows.stats()["cache"].get("capacity"):
+        self._rows_before = self._rows.stats()
+        cache = self._rows_before.cache
+        if self.config.state_dir and cache is not None and cache.capacity:
             self._hot_keys = HotKeysWriter(self._hot_keys_file, self._rows.hot_keys, self._num_lookups)
 
     def _follow_updates(self) -> None:
@@ -396,7 +405,7 @@ class InferenceSession:
             folder.parent.name,
             folder.name,
             self.spec.tables,
-            self._rows,
+            self._rows.writer,
             topic_filter=self.config.update_filter,
             since=self.config.update_since,
             allow_non_finite=self.config.non_finite_updates == "apply",
@@ -406,6 +415,11 @@ class InferenceSession:
     @property
     def _hot_keys_file(self) -> Path:
         return _state_file(self.config, self.directory, "hot_keys")
+
+    def _row_stats(self) -> RowStats:
+        """What has been counted of the rows since the session serves."""
+        stats = self._rows.stats()
+        return stats if self._rows_before is None else stats.after(self._rows_before)
 
     def _num_lookups(self) -> int:
         return sum(table["lookup_keys"] for table in self._stats.snapshot()["tables"].values())

@@ -1,15 +1,52 @@
-"""What a session counts. Counters are API: docs/operations.md defines each key."""
+"""Statistics: what a session counts. Counters are API: docs/operations.md defines each key."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import field, fields, is_dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.model_spec import ModelSpec
+
+Stats = TypeVar("Stats")
+
+_GAUGE = "gauge"
+
+
+def gauge() -> Any:
+    """A field of statistics that goes up and down. Fields of type int that are not declared so are counters."""
+    return field(metadata={_GAUGE: True})
+
+
+def added(earlier: Stats, later: Stats) -> Stats:
+    """The statistics of two that served one after the other: counters add up, all else is the later one's."""
+    total: Stats = _combined(earlier, later, 1)
+    return total
+
+
+def since(start: Stats, now: Stats) -> Stats:
+    """What has been counted since `start`: counters are differences, all else is as it is now."""
+    difference: Stats = _combined(start, now, -1)
+    return difference
+
+
+def _combined(one: Any, other: Any, sign: int) -> Any:
+    if isinstance(other, Mapping) and isinstance(one, Mapping):
+        return {key: _combined(one[key], value, sign) if key in one else value for key, value in other.items()}
+    if not is_dataclass(other) or isinstance(other, type) or type(one) is not type(other):
+        return other
+    values = {each.name: getattr(other, each.name) for each in fields(other)}
+    for each in fields(other):
+        value, before = values[each.name], getattr(one, each.name)
+        if type(value) is int and type(before) is int and _GAUGE not in each.metadata:
+            values[each.name] = value + sign * before
+        else:
+            values[each.name] = _combined(before, value, sign)
+    return type(other)(**values)
 
 
 class SessionStats:

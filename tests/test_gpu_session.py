@@ -222,9 +222,9 @@ def small_network(folder: Path, nodes: list[Any], inputs: list[Any], outputs: li
 def engine_of(path: Path) -> Any:
     """Its dense engine on the first GPU."""
     from inference_session.dense_engine.cuda import CudaEngine
-    from inference_session.device.cuda import GpuContext
+    from inference_session.device.cuda import CudaDevice
 
-    return CudaEngine(path, num_threads=1, gpu=GpuContext(0), use_tf32=False)
+    return CudaEngine(path, num_threads=1, gpu=CudaDevice(0), use_tf32=False)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of CuPy's streams that were never made
@@ -244,15 +244,15 @@ def test_a_launch_that_the_device_refuses_is_no_failure(way: str) -> None:
     """Whoever needed it is told that it is unavailable; the next one is served."""
     import cupy
 
-    from inference_session.device.cuda import GpuContext
+    from inference_session.device.cuda import CudaDevice
 
-    context = GpuContext(0)
+    device = CudaDevice(0)
     nothing = cupy.RawKernel('extern "C" __global__ void nothing() {}', "nothing")
     for num_threads in (32, 1 << 20, 32):
         refused = pytest.raises(UnavailableError, match="cuda:0 cannot answer this request: CUDA_ERROR")
-        with refused if num_threads > 1024 else contextlib.nullcontext(), getattr(context, way)():
+        with refused if num_threads > 1024 else contextlib.nullcontext(), getattr(device, way)():
             nothing((1,), (num_threads,), ())
-    assert context.failure is None
+    assert device.failure is None
 
 
 def test_strings_pass_through_a_network(tmp_path: Path) -> None:
@@ -277,11 +277,12 @@ def test_a_network_of_many_inputs_runs_with_graphs_or_without(tmp_path: Path) ->
     outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 200])]
     path = small_network(tmp_path, [helper.make_node("Concat", names, ["y"], axis=1)], inputs, outputs)
     engine = engine_of(path)
+    prepared: dict[int, Any] = {}
     rng = np.random.default_rng(0)
 
     def ask(num_samples: int) -> None:
         arrays = {name: rng.random((num_samples, 4), np.float32) for name in names}
-        (found,) = engine.run(arrays, ["y"])
+        (found,) = engine.run(arrays, ["y"], prepared.setdefault(num_samples, engine.prepare()))
         assert np.array_equal(found, np.concatenate(list(arrays.values()), axis=1))
 
     for num_samples in (2, 3, 5, 2, 3, 5):

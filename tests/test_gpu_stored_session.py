@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from inference_session import InferenceSession, Request
 from inference_session.device.discovery import unusable_for_sessions
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.errors import ConfigurationError, SessionClosedError, UnavailableError, UnknownKeyError
-from inference_session.kernels.records import SEGMENT, PoolingCode, address_of
+from inference_session.kernels.records import SEGMENT, Lookup, PoolingCode, address_of
 from inference_session.model_spec import TABLES_FOLDER, TableSpec
 from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.namespace import Namespace
@@ -30,15 +30,12 @@ from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
 from inference_session.parameter_server.wrappers import FaultStore
-from inference_session.rows import CachedRows, RowSource
+from inference_session.rows import Rows, StoredRows, fetch
 from inference_session.rows.hot_keys import read_hot_keys
 from tests.test_stored_session import DIMS, HASHED_DEFAULT, assert_answers, push, url_of
 from tests.testing import small_model
 from tests.testing.hooked_store import HookedStore
 from tests.testing.servers import PATIENCE_S, wait_until
-
-if TYPE_CHECKING:
-    from inference_session.rows.gpu_cached import GpuCachedRows
 
 NO_GPU = unusable_for_sessions(0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_GPU is not None, reason=f"no GPU: {NO_GPU}")]
@@ -85,14 +82,14 @@ def open_on_gpu(directory: Path, **settings: Any) -> InferenceSession:
     return InferenceSession.open(directory, device="cuda:0", **settings)
 
 
-def rows_of(session: InferenceSession) -> GpuCachedRows:
-    from inference_session.rows.gpu_cached import GpuCachedRows
-
-    assert isinstance(session._rows, GpuCachedRows)
+def rows_of(session: InferenceSession) -> StoredRows:
+    assert isinstance(session._rows, StoredRows)
+    assert session._rows.device.name == "cuda:0"
     return session._rows
 
 
-def await_inserts(rows: GpuCachedRows) -> None:
+def await_inserts(rows: StoredRows) -> None:
+    assert rows._late is not None
     assert rows._late.wait(PATIENCE_S)
 
 
@@ -335,25 +332,25 @@ def test_a_cache_that_does_not_fit_is_refused(version: tuple[Path, small_model.A
     """Too little for a row of each table, and more than the device has: both name the bytes needed."""
     with pytest.raises(ConfigurationError, match="cache_bytes is 100, too little for 3 tables on a GPU: at least"):
         open_on_gpu(version[0], cache_bytes=100)
-    from inference_session.device.cuda import GpuContext
-    from inference_session.embedding_cache.gpu_session import SessionGpuCache
+    from inference_session.device.cuda import CudaDevice
+    from inference_session.embedding_cache.gpu import GpuEmbeddingCache
 
     with pytest.raises(ConfigurationError, match=r"cache_bytes needs \d+ bytes on cuda:0, which has \d+ free of \d+"):
-        SessionGpuCache({"huge": 64}, 1 << 42, GpuContext(0), num_rows={"huge": 1 << 40})
+        GpuEmbeddingCache({"huge": 64}, 1 << 42, CudaDevice(0), num_rows={"huge": 1 << 40})
 
 
 def test_more_rows_than_are_written_or_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A large cache that is filled, dumped, updated and erased in pieces holds what one in a single piece would."""
-    monkeypatch.setattr("inference_session.embedding_cache.gpu_session._BUCKETS_AT_ONCE", 50)
-    from inference_session.device.cuda import GpuContext
-    from inference_session.embedding_cache.gpu_session import SessionGpuCache
+    monkeypatch.setattr("inference_session.embedding_cache.gpu._BUCKETS_AT_ONCE", 50)
+    from inference_session.device.cuda import CudaDevice
+    from inference_session.embedding_cache.gpu import GpuEmbeddingCache
 
     keys = np.random.default_rng(0).permutation(np.arange(-5_000, 5_000))
     vectors = np.stack([keys, -keys], axis=1).astype(np.float32)
-    with SessionGpuCache({"t": 2}, 1 << 22, GpuContext(0), num_rows={"t": len(keys)}) as cache:
+    with GpuEmbeddingCache({"t": 2}, 1 << 22, CudaDevice(0), num_rows={"t": len(keys)}) as cache:
         cache.insert("t", keys, vectors)
         held = cache.dump("t")
-        assert len(held) == len(np.unique(held)) == cache.stats()["rows"] >= 0.99 * len(keys)
+        assert len(held) == len(np.unique(held)) == cache.stats().rows >= 0.99 * len(keys)
         assert np.isin(held, keys).all()
         assert np.array_equal(np.sort(cache.hottest("t")), np.sort(held))
         cache.update("t", keys, vectors + 1)
@@ -361,7 +358,7 @@ def test_more_rows_than_are_written_or_read_at_once(monkeypatch: pytest.MonkeyPa
         cache.erase("t", keys[keys % 2 == 0])
         assert np.array_equal(np.sort(cache.dump("t")), np.sort(held[held % 2 != 0]))
         cache.clear("t")
-        assert cache.stats()["rows"] == len(cache.dump("t")) == 0
+        assert cache.stats().rows == len(cache.dump("t")) == 0
 
 
 def test_a_closed_session_refuses_look_ups(version: tuple[Path, small_model.Arrays]) -> None:
@@ -373,7 +370,7 @@ def test_a_closed_session_refuses_look_ups(version: tuple[Path, small_model.Arra
     with pytest.raises(SessionClosedError):
         session.run(small_model.random_inputs(2, np.random.default_rng(0)))
     with pytest.raises(SessionClosedError):
-        rows.fetch(0, np.arange(3), np.zeros((3, 4), np.float32))
+        fetch(rows, 0, np.arange(3), np.zeros((3, 4), np.float32))
 
 
 class Look(NamedTuple):
@@ -442,13 +439,13 @@ def expected(look: Look, known: Known) -> NDArray[np.float64]:
     return np.array(rows).reshape(look.shape)
 
 
-def answers_of(rows: RowSource, looks: Sequence[Look]) -> tuple[list[NDArray[np.float32]], list[int]]:
+def answers_of(rows: Rows, looks: Sequence[Look]) -> tuple[list[NDArray[np.float32]], list[int]]:
     """Outputs and unknown keys of look-ups in one call."""
     segments, outputs, held = np.zeros(len(looks), SEGMENT), [], []
     num_keys = np.array([sum(map(len, look.bags)) for look in looks], np.int64)
-    with rows.request():
+    with rows.device.request():
         for segment, look in zip(segments, looks, strict=True):
-            keys, output = rows.stage(look.keys), rows.empty(look.shape)
+            keys, output = rows.device.stage(look.keys), rows.device.empty(look.shape)
             item, keys_per_row = keys.itemsize, 1 if keys.ndim == 1 else keys.shape[1]
             segment["table"], segment["pooling"], segment["keys_address"] = look.table, look.pooling, address_of(keys)
             segment["key_bytes"], segment["key_stride"], segment["row_stride"] = item, item, item * keys_per_row
@@ -459,12 +456,14 @@ def answers_of(rows: RowSource, looks: Sequence[Look]) -> tuple[list[NDArray[np.
             held.append(keys)
             for field in ("begins", "ends", "weights"):
                 if (array := getattr(look, field)) is not None:
-                    held.append(rows.stage(array))
+                    held.append(rows.device.stage(array))
                     segment[f"{field}_address"] = address_of(held[-1])
-        counts = rows.counts(len(looks))
-        rows.look_up(segments, num_keys, counts)
-        settled = rows.settled(counts).tolist()
-        return [array if isinstance(array, np.ndarray) else array.get() for array in outputs], settled
+        lookup = Lookup(segments, num_keys, rows.device.counts(len(looks)), rows.prepare(segments))
+        rows.look_up(lookup)
+        rows.device.wait()
+        return [
+            array if isinstance(array, np.ndarray) else array.get() for array in outputs
+        ], lookup.num_unknown.tolist()
 
 
 def memory_store() -> tuple[MemoryStore, Known]:
@@ -484,16 +483,15 @@ def memory_store() -> tuple[MemoryStore, Known]:
     return store, known
 
 
-def gpu_rows(server: ParameterServer, cache_bytes: int = 13_000) -> GpuCachedRows:
+def gpu_rows(server: ParameterServer, cache_bytes: int = 13_000) -> StoredRows:
     """SPECS on a GPU, in a cache of few rows as a rule."""
-    from inference_session.device.cuda import GpuContext
-    from inference_session.embedding_cache.gpu_session import SessionGpuCache
-    from inference_session.rows.gpu_cached import GpuCachedRows
+    from inference_session.device.cuda import CudaDevice
+    from inference_session.embedding_cache.gpu import GpuEmbeddingCache
 
-    context = GpuContext(0)
+    device = CudaDevice(0)
     dims = {spec.folder: spec.embedding_dim for spec in SPECS}
-    cache = SessionGpuCache(dims, cache_bytes, context, num_rows={spec.folder: spec.num_rows for spec in SPECS})
-    return GpuCachedRows(SPECS, cache, server, context)
+    cache = GpuEmbeddingCache(dims, cache_bytes, device, num_rows={spec.folder: spec.num_rows for spec in SPECS})
+    return StoredRows(SPECS, cache, server)
 
 
 @pytest.mark.parametrize(("num_looks", "most_bytes"), [(1, None), (3, None), (9, None), (40, None), (9, 1), (20, 2000)])
@@ -504,11 +502,11 @@ def test_any_look_up_answers_as_numpy_and_the_processor(
     several parts, where memory would not do for all at once.
     """
     if most_bytes is not None:
-        monkeypatch.setattr("inference_session.rows.gpu_cached._MOST_BYTES", most_bytes)
+        monkeypatch.setattr("inference_session.embedding_cache.gpu_missed._MOST_BYTES", most_bytes)
     store, known = memory_store()
     on_gpu = gpu_rows(ParameterServer([Tier("memory", store)]))
     cache = CpuEmbeddingCache({spec.folder: spec.embedding_dim for spec in SPECS}, 1 << 14)
-    on_cpu = CachedRows(SPECS, cache, ParameterServer([Tier("memory", store)]), num_threads=1)
+    on_cpu = StoredRows(SPECS, cache, ParameterServer([Tier("memory", store)]))
     for seed in range(12):
         rng = np.random.default_rng(seed)
         looks = [random_look(rng, known) for _ in range(num_looks)]
@@ -564,11 +562,11 @@ def test_a_row_updated_while_it_is_fetched_is_not_cached() -> None:
     store = HookedStore(memory_store()[0])
     rows = gpu_rows(ParameterServer([Tier("memory", store)]), cache_bytes=1 << 20)
     out = np.zeros((90, 4), np.float32)
-    store.hook = lambda: rows.update(2, np.array([3, 48]), np.full((2, 4), 7, np.float32))
+    store.hook = lambda: rows.writer.update(2, np.array([3, 48]), np.full((2, 4), 7, np.float32))
 
-    rows.fetch(2, np.arange(-90, 0), out)
+    fetch(rows, 2, np.arange(-90, 0), out)
     await_inserts(rows)
-    rows.fetch(2, np.arange(-90, 0), out)
+    fetch(rows, 2, np.arange(-90, 0), out)
 
     assert out[[3, 48]].tolist() == [[7] * 4] * 2
     rows.close()

@@ -23,8 +23,8 @@ from inference_session.errors import (
     UnavailableError,
     UnknownKeyError,
 )
-from inference_session.execution.forward import Forward
-from inference_session.execution.lookup_plan import LookupPlan
+from inference_session.execution.lookups import ModelLookups
+from inference_session.execution.plan import ExecutionPlans
 from inference_session.model_spec import TABLES_FOLDER
 from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.namespace import Namespace
@@ -33,7 +33,7 @@ from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
 from inference_session.parameter_server.tier import Tier
 from inference_session.parameter_server.wrappers import FaultStore
-from inference_session.rows import CachedRows
+from inference_session.rows import StoredRows, fetch
 from tests.testing import small_model
 from tests.testing.hooked_store import HookedStore
 from tests.testing.servers import PATIENCE_MS, PATIENCE_S, wait_until
@@ -316,25 +316,25 @@ def test_a_row_updated_while_it_is_fetched_is_not_cached(refreshing: bool, fails
     store.insert("user_weight", np.arange(50), np.ones((50, 4), np.float32))
     faulty = FaultStore(store, lambda verb: failures.pop() if verb == "erase" and failures else None)
     server = ParameterServer([Tier("memory", faulty)])
-    rows = CachedRows(small_model.TABLES, CpuEmbeddingCache(DIMS, 1 << 16), server, num_threads=1)
+    rows = StoredRows(small_model.TABLES, CpuEmbeddingCache(DIMS, 1 << 16), server)
     out = np.zeros((50, 4), np.float32)
     if refreshing:
-        rows.fetch(0, np.arange(50), out)
+        fetch(rows, 0, np.arange(50), out)
 
     def write() -> None:
-        rows.update(0, np.array([3, 48]), np.full((2, 4), 7, np.float32))
+        rows.writer.update(0, np.array([3, 48]), np.full((2, 4), 7, np.float32))
         if fails:
             failures.append(UnavailableError("gone"))
             with pytest.raises(UnavailableError):
-                rows.erase(0, np.array([5]))
+                rows.writer.erase(0, np.array([5]))
             store.erase("user_weight", np.array([5]))  # done all the same
 
     store.hook = write
     if refreshing:
-        rows.refresh()
+        rows.writer.refresh()
     else:
-        rows.fetch(0, np.arange(-50, 0), out)
-    rows.fetch(0, np.arange(-50, 0), out)
+        fetch(rows, 0, np.arange(-50, 0), out)
+    fetch(rows, 0, np.arange(-50, 0), out)
 
     assert out[[3, 48]].tolist() == [[7] * 4] * 2
     assert out[5].tolist() == ([0] * 4 if fails else [1] * 4)
@@ -370,7 +370,7 @@ class FailingRows:
             upper.insert(table.folder, keys, vectors)
         tiers = [Tier("volatile", FaultStore(upper, lambda _: self.error)), Tier("persistent", lower)]
         server = ParameterServer(tiers, **server_settings)  # type: ignore[arg-type]
-        self.rows = CachedRows(small_model.TABLES, NullEmbeddingCache(DIMS), server, num_threads=1)
+        self.rows = StoredRows(small_model.TABLES, NullEmbeddingCache(DIMS), server)
 
 
 def test_in_an_outage_only_requests_that_need_the_tier_fail(
@@ -382,14 +382,16 @@ def test_in_an_outage_only_requests_that_need_the_tier_fail(
     inputs["codes"][:] = 0
     even, odd = ({**inputs, "user": np.full((2, 1), user)} for user in (4, 5))
     with InferenceSession.open(version[0], persistent_store=url_of(version[0])) as session:
-        plan = LookupPlan(session.spec, failing.rows)
-        monkeypatch.setattr(session, "_forward", Forward(plan, failing.rows, session._dense))
+        lookups = ModelLookups(session.spec, by_column=False, keys_follow_inputs=True)
+        monkeypatch.setattr(session, "_rows", failing.rows)
+        monkeypatch.setattr(session, "_plans", ExecutionPlans(lookups, failing.rows, session._dense, ()))
         failing.error = UnavailableError("gone")
 
         answers = session.run_many([Request(even), Request(odd)])
 
         assert_answers(answers[0], small_model.expected(version[1], even))
         assert isinstance(answers[1], UnavailableError)
+        monkeypatch.undo()
     failing.rows.close()
 
 
@@ -397,13 +399,13 @@ def test_refresh_in_an_outage_erases_nothing(version: tuple[Path, small_model.Ar
     """Cached rows that only the dead tier has stay; refresh() says that it could not be done."""
     failing = FailingRows(version[1])
     cache = CpuEmbeddingCache(DIMS, 1 << 16)
-    rows = CachedRows(small_model.TABLES, cache, failing.rows._server, num_threads=1)
+    rows = StoredRows(small_model.TABLES, cache, failing.rows._server)
     out = np.zeros((4, 4), np.float32)
-    rows.fetch(0, np.arange(4), out)
+    fetch(rows, 0, np.arange(4), out)
     failing.error = UnavailableError("gone")
 
     with pytest.raises(UnavailableError):
-        rows.refresh()
+        rows.writer.refresh()
 
     assert sorted(cache.dump("user_weight")) == [0, 1, 2, 3]
     rows.close()
@@ -452,7 +454,7 @@ def test_async_inserts_answer_by_default_and_then_by_row(
         nothing["hashed"] = np.tile(np.array(HASHED_DEFAULT, np.float32), (30, 1))
         nothing["hashed/key"] = version[1]["hashed/key"]
         rows = session._rows
-        assert isinstance(rows, CachedRows)
+        assert isinstance(rows, StoredRows)
         assert rows._late is not None
         assert rows._late.wait(PATIENCE_S)
         for spec in small_model.TABLES:

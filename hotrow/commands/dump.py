@@ -46,7 +46,7 @@ def command(
     Example:
       hotrow dump model_repository/ctr/1 --to hdfs://namenode:9870/dumps/ctr-1
     """
-    from inference_session.rows import create_row_source
+    from inference_session.rows import create_rows
     from inference_session.rows.dump import dump
     from triton_backend.repository.model_config import configured_session
 
@@ -60,7 +60,7 @@ def command(
             " dump it there with InferenceSession.dump(), or serve it with a persistent_store"
         )
     num_rows = sum(table.num_rows for table in spec.tables)
-    rows = create_row_source(spec, config, version_dir)
+    rows = create_rows(spec, config, version_dir)
     try:
         with row_progress(f"Dumping {version_dir}", num_rows) as progress:
             report = dump(rows, spec, target, progress)

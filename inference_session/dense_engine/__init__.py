@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from inference_session.config import SessionConfig
 from inference_session.dense_engine.base import DenseEngine
 from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.dense_engine.vectors import VectorEngine
+from inference_session.device.base import Device
+from inference_session.device.host import HOST
 from inference_session.errors import ModelFormatError
 
 if TYPE_CHECKING:
-    from inference_session.device.cuda import GpuContext
+    from inference_session.device.cuda import CudaDevice
 
 __all__ = ["DenseEngine", "OnnxEngine", "VectorEngine", "create_engine"]
 
@@ -21,24 +23,24 @@ __all__ = ["DenseEngine", "OnnxEngine", "VectorEngine", "create_engine"]
 _log = logging.getLogger(__name__)
 
 
-def create_engine(path: Path, config: SessionConfig, gpu: GpuContext | None) -> OnnxEngine:
-    """The engine of an ONNX file, on the GPU if there is one; raises what the engines and `in_float16` do."""
+def create_engine(path: Path, config: SessionConfig, device: Device) -> OnnxEngine:
+    """The engine of an ONNX file, on the device; raises what the engines and `in_float16` do."""
     if config.dense_precision != "float16":
-        return _open(path, None, config, gpu)
+        return _open(path, None, config, device)
     # Imported where needed: the converter, and ONNX below it, take a while to load.
     from inference_session.dense_engine.float16 import in_float16, not_in_float16
 
-    if gpu is None:
+    if device is HOST:
         _log.warning("%s: dense_precision 'float16' makes nothing faster on the processor, only less exact", path)
     content = in_float16(path)
     try:
-        return _open(path, content, config, gpu)
+        return _open(path, content, config, device)
     except ModelFormatError as error:
         raise not_in_float16(path, error) from error
 
 
-def _open(path: Path, content: bytes | None, config: SessionConfig, gpu: GpuContext | None) -> OnnxEngine:
-    if gpu is None:
+def _open(path: Path, content: bytes | None, config: SessionConfig, device: Device) -> OnnxEngine:
+    if device is HOST:
         return OnnxEngine(path, content=content, num_threads=config.num_dense_threads)
     from inference_session.dense_engine.cuda import CudaEngine
 
@@ -46,6 +48,6 @@ def _open(path: Path, content: bytes | None, config: SessionConfig, gpu: GpuCont
         path,
         content=content,
         num_threads=config.num_dense_threads,
-        gpu=gpu,
+        gpu=cast("CudaDevice", device),
         use_tf32=config.dense_precision == "tf32",
     )

@@ -10,20 +10,50 @@ import numpy as np
 from numpy.typing import NDArray
 
 
+class BoundRun(ABC):
+    """A run of the network over certain places in memory, as often as something new has been put there."""
+
+    places: Mapping[str, NDArray[Any]]
+    """By input, where the host puts it; inputs that the device itself writes are not among them."""
+
+    @abstractmethod
+    def run(self) -> list[np.ndarray[Any, Any]]:
+        """The outputs that were bound, in their order; see DenseEngine.run."""
+
+
 class DenseEngine(ABC):
     """A loaded network. Safe to run from several threads at once."""
 
     input_names: frozenset[str]
     """The inputs that `run` wants, exactly."""
 
+    def prepare(self) -> Any:
+        """What `run` may keep for inputs of always the same shapes."""
+        return None
+
     @abstractmethod
-    def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> list[np.ndarray[Any, Any]]:
+    def run(
+        self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str], prepared: Any = None
+    ) -> list[np.ndarray[Any, Any]]:
         """The outputs of those names, in that order. Inputs are read in place, not copied.
+
+        `prepared`: what `prepare` gave for inputs of these shapes; None: nothing is kept.
 
         Raises:
             InvalidRequestError: the network refused these values (a row number outside a small table that
                 stayed in it, shapes that do not fit each other).
         """
+
+    def may_bind(self, outputs: Sequence[str]) -> bool:  # noqa: ARG002
+        """Whether `bind` is worth trying for these outputs: not before their shapes are known."""
+        return False
+
+    def bind(self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> BoundRun | None:  # noqa: ARG002
+        """A run over the places in memory that these inputs are in now, or are put in by this call.
+
+        None: this engine, or this network, cannot do that.
+        """
+        return None
 
     def end_warm_up(self) -> None:  # noqa: B027  most engines have nothing to end
         """The session serves from now on: prepare nothing more at the cost of a request."""

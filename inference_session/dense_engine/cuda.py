@@ -12,20 +12,23 @@ import math
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from inference_session.dense_engine.base import BoundRun
 from inference_session.dense_engine.onnx import VALUE_ERRORS, OnnxEngine, refused
-from inference_session.device.cuda import GpuContext
+from inference_session.device.cuda import CudaDevice
 from inference_session.errors import ConfigurationError, ModelFormatError
-from inference_session.requests.batch import Staged
+from inference_session.platform.bounded_memory import BoundedMemory
 
 PROVIDER = "CUDAExecutionProvider"
-_MAX_GRAPHS, _MAX_BINDINGS = 16, 256
+_MAX_GRAPHS = 16
+_PLACES_PER_SHAPE = 8
+"""Of inputs of the same shapes, in how many places they are bound: requests at once are in different ones."""
 _NO_GRAPH = "-1"
 _MAX_IN_PLACE_BYTES = 1 << 16
 """Above this it is faster to copy an array to the device and back than to reach over the bus for each element."""
@@ -59,17 +62,21 @@ class _Placed(NamedTuple):
         return self.staged is not None and self.array is not self.staged
 
 
-class BoundRun:
-    """A run of the network over certain places in memory, as often as something new has been put there."""
+_Bindings: TypeAlias = "BoundedMemory[Hashable, _Bound]"
+"""By names, shapes and addresses of inputs and outputs."""
+
+
+class CudaBoundRun(BoundRun):
+    """A run of the network over certain places in pinned and device memory."""
 
     def __init__(self, engine: CudaEngine, bound: _Bound, inputs: Mapping[str, _Placed]) -> None:
         self._engine = engine
         self._bound = bound
         self._uploads = [placed for placed in inputs.values() if placed.is_copied]
-        self.staged = [Staged((name,), placed.staged) for name, placed in inputs.items() if placed.staged is not None]
+        self.places = {name: placed.staged for name, placed in inputs.items() if placed.staged is not None}
 
     def run(self) -> list[np.ndarray[Any, Any]]:
-        """The outputs that were bound, in their order; see DenseEngine.run."""
+        """See BoundRun."""
         return self._engine.run_again(self._bound, self._uploads)
 
 
@@ -77,7 +84,7 @@ class CudaEngine(OnnxEngine):
     """One ONNX file on a GPU. Inputs that CuPy has on the device are read there; outputs come back to the host."""
 
     def __init__(
-        self, path: Path, *, content: bytes | None = None, num_threads: int, gpu: GpuContext, use_tf32: bool
+        self, path: Path, *, content: bytes | None = None, num_threads: int, gpu: CudaDevice, use_tf32: bool
     ) -> None:
         """`use_tf32`: let matrix products round their inputs to 10 bits, for relative errors of about 1e-3.
         `content`: see OnnxEngine.
@@ -112,9 +119,8 @@ class CudaEngine(OnnxEngine):
         self._can_bind = all(map(_is_numeric, (*self._session.get_inputs(), *self._session.get_outputs())))
         self._trusted: set[str] = set()
         """Outputs whose shapes were seen to be what the file declares."""
-        self._bindings: dict[Hashable, _Bound] = {}
-        """By names, shapes and addresses of inputs and outputs."""
-        self._num_graphs = 0
+        self._graphs: list[_Bound] = []
+        """What has been recorded while the session warms up."""
         self._recorder: threading.Thread | None = threading.current_thread()
         """The thread that may record graphs, which are known in it alone; None: no longer."""
         self._plain = _run_options(_NO_GRAPH)
@@ -122,23 +128,25 @@ class CudaEngine(OnnxEngine):
     def end_warm_up(self) -> None:
         """See DenseEngine: recording holds up the whole device, and would hold up requests."""
         self._may_record = False
-        recorded = [bound for bound in self._bindings.values() if bound.options is not self._plain]
+        recorded, self._graphs = self._graphs, []
         if recorded and self._recorder is threading.current_thread():
             with self._gpu.request():
                 self._check_graphs(recorded)
 
-    def may_bind(self, outputs: Sequence[str]) -> bool:
-        """Whether these outputs can be bound: the shapes that the file declares were seen to be theirs."""
-        return self._can_bind and self._trusted.issuperset(outputs)
+    def prepare(self) -> _Bindings:
+        """See DenseEngine: bindings of arrays in certain places."""
+        return BoundedMemory(_PLACES_PER_SHAPE)
 
-    def bind(self, inputs: Mapping[str, Any], outputs: Sequence[str]) -> BoundRun | None:
-        """A run over the places that these inputs are put in now; None where the outputs are too large for it, or their
-        shapes not known beforehand.
-        """
+    def may_bind(self, outputs: Sequence[str]) -> bool:
+        """See DenseEngine: the shapes that the file declares have to have been seen to be theirs."""
+        return bool(outputs) and self._can_bind and self._trusted.issuperset(outputs)
+
+    def bind(self, inputs: Mapping[str, Any], outputs: Sequence[str]) -> CudaBoundRun | None:
+        """See DenseEngine. None also where outputs are too large for it."""
         placed = {name: self._place(array) for name, array in inputs.items()}
         arrays = {name: each.array for name, each in placed.items()}
-        bound = self._bound(self._session, arrays, outputs, self._predicted_shapes(arrays, outputs))
-        return None if bound is None else BoundRun(self, bound, placed)
+        bound = self._bound(self._session, arrays, outputs, self._predicted_shapes(arrays, outputs), self.prepare())
+        return None if bound is None else CudaBoundRun(self, bound, placed)
 
     def run_again(self, bound: _Bound, uploads: Sequence[_Placed]) -> list[np.ndarray[Any, Any]]:
         """See BoundRun.run."""
@@ -147,19 +155,27 @@ class CudaEngine(OnnxEngine):
             self._upload(placed)
         try:
             return self._answer(session, bound)
-        except VALUE_ERRORS as error:
-            raise refused(error) from error
+        except VALUE_ERRORS:  # as in `_compute_here`
+            outputs = list(bound.results)
+            shapes = {name: array.shape for name, array in bound.results.items()}
+            try:
+                return self._run_unbound(session, bound.inputs, outputs, shapes)
+            except VALUE_ERRORS as error:
+                raise refused(error) from error
 
     def _open(self, path: Path, content: bytes | None, num_threads: int, settings: dict[str, str]) -> None:
         providers = [(PROVIDER, settings), "CPUExecutionProvider"]
         super().__init__(path, content=content, num_threads=num_threads, providers=providers)
 
-    def _compute(self, session: Any, inputs: Mapping[str, Any], outputs: Sequence[str]) -> list[np.ndarray[Any, Any]]:
+    def _compute(
+        self, session: Any, inputs: Mapping[str, Any], outputs: Sequence[str], prepared: _Bindings | None
+    ) -> list[np.ndarray[Any, Any]]:
         with self._gpu.request():
-            return self._compute_here(session, inputs, outputs)
+            bindings = self.prepare() if prepared is None else prepared
+            return self._compute_here(session, inputs, outputs, bindings)
 
     def _compute_here(
-        self, session: Any, inputs: Mapping[str, Any], outputs: Sequence[str]
+        self, session: Any, inputs: Mapping[str, Any], outputs: Sequence[str], bindings: _Bindings
     ) -> list[np.ndarray[Any, Any]]:
         if not self._can_bind:
             on_host = {name: array if isinstance(array, np.ndarray) else array.get() for name, array in inputs.items()}
@@ -167,7 +183,7 @@ class CudaEngine(OnnxEngine):
             return answer
         placed = {name: self._place(array).array for name, array in inputs.items()}
         shapes = self._predicted_shapes(placed, outputs)
-        bound = self._bound(session, placed, outputs, shapes)
+        bound = self._bound(session, placed, outputs, shapes, bindings)
         if bound is None:
             return self._run_unbound(session, placed, outputs, shapes)
         try:
@@ -176,14 +192,23 @@ class CudaEngine(OnnxEngine):
             return self._run_unbound(session, placed, outputs, shapes)
 
     def _bound(
-        self, session: Any, placed: Mapping[str, Any], outputs: Sequence[str], shapes: Mapping[str, tuple[int, ...]]
+        self,
+        session: Any,
+        placed: Mapping[str, Any],
+        outputs: Sequence[str],
+        shapes: Mapping[str, tuple[int, ...]],
+        bindings: _Bindings,
     ) -> _Bound | None:
         """The binding of inputs in their places, and of results in theirs; None where their shapes are not sure."""
         if not (self._trusted & shapes.keys()).issuperset(outputs) or any(map(_is_large, shapes.values())):
             return None
         results = {name: self._gpu.pinned(shapes[name], _TYPES[self._declared[name][1]]) for name in outputs}
         case = (*[(name, array.shape, _address(array)) for name, array in (*placed.items(), *results.items())],)
-        return self._bindings.get(case) or self._bind(session, case, placed, results)
+        bound = bindings.get(case)
+        if bound is None:
+            bound = self._bind(session, placed, results)
+            bindings.put(case, bound)
+        return bound
 
     def _answer(self, session: Any, bound: _Bound) -> list[np.ndarray[Any, Any]]:
         self._run_bound(session, bound)
@@ -203,8 +228,8 @@ class CudaEngine(OnnxEngine):
     def _upload(self, placed: _Placed) -> None:
         placed.array.set(placed.staged, stream=self._gpu.stream)
 
-    def _bind(self, session: Any, case: Hashable, placed: Mapping[str, Any], results: Mapping[str, Any]) -> _Bound:
-        """The binding of arrays in these places, kept for the next ones there; a graph of its own while it may have."""
+    def _bind(self, session: Any, placed: Mapping[str, Any], results: Mapping[str, Any]) -> _Bound:
+        """The binding of arrays in these places, with a graph of its own while the session warms up."""
         binding = session.io_binding()
         for name, array in placed.items():
             self._bind_input(binding, name, array)
@@ -212,13 +237,12 @@ class CudaEngine(OnnxEngine):
             binding.bind_output(name, "cuda", self._gpu.device_id, array.dtype.type, array.shape, _address(array))
         options = self._plain
         if self._may_record and threading.current_thread() is self._recorder:
-            self._num_graphs += 1
-            options = _run_options(str(self._num_graphs))
-            self._may_record = self._num_graphs < _MAX_GRAPHS
-        if len(self._bindings) >= _MAX_BINDINGS:
-            self._bindings = {known: kept for known, kept in self._bindings.items() if kept.options is not self._plain}
-        self._bindings[case] = _Bound(binding, options, placed, results)
-        return self._bindings[case]
+            options = _run_options(str(len(self._graphs) + 1))
+        bound = _Bound(binding, options, placed, results)
+        if options is not self._plain:
+            self._graphs.append(bound)
+            self._may_record = len(self._graphs) < _MAX_GRAPHS
+        return bound
 
     def _bind_input(self, binding: Any, name: str, array: Any) -> None:
         address = _address(array)

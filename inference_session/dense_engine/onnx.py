@@ -62,12 +62,14 @@ class OnnxEngine(DenseEngine):
             raise ModelFormatError(f"{path}: ONNX Runtime cannot load it: {_first_line(error)}") from error
         self.provider: str = self._session.get_providers()[0]
 
-    def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> list[np.ndarray[Any, Any]]:
+    def run(
+        self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str], prepared: Any = None
+    ) -> list[np.ndarray[Any, Any]]:
         session = self.opened()
         if not outputs:  # ONNX Runtime takes this for all of them
             return []
         try:
-            return self._compute(session, inputs, outputs)
+            return self._compute(session, inputs, outputs, prepared)
         except VALUE_ERRORS as error:
             raise refused(error) from error
 
@@ -80,7 +82,13 @@ class OnnxEngine(DenseEngine):
     def close(self) -> None:
         self._session = None
 
-    def _compute(self, session: Any, inputs: Mapping[str, Any], outputs: Sequence[str]) -> list[np.ndarray[Any, Any]]:
+    def _compute(
+        self,
+        session: Any,
+        inputs: Mapping[str, Any],
+        outputs: Sequence[str],
+        prepared: Any,  # noqa: ARG002
+    ) -> list[np.ndarray[Any, Any]]:
         # Contiguous arrays are bound as they are: ONNX Runtime copies nothing on the CPU.
         results: list[np.ndarray[Any, Any]] = session.run(outputs, inputs)
         return results

@@ -17,7 +17,12 @@ class VectorEngine(DenseEngine):
     def __init__(self, input_names: Sequence[str]) -> None:
         self.input_names = frozenset(input_names)
 
-    def run(self, inputs: Mapping[str, NDArray[Any]], outputs: Sequence[str]) -> list[np.ndarray[Any, Any]]:
+    def run(
+        self,
+        inputs: Mapping[str, NDArray[Any]],
+        outputs: Sequence[str],
+        prepared: Any = None,  # noqa: ARG002
+    ) -> list[np.ndarray[Any, Any]]:
         return [_on_host(inputs[name]) for name in outputs]
 
     def close(self) -> None:

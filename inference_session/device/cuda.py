@@ -1,6 +1,6 @@
 """What the parts of a session share on a GPU: a stream, memory that requests pass through, whether it still works.
 
-A request holds the context from its keys to its predictions. In between nothing is waited for; at the end `request` is
+A request holds the device from its keys to its predictions. In between nothing is waited for; at the end `request` is
 the one place where the host waits for the device. Only a look-up that has to know what is missing waits earlier, and
 while it fetches that, others have the device (`paused`).
 """
@@ -23,14 +23,19 @@ from cupy_backends.cuda.api.runtime import CUDARuntimeError
 from numpy.typing import NDArray
 
 from inference_session.device.arena import Arena
+from inference_session.device.base import Device
 from inference_session.device.cuda_memory import memory_checked
+from inference_session.device.pinned import pinned_empty
 from inference_session.errors import UnavailableError
-from inference_session.tables.device_rows import pinned_empty
 
 _FIRST_ARENA_BYTES = 1 << 20
 _lock = threading.RLock()
 """Of all GPUs: while one session records a CUDA graph, no other of this process may allocate device memory on any
 GPU. Sessions on several GPUs take turns therefore, unless each has a process of its own, as under Triton.
+"""
+_opening = threading.RLock()
+"""Held while a session is made and warmed up: its tables are uploaded while others answer requests, but not while one
+records CUDA graphs.
 """
 _DEVICE_ERRORS = (OutOfMemoryError, CUDARuntimeError, CUDADriverError)
 """What CuPy raises where a device cannot do what it is asked, the last of them for launches."""
@@ -46,20 +51,19 @@ class _Memory(NamedTuple):
     device: Arena
 
 
-class GpuContext:
+class CudaDevice(Device):
     """One GPU as one session uses it: one request at a time, in order."""
 
-    opening = threading.RLock()
-    """Held while a session is made and warmed up: its tables are uploaded beside the requests of others, but not beside
-    the recording of CUDA graphs.
-    """
+    reads_by_column = True
+    """Keys are read from host memory: apart, each of them is a transfer of its own."""
 
     def __init__(self, device_id: int) -> None:
         """ConfigurationError where the device has no memory left."""
         self.device_id = device_id
+        self.name = f"cuda:{device_id}"
         self._broken: str | None = None
         self._is_open = False
-        with self.opening, cupy.cuda.Device(device_id), memory_checked(device_id, "free some, or take another device"):
+        with _opening, cupy.cuda.Device(device_id), memory_checked(device_id, "free some, or take another device"):
             self.stream = cupy.cuda.Stream(non_blocking=True)
             self._memory = _allocate_memory(0)
         self._free = [self._memory]
@@ -70,6 +74,10 @@ class GpuContext:
     def failure(self) -> str | None:
         """Why the device can be used no more; None: it can."""
         return self._broken
+
+    def opening(self) -> contextlib.AbstractContextManager[object]:
+        """See Device."""
+        return _opening
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -197,6 +205,16 @@ class GpuContext:
         copy = self.pinned(array.shape, array.dtype)
         np.copyto(copy, array)
         return copy
+
+    def counts(self, num_counts: int) -> NDArray[np.int64]:
+        """See Device."""
+        counts = self.pinned((num_counts,), np.int64)
+        counts[:] = 0
+        return counts
+
+    def output(self, array: NDArray[np.float32]) -> NDArray[np.float32]:
+        """See Device."""
+        return self.pinned(array.shape, np.float32)
 
     def empty(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
         """An array on the device, until the request ends."""

@@ -4,37 +4,35 @@ from __future__ import annotations
 
 import logging
 import re
-from typing import TYPE_CHECKING
 
+from inference_session.device.base import Device
+from inference_session.device.host import HOST
 from inference_session.errors import ConfigurationError
-
-if TYPE_CHECKING:
-    from inference_session.device.cuda import GpuContext
 
 _log = logging.getLogger(__name__)
 
 
-def open_gpu(device: str) -> GpuContext | None:
-    """The GPU that a session's `device` means; None: the CPU, which `auto` falls back to.
+def open_device(device: str) -> Device:
+    """What a session's setting `device` means; `auto` is the CPU where there is no GPU to use.
 
     Raises:
         ConfigurationError: `cuda:N` was asked for and cannot be used; says why.
     """
     if device == "cpu":
-        return None
+        return HOST
     if device == "auto" and (reason := unusable_for_sessions(0)):
-        _log.info("device auto: on the CPU, for %s", reason)
-        return None
+        _log.info("device auto: the CPU is used: %s", reason)
+        return HOST
     device_id = 0 if device == "auto" else require_gpu(device)
-    from inference_session.device.cuda import GpuContext
+    from inference_session.device.cuda import CudaDevice
 
     try:
-        return GpuContext(device_id)
+        return CudaDevice(device_id)
     except ConfigurationError as error:
         if device != "auto":
             raise
-        _log.warning("device auto: on the CPU: %s", error)
-        return None
+        _log.warning("device auto: the CPU is used: %s", error)
+        return HOST
 
 
 def unusable_for_sessions(device_id: int) -> str | None:

@@ -1,47 +1,55 @@
 """The contract of an embedding cache: the hottest rows of all tables of a model, within one budget of bytes.
 
-How a session uses one that stands over a parameter server:
+How a request uses one that stands over a parameter server (rows/stored.py):
 
-    with cache.reading() as tables:                      # TABLE records, one per table
-        num_missing = cpu.lookup(tables, segments, …)    # straight into the dense network's inputs
-    vectors = server.fetch(the missing keys)             # and into the places left open
-    cache.insert(table, keys, vectors)                   # now, or later from another thread
-
-`lookup` does the first step for callers who hold keys by table. Nobody but the cache may keep a record after `reading`
-has ended: that is when replaced rows are used again.
+    num_missing = cache.look_up(lookup)          # vectors go straight into the dense network's inputs
+    for missed in cache.missed(lookup):          # what the cache lacks, each key once per table
+        …                                        # fetched from the parameter server into missed.rows
+        missed.complete()                        # and written to the places left open
+    cache.insert(table, keys, vectors)           # now, or later from another thread
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from inference_session.device.base import Device
+from inference_session.embedding_cache.missing_rows import MissingRows
+from inference_session.embedding_cache.stats import CacheStats, RowCounts, TableStats
 from inference_session.errors import ConfigurationError, InvalidRequestError, SessionClosedError, TableNotFoundError
+from inference_session.kernels.records import Lookup
 from inference_session.model_spec import VectorType
 
-Fetch = Callable[[NDArray[np.int64], NDArray[np.float32]], NDArray[np.bool_]]
-"""fetch(keys, out) → found[n], as EmbeddingStore.fetch of one table."""
 Cache = TypeVar("Cache", bound="EmbeddingCache")
 
-ROW_COUNTS = ("inserts", "updates", "evictions", "erases", "rows", "capacity", "bytes")
-_KEYS_PER_REFRESH = 1 << 14
 _FLOAT16_END = 65520.0
 """The least that float16 rounds to infinity."""
 
 
-class LookupResult(NamedTuple):
-    """What a look-up found, by table; arrays are CuPy's where the cache is on a GPU."""
+class Missed(ABC):
+    """Missing keys of a look-up, whose outputs are open."""
 
-    vectors: Mapping[str, NDArray[np.float32]]
-    """[n, embedding_dim]. Rows of missing keys are as they were in `out`, or zeros where none was given."""
-    missing: Mapping[str, NDArray[np.int64]]
-    """Positions of the keys that are not there, ascending. A GPU cache's are worked out, and waited for, when read."""
+    rows: MissingRows
+    """To be filled in by the caller, before `complete`."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Leave the device to other requests while the rows are fetched."""
+        return nullcontext()
+
+    @abstractmethod
+    def complete(self) -> Missed | None:
+        """Write the rows to the outputs, and the keys that were not found to `Lookup.num_unknown`.
+
+        Returns what is missing still, because the cache has dropped rows meanwhile; that is completed for good.
+        """
 
 
 class EmbeddingCache(ABC):
@@ -51,6 +59,10 @@ class EmbeddingCache(ABC):
     and any use after `close` a SessionClosedError.
     """
 
+    device: Device
+    inserts_at_once = 0
+    """Look-ups whose missing rows are best inserted together, after they are answered; 0: each look-up's by itself."""
+
     def __init__(self, dims: Mapping[str, int]) -> None:
         """`dims`: the embedding_dim of each table by name."""
         for table, dim in dims.items():
@@ -58,11 +70,27 @@ class EmbeddingCache(ABC):
                 raise ConfigurationError(f"table {table!r}: embedding_dim must be a whole number from 1, found {dim!r}")
         self.dims = dict(dims)
         self.cache_bytes = 0
+        self._dims = np.array(list(dims.values()), np.int64)
         self._closed = False
         self._positions = {table: i for i, table in enumerate(dims)}
         self._count_lock = Lock()
         self._num_keys = np.zeros(len(dims), np.int64)
-        self._num_missing = np.zeros(len(dims), np.int64)
+
+    def prepare(self, segments: NDArray[np.void]) -> Any:  # noqa: ARG002
+        """What `look_up` needs for SEGMENT records of these shapes, made once (Lookup.prepared)."""
+        return None
+
+    @abstractmethod
+    def look_up(self, lookup: Lookup) -> int:
+        """Answer the keys that are cached, within a request of the device; returns how many are not.
+
+        Outputs of missing keys stay as they are, or pooled hold anything; `Lookup.num_unknown` receives their number
+        per segment. Tables are counted in the order of `dims`.
+        """
+
+    @abstractmethod
+    def missed(self, lookup: Lookup) -> Iterator[Missed]:
+        """What `look_up` found missing, in parts that are completed one after the other."""
 
     @abstractmethod
     def insert(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
@@ -76,85 +104,36 @@ class EmbeddingCache(ABC):
         """As `insert`, for those keys only that are cached."""
 
     @abstractmethod
-    def lookup(
-        self, keys: Mapping[str, ArrayLike], out: Mapping[str, NDArray[np.float32]] | None = None, wait: bool = False
-    ) -> LookupResult:
-        """The vectors of keys, int64 [n] by table.
-
-        `out`, by table, takes them instead of new arrays: float32 [n, embedding_dim], rows at any distance. `wait`
-        matters on a GPU only: False returns before the device is done.
-        """
-
-    @abstractmethod
     def erase(self, table: str, keys: ArrayLike) -> None:
         """Drop the rows of these keys, as far as they are cached."""
 
     @abstractmethod
     def dump(self, table: str) -> NDArray[np.int64]:
-        """The keys that are cached, in no particular order; `lookup` gives their vectors."""
+        """The keys that are cached, in no particular order."""
 
     def hottest(self, table: str) -> NDArray[np.int64]:
         """The keys that are cached, those that are asked for most first, as far as the cache knows."""
         return self.dump(table)
 
+    def clear(self, table: str) -> None:
+        """Drop all rows of a table."""
+        self.erase(table, self.dump(table))
+
     @abstractmethod
     def close(self) -> None:
         """Give the memory back, once the look-ups under way have ended. May be called more than once."""
 
-    def stats(self) -> dict[str, Any]:
-        """Exact counts since the cache was created, in all and under `tables` by table.
-
-        hits, misses: keys looked up that were cached, that were not
-        inserts, updates: rows added, rows replaced by new contents
-        evictions, erases: rows dropped for space, rows dropped by request
-        rows, capacity: rows cached, rows that may be
-        bytes: memory allocated, whether in use or not; in all never more than cache_bytes
-        """
-        rows = {table: self._row_counts(table) for table in self.dims}
-        with self._count_lock:
-            num_keys, num_missing = self._num_keys.tolist(), self._num_missing.tolist()
+    def stats(self) -> CacheStats:
+        """Exact counts since the cache was created."""
+        rows = [self._row_counts(table) for table in self.dims]
+        num_keys, num_missing = self._lookup_counts()
         tables = {
-            table: {"hits": asked - missing, "misses": missing, **counts}
-            for (table, counts), asked, missing in zip(rows.items(), num_keys, num_missing, strict=True)
+            table: TableStats(hits=asked - missing, misses=missing, **counts._asdict())
+            for table, counts, asked, missing in zip(
+                self.dims, rows, num_keys.tolist(), num_missing.tolist(), strict=True
+            )
         }
-        totals = {name: sum(counts[name] for counts in tables.values()) for name in ("hits", "misses", *ROW_COUNTS)}
-        return {"cache_bytes": self.cache_bytes, **totals, "tables": tables}
-
-    def count_lookups(self, tables: Sequence[int], num_keys: Sequence[int], num_missing: Sequence[int]) -> None:
-        """Report what was looked up under `reading`; tables by their position in `dims`, each once at most."""
-        with self._count_lock:
-            for table, keys, missing in zip(tables, num_keys, num_missing, strict=True):
-                self._num_keys[table] += keys
-                self._num_missing[table] += missing
-
-    def forget_lookups(self) -> None:
-        """Count look-ups from 0 again: those so far were none of a client's."""
-        with self._count_lock:
-            self._num_keys[:] = 0
-            self._num_missing[:] = 0
-
-    def clear(self, table: str | None = None) -> None:
-        """Drop all rows of a table; None: of all tables."""
-        for name in self.dims if table is None else (table,):
-            self.erase(name, self.dump(name))
-
-    def refresh(self, table: str, fetch: Fetch) -> None:
-        """Read the cached rows of a table again, from below; a row that is no longer there is erased.
-
-        Look-ups go on meanwhile. `fetch` gets NumPy arrays. For one writer: an `update` that comes between a fetch and
-        its result is lost.
-        """
-        keys = self._dump_to_host(table)
-        for begin in range(0, len(keys), _KEYS_PER_REFRESH):
-            part = keys[begin : begin + _KEYS_PER_REFRESH]
-            vectors = np.empty((len(part), self.dims[table]), np.float32)
-            found = fetch(part, vectors)
-            self.update(table, part[found], vectors[found])
-            self.erase(table, part[~found])
-
-    def _dump_to_host(self, table: str) -> NDArray[np.int64]:
-        """`dump`, as a NumPy array."""
-        return self.dump(table)
+        return CacheStats.of(self.cache_bytes, tables)
 
     def __enter__(self: Cache) -> Cache:
         return self
@@ -164,10 +143,13 @@ class EmbeddingCache(ABC):
     ) -> None:
         self.close()
 
-    def _check(self, table: str) -> int:
-        """The embedding_dim of a table, while the cache is open."""
+    def _check_open(self) -> None:
         if self._closed:
             raise SessionClosedError("the embedding cache has been closed")
+
+    def _check(self, table: str) -> int:
+        """The embedding_dim of a table, while the cache is open."""
+        self._check_open()
         if table not in self.dims:
             known = ", ".join(map(repr, self.dims)) or "none"
             raise TableNotFoundError(f"the embedding cache has no table {table!r}; its tables: {known}")
@@ -177,7 +159,10 @@ class EmbeddingCache(ABC):
         """Keys as int64 [n], at any distance."""
         self._check(table)
         array = np.asarray(keys)
-        check_keys(table, array)
+        if array.ndim != 1 or (array.size and not np.can_cast(array.dtype, np.int64, "safe")):
+            raise InvalidRequestError(
+                f"table {table!r}: keys are {array.dtype} {list(array.shape)}, expected int64 or narrower integers [n]"
+            )
         return array.astype(np.int64, copy=False)
 
     def _checked_rows(
@@ -186,67 +171,38 @@ class EmbeddingCache(ABC):
         """Keys as int64 [n] and vectors as floats [n, embedding_dim]."""
         checked = self._checked_keys(table, keys)
         array = np.asarray(vectors)
-        check_vectors(table, array, (len(checked), self.dims[table]))
+        shape = len(checked), self.dims[table]
+        if array.shape != shape or not np.issubdtype(array.dtype, np.floating):
+            raise InvalidRequestError(
+                f"table {table!r}: vectors are {array.dtype} {list(array.shape)},"
+                f" expected floats {list(shape)} for {shape[0]} keys"
+            )
         return checked, array
 
+    def _count_keys(self, lookup: Lookup) -> None:
+        """Count the keys that a look-up asks for."""
+        counts = self._by_table(lookup.segments, lookup.num_keys)
+        with self._count_lock:
+            self._num_keys += counts
+
+    def _by_table(self, segments: NDArray[np.void], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Counts per segment, added up per table."""
+        return np.bincount(segments["table"], counts, len(self.dims)).astype(np.int64)
+
     @abstractmethod
-    def _row_counts(self, table: str) -> dict[str, int]:
-        """What `stats` says of a table under ROW_COUNTS, at one moment."""
+    def _lookup_counts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Keys looked up so far, and how many of them were missing, by table."""
 
-    def _output(self, table: str, num_keys: int, out: Mapping[str, NDArray[np.float32]] | None) -> NDArray[np.float32]:
-        """The array that takes a table's vectors."""
-        if out is None:
-            return np.zeros((num_keys, self.dims[table]), np.float32)
-        if table not in out:
-            raise InvalidRequestError(f"out has no array for table {table!r}, whose keys are looked up")
-        return self._checked_out(table, num_keys, out[table])
-
-    def _checked_out(self, table: str, num_keys: int, out: NDArray[np.float32]) -> NDArray[np.float32]:
-        """`out` of a look-up, once it can take the vectors."""
-        shape = (num_keys, self.dims[table])
-        if not isinstance(out, np.ndarray) or out.dtype != np.float32 or out.shape != shape:
-            found = f"{out.dtype} {list(out.shape)}" if isinstance(out, np.ndarray) else type(out).__name__
-            raise InvalidRequestError(f"table {table!r}: out is {found}, expected float32 {list(shape)}")
-        if not out.flags.writeable or (out.size and out.strides[1] != out.itemsize):
-            raise InvalidRequestError(f"table {table!r}: out must be writeable, the elements of a row adjacent")
-        return out
+    @abstractmethod
+    def _row_counts(self, table: str) -> RowCounts:
+        """The rows of a table at one moment."""
 
 
-def check_keys(table: str, keys: Any) -> None:
-    """InvalidRequestError for keys, NumPy's or CuPy's, that are not int64 [n] or narrower."""
-    if keys.ndim != 1 or (keys.size and not np.can_cast(keys.dtype, np.int64, "safe")):
-        raise InvalidRequestError(
-            f"table {table!r}: keys are {keys.dtype} {list(keys.shape)}, expected int64 or narrower integers [n]"
-        )
-
-
-def check_vectors(table: str, vectors: Any, shape: tuple[int, int]) -> None:
-    """InvalidRequestError for vectors, NumPy's or CuPy's, that are not floats of that shape."""
-    if vectors.shape != shape or not np.issubdtype(vectors.dtype, np.floating):
-        raise InvalidRequestError(
-            f"table {table!r}: vectors are {vectors.dtype} {list(vectors.shape)},"
-            f" expected floats {list(shape)} for {shape[0]} keys"
-        )
-
-
-def check_backing(table: str, keys: Any, vectors: Any, dim: int) -> None:
-    """ConfigurationError for backing rows, NumPy's or CuPy's, that are not int64 [n] and float32 [n, dim]."""
-    if keys.ndim != 1 or (keys.size and not np.can_cast(keys.dtype, np.int64, "safe")):
-        raise ConfigurationError(
-            f"backing of table {table!r}: keys are {keys.dtype} {list(keys.shape)}, expected int64 [n]"
-        )
-    if vectors.dtype != np.float32 or vectors.shape != (len(keys), dim):
-        raise ConfigurationError(
-            f"backing of table {table!r}: vectors are {vectors.dtype} {list(vectors.shape)},"
-            f" expected float32 {[len(keys), dim]}"
-        )
-
-
-def check_range(table: str, vectors: Any, dtype: VectorType, array_module: Any) -> None:
-    """InvalidRequestError for vectors, of that array module, with elements that rows of `dtype` cannot hold."""
-    if dtype == "int8" and not array_module.isfinite(vectors).all():
+def check_range(table: str, vectors: NDArray[np.floating[Any]], dtype: VectorType) -> None:
+    """InvalidRequestError for vectors with elements that rows of `dtype` cannot hold."""
+    if dtype == "int8" and not np.isfinite(vectors).all():
         what = "NaN or infinite elements, which int8 cannot hold"
-    elif dtype == "float16" and (array_module.abs(vectors) >= _FLOAT16_END)[array_module.isfinite(vectors)].any():
+    elif dtype == "float16" and (np.abs(vectors) >= _FLOAT16_END)[np.isfinite(vectors)].any():
         what = "an element beyond the range of float16 (65504)"
     else:
         return

@@ -8,22 +8,24 @@ under way have ended. So a look-up never waits for a writer, and a writer waits 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from threading import Lock
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from inference_session.device.cache_lines import LINE_BYTES, zeros_at_line
+from inference_session.device.host import LINE_BYTES, zeros_at_line
 from inference_session.device.readers import Readers
-from inference_session.embedding_cache.base import ROW_COUNTS, EmbeddingCache, LookupResult, check_range
-from inference_session.errors import ConfigurationError, InvalidRequestError, SessionClosedError
+from inference_session.embedding_cache.base import check_range
+from inference_session.embedding_cache.host import HostCache
+from inference_session.embedding_cache.stats import RowCounts
+from inference_session.errors import ConfigurationError, InvalidRequestError
 from inference_session.kernels.cpu import cache as cpu_cache
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.cpu.cache import CacheArrays
 from inference_session.kernels.cpu.hash_index import BUCKET_BYTES, MAX_ROWS
-from inference_session.kernels.records import MAX_MARK, SEGMENT, TABLE, VectorCode, address_of
+from inference_session.kernels.records import MAX_MARK, TABLE, VectorCode, address_of, table_record
 from inference_session.model_spec import VectorType, bytes_per_row
 from inference_session.tables.table_file import quantise_int8
 
@@ -37,7 +39,7 @@ _AS_COMPILED: tuple[Literal["C"], Literal["A"], Literal["W"]] = ("C", "A", "W")
 """Arrays of any other kind, as over a message's bytes, would have the kernels compiled once more."""
 
 
-class CpuEmbeddingCache(EmbeddingCache):
+class CpuEmbeddingCache(HostCache):
     """The CPU twin. Every table has a share of the budget that allows all of them the same number of rows."""
 
     def __init__(
@@ -62,12 +64,11 @@ class CpuEmbeddingCache(EmbeddingCache):
             ConfigurationError: cache_bytes is too small for one row per table (the message says what would do), or
                 more than there is.
         """
-        super().__init__(dims)
+        super().__init__(dims, num_threads=num_threads)
         if dtype not in get_args(VectorType):
             raise ConfigurationError(f"dtype {dtype!r} is none of {', '.join(get_args(VectorType))}")
         self.cache_bytes = cache_bytes
         self.dtype = dtype
-        self._num_threads = num_threads
         row_bytes = [bytes_per_row(dim, dtype) for dim in dims.values()]
         limits = [_rows_to_hold((num_rows or {}).get(table, _MOST_ROWS)) for table in dims]
         rows = _rows_per_table(cache_bytes, row_bytes, limits)
@@ -86,40 +87,14 @@ class CpuEmbeddingCache(EmbeddingCache):
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[NDArray[np.void]]:
-        """TABLE records, in the order of `dims`, for calls of the look-up kernel while the context lasts.
-
-        Short, and without writing to the cache inside: writers wait for it in the end. Its look-ups are reported to
-        `count_lookups`.
-        """
+        """See HostCache."""
         reader = self._readers.enter()
         try:
             # Asked after we are in the set: `close` sets it, then waits for all that are in.
-            if self._closed:
-                raise SessionClosedError("the embedding cache has been closed")
+            self._check_open()
             yield self._records
         finally:
             self._readers.leave(reader)
-
-    def lookup(
-        self,
-        keys: Mapping[str, ArrayLike],
-        out: Mapping[str, NDArray[np.float32]] | None = None,
-        wait: bool = False,  # noqa: ARG002 - the CPU is done when it returns
-    ) -> LookupResult:
-        """See EmbeddingCache."""
-        checked = {table: self._checked_keys(table, asked) for table, asked in keys.items()}
-        vectors = {table: self._output(table, len(asked), out) for table, asked in checked.items()}
-        num_keys = [len(asked) for asked in checked.values()]
-        positions = [self._positions[table] for table in checked]
-        segments = np.array(list(map(_segment, positions, checked.values(), vectors.values())), SEGMENT)
-        num_missing = np.zeros(len(checked), np.int64)
-        missing = np.empty(sum(num_keys), np.int64)
-        with self.reading() as records:
-            cpu.lookup(records, segments, num_missing, missing, self._num_threads)
-        self.count_lookups(positions, num_keys, num_missing.tolist())
-        ends = np.cumsum(num_missing).tolist()
-        begins = [0, *ends]
-        return LookupResult(vectors, {table: missing[b:e] for table, b, e in zip(checked, begins, ends, strict=False)})
 
     def insert(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
         """See EmbeddingCache."""
@@ -166,7 +141,7 @@ class CpuEmbeddingCache(EmbeddingCache):
         if self._closed:
             return "<CpuEmbeddingCache closed>"
         stats = self.stats()
-        return f"<CpuEmbeddingCache [{len(self.dims)} tables, {stats['rows']} of {stats['capacity']} rows]>"
+        return f"<CpuEmbeddingCache [{len(self.dims)} tables, {stats.rows} of {stats.capacity} rows]>"
 
     def _write(self, table: str, keys: ArrayLike, vectors: ArrayLike, *, may_insert: bool) -> None:
         checked, floats = self._checked_rows(table, keys, vectors)
@@ -192,20 +167,20 @@ class CpuEmbeddingCache(EmbeddingCache):
 
     def _encode(self, table: str, vectors: NDArray[np.floating[Any]]) -> NDArray[np.uint8]:
         """Vectors as rows of the cache: uint8 [n, row_bytes]."""
-        check_range(table, vectors, self.dtype, np)
+        check_range(table, vectors, self.dtype)
         if self.dtype == "int8":
             return quantise_int8(vectors)
         with np.errstate(over="ignore"):
             return np.require(vectors, self.dtype, _AS_COMPILED).view(np.uint8)
 
-    def _row_counts(self, table: str) -> dict[str, int]:
+    def _row_counts(self, table: str) -> RowCounts:
         with self._write_lock:
             self._check(table)
             arrays = self._arrays[table]
             rows = arrays.counts[cpu_cache.SMALL] + arrays.counts[cpu_cache.MAIN]
             num_bytes = _num_bytes(len(arrays.keys), arrays.vectors.shape[1])
-            counts = (*arrays.events.tolist(), int(rows), self._capacities[table], num_bytes)
-        return dict(zip(ROW_COUNTS, counts, strict=True))
+            inserts, updates, evictions, erases = arrays.events.tolist()
+            return RowCounts(inserts, updates, evictions, erases, int(rows), self._capacities[table], num_bytes)
 
 
 def bytes_to_hold(dims: Mapping[str, int], num_rows: Mapping[str, int], dtype: VectorType = "float32") -> int:
@@ -287,17 +262,17 @@ def _allocate(num_rows: int, row_bytes: int) -> CacheArrays:
     return arrays
 
 
-def _describe(tables: Any, dims: Any, dtype: VectorType) -> NDArray[np.void]:
-    records = np.zeros(len(tables), TABLE)
-    for record, arrays, dim in zip(records, tables, dims, strict=True):
-        record["index_address"], record["num_buckets"] = arrays.buckets.ctypes.data, len(arrays.buckets)
-        record["keys_address"], record["num_rows"] = arrays.keys.ctypes.data, len(arrays.keys)
-        record["vectors_address"], record["row_bytes"] = arrays.vectors.ctypes.data, arrays.vectors.shape[1]
-        record["embedding_dim"], record["vector_code"] = dim, VectorCode[dtype.upper()]
-        record["marks_address"], record["next_table"] = arrays.marks.ctypes.data, -1
-    return records
-
-
-def _segment(table: int, keys: NDArray[np.int64], out: NDArray[np.float32]) -> tuple[int, ...]:
-    step = keys.strides[0]
-    return (table, address_of(keys), 8, step, 8, len(keys), 1, 0, 0, 0, 0, address_of(out), out.strides[0])
+def _describe(tables: Iterable[CacheArrays], dims: Iterable[int], dtype: VectorType) -> NDArray[np.void]:
+    records = [
+        table_record(
+            arrays.vectors,
+            dim,
+            code=VectorCode[dtype.upper()],
+            keys=arrays.keys,
+            index_address=address_of(arrays.buckets),
+            num_buckets=len(arrays.buckets),
+            marks=arrays.marks,
+        )
+        for arrays, dim in zip(tables, dims, strict=True)
+    ]
+    return np.array(records, TABLE)

@@ -15,8 +15,9 @@ from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.redis import layout as redis_layout
 from inference_session.parameter_server.redis import replies as redis_replies
 from inference_session.parameter_server.server import ParameterServer
-from inference_session.rows.cached import CachedRows
-from inference_session.rows.updated import UpdatableRows
+from inference_session.rows.base import fetch
+from inference_session.rows.stored import StoredRows
+from inference_session.rows.updated import UpdatedRows
 from inference_session.tables.table_file import TableFile, write_table
 
 _TABLE = TableSpec("table", "table", num_rows=2, embedding_dim=1)
@@ -37,17 +38,17 @@ def _use_a_cache() -> None:
     cache.insert("table", np.arange(2), np.zeros((2, 1), np.float32))
     cache.update("table", np.arange(1), np.zeros((1, 1), np.float32))
     cache.erase("table", np.arange(1))
-    CachedRows([_TABLE], cache, ParameterServer([]), num_threads=1).close()
+    StoredRows([_TABLE], cache, ParameterServer([])).close()
 
 
 def _use_a_table(folder: Path) -> None:
     """A table is written, opened, changed and read, as an import, a session and an update stream do it."""
     keys, vectors = np.arange(2), np.zeros((2, 1), np.float32)
     write_table(folder, [vectors], keys=[keys])
-    rows = UpdatableRows([TableFile.open(folder, _TABLE)], num_threads=1)
-    rows.update(0, keys, vectors)
-    rows.erase(0, keys)
-    rows.fetch(0, keys, np.empty_like(vectors))
+    rows = UpdatedRows([TableFile.open(folder, _TABLE)], num_threads=1)
+    rows.writer.update(0, keys, vectors)
+    rows.writer.erase(0, keys)
+    fetch(rows, 0, keys, np.empty_like(vectors))
     rows.close()
 
 

@@ -7,10 +7,13 @@ arrays behind its addresses alive until the call returns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 class VectorCode(IntEnum):
@@ -74,6 +77,57 @@ SEGMENT = np.dtype(
         ("output_stride", np.int64),  # bytes from one row of the output to the next
     ]
 )
+
+
+@dataclass(slots=True)
+class Lookup:
+    """One look-up in all tables of a model. Whoever filled it keeps alive what its segments lead to."""
+
+    segments: NDArray[np.void]
+    """SEGMENT records."""
+    num_keys: NDArray[np.int64]
+    """Keys of each segment."""
+    num_unknown: NDArray[np.int64]
+    """Zeros at first; receives the keys of each segment that were answered with the default vector."""
+    prepared: Any = None
+    """What a device keeps for look-ups whose segments have these shapes; None: nothing."""
+    repeat: Callable[[], None] | None = None
+    """Launches this look-up once more, over whatever is in its memory by then; None: it is not one that is repeated."""
+    missing_positions: NDArray[np.int64] | None = None
+    """Noted by a cache that lacks some of the keys: where they are, as `kernels.cpu.lookup` says."""
+
+
+def table_record(
+    vectors: NDArray[Any],
+    embedding_dim: int,
+    *,
+    code: VectorCode = VectorCode.FLOAT32,
+    keys: NDArray[np.int64] | None = None,
+    index_address: int = 0,
+    num_buckets: int = 0,
+    marks: NDArray[np.uint8] | None = None,
+    default_address: int = 0,
+    next_table: int = -1,
+) -> np.void:
+    """A TABLE record of rows [num_rows, …]. Without `keys` and index they are known by their numbers."""
+    record: np.void = np.zeros(1, TABLE)[0]
+    record["index_address"], record["num_buckets"] = index_address, num_buckets
+    record["keys_address"] = 0 if keys is None else address_of(keys)
+    record["vectors_address"], record["row_bytes"] = address_of(vectors), vectors.strides[0]
+    record["num_rows"], record["embedding_dim"], record["vector_code"] = len(vectors), embedding_dim, code
+    record["default_address"], record["next_table"] = default_address, next_table
+    record["marks_address"] = 0 if marks is None else address_of(marks)
+    return record
+
+
+def key_segment(table: int, keys: NDArray[np.int64], output: Any) -> NDArray[np.void]:
+    """One SEGMENT record: keys int64 [n], whose vectors go to the rows of `output`, float32 [n, embedding_dim]."""
+    segment = np.zeros(1, SEGMENT)
+    segment["table"], segment["keys_address"] = table, address_of(keys)
+    segment["key_bytes"], segment["key_stride"], segment["row_stride"] = 8, 8, keys.strides[0]
+    segment["num_rows"], segment["keys_per_row"] = len(keys), 1
+    segment["output_address"], segment["output_stride"] = address_of(output), output.strides[0]
+    return segment
 
 
 def address_of(array: Any) -> int:

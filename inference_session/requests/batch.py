@@ -7,13 +7,14 @@ those of HugeCTR and HPS.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import HotrowError, InvalidRequestError
+from inference_session.errors import InvalidRequestError
+from inference_session.model_spec import ModelSpec
 from inference_session.requests.outputs import Answer, Outputs
 
 
@@ -59,6 +60,8 @@ class JoinedBatch:
         self.num_samples = num_samples
         self.shapes = shapes
         """What the requests have in common (CheckedRequest.shapes)."""
+        self.staged: list[Staged] = []
+        """The memory that a look-up of the batch reads, kept alive until the batch is answered."""
         self._parts = parts
 
     @classmethod
@@ -67,6 +70,10 @@ class JoinedBatch:
         names = requests[0].inputs
         parts = {name: [request.inputs[name] for request in requests] for name in names}
         return cls(parts, sum([request.num_samples for request in requests]), requests[0].shapes)
+
+    def copy(self) -> JoinedBatch:
+        """Another batch of the same arrays."""
+        return JoinedBatch({name: [*parts] for name, parts in self._parts.items()}, self.num_samples, self.shapes)
 
     def parts(self, name: str) -> list[Part]:
         """What the requests sent under that name."""
@@ -107,14 +114,22 @@ class Staged(NamedTuple):
 
 
 class RequestLayout(ABC):
-    """How requests of one model carry their samples.
+    """How requests of one model carry their samples (requests/layouts.py)."""
 
-    Args:
-        outputs: what clients may ask for.
-        max_elements: elements of one input of a request, at most.
-    """
+    has_network = True
+    """Whether a dense network answers; else the answer is the vectors."""
+    keys_follow_inputs = False
+    """Whether the keys of look-ups are inputs of the model, so that their shapes follow from those of the requests."""
 
-    def __init__(self, outputs: Outputs, *, max_elements: int) -> None:
+    def __init__(self, spec: ModelSpec, outputs: Outputs, *, network_inputs: frozenset[str], max_elements: int) -> None:  # noqa: ARG002
+        """Read from the model what requests have to look like.
+
+        Args:
+            spec: the model.
+            outputs: what clients may ask for.
+            network_inputs: what networks read, beside the vectors.
+            max_elements: elements of one input of a request, at most.
+        """
         self._outputs = outputs
         self._max_elements = max_elements
 
@@ -145,57 +160,3 @@ class RequestLayout(ABC):
                 f"input {name!r} has {array.size} elements, above the limit of {self._max_elements} "
                 "(max_keys_per_request)"
             )
-
-
-def answer_jointly(
-    requests: Sequence[Request],
-    layout: RequestLayout,
-    compute: Callable[[Sequence[CheckedRequest]], list[Answer]],
-    *,
-    may_join: bool,
-) -> list[Answer | HotrowError]:
-    """Answer each request, as many at once as their shapes allow.
-
-    An answer that cannot be given is an error in its place. A malformed request never reaches the others, and if a
-    batch fails, its requests are computed one by one, so that only the one to blame gets the error.
-    """
-    if len(requests) == 1:
-        return [_answer_alone(requests[0], layout, compute)]
-    answers: list[Answer | HotrowError] = []
-    groups: dict[Hashable, list[int]] = {}
-    checked: dict[int, CheckedRequest] = {}
-    for i, request in enumerate(requests):
-        try:
-            checked[i] = layout.check(request)
-        except InvalidRequestError as error:
-            answers.append(error)
-            continue
-        answers.append(_UNANSWERED)
-        groups.setdefault(checked[i].shapes if may_join else i, []).append(i)
-    for members in groups.values():
-        for i, answer in zip(members, _compute_jointly([checked[i] for i in members], compute), strict=True):
-            answers[i] = answer
-    return answers
-
-
-def _answer_alone(
-    request: Request, layout: RequestLayout, compute: Callable[[Sequence[CheckedRequest]], list[Answer]]
-) -> Answer | HotrowError:
-    try:
-        return compute([layout.check(request)])[0]
-    except HotrowError as error:
-        return error
-
-
-_UNANSWERED = HotrowError("the request has not been answered")
-
-
-def _compute_jointly(
-    requests: list[CheckedRequest], compute: Callable[[Sequence[CheckedRequest]], list[Answer]]
-) -> Sequence[Answer | HotrowError]:
-    try:
-        return compute(requests)
-    except HotrowError as error:
-        if len(requests) == 1:
-            return [error]
-        return [_compute_jointly([request], compute)[0] for request in requests]

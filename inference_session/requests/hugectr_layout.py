@@ -25,8 +25,9 @@ from inference_session.requests.outputs import Answer, Outputs
 class HugectrLayout(RequestLayout):
     """DES, CATCOLUMN and ROWINDEX: dense features, and per table one ragged bag for each slot of each sample."""
 
-    def __init__(self, spec: ModelSpec, outputs: Outputs, *, max_elements: int) -> None:
-        super().__init__(outputs, max_elements=max_elements)
+    def __init__(self, spec: ModelSpec, outputs: Outputs, *, network_inputs: frozenset[str], max_elements: int) -> None:
+        """See RequestLayout."""
+        super().__init__(spec, outputs, network_inputs=network_inputs, max_elements=max_elements)
         options = dict(spec.layout_options)
         try:
             self._dense_input = str(options.pop("dense_input"))
@@ -57,8 +58,11 @@ class HugectrLayout(RequestLayout):
 class HpsLayout(RequestLayout):
     """KEYS and NUMKEYS: the keys of each table, answered with the vectors themselves, flat, table by table."""
 
-    def __init__(self, spec: ModelSpec, outputs: Outputs, *, max_elements: int) -> None:
-        super().__init__(outputs, max_elements=max_elements)
+    has_network = False
+
+    def __init__(self, spec: ModelSpec, outputs: Outputs, *, network_inputs: frozenset[str], max_elements: int) -> None:
+        """See RequestLayout."""
+        super().__init__(spec, outputs, network_inputs=network_inputs, max_elements=max_elements)
         self._names = [f"{HPS_KEYS}/{table}" for table in range(len(spec.tables))]
         self._vectors = [lookup.dense_input for lookup in spec.lookups]
 

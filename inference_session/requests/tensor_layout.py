@@ -32,8 +32,11 @@ class _Expected:
 class TensorLayout(RequestLayout):
     """A request carries the model's own inputs, each [samples, …] where the model is batched."""
 
+    keys_follow_inputs = True
+
     def __init__(self, spec: ModelSpec, outputs: Outputs, *, network_inputs: frozenset[str], max_elements: int) -> None:
-        super().__init__(outputs, max_elements=max_elements)
+        """See RequestLayout."""
+        super().__init__(spec, outputs, network_inputs=network_inputs, max_elements=max_elements)
         self._batched = spec.batched
         self._equal_sizes = spec.equal_sizes
         ragged = _ragged_inputs(spec, network_inputs)

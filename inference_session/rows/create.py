@@ -3,66 +3,45 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from inference_session.config import SessionConfig
+from inference_session.device.base import Device
+from inference_session.device.host import HOST
 from inference_session.embedding_cache import gpu_budget
 from inference_session.embedding_cache.base import EmbeddingCache
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache, bytes_to_hold
 from inference_session.embedding_cache.null import NullEmbeddingCache
-from inference_session.model_spec import ModelSpec
+from inference_session.model_spec import TABLES_FOLDER, ModelSpec
 from inference_session.parameter_server.create import create_parameter_server
-from inference_session.parameter_server.server import ParameterServer
-from inference_session.rows.base import RowSource
-from inference_session.rows.cached import CachedRows, HostCache
+from inference_session.rows.base import Rows
 from inference_session.rows.mapped import MappedRows
-from inference_session.rows.updated import UpdatableRows
-from inference_session.tables.table_file import open_tables
+from inference_session.rows.stored import StoredRows
+from inference_session.rows.updated import UpdatedRows
+from inference_session.tables.base import DeviceTables
+from inference_session.tables.host_tables import HostTables
+from inference_session.tables.table_file import TableFile
 
 if TYPE_CHECKING:
-    from inference_session.device.cuda import GpuContext
-    from inference_session.embedding_cache.gpu_session import SessionGpuCache
+    from inference_session.device.cuda import CudaDevice
 
 
-def create_row_source(
-    spec: ModelSpec, config: SessionConfig, directory: Path, gpu: GpuContext | None = None
-) -> RowSource:
+def create_rows(spec: ModelSpec, config: SessionConfig, directory: Path, device: Device = HOST) -> Rows:
     """The rows of a version directory: its own files, or with a store in the settings that store's, through a cache.
 
-    With a GPU, rows that do not change are looked up there, and those that a cache holds over stores.
+    They are looked up on the device, but for those that an update stream changes where no store keeps them: on the CPU.
 
-    Raises what `open_tables`, `create_parameter_server` and `create_embedding_cache` do.
+    Raises what `TableFile.open`, `create_parameter_server` and the caches do.
     """
-    num_threads = config.num_lookup_threads
-    if not config.has_store:
-        files = open_tables(directory, spec, verify_indexes=config.verify == "full")
-        if gpu is not None and config.has_fixed_rows:
-            from inference_session.rows.gpu_mapped import GpuRows
-
-            return GpuRows(files, gpu, num_threads=num_threads, cache_bytes=config.cache_bytes)
-        source = MappedRows if config.update_stream is None else UpdatableRows
-        return source(files, num_threads=num_threads)
-    may_default = config.insert_mode == "async" and config.unknown_keys == "default_vector"
-    refresh_interval_s, async_from = config.refresh_interval_s, config.hit_rate_threshold if may_default else None
-    if gpu is not None and spec.tables and resolved_cache_bytes(spec, config):
-        from inference_session.rows.gpu_cached import GpuCachedRows
-
-        on_device = _create_gpu_cache(spec, config, gpu)
-        server = _create_server(spec, config, directory, on_device)
-        return GpuCachedRows(
-            spec.tables, on_device, server, gpu, refresh_interval_s=refresh_interval_s, async_from=async_from
-        )
-    cache = _create_cache(spec, config)
-    server = _create_server(spec, config, directory, cache)
-    return CachedRows(
-        spec.tables,
-        cache,
-        server,
-        num_threads=num_threads,
-        refresh_interval_s=refresh_interval_s,
-        async_from=async_from,
-    )
+    if config.has_store:
+        return _stored_rows(spec, config, directory, device)
+    folder, verify = directory / TABLES_FOLDER, config.verify == "full"
+    files = [TableFile.open(folder / table.folder, table, verify_index=verify) for table in spec.tables]
+    if config.update_stream is not None:
+        return UpdatedRows(files, num_threads=config.num_lookup_threads)
+    return MappedRows(files, _tables(files, config, device))
 
 
 def resolved_cache_bytes(spec: ModelSpec, config: SessionConfig, *, on_device: bool = False) -> int:
@@ -76,27 +55,39 @@ def resolved_cache_bytes(spec: ModelSpec, config: SessionConfig, *, on_device: b
     return gpu_budget.bytes_to_hold(dims, parts) if on_device else bytes_to_hold(dims, parts)
 
 
-def _create_cache(spec: ModelSpec, config: SessionConfig) -> HostCache:
-    dims = {table.folder: table.embedding_dim for table in spec.tables}
-    num_rows = {table.folder: table.num_rows for table in spec.tables}
-    cache_bytes = resolved_cache_bytes(spec, config)
-    if cache_bytes == 0 or not dims:
-        return NullEmbeddingCache(dims)
-    return CpuEmbeddingCache(dims, cache_bytes, num_rows=num_rows, num_threads=config.num_lookup_threads)
-
-
-def _create_gpu_cache(spec: ModelSpec, config: SessionConfig, gpu: GpuContext) -> SessionGpuCache:
-    from inference_session.embedding_cache.gpu_session import SessionGpuCache
-
-    dims = {table.folder: table.embedding_dim for table in spec.tables}
-    num_rows = {table.folder: table.num_rows for table in spec.tables}
-    return SessionGpuCache(dims, resolved_cache_bytes(spec, config, on_device=True), gpu, num_rows=num_rows)
-
-
-def _create_server(spec: ModelSpec, config: SessionConfig, directory: Path, cache: EmbeddingCache) -> ParameterServer:
-    """The server under a cache, which is closed where there can be none."""
+def _stored_rows(spec: ModelSpec, config: SessionConfig, directory: Path, device: Device) -> StoredRows:
+    may_default = config.insert_mode == "async" and config.unknown_keys == "default_vector"
+    cache = _cache(spec, config, device)
     try:
-        return create_parameter_server(spec, config, directory)
+        server = create_parameter_server(spec, config, directory)
     except BaseException:
         cache.close()
         raise
+    return StoredRows(
+        spec.tables,
+        cache,
+        server,
+        refresh_interval_s=config.refresh_interval_s,
+        async_from=config.hit_rate_threshold if may_default else None,
+    )
+
+
+def _tables(files: Sequence[TableFile], config: SessionConfig, device: Device) -> DeviceTables:
+    if device is HOST:
+        return HostTables(files, num_threads=config.num_lookup_threads)
+    from inference_session.tables.cuda_tables import CudaTables
+
+    return CudaTables(files, cast("CudaDevice", device), cache_bytes=config.cache_bytes)
+
+
+def _cache(spec: ModelSpec, config: SessionConfig, device: Device) -> EmbeddingCache:
+    dims = {table.folder: table.embedding_dim for table in spec.tables}
+    num_rows = {table.folder: table.num_rows for table in spec.tables}
+    cache_bytes = resolved_cache_bytes(spec, config, on_device=device is not HOST)
+    if cache_bytes == 0 or not dims:
+        return NullEmbeddingCache(dims, num_threads=config.num_lookup_threads)
+    if device is HOST:
+        return CpuEmbeddingCache(dims, cache_bytes, num_rows=num_rows, num_threads=config.num_lookup_threads)
+    from inference_session.embedding_cache.gpu import GpuEmbeddingCache
+
+    return GpuEmbeddingCache(dims, cache_bytes, cast("CudaDevice", device), num_rows=num_rows)

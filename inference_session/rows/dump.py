@@ -25,7 +25,7 @@ from inference_session.model_source.fetch import cache_folder
 from inference_session.model_source.transfer import Progress
 from inference_session.model_spec import KEY_FILE, VECTOR_FILE, ModelSpec
 from inference_session.platform.staging import stage_folder
-from inference_session.rows import RowSource
+from inference_session.rows.base import Rows
 
 _ROWS_PER_CHUNK = 1 << 16
 
@@ -38,7 +38,7 @@ class DumpReport:
     """By table folder."""
 
 
-def dump(rows: RowSource, spec: ModelSpec, target: str | Path, progress: Progress | None = None) -> DumpReport:
+def dump(rows: Rows, spec: ModelSpec, target: str | Path, progress: Progress | None = None) -> DumpReport:
     """Write all tables into a new folder, a path or an `hdfs://` URL, which appears when it is whole.
 
     No row is written to by this process from the first row read to the last; requests are answered meanwhile.
@@ -53,7 +53,7 @@ def dump(rows: RowSource, spec: ModelSpec, target: str | Path, progress: Progres
         StoreError, OSError: a tier cannot be read, or the target not be written.
     """
     _refuse_existing(target)
-    with _written_locally(target) as folder, rows.frozen():
+    with _written_locally(target) as folder, rows.writer.frozen():
         return DumpReport(
             {
                 table.folder: _write_table(rows.scan(number), folder / table.folder, table.embedding_dim, progress)

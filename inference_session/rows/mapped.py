@@ -1,53 +1,65 @@
-"""The rows of a version that never change: its table files, mapped."""
+"""The rows of a version that never change: its table files."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.kernels.cpu import lookup as cpu
-from inference_session.kernels.cpu.lookup import NO_POSITIONS
-from inference_session.kernels.records import TABLE
-from inference_session.parameter_server.base import Rows
+from inference_session.kernels.records import Lookup
+from inference_session.parameter_server.base import Rows as RowBatch
 from inference_session.platform.available_memory import available_bytes
 from inference_session.platform.mapped_pages import map_pages
-from inference_session.rows.base import RowSource
+from inference_session.rows.base import Rows
 from inference_session.rows.hot_keys import HotKeys
+from inference_session.rows.stats import RowStats
+from inference_session.tables.base import DeviceTables
 from inference_session.tables.table_file import TableFile
 
 
-class MappedRows(RowSource):
-    """The rows of a version's table files, all of them there."""
+class MappedRows(Rows):
+    """The rows of a version's table files, looked up wherever a device has them."""
 
-    def __init__(self, tables: Sequence[TableFile], *, num_threads: int) -> None:
-        """`num_threads`: threads over which a large look-up is split."""
+    def __init__(self, files: Sequence[TableFile], tables: DeviceTables) -> None:
+        """`tables`: the same ones, for look-ups; both become this object's to close."""
+        self._files = files
         self._tables = tables
-        self._records = np.array([table.record() for table in tables], TABLE)
-        self._num_threads = num_threads
+        self.device = tables.device
+        self.is_launched = tables.is_launched
 
-    def look_up(
-        self,
-        segments: NDArray[np.void],
-        num_keys: NDArray[np.int64],  # noqa: ARG002
-        num_unknown: NDArray[np.int64],
-    ) -> None:
-        """See RowSource."""
-        cpu.lookup(self._records, segments, num_unknown, NO_POSITIONS, self._num_threads)
+    def prepare(self, segments: NDArray[np.void]) -> Any:
+        """See Rows."""
+        return self._tables.prepare(segments)
+
+    def look_up(self, lookup: Lookup) -> None:
+        """See Rows."""
+        self._tables.look_up(lookup)
+
+    def scan(self, table: int) -> Iterator[RowBatch]:
+        """See Rows."""
+        return self._files[table].scan()
 
     def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:  # noqa: ARG002
-        """See RowSource: all rows are mapped, so that no request has to wait for the kernel to do it."""
-        arrays = [array for table in self._tables for array in table.arrays()]
-        if sum(array.nbytes for array in arrays) <= available_bytes():
-            for array in arrays:
-                map_pages(array, deadline)
+        """See Rows: all rows are mapped, so that no request has to wait for the kernel to do it."""
+        if self._tables.placement is None:
+            map_files(self._files, deadline)
 
-    def scan(self, table: int) -> Iterator[Rows]:
-        """See RowSource."""
-        return self._tables[table].scan()
+    def stats(self) -> RowStats:
+        """See Rows."""
+        return RowStats(placement=self._tables.placement)
 
     def close(self) -> None:
-        """See RowSource. The files stay mapped for look-ups under way."""
-        for table in self._tables:
-            table.close()
+        """See Rows. The files stay mapped for look-ups under way."""
+        for file in self._files:
+            file.close()
+        self._tables.close()
+
+
+def map_files(files: Sequence[TableFile], deadline: float) -> None:
+    """Map all pages of the files, where there is memory for them."""
+    arrays = [array for file in files for array in file.arrays()]
+    if sum(array.nbytes for array in arrays) <= available_bytes():
+        for array in arrays:
+            map_pages(array, deadline)

@@ -5,98 +5,123 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_session.device.host import HOST
 from inference_session.device.readers import Readers
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.cpu.lookup import NO_POSITIONS
 from inference_session.kernels.cpu.updated_table import UpdatedArrays, count_deleted
-from inference_session.kernels.records import SEGMENT
-from inference_session.parameter_server.base import Rows
-from inference_session.rows.mapped import MappedRows
+from inference_session.kernels.records import SEGMENT, TABLE, Lookup
+from inference_session.parameter_server.base import Rows as RowBatch
+from inference_session.rows.base import Rows, RowWriter
+from inference_session.rows.hot_keys import HotKeys
+from inference_session.rows.mapped import map_files
+from inference_session.rows.stats import RowStats, UpdatedTableStats
 from inference_session.tables.row_numbers import aliases_of
 from inference_session.tables.table_file import TableFile
 from inference_session.tables.updated_table import UpdatedTable
 
 
-class UpdatableRows(MappedRows):
+class UpdatedRows(Rows):
     """The rows of a version's table files, and in front of them those that were changed since, in memory.
 
-    A table without changes is read as MappedRows does; otherwise keys are searched among the changed rows first.
+    A table without changes is read as its files are; otherwise keys are searched among the changed rows first.
     """
 
-    def __init__(self, tables: Sequence[TableFile], *, num_threads: int) -> None:
-        """As MappedRows."""
-        super().__init__(tables, num_threads=num_threads)
-        self._specs = [table.spec for table in tables]
+    device = HOST
+
+    def __init__(self, files: Sequence[TableFile], *, num_threads: int) -> None:
+        """`num_threads`: threads over which a large look-up is split."""
+        self._files = files
+        self._num_threads = num_threads
+        self.changes = self.writer = _TableWriter(files)
+
+    def look_up(self, lookup: Lookup) -> None:
+        """See Rows."""
+        with self.changes.reading() as state:
+            cpu.lookup(state.records, lookup.segments, lookup.num_unknown, NO_POSITIONS, self._num_threads)
+            if state.deleted_addresses.any():
+                count_deleted(lookup.segments, state.records, state.deleted_addresses, lookup.num_unknown)
+
+    def scan(self, table: int) -> Iterator[RowBatch]:
+        """See Rows."""
+        changed, vectors, deleted = self.changes.tables[table].held()
+        file = self._files[table]
+        # A row number that counts from the end is the row's other key.
+        kept = ~deleted if file.spec.keys == "stored" else ~deleted & (changed >= 0)
+        yield changed[kept], vectors[kept]
+        for keys, rows in file.scan():
+            unchanged = ~np.isin(keys, changed)
+            yield keys[unchanged], rows[unchanged]
+
+    def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:  # noqa: ARG002
+        """See Rows."""
+        map_files(self._files, deadline)
+
+    def stats(self) -> RowStats:
+        """See Rows."""
+        updated = {
+            file.spec.folder: UpdatedTableStats(table.num_rows, table.num_bytes)
+            for file, table in zip(self._files, self.changes.tables, strict=True)
+        }
+        return RowStats(updated=updated)
+
+    def close(self) -> None:
+        """See Rows. The files stay mapped for look-ups under way."""
+        for file in self._files:
+            file.close()
+
+
+class _TableWriter(RowWriter):
+    """Keeps the changed rows of all tables, and publishes them to look-ups."""
+
+    def __init__(self, files: Sequence[TableFile]) -> None:
+        self._specs = [file.spec for file in files]
+        self._records = np.array([file.record() for file in files], TABLE)
         self._readers = Readers()
         defaults = [np.full(spec.embedding_dim, spec.default_vector, np.float32) for spec in self._specs]
-        self._updated = [UpdatedTable(default, self._readers) for default in defaults]
+        self.tables = [UpdatedTable(default, self._readers) for default in defaults]
         both = np.concatenate([self._records, self._records])
-        self._state = _UpdatedState(both, np.zeros(len(tables), np.int64), (None,) * len(tables))
+        self._state = _UpdatedState(both, np.zeros(len(files), np.int64), (None,) * len(files))
         self._writing = threading.Lock()
         count_deleted(np.zeros(0, SEGMENT), self._records, self._state.deleted_addresses, NO_POSITIONS)  # compiles
 
-    def look_up(
-        self,
-        segments: NDArray[np.void],
-        num_keys: NDArray[np.int64],  # noqa: ARG002
-        num_unknown: NDArray[np.int64],
-    ) -> None:
-        """See RowSource."""
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[_UpdatedState]:
+        """What a look-up reads, as long as the context lasts."""
         reader = self._readers.enter()
         try:
-            state = self._state
-            cpu.lookup(state.records, segments, num_unknown, NO_POSITIONS, self._num_threads)
-            if state.deleted_addresses.any():
-                count_deleted(segments, state.records, state.deleted_addresses, num_unknown)
+            yield self._state
         finally:
             self._readers.leave(reader)
 
     def update(self, table: int, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """See RowSource."""
+        """See RowWriter."""
         aliases, original = aliases_of(self._specs[table], keys)
         rows = vectors if aliases is keys else vectors[original]
         with self._writing:
-            self._updated[table].insert(aliases, rows)
+            self.tables[table].insert(aliases, rows)
             self._publish(table)
 
     def erase(self, table: int, keys: NDArray[np.int64]) -> None:
-        """See RowSource."""
+        """See RowWriter."""
         with self._writing:
-            self._updated[table].erase(aliases_of(self._specs[table], keys)[0])
+            self.tables[table].erase(aliases_of(self._specs[table], keys)[0])
             self._publish(table)
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """See RowSource."""
+        """See RowWriter."""
         with self._writing:
             yield
 
-    def scan(self, table: int) -> Iterator[Rows]:
-        """See RowSource."""
-        changed, vectors, deleted = self._updated[table].held()
-        # A row number that counts from the end is the row's other key.
-        kept = ~deleted if self._specs[table].keys == "stored" else ~deleted & (changed >= 0)
-        yield changed[kept], vectors[kept]
-        for keys, rows in self._tables[table].scan():
-            unchanged = ~np.isin(keys, changed)
-            yield keys[unchanged], rows[unchanged]
-
-    def stats(self) -> dict[str, Any]:
-        """See RowSource. The changed rows are under `updated`."""
-        updated = {
-            spec.folder: {"rows": table.num_rows, "bytes": table.num_bytes}
-            for spec, table in zip(self._specs, self._updated, strict=True)
-        }
-        return {**super().stats(), "updated": updated}
-
     def _publish(self, t: int) -> None:
         """Have later look-ups find the changed rows of a table. Must be called while holding `_writing`."""
-        table, state = self._updated[t], self._state
+        table, state = self.tables[t], self._state
         deleted_address = table.arrays.deleted.ctypes.data if table.any_deleted else 0
         if state.held[t] is table.arrays and state.deleted_addresses[t] == deleted_address:
             return
@@ -107,7 +132,7 @@ class UpdatableRows(MappedRows):
 
 
 class _UpdatedState(NamedTuple):
-    """What one look-up of UpdatableRows reads."""
+    """What one look-up reads."""
 
     records: NDArray[np.void]
     """TABLE records to begin with, then those of the files behind them."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from inference_session.errors import ModelFormatError, SessionClosedError, StoreError
 from inference_session.kernels.cpu import lookup as cpu
-from inference_session.kernels.records import SEGMENT, TABLE, VectorCode
+from inference_session.kernels.records import TABLE, VectorCode, address_of, key_segment, table_record
 from inference_session.model_spec import (
     KEY_FILE,
     SCALE_AND_BIAS_BYTES,
@@ -142,17 +142,16 @@ class TableFile:
         self._closed = True
 
     def _describe(self) -> np.void:
-        record: np.void = np.zeros(1, TABLE)[0]
-        if self._index is not None and self._keys is not None:
-            record["index_address"], record["num_buckets"] = self._index.address, self._index.num_buckets
-            record["keys_address"] = self._keys.ctypes.data
-        record["vectors_address"] = self._vectors.ctypes.data
-        record["row_bytes"] = self.spec.row_bytes
-        record["num_rows"], record["embedding_dim"] = self.spec.num_rows, self.spec.embedding_dim
-        record["vector_code"] = _CODES[self.spec.dtype]
-        record["default_address"] = self._default.ctypes.data
-        record["next_table"] = -1
-        return record
+        has_index = self._index is not None and self._keys is not None
+        return table_record(
+            self._vectors,
+            self.spec.embedding_dim,
+            code=_CODES[self.spec.dtype],
+            keys=self._keys if has_index else None,
+            index_address=self._index.address if self._index is not None else 0,
+            num_buckets=self._index.num_buckets if self._index is not None else 0,
+            default_address=address_of(self._default),
+        )
 
 
 def open_tables(version_dir: Path, spec: ModelSpec, *, verify_indexes: bool = False) -> list[TableFile]:
@@ -339,10 +338,7 @@ def _fetch(record: np.void, keys: NDArray[np.int64], out: NDArray[np.float32]) -
     check_fetch(keys, out, int(record["embedding_dim"]))
     table = np.array([record], TABLE)
     table["default_address"] = 0
-    segment = np.zeros(1, SEGMENT)
-    segment["keys_address"], segment["key_bytes"], segment["row_stride"] = keys.ctypes.data, 8, keys.strides[0]
-    segment["num_rows"], segment["keys_per_row"] = len(keys), 1
-    segment["output_address"], segment["output_stride"] = out.ctypes.data, out.strides[0]
+    segment = key_segment(0, keys, out)
     missing = np.empty(len(keys), np.int64)
     num_missing = cpu.lookup(table, segment, np.zeros(1, np.int64), missing)
     found = np.ones(len(keys), np.bool_)

@@ -7,7 +7,7 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.device.cache_lines import zeros_at_line
+from inference_session.device.host import zeros_at_line
 from inference_session.device.readers import Readers
 from inference_session.kernels.cpu.hash_index import BUCKET_BYTES
 from inference_session.kernels.cpu.updated_table import (
@@ -17,7 +17,7 @@ from inference_session.kernels.cpu.updated_table import (
     free_retired,
     put_rows,
 )
-from inference_session.kernels.records import TABLE
+from inference_session.kernels.records import address_of, table_record
 
 _FIRST_CAPACITY = 1024
 _SPARE_PARTS = 8
@@ -62,13 +62,15 @@ class UpdatedTable:
     def record(self, default_address: int, next_table: int) -> np.void:
         """A TABLE record for the look-up kernels, of the arrays at present, which its user has to keep."""
         arrays = self.arrays
-        record: np.void = np.zeros(1, TABLE)[0]
-        record["index_address"], record["num_buckets"] = arrays.buckets.ctypes.data, len(arrays.buckets)
-        record["keys_address"], record["num_rows"] = arrays.keys.ctypes.data, len(arrays.keys)
-        record["vectors_address"], record["row_bytes"] = arrays.vectors.ctypes.data, arrays.vectors.strides[0]
-        record["embedding_dim"] = len(self._default_vector)
-        record["default_address"], record["next_table"] = default_address, next_table
-        return record
+        return table_record(
+            arrays.vectors,
+            len(self._default_vector),
+            keys=arrays.keys,
+            index_address=address_of(arrays.buckets),
+            num_buckets=len(arrays.buckets),
+            default_address=default_address,
+            next_table=next_table,
+        )
 
     def held(self) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.bool_]]:
         """Copies of all keys, of their vectors, and which of them were deleted."""

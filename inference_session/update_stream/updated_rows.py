@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 class WritableRows(Protocol):
-    """What updates are applied to: a session's RowSource."""
+    """What updates are applied to: the RowWriter of a session's rows."""
 
     @property
     def is_durable(self) -> bool: ...

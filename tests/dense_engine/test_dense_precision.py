@@ -15,6 +15,7 @@ from inference_session import InferenceSession
 from inference_session.config import SessionConfig
 from inference_session.dense_engine import OnnxEngine, create_engine
 from inference_session.dense_engine.float16 import in_float16
+from inference_session.device.host import HOST
 from inference_session.errors import ModelFormatError, UnsupportedModelError
 from inference_session.importers.hugectr import import_hugectr
 from tests.importers.hugectr.test_importer import Source
@@ -61,7 +62,7 @@ def test_predictions_of_layers(tmp_path: Path) -> None:
     first, second, third = (matrix.astype(float) for matrix in weights())
     expected = 1 / (1 + np.exp(-np.maximum(np.maximum(inputs @ first, 0) @ second, 0) @ third))
 
-    engine = create_engine(path, FLOAT16, None)
+    engine = create_engine(path, FLOAT16, HOST)
     (found,) = engine.run({"x": inputs}, ["y"])
 
     assert found.dtype == np.float32
@@ -95,7 +96,7 @@ def test_an_operator_without_float16(tmp_path: Path) -> None:
 
     OnnxEngine(path, num_threads=1).close()
     with pytest.raises(UnsupportedModelError, match=r"dense\.onnx: dense_precision 'float16' .* take 'float32'"):
-        create_engine(path, FLOAT16, None)
+        create_engine(path, FLOAT16, HOST)
 
 
 @pytest.mark.parametrize("name", ["dense.onnx", "dense.onnx.data"])
@@ -106,7 +107,7 @@ def test_damaged_files(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:50])
 
     with pytest.raises(ModelFormatError, match="dense"):
-        create_engine(path, FLOAT16, None)
+        create_engine(path, FLOAT16, HOST)
 
 
 def test_a_session_says_what_it_brings(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

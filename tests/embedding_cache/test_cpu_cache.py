@@ -12,25 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from inference_session.embedding_cache import EmbeddingCache, create_embedding_cache
+from inference_session.embedding_cache.base import EmbeddingCache
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
-from inference_session.errors import ConfigurationError, InvalidRequestError, TableNotFoundError
+from inference_session.errors import ConfigurationError, InvalidRequestError
 from inference_session.kernels.cpu import cache as cpu_cache
-from inference_session.kernels.cpu import lookup as cpu
-from inference_session.kernels.records import SEGMENT
+from inference_session.kernels.records import Lookup, PoolingCode, key_segment
 from tests.embedding_cache.contract import AMPLE_BYTES, EmbeddingCacheContract, vectors_of
+from tests.testing.cache_lookups import look_up
 
 
 def cache_of(num_rows: int, dim: int = 1) -> CpuEmbeddingCache:
     """A cache of one table with exactly so many rows."""
     cache = CpuEmbeddingCache({"t": dim}, 1 << 26, num_rows={"t": num_rows})
-    assert cache.stats()["capacity"] >= num_rows
+    assert cache.stats().capacity >= num_rows
     return cache
 
 
 def offer(cache: EmbeddingCache, keys: NDArray[np.int64]) -> int:
     """Look keys up, insert those that miss; returns the hits, as if each key had come alone."""
-    missing = np.unique(keys[cache.lookup({"t": keys}).missing["t"]])
+    missing = np.unique(keys[look_up(cache, {"t": keys}).missing["t"]])
     cache.insert("t", missing, vectors_of(missing, cache.dims["t"]))
     return len(keys) - len(missing)
 
@@ -39,7 +39,7 @@ class TestCpuEmbeddingCache(EmbeddingCacheContract):
     """The contract."""
 
     def create(self, dims: dict[str, int], cache_bytes: int = AMPLE_BYTES) -> EmbeddingCache:
-        return create_embedding_cache(dims, "cpu", cache_bytes=cache_bytes)
+        return CpuEmbeddingCache(dims, cache_bytes)
 
 
 @settings(max_examples=60)
@@ -59,9 +59,9 @@ def test_all_memory_is_accounted_for(dims: list[int], extra: int, dtype: str) ->
 
     arrays = [array for table in cache._arrays.values() for array in table]
     allocated = sum((array if array.base is None else _owner(array)).nbytes for array in arrays)
-    assert stats["bytes"] == allocated + cache._records.nbytes <= cache.cache_bytes
-    assert all(counts["capacity"] >= 1 for counts in stats["tables"].values())
-    assert cache.cache_bytes - stats["bytes"] < sum(4 * dim + 8 + 100 for dim in dims)
+    assert stats.bytes == allocated + cache._records.nbytes <= cache.cache_bytes
+    assert all(counts.capacity >= 1 for counts in stats.tables.values())
+    assert cache.cache_bytes - stats.bytes < sum(4 * dim + 8 + 100 for dim in dims)
 
 
 def _owner(array: NDArray[np.generic]) -> NDArray[np.generic]:
@@ -76,11 +76,11 @@ def test_a_small_table_is_held_whole(num_rows: int) -> None:
     cache = CpuEmbeddingCache({"t": 4, "large": 4}, 1 << 20, num_rows={"t": num_rows})
     keys = np.arange(num_rows)
     cache.insert("t", keys, vectors_of(keys, 4))
-    tables = cache.stats()["tables"]
+    tables = cache.stats().tables
 
-    assert num_rows <= tables["t"]["capacity"] <= num_rows + 3
-    assert tables["large"]["capacity"] > 5000
-    assert cache.lookup({"t": keys}).missing["t"].size <= num_rows // 100
+    assert num_rows <= tables["t"].capacity <= num_rows + 3
+    assert tables["large"].capacity > 5000
+    assert look_up(cache, {"t": keys}).missing["t"].size <= num_rows // 100
 
 
 def test_a_scan_does_not_empty_it() -> None:
@@ -124,9 +124,9 @@ def test_a_real_trace_hits_more_than_lru(shared: Path, num_rows: int, hit_rate: 
 def test_rows_are_held_as_asked(dtype: str, error: float) -> None:
     """A look-up answers float32 whatever the rows are held as, within the error of that type."""
     vectors = np.random.default_rng(3).random((50, 9), np.float32)
-    cache = create_embedding_cache({"t": 9}, cache_bytes=AMPLE_BYTES, dtype=dtype)  # type: ignore[arg-type]
+    cache = CpuEmbeddingCache({"t": 9}, AMPLE_BYTES, dtype=dtype)  # type: ignore[arg-type]
     cache.insert("t", np.arange(50), vectors.astype(np.float64))
-    found = cache.lookup({"t": np.arange(50)}).vectors["t"]
+    found = look_up(cache, {"t": np.arange(50)}).vectors["t"]
 
     assert np.abs(found - vectors).max() <= error
 
@@ -134,24 +134,22 @@ def test_rows_are_held_as_asked(dtype: str, error: float) -> None:
 @pytest.mark.parametrize(("dtype", "value"), [("float16", 1e6), ("int8", np.nan), ("int8", np.inf)])
 def test_what_a_type_cannot_hold_is_refused(dtype: str, value: float) -> None:
     """A row that would come back as another is an error that names the way out."""
-    cache = create_embedding_cache({"t": 2}, cache_bytes=AMPLE_BYTES, dtype=dtype)  # type: ignore[arg-type]
+    cache = CpuEmbeddingCache({"t": 2}, AMPLE_BYTES, dtype=dtype)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="a float32 cache can"):
         cache.insert("t", [1], np.array([[0.0, value]]))
 
 
-def test_records_serve_the_lookup_kernel() -> None:
-    """Under `reading`, the records let the kernel pool vectors of the cache as of any table."""
+def test_vectors_are_pooled_from_the_cache() -> None:
+    """The look-up kernel pools vectors of the cache as of any table, and counts each of their keys."""
     cache = cache_of(100, dim=3)
     cache.insert("t", [5, 7], [[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]])
     keys, out = np.array([5, 7, 7]), np.empty((1, 3), np.float32)
-    segment = (0, keys.ctypes.data, 8, 24, 8, 1, 3, 0, 0, 0, 1, out.ctypes.data, 12)
-    with cache.reading() as records:
-        counts = np.zeros(1, np.int64)
-        cpu.lookup(records, np.array([segment], SEGMENT), counts, np.empty(0, np.int64))
-    cache.count_lookups([0], [3], counts.tolist())
+    segment = key_segment(0, keys, out)
+    segment["num_rows"], segment["keys_per_row"], segment["pooling"] = 1, 3, PoolingCode.SUM
+    assert cache.look_up(Lookup(segment, np.array([3]), np.zeros(1, np.int64))) == 0
 
     assert out.tolist() == [[21.0, 42.0, 63.0]]
-    assert cache.stats()["hits"] == 3
+    assert cache.stats().hits == 3
 
 
 def test_a_row_is_not_written_to_while_it_may_be_read() -> None:
@@ -176,7 +174,7 @@ def test_a_row_is_not_written_to_while_it_may_be_read() -> None:
         assert np.array_equal(arrays.vectors[cached], before)
     writer.join()
 
-    assert cache.lookup({"t": [3]}).vectors["t"].tolist() == [[52.0, 52.0]]
+    assert look_up(cache, {"t": [3]}).vectors["t"].tolist() == [[52.0, 52.0]]
 
 
 def test_no_write_waits_for_a_compiler() -> None:
@@ -204,7 +202,7 @@ def test_a_thread_does_not_wait_for_itself() -> None:
         cache.insert("t", np.arange(100), vectors_of(np.arange(100), 1))
 
     cache.insert("t", np.arange(100), vectors_of(np.arange(100), 1))
-    assert cache.stats()["rows"] == cache.stats()["capacity"]
+    assert cache.stats().rows == cache.stats().capacity
 
 
 def test_closing_waits_for_readers() -> None:
@@ -223,56 +221,11 @@ def test_closing_waits_for_readers() -> None:
 
 
 def test_what_cannot_be_is_refused_clearly() -> None:
-    """A device, a dtype, backing rows that cannot be: errors that say what can."""
-    with pytest.raises(ConfigurationError, match=r"device cannot be 'gpu'; allowed: cpu, cuda:N"):
-        create_embedding_cache({"t": 4}, "gpu", cache_bytes=1 << 20)
-    with pytest.raises(ConfigurationError, match=r"device cannot be 'cuda:77': (CuPy is not|this machine|CUDA says)"):
-        create_embedding_cache({"t": 4}, "cuda:77", cache_bytes=1 << 20)
+    """Memory, or a dtype, that cannot be: errors that say what can."""
     with pytest.raises(ConfigurationError, match=r"cache_bytes asks for 10{15} bytes, more than this process can get"):
-        create_embedding_cache({"t": 4}, cache_bytes=10**15)
+        CpuEmbeddingCache({"t": 4}, 10**15)
     with pytest.raises(ConfigurationError, match="dtype 'float64' is none of float32, float16, int8"):
-        create_embedding_cache({"t": 4}, cache_bytes=1 << 20, dtype="float64")  # type: ignore[arg-type]
-    with pytest.raises(TableNotFoundError, match="no table 'other'"):
-        create_embedding_cache({"t": 4}, cache_bytes=1 << 20, backing={"other": ([], [])})
-    with pytest.raises(ConfigurationError, match="backing of table 't': vectors are"):
-        create_embedding_cache({"t": 4}, cache_bytes=0, backing={"t": ([1], np.zeros((1, 3), np.float32))})
-
-
-class TestBackedCache(EmbeddingCacheContract):
-    """The contract, with backing rows of keys that it does not ask for."""
-
-    def create(self, dims: dict[str, int], cache_bytes: int = AMPLE_BYTES) -> EmbeddingCache:
-        rows = {table: (np.array([-987654321]), np.zeros((1, dim), np.float32)) for table, dim in dims.items()}
-        return create_embedding_cache(dims, "cpu", cache_bytes=cache_bytes, backing=rows)
-
-
-@pytest.mark.parametrize("cache_bytes", [0, AMPLE_BYTES])
-def test_misses_come_from_backing_rows(cache_bytes: int) -> None:
-    """Cached rows come first, then backing rows; keys that neither has are missing, and their output untouched."""
-    keys = np.array([np.iinfo(np.int64).min, -1, 0, 7, 7, np.iinfo(np.int64).max])
-    rows = np.arange(12, dtype=np.float32).reshape(6, 2)
-    backing = {"t": (keys, rows), "none": ([], [])}
-    with create_embedding_cache({"t": 2, "none": 1, "bare": 1}, cache_bytes=cache_bytes, backing=backing) as cache:
-        cache.insert("t", [0, 5], np.array([[50, 50], [60, 60]], np.float32))
-        out = {"t": np.full((7, 2), -9, np.float32), "none": np.zeros((1, 1), np.float32)}
-        result = cache.lookup({"t": [*keys, 5], "none": [1]}, out)
-        stats = cache.stats()
-
-    cached = cache_bytes > 0
-    expected = [
-        [0, 1],
-        [2, 3],
-        [50, 50] if cached else [4, 5],
-        [8, 9],
-        [8, 9],
-        [10, 11],
-        [60, 60] if cached else [-9, -9],
-    ]
-    assert result.vectors["t"] is out["t"]
-    assert out["t"].tolist() == expected
-    assert result.missing["t"].tolist() == ([] if cached else [6])
-    assert result.missing["none"].tolist() == [0]
-    assert stats["tables"]["t"]["misses"] == (5 if cached else 7)
+        CpuEmbeddingCache({"t": 4}, 1 << 20, dtype="float64")  # type: ignore[arg-type]
 
 
 def test_it_shows_what_it_holds() -> None:
@@ -280,4 +233,4 @@ def test_it_shows_what_it_holds() -> None:
     cache = cache_of(100)
     cache.insert("t", [1, 2], [[1.0], [2.0]])
 
-    assert repr(cache) == f"<CpuEmbeddingCache [1 tables, 2 of {cache.stats()['capacity']} rows]>"
+    assert repr(cache) == f"<CpuEmbeddingCache [1 tables, 2 of {cache.stats().capacity} rows]>"

@@ -24,7 +24,7 @@ from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
 from inference_session.parameter_server.wrappers import WrapperStore
-from inference_session.rows import UpdatableRows
+from inference_session.rows import UpdatedRows
 from inference_session.rows.dump import dump
 from inference_session.tables.table_file import TableFile
 from inference_session.version_directory import manifest
@@ -154,11 +154,11 @@ def test_rows_changed_in_memory_are_dumped(version: Path, tmp_path: Path) -> Non
     first, second = list(expected["hashed"])[:2]
     spec = ModelSpec.read(version)
     files = [TableFile.open(version / "tables" / table.folder, table) for table in spec.tables]
-    source = UpdatableRows(files, num_threads=1)
-    source.update(2, *rows(first, 77, value=4))
-    source.erase(2, np.array([second, 77, 79]))
-    source.update(0, *rows(7, dim=4, value=3))
-    source.erase(0, np.array([9]))
+    source = UpdatedRows(files, num_threads=1)
+    source.writer.update(2, *rows(first, 77, value=4))
+    source.writer.erase(2, np.array([second, 77, 79]))
+    source.writer.update(0, *rows(7, dim=4, value=3))
+    source.writer.erase(0, np.array([9]))
 
     dump(source, spec, tmp_path / "dump")
     source.close()

@@ -18,6 +18,7 @@ from inference_session.rows.hot_keys import read_hot_keys, write_hot_keys
 from inference_session.version_directory.verified_files import VerifiedFiles, file_state
 from tests.test_stored_session import push
 from tests.testing import small_model
+from tests.testing.cache_lookups import look_up
 from tests.testing.servers import PATIENCE_S, wait_until
 
 
@@ -143,8 +144,8 @@ def test_the_hottest_keys_come_first(tmp_path: Path) -> None:
         cache.insert("t", keys, np.ones((100, 4), np.float32))
         hot: NDArray[np.int64] = np.array([90, 7, 33])
         for _ in range(2):
-            cache.lookup({"t": hot})
-        cache.lookup({"t": np.array([50])})
+            look_up(cache, {"t": hot})
+        look_up(cache, {"t": np.array([50])})
 
         hottest = cache.hottest("t")
     assert set(hottest[:3]) == set(hot.tolist())

@@ -16,6 +16,7 @@ from inference_session.embedding_cache.cpu import CpuEmbeddingCache, bytes_to_ho
 from inference_session.sizing.cache_plan import CachePlan, TracedTable
 from inference_session.sizing.hit_rate import LruCurve, SamplingError, SimulatedCurve
 from inference_session.sizing.key_sample import KeySample
+from tests.testing.cache_lookups import look_up
 
 _KEYS = st.lists(st.integers(-3, 12) | st.sampled_from([2**63 - 1, -(2**63)]), max_size=200)
 
@@ -74,7 +75,7 @@ def test_ours_is_what_the_cache_does(keys: list[int], capacity: int) -> None:
     with CpuEmbeddingCache({"t": 1}, bytes_to_hold({"t": 1}, {"t": capacity})) as cache:
         hits = 0
         for key in array:
-            missing = cache.lookup({"t": np.array([key])}).missing["t"]
+            missing = look_up(cache, {"t": np.array([key])}).missing["t"]
             hits += 1 - len(missing)
             if len(missing):
                 cache.insert("t", [key], [[0.0]])

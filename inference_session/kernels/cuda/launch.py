@@ -25,9 +25,11 @@ from inference_session.kernels.cuda.records import (
     REQUEST,
     SLOTS,
     Tiles,
+    divide,
     offset_of,
     request_of,
 )
+from inference_session.kernels.records import Lookup
 
 THREADS = 256
 _WARPS = THREADS // 32
@@ -84,7 +86,8 @@ class Launch:
         for field, address in addresses.items():
             request[field] = address
         self.num_tiles = int(tiles.first[-1])
-        few = len(segments) <= MAX_INLINE_SEGMENTS
+        self.takes_segments = few = len(segments) <= MAX_INLINE_SEGMENTS
+        """Whether `run` may be given other segments."""
         self._kernel = _kernel("look_up" if few and not tiles.pooled else "look_up_and_pool").kernel
         # Small blocks spread a small request over all multiprocessors.
         self._threads = _LOOKUP_THREADS if self.num_tiles >= _MANY_TILES else _FEW_THREADS
@@ -126,15 +129,15 @@ class Launch:
         self._fill_in(self._argument, segments, addresses, seed, fill)
         self._start(self._argument, cupy.cuda.get_current_stream().ptr)
 
-    def repeated(self, segments: NDArray[np.void] | None, num_unknown_address: int, stream: Any) -> Callable[[], None]:
-        """The same launch each time it is called: `run` of these arguments on that stream."""
+    def repeated(self, num_unknown_address: int) -> Callable[[], None]:
+        """`run` of the segments that this was made of, each time it is called, on the stream that is current now."""
         if not self.num_tiles:
             return _nothing
         if self._uploaded is not None:
             self._uploaded.synchronize()
         argument = _Argument(bytes(self._argument.record))
-        self._fill_in(argument, segments, (0, 0, num_unknown_address), seed=0, fill=False)
-        return partial(self._start, argument, stream.ptr)
+        self._fill_in(argument, None, (0, 0, num_unknown_address), seed=0, fill=False)
+        return partial(self._start, argument, cupy.cuda.get_current_stream().ptr)
 
     def _fill_in(
         self,
@@ -157,6 +160,19 @@ class Launch:
             runtime.free(0)
         size = self._num_blocks, 1, 1, self._threads, 1, 1
         driver.launchKernel(self._kernel.ptr, *size, 0, stream_address, argument.address, 0)
+
+
+def prepare(segments: NDArray[np.void], tables_address: int) -> Launch:
+    """A look-up of SEGMENT records in GPU_TABLE records."""
+    return Launch(segments, divide(segments), tables_address=tables_address)
+
+
+def start(lookup: Lookup, tables_address: int, *, num_unknown_address: int, seed: int = 0) -> None:
+    """Launch a look-up on the current stream; see Launch.run."""
+    if lookup.prepared is None or not lookup.prepared.takes_segments:
+        prepare(lookup.segments, tables_address).run(num_unknown_address=num_unknown_address, seed=seed)
+    else:
+        lookup.prepared.run(lookup.segments, num_unknown_address=num_unknown_address, seed=seed)
 
 
 class Writer:

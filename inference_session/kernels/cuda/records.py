@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import InvalidRequestError
-from inference_session.kernels.records import SEGMENT, PoolingCode
+from inference_session.kernels.records import SEGMENT, PoolingCode, VectorCode
 
 SLOTS = 62
 BUCKET_BYTES = 64
@@ -66,6 +66,7 @@ MAX_KEYS_PER_TILE = 32
 _MANY_KEYS, _FEW_KEYS_PER_TILE = 1 << 17, 8
 _VERY_FEW_KEYS, _LEAST_KEYS_PER_TILE = 1 << 12, 4
 _MOST_TILES = 2**31 - 1
+_ELEMENT_BYTES = {VectorCode.FLOAT32: 4, VectorCode.FLOAT16: 2, VectorCode.INT8: 1}
 
 
 class Tiles(NamedTuple):
@@ -125,10 +126,49 @@ def _share_overfull(mean: float) -> float:
     return math.fsum(math.exp(n * math.log(mean) - mean - math.lgamma(n + 1)) for n in range(SLOTS, 2 * SLOTS))
 
 
-def is_wide(dim: int, element_bytes: int, address: int, row_bytes: int) -> bool:
-    """Whether four elements of a row may be loaded at once: aligned, and no rest."""
-    unit = 4 * element_bytes
-    return dim % 4 == 0 and address % unit == 0 and row_bytes % unit == 0
+def rows_record(address: int, row_bytes: int, code: VectorCode, dim: int) -> NDArray[np.void]:
+    """A ROWS record. Four elements of a row are loaded at once where they are aligned and leave no rest."""
+    unit = 4 * _ELEMENT_BYTES[code]
+    wide = dim % 4 == 0 and address % unit == 0 and row_bytes % unit == 0
+    return np.array((address, row_bytes, int(code), int(wide)), ROWS)
+
+
+def table_record(
+    dim: int,
+    *,
+    cached: NDArray[np.void] | None = None,
+    cached_rows: NDArray[np.void] | None = None,
+    base: NDArray[np.void] | None = None,
+    base_rows: NDArray[np.void] | None = None,
+    base_numbers_address: int = 0,
+    num_base_rows: int = 0,
+    base_by_number: bool = False,
+    default_address: int = 0,
+    events_address: int = 0,
+) -> np.void:
+    """A GPU_TABLE record: rows in a cache (`cached`), and behind them rows that are all there (`base`), or either."""
+    record: np.void = np.zeros(1, GPU_TABLE)[0]
+    record["cached_rows"]["wide"] = record["base_rows"]["wide"] = 1  # of none: all that there are
+    for field, value in (("cached", cached), ("cached_rows", cached_rows), ("base", base), ("base_rows", base_rows)):
+        if value is not None:
+            record[field] = value
+    record["base_numbers_address"], record["num_base_rows"] = base_numbers_address, num_base_rows
+    record["base_by_number"], record["embedding_dim"] = base_by_number, dim
+    record["default_address"], record["events_address"] = default_address, events_address
+    return record
+
+
+def numbered_tables(
+    dims: NDArray[np.int64], addresses: NDArray[np.int64], num_rows: NDArray[np.int64]
+) -> NDArray[np.void]:
+    """GPU_TABLE records of float32 rows at these addresses, whose keys are their numbers; other keys leave no trace."""
+    records = np.zeros(len(dims), GPU_TABLE)
+    records["num_base_rows"], records["embedding_dim"], records["base_by_number"] = num_rows, dims, 1
+    records["cached_rows"]["wide"] = 1
+    rows = records["base_rows"]
+    rows["vectors_address"], rows["row_bytes"], rows["vector_code"] = addresses, 4 * dims, VectorCode.FLOAT32
+    rows["wide"] = (dims % 4 == 0) & (addresses % 16 == 0)
+    return records
 
 
 def offset_of(dtype: np.dtype[Any], field: str) -> int:

@@ -1,4 +1,4 @@
-"""The keys that a look-up in a cache has not found, as tables that the kernel reads behind the cache's own."""
+"""The rows that a look-up in a cache has not found, as tables that the kernel reads behind the cache's own."""
 
 from __future__ import annotations
 
@@ -7,17 +7,26 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.device.cache_lines import zeros_at_line
-from inference_session.embedding_cache.null import empty_tables
+from inference_session.device.host import zeros_at_line
 from inference_session.kernels.cpu.hash_index import BUCKET_BYTES
 from inference_session.kernels.cpu.missing import collect_keys, write_vectors
-from inference_session.kernels.records import address_of
+from inference_session.kernels.records import TABLE, address_of
 
 _KEYS_PER_BUCKET = 8
+_EMPTY_BUCKET = np.zeros(BUCKET_BYTES, np.uint8)
 
 
-class _Part(NamedTuple):
-    """The rows of one table in an overlay."""
+def empty_tables(dims: NDArray[np.int64]) -> NDArray[np.void]:
+    """TABLE records of tables of these embedding_dims that have no rows and no default vectors."""
+    records = np.zeros(len(dims), TABLE)
+    records["index_address"], records["num_buckets"] = address_of(_EMPTY_BUCKET), 1
+    records["embedding_dim"], records["row_bytes"] = dims, 4 * dims
+    records["next_table"] = -1
+    return records
+
+
+class TableRows(NamedTuple):
+    """The missing rows of one table."""
 
     keys: NDArray[np.int64]
     """[n], each once."""
@@ -27,8 +36,8 @@ class _Part(NamedTuple):
     """[n], to be filled in: False where the vector is the default."""
 
 
-class Overlay:
-    """The keys that a look-up has not found, as tables of their own (kernels/cpu/missing.py)."""
+class MissingRows:
+    """The keys that a look-up has not found, each once per table, and room for their rows (kernels/cpu/missing.py)."""
 
     def __init__(
         self,
@@ -75,7 +84,7 @@ class Overlay:
         rows = self._begins[self.segments["table"][segments]] + self.rows
         return np.bincount(segments, ~self._found[rows], len(self.counts)).astype(np.int64)
 
-    def _allocate(self, dims: NDArray[np.int64]) -> dict[int, _Part]:
+    def _allocate(self, dims: NDArray[np.int64]) -> dict[int, TableRows]:
         """Room for the vectors of the keys there are, by table."""
         num_rows = self.records["num_rows"]
         num_elements = num_rows * dims
@@ -86,5 +95,5 @@ class Overlay:
         for t in np.flatnonzero(num_rows).tolist():
             rows = slice(self._begins[t], self._begins[t] + num_rows[t])
             vectors = self.vectors[ends[t] - num_elements[t] : ends[t]].reshape(-1, dims[t])
-            parts[t] = _Part(self._keys[rows], vectors, self._found[rows])
+            parts[t] = TableRows(self._keys[rows], vectors, self._found[rows])
         return parts

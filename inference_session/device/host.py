@@ -1,0 +1,55 @@
+"""The processor as a device: its memory is the process's own, and a call is done when it returns."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.device.base import Device
+from inference_session.kernels.records import address_of
+
+LINE_BYTES = 64
+_NOTHING_HELD = contextlib.nullcontext()
+
+
+class HostDevice(Device):
+    """The processor. Requests do not wait for one another."""
+
+    name = "cpu"
+
+    def request(self) -> contextlib.AbstractContextManager[None]:
+        """See Device."""
+        return _NOTHING_HELD
+
+    def empty(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """See Device."""
+        return np.empty(shape, np.float32)
+
+    def counts(self, num_counts: int) -> NDArray[np.int64]:
+        """See Device."""
+        return np.zeros(num_counts, np.int64)
+
+    def stage(self, array: NDArray[Any]) -> NDArray[Any]:
+        """See Device."""
+        return array
+
+    def output(self, array: NDArray[np.float32]) -> NDArray[np.float32]:
+        """See Device."""
+        return array
+
+    def wait(self) -> None:
+        """See Device."""
+
+
+HOST = HostDevice()
+
+
+def zeros_at_line(num_rows: int, row_bytes: int) -> NDArray[np.uint8]:
+    """Zeros, [num_rows, row_bytes], that begin at a line of the processor's caches; takes a line more."""
+    num_bytes = num_rows * row_bytes
+    memory = np.zeros(num_bytes + LINE_BYTES, np.uint8)
+    offset = -address_of(memory) % LINE_BYTES
+    return memory[offset : offset + num_bytes].reshape(num_rows, row_bytes)

@@ -1,0 +1,78 @@
+"""What an embedding cache counts; docs/operations.md defines each number."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from inference_session.stats import gauge
+
+
+class RowCounts(NamedTuple):
+    """The rows of one table."""
+
+    inserts: int
+    updates: int
+    evictions: int
+    erases: int
+    rows: int
+    capacity: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class TableStats:
+    """The counts of one table since the cache was made."""
+
+    hits: int
+    """Keys looked up that were cached."""
+    misses: int
+    """Keys looked up that were not."""
+    inserts: int
+    """Rows added."""
+    updates: int
+    """Rows replaced by new contents."""
+    evictions: int
+    """Rows dropped for space."""
+    erases: int
+    """Rows dropped by request."""
+    rows: int = gauge()
+    """Rows cached."""
+    capacity: int = gauge()
+    """Rows that may be."""
+    bytes: int = gauge()
+    """Memory allocated, whether in use or not."""
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """The counts of all tables, in all and by table."""
+
+    hits: int
+    misses: int
+    inserts: int
+    updates: int
+    evictions: int
+    erases: int
+    tables: Mapping[str, TableStats]
+    cache_bytes: int = gauge()
+    """What the cache may allocate in all."""
+    rows: int = gauge()
+    capacity: int = gauge()
+    bytes: int = gauge()
+
+    @classmethod
+    def of(cls, cache_bytes: int, tables: Mapping[str, TableStats]) -> CacheStats:
+        """The counts of these tables, added up."""
+        names = list(TableStats.__dataclass_fields__)
+        totals = {name: sum(getattr(table, name) for table in tables.values()) for name in names}
+        return cls(cache_bytes=cache_bytes, tables=tables, **totals)
+
+    def after(self, warm_up: CacheStats) -> CacheStats:
+        """These counts without the look-ups of the warm-up, which are no client's."""
+        tables = {
+            name: replace(table, hits=table.hits - before.hits, misses=table.misses - before.misses)
+            for (name, table), before in zip(self.tables.items(), warm_up.tables.values(), strict=True)
+        }
+        return CacheStats.of(self.cache_bytes, tables)

@@ -1,0 +1,240 @@
+"""The look-ups of a model, and the records that describe them, as far as these follow from the shapes of keys alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import InvalidRequestError
+from inference_session.kernels.records import SEGMENT, PoolingCode
+from inference_session.model_spec import LookupSpec, ModelSpec
+from inference_session.requests.batch import JoinedBatch, Part, Ragged
+
+_FLOAT_BYTES = 4
+_KEY_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Block:
+    """One input of the dense network, and the look-ups that fill it."""
+
+    dense_input: str
+    members: tuple[int, ...]
+    joined: bool
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """All that follows from the shapes of the keys."""
+
+    segments: NDArray[np.void]
+    """Complete but for addresses: an output's is its offset within the block, a key's within its matrix."""
+    num_keys: NDArray[np.int64]
+    """Per look-up; 0 where bags are ragged."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the array of each block."""
+    bare: tuple[bool, ...]
+    """Which blocks' keys have no first dimension: they were given one, which goes again."""
+
+
+class Packed(NamedTuple):
+    """Look-ups that read columns of one matrix of keys."""
+
+    lookups: list[int]
+    columns: NDArray[np.int64]
+    """The first of each look-up."""
+    key_bytes: int
+    row_stride: int
+    """Bytes from one row of the matrix to the next."""
+
+
+class ModelLookups:
+    """The look-ups of one model: which keys they read from a batch, and how their segments follow from its shapes."""
+
+    def __init__(self, spec: ModelSpec, *, by_column: bool, keys_follow_inputs: bool) -> None:
+        """Describe what follows from the model alone.
+
+        Args:
+            spec: the model.
+            by_column: whether matrices of keys are staged column by column (Device.reads_by_column).
+            keys_follow_inputs: whether a look-up's keys are an input of the model (RequestLayout.keys_follow_inputs).
+        """
+        self.lookups = spec.lookups
+        self._by_column = by_column
+        self._counts_samples = spec.batched
+        position = {table.folder: i for i, table in enumerate(spec.tables)}
+        self._table_positions = [position[lookup.table] for lookup in spec.lookups]
+        self._table_specs = [spec.tables[i] for i in self._table_positions]
+        self.blocks = _blocks(spec.lookups)
+        self.block_of = np.empty(len(spec.lookups), np.intp)
+        """Of each look-up, the number of its block."""
+        for number, block in enumerate(self.blocks):
+            self.block_of[list(block.members)] = number
+        self.key_names = [lookup.dense_input if lookup.bags else lookup.keys for lookup in spec.lookups]
+        self._bagged = [lookup for lookup in spec.lookups if lookup.bags]
+        self.weighted = [(i, lookup.keys, lookup.weights) for i, lookup in enumerate(spec.lookups) if lookup.weights]
+        self.packed = _packed(spec)
+        """Look-ups that read columns of one matrix of keys, by its name."""
+        self.loose = [i for i, lookup in enumerate(spec.lookups) if lookup.columns is None]
+        """Look-ups with keys of their own, not columns of a matrix."""
+        regular = keys_follow_inputs and spec.batched
+        self._irregular = [i for i, lookup in enumerate(spec.lookups) if not (regular and _is_regular(lookup, spec))]
+
+    def cut_bags(self, batch: JoinedBatch) -> None:
+        """Make bags of the lists of keys that are divided by offsets."""
+        for lookup in self._bagged:
+            batch.replace(lookup.dense_input, [_cut(batch, lookup)])
+
+    def irregular_shapes(self, batch: JoinedBatch) -> tuple[tuple[int, ...], ...]:
+        """The shapes of keys that do not follow from the shapes of the requests."""
+        ranks = [len(batch.parts(self.key_names[i])[0].shape) for i in self._irregular]
+        return tuple([(rank, *self._shape(i, batch)) for rank, i in zip(ranks, self._irregular, strict=True)])
+
+    def follow_shapes(self, computed: Collection[str]) -> bool:
+        """Whether all is laid out alike in batches with the same number of samples, the same `shapes`, and the same
+        shapes of what is `computed` out of their inputs.
+        """
+        if not self.lookups or not self._counts_samples:  # where samples are not counted, `shapes` tell nothing
+            return False
+        irregular = [self.lookups[i] for i in self._irregular]
+        return all(lookup.keys in computed and not lookup.bags for lookup in irregular)
+
+    def geometry(self, batch: JoinedBatch) -> Geometry:
+        """The geometry of the keys of a batch, at least one row deep."""
+        keys = tuple(self._shape(i, batch) for i in range(len(self.lookups)))
+        segments = np.zeros(len(keys), SEGMENT)
+        segments["table"] = self._table_positions
+        segments["pooling"] = [PoolingCode[lookup.pooling.upper()] for lookup in self.lookups]
+        segments["key_bytes"] = segments["key_stride"] = _KEY_BYTES
+        shapes = [
+            self._describe_joined(block, segments, keys)
+            if block.joined
+            else self._describe_alone(block.members[0], segments, keys)
+            for block in self.blocks
+        ]
+        segments["row_stride"] = segments["keys_per_row"] * _KEY_BYTES
+        for members in self.packed.values():
+            self._describe_packed(members, segments, keys[members.lookups[0]][0])
+        num_keys = np.array([math.prod(shape) for shape in keys], np.int64)
+        return Geometry(segments, num_keys, tuple(shapes), tuple(self._is_bare(block, batch) for block in self.blocks))
+
+    def _is_bare(self, block: Block, batch: JoinedBatch) -> bool:
+        """Whether the block's keys have no first dimension."""
+        first = block.members[0]
+        return not block.joined and _is_bare(batch.parts(self.key_names[first])[0], self.lookups[first])
+
+    def _shape(self, i: int, batch: JoinedBatch) -> tuple[int, ...]:
+        return _shape(batch.parts(self.key_names[i]), self.lookups[i])
+
+    def _describe_packed(self, members: Packed, segments: NDArray[np.void], num_rows: int) -> None:
+        """Enter where in their matrix of keys look-ups find theirs."""
+        strides = members.key_bytes, num_rows * members.key_bytes
+        row_stride, key_stride = strides if self._by_column else (members.row_stride, members.key_bytes)
+        segments["key_bytes"][members.lookups] = members.key_bytes
+        segments["row_stride"][members.lookups] = row_stride
+        segments["key_stride"][members.lookups] = key_stride
+        segments["keys_address"][members.lookups] = members.columns * key_stride
+
+    def _describe_joined(
+        self, block: Block, segments: NDArray[np.void], keys: Sequence[tuple[int, ...]]
+    ) -> tuple[int, ...]:
+        """Members side by side in one matrix; returns its shape."""
+        self._check_samples(block, keys)
+        column = 0
+        for i in block.members:
+            num_samples, *rest = keys[i]
+            keys_per_sample = math.prod(rest)
+            segments["num_rows"][i] = num_samples
+            segments["keys_per_row"][i] = keys_per_sample
+            segments["output_address"][i] = column * _FLOAT_BYTES
+            pooled = self.lookups[i].pooling != "none"
+            column += self._table_specs[i].embedding_dim * (1 if pooled else keys_per_sample)
+        segments["output_stride"][list(block.members)] = column * _FLOAT_BYTES
+        return (keys[block.members[0]][0], column)
+
+    def _check_samples(self, block: Block, keys: Sequence[tuple[int, ...]]) -> None:
+        """Refuse keys that cannot stand side by side: the kernel would write beyond the matrix."""
+        first, *others = block.members
+        for i in others:
+            if keys[i][0] != keys[first][0]:
+                raise InvalidRequestError(
+                    f"keys {self.lookups[i].keys!r} are of {keys[i][0]} samples, but {self.lookups[first].keys!r}, "
+                    f"whose vectors stand beside theirs, of {keys[first][0]}"
+                )
+
+    def _describe_alone(self, i: int, segments: NDArray[np.void], keys: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """One look-up with an array of its own; returns that array's shape."""
+        table, shape = self._table_specs[i], keys[i]
+        pooled = self.lookups[i].pooling != "none"
+        rows, keys_per_row = (shape[:-1], shape[-1]) if pooled else (shape, 1)
+        segments["num_rows"][i] = math.prod(rows)
+        segments["keys_per_row"][i] = keys_per_row
+        segments["output_stride"][i] = table.embedding_dim * _FLOAT_BYTES
+        return (*rows, table.embedding_dim) if pooled or table.row_shape is None else (*rows, *table.row_shape)
+
+
+def _blocks(lookups: Sequence[LookupSpec]) -> tuple[Block, ...]:
+    members: dict[str, list[int]] = {}
+    for i, lookup in enumerate(lookups):
+        members.setdefault(lookup.dense_input, []).append(i)
+    return tuple(Block(name, tuple(m), lookups[m[0]].joined) for name, m in members.items())
+
+
+def _is_bare(keys: Part, lookup: LookupSpec) -> bool:
+    """Whether the keys have no dimension but, where they are pooled, that of their one bag."""
+    return len(keys.shape) <= (lookup.pooling != "none") and not isinstance(keys, Ragged)
+
+
+def _packed(spec: ModelSpec) -> dict[str, Packed]:
+    """The look-ups that read columns of a matrix, by the matrix's name."""
+    packed = {}
+    for tensor in spec.inputs:
+        lookups = [i for i, lookup in enumerate(spec.lookups) if lookup.keys == tensor.name and lookup.columns]
+        if lookups:
+            key_bytes = np.dtype(tensor.dtype).itemsize
+            begins = np.array([(spec.lookups[i].columns or (0, 0))[0] for i in lookups], np.int64)
+            packed[tensor.name] = Packed(lookups, begins, key_bytes, tensor.shape[1] * key_bytes)
+    return packed
+
+
+def _is_regular(lookup: LookupSpec, spec: ModelSpec) -> bool:
+    """Whether the keys are [samples, …] with all but the first size told by the shapes of the requests."""
+    shapes = [tensor.shape for tensor in spec.inputs if tensor.name == lookup.keys]
+    if lookup.columns is not None:
+        return True
+    return bool(shapes) and (lookup.pooling == "none" or (len(shapes[0]) > 1 and shapes[0][-1] >= 0))
+
+
+def _shape(parts: list[Part], lookup: LookupSpec) -> tuple[int, ...]:
+    """The shape of all keys of a look-up, at least one row (and one bag, where pooled) deep."""
+    first = parts[0]
+    shape = first.shape
+    if lookup.columns is not None:
+        shape = (shape[0], lookup.columns[1] - lookup.columns[0])
+    elif isinstance(first, Ragged):
+        shape = (*shape, 0)  # no one length is true of the bags
+    elif _is_bare(first, lookup):
+        shape = (1, *shape)
+    if len(parts) == 1:
+        return shape
+    return (sum(part.shape[0] for part in parts), *shape[1:])
+
+
+def _cut(batch: JoinedBatch, lookup: LookupSpec) -> Ragged:
+    """The bags of a list of keys, cut as by ONNX's Slice: beyond the end is the end, negative counts from it."""
+    keys, *offsets = (batch.array(name) for name in (lookup.keys, *(lookup.bags or ())))
+    begins, ends = (np.where(at < 0, at + len(keys), at).clip(0, len(keys)) for at in offsets)
+    if begins.ndim != 1 or begins.shape != ends.shape:
+        raise InvalidRequestError(
+            f"bags of {lookup.keys!r} begin at {list(begins.shape)} and end at {list(ends.shape)}"
+        )
+    ends = np.maximum(begins, ends)
+    num_keys = int((ends - begins).sum())
+    if num_keys > len(keys):
+        raise InvalidRequestError(f"bags of {lookup.keys!r} overlap: they hold {num_keys} keys, of {len(keys)}")
+    return Ragged(keys, begins, ends, begins.shape, num_keys)

@@ -1,0 +1,260 @@
+"""One plan per shape of batch: what follows from shapes alone, worked out once, and what each batch of that shape does.
+
+plan = plans.of(batch, outputs)
+with plan.held():                       # the device, until the answers are on the host
+lookup = plan.fill(batch)           # keys go where the device reads them
+rows.look_up(lookup)                # vectors go where the network reads them
+answers = plan.run_network(batch)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.dense_engine.base import BoundRun, DenseEngine
+from inference_session.device.base import Device
+from inference_session.errors import InvalidRequestError
+from inference_session.execution.lookups import Geometry, ModelLookups
+from inference_session.kernels.records import Lookup, address_of
+from inference_session.platform.bounded_memory import BoundedMemory
+from inference_session.requests.batch import JoinedBatch, Part, Ragged, Staged
+from inference_session.requests.outputs import Answer
+from inference_session.rows.base import Rows
+
+_MAX_PLANS = 1024
+_KEY_BYTES = 8
+_NO_KEYS = np.empty(0, np.int64)
+
+
+class ExecutionPlan(ABC):
+    """What batches of one shape do."""
+
+    outputs: tuple[str, ...]
+    """What the network computes."""
+
+    @abstractmethod
+    def held(self) -> AbstractContextManager[None]:
+        """What a batch holds from `fill` until its answers are on the host."""
+
+    @abstractmethod
+    def fill(self, batch: JoinedBatch) -> Lookup:
+        """The look-up of a batch: its keys are where the device reads them, and there is room for the vectors."""
+
+    @abstractmethod
+    def run_network(self, batch: JoinedBatch) -> Answer:
+        """The outputs of the network, once the look-up has written its inputs; raises what DenseEngine.run does."""
+
+    @abstractmethod
+    def num_unknown(self, lookup: Lookup) -> NDArray[np.int64]:
+        """Unknown keys per look-up, once the network has run; the caller's to keep."""
+
+
+class FreshPlan(ExecutionPlan):
+    """Takes memory from the device for each batch."""
+
+    def __init__(
+        self,
+        lookups: ModelLookups,
+        geometry: Geometry,
+        rows: Rows,
+        dense: DenseEngine,
+        outputs: tuple[str, ...],
+        *,
+        may_record: bool,
+    ) -> None:
+        """`may_record`: whether a RecordedPlan may take its place."""
+        self.outputs = outputs
+        self.may_record = may_record
+        self._lookups = lookups
+        self._geometry = geometry
+        self._device = rows.device
+        self._dense = dense
+        self._prepared_lookup = rows.prepare(geometry.segments)
+        self._prepared_network = dense.prepare()
+
+    def held(self) -> AbstractContextManager[None]:
+        """See ExecutionPlan."""
+        return self._device.request()
+
+    def fill(self, batch: JoinedBatch) -> Lookup:
+        """See ExecutionPlan."""
+        geometry, device = self._geometry, self._device
+        vectors = [device.empty(shape) for shape in geometry.shapes]
+        segments, num_keys = geometry.segments.copy(), geometry.num_keys
+        if vectors:
+            addresses = [address_of(array) for array in vectors]
+            moves = addresses[0] if len(addresses) == 1 else np.array(addresses)[self._lookups.block_of]
+            segments["output_address"] += moves
+        self._fill_packed(segments, batch)
+        self._fill_weights(segments, batch)
+        if self._lookups.loose:
+            num_keys = num_keys.copy()
+            self._fill_loose(segments, batch, num_keys)
+        for block, array, is_bare in zip(self._lookups.blocks, vectors, geometry.bare, strict=True):
+            batch.replace(block.dense_input, [array[0] if is_bare else array])
+        return Lookup(segments, num_keys, device.counts(len(segments)), self._prepared_lookup)
+
+    def run_network(self, batch: JoinedBatch) -> Answer:
+        """See ExecutionPlan."""
+        results = self._dense.run(self.network_inputs(batch), self.outputs, self._prepared_network)
+        return dict(zip(self.outputs, results, strict=True))
+
+    def num_unknown(self, lookup: Lookup) -> NDArray[np.int64]:
+        """See ExecutionPlan."""
+        self._device.wait()
+        counts: NDArray[np.int64] = lookup.num_unknown.copy()
+        return counts
+
+    def network_inputs(self, batch: JoinedBatch) -> dict[str, NDArray[Any]]:
+        """What the network reads, by name."""
+        return {name: batch.array(name) for name in self._dense.input_names}
+
+    def _fill_loose(self, segments: NDArray[np.void], batch: JoinedBatch, num_keys: NDArray[np.int64]) -> None:
+        """Lay the keys that are no columns behind each other, and enter where."""
+        even: dict[int, list[Part]] = {}
+        for i in self._lookups.loose:
+            parts = batch.parts(self._lookups.key_names[i])
+            if isinstance(parts[0], Ragged):
+                bags = _joined_bags(parts)  # type: ignore[arg-type]  # the others are ragged as well
+                num_keys[i] = bags.num_keys
+                fields = {"keys_address": bags.values, "begins_address": bags.begins, "ends_address": bags.ends}
+                for field, array in fields.items():
+                    segments[field][i] = self._stage(batch, (), array)
+            else:
+                even[i] = parts
+        if even:
+            places, counts = list(even), num_keys[list(even)]
+            keys = _laid_out([part for parts in even.values() for part in parts])  # type: ignore[misc]
+            address = self._stage(batch, tuple(self._lookups.key_names[i] for i in places), keys)
+            segments["keys_address"][places] = address + _KEY_BYTES * (np.cumsum(counts) - counts)
+
+    def _fill_packed(self, segments: NDArray[np.void], batch: JoinedBatch) -> None:
+        """Enter where the keys are that are columns of a matrix."""
+        for name, members in self._lookups.packed.items():
+            address = self._stage(batch, (name,), batch.array(name), by_column=self._device.reads_by_column)
+            if len(members.lookups) == len(segments):
+                segments["keys_address"] += address
+            else:
+                segments["keys_address"][members.lookups] += address
+
+    def _fill_weights(self, segments: NDArray[np.void], batch: JoinedBatch) -> None:
+        """Enter where the weights are of the look-ups that have any."""
+        for i, keys_name, weights_name in self._lookups.weighted:
+            keys, weights = batch.array(keys_name), batch.array(weights_name)
+            if weights.shape != keys.shape:
+                raise InvalidRequestError(
+                    f"keys {keys_name!r} have shape {list(keys.shape)}, but their factors, {weights_name!r}, "
+                    f"have {list(weights.shape)}"
+                )
+            segments["weights_address"][i] = self._stage(batch, (weights_name,), weights.astype(np.float32, copy=False))
+
+    def _stage(
+        self, batch: JoinedBatch, names: tuple[str, ...], array: NDArray[Any], *, by_column: bool = False
+    ) -> int:
+        """Where the device reads an array, which is kept alive as long as the batch."""
+        staged = self._device.stage(array.T).T if by_column else self._device.stage(np.ascontiguousarray(array))
+        batch.staged.append(Staged(names, staged))
+        return address_of(staged)
+
+
+class RecordedPlan(ExecutionPlan):
+    """Batches always use the same memory, so that nothing is worked out again between their launches.
+
+    A request leaves nothing in the memory that it passes through, and all of one shape lie in the same places. What
+    remains for the host is to copy the inputs, launch the look-up, run the network, wait, and copy the outputs: about
+    half of the work of a batch that comes for the first time.
+    """
+
+    def __init__(
+        self, device: Device, lookup: Lookup, network: BoundRun, staged: list[Staged], outputs: tuple[str, ...]
+    ) -> None:
+        """`staged`: the memory of all inputs."""
+        self.outputs = outputs
+        self._device, self._lookup, self._network, self._staged = device, lookup, network, staged
+
+    def held(self) -> AbstractContextManager[None]:
+        """See ExecutionPlan."""
+        return self._device.held()
+
+    def fill(self, batch: JoinedBatch) -> Lookup:
+        """See ExecutionPlan."""
+        for staged in self._staged:
+            staged.fill(batch)
+        self._lookup.num_unknown[:] = 0
+        return self._lookup
+
+    def run_network(self, batch: JoinedBatch) -> Answer:  # noqa: ARG002  its inputs are in their places
+        """See ExecutionPlan."""
+        return dict(zip(self.outputs, self._network.run(), strict=True))
+
+    def num_unknown(self, lookup: Lookup) -> NDArray[np.int64]:
+        """See ExecutionPlan. Running the network has waited for the look-up."""
+        counts: NDArray[np.int64] = lookup.num_unknown.copy()
+        return counts
+
+
+class ExecutionPlans:
+    """The plans of one model by shape, in one bounded memory. Safe to use from several threads."""
+
+    def __init__(self, lookups: ModelLookups, rows: Rows, dense: DenseEngine, computed: Collection[str]) -> None:
+        """`computed`: names that batches have beside their inputs, as outputs of a key graph."""
+        self._lookups = lookups
+        self._rows = rows
+        self._dense = dense
+        self._computed = sorted(computed)
+        # Where shapes do not tell all, as with lists of any length, each batch is placed anew.
+        self._may_record = rows.is_launched and lookups.follow_shapes(computed)
+        self._plans: BoundedMemory[Any, FreshPlan | RecordedPlan] = BoundedMemory(_MAX_PLANS)
+
+    def of(self, batch: JoinedBatch, outputs: tuple[str, ...]) -> ExecutionPlan:
+        """The plan of a batch; InvalidRequestError where its keys do not fit each other."""
+        self._lookups.cut_bags(batch)
+        computed = [batch.array(name).shape for name in self._computed] if self._may_record else ()
+        shape = (batch.num_samples, batch.shapes, self._lookups.irregular_shapes(batch), outputs, *computed)
+        plan = self._plans.get(shape)
+        if plan is None:
+            geometry = self._lookups.geometry(batch)
+            plan = FreshPlan(self._lookups, geometry, self._rows, self._dense, outputs, may_record=self._may_record)
+            self._plans.put(shape, plan)
+        if isinstance(plan, FreshPlan) and plan.may_record and self._dense.may_bind(outputs):
+            plan = self._recorded(plan, batch)
+            self._plans.put(shape, plan)
+        return plan
+
+    def _recorded(self, plan: FreshPlan, batch: JoinedBatch) -> FreshPlan | RecordedPlan:
+        """The same with its places fixed, unless the network cannot be bound to them."""
+        plan.may_record = False
+        trial = batch.copy()
+        with plan.held():
+            lookup = plan.fill(trial)
+            network = self._dense.bind(plan.network_inputs(trial), plan.outputs)
+            if network is None:
+                return plan
+            lookup.repeat = self._rows.prepare(lookup.segments).repeated(address_of(lookup.num_unknown))
+        places = [Staged((name,), array) for name, array in network.places.items()]
+        return RecordedPlan(self._rows.device, lookup, network, [*trial.staged, *places], plan.outputs)
+
+
+def _laid_out(keys: list[NDArray[Any]]) -> NDArray[np.int64]:
+    """All keys behind each other as int64, in one pass; a single array is not copied."""
+    if len(keys) == 1:
+        return np.ascontiguousarray(keys[0], np.int64)
+    return np.concatenate(keys, axis=None, dtype=np.int64) if keys else _NO_KEYS
+
+
+def _joined_bags(parts: list[Ragged]) -> Ragged:
+    """Ragged bags of several requests behind each other."""
+    if len(parts) == 1:
+        bags = parts[0]
+        return bags if bags.values.dtype == np.int64 else bags._replace(values=bags.values.astype(np.int64))
+    shifts = np.cumsum([0, *(part.values.size for part in parts[:-1])])
+    begins = np.concatenate([part.begins + shift for part, shift in zip(parts, shifts, strict=True)])
+    ends = np.concatenate([part.ends + shift for part, shift in zip(parts, shifts, strict=True)])
+    num_keys = sum(part.num_keys for part in parts)
+    return Ragged(_laid_out([part.values for part in parts]), begins, ends, parts[0].shape, num_keys)

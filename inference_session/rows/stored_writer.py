@@ -1,0 +1,195 @@
+"""Changes to the rows of a parameter server and to the cache over it. Here an update reaches the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.embedding_cache.base import EmbeddingCache
+from inference_session.embedding_cache.missing_rows import MissingRows
+from inference_session.errors import UnavailableError
+from inference_session.model_spec import TableSpec
+from inference_session.parameter_server.base import FetchRequest
+from inference_session.parameter_server.recent_writes import RecentWrites
+from inference_session.parameter_server.server import ParameterServer
+from inference_session.platform.pacing import paced
+from inference_session.rows.base import RowWriter
+from inference_session.tables.row_numbers import aliases_of, stored_keys
+
+_KEYS_PER_REFRESH = 256
+"""Few enough that a request which meets them in a store, or waits for the interpreter meanwhile, hardly notices."""
+_CLOSE_S = 10.0
+
+
+class StoredWriter(RowWriter):
+    """Writes to the stores, then to the cache, and keeps rows out of the cache that are older than what was written."""
+
+    def __init__(
+        self,
+        specs: Sequence[TableSpec],
+        cache: EmbeddingCache,
+        server: ParameterServer,
+        *,
+        refresh_interval_s: float = 0.0,
+    ) -> None:
+        """See StoredRows."""
+        self._specs = specs
+        self._cache = cache
+        self._server = server
+        self._updating = threading.Lock()
+        self._caching = threading.Lock()  # held while rows go into the cache; taken after `_updating`
+        self._writes = [RecentWrites() for _ in specs]
+        server.on_drop(self._forget)
+        self._closing = threading.Event()
+        self._refresher: threading.Thread | None = None
+        if refresh_interval_s:
+            self._refresher = threading.Thread(
+                target=self._refresh_often, args=(refresh_interval_s,), name="hotrow-refresh", daemon=True
+            )
+            self._refresher.start()
+
+    def update(self, table: int, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        """See RowWriter. In the cache, of those rows only that it holds: nobody may ever ask for the others."""
+        folder = self._specs[table].folder
+        aliases, original = aliases_of(self._specs[table], keys)
+        insert = partial(self._server.insert, folder, keys, vectors)
+        rows = vectors if aliases is keys else vectors[original]
+        self._write(table, aliases, insert, partial(self._cache.update, folder, aliases, rows))
+
+    def erase(self, table: int, keys: NDArray[np.int64]) -> None:
+        """See RowWriter."""
+        folder = self._specs[table].folder
+        aliases, _ = aliases_of(self._specs[table], keys)
+        self._write(
+            table, aliases, partial(self._server.erase, folder, keys), partial(self._cache.erase, folder, aliases)
+        )
+
+    @property
+    def is_durable(self) -> bool:  # type: ignore[override]
+        """See RowWriter."""
+        return self._server.is_durable
+
+    def note(self, table: int) -> str | None:
+        """See RowWriter."""
+        return self._server.note(self._specs[table].folder)
+
+    def save_note(self, table: int, text: str) -> None:
+        """See RowWriter."""
+        self._server.save_note(self._specs[table].folder, text)
+
+    def forget(self, table: int, keys: NDArray[np.int64]) -> None:
+        """See RowWriter."""
+        self._server.forget(self._specs[table].folder, keys)
+        self._forget(self._specs[table].folder, keys)
+
+    def refresh(self) -> None:
+        """See RowWriter. Rows that a tier which is down may have stay as they are."""
+        self._refresh_all(over_s=0.0)
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """See RowWriter."""
+        with self._server.frozen():
+            yield
+
+    def moments(self, tables: Iterable[int]) -> dict[int, int]:
+        """How many writes there have been to each table: for rows that are fetched from now on."""
+        return {t: self._writes[t].moment for t in tables}
+
+    def keep(self, missing: Sequence[MissingRows]) -> None:
+        """Cache the rows that were found, and not written since they were fetched."""
+        for t in sorted({t for rows in missing for t in rows.parts}):
+            with self._caching:
+                parts = [self._current(t, rows) for rows in missing if t in rows.parts]
+                keys, vectors = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
+                self._cache.insert(self._specs[t].folder, keys, vectors)
+
+    def bring_in(self, table: int, keys: NDArray[np.int64]) -> None:
+        """Cache the rows of some keys, as far as there are any, and they are not written meanwhile."""
+        folder = self._specs[table].folder
+        vectors = np.empty((len(keys), self._specs[table].embedding_dim), np.float32)
+        moment = self._writes[table].moment
+        found = self._server.fetch_unique([FetchRequest(folder, stored_keys(self._specs[table], keys), vectors)])[0]
+        with self._caching:
+            current = found & ~self._writes[table].written(keys, moment)
+            self._cache.insert(folder, keys[current], vectors[current])
+
+    def close(self) -> None:
+        """End the refreshing. May be called more than once."""
+        self._closing.set()
+        if self._refresher is not None:
+            self._refresher.join(_CLOSE_S)
+
+    def _refresh_often(self, interval_s: float) -> None:
+        """Half of the interval is for a round, which takes longer where it must, and half for nothing."""
+        while not self._closing.wait(interval_s / 2):
+            # While a tier is down, which is logged elsewhere, the rows stay as they are.
+            with contextlib.suppress(UnavailableError):
+                self._refresh_all(over_s=interval_s / 2)
+
+    def _refresh_all(self, over_s: float) -> None:
+        """Read all cached rows again, while requests go on; see `paced`."""
+        self._server.refresh()
+        with self._caching:  # rows that were fetched before, and are not in the cache yet, would escape
+            for writes in self._writes:
+                writes.add_all()
+        parts = [
+            (table, keys[begin : begin + _KEYS_PER_REFRESH])
+            for table, keys in enumerate(self._cache.dump(spec.folder) for spec in self._specs)
+            for begin in range(0, len(keys), _KEYS_PER_REFRESH)
+        ]
+        for table, keys in paced(parts, self._closing, over_s=over_s):
+            self._refresh(table, keys)
+
+    def _refresh(self, table: int, keys: NDArray[np.int64]) -> None:
+        """Read some cached rows again; those that are written meanwhile are left to that write."""
+        folder = self._specs[table].folder
+        vectors = np.empty((len(keys), self._specs[table].embedding_dim), np.float32)
+        request = FetchRequest(folder, stored_keys(self._specs[table], keys), vectors)
+        moment = self._writes[table].moment
+        # A key is not found only if no tier has it.
+        found = self._server.fetch_unique([request], on_store_failure="error")[0]
+        with self._caching:
+            current = ~self._writes[table].written(keys, moment)
+            self._cache.update(folder, keys[found & current], vectors[found & current])
+            self._cache.erase(folder, keys[~found & current])
+
+    def _write(self, table: int, keys: NDArray[np.int64], write: Callable[[], None], then: Callable[[], None]) -> None:
+        """Write to the stores, then to the cache: one write after the other, so that both see them in the same order.
+
+        Rows that were fetched before are not cached any more after it.
+        """
+        # Where stores fail they may have any of the rows.
+        to_cache: Callable[[], None] = partial(self._cache.erase, self._specs[table].folder, keys)
+        with self._updating:
+            try:
+                write()
+                to_cache = then
+            finally:
+                with self._caching:
+                    self._writes[table].add(keys)
+                    to_cache()
+
+    def _forget(self, folder: str, keys: NDArray[np.int64] | None) -> None:
+        """Drop cached rows that the parameter server has had to drop from a tier."""
+        table = next(i for i, spec in enumerate(self._specs) if spec.folder == folder)
+        with self._caching:
+            if keys is None:
+                self._writes[table].add_all()
+                self._cache.clear(folder)
+            else:
+                aliases, _ = aliases_of(self._specs[table], keys)
+                self._writes[table].add(aliases)
+                self._cache.erase(folder, aliases)
+
+    def _current(self, t: int, rows: MissingRows) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """What `keep` keeps of one table and look-up. Must be called while holding `_caching`."""
+        part = rows.parts[t]
+        current = part.found & ~self._writes[t].written(part.keys, rows.moments[t])
+        # As a rule all are, and then nothing is copied.
+        return (part.keys, part.vectors) if current.all() else (part.keys[current], part.vectors[current])

@@ -1,0 +1,48 @@
+"""The contract of a version's tables as a device's look-ups read them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.device.base import Device
+from inference_session.kernels.records import Lookup
+
+
+class Placement(NamedTuple):
+    """Where tables lie that a GPU looks up."""
+
+    device: str
+    bytes: int
+    """On the device."""
+    on_host: Sequence[str]
+    """Tables, by folder, that are read from host memory."""
+
+
+class DeviceTables(ABC):
+    """All tables of a model, in the order of its spec, where one device reads them. Their rows never change."""
+
+    device: Device
+    is_launched = False
+    """Whether a look-up is one launch, which needs nothing of the host after it and may be repeated."""
+
+    def prepare(self, segments: NDArray[np.void]) -> Any:  # noqa: ARG002
+        """What `look_up` needs for SEGMENT records of these shapes, made once (Lookup.prepared)."""
+        return None
+
+    @abstractmethod
+    def look_up(self, lookup: Lookup) -> None:
+        """Answer a look-up within a request of the device, which may have to be waited for."""
+
+    @property
+    def placement(self) -> Placement | None:
+        """Where the tables are, if on a GPU."""
+        return None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give the memory back. May be called more than once."""

@@ -1,0 +1,32 @@
+"""Tables that the processor looks up, where their files are mapped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from inference_session.device.host import HOST
+from inference_session.kernels.cpu import lookup as cpu
+from inference_session.kernels.cpu.lookup import NO_POSITIONS
+from inference_session.kernels.records import TABLE, Lookup
+from inference_session.tables.base import DeviceTables
+from inference_session.tables.table_file import TableFile
+
+
+class HostTables(DeviceTables):
+    """The records of mapped files, for the CPU kernels."""
+
+    device = HOST
+
+    def __init__(self, files: Sequence[TableFile], *, num_threads: int) -> None:
+        """`num_threads`: threads over which a large look-up is split. The files are the caller's to close."""
+        self.records = np.array([file.record() for file in files], TABLE)
+        self._num_threads = num_threads
+
+    def look_up(self, lookup: Lookup) -> None:
+        """See DeviceTables."""
+        cpu.lookup(self.records, lookup.segments, lookup.num_unknown, NO_POSITIONS, self._num_threads)
+
+    def close(self) -> None:
+        """See DeviceTables. Look-ups under way go on: files stay mapped as long as something refers to them."""
