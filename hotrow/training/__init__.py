@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any
 from inference_session.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from hotrow.training.checkpoint import Checkpoint
     from hotrow.training.export import export
     from hotrow.training.inputs import Lengths, Padded, lengths, padded
     from hotrow.training.updates import UpdatePublisher
 
 _PLACES = {
+    "Checkpoint": "checkpoint",
     "export": "export",
     "padded": "inputs",
     "lengths": "inputs",
@@ -30,7 +32,7 @@ _PLACES = {
 }
 """The module of each public name, loaded when the name is first used."""
 
-__all__ = ["Lengths", "Padded", "UpdatePublisher", "export", "lengths", "padded"]
+__all__ = ["Checkpoint", "Lengths", "Padded", "UpdatePublisher", "export", "lengths", "padded"]
 
 
 def __getattr__(name: str) -> Any:

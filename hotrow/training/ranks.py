@@ -20,7 +20,8 @@ class Ranks:
         self._joined = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self._joined else 0
         self.size = dist.get_world_size() if self._joined else 1
-        self._group = _group(dist.group.WORLD) if self.size > 1 else None
+        self.group: Any = _group(dist.group.WORLD) if self.size > 1 else None
+        """Of all ranks, for objects of the processor; None where there is one."""
 
     @property
     def is_first(self) -> bool:
@@ -32,7 +33,7 @@ class Ranks:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def together(self, work: Callable[[], Result]) -> Result:

@@ -1,0 +1,266 @@
+"""`Checkpoint`: what training needs to go on, in a folder of this machine or on HDFS, whole or not at all."""
+
+from __future__ import annotations
+
+import io
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.distributed import checkpoint as distributed_checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+
+from hotrow.training.checkpoint_files import CheckpointReader
+from hotrow.training.ranks import Ranks
+from hotrow.training.state import Restored, note_restored, publisher_of
+from hotrow.training.training_state import TrainingState
+from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError
+from inference_session.model_source import Copy, create_source, is_url
+from inference_session.model_source.base import ModelSource
+from inference_session.platform.staging import stage_folder
+
+DESCRIPTION_FILE = "checkpoint.json"
+FORMAT = 1
+_UNCONFIRMED = "unconfirmed_"
+
+
+class Checkpoint:
+    """Saves and restores a model and its optimizers: dense weights, tables, and what optimizers keep for each.
+
+        checkpoint = Checkpoint(model, optimizer, "hdfs://namenode:9870/ckpt/ctr")
+        start = checkpoint.restore()        # 0 if there is none
+        for step, batch in enumerate(loader, start):
+            ...
+            if step % 10_000 == 0:
+                checkpoint.save(step)
+
+    Below the place, each checkpoint is a folder called as its step: torch's distributed checkpoint, and
+    `checkpoint.json`. It appears when it is complete. Any number of ranks may restore what another number has saved.
+    All ranks call `save` and `restore`; a folder must be in a file system that they share.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        place: str | Path,
+        *,
+        keep: int = 2,
+    ) -> None:
+        """Nothing is read or written yet.
+
+        Args:
+            model: as it is trained. What TorchRec optimizes within its tables' backward is saved with it.
+            optimizer: one or several, always in the same order.
+            place: a folder, or hdfs://HOST:PORT/path.
+            keep: how many checkpoints stay; older ones are removed after one has been saved.
+
+        Raises:
+            ConfigurationError: an argument is not allowed.
+        """
+        if not isinstance(keep, int) or keep < 1:
+            raise ConfigurationError(f"keep must be a whole number from 1 on, found {keep!r}")
+        self._model, self._place, self._keep = model, str(place), keep
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._state = TrainingState(model, optimizers)
+        self._ranks = Ranks()
+        with create_source(place):
+            pass  # a malformed URL is refused here
+
+    def save(self, step: int) -> None:
+        """Save what there is after a step; returns when it is in its place.
+
+        Raises:
+            ConfigurationError: there is a checkpoint of this step already.
+            UnavailableError: the place does not answer, or a rank failed.
+            OSError: it cannot be written.
+        """
+        if not isinstance(step, int) or step < 0:
+            raise ConfigurationError(f"a step is a whole number from 0 on, found {step!r}")
+        moment = datetime.now(timezone.utc)
+        with torch.no_grad():
+            tensors, others = self._ranks.together(self._state.collect)
+        others = {name: value for of_rank in self._ranks.gather(others) for name, value in of_rank.items()}
+        description = {"format": FORMAT, "step": step, "moment": moment.isoformat(), "state": others}
+        if is_url(self._place):
+            self._save_remotely(step, tensors, description)
+        else:
+            self._save_here(step, tensors, description)
+        self._ranks.first(self._remove_older)
+
+    def restore(self, step: int | None = None) -> int:
+        """Bring model and optimizers back to a checkpoint, the newest if None; returns the step to go on with.
+
+        That is the one after the saved step, or 0 where there is no checkpoint. An `UpdatePublisher` of this model
+        then publishes anew what the servers have from steps that are lost.
+
+        Raises:
+            ModelFormatError: the checkpoint is damaged, or incomplete.
+            ConfigurationError: there is none of this step, or it is of another model.
+            UnavailableError: the place does not answer, or a rank failed.
+        """
+        steps = self._ranks.first(self.steps)
+        if step is None and not steps:
+            return 0
+        chosen = steps[-1] if step is None else step
+        if chosen not in steps:
+            raise ConfigurationError(f"{self._place}: no checkpoint of step {chosen}; there are: {steps}")
+        restored = self._ranks.together(lambda: self._load(chosen))
+        note_restored(self._model, restored)
+        return chosen + 1
+
+    def steps(self) -> list[int]:
+        """The steps of which there are checkpoints, ascending."""
+        with create_source(self._place) as source:
+            if source.stat("") is None:
+                return []
+            paths = [entry.path for entry in source.entries()]
+        folders = [path.partition("/")[0] for path in paths if path.endswith(f"/{DESCRIPTION_FILE}")]
+        return sorted(int(name) for name in folders if name.isdecimal())
+
+    # Writing
+
+    def _save_here(self, step: int, tensors: dict[str, Any], description: dict[str, Any]) -> None:
+        with _held(self._ranks, lambda: stage_folder(Path(self._place).absolute() / str(step))) as staging:
+            self._write(staging, tensors)
+            if self._ranks.is_first:
+                _describe(staging, description)
+
+    def _save_remotely(self, step: int, tensors: dict[str, Any], description: dict[str, Any]) -> None:
+        """Each rank writes files of its own here, copies them to a folder beside the target, and rank 0 renames it."""
+        staged, target = f".tmp-{step}", str(step)
+        with tempfile.TemporaryDirectory(prefix="hotrow-checkpoint-") as folder, create_source(self._place) as source:
+
+            def begin() -> None:
+                if source.stat(target) is not None:
+                    raise ConfigurationError(f"{source.name_of(target)}: exists already; this step is saved")
+                source.remove(staged)
+                source.make_folder(staged)
+
+            self._ranks.first(begin)
+            self._write(Path(folder), tensors)
+            if self._ranks.is_first:
+                _describe(Path(folder), description)
+            self._ranks.together(lambda: self._copy_all(Path(folder), staged))
+            self._ranks.first(lambda: source.rename(staged, target))
+
+    def _copy_all(self, folder: Path, staged: str) -> None:
+        for path in sorted(folder.iterdir()):
+            with Copy(path, f"{self._place.rstrip('/')}/{staged}/{path.name}") as copy:
+                copy.run()
+
+    def _write(self, folder: Path, tensors: dict[str, Any]) -> None:
+        """The files of one rank."""
+        publisher = publisher_of(self._model)
+        if publisher is not None:
+            keys = publisher.unconfirmed()
+            np.savez(folder / f"{_UNCONFIRMED}{self._ranks.rank}.npz", **keys)
+        try:
+            distributed_checkpoint.save(
+                tensors,
+                storage_writer=distributed_checkpoint.FileSystemWriter(folder),
+                process_group=self._ranks.group,
+                no_dist=self._ranks.size == 1,
+            )
+        except HotrowError:
+            raise
+        except (Exception, CheckpointException) as error:
+            raise _translated(error, f"{folder}: the checkpoint cannot be written") from error
+
+    def _remove_older(self) -> None:
+        with create_source(self._place) as source:
+            for step in self.steps()[: -self._keep]:
+                source.remove(str(step))
+
+    # Reading
+
+    def _load(self, step: int) -> Restored:
+        place = f"{self._place.rstrip('/')}/{step}"
+        with create_source(place) as source:
+            description = _description(source)
+            try:
+                reader = CheckpointReader(source)
+                metadata = reader.read_metadata()
+                tensors = self._state.targets(metadata.state_dict_metadata, place)
+                distributed_checkpoint.load(
+                    tensors, storage_reader=reader, process_group=self._ranks.group, no_dist=self._ranks.size == 1
+                )
+            except HotrowError:
+                raise
+            except (Exception, CheckpointException) as error:
+                raise _translated(error, f"{place}: the checkpoint cannot be restored") from error
+            self._state.apply(tensors, description["state"])
+            return Restored(datetime.fromisoformat(description["moment"]), _unconfirmed(source))
+
+
+def _describe(folder: Path, description: Mapping[str, Any]) -> None:
+    (folder / DESCRIPTION_FILE).write_text(json.dumps(description, indent=1) + "\n", encoding="utf-8")
+
+
+def _description(source: ModelSource) -> dict[str, Any]:
+    name = source.name_of(DESCRIPTION_FILE)
+    try:
+        document = json.loads(_content(source, DESCRIPTION_FILE))
+        if document["format"] != FORMAT:
+            raise ModelFormatError(f"{name}: format {document['format']!r}, this hotrow reads {FORMAT}")
+        datetime.fromisoformat(document["moment"])
+        document["state"].items()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelFormatError(f"{name}: not the description of a checkpoint: {error!r}") from error
+    return dict(document)
+
+
+def _content(source: ModelSource, path: str) -> bytes:
+    entry = source.stat(path)
+    if entry is None:
+        raise ModelFormatError(f"{source.name_of(path)}: no such file; the checkpoint is incomplete")
+    return source.read(path, 0, entry.num_bytes)
+
+
+def _unconfirmed(source: ModelSource) -> dict[str, NDArray[np.int64]]:
+    """Keys that had not been confirmed on any rank, by the folder of their table."""
+    found: dict[str, NDArray[np.int64]] = {}
+    for entry in source.entries():
+        if entry.path.startswith(_UNCONFIRMED):
+            arrays = np.load(io.BytesIO(_content(source, entry.path)), allow_pickle=False)
+            for table in arrays.files:
+                keys = arrays[table].astype(np.int64)
+                found[table] = np.union1d(found[table], keys) if table in found else keys
+    return found
+
+
+@contextmanager
+def _held(ranks: Ranks, stage: Callable[[], Any]) -> Iterator[Path]:
+    """A staging folder that rank 0 holds and all write to; it appears when none has failed."""
+    staged = stage()
+
+    def enter() -> Path:
+        folder: Path = staged.__enter__()
+        return folder
+
+    folder = ranks.first(enter)
+    try:
+        yield folder
+        ranks.together(lambda: None)
+    except BaseException as error:
+        if ranks.is_first:
+            staged.__exit__(type(error), error, error.__traceback__)
+        raise
+    ranks.first(lambda: staged.__exit__(None, None, None))
+
+
+def _translated(error: BaseException, what: str) -> HotrowError | OSError:
+    """What torch's checkpoint raised, which holds what failed on each rank as well, as one of our errors."""
+    causes = [cause[0] for cause in getattr(error, "failures", {}).values()] or [error]
+    for cause in causes:
+        if isinstance(cause, (HotrowError, OSError)):
+            return cause
+    return ModelFormatError(f"{what}: {' '.join(str(causes[0]).split())[:300]}")

@@ -1,0 +1,173 @@
+"""torch's distributed checkpoints in any place that hotrow knows: read from there by pieces, and without unpickling."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import posixpath
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemBase
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from inference_session.errors import ModelFormatError
+from inference_session.model_source.base import ModelSource
+
+METADATA_FILE = ".metadata"
+_BUFFER_BYTES = 8 << 20
+_ALLOWED = {
+    ("builtins", "getattr"),
+    ("builtins", "set"),
+    ("collections", "OrderedDict"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+}
+"""What the metadata of a checkpoint is made of, types of elements aside."""
+
+
+class CheckpointReader(FileSystemReader):
+    """Reads a checkpoint in a `ModelSource`. Its metadata may name torch's own records only, nothing that runs."""
+
+    def __init__(self, source: ModelSource) -> None:
+        super().__init__("/")
+        self.fs = _Files(source)
+        self._source = source
+
+    def read_metadata(self, *_args: Any, **_options: Any) -> Metadata:
+        """What the checkpoint holds.
+
+        Raises:
+            ModelFormatError: the file is damaged, or no metadata of a checkpoint.
+        """
+        place = self._source.name_of(METADATA_FILE)
+        with self.fs.create_stream(METADATA_FILE, "rb") as file:
+            try:
+                metadata = _Records(io.BytesIO(file.read())).load()
+            except (pickle.UnpicklingError, EOFError, AttributeError, ValueError, TypeError, IndexError) as error:
+                raise ModelFormatError(f"{place}: not the metadata of a checkpoint: {error}") from error
+        if not isinstance(metadata, Metadata):
+            raise ModelFormatError(f"{place}: not the metadata of a checkpoint, but a {type(metadata).__name__}")
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Records(pickle.Unpickler):
+    """Makes the records of a checkpoint, and refuses anything else by its name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A class that may be made."""
+        import torch
+
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+        if (module, name) == ("builtins", "getattr"):
+            return _member_of_encoding
+        return super().find_class(module, name)
+
+
+def _member_of_encoding(kind: Any, name: str) -> Any:
+    """How older Pythons write a member of an enumeration."""
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}, which no checkpoint needs")
+    return _MEM_FORMAT_ENCODING[name]
+
+
+class _Files(FileSystemBase):
+    """What the reader asks of a file system."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self._source = source
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        """A file to read from."""
+        if mode != "rb":
+            raise ValueError(f"checkpoints are only read here, not opened by mode {mode!r}")
+        raw = _File(self._source, str(path).lstrip("/"))
+        with io.BufferedReader(raw, _BUFFER_BYTES) as stream:
+            yield stream
+
+    def concat_path(self, path: Any, suffix: str) -> str:
+        """A path below another."""
+        return posixpath.join(str(path), suffix)
+
+    def init_path(self, path: Any) -> str:
+        """A path as it is."""
+        return str(path)
+
+    def exists(self, path: Any) -> bool:
+        """Whether a file is there."""
+        return self._source.stat(str(path).lstrip("/")) is not None
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        """Not of a reader's business."""
+        raise NotImplementedError
+
+    def mkdir(self, path: Any) -> None:
+        """Not of a reader's business."""
+        raise NotImplementedError
+
+    def rm_file(self, path: Any) -> None:
+        """Not of a reader's business."""
+        raise NotImplementedError
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Any path is one."""
+        return True
+
+
+class _File(io.RawIOBase):
+    """A file of a source, read where it is asked for."""
+
+    def __init__(self, source: ModelSource, path: str) -> None:
+        super().__init__()
+        entry = source.stat(path)
+        if entry is None:
+            raise ModelFormatError(f"{source.name_of(path)}: no such file; the checkpoint is incomplete")
+        self._source, self._path, self._size, self._at = source, path, entry.num_bytes, 0
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def seekable(self) -> bool:
+        """Yes."""
+        return True
+
+    def tell(self) -> int:
+        """Where the next byte is read from."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a byte."""
+        begin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(0, begin + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read on."""
+        count = max(0, min(len(buffer), self._size - self._at))
+        if count:
+            buffer[:count] = self._source.read(self._path, self._at, count)
+        self._at += count
+        return count

@@ -1,0 +1,208 @@
+"""What a model and its optimizers hold, as flat names and tensors, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from hotrow.training.dense_network import unwrapped
+from inference_session.errors import ConfigurationError, UnsupportedModelError
+
+Others: TypeAlias = "dict[str, Any]"
+"""Numbers and texts by name: what JSON holds."""
+
+_NONE = object()
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class TrainingState:
+    """Names are those of the model without what distributes it, so that any number of ranks finds them again.
+
+    model.<parameter or buffer>, optimizer.<n>.state.<parameter>.<name>, fused.state.<parameter>.<name>
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._model = unwrapped(model)
+        self._keyed: dict[str, Any] = {}
+        self._plain: dict[str, torch.optim.Optimizer] = {}
+        for number, optimizer in enumerate(optimizers):
+            name = f"optimizer.{number}"
+            (self._keyed if _is_keyed(optimizer) else self._plain)[name] = optimizer
+        fused = getattr(model, "fused_optimizer", None)
+        if fused is not None and not any(_holds(optimizer, fused) for optimizer in self._keyed.values()):
+            self._keyed["fused"] = fused
+
+    def collect(self) -> tuple[dict[str, Any], Others]:
+        """The tensors, which are the live ones, and all else.
+
+        Raises:
+            UnsupportedModelError: the state holds something that is neither a tensor, a number nor a text.
+        """
+        tensors: dict[str, Any] = {}
+        others: Others = {}
+        for name, value in self._items():
+            if isinstance(value, Tensor) or _is_sharded(value):
+                tensors[name] = value
+            elif isinstance(value, _PLAIN) or _is_plain_list(value):
+                others[name] = value
+            else:
+                raise UnsupportedModelError(f"{name}: a {type(value).__name__} cannot be saved in a checkpoint")
+        return tensors, others
+
+    def targets(self, saved: Mapping[str, Any], place: str) -> dict[str, Any]:
+        """Tensors for what has been saved: the live ones where there are any, made where an optimizer has none yet.
+
+        Raises:
+            ConfigurationError: the checkpoint lacks what the model has, or has another shape for it.
+        """
+        for prefix, optimizer in self._keyed.items():
+            _start(prefix, optimizer, saved)
+        tensors, _ = self.collect()
+        for prefix, optimizer in self._plain.items():
+            tensors.update(self._made(prefix, optimizer, saved))
+        for name, value in tensors.items():
+            if name not in saved:
+                raise ConfigurationError(f"{place}: holds no {name!r}; it is of another model or optimizer")
+            size = getattr(saved[name], "size", None)
+            if size is not None and tuple(size) != tuple(value.size()):
+                raise ConfigurationError(
+                    f"{place}: {name!r} has shape {list(size)} there, {list(value.size())} in the model"
+                )
+        return tensors
+
+    def apply(self, tensors: Mapping[str, Any], others: Others) -> None:
+        """Take over what has been read into `targets`."""
+        model = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
+        self._model.load_state_dict(model)
+        for prefix, optimizer in self._plain.items():
+            self._apply_plain(prefix, optimizer, tensors, others)
+        for prefix, optimizer in self._keyed.items():
+            state = optimizer.state_dict()  # its tensors have been read into
+            _replace_others(state, prefix, others)
+            optimizer.load_state_dict(state)
+            _set_groups(prefix, optimizer, _keyed_names(optimizer), others)
+
+    def _items(self) -> Iterator[tuple[str, Any]]:
+        for name, value in self._model.state_dict().items():
+            yield f"model.{name}", value
+        for prefix, optimizer in self._keyed.items():
+            yield from _flat(f"{prefix}.state", optimizer.state_dict()["state"])
+            yield from _groups(prefix, optimizer, _keyed_names(optimizer))
+        for prefix, optimizer in self._plain.items():
+            names = self._names()
+            for parameter, state in optimizer.state.items():
+                yield from _flat(f"{prefix}.state.{names[parameter]}", state)
+            yield from _groups(prefix, optimizer, names)
+
+    def _names(self) -> dict[Any, str]:
+        return {parameter: name for name, parameter in self._model.named_parameters()}
+
+    def _made(self, prefix: str, optimizer: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Tensors for the state of parameters that a new optimizer has not met yet."""
+        made: dict[str, Any] = {}
+        names = self._names()
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if optimizer.state.get(parameter):
+                continue
+            begin = f"{prefix}.state.{names[parameter]}."
+            for name, entry in saved.items():
+                if name.startswith(begin):
+                    made[name] = _empty(entry, parameter)
+        return made
+
+    def _apply_plain(self, prefix: str, optimizer: Any, tensors: Mapping[str, Any], others: Others) -> None:
+        for parameter, name in self._names().items():
+            begin = f"{prefix}.state.{name}."
+            state = {
+                key.removeprefix(begin): value
+                for source in (tensors, others)
+                for key, value in source.items()
+                if key.startswith(begin)
+            }
+            if state:
+                optimizer.state[parameter] = state
+        _set_groups(prefix, optimizer, self._names(), others)
+
+
+def _is_keyed(optimizer: Any) -> bool:
+    """Whether it is one of TorchRec's, whose state goes by names of parameters."""
+    return isinstance(getattr(optimizer, "params", None), Mapping)
+
+
+def _keyed_names(optimizer: Any) -> dict[Any, str]:
+    return {parameter: name for name, parameter in optimizer.params.items()}
+
+
+def _holds(optimizer: Any, other: Any) -> bool:
+    """Whether one optimizer is the other, or combines all that it does."""
+    parts = {id(part) for _, part in getattr(optimizer, "optimizers", [])} | {id(optimizer)}
+    inner = [part for _, part in getattr(other, "optimizers", [])]
+    return (
+        id(other) in parts
+        or set(other.params) <= set(optimizer.params)
+        or (bool(inner) and all(id(part) in parts for part in inner))
+    )
+
+
+def _is_sharded(value: Any) -> bool:
+    return hasattr(value, "local_shards") and hasattr(value, "size")
+
+
+def _is_plain_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(item, _PLAIN) for item in value)
+
+
+def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _flat(f"{prefix}.{key}", part)
+    else:
+        yield prefix, value
+
+
+def _groups(prefix: str, optimizer: Any, names: Mapping[Any, str]) -> Iterator[tuple[str, Any]]:
+    """Learning rates and the like, as schedules have set them; by parameter, as ranks differ in their groups."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for key, value in group.items():
+                if key != "params" and (isinstance(value, _PLAIN) or _is_plain_list(value)):
+                    yield f"{prefix}.group.{names[parameter]}.{key}", value
+
+
+def _set_groups(prefix: str, optimizer: Any, names: Mapping[Any, str], others: Others) -> None:
+    for group in optimizer.param_groups:
+        for key in [key for key in group if key != "params"]:
+            found = [others.get(f"{prefix}.group.{names[parameter]}.{key}", _NONE) for parameter in group["params"]]
+            value = next((value for value in found if value is not _NONE), _NONE)
+            if value is not _NONE:
+                group[key] = tuple(value) if isinstance(group[key], tuple) else value
+
+
+def _start(prefix: str, optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """Let optimizers that have not stepped yet make their state, where there is some to be read into it."""
+    begin = f"{prefix}.state."
+    for part in [inner for _, inner in getattr(optimizer, "optimizers", [])] or [optimizer]:
+        names = [f"{begin}{name}." for name in part.params]
+        if not part.state and any(key.startswith(tuple(names)) for key in saved) and hasattr(part, "init_state"):
+            part.init_state()
+
+
+def _replace_others(state: dict[str, Any], prefix: str, others: Others) -> None:
+    def replace(node: dict[str, Any], path: str) -> None:
+        for key, value in node.items():
+            if isinstance(value, dict):
+                replace(value, f"{path}.{key}")
+            elif f"{path}.{key}" in others:
+                node[key] = others[f"{path}.{key}"]
+
+    replace(state["state"], f"{prefix}.state")
+
+
+def _empty(entry: Any, parameter: Tensor) -> Any:
+    properties = entry.properties
+    if tuple(entry.size) == tuple(parameter.shape) and parameter.dtype == properties.dtype:
+        return torch.empty_like(parameter, requires_grad=False)
+    return torch.empty(entry.size, dtype=properties.dtype, device=parameter.device if entry.size else "cpu")
