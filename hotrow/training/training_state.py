@@ -14,7 +14,7 @@ from inference_session.errors import ConfigurationError, UnsupportedModelError
 Others: TypeAlias = "dict[str, Any]"
 """Numbers and texts by name: what JSON holds."""
 
-_NONE = object()
+_NONE: Any = object()
 _PLAIN = (bool, int, float, str, type(None))
 
 
