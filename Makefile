@@ -6,6 +6,8 @@ EXPORTERS_VENV ?= .venv-exporters
 BIN := $(VENV)/bin
 INSTALL := -m pip --disable-pip-version-check --quiet install
 PYTEST_ARGS ?=
+# Processes that run the tests side by side: these wait more than they compute.
+TEST_PROCESSES ?= 4
 FUZZ_SECONDS ?= 60
 MINUTES ?= 5
 SEED ?=
@@ -18,7 +20,7 @@ FUZZ_ENGINE = $$($(BIN)/python -c "import atheris" 2>/dev/null && echo tests.fuz
 
 help:
 	@echo "make demo            set up, serve a real model on a real Triton, send real requests (KEEP=1 leaves it running)"
-	@echo "make test            set up and run the tests"
+	@echo "make test            set up and run the tests (TEST_PROCESSES=4 side by side)"
 	@echo "make test-exporters  the importer against PyTorch, JAX and Keras (downloads them)"
 	@echo "make test-training   exports and updates of live PyTorch and TorchRec models (downloads them)"
 	@echo "make fuzz            every reader of foreign files, a minute each on other files each time (FUZZ_SECONDS)"
@@ -56,7 +58,7 @@ demo: $(VENV)/.demo
 	$(BIN)/python -m demo $(if $(KEEP),--keep)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup $(PYTEST_ARGS)
 
 # Guides the fuzzing, where its authors have built it.
 $(VENV)/.fuzz: $(VENV)/.test

@@ -65,17 +65,28 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests of a file in one process, which shares its fixtures; all that need HDFS share one cluster."""
+    for item in items:
+        group = "hdfs" if "hdfs" in getattr(item, "fixturenames", ()) else item.nodeid.partition("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    # Tests of the GPU are for machines that have one.
-    if report.skipped and not hasattr(report, "wasxfail") and "gpu" not in report.keywords:
+    if report.skipped and not hasattr(report, "wasxfail"):
         _skipped.append(report.nodeid)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if os.environ.get("HOTROW_NO_SKIPS") and _skipped:
+    if _skipped and _skips_fail(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if os.environ.get("HOTROW_NO_SKIPS") and _skipped:
-        terminalreporter.write_line(f"HOTROW_NO_SKIPS is set and {len(_skipped)} tests were skipped: a failure.")
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if _skipped and _skips_fail(config):
+        terminalreporter.write_line(f"{len(_skipped)} tests were skipped where everything must run: a failure.")
+
+
+def _skips_fail(config: pytest.Config) -> bool:
+    """In continuous integration, and where the tests of the GPU are asked for by name."""
+    return bool(os.environ.get("HOTROW_NO_SKIPS")) or config.option.markexpr.strip() == "gpu"
