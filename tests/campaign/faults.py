@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from tests.campaign.contents import MODEL, TABLES
@@ -225,6 +227,42 @@ class StubFrozen(ProcessKilled):
     def start(self) -> None:
         """Stop it."""
         self.target.process("stub").suspend()
+
+
+class LauncherKilled(ProcessKilled):
+    """kill -9 of `hotrow serve`; what it leaves ends by itself, and it is started again."""
+
+    def __init__(self, target: TritonTarget, restart: Callable[[], None]) -> None:
+        super().__init__(target, "launcher")
+        self.restart = restart
+
+    def heal(self) -> None:
+        """Start it, which serves the newest version."""
+        self.restart()
+        super().heal()
+
+
+class DiskFull:
+    """A file fills the file system where the RocksDBs are."""
+
+    permits: tuple[Permit, ...] = ()
+    what = "persistent"
+
+    def __init__(self, folder: Path) -> None:
+        self.filler = folder / "filler"
+
+    def start(self) -> None:
+        """Leave no byte."""
+        with self.filler.open("wb") as file, contextlib.suppress(OSError):
+            for size in (1 << 20, 4096, 1):
+                with contextlib.suppress(OSError):
+                    while True:
+                        file.write(bytes(size))
+                        file.flush()
+
+    def heal(self) -> None:
+        """Make room."""
+        self.filler.unlink()
 
 
 def triton_faults(target: TritonTarget) -> list[Callable[[], Fault]]:
