@@ -131,6 +131,11 @@ class EmbeddingStore(ABC):
         """Changes when the store may have lost writes that it had taken, and show older rows again."""
         return ""
 
+    def trust(self, incarnation: str) -> None:  # noqa: B027
+        """Let this incarnation alone answer calls for rows from now on; any other is an UnavailableError, until it is
+        trusted. Empty: any may.
+        """
+
     def refresh(self) -> None:  # noqa: B027
         """See what other processes have written since, where that does not happen by itself."""
 

@@ -98,6 +98,10 @@ class WrapperStore(EmbeddingStore):
         """See EmbeddingStore."""
         return self.around("incarnation", self.store.incarnation)
 
+    def trust(self, incarnation: str) -> None:
+        """See EmbeddingStore."""
+        self.store.trust(incarnation)
+
     def refresh(self) -> None:
         """See EmbeddingStore."""
         self.around("refresh", self.store.refresh)

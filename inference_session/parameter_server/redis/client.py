@@ -11,6 +11,7 @@ from typing import Any
 from inference_session.errors import HotrowError, UnavailableError
 from inference_session.parameter_server.redis.commands import Call, Command, asking
 from inference_session.parameter_server.redis.connection import (
+    RUN_ID_COMMAND,
     Address,
     ConnectionPool,
     Deadline,
@@ -20,6 +21,7 @@ from inference_session.parameter_server.redis.connection import (
     RedisConnection,
     Reply,
     WrongTypeError,
+    run_id_in,
 )
 from inference_session.parameter_server.redis.topology import Cluster, OneServer, Sentinel, Topology
 from inference_session.parameter_server.store_url import StoreUrl
@@ -121,6 +123,10 @@ class RedisClient:
         deadline = Deadline(self._timeout_ms)
         return " ".join(sorted(self._run_id(address, deadline) for address in self._topology.servers(deadline)))
 
+    def trust(self, run_ids: str) -> None:
+        """Ask no other processes for rows than these, as `run_ids` gives them; empty: any that there are."""
+        self._pool.trusted = frozenset(run_ids.split())
+
     def close(self) -> None:
         """Close all connections; calls under way may fail."""
         self._pool.close()
@@ -142,9 +148,8 @@ class RedisClient:
                 raise
 
     def _run_id(self, address: Address, deadline: Deadline) -> str:
-        text = self._ask(address, ("INFO", "server"), deadline)
-        lines = text.decode(errors="replace").splitlines() if isinstance(text, bytes) else []
-        return next((line.partition(":")[2] for line in lines if line.startswith("run_id:")), "")
+        reply = self._ask(address, RUN_ID_COMMAND, deadline)
+        return run_id_in(reply)
 
     def _ask(
         self,
@@ -223,7 +228,7 @@ def _ask_once(
     pool: ConnectionPool, address: Address, command: tuple[bytes | str | int, ...], deadline: Deadline
 ) -> Reply:
     with pool.borrow(deadline) as connections:
-        [reply] = connections.take(address, 0).call([command], deadline)
+        [reply] = connections.take(address, 0, trusted=False).call([command], deadline)
     if isinstance(reply, HotrowError):
         raise reply
     return reply

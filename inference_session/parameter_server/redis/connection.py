@@ -33,6 +33,8 @@ PASSING_CODES = frozenset(
 
 _TOO_MANY_CLIENTS = "ERR max number of clients"
 
+RUN_ID_COMMAND = ("INFO", "server")
+
 Address = tuple[str, int]
 Reply: TypeAlias = "bytes | int | list[Reply] | HotrowError | None"
 OnMalformed = Callable[[int, "int | None", int], None]
@@ -109,7 +111,8 @@ class RedisConnection:
         self._buffer = np.empty(_BUFFER_BYTES, np.uint8)
         self._begin = self._filled = 0  # of what has come and not been read
         self._address = address
-        self._name = self._url.path or f"{address[0]}:{address[1]}"
+        self.name = self._url.path or f"{address[0]}:{address[1]}"
+        self._run_id: str | None = None
         self._socket = self._connect(login, address, deadline)
         self._plain_socket = self._socket.fileno() if login.tls is None else -1
         try:
@@ -128,7 +131,7 @@ class RedisConnection:
         except TimeoutError as error:
             raise self._late(deadline) from error
         except OSError as error:
-            raise DisconnectedError(f"Redis at {self._name} closed the connection: {error}") from error
+            raise DisconnectedError(f"Redis at {self.name} closed the connection: {error}") from error
 
     def read_rows(self, replies: NDArray[np.void], deadline: Deadline, on_malformed: OnMalformed) -> None:
         """Read the rows that `replies` (REPLY records) expect to where they say."""
@@ -175,6 +178,15 @@ class RedisConnection:
         self.send(b"".join(command(*map(as_argument, each)) for each in commands), deadline)
         return self.read_replies(len(commands), deadline)
 
+    def run_id(self, deadline: Deadline) -> str:
+        """What tells the process at the other end from all others; StoreError where the user may not ask."""
+        if self._run_id is None:
+            [reply] = self.call([RUN_ID_COMMAND], deadline)
+            if isinstance(reply, HotrowError):
+                raise reply
+            self._run_id = run_id_in(reply)
+        return self._run_id
+
     def close(self) -> None:
         """Close the socket."""
         self._socket.close()
@@ -191,9 +203,9 @@ class RedisConnection:
             name = self._url.options.get("tls_server_name", address[0])
             return login.tls.wrap_socket(connected, server_hostname=name)
         except TimeoutError as error:
-            raise UnavailableError(f"Redis at {self._name} cannot be reached: no answer in time") from error
+            raise UnavailableError(f"Redis at {self.name} cannot be reached: no answer in time") from error
         except OSError as error:
-            raise DisconnectedError(f"Redis at {self._name} cannot be reached: {error.strerror or error}") from error
+            raise DisconnectedError(f"Redis at {self.name} cannot be reached: {error.strerror or error}") from error
 
     def _log_in(self, login: Login, deadline: Deadline) -> None:
         commands = []
@@ -230,9 +242,9 @@ class RedisConnection:
         except TimeoutError as error:
             raise self._late(deadline) from error
         except OSError as error:
-            raise DisconnectedError(f"Redis at {self._name} closed the connection: {error}") from error
+            raise DisconnectedError(f"Redis at {self.name} closed the connection: {error}") from error
         if received == 0:
-            raise DisconnectedError(f"Redis at {self._name} closed the connection")
+            raise DisconnectedError(f"Redis at {self.name} closed the connection")
         self._filled += received
 
     def _drop(self, used: int) -> None:
@@ -289,28 +301,28 @@ class RedisConnection:
         """The error that stands for a reply which is one, or which is nothing that Redis says."""
         text = line[1:200].decode(errors="replace")
         if line[:1] != b"-":
-            return UnavailableError(f"what answers at {self._name} does not speak as Redis does: {line[:60]!r}")
+            return UnavailableError(f"what answers at {self.name} does not speak as Redis does: {line[:60]!r}")
         code = text.partition(" ")[0]
         if code in ("MOVED", "ASK"):
             return self._redirection(text)
         if code == "WRONGTYPE":
-            return WrongTypeError(f"Redis at {self._name} answers: {text}")
+            return WrongTypeError(f"Redis at {self.name} answers: {text}")
         kind = UnavailableError if code in PASSING_CODES or text.startswith(_TOO_MANY_CLIENTS) else StoreError
-        return kind(f"Redis at {self._name} answers: {_without_arguments(text)}")
+        return kind(f"Redis at {self.name} answers: {_without_arguments(text)}")
 
     def _redirection(self, text: str) -> HotrowError:
         """What `MOVED <slot> <host>:<port>` and `ASK ...` mean; without a host it is that which says so."""
         if not self._url.is_cluster:
             scheme = f"{self._url.scheme}+cluster://"
-            return StoreError(f"Redis at {self._name} is a node of a Cluster ({text}); write {scheme} for its URL")
+            return StoreError(f"Redis at {self.name} is a node of a Cluster ({text}); write {scheme} for its URL")
         code, _, address = text.split(" ")[:3]
         host, _, port = address.rpartition(":")
         return RedirectedError(
-            f"Redis at {self._name}: {text}", (host or self._address[0], int(port)), is_ask=code == "ASK"
+            f"Redis at {self.name}: {text}", (host or self._address[0], int(port)), is_ask=code == "ASK"
         )
 
     def _late(self, deadline: Deadline) -> Exception:
-        return LateError(f"Redis at {self._name} did not answer within {deadline.timeout_ms} ms")
+        return LateError(f"Redis at {self.name} did not answer within {deadline.timeout_ms} ms")
 
 
 def _connected_to_file(path: str, deadline: Deadline) -> socket.socket:
@@ -335,6 +347,12 @@ def _without_arguments(text: str) -> str:
     return text.partition(", with args beginning with")[0]
 
 
+def run_id_in(reply: Reply) -> str:
+    """The run id in what a server answers to RUN_ID_COMMAND."""
+    lines = reply.decode(errors="replace").splitlines() if isinstance(reply, bytes) else []
+    return next((line.partition(":")[2] for line in lines if line.startswith("run_id:")), "")
+
+
 class ConnectionPool:
     """Connections to several servers that wait for their next use. Thread-safe."""
 
@@ -345,6 +363,8 @@ class ConnectionPool:
         self._idle: dict[Address, list[RedisConnection]] = {}
         self._lock = threading.Lock()
         self._closed = False
+        self.trusted: frozenset[str] = frozenset()
+        """The processes that may be asked for rows, by their run ids; empty: all."""
 
     @contextmanager
     def borrow(self, deadline: Deadline) -> Iterator[BorrowedConnections]:
@@ -396,11 +416,21 @@ class BorrowedConnections:
         self._deadline = deadline
         self._taken: dict[tuple[Address, int], RedisConnection] = {}
 
-    def take(self, address: Address, number: int) -> RedisConnection:
-        """The call's connection of that number to a server."""
+    def take(self, address: Address, number: int, *, trusted: bool = True) -> RedisConnection:
+        """The call's connection of that number to a server.
+
+        Raises:
+            UnavailableError: with `trusted`, it leads to a process that is not, such as one that was started again
+                from an old snapshot.
+        """
         connection = self._taken.get((address, number))
         if connection is None:
             connection = self._taken[address, number] = self._pool.take(address, self._deadline)
+            if trusted and self._pool.trusted and connection.run_id(self._deadline) not in self._pool.trusted:
+                raise UnavailableError(
+                    f"Redis at {connection.name} is not the process that took the last writes: what it lacks of them "
+                    "has to be found out first"
+                )
         return connection
 
     def give_back(self) -> None:

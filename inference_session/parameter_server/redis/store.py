@@ -239,6 +239,10 @@ class RedisStore(BoundStore):
             return self._client.run_ids()
         return ""
 
+    def trust(self, incarnation: str) -> None:
+        """See EmbeddingStore. Each connection is asked once which process it leads to."""
+        self._client.trust(incarnation)
+
     def note(self, table: str) -> str | None:
         """See EmbeddingStore."""
         text = self._replies([("GET", layout.note_name(self.namespace.tag(table)))])[0]
