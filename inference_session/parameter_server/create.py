@@ -12,6 +12,7 @@ from inference_session.errors import UnavailableError
 from inference_session.model_spec import TABLES_FOLDER, ModelSpec
 from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore
 from inference_session.parameter_server.deletable_files import DeletableFiles
+from inference_session.parameter_server.known_incarnation import NOTE_TABLE, KnownIncarnation
 from inference_session.parameter_server.namespace import Namespace, version_path
 from inference_session.parameter_server.retirement import Retirement
 from inference_session.parameter_server.server import ParameterServer
@@ -42,7 +43,8 @@ def create_parameter_server(spec: ModelSpec, config: SessionConfig, directory: P
     with contextlib.ExitStack() as opened:
         for name, url in (("volatile", config.volatile_store), ("persistent", config.persistent_store)):
             if url is not None:
-                store = create_store(url, namespace, dims, writable="later", timeout_ms=config.store_timeout_ms)
+                held = dims | {NOTE_TABLE: 1} if name == "persistent" else dims
+                store = create_store(url, namespace, held, writable="later", timeout_ms=config.store_timeout_ms)
                 opened.callback(store.close)
                 tiers.append(_tier(name, store, config))
         _check(tiers)
@@ -54,7 +56,13 @@ def create_parameter_server(spec: ModelSpec, config: SessionConfig, directory: P
         tiers,
         on_store_failure="error" if config.unknown_keys == "reject" else config.on_store_failure,
         retirement=_retirement(tiers, config, version_path(directory)),
+        known=_known_incarnation(tiers),
     )
+
+
+def _known_incarnation(tiers: Sequence[Tier]) -> KnownIncarnation:
+    durable = next((tier.store for tier in tiers if tier.durable), None)
+    return KnownIncarnation(durable if tiers[0].volatile else None)
 
 
 def _tier(name: str, store: EmbeddingStore, config: SessionConfig) -> Tier:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from inference_session.errors import HotrowError, SessionClosedError, StoreError, UnavailableError
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, Rows
 from inference_session.parameter_server.key_history import KeyHistory
+from inference_session.parameter_server.known_incarnation import KnownIncarnation
 from inference_session.parameter_server.pending import Promotion, Touch
 from inference_session.parameter_server.retirement import Retirement
 from inference_session.parameter_server.tier import Tier
@@ -42,8 +43,11 @@ class ParameterServer:
         *,
         on_store_failure: OnStoreFailure = "default_vector",
         retirement: Retirement | None = None,
+        known: KnownIncarnation | None = None,
     ) -> None:
         """`tiers` from the fastest to the one that has everything; they and `retirement` are closed with the server.
+
+        known: what is known of the volatile tier, whoever wrote to it.
 
         on_store_failure: what becomes of keys that are not found while a tier is out: `default_vector` leaves them not
         found and counts them, `error` raises UnavailableError.
@@ -59,7 +63,8 @@ class ParameterServer:
         self._lock = threading.Lock()  # of the counter
         self._degraded_keys = 0
         self._closed = False
-        self._upkeep = Upkeep(self._tiers, self._history, self._writing)
+        self._known = known or KnownIncarnation()
+        self._upkeep = Upkeep(self._tiers, self._history, self._writing, self._known)
 
     def fetch(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]]:
         """Write the vectors of all keys that any tier has to the outputs; returns for each request which those are.
@@ -274,11 +279,8 @@ class ParameterServer:
         with self._writing:
             try:
                 for tier in reversed(self._tiers if tiers is None else tiers):
-                    error = tier.write(write) if tier.store.supports_writes else None
+                    error = self._write_to(tier, table, keys, write, is_news=tiers is None)
                     if error is not None:
-                        if not tier.volatile:
-                            raise error
-                        tier.miss_write(table, keys, error)
                         failures[tier] = error
             finally:
                 # Rows that were fetched before this are not to be promoted after it, and keys that were asked for
@@ -286,3 +288,30 @@ class ParameterServer:
                 self._history.add_written(table, keys)
         if tiers is None and all(tier in failures for tier in keepers):
             raise failures[keepers[-1]]
+
+    def _write_to(
+        self,
+        tier: Tier,
+        table: str,
+        keys: NDArray[np.int64],
+        write: Callable[[EmbeddingStore], None],
+        *,
+        is_news: bool,
+    ) -> HotrowError | None:
+        """Write to one tier, if it takes any writes. A volatile one need not take this one: then it drops what it has
+        of these keys, and the error is returned. `is_news`: the tiers below have just taken the same.
+        """
+        if not tier.store.supports_writes:
+            return None
+        if not tier.volatile:
+            if error := tier.attempt(write):
+                raise error
+            return None
+        error = tier.learn_incarnation()
+        if is_news and error is None and tier.incarnation and tier.failure is None:
+            self._known.save(tier.incarnation)
+        if error := error or tier.attempt(write):
+            tier.miss_write(table, keys, error)
+            if is_news and tier.unwritten:
+                self._known.save_that_writes_are_missing()
+        return error

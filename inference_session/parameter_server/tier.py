@@ -56,7 +56,9 @@ class Tier:
     is_suspect: bool = False
     """It refused something: whether it refuses all, as after a change of passwords, is to be found out."""
     incarnation: str | None = None
-    """Of the store, before it was first written to, and when it was last looked after; None: not asked for yet."""
+    """Of the store, before it was first written to, and when it was last looked after; None: nothing was written."""
+    holds_earlier_writes: bool = False
+    """Other processes, or this one's predecessors, have written rows to it: which, is not known."""
     back_since: float = -math.inf
     """When the tier last came back."""
     retry_pause_s: float = 0.0
@@ -98,6 +100,8 @@ class Tier:
                 self._report_late(error, began)
             elif self.outages == outages:
                 self.report(error)
+        if self.outages != outages:
+            found = None  # what it answered while it turned out to be unfit may be old
         num_keys = sum(len(request.keys) for request in requests)
         num_hits = sum(int(part.sum()) for part in found or ())
         with self._lock:
@@ -166,15 +170,14 @@ class Tier:
             return error
         return None
 
-    def write(self, act: Callable[[EmbeddingStore], None]) -> HotrowError | None:
-        """`attempt` to write, once it is known which incarnation of the store the first write goes to."""
+    def learn_incarnation(self) -> HotrowError | None:
+        """Find out which incarnation of a volatile store the first write goes to; or say why not."""
+        return self.attempt(lambda store: self.trust(store.incarnation())) if self.incarnation is None else None
 
-        def write(store: EmbeddingStore) -> None:
-            if self.volatile and self.incarnation is None:
-                self.incarnation = store.incarnation()
-            act(store)
-
-        return self.attempt(write)
+    def trust(self, incarnation: str) -> None:
+        """From now on this one, and no other, answers."""
+        self.store.trust(incarnation)
+        self.incarnation = incarnation
 
     def write_if_welcome(self, act: Callable[[EmbeddingStore], None]) -> bool:
         """Write what need not be written. A tier that refuses it, being read-only or full, may still be read: it is

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import StoreError, UnavailableError
+from inference_session.errors import HotrowError, StoreError, UnavailableError
 from inference_session.parameter_server.key_history import KeyHistory
+from inference_session.parameter_server.known_incarnation import KnownIncarnation
 from inference_session.parameter_server.pending import (
     PendingPromotions,
     PendingTouches,
@@ -52,7 +53,9 @@ _log = logging.getLogger(__name__)
 class Upkeep:
     """Does the work in a thread of its own, until closed. All methods may be called from any thread."""
 
-    def __init__(self, tiers: Sequence[Tier], history: KeyHistory, writing: threading.Lock) -> None:
+    def __init__(
+        self, tiers: Sequence[Tier], history: KeyHistory, writing: threading.Lock, known: KnownIncarnation
+    ) -> None:
         """`writing`: held while rows are written, by whomever."""
         self.promotions = PendingPromotions()
         self.touches = PendingTouches()
@@ -61,7 +64,11 @@ class Upkeep:
         self._tiers = tiers
         self._history = history
         self._writing = writing
+        self._known = known
         self._closing = threading.Event()
+        for tier in tiers:
+            if tier.volatile and tier.failure is None:
+                self._look_after(tier)  # before anything is asked of it
         self._worker = threading.Thread(target=self._work, name="hotrow-parameter-server", daemon=True)
         self._worker.start()
 
@@ -184,27 +191,45 @@ class Upkeep:
         while time.monotonic() < end and not self._closing.wait(_REST_S):
             with self._writing:
                 if not tier.unwritten:
+                    self._say_that_it_has_all(tier)
                     return tier.end_outage()
                 tier.drop_some_unwritten()
         return None
 
+    def _say_that_it_has_all(self, tier: Tier) -> None:
+        """Note it for sessions that are opened later, where this one writes. UnavailableError where that is not to be
+        said: another process misses writes there, or the note is not taken, which says that this one does.
+        """
+        if self._history.any_written and tier.incarnation:
+            with contextlib.nullcontext() if self._known.misses_writes else contextlib.suppress(HotrowError):
+                self._known.save(tier.incarnation)
+        elif self._known.misses_writes:
+            raise UnavailableError("rows that another process has written are missing there")
+
     def _look_for_losses(self, tier: Tier) -> None:
         """Leave out a volatile tier whose store may have forgotten some of what was written to it, and show older rows,
-        until it has dropped all that was written; where no tier below has these rows there are no better ones.
+        or misses writes of others, until it has dropped all that was written; where no tier below has these rows there
+        are no better ones.
         """
-        if not tier.volatile or not self._history.any_written:
+        if not tier.volatile:
+            return
+        if noted := self._known.read():
+            tier.incarnation, tier.holds_earlier_writes = noted, True
+        if tier.incarnation is None:
             return
         incarnation = tier.store.incarnation()
-        if tier.incarnation and incarnation != tier.incarnation:
+        if tier.incarnation and incarnation and incarnation != tier.incarnation:
             if tier.is_backed:
                 self._drop_all_written(tier)
             else:
                 _log.warning(_MAY_HAVE_LOST, tier.name)
-        tier.incarnation = incarnation
+        tier.trust(incarnation)
 
     def _drop_all_written(self, tier: Tier) -> None:
+        """Of what other processes have written nobody knows the keys: then that is all there is."""
         with self._writing:
-            written = self._history.written_tables()
+            earlier = dict.fromkeys(tier.store.tables) if tier.holds_earlier_writes else {}
+            written = {**self._history.written_tables(), **earlier}
             for table, keys in written.items():
                 tier.unwritten.add(table, keys)
             tier.report(UnavailableError("it is not the server any more that took the last writes"), leave_out=True)

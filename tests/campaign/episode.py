@@ -125,7 +125,7 @@ class Episode:
         if stores.broker_proxy is not None:
             found += faults.network_faults("stream", stores.broker_proxy)
         if isinstance(self._target, TritonTarget):
-            found += faults.triton_faults(self._target)
+            found += faults.triton_faults(self._target, self._operator)
         return found
 
     @contextlib.contextmanager

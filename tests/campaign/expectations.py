@@ -84,9 +84,12 @@ class View:
     tag: int
     histories: tuple[History, ...]
     floors: list[Integers] = field(default_factory=list)
+    shown: list[Integers] = field(default_factory=list)
+    """The newest writes that answers have shown."""
 
     def __post_init__(self) -> None:
         self.floors = [np.zeros_like(history.begun) for history in self.histories]
+        self.shown = [np.zeros_like(history.begun) for history in self.histories]
 
 
 @dataclass
@@ -262,7 +265,8 @@ class Expectations:
         for at in np.flatnonzero(~right).tolist():
             key, oldest = int(keys[at]), int(lowest[at])
             shown[at] = self._number_shown(ticket, content, table, key=key, lowest=oldest, row=rows[at])
-        np.maximum.at(floors, keys, shown)
+        for numbers in (floors, view.shown[table.number]):
+            np.maximum.at(numbers, keys, shown)
 
     def _floors_at(self, ticket: Ticket, content: Content, table: Table) -> Integers:
         """The floors that held for a question; none where what it says of old rows is not to be held against it."""
@@ -294,6 +298,7 @@ class Expectations:
             f"found: {_describe(row, bool(whole), int(tags), int(numbers), is_default)}\n"
             f"allowed: writes {lowest} to {newest} of tag {self._tag_of_writes(content)}, of which "
             f"{[n for n in range(lowest, newest + 1) if history.is_missing(key, n)]} leave no row"
+            f"; shown before: {self._views[content.version].shown[table.number][key]}"
             f"; permits: {[permit.name for permit in Permit if self._held_since(ticket.moment, permit)]}"
         )
 

@@ -229,17 +229,36 @@ class StubFrozen(ProcessKilled):
         self.target.process("stub").suspend()
 
 
-class LauncherKilled(ProcessKilled):
-    """kill -9 of `hotrow serve`; what it leaves ends by itself, and it is started again."""
+class ServerKilled(ProcessKilled):
+    """kill -9 of the server, or of `hotrow serve`: where that ends, it is started again, and serves the newest version.
 
-    def __init__(self, target: TritonTarget, restart: Callable[[], None]) -> None:
-        super().__init__(target, "launcher")
-        self.restart = restart
+    The launcher starts a server again that went down with a backend process, with the versions that served.
+    """
+
+    def __init__(self, target: TritonTarget, process: str, operator: Restarts) -> None:
+        super().__init__(target, process)
+        self.operator = operator
+
+    def start(self) -> None:
+        """Kill it."""
+        self.operator.expect_restart()
+        super().start()
 
     def heal(self) -> None:
-        """Start it, which serves the newest version."""
-        self.restart()
-        super().heal()
+        """Wait for answers, and start `hotrow serve` again if need be."""
+        if self.process == "launcher":
+            wait_until(lambda: not self.target.answers(), "the server's end")
+        self.operator.take_restart(self.target.recover())
+
+
+class Restarts(Protocol):
+    """Whoever knows which version serves."""
+
+    def expect_restart(self) -> None:
+        """From now on the newest version may serve, too."""
+
+    def take_restart(self, number: int) -> None:
+        """It answers again, by this content."""
 
 
 class DiskFull:
@@ -265,12 +284,13 @@ class DiskFull:
         self.filler.unlink()
 
 
-def triton_faults(target: TritonTarget) -> list[Callable[[], Fault]]:
+def triton_faults(target: TritonTarget, operator: Restarts) -> list[Callable[[], Fault]]:
     """All of a served model."""
     return [
         lambda: ProcessKilled(target, "stub"),
-        lambda: ProcessKilled(target, "server"),
         lambda: StubFrozen(target, "stub"),
+        lambda: ServerKilled(target, "server", operator),
+        lambda: ServerKilled(target, "launcher", operator),
     ]
 
 

@@ -124,6 +124,17 @@ class Operator:
         del self.contents[damaged]
         self.load(new)
 
+    def expect_restart(self) -> None:
+        """The server is about to be killed: one that is started anew serves the newest version (operations.md)."""
+        self._expectations.may_serve([self.serving, self.contents[max(self.contents)]])
+
+    def take_restart(self, number: int) -> None:
+        """It answers again, by this content."""
+        newest = self.contents[max(self.contents)]
+        assert number in {self.serving.number, newest.number}, f"content {number} serves after a restart"
+        self.serving = self.serving if number == self.serving.number else newest
+        self._expectations.may_serve([self.serving])
+
     def refresh(self) -> None:
         """The cache is read again from the stores."""
         with contextlib.suppress(UnavailableError):
@@ -137,8 +148,6 @@ class Operator:
     def _replace(self, new: Content, act: Callable[[], None]) -> None:
         """Have another content take over by `act`, and say what may be answered meanwhile and afterwards."""
         assert self.writer is not None
-        if self._plan.has_rocksdb:
-            self._drop_old_rows()
         with self.writer.lock:
             self.writer.flush() if self._faults.is_healthy("stream") else None
             published = self._expectations.begun(new.version)
@@ -154,10 +163,3 @@ class Operator:
             self.contents[new.version] = self.serving = new
         if self._plan.writer is Writer.STREAM and is_current and time.monotonic() - began_s < CATCH_UP_S:
             self._expectations.raise_to(new.version, published)
-
-    def _drop_old_rows(self) -> None:
-        """Heal the volatile store and empty it: a session that is opened knows not what an earlier one could not write
-        there, nor that it came back older.
-        """
-        self._faults.heal_all("volatile")
-        self._stores.empty_volatile()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -170,6 +171,21 @@ class TritonTarget:
         flags = [text for name, port in zip(names, self._ports, strict=True) for text in (name, str(port))]
         self.served = start(self._repository, *flags)
 
+    def recover(self) -> int:
+        """Wait for answers, starting `hotrow serve` again if it has ended, as what supervises it would; returns the
+        content that answers.
+        """
+        assert self.served is not None
+        launcher = self.served.process
+        wait_until(lambda: launcher.poll() is not None or self._content() is not None, "answers, or the launcher's end")
+        if launcher.poll() is not None:
+            self.served.close()
+            wait_until(lambda: all(map(_is_free, self._ports)), "the ports to be free")
+            self.start()
+        content = self._content()
+        assert content is not None, "no answer from a server that has just answered"
+        return content
+
     def answers(self) -> bool:
         """Whether a request is answered now."""
         return self._content() is not None
@@ -195,3 +211,11 @@ class TritonTarget:
         with path.open("a", encoding="utf-8") as config:
             for name, value in self._settings.items():
                 config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True

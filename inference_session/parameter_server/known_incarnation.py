@@ -1,0 +1,57 @@
+"""Which incarnation of a volatile store has all rows that were written, kept in the persistent store.
+
+The volatile store may come back older than it was, or refuse rows that the persistent store takes. The process that
+wrote them knows; this note tells those that are opened later, when that process may be gone. Without the note a Redis
+that came back from an old snapshot, or missed writes, would answer older rows than the RocksDB below it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from inference_session.errors import HotrowError
+from inference_session.parameter_server.base import EmbeddingStore
+
+NOTE_TABLE = "~volatile"
+"""The persistent store keeps the note beside a table of this name, which has no rows."""
+_MISSES_WRITES = "misses writes"
+
+
+class KnownIncarnation:
+    """The note. Must be written while nobody else writes to the stores."""
+
+    def __init__(self, durable: EmbeddingStore | None = None) -> None:
+        """`durable`: where the note is; None: there is none, and nothing is known of earlier writes."""
+        self._durable = durable
+        self._text: str | None = None
+        """What it says, as far as this process knows; None: nothing was ever written."""
+
+    def read(self) -> str | None:
+        """What the note says where that is news, else None. Where it cannot be read that is no news either."""
+        if self._durable is None:
+            return None
+        with contextlib.suppress(HotrowError):
+            text = self._durable.note(NOTE_TABLE)
+            if text is not None and text != self._text:
+                self._text = text
+                return text
+        return None
+
+    def save(self, incarnation: str) -> None:
+        """Note that this incarnation has all rows that were written.
+
+        Raises:
+            StoreError, UnavailableError: the persistent store does not take the note.
+        """
+        if self._durable is not None and incarnation != self._text:
+            self._durable.set_note(NOTE_TABLE, incarnation)
+            self._text = incarnation
+
+    def save_that_writes_are_missing(self) -> None:
+        """Note that no incarnation has all rows. Errors as of `save`."""
+        self.save(_MISSES_WRITES)
+
+    @property
+    def misses_writes(self) -> bool:
+        """Whether the note says so, be it by this process or another."""
+        return self._text == _MISSES_WRITES
