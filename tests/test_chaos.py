@@ -259,3 +259,45 @@ def test_a_rocksdb_has_another_writer(tmp_path: Path) -> None:
         session.update("code", [3], np.ones((1, 3), np.float32))
 
         np.testing.assert_array_equal(session.lookup("code", [3]), [[1, 1, 1]])
+
+
+def test_a_redis_that_came_back_older_is_never_believed(tmp_path: Path) -> None:
+    """Not by the first look-up after it, whether rows were asked for meanwhile or not."""
+    with RedisServer() as server, opened(tmp_path, server.url, cache_bytes=0) as session:
+        rows = WrittenRows(session)
+        with server.client() as client:
+            client.save()
+        for _ in range(5):
+            rows.write(EVERY)
+            server.stop(signal.SIGKILL)
+            server.start()
+            rows.read(EVERY)
+        wait_until(lambda: is_up(session), "Redis to be used again")
+        rows.assert_settled()
+
+
+@pytest.mark.parametrize("is_written_meanwhile", [True, False])
+def test_the_next_session_knows_what_redis_misses(tmp_path: Path, is_written_meanwhile: bool) -> None:
+    """Redis came back from an old snapshot, or missed writes, and the session that knew is gone."""
+    with RedisServer() as server:
+        settings = {"volatile_store": server.url, "persistent_store": f"rocksdb://{tmp_path}/db", "cache_bytes": 0}
+        with opened(tmp_path, server.url, cache_bytes=0) as session, server.client() as client:
+            rows = WrittenRows(session)
+            client.save()
+            rows.write(EVERY)
+            if is_written_meanwhile:
+                client.replicaof("127.0.0.1", 1)
+                rows.write(EVERY)
+        if is_written_meanwhile:
+            with server.client() as client:
+                client.replicaof("NO", "ONE")
+        else:
+            server.stop(signal.SIGKILL)
+            server.start()
+
+        with InferenceSession.open(tmp_path / "repository" / "small" / "1", **settings) as session:
+            expected = 3 if is_written_meanwhile else 2
+            assert (session.lookup("user_weight", EVERY)[:, 0] == expected).all()
+            session.update("user_weight", [0], np.full((1, 4), 9, np.float32))
+            wait_for_redis(session)
+            assert (session.lookup("user_weight", EVERY)[1:, 0] == expected).all()

@@ -175,8 +175,9 @@ class Tier:
         return self.attempt(lambda store: self.trust(store.incarnation())) if self.incarnation is None else None
 
     def trust(self, incarnation: str) -> None:
-        """From now on this one, and no other, answers."""
-        self.store.trust(incarnation)
+        """From now on this one answers, and no other where a tier below has the rows."""
+        if self.is_backed:
+            self.store.trust(incarnation)
         self.incarnation = incarnation
 
     def write_if_welcome(self, act: Callable[[EmbeddingStore], None]) -> bool:

@@ -182,9 +182,14 @@ class TritonTarget:
             self.served.close()
             wait_until(lambda: all(map(_is_free, self._ports)), "the ports to be free")
             self.start()
-        content = self._content()
-        assert content is not None, "no answer from a server that has just answered"
-        return content
+        found: list[int | None] = [None]
+
+        def answers() -> bool:
+            found[0] = self._content()
+            return found[0] is not None
+
+        wait_until(answers, "an answer")
+        return found[0] or 0
 
     def answers(self) -> bool:
         """Whether a request is answered now."""

@@ -227,7 +227,7 @@ class RedisConnection:
         if isinstance(role, HotrowError):
             raise role
         if not isinstance(role, list) or role[:1] != [b"master"]:
-            raise DisconnectedError(f"Redis at {self._name} is not the master any more")
+            raise DisconnectedError(f"Redis at {self.name} is not the master any more")
 
     def _receive(self, deadline: Deadline, needed_bytes: int = 0) -> None:
         """Wait for more, with room for a piece of so many bytes and its head."""
