@@ -299,5 +299,5 @@ def test_the_next_session_knows_what_redis_misses(tmp_path: Path, is_written_mea
             expected = 3 if is_written_meanwhile else 2
             assert (session.lookup("user_weight", EVERY)[:, 0] == expected).all()
             session.update("user_weight", [0], np.full((1, 4), 9, np.float32))
-            wait_for_redis(session)
+            wait_until(lambda: is_up(session), "Redis to be used again")
             assert (session.lookup("user_weight", EVERY)[1:, 0] == expected).all()

@@ -42,7 +42,6 @@ class Episode:
         self.name = f"{seed} {self.plan}"
         self.num_answers = 0
         self.expectations = Expectations(self.plan.writer)
-        self.expectations.files_show = self.plan.writer is Writer.DIRECT and self.plan.has_files
         self._journal = journal
         self._folder = Path(tempfile.mkdtemp(prefix="hotrow-campaign-"))
         self._stores = Stores(self.plan, self._folder)
