@@ -17,7 +17,7 @@ import numpy as np
 
 from tests.campaign import faults
 from tests.campaign.contents import TABLES, random_question
-from tests.campaign.expectations import Expectations, Writer, WrongAnswerError
+from tests.campaign.expectations import Expectations, WrongAnswerError
 from tests.campaign.faults import Faults
 from tests.campaign.journal import Journal
 from tests.campaign.operator import CATCH_UP_S, Operator
