@@ -301,3 +301,16 @@ def test_the_next_session_knows_what_redis_misses(tmp_path: Path, is_written_mea
             session.update("user_weight", [0], np.full((1, 4), 9, np.float32))
             wait_until(lambda: is_up(session), "Redis to be used again")
             assert (session.lookup("user_weight", EVERY)[1:, 0] == expected).all()
+
+
+def test_a_redis_that_was_away_from_the_beginning_is_used_once_it_is_there(tmp_path: Path) -> None:
+    """Though all writes so far are missing there, and nobody knows which server it was."""
+    with RedisServer() as server:
+        settings = {"volatile_store": server.url, "persistent_store": f"rocksdb://{tmp_path}/db", "cache_bytes": 0}
+        with opened(tmp_path, server.url):
+            server.stop()
+        with InferenceSession.open(tmp_path / "repository" / "small" / "1", **settings) as session:
+            rows = WrittenRows(session)
+            server.start()
+            wait_until(lambda: is_up(session), "Redis to be used")
+            rows.assert_settled()

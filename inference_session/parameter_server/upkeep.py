@@ -200,9 +200,9 @@ class Upkeep:
         """Note it for sessions that are opened later, where this one writes. UnavailableError where that is not to be
         said: another process misses writes there, or the note is not taken, which says that this one does.
         """
-        if self._history.any_written and tier.incarnation:
+        if self._history.any_written:
             with contextlib.nullcontext() if self._known.misses_writes else contextlib.suppress(HotrowError):
-                self._known.save(tier.incarnation)
+                self._known.save(tier.incarnation or "")
         elif self._known.misses_writes:
             raise UnavailableError("rows that another process has written are missing there")
 
@@ -215,7 +215,7 @@ class Upkeep:
             return
         if noted := self._known.read():
             tier.incarnation, tier.holds_earlier_writes = noted, True
-        if tier.incarnation is None:
+        if tier.incarnation is None and not self._history.any_written:
             return
         incarnation = tier.store.incarnation()
         if tier.incarnation and incarnation and incarnation != tier.incarnation:

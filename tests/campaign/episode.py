@@ -86,7 +86,13 @@ class Episode:
             with self._finding:
                 if not self._ending.is_set():
                     self._ending.set()
-                    self._journal.finding(self.name, text)
+                    self._journal.finding(self.name, f"{text}\n{self._describe()}")
+
+    def _describe(self) -> str:
+        try:
+            return self._target.describe()
+        except Exception as error:  # noqa: BLE001  whatever is wrong with it is being reported already
+            return repr(error)
 
     def _create_target(self) -> Target:
         settings = {"cache_bytes": self.plan.cache_bytes, "catch_up_s": CATCH_UP_S, "verify": "full"}

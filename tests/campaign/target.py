@@ -41,6 +41,9 @@ class Target(Protocol):
     def is_well(self) -> bool:
         """Whether every store is in use."""
 
+    def describe(self) -> str:
+        """What a person would look at when something is wrong."""
+
     def close(self) -> None:
         """Answer no more."""
 
@@ -92,6 +95,14 @@ class SessionTarget:
     def is_well(self) -> bool:
         """See Target."""
         return all(tier["failure"] is None for tier in self.session.stats().get("tiers", {}).values())
+
+    def describe(self) -> str:
+        """See Target: of the tiers and the stream, why they are out."""
+        if self._manager is None:
+            return "no session"
+        stats = self.session.stats()
+        tiers = stats.get("tiers", {})
+        return f"tiers: {tiers}, updates: {stats['updates'].get('failure')}"
 
     def close(self) -> None:
         """See Target."""
@@ -159,6 +170,10 @@ class TritonTarget:
         with urllib.request.urlopen(self.served.metrics, timeout=PATIENCE_S) as page:  # noqa: S310  a page of ours
             lines = [line for line in page.read().decode().splitlines() if line.startswith("hotrow_tier_up{")]
         return all(line.endswith(" 1") for line in lines)
+
+    def describe(self) -> str:
+        """See Target: the last lines that the server has logged."""
+        return "" if self.served is None else "".join(self.served.errors[-15:])
 
     def close(self) -> None:
         """See Target."""
