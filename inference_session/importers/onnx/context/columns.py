@@ -305,7 +305,10 @@ class _Writer:
         self._builder = Builder(work, product.output)
 
     def write(self, found: Sum) -> list[NodeProto]:
-        """The context's part, tiled, plus the candidates' parts, the least first."""
+        """The context's part, tiled, plus the candidates' parts, the least first.
+
+        Of matrices, the product itself adds the context's part, and what follows it, as ReLU, can be one with it.
+        """
         terms = _collected(found.terms)
         contexts = self._contexts([term for term in terms if term.is_contexts])
         candidates = [term for term in terms if not term.is_contexts]
@@ -313,7 +316,10 @@ class _Writer:
         woven = [term for term in candidates if factors and self._has_one_row(term)]
         total = self._woven(woven, contexts, factors[0]) if woven else self._builder.tile(contexts or "")
         for group in self._groups([term for term in candidates if not (factors and self._has_one_row(term))]):
-            total = self._builder.add("Add", [self._multiplied(group), total])
+            if self._work.rank(group[0].value) == 2:
+                total = self._builder.add("Gemm", [*self._factors(group), total])
+            else:
+                total = self._builder.add("Add", [self._multiplied(group), total])
         self._builder.rename(total, self._product.output)
         return self._builder.nodes
 
@@ -335,9 +341,11 @@ class _Writer:
         return [groups[dims] for dims in sorted(groups, key=math.prod)]
 
     def _multiplied(self, terms: Sequence[Term]) -> str:
-        value = self._beside([term.value for term in terms])
+        return self._builder.add("MatMul", self._factors(terms))
+
+    def _factors(self, terms: Sequence[Term]) -> tuple[str, str]:
         weights = np.concatenate([term.matrix for term in terms]) @ self._product.weights
-        return self._builder.add("MatMul", [value, self._builder.weight(weights)])
+        return self._beside([term.value for term in terms]), self._builder.weight(weights)
 
     def _beside(self, values: Sequence[str]) -> str:
         axis = (self._work.rank(values[0]) or 0) - 1

@@ -105,9 +105,15 @@ def tiled_readers(work: Work) -> list[str]:
     for node in work.graph.node:
         for name in sorted(reads(node)):
             axis = work.made_by.get(name)
-            if axis is not None and axis.op_type == "Gather" and axis.input[1] == ROW_CONTEXT:
+            is_tiled = axis is not None and axis.op_type == "Gather" and axis.input[1] == ROW_CONTEXT
+            if is_tiled and axis is not None and not _is_bias(node, name):
                 found.append(f"{node.op_type} {node.output[0]!r} reads {axis.input[0]!r} for every candidate")
     return list(dict.fromkeys(found))
+
+
+def _is_bias(node: NodeProto, name: str) -> bool:
+    """Whether a product adds this value: the context's part of it, in a row for each candidate as the product is."""
+    return node.op_type == "Gemm" and name == node.input[2]
 
 
 def unproven_readers(graph: GraphProto, rows: RowAnalysis) -> list[str]:

@@ -9,6 +9,7 @@ from inference_session.importers.onnx.context.contractions import contract_sums
 from inference_session.importers.onnx.context.elementwise import broadcast_elementwise, drop_expansions
 from inference_session.importers.onnx.context.pairs import divide_pairs
 from inference_session.importers.onnx.context.products import multiply_blocks
+from inference_session.importers.onnx.context.sharing import share_equal_nodes
 from inference_session.importers.onnx.context.work import Work
 
 
@@ -27,3 +28,4 @@ def rewrite(work: Work, *, sums: bool) -> None:
     multiply_blocks(work)
     broadcast_elementwise(work)
     fold_biases(work)
+    share_equal_nodes(work)
