@@ -146,6 +146,9 @@ class SessionConfig:
     """Threads of the dense network for one batch. 0: half the processor's cores, at least one, at most eight."""
     lookup_threads: int = _setting(0, _count(0, _MAX_THREADS))
     """Threads of one look-up, taken only by large ones. 0: as `dense_threads`."""
+    context_cache_bytes: int = _setting(0, _count(0))
+    """Memory for what was computed of contexts, so that a context that comes again is not computed again as long as no
+    row that it looked up has changed. 0: nothing is kept. For models imported with context inputs, on a CPU."""
     max_keys_per_request: int = _setting(10_000_000, _count(1))
     """A request with more elements than this in any of its inputs is rejected."""
     volatile_store: StoreUrl | None = _setting(None, _store)  # noqa: RUF009  as the others

@@ -7,6 +7,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,18 +23,24 @@ from inference_session.device.host import HOST
 from inference_session.errors import (
     ConfigurationError,
     HotrowError,
-    ModelFormatError,
     SessionClosedError,
     UnavailableError,
     UnknownKeyError,
     UnsupportedModelError,
 )
-from inference_session.execution.lookups import ModelLookups
-from inference_session.execution.plan import ExecutionPlans
+from inference_session.execution.network import Network, Ran, check_network, check_outputs
 from inference_session.execution.stages import Mark, unmarked
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.records import Lookup
-from inference_session.model_spec import DENSE_FILE, KEYS_FILE, SESSION_FILE, TABLES_FOLDER, ModelSpec
+from inference_session.model_spec import (
+    CANDIDATES,
+    DENSE_FILE,
+    KEYS_FILE,
+    RANKING_FILE,
+    RANKING_KEYS_FILE,
+    TABLES_FOLDER,
+    ModelSpec,
+)
 from inference_session.parameter_server.namespace import version_path
 from inference_session.requests.batch import CheckedRequest, JoinedBatch, Request
 from inference_session.requests.caller_arrays import as_input, as_keys, as_rows, as_written_keys
@@ -41,6 +48,7 @@ from inference_session.requests.canary import check_canary
 from inference_session.requests.grouped import GroupedRequests
 from inference_session.requests.layouts import layout_of
 from inference_session.requests.outputs import Answer, Outputs
+from inference_session.requests.ranking_layout import RankingLayout
 from inference_session.rows import create_rows, fetch
 from inference_session.rows.dump import DumpReport, dump
 from inference_session.rows.hot_keys import HotKeysWriter, read_hot_keys
@@ -51,6 +59,7 @@ from inference_session.version_directory import manifest
 from inference_session.version_directory.verified_files import VerifiedFiles
 
 if TYPE_CHECKING:
+    from inference_session.execution.kept_contexts import KeptContexts
     from inference_session.update_stream.kafka_stream import KafkaUpdateStream
 
 _log = logging.getLogger(__name__)
@@ -60,6 +69,9 @@ _WARM_UP_BATCHES = ((1, 1), (1, 64), (4, 1), (16, 1), (8, 64), (16, 1), (8, 64),
 
 _GPU_WARM_UP_BATCHES = ((1, 8), (1, 32), (1, 128), (1, 256), (1, 1024))
 """Batches that a GPU records as CUDA graphs as well."""
+
+_RANKING_WARM_UP = ((1, 100), (1, 500), (1, 1000), (4, 250))
+"""Contexts and candidates of each."""
 
 
 class InferenceSession:
@@ -109,32 +121,31 @@ class InferenceSession:
         cpu.compile_kernels()
         self._device = device
         layout = layout_of(spec)
-        self._dense: DenseEngine
-        if layout.has_network:
-            self._dense = self._create_engine(directory / DENSE_FILE)
-            _check_outputs(spec, directory, self._dense.output_names)
-        else:
-            self._dense = VectorEngine([lookup.dense_input for lookup in spec.lookups])
-        has_key_graph = (directory / KEYS_FILE).exists()
-        self._keys = OnnxEngine(directory / KEYS_FILE, num_threads=1) if has_key_graph else None
-        key_inputs, computed = (self._keys.input_names, self._keys.output_names) if self._keys else (frozenset(), ())
-        if layout.keys_follow_inputs:
-            _check_links(spec, directory, self._dense, self._keys)
+        engines = [self._open_engines(spec, DENSE_FILE, KEYS_FILE)]
+        specs = [spec]
+        if spec.ranking is not None:
+            specs.append(replace(spec, lookups=spec.ranking.lookups))
+            engines.append(self._open_engines(specs[1], RANKING_FILE, RANKING_KEYS_FILE))
         self._input_types = {tensor.name: np.dtype(tensor.dtype) for tensor in spec.inputs}
+        if spec.ranking is not None:
+            self._input_types[CANDIDATES] = np.dtype(np.int32)
         self._outputs = Outputs(spec)
+        names = [engine.input_names for pair in engines for engine in pair if engine is not None]
         self._layout = layout(
             spec,
             self._outputs,
-            network_inputs=self._dense.input_names | key_inputs,
+            network_inputs=frozenset().union(*names),
             max_elements=config.max_keys_per_request,
         )
         self._stats = SessionStats(spec)
         self._rows = create_rows(spec, config, directory, self._device)
         self._rows_before: RowStats | None = None
-        lookups = ModelLookups(
-            spec, by_column=self._rows.device.reads_by_column, keys_follow_inputs=layout.keys_follow_inputs
-        )
-        self._plans = ExecutionPlans(lookups, self._rows, self._dense, computed)
+        networks = [
+            Network(own, self._rows, dense, keys, keys_follow_inputs=layout.keys_follow_inputs)
+            for own, (dense, keys) in zip(specs, engines, strict=True)
+        ]
+        self._network, self._ranking = networks[0], networks[-1]
+        self._kept = self._keep_contexts()
         self._may_join = spec.joins_requests
         self._recorder: KeyRecorder | None = None
         self._hot_keys: HotKeysWriter | None = None
@@ -201,8 +212,19 @@ class InferenceSession:
             return [self._outputs.of_no_samples(request.outputs) for request in requests]
         mark("look-up")
         batch = self._layout.join(requests)
-        self._compute_keys(batch)
-        plan = self._plans.of(batch, tuple(self._layout.wanted(requests)))
+        network = self._network if requests[0].num_candidates is None else self._ranking
+        num_reused = 0
+        if self._kept is not None and network is self._ranking:
+            num_reused = self._kept.bring_in(batch, requests, self._run)
+            network = self._kept.candidates
+        outputs = self._run(network, batch, self._layout.wanted(requests), mark).outputs
+        mark("answer")
+        self._count(requests, num_reused)
+        return self._layout.split(batch.in_order(outputs), requests)
+
+    def _run(self, network: Network, batch: JoinedBatch, wanted: Sequence[str], mark: Mark = unmarked) -> Ran:
+        """Look-up, then network."""
+        plan = network.plan(batch, wanted)
         with plan.held():
             lookup = plan.fill(batch)
             self._rows.look_up(lookup)
@@ -210,25 +232,25 @@ class InferenceSession:
             mark("network")
             outputs = plan.run_network(batch)
             num_unknown = plan.num_unknown(lookup)
-        mark("answer")
-        self._refuse_unknown(num_unknown)
-        self._stats.count_batch(batch.num_samples, lookup.num_keys, num_unknown)
-        return self._layout.split(outputs, requests)
+        self._refuse_unknown(network, num_unknown)
+        self._stats.count_keys(network.tables, lookup.num_keys, num_unknown)
+        return Ran(outputs, num_unknown)
 
-    def _compute_keys(self, batch: JoinedBatch) -> None:
-        """Keys that the model computes from its inputs."""
-        if self._keys:
-            names = sorted(self._keys.output_names)
-            results = self._keys.run({name: batch.array(name) for name in self._keys.input_names}, names)
-            batch.add(dict(zip(names, results, strict=True)))
+    def _count(self, requests: Sequence[CheckedRequest], num_reused: int) -> None:
+        num_samples = sum(request.num_samples for request in requests)
+        self._stats.count_batch(num_samples)
+        if self.spec.ranking is not None:
+            counts = [request.num_candidates for request in requests if request.num_candidates is not None]
+            num_contexts = sum(map(len, counts)) if counts else num_samples
+            self._stats.count_contexts(num_contexts, num_samples, num_reused)
 
     def _record_keys(self, lookup: Lookup) -> None:
         if self._recorder is not None:
             self._recorder.record(lookup.segments, lookup.num_keys)
 
-    def _refuse_unknown(self, num_unknown: NDArray[np.int64]) -> None:
+    def _refuse_unknown(self, network: Network, num_unknown: NDArray[np.int64]) -> None:
         if self.config.unknown_keys == "reject" and num_unknown.any():
-            lookup = self.spec.lookups[int(np.flatnonzero(num_unknown)[0])]
+            lookup = network.spec.lookups[int(np.flatnonzero(num_unknown)[0])]
             table = self.spec.table_in(lookup.table)
             raise UnknownKeyError(
                 f"{num_unknown.sum()} keys are unknown, the first of them in table {table.name!r}, "
@@ -345,6 +367,30 @@ class InferenceSession:
         if self._closed:
             raise SessionClosedError(f"the session of {str(self.directory)!r} has been closed")
 
+    def _open_engines(self, spec: ModelSpec, dense_file: str, keys_file: str) -> tuple[DenseEngine, OnnxEngine | None]:
+        """A dense network, and the one that computes its keys, if there is any."""
+        layout = layout_of(spec)
+        if not layout.has_network:
+            return VectorEngine([lookup.dense_input for lookup in spec.lookups]), None
+        dense = self._create_engine(self.directory / dense_file)
+        check_outputs(spec, self.directory, dense.output_names, dense_file)
+        has_key_graph = (self.directory / keys_file).exists()
+        keys = OnnxEngine(self.directory / keys_file, num_threads=1) if has_key_graph else None
+        if layout.keys_follow_inputs:
+            check_network(spec, self.directory, dense, keys, (dense_file, keys_file))
+        return dense, keys
+
+    def _keep_contexts(self) -> KeptContexts | None:
+        """What ranks candidates and keeps their contexts, where the settings ask for it."""
+        if not self.config.context_cache_bytes or not isinstance(self._layout, RankingLayout):
+            return None
+        if self._rows.device is not HOST:
+            raise ConfigurationError("setting 'context_cache_bytes': contexts are kept on a CPU only; set device=cpu")
+        # Imported where needed: ONNX takes a while to load.
+        from inference_session.execution.kept_contexts import open_kept_contexts
+
+        return open_kept_contexts(self.spec, self.config, self.directory, self._rows, self._layout)
+
     def _create_engine(self, path: Path) -> OnnxEngine:
         """The dense engine: where nobody insists on a GPU, on the CPU if ONNX Runtime cannot use it after all."""
         try:
@@ -375,14 +421,22 @@ class InferenceSession:
         for num_requests, num_samples in (*_WARM_UP_BATCHES, *(() if self._device is HOST else _GPU_WARM_UP_BATCHES)):
             if time.monotonic() < deadline:
                 self._run_made_up(num_requests if self._may_join else 1, num_samples)
-        self._dense.end_warm_up()
+        if isinstance(self._layout, RankingLayout):
+            for num_contexts, num_candidates in _RANKING_WARM_UP:
+                if time.monotonic() < deadline:
+                    self._run_request(self._layout.made_up_ranking(num_contexts, num_candidates))
+        for network in {self._network, self._ranking}:
+            network.dense.end_warm_up()
         if self.failure is not None:
             raise UnavailableError(self.failure)
 
     def _run_made_up(self, num_requests: int, num_samples: int) -> None:
+        self._run_request(self._layout.made_up(num_samples), num_requests)
+
+    def _run_request(self, request: Request, times: int = 1) -> None:
         # Zeros need not be a sensible request, nor need all stores be up; a batch that fails is no request's end.
         with contextlib.suppress(HotrowError):
-            self._answer([self._layout.check(self._layout.made_up(num_samples))] * num_requests)
+            self._answer([self._layout.check(request)] * times)
 
     def _start_counting(self) -> None:
         """What comes from now on is counted, makes rows hot, and is recorded if so wished."""
@@ -437,23 +491,3 @@ def _verify(config: SessionConfig, directory: Path) -> None:
 def _state_file(config: SessionConfig, directory: Path, kind: str) -> Path:
     """A file that all versions of the model share."""
     return Path(config.state_dir) / f"{version_path(directory).parent.name}.{kind}"
-
-
-def _check_links(spec: ModelSpec, directory: Path, dense: DenseEngine, keys: OnnxEngine | None) -> None:
-    """Refuse networks that session.json does not fit, before every request fails on them."""
-    inputs = {tensor.name for tensor in spec.inputs}
-    known = inputs | (keys.output_names if keys else frozenset())
-    looked_up = {lookup.dense_input for lookup in spec.lookups}
-    for reader, wanted, given in (
-        (KEYS_FILE, keys.input_names if keys else frozenset(), inputs),
-        ("a lookup", {name for lookup in spec.lookups for name in lookup.reads}, known),
-        (DENSE_FILE, dense.input_names, known | looked_up),
-    ):
-        if missing := sorted(wanted - given):
-            raise ModelFormatError(f"{directory / SESSION_FILE}: {reader} reads {missing[0]!r}, which nothing provides")
-
-
-def _check_outputs(spec: ModelSpec, directory: Path, made: frozenset[str]) -> None:
-    """Refuse a network that lacks an output of the model, as `_check_links` one that lacks an input."""
-    if missing := [tensor.name for tensor in spec.outputs if tensor.name not in made]:
-        raise ModelFormatError(f"{directory / SESSION_FILE}: output {missing[0]!r} is none of {DENSE_FILE}'s")

@@ -54,14 +54,16 @@ class SessionStats:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._lock = Lock()
-        self._folders = [lookup.table for lookup in spec.lookups]
         self._names = {table.folder: table.name for table in spec.tables}
         self._requests = 0
         self._samples = 0
         self._failed_requests = 0
         self._batches = 0
-        self._num_keys = np.zeros(len(self._folders), np.int64)
-        self._num_unknown = np.zeros(len(self._folders), np.int64)
+        self._contexts = 0
+        self._candidates = 0
+        self._contexts_reused = 0
+        self._num_keys = np.zeros(len(self._names), np.int64)
+        self._num_unknown = np.zeros(len(self._names), np.int64)
         self.load_s = 0.0
 
     def count_requests(self, num_requests: int, num_failed: int) -> None:
@@ -70,13 +72,24 @@ class SessionStats:
             self._requests += num_requests
             self._failed_requests += num_failed
 
-    def count_batch(self, num_samples: int, num_keys: NDArray[np.int64], num_unknown: NDArray[np.int64]) -> None:
-        """One computed batch; keys per look-up."""
+    def count_batch(self, num_samples: int) -> None:
+        """One computed batch."""
         with self._lock:
             self._batches += 1
             self._samples += num_samples
-            self._num_keys += num_keys
-            self._num_unknown += num_unknown
+
+    def count_keys(self, tables: NDArray[np.intp], num_keys: NDArray[np.int64], num_unknown: NDArray[np.int64]) -> None:
+        """One look-up; keys per look-up of the model, each of the table with that number."""
+        with self._lock:
+            np.add.at(self._num_keys, tables, num_keys)
+            np.add.at(self._num_unknown, tables, num_unknown)
+
+    def count_contexts(self, num_contexts: int, num_candidates: int, num_reused: int) -> None:
+        """What a batch of a model with context inputs has ranked, and how many of its contexts were kept before."""
+        with self._lock:
+            self._contexts += num_contexts
+            self._candidates += num_candidates
+            self._contexts_reused += num_reused
 
     def snapshot(self) -> dict[str, Any]:
         """All counters at one moment, as plain numbers."""
@@ -86,16 +99,16 @@ class SessionStats:
                 "failed_requests": self._failed_requests,
                 "samples": self._samples,
                 "batches": self._batches,
+                "contexts_total": self._contexts,
+                "candidates_total": self._candidates,
+                "contexts_reused_total": self._contexts_reused,
                 "load_s": self.load_s,
                 "tables": self._tables(self._num_keys.tolist(), self._num_unknown.tolist()),
             }
 
     def _tables(self, num_keys: Sequence[int], num_unknown: Sequence[int]) -> dict[str, dict[str, Any]]:
-        """Per table folder; several look-ups of one table add up. Must be called while holding the lock."""
-        tables = {
-            folder: {"name": name, "lookup_keys": 0, "default_vectors": 0} for folder, name in self._names.items()
+        """Per table folder. Must be called while holding the lock."""
+        return {
+            folder: {"name": name, "lookup_keys": keys, "default_vectors": unknown}
+            for (folder, name), keys, unknown in zip(self._names.items(), num_keys, num_unknown, strict=True)
         }
-        for folder, keys, unknown in zip(self._folders, num_keys, num_unknown, strict=True):
-            tables[folder]["lookup_keys"] += keys  # type: ignore[operator]
-            tables[folder]["default_vectors"] += unknown  # type: ignore[operator]
-        return tables

@@ -23,8 +23,7 @@ from inference_session.errors import (
     UnavailableError,
     UnknownKeyError,
 )
-from inference_session.execution.lookups import ModelLookups
-from inference_session.execution.plan import ExecutionPlans
+from inference_session.execution.network import Network
 from inference_session.model_spec import TABLES_FOLDER
 from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.namespace import Namespace
@@ -382,9 +381,11 @@ def test_in_an_outage_only_requests_that_need_the_tier_fail(
     inputs["codes"][:] = 0
     even, odd = ({**inputs, "user": np.full((2, 1), user)} for user in (4, 5))
     with InferenceSession.open(version[0], persistent_store=url_of(version[0])) as session:
-        lookups = ModelLookups(session.spec, by_column=False, keys_follow_inputs=True)
+        network = Network(
+            session.spec, failing.rows, session._network.dense, session._network.keys, keys_follow_inputs=True
+        )
         monkeypatch.setattr(session, "_rows", failing.rows)
-        monkeypatch.setattr(session, "_plans", ExecutionPlans(lookups, failing.rows, session._dense, ()))
+        monkeypatch.setattr(session, "_network", network)
         failing.error = UnavailableError("gone")
 
         answers = session.run_many([Request(even), Request(odd)])

@@ -47,6 +47,8 @@ class CheckedRequest(NamedTuple):
     num_samples: int
     shapes: Hashable
     """Requests with equal shapes may be joined."""
+    num_candidates: NDArray[np.int64] | None = None
+    """Of each context, where inputs of the context are given once for several samples."""
 
 
 class JoinedBatch:
@@ -62,6 +64,8 @@ class JoinedBatch:
         """What the requests have in common (CheckedRequest.shapes)."""
         self.staged: list[Staged] = []
         """The memory that a look-up of the batch reads, kept alive until the batch is answered."""
+        self.places: NDArray[np.int64] | None = None
+        """The row of each sample, where there are other rows between them; None: they stand in their order."""
         self._parts = parts
 
     @classmethod
@@ -74,6 +78,15 @@ class JoinedBatch:
     def copy(self) -> JoinedBatch:
         """Another batch of the same arrays."""
         return JoinedBatch({name: [*parts] for name, parts in self._parts.items()}, self.num_samples, self.shapes)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parts
+
+    def in_order(self, outputs: Answer) -> Answer:
+        """Of outputs with a row for each row of the batch, those of its samples."""
+        if self.places is None:
+            return outputs
+        return {name: array[self.places] for name, array in outputs.items()}
 
     def parts(self, name: str) -> list[Part]:
         """What the requests sent under that name."""

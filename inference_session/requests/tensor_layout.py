@@ -27,6 +27,8 @@ class _Expected:
     """(axis, size) of the dimensions that may have one size only."""
     ragged: bool
     """The last dimension may differ between the requests of one batch."""
+    context: bool
+    """The first dimension counts contexts, not samples."""
 
 
 class TensorLayout(RequestLayout):
@@ -43,10 +45,16 @@ class TensorLayout(RequestLayout):
         self._inputs = tuple(_expected(tensor, tensor.name in ragged) for tensor in spec.inputs)
 
     def check(self, request: Request) -> CheckedRequest:
-        inputs = request.inputs
+        inputs, shapes, (num_samples, _) = self._check_inputs(request.inputs)
+        return CheckedRequest(inputs, self._outputs.resolve(request.outputs), max(num_samples, 0), shapes)
+
+    def _check_inputs(
+        self, inputs: Mapping[str, NDArray[Any]]
+    ) -> tuple[dict[str, NDArray[Any]], tuple[Hashable, ...], tuple[int, int]]:
+        """The inputs, what requests that are joined have in common, and the numbers of samples and contexts, or -1."""
         if len(inputs) != len(self._inputs):
             self._explain_names(inputs)
-        num_samples = -1
+        counts = [-1, -1]
         shapes: list[Hashable] = []
         checked = {}
         for expected in self._inputs:
@@ -63,16 +71,15 @@ class TensorLayout(RequestLayout):
                 if shape[axis] != size:
                     self._explain_shape(expected, array)
             if self._batched:
-                if shape[0] != num_samples:
-                    if num_samples >= 0:
-                        self._explain_samples(expected, array, num_samples)
-                    num_samples = shape[0]
+                if shape[0] != counts[expected.context]:
+                    if counts[expected.context] >= 0:
+                        self._explain_samples(expected, array, counts[expected.context])
+                    counts[expected.context] = shape[0]
                 shapes.append(shape[1:-1] if expected.ragged else shape[1:])
             checked[expected.name] = array if array.dtype != object else _decoded(expected.name, array)
         for group in self._equal_sizes:
             self._check_sizes(group, checked)
-        outputs = self._outputs.resolve(request.outputs)
-        return CheckedRequest(checked, outputs, max(num_samples, 0), tuple(shapes))
+        return checked, tuple(shapes), (counts[0], counts[1])
 
     def _check_sizes(self, group: Sequence[tuple[str, int]], inputs: Mapping[str, NDArray[Any]]) -> None:
         (first, first_axis), *others = group
@@ -96,12 +103,15 @@ class TensorLayout(RequestLayout):
 
     def join(self, requests: Sequence[CheckedRequest]) -> JoinedBatch:
         batch = JoinedBatch.of(requests)
-        if len(requests) == 1:
-            return batch
-        for expected in self._inputs:
-            if expected.ragged:
-                batch.replace(expected.name, _even_out(batch.parts(expected.name)))
+        if len(requests) > 1:
+            self._even_out(batch)
         return batch
+
+    def _even_out(self, batch: JoinedBatch) -> None:
+        """Let inputs of different lengths be bags."""
+        for expected in self._inputs:
+            if expected.ragged and expected.name in batch:
+                batch.replace(expected.name, _even_out(batch.parts(expected.name)))
 
     def _explain_names(self, inputs: Mapping[str, NDArray[Any]]) -> None:
         expected = [e.name for e in self._inputs]
@@ -126,21 +136,23 @@ class TensorLayout(RequestLayout):
         )
 
     def _explain_samples(self, expected: _Expected, array: NDArray[Any], num_samples: int) -> None:
-        first = self._inputs[0].name
+        first = next(other.name for other in self._inputs if other.context == expected.context)
+        unit = "contexts" if expected.context else "samples"
         raise InvalidRequestError(
-            f"input {expected.name!r} has {array.shape[0]} samples, but {first!r} has {num_samples}"
+            f"input {expected.name!r} has {array.shape[0]} {unit}, but {first!r} has {num_samples}"
         )
 
 
 def _expected(tensor: TensorSpec, ragged: bool) -> _Expected:
     fixed = tuple((axis, size) for axis, size in enumerate(tensor.shape) if size >= 0)
-    return _Expected(tensor.name, np.dtype(tensor.dtype), len(tensor.shape), fixed, ragged)
+    return _Expected(tensor.name, np.dtype(tensor.dtype), len(tensor.shape), fixed, ragged, tensor.context)
 
 
 def _ragged_inputs(spec: ModelSpec, network_inputs: frozenset[str]) -> set[str]:
     """Inputs whose last dimension is only ever a bag of keys, so that requests of different lengths can be joined."""
-    pooled = {lookup.keys for lookup in spec.lookups if lookup.pooling != "none" and lookup.weights is None}
-    others = {lookup.keys for lookup in spec.lookups if lookup.pooling == "none" or lookup.weights is not None}
+    lookups = (*spec.lookups, *(spec.ranking.lookups if spec.ranking else ()))
+    pooled = {lookup.keys for lookup in lookups if lookup.pooling != "none" and lookup.weights is None}
+    others = {lookup.keys for lookup in lookups if lookup.pooling == "none" or lookup.weights is not None}
     bags = pooled - others - network_inputs
     return {t.name for t in spec.inputs if t.name in bags and len(t.shape) > 1 and t.shape[-1] == -1}
 

@@ -145,6 +145,8 @@ class StoredWriter(RowWriter):
         ]
         for table, keys in paced(parts, self._closing, over_s=over_s):
             self._refresh(table, keys)
+        for table in range(len(self._specs)):
+            self._tell(table, None)  # rows that are not cached may be other ones in the stores as well
 
     def _refresh(self, table: int, keys: NDArray[np.int64]) -> None:
         """Read some cached rows again; those that are written meanwhile are left to that write."""
@@ -158,6 +160,7 @@ class StoredWriter(RowWriter):
             current = ~self._writes[table].written(keys, moment)
             self._cache.update(folder, keys[found & current], vectors[found & current])
             self._cache.erase(folder, keys[~found & current])
+            self._tell(table, keys)
 
     def _write(self, table: int, keys: NDArray[np.int64], write: Callable[[], None], then: Callable[[], None]) -> None:
         """Write to the stores, then to the cache: one write after the other, so that both see them in the same order.
@@ -174,18 +177,20 @@ class StoredWriter(RowWriter):
                 with self._caching:
                     self._writes[table].add(keys)
                     to_cache()
+                    self._tell(table, keys)
 
     def _forget(self, folder: str, keys: NDArray[np.int64] | None) -> None:
         """Drop cached rows that the parameter server has had to drop from a tier."""
         table = next(i for i, spec in enumerate(self._specs) if spec.folder == folder)
         with self._caching:
-            if keys is None:
+            aliases = None if keys is None else aliases_of(self._specs[table], keys)[0]
+            if aliases is None:
                 self._writes[table].add_all()
                 self._cache.clear(folder)
             else:
-                aliases, _ = aliases_of(self._specs[table], keys)
                 self._writes[table].add(aliases)
                 self._cache.erase(folder, aliases)
+            self._tell(table, aliases)
 
     def _current(self, t: int, rows: MissingRows) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """What `keep` keeps of one table and look-up. Must be called while holding `_caching`."""

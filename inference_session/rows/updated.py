@@ -106,12 +106,15 @@ class _TableWriter(RowWriter):
         with self._writing:
             self.tables[table].insert(aliases, rows)
             self._publish(table)
+            self._tell(table, aliases)
 
     def erase(self, table: int, keys: NDArray[np.int64]) -> None:
         """See RowWriter."""
         with self._writing:
-            self.tables[table].erase(aliases_of(self._specs[table], keys)[0])
+            aliases, _ = aliases_of(self._specs[table], keys)
+            self.tables[table].erase(aliases)
             self._publish(table)
+            self._tell(table, aliases)
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:

@@ -1,0 +1,238 @@
+"""Ranks candidates, and keeps what was computed of their contexts: a context that comes again is not computed again.
+
+What is kept is found by the bytes of the context's inputs, and is used as long as none of the rows that were looked up
+for it has changed (rows/changes.py). The ranking network is divided in two for that (context_parts.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.config import SessionConfig
+from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine
+from inference_session.errors import ConfigurationError
+from inference_session.execution.context_parts import ContextParts, divide
+from inference_session.execution.network import Network, Ran
+from inference_session.model_spec import RANKING_FILE, RANKING_KEYS_FILE, LookupSpec, ModelSpec
+from inference_session.requests.batch import CheckedRequest, JoinedBatch, Ragged
+from inference_session.requests.ranking_layout import RankingLayout
+from inference_session.rows.base import Rows, RowWriter
+from inference_session.rows.changes import RowChanges
+
+_ENTRY_BYTES = 500
+"""What an entry takes beside its arrays."""
+
+Run = Callable[[Network, JoinedBatch, Sequence[str]], Ran]
+
+
+class Context(NamedTuple):
+    """What was computed of one context."""
+
+    values: Mapping[str, NDArray[Any]]
+    """Each of one row."""
+    places: NDArray[np.int64]
+    """Of the rows that were looked up (RowChanges.places)."""
+    moment: int
+    num_bytes: int
+
+
+class ContextMemory:
+    """Contexts by the bytes of their inputs, up to so many bytes; the one used longest ago goes first. Thread-safe."""
+
+    def __init__(self, max_bytes: int, changes: RowChanges) -> None:
+        self._max_bytes = max_bytes
+        self._changes = changes
+        self._contexts: OrderedDict[bytes, Context] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: bytes) -> Context | None:
+        """What is known of a context; None where nothing is, or a row that it looked up has changed since."""
+        with self._lock:
+            context = self._contexts.get(key)
+            if context is None:
+                return None
+            if self._changes.any_since(context.places, context.moment):
+                self._drop(key)
+                return None
+            self._contexts.move_to_end(key)
+            return context
+
+    def put(self, key: bytes, context: Context) -> None:
+        """Keep a context, if it fits at all."""
+        with self._lock:
+            if key in self._contexts:
+                self._drop(key)
+            self._contexts[key] = context
+            self._num_bytes += context.num_bytes
+            while self._num_bytes > self._max_bytes:
+                self._drop(next(iter(self._contexts)))
+
+    def _drop(self, key: bytes) -> None:
+        self._num_bytes -= self._contexts.pop(key).num_bytes
+
+
+class KeptContexts:
+    """The two parts of a ranking network, and the memory between them.
+
+    Args:
+        contexts: computes, at one row per context, what `candidates` reads.
+        values: the names of that.
+        vectors: looked-up vectors of the context that `candidates` reads as well.
+        keeps_unknown: whether contexts are kept whose keys are unknown: rows of files stay unknown.
+    """
+
+    def __init__(
+        self,
+        layout: RankingLayout,
+        contexts: Network,
+        candidates: Network,
+        names: tuple[Sequence[str], Sequence[str]],
+        memory: tuple[ContextMemory, RowChanges],
+        *,
+        keeps_unknown: bool,
+    ) -> None:
+        self.candidates = candidates
+        self._layout = layout
+        self._contexts = contexts
+        self._values, self._vectors = names
+        self._memory, self._changes = memory
+        self._keeps_unknown = keeps_unknown
+
+    def bring_in(self, batch: JoinedBatch, requests: Sequence[CheckedRequest], run: Run) -> int:
+        """Add to a batch what `candidates` reads of its contexts; returns how many of them were known."""
+        rows = [row for request in requests for row in self._rows(request)]
+        keys = [_key(row) for row in rows]
+        found = {key: self._memory.get(key) for key in keys}
+        missing = {key: row for key, row in zip(keys, rows, strict=True) if found[key] is None}
+        num_known = sum(found[key] is not None for key in keys)
+        if missing:
+            found.update(self._computed(missing, run))
+        contexts = [found[key] for key in keys]
+        for name in (*self._values, *self._vectors):
+            parts = [context.values[name] for context in contexts if context is not None]
+            batch.add({name: parts[0] if len(parts) == 1 else np.concatenate(parts)})
+        return num_known
+
+    def _rows(self, request: CheckedRequest) -> list[dict[str, NDArray[Any]]]:
+        """The inputs of each context of a request."""
+        names = self._contexts.spec.context
+        arrays: dict[str, Any] = {name: request.inputs[name] for name in names}
+        return [{name: arrays[name][i : i + 1] for name in names} for i in range(len(arrays[names[0]]))]
+
+    def _computed(self, rows: Mapping[bytes, Mapping[str, NDArray[Any]]], run: Run) -> dict[bytes, Context]:
+        """Look up and compute contexts, and keep them."""
+        moment = self._changes.moment  # before anything is read
+        batch = self._layout.of_contexts(list(rows.values()))
+        ran = run(self._contexts, batch, self._values)
+        values = {**ran.outputs, **{name: batch.array(name) for name in self._vectors}}
+        places = self._places(batch, len(rows))
+        computed = {}
+        for i, key in enumerate(rows):
+            own = {name: array[i : i + 1].copy() for name, array in values.items()}
+            num_bytes = sum(array.nbytes for array in own.values()) + places[i].nbytes + len(key) + _ENTRY_BYTES
+            computed[key] = Context(own, places[i], moment, num_bytes)
+            if self._keeps_unknown or not ran.num_unknown.any():
+                self._memory.put(key, computed[key])
+        return computed
+
+    def _places(self, batch: JoinedBatch, num_rows: int) -> list[NDArray[np.int64]]:
+        """Where changes of each context's rows are noted."""
+        found: list[list[NDArray[np.int64]]] = [[] for _ in range(num_rows)]
+        for lookup, table in zip(self._contexts.spec.lookups, self._contexts.tables.tolist(), strict=True):
+            for i, keys in enumerate(_keys_of(lookup, batch)):
+                found[i].append(self._changes.places(table, keys))
+        return [np.unique(np.concatenate(own)) if own else np.zeros(0, np.int64) for own in found]
+
+
+def _keys_of(lookup: LookupSpec, batch: JoinedBatch) -> list[NDArray[np.int64]]:
+    """The keys of each context."""
+    part = batch.parts(lookup.keys)[0]
+    if isinstance(part, Ragged):
+        size = len(part.begins) // part.shape[0]
+        bags = [part.values[begin:end] for begin, end in zip(part.begins, part.ends, strict=True)]
+        return [np.concatenate(bags[i * size : (i + 1) * size]) for i in range(part.shape[0])]
+    keys = batch.array(lookup.keys)
+    columns = keys if lookup.columns is None else keys[:, slice(*lookup.columns)]
+    return [row.reshape(-1) for row in columns]
+
+
+def _key(row: Mapping[str, NDArray[Any]]) -> bytes:
+    """The bytes of a context's inputs, and their shapes."""
+    shapes = repr([array.shape for array in row.values()]).encode()
+    return b"".join([shapes, *(_bytes(array) for array in row.values())])
+
+
+def _bytes(array: NDArray[Any]) -> bytes:
+    return repr(array.tolist()).encode() if array.dtype == object else array.tobytes()
+
+
+def open_kept_contexts(
+    spec: ModelSpec, config: SessionConfig, directory: Path, rows: Rows, layout: RankingLayout
+) -> KeptContexts:
+    """Divide the ranking network of a version.
+
+    Raises:
+        ConfigurationError: the network cannot be divided so.
+    """
+    lookups = spec.ranking.lookups if spec.ranking else ()
+    keys = divide(directory / RANKING_KEYS_FILE, spec.context) if (directory / RANKING_KEYS_FILE).exists() else None
+    known = {*spec.context, *(keys.outputs if keys else ())}
+    if (keys and keys.values) or any(lookup.bags for lookup in lookups):
+        raise ConfigurationError(f"setting 'context_cache_bytes': {directory} computes keys of both sides together")
+    own = tuple(lookup for lookup in lookups if known.issuperset(lookup.reads))
+    vectors = {lookup.dense_input for lookup in own}
+    parts = divide(directory / RANKING_FILE, {*spec.context, *vectors})
+    others = tuple(lookup for lookup in lookups if lookup not in own)
+    changes = RowChanges(len(spec.tables))
+    if type(rows.writer) is not RowWriter:  # that one, which changes nothing, belongs to all sessions
+        rows.writer.changes = changes
+    return KeptContexts(
+        layout,
+        _network(
+            replace(spec, lookups=own), rows, _engines(directory, config, parts, keys, of_context=True, vectors=vectors)
+        ),
+        _network(
+            replace(spec, lookups=others),
+            rows,
+            _engines(directory, config, parts, keys, of_context=False, vectors=vectors),
+        ),
+        (parts.values, sorted(vectors.intersection(parts.inputs))),
+        (ContextMemory(config.context_cache_bytes, changes), changes),
+        keeps_unknown=not config.has_store,
+    )
+
+
+def _network(spec: ModelSpec, rows: Rows, engines: tuple[DenseEngine, OnnxEngine | None]) -> Network:
+    return Network(spec, rows, *engines, keys_follow_inputs=True)
+
+
+def _engines(
+    directory: Path,
+    config: SessionConfig,
+    parts: ContextParts,
+    keys: ContextParts | None,
+    *,
+    of_context: bool,
+    vectors: set[str],
+) -> tuple[DenseEngine, OnnxEngine | None]:
+    """The dense engine of a part, and the one that computes its keys."""
+    threads = config.num_dense_threads
+    dense: DenseEngine
+    if of_context and not parts.values:
+        dense = VectorEngine(sorted(vectors))
+    else:
+        content = parts.context if of_context else parts.candidates
+        dense = OnnxEngine(directory / RANKING_FILE, content=content, num_threads=threads)
+    computed = None if keys is None else keys.context if of_context else keys.candidates
+    has_keys = keys is not None and (bool(keys.outputs) if of_context else keys.has_candidates)
+    engine = OnnxEngine(directory / RANKING_KEYS_FILE, content=computed, num_threads=1) if has_keys else None
+    return dense, engine

@@ -1,0 +1,83 @@
+"""One network of a model, with all that runs before it: the graph that computes its keys, and its look-ups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.dense_engine import DenseEngine, OnnxEngine
+from inference_session.errors import ModelFormatError
+from inference_session.execution.lookups import ModelLookups
+from inference_session.execution.plan import ExecutionPlan, ExecutionPlans
+from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT, SESSION_FILE, ModelSpec
+from inference_session.requests.batch import JoinedBatch
+from inference_session.requests.outputs import Answer
+from inference_session.rows.base import Rows
+
+
+class Ran(NamedTuple):
+    """What a run of a network gave."""
+
+    outputs: Answer
+    num_unknown: NDArray[np.int64]
+    """Keys per look-up that were answered with the default vector."""
+
+
+class Network:
+    """Batches become plans, whose look-ups and dense network then run.
+
+    Args:
+        spec: of the model, with the look-ups of this network.
+        keys: computes keys from inputs; None: all are inputs.
+        keys_follow_inputs: whether the keys of look-ups are inputs of the model (RequestLayout.keys_follow_inputs).
+    """
+
+    def __init__(
+        self, spec: ModelSpec, rows: Rows, dense: DenseEngine, keys: OnnxEngine | None, *, keys_follow_inputs: bool
+    ) -> None:
+        self.spec = spec
+        self.dense = dense
+        position = {table.folder: i for i, table in enumerate(spec.tables)}
+        self.tables = np.array([position[lookup.table] for lookup in spec.lookups], np.intp)
+        """Of each look-up, the number of its table."""
+        self.keys = keys
+        lookups = ModelLookups(spec, by_column=rows.device.reads_by_column, keys_follow_inputs=keys_follow_inputs)
+        self._plans = ExecutionPlans(lookups, rows, dense, keys.output_names if keys else ())
+
+    def plan(self, batch: JoinedBatch, outputs: Sequence[str]) -> ExecutionPlan:
+        """What a batch does to compute these outputs. Keys that are computed are added to it."""
+        if self.keys:
+            names = sorted(self.keys.output_names)
+            results = self.keys.run({name: batch.array(name) for name in self.keys.input_names}, names)
+            batch.add(dict(zip(names, results, strict=True)))
+        return self._plans.of(batch, tuple(outputs))
+
+
+def check_network(
+    spec: ModelSpec, directory: Path, dense: DenseEngine, keys: OnnxEngine | None, files: tuple[str, str]
+) -> None:
+    """Refuse networks that session.json does not fit, before every request fails on them.
+
+    Args:
+        files: the names of the dense network and of the one that computes keys.
+    """
+    inputs = {tensor.name for tensor in spec.inputs} | ({ROW_CONTEXT, BLOCK_CONTEXT} if spec.ranking else set())
+    known = inputs | (keys.output_names if keys else frozenset())
+    looked_up = {lookup.dense_input for lookup in spec.lookups}
+    for reader, wanted, given in (
+        (files[1], keys.input_names if keys else frozenset(), inputs),
+        ("a lookup", {name for lookup in spec.lookups for name in lookup.reads}, known),
+        (files[0], dense.input_names, known | looked_up),
+    ):
+        if missing := sorted(wanted - given):
+            raise ModelFormatError(f"{directory / SESSION_FILE}: {reader} reads {missing[0]!r}, which nothing provides")
+
+
+def check_outputs(spec: ModelSpec, directory: Path, made: frozenset[str], file: str) -> None:
+    """Refuse a network that lacks an output of the model, as `check_network` one that lacks an input."""
+    if missing := [tensor.name for tensor in spec.outputs if tensor.name not in made]:
+        raise ModelFormatError(f"{directory / SESSION_FILE}: output {missing[0]!r} is none of {file}'s")

@@ -1,0 +1,109 @@
+"""Requests that rank candidates: the inputs of the context have a row per context, the others a row per candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.errors import InvalidRequestError
+from inference_session.model_spec import BLOCK_CONTEXT, CANDIDATES, ROW_CONTEXT, ModelSpec
+from inference_session.requests.batch import CheckedRequest, JoinedBatch, Part, Ragged, Request
+from inference_session.requests.blocks import Blocks, arrange
+from inference_session.requests.outputs import Outputs
+from inference_session.requests.tensor_layout import TensorLayout
+
+
+class RankingLayout(TensorLayout):
+    """A request carries the model's own inputs: for C contexts and N candidates, those of the context [C, …], the
+    others [N, …], and CANDIDATES, int32 [C], says how many candidates each context has.
+
+    Without it, one context has all candidates, and as many contexts as candidates are an ordinary request.
+    """
+
+    def __init__(self, spec: ModelSpec, outputs: Outputs, *, network_inputs: frozenset[str], max_elements: int) -> None:
+        """See RequestLayout."""
+        super().__init__(spec, outputs, network_inputs=network_inputs, max_elements=max_elements)
+        self._context = frozenset(spec.context)
+        self._may_pad = spec.ranking is not None and spec.ranking.may_pad
+
+    def check(self, request: Request) -> CheckedRequest:
+        """See RequestLayout. Of ordinary requests, `num_candidates` is None."""
+        given = request.inputs.get(CANDIDATES)
+        arrays = {name: array for name, array in request.inputs.items() if name != CANDIDATES}
+        inputs, shapes, (num_samples, num_contexts) = self._check_inputs(arrays)
+        counts = _num_candidates(given, num_samples, num_contexts)
+        is_ordinary = num_samples == num_contexts and bool((counts == 1).all())
+        outputs = self._outputs.resolve(request.outputs)
+        if is_ordinary:
+            return CheckedRequest(inputs, outputs, num_samples, shapes)
+        return CheckedRequest(inputs, outputs, num_samples, (CANDIDATES, *shapes), counts)
+
+    def made_up_ranking(self, num_contexts: int, num_candidates: int) -> Request:
+        """A request of zeros, of so many contexts with so many candidates each, to warm up with."""
+        total = num_contexts * num_candidates
+        inputs = {e.name: self._zeros(e, num_contexts if e.context else total) for e in self._inputs}
+        return Request({**inputs, CANDIDATES: np.full(num_contexts, num_candidates, np.int32)})
+
+    def join(self, requests: Sequence[CheckedRequest]) -> JoinedBatch:
+        """See RequestLayout. The rows of contexts stand behind each other, and so do those of candidates, in blocks."""
+        batch = super().join(requests)
+        if requests[0].num_candidates is None:
+            return batch
+        counts = np.concatenate([request.num_candidates for request in requests if request.num_candidates is not None])
+        parts = {name: batch.parts(name) for name in requests[0].inputs}
+        blocks = arrange(counts, may_pad=self._may_pad and not self._any_ragged(parts))
+        if blocks.candidates is not None:
+            parts = {
+                name: part if name in self._context else [batch.array(name)[blocks.candidates]]
+                for name, part in parts.items()
+            }
+        return self._in_blocks(parts, requests, len(counts), blocks)
+
+    def of_contexts(self, rows: Sequence[Mapping[str, NDArray[Any]]]) -> JoinedBatch:
+        """A batch of contexts alone: their inputs, each of one row."""
+        parts: dict[str, list[Part]] = {name: [row[name] for row in rows] for name in self._context}
+        batch = JoinedBatch(parts, len(rows), tuple(parts[name][0].shape[1:] for name in sorted(parts)))
+        self._even_out(batch)
+        return batch
+
+    def _any_ragged(self, parts: Mapping[str, list[Part]]) -> bool:
+        """Whether candidates have bags of different lengths: those are not moved."""
+        return any(isinstance(part[0], Ragged) for name, part in parts.items() if name not in self._context)
+
+    @staticmethod
+    def _in_blocks(
+        parts: dict[str, list[Part]], requests: Sequence[CheckedRequest], num_contexts: int, blocks: Blocks
+    ) -> JoinedBatch:
+        shapes = (num_contexts, len(blocks.block_context), requests[0].shapes)
+        batch = JoinedBatch(parts, len(blocks.row_context), shapes)
+        batch.add({ROW_CONTEXT: blocks.row_context, BLOCK_CONTEXT: blocks.block_context})
+        batch.places = blocks.rows
+        return batch
+
+
+def _num_candidates(given: NDArray[Any] | None, num_samples: int, num_contexts: int) -> NDArray[np.int64]:
+    """Of each context, as the request says or implies."""
+    if given is None:
+        if num_contexts not in (1, num_samples):
+            raise InvalidRequestError(
+                f"the context's inputs have {num_contexts} rows and the others {num_samples}: input {CANDIDATES!r}, "
+                f"int32 [{num_contexts}], has to say how many of these belong to each context"
+            )
+        return np.full(num_contexts, num_samples if num_contexts == 1 else 1, np.int64)
+    if given.dtype != np.int32 or given.shape != (num_contexts,):
+        raise InvalidRequestError(
+            f"input {CANDIDATES!r} is {given.dtype} {list(given.shape)}, expected int32 [{num_contexts}], a number for "
+            "each context"
+        )
+    counts = given.astype(np.int64)
+    if (counts < 0).any():
+        raise InvalidRequestError(f"input {CANDIDATES!r} holds {counts.min()}, expected numbers from 0 on")
+    if counts.sum() != num_samples:
+        raise InvalidRequestError(
+            f"input {CANDIDATES!r} has the sum {counts.sum()}, expected {num_samples}, the rows of the inputs that are "
+            "not the context's"
+        )
+    return counts
