@@ -35,6 +35,9 @@ _COUNTERS = {
     "samples": ("hotrow_samples_total", "Samples (rows of requests) computed"),
     "in_place_updates": ("hotrow_in_place_updates_total", "Times that new content of the version's folder took over"),
     "failed_in_place_updates": ("hotrow_failed_in_place_updates_total", "Times that such content was not fit to serve"),
+    "contexts_total": ("hotrow_contexts_total", "Contexts that candidates were ranked for"),
+    "candidates_total": ("hotrow_candidates_total", "Candidates that were ranked"),
+    "contexts_reused_total": ("hotrow_contexts_reused_total", "Contexts that were kept and not computed again"),
     "batches": ("hotrow_batches_total", "Runs of the dense network; requests joined into one count once"),
     "requests": ("hotrow_requests_total", "Requests answered, with predictions or with an error"),
 }

@@ -147,9 +147,9 @@ def _limit(value: str | int) -> int:
 
 
 def _num_samples(request: TritonRequest) -> int:
-    tensors = request.inputs()
-    shape: Sequence[int] = tensors[0].shape() if tensors else ()
-    return int(shape[0]) if shape else 1
+    """Of a request that gives its context once, the candidates."""
+    shapes = [tensor.shape() for tensor in request.inputs()]
+    return max((int(shape[0]) for shape in shapes if shape), default=1)
 
 
 def _metrics(answering: Answering, config: Mapping[str, Any], args: Mapping[str, str]) -> SessionMetrics | None:

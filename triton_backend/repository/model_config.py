@@ -9,7 +9,7 @@ from typing import Any
 
 from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError, UnsupportedModelError
-from inference_session.model_spec import PREDICTIONS, ModelSpec, TensorSpec
+from inference_session.model_spec import CANDIDATES, PREDICTIONS, ModelSpec, TensorSpec
 from triton_backend.repository import text_format
 from triton_backend.repository.text_format import quoted
 
@@ -46,6 +46,8 @@ class TensorConfig:
     """As Triton writes it: `TYPE_INT64`, `TYPE_STRING` …"""
     dims: tuple[int, ...]
     """Without the dimension that counts samples where `max_batch_size` is above 0."""
+    optional: bool = False
+    """An input that a request may leave out."""
 
     def __str__(self) -> str:
         return f"{self.name!r} {self.data_type} {list(self.dims)}"
@@ -140,10 +142,11 @@ def _scalar(field: str, value: object) -> str:
 def describe(spec: ModelSpec, name: str, *, max_batch_size: int = 1024, backend: str = "hotrow") -> ModelConfig:
     """How a model is to be served: its own tensors, and the predictions.
 
-    Some models get `max_batch_size` 0 and full dims, and are joined by us: those that are not batched; those with a
-    tensor that has no dimension but samples (Triton's `reshape` to rank 0, its other way to serve those, lets an empty
-    request kill the server); and those whose inputs all have a size that is open beside the number of samples (Triton
-    never answers a request of 0 samples, unless it refuses it for an input of fixed size that lacks its bytes).
+    Some models get `max_batch_size` 0 and full dims, and are joined by us: those that are not batched; those with
+    inputs of the context, whose first dimension is not that of the others; those with a tensor that has no dimension
+    but samples (Triton's `reshape` to rank 0, its other way to serve those, lets an empty request kill the server); and
+    those whose inputs all have a size that is open beside the number of samples (Triton never answers a request of 0
+    samples, unless it refuses it for an input of fixed size that lacks its bytes).
 
     Raises:
         UnsupportedModelError: a tensor's type or rank is none that Triton knows.
@@ -153,6 +156,7 @@ def describe(spec: ModelSpec, name: str, *, max_batch_size: int = 1024, backend:
         return _describe_packed(spec, name, max_batch_size=max_batch_size, backend=backend)
     by_samples = (
         spec.batched
+        and not spec.context
         and all(len(tensor.shape) > 1 for tensor in (*spec.inputs, *outputs))
         and any(-1 not in tensor.shape[1:] and tensor.dtype != "object" for tensor in spec.inputs)
     )
@@ -161,10 +165,14 @@ def describe(spec: ModelSpec, name: str, *, max_batch_size: int = 1024, backend:
         backend=backend,
         platform="",
         max_batch_size=max_batch_size if by_samples else 0,
-        inputs=tuple(_described(tensor, by_samples) for tensor in spec.inputs),
+        inputs=tuple(_described(tensor, by_samples) for tensor in _all_inputs(spec)),
         outputs=tuple(_described(tensor, by_samples) for tensor in outputs),
         default_model_filename="",
     )
+
+
+def _all_inputs(spec: ModelSpec) -> list[TensorSpec]:
+    return [*spec.inputs, *([TensorSpec(CANDIDATES, "int32", (-1,))] if spec.context else [])]
 
 
 def _all_outputs(spec: ModelSpec) -> list[TensorSpec]:
@@ -226,10 +234,11 @@ def check_config(config: Mapping[str, Any], spec: ModelSpec) -> None:
     """
     packed = spec.layout != "tensors"
     outer = (-1,) if config.get("max_batch_size") else ()
-    for kind, tensors in (("input", spec.inputs), ("output", () if packed else _all_outputs(spec))):
+    for kind, tensors in (("input", _all_inputs(spec)), ("output", () if packed else _all_outputs(spec))):
         here = {tensor.name: _tensor_of_spec(tensor) for tensor in tensors}
         there = {tensor["name"]: _tensor_of_json(tensor, outer) for tensor in config.get(kind, ()) if here}
-        for name in {**there, **(here if kind == "input" else {})}:
+        needed = {tensor.name for tensor in spec.inputs} if kind == "input" else set()
+        for name in {**there, **dict.fromkeys(needed)}:
             if not _suits(there.get(name), here.get(name), sizes=not packed):
                 raise ConfigurationError(
                     f"{CONFIG_FILE} does not describe this version: {kind} {there.get(name, 'absent')} there, "
@@ -315,7 +324,7 @@ def _described(tensor: TensorSpec, by_samples: bool) -> TensorConfig:
         raise UnsupportedModelError(
             f"tensor {tensor.name!r} has shape {list(tensor.shape)}; Triton serves no empty dimensions"
         )
-    return TensorConfig(tensor.name, _DATA_TYPES[tensor.dtype], dims)
+    return TensorConfig(tensor.name, _DATA_TYPES[tensor.dtype], dims, optional=tensor.name == CANDIDATES)
 
 
 def _text(config: ModelConfig, spec: ModelSpec, *, max_samples: int) -> str:
@@ -359,4 +368,6 @@ def _tensor_text(kind: str, tensor: TensorConfig, *, ragged: bool) -> list[str]:
     if ragged:
         # Without it Triton joins requests of equal shapes only.
         lines.append("  allow_ragged_batch: true")
+    if tensor.optional:
+        lines.append("  optional: true")
     return [*lines, "}"]

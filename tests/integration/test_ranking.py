@@ -1,0 +1,155 @@
+"""Requests that give their context once, on a real server: over every protocol, joined, and refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import tritonclient.utils.shared_memory as system_memory
+from numpy.typing import NDArray
+from tritonclient.utils import InferenceServerException
+
+from inference_session.importers.onnx import import_onnx
+from tests.integration.conftest import Served, start
+from tests.integration.test_requests import ask, counters
+from tests.testing.onnx_models import model_of, table
+from tests.testing.servers import PATIENCE_S, wait_until
+from triton_backend.repository.model_config import write_model_config
+
+pytestmark = pytest.mark.triton
+
+DIM, ROWS = 4, 1000
+USERS, ITEMS = table(dim=DIM, seed=1), table(dim=DIM, seed=2)
+TEXT = """ranker (int64[n] user, int64[n, 3] clicks, int64[n] item) => (float[n, 1] score) {
+    u = Gather(users, user)
+    h = Gather(items, clicks)
+    p = ReduceSum<keepdims = 0>(h, one)
+    t = Gather(items, item)
+    both = Add(u, p)
+    product = Mul(both, t)
+    score = ReduceSum<keepdims = 1>(product, one)
+}"""
+
+
+@pytest.fixture(scope="module")
+def ranker(tritonserver: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server with one model whose user and clicks are its context."""
+    folder = tmp_path_factory.mktemp("ranker")
+    constants = {"users": USERS, "items": ITEMS, "one": np.array([1])}
+    onnx.save(model_of(TEXT, constants), folder / "model.onnx")
+    repository = folder / "repository"
+    report = import_onnx(folder / "model.onnx", repository, "ranker", context=["user", "clicks"])
+    write_model_config(report.version_dir, report.spec, "ranker")
+    served = start(repository)
+    yield served
+    served.close()
+
+
+def request(num_users: int, num_items: int, seed: int = 0) -> dict[str, NDArray[Any]]:
+    """Random keys."""
+    random = np.random.default_rng(seed)
+    return {
+        "user": random.integers(0, ROWS, num_users),
+        "clicks": random.integers(0, ROWS, (num_users, 3)),
+        "item": random.integers(0, ROWS, num_items),
+    }
+
+
+def scores(inputs: Mapping[str, NDArray[Any]], counts: list[int]) -> NDArray[np.float64]:
+    """What they are answered with."""
+    users = USERS[inputs["user"]].astype(float) + ITEMS[inputs["clicks"]].astype(float).sum(axis=1)
+    owners = np.repeat(np.arange(len(counts)), counts)
+    return (users[owners] * ITEMS[inputs["item"]]).sum(axis=1, keepdims=True)
+
+
+def assert_alike(answer: Any, wanted: NDArray[np.float64], output: str = "score") -> None:
+    """Within rounding."""
+    np.testing.assert_allclose(answer.as_numpy(output), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_a_context_is_sent_once(ranker: Served, protocol: str) -> None:
+    """One context for all candidates; several with CANDIDATES; as many as candidates, as clients that tile send."""
+    with ranker.http_client() if protocol == "http" else ranker.grpc_client() as client:
+        inputs = request(1, 500)
+        assert_alike(ask(client, "ranker", inputs), scores(inputs, [500]), "OUTPUT0")
+        inputs = request(3, 10)
+        counts = np.array([7, 0, 3], np.int32)
+        assert_alike(ask(client, "ranker", {**inputs, "CANDIDATES": counts}), scores(inputs, [7, 0, 3]))
+        inputs = request(4, 4)
+        assert_alike(ask(client, "ranker", inputs), scores(inputs, [1] * 4))
+        assert_alike(ask(client, "ranker", {**inputs, "CANDIDATES": np.ones(4, np.int32)}), scores(inputs, [1] * 4))
+        inputs = request(1, 0)
+        assert ask(client, "ranker", inputs).as_numpy("score").shape == (0, 1)
+
+
+def test_shared_memory(ranker: Served) -> None:
+    """Inputs of different first dimensions out of one region."""
+    import tritonclient.grpc as triton
+
+    arrays = request(1, 30)
+    num_bytes = sum(array.nbytes for array in arrays.values())
+    with ranker.grpc_client() as client:
+        handle = system_memory.create_shared_memory_region("ranker", "/hotrow_test_ranker", num_bytes)
+        try:
+            client.register_system_shared_memory("ranker", "/hotrow_test_ranker", num_bytes)
+            tensors, offset = [], 0
+            for name, array in arrays.items():
+                system_memory.set_shared_memory_region(handle, [array], offset=offset)
+                tensor = triton.InferInput(name, array.shape, "INT64")
+                tensor.set_shared_memory("ranker", array.nbytes, offset=offset)
+                tensors.append(tensor)
+                offset += array.nbytes
+            assert_alike(client.infer("ranker", tensors), scores(arrays, [30]))
+            client.unregister_system_shared_memory("ranker")
+        finally:
+            system_memory.destroy_shared_memory_region(handle)
+
+
+def test_bad_requests_harm_no_other(ranker: Served) -> None:
+    """Of requests that come together, those whose numbers do not add up are refused with what was found."""
+
+    def send(seed: int) -> str:
+        inputs = request(1, 20 + seed, seed)
+        with ranker.grpc_client() as client:
+            if seed % 3:
+                assert_alike(ask(client, "ranker", inputs, client_timeout=PATIENCE_S), scores(inputs, [20 + seed]))
+                return ""
+            with pytest.raises(InferenceServerException) as error:
+                ask(client, "ranker", {**inputs, "CANDIDATES": np.array([5], np.int32)}, client_timeout=PATIENCE_S)
+            return str(error.value)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(send, range(24)))
+    assert all("has the sum 5, expected" in message for message in found[::3])
+
+
+def test_contexts_and_candidates_are_counted(ranker: Served) -> None:
+    """On Triton's metrics page."""
+    labels = {"model": "ranker", "version": "1"}
+    wait_until(lambda: "hotrow_contexts_total" in counters(ranker, **labels), "metrics of contexts")
+    with ranker.grpc_client() as client:
+        before = counters(ranker, **labels)
+        ask(client, "ranker", request(1, 11, seed=99))
+
+    def counted() -> bool:
+        after = counters(ranker, **labels)
+        grown = [after[name] - before[name] for name in ("hotrow_contexts_total", "hotrow_candidates_total")]
+        return grown[0] >= 1 and grown[1] >= 11
+
+    wait_until(counted, "one context with 11 candidates")
+
+
+def test_the_configuration_says_how_requests_look(ranker: Served) -> None:
+    """Clients see full dims, and that CANDIDATES may be left out."""
+    text = Path(ranker.repository, "ranker", "config.pbtxt").read_text(encoding="utf-8")
+    assert "max_batch_size: 0" in text
+    assert "optional: true" in text
+    with ranker.grpc_client() as client:
+        names = [tensor.name for tensor in client.get_model_metadata("ranker").inputs]
+    assert names == ["user", "clicks", "item", "CANDIDATES"]
