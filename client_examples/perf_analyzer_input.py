@@ -4,7 +4,8 @@
     perf_analyzer -m movielens -i grpc -u 127.0.0.1:8001 -b 64 --concurrency-range 4 --input-data movielens.json
 
 How high ids may go is asked of the model itself, which knows tables of every kind. For a model with
-`max_batch_size: 0` an entry is a whole request of --samples samples, and perf_analyzer takes no -b.
+`max_batch_size: 0` an entry is a whole request of --samples samples, and perf_analyzer takes no -b. For a model that
+ranks candidates for a context, an entry is a request of one context and --candidates candidates.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ parser.add_argument("model", type=Path, help="folder of the model, in its reposi
 parser.add_argument("--output", type=Path, required=True, help="the JSON file to write")
 parser.add_argument("--entries", type=int, default=256, help="samples, or requests where max_batch_size is 0")
 parser.add_argument("--samples", type=int, default=64, help="of one request, where max_batch_size is 0")
+parser.add_argument("--candidates", type=int, help="of one context; for models that were imported with --context")
 parser.add_argument("--length", type=int, default=8, help="of dimensions that the model leaves open")
 
 
@@ -41,7 +43,11 @@ if not versions:
     raise SystemExit(f"{options.model} holds no version that hotrow imported")
 batched = ModelConfig.read(options.model / CONFIG_FILE).max_batch_size > 0
 with InferenceSession.open(options.model / str(max(versions))) as session:
-    source = RandomInputs(session, num_samples=1 if batched else options.samples, length=options.length)
+    if options.candidates and not session.spec.context:
+        raise SystemExit(f"{options.model} was imported without --context: it has no candidates")
+    num_samples = 1 if batched else options.candidates or options.samples
+    num_contexts = 1 if options.candidates else num_samples
+    source = RandomInputs(session, num_samples=num_samples, num_contexts=num_contexts, length=options.length)
     rng = np.random.default_rng(0)
     entries = [entry(source.draw(rng), batched=batched) for _ in range(options.entries)]
 options.output.write_text(json.dumps({"data": entries}))

@@ -16,14 +16,19 @@ MAX_BOUND = 2**31
 
 
 class RandomInputs:
-    """Draws requests of so many samples; open dimensions get that length."""
+    """Draws requests of so many samples, and contexts if the model has any; open dimensions get that length."""
 
-    def __init__(self, session: InferenceSession, *, num_samples: int, length: int) -> None:
+    def __init__(
+        self, session: InferenceSession, *, num_samples: int, length: int, num_contexts: int | None = None
+    ) -> None:
         if session.spec.layout != "tensors":
             raise SystemExit(f"{session.directory}: requests of layout {session.spec.layout!r} cannot be made up here")
         self._session = session
         batched = session.spec.batched
-        self._shapes = {tensor.name: _shape(tensor, num_samples, length, batched) for tensor in session.spec.inputs}
+        num_rows = {True: num_samples if num_contexts is None else num_contexts, False: num_samples}
+        self._shapes = {
+            tensor.name: _shape(tensor, num_rows[tensor.context], length, batched) for tensor in session.spec.inputs
+        }
         self.bounds = {tensor.name: self._bound(tensor) for tensor in session.spec.inputs if _is_integer(tensor)}
 
     def draw(self, rng: np.random.Generator) -> Inputs:
