@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from inference_session.errors import HotrowError, UnavailableError
-from inference_session.parameter_server.redis.commands import Call, Command, asking
+from inference_session.parameter_server.redis.commands import Call, Command, asking, refuse_misfit
 from inference_session.parameter_server.redis.connection import (
     RUN_ID_COMMAND,
     Address,
@@ -231,6 +231,7 @@ def _ask_once(
         [reply] = connections.take(address, 0, trusted=False).call([command], deadline)
     if isinstance(reply, HotrowError):
         raise reply
+    refuse_misfit(command, reply)
     return reply
 
 
@@ -240,4 +241,5 @@ def _num_bytes(batch: Sequence[Command]) -> int:
 
 def _read_calls(connection: RedisConnection, calls: Sequence[Call], deadline: Deadline) -> None:
     for call, reply in zip(calls, connection.read_replies(len(calls), deadline), strict=True):
+        refuse_misfit(call.arguments, reply)
         call.reply = reply

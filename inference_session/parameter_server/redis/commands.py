@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_session.errors import HotrowError, UnavailableError
 from inference_session.kernels.records import address_of
 from inference_session.parameter_server.base import FetchRequest
 from inference_session.parameter_server.redis import layout
@@ -156,6 +157,40 @@ class Call:
     def singles(self) -> Iterator[Call]:
         """See Command."""
         yield self
+
+
+def refuse_misfit(command: tuple[bytes | str | int, ...], reply: Any) -> None:
+    """Raise where a reply is none that Redis gives to a command: what answers is something else, or out of step."""
+    verb = as_argument(command[0]).decode()
+    fits = _FITS.get(verb)
+    if fits is not None and not isinstance(reply, HotrowError) and not fits(reply, command):
+        raise UnavailableError(f"what answers to {verb} does not speak as Redis does: {str(reply)[:60]}")
+
+
+def _is_bytes_list(reply: Any) -> bool:
+    return isinstance(reply, list) and all(isinstance(element, bytes) for element in reply)
+
+
+def _is_scan_step(reply: Any, command: tuple[bytes | str | int, ...]) -> bool:
+    if not isinstance(reply, list) or len(reply) != 2 or not _is_bytes_list(reply[1]):
+        return False
+    is_cursor = isinstance(reply[0], bytes) and reply[0].isdigit()
+    return is_cursor and (command[0] != "HSCAN" or len(reply[1]) % 2 == 0)
+
+
+def _is_row_list(reply: Any, command: tuple[bytes | str | int, ...]) -> bool:
+    is_list = isinstance(reply, list) and len(reply) == len(command) - 2
+    return is_list and all(element is None or isinstance(element, bytes) for element in reply)
+
+
+_FITS: dict[str, Callable[[Any, tuple[bytes | str | int, ...]], bool]] = {
+    **dict.fromkeys(("HLEN", "HSET", "HDEL", "UNLINK"), lambda reply, _: isinstance(reply, int)),
+    **dict.fromkeys(("SCAN", "HSCAN"), _is_scan_step),
+    "GET": lambda reply, _: reply is None or isinstance(reply, bytes),
+    "HMGET": _is_row_list,
+    "HRANDFIELD": lambda reply, _: _is_bytes_list(reply),
+}
+"""By the verb of a command, whether a reply is one to it."""
 
 
 def asking(command: Command) -> bytes:

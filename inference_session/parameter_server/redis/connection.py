@@ -24,6 +24,8 @@ from inference_session.parameter_server.store_url import StoreUrl
 _BUFFER_BYTES = 256 << 10
 _MAX_LINE_BYTES = 1024
 _NUMBER = re.compile(rb"-?\d{1,19}")
+_MAX_REPLY_BYTES = 512 << 20
+"""Redis has no longer strings. Memory is taken for what a reply says of its length."""
 _MAX_DEPTH = 8
 """Of lists within lists; no reply that we ask for has more than three."""
 PASSING_CODES = frozenset(
@@ -293,6 +295,8 @@ class RedisConnection:
             return number
         if number < 0:
             return None
+        if number > _MAX_REPLY_BYTES:
+            raise self._failure(line)
         if kind == b"*":
             return [self._reply(deadline, depth + 1) for _ in range(number)]
         return self._bytes(number, deadline)
@@ -315,11 +319,10 @@ class RedisConnection:
         if not self._url.is_cluster:
             scheme = f"{self._url.scheme}+cluster://"
             return StoreError(f"Redis at {self.name} is a node of a Cluster ({text}); write {scheme} for its URL")
-        code, _, address = text.split(" ")[:3]
-        host, _, port = address.rpartition(":")
-        return RedirectedError(
-            f"Redis at {self.name}: {text}", (host or self._address[0], int(port)), is_ask=code == "ASK"
-        )
+        code, _, place = text.partition(" ")
+        host, _, port = place.rpartition(" ")[2].rpartition(":")
+        address = (host or self._address[0], int(port)) if port.isdecimal() else None
+        return RedirectedError(f"Redis at {self.name}: {text}", address, is_ask=code == "ASK")
 
     def _late(self, deadline: Deadline) -> Exception:
         return LateError(f"Redis at {self.name} did not answer within {deadline.timeout_ms} ms")

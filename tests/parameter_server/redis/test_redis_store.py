@@ -474,6 +474,45 @@ class TestOutages:
             with pytest.raises(UnavailableError):
                 store.insert("user", keys_of(1), random_vectors(1, 4))
 
+    @pytest.mark.parametrize(
+        "reply",
+        [
+            b"$99999999999999\r\n",
+            b"$-99\r\n",
+            b"$18446744073709551617\r\n",
+            b"*1\r\n" * 3000,
+            b"*99999999999\r\n",
+            b"*3\r\n:1\r\n:2\r\n:3\r\n",
+            b"-MOVED\r\n",
+            b"-MOVED 1 nowhere\r\n",
+            b"-ASK x y:z\r\n",
+            b"*2\r\n$1\r\n0\r\n*1\r\n$1\r\nx\r\n",
+            b"\x00" * 5000,
+            b"\r\n" * 100,
+            b":\r\n",
+            b"+OK\r\n",
+            b"$5\r\nhello\r\n",
+        ],
+        ids=repr,
+    )
+    def test_whatever_is_answered_is_one_of_our_errors(self, reply: bytes) -> None:
+        """Replies that no Redis gives, and those that do not fit the call, end in an error of the store, or in none."""
+        with answering(reply) as port:
+            for url in (f"redis://127.0.0.1:{port}", f"redis+cluster://127.0.0.1:{port}"):
+                for call in (
+                    lambda s: s.check(),
+                    lambda s: s.incarnation(),
+                    lambda s: fetch(s, "user", keys_of(1)),
+                    lambda s: s.insert("user", keys_of(1), random_vectors(1, 4)),
+                    lambda s: s.erase("user", keys_of(1)),
+                    lambda s: s.num_rows("user"),
+                    lambda s: list(s.scan("user")),
+                    lambda s: s.note("user"),
+                    lambda s: s.versions(),
+                ):
+                    with open_store(url, timeout_ms=300) as store, suppress(UnavailableError, StoreError):
+                        call(store)
+
     def test_rows_that_arrive_byte_by_byte_are_read(self) -> None:
         """A reply may be cut anywhere."""
         row = random_vectors(1, 4)
