@@ -37,14 +37,15 @@ def push(directory: Path, url: str) -> None:
 
 
 @contextlib.contextmanager
-def opened(tmp_path: Path, url: str, **settings: object) -> Iterator[InferenceSession]:
-    """The small model over a Redis and a RocksDB that have its rows, its files gone."""
+def opened(tmp_path: Path, url: str, *, keep_files: bool = False, **settings: object) -> Iterator[InferenceSession]:
+    """The small model over a Redis and a RocksDB that have its rows, its files gone unless they are to be kept."""
     directory = tmp_path / "repository" / "small" / "1"
     small_model.write(directory)
     database = f"rocksdb://{tmp_path}/db"
     push(directory, database)
     push(directory, url)
-    shutil.rmtree(directory / "tables")
+    if not keep_files:
+        shutil.rmtree(directory / "tables")
     stores = {"volatile_store": url, "persistent_store": database}
     with InferenceSession.open(directory, **stores, **{"store_timeout_ms": 400, **settings}) as session:
         yield session
@@ -276,12 +277,16 @@ def test_a_redis_that_came_back_older_is_never_believed(tmp_path: Path) -> None:
         rows.assert_settled()
 
 
+@pytest.mark.parametrize("keep_files", [True, False])
 @pytest.mark.parametrize("is_written_meanwhile", [True, False])
-def test_the_next_session_knows_what_redis_misses(tmp_path: Path, is_written_meanwhile: bool) -> None:
+def test_the_next_session_knows_what_redis_misses(tmp_path: Path, is_written_meanwhile: bool, keep_files: bool) -> None:
     """Redis came back from an old snapshot, or missed writes, and the session that knew is gone."""
     with RedisServer() as server:
         settings = {"volatile_store": server.url, "persistent_store": f"rocksdb://{tmp_path}/db", "cache_bytes": 0}
-        with opened(tmp_path, server.url, cache_bytes=0) as session, server.client() as client:
+        with (
+            opened(tmp_path, server.url, keep_files=keep_files, cache_bytes=0) as session,
+            server.client() as client,
+        ):
             rows = WrittenRows(session)
             client.save()
             rows.write(EVERY)

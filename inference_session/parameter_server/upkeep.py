@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, StoreError, UnavailableError
+from inference_session.parameter_server.base import ERASED_SUFFIX
 from inference_session.parameter_server.key_history import KeyHistory
 from inference_session.parameter_server.known_incarnation import KnownIncarnation
 from inference_session.parameter_server.pending import (
@@ -228,8 +229,9 @@ class Upkeep:
     def _drop_all_written(self, tier: Tier) -> None:
         """Of what other processes have written nobody knows the keys: then that is all there is."""
         with self._writing:
-            earlier = dict.fromkeys(tier.store.tables) if tier.holds_earlier_writes else {}
-            written = {**self._history.written_tables(), **earlier}
+            written = self._history.written_tables()
+            if tier.holds_earlier_writes:
+                written |= dict.fromkeys(table for table in tier.store.tables if not table.endswith(ERASED_SUFFIX))
             for table, keys in written.items():
                 tier.unwritten.add(table, keys)
             tier.report(UnavailableError("it is not the server any more that took the last writes"), leave_out=True)

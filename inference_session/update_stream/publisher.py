@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Literal, get_args
 
@@ -124,7 +124,7 @@ class Publisher:
     def flush(self) -> None:
         """Return when the brokers have confirmed all that was queued; errors as of `publish`."""
         # A message that is not delivered in time fails, so this comes to an end.
-        while self._producer.flush(1.0) and self._failure is None:
+        while self._serve(self._producer.flush, 1.0) and self._failure is None:
             pass
         self._raise_failure()
 
@@ -167,11 +167,21 @@ class Publisher:
     def _produce(self, topic: str, messages: Iterable[tuple[bytes | None, bytes | None, int]]) -> None:
         for number, (key, value, partition) in enumerate(messages):
             if number % _ROWS_BETWEEN_POLLS == 0:
-                self._producer.poll(0)
+                self._serve(self._producer.poll, 0)
                 self._raise_failure()
             while not self._queue(topic, key, value, partition):
-                self._producer.poll(0.1)  # until the brokers have taken some, or their silence is a failure
+                self._serve(
+                    self._producer.poll, 0.1
+                )  # until the brokers have taken some, or their silence is a failure
                 self._raise_failure()
+
+    def _serve(self, wait: Callable[[float], int], timeout_s: float) -> int:
+        """Wait for the client library, which raises what ends it, such as that the brokers have lost all topics."""
+        try:
+            return wait(timeout_s)
+        except KafkaException as error:
+            self._failure = self._failure or error.args[0]
+            return 0
 
     def _queue(self, topic: str, key: bytes | None, value: bytes | None, partition: int) -> bool:
         """Queue a message; False: the queue is full."""
@@ -188,7 +198,7 @@ class Publisher:
             return
         reason = self._failure.str()
         self._producer.purge()
-        self._producer.flush(0)
+        self._serve(self._producer.flush, 0)
         kind = StoreError if self._failure.code() in _REFUSALS else UnavailableError
         raise kind(f"a message to {self._where()} was not delivered: {reason}")
 

@@ -27,7 +27,8 @@ class Journal(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """See logging.Handler."""
-        self.note(f"log: {record.getMessage()}")
+        reason = f" ({record.exc_info[1]!r})" if record.exc_info else ""
+        self.note(f"log: {record.getMessage()}{reason}")
 
     def begin_episode(self, name: str) -> None:
         """What was before has nothing to do with it."""
@@ -50,6 +51,8 @@ class Journal(logging.Handler):
     def note(self, line: str) -> None:
         """Remember a line, and when it was."""
         with self._own_lock:
+            if self._lines and self._lines[-1].endswith(f" {line}"):
+                return  # again and again the same
             self._lines.append(f"{time.monotonic() - self._began_s:9.3f} {line}")
             if self._verbose:
                 print(self._lines[-1], flush=True)

@@ -171,3 +171,22 @@ def test_what_is_no_rows_is_refused(broker: Broker, small: SmallVersion) -> None
         Publisher(broker.url, small.model, encoding="csv")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="needs --table"):
         hotrow("publish", small.directory.parent, "--to", broker.url, "--model", "m")
+
+
+def test_brokers_that_have_lost_everything_are_an_error_of_ours(small: SmallVersion) -> None:
+    """The client library gives up for good, which the publisher says as it says all else."""
+    with Broker() as broker:
+        publisher = Publisher(broker.url, small.model)
+        for _ in range(2):  # messages that have ones before them
+            publisher.publish("hashed", [1, 2, 3], np.ones((3, 2)))
+            publisher.flush()
+        broker.stop()
+        broker.start()
+
+        def publish() -> None:
+            for _ in range(20):
+                publisher.publish("hashed", [1, 2, 3], np.ones((3, 2)))
+                publisher.flush()
+
+        with pytest.raises((UnavailableError, StoreError), match="was not delivered"):
+            publish()
