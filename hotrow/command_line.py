@@ -16,7 +16,7 @@ from inference_session.errors import HotrowError
 
 _SECTIONS = {
     "Models": {
-        "import": "Bring a trained model, of ONNX or HugeCTR, into a model repository.",
+        "import": "Bring a trained model, of ONNX, HugeCTR or PyTorch, into a model repository.",
         "inspect": "Show what a version directory or a store holds; verify it.",
         "publish-version": "Publish a version directory in a repository.",
         "record-canary": "Record what a good version answers, to refuse bad ones.",

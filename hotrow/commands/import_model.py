@@ -1,4 +1,4 @@
-"""`hotrow import onnx`, `hotrow import hugectr`: other formats in, a version directory out."""
+"""`hotrow import onnx`, `hugectr`, `torch`, `dynamicemb`: other formats in, a version directory out."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from hotrow.progress import byte_progress
+from inference_session.errors import ConfigurationError
 from inference_session.model_spec import TABLES_FOLDER, ModelSpec, is_folder_name
 from inference_session.platform.staging import MAX_VERSION
 from triton_backend.repository.model_config import MAX_BATCH_SIZE
@@ -161,6 +162,74 @@ def hugectr(ps_json: str, model: str | None, repository: Path, version: int | No
         )
     for report in reports:
         click.echo(str(report))
+
+
+@command.command(name="torch")
+@click.argument("program", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PROGRAM.pt2")
+@click.option(
+    "--checkpoint",
+    metavar="DIR",
+    help="Distributed checkpoint, a folder or hdfs:// URL, whose weights are taken in place of the program's own.",
+)
+@click.option("--name", required=True, callback=model_name, help="Name that clients will ask for.")
+@_repository
+@_version
+def from_torch(program: Path, checkpoint: str | None, name: str, repository: Path, version: int | None) -> None:
+    """Import a program that torch.export.save wrote; tables may be in a torch distributed checkpoint. Needs
+    hotrow[torch]. From a live model, hotrow.training.export does it, TorchRec's tables included.
+
+    \b
+    Examples:
+      hotrow import torch ctr.pt2 --name ctr --repository model_repository
+      hotrow import torch ctr.pt2 --checkpoint hdfs://namenode/ckpt/ctr/10000 --name ctr --repository model_repository
+    """
+    try:
+        from hotrow.training.program import import_program
+    except ModuleNotFoundError as missing:
+        raise ConfigurationError(
+            f"import torch needs the package `{missing.name}`: pip install 'hotrow[torch]'"
+        ) from missing
+    from triton_backend.repository.model_config import write_model_config
+
+    def configure(version_dir: Path, spec: ModelSpec) -> None:
+        write_model_config(version_dir, spec, name)
+
+    with byte_progress(f"Importing {program}") as progress:
+        report = import_program(
+            program,
+            repository,
+            name,
+            checkpoint=checkpoint,
+            version=version,
+            progress=progress,
+            complete=configure,
+        )
+    click.echo(str(report))
+
+
+@command.command()
+@click.argument("dump", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--name", required=True, callback=model_name, help="Name that clients will ask for.")
+@_repository
+@_version
+def dynamicemb(dump: Path, name: str, repository: Path, version: int | None) -> None:
+    """Import the tables that DynamicEmb (recsys-examples) dumped, of all ranks; needs no CUDA.
+
+    They become a model of tables alone, served as HPS serves them: KEYS, NUMKEYS to OUTPUT0.
+
+    \b
+    Example:
+      hotrow import dynamicemb dump --name items --repository model_repository
+    """
+    from inference_session.importers.dynamicemb import import_dynamicemb
+    from triton_backend.repository.model_config import write_model_config
+
+    def configure(version_dir: Path, spec: ModelSpec) -> None:
+        write_model_config(version_dir, spec, name)
+
+    with byte_progress(f"Importing {dump}") as progress:
+        report = import_dynamicemb(dump, repository, name, version=version, progress=progress, complete=configure)
+    click.echo(str(report))
 
 
 def _table_folders(version_dir: Path) -> list[Path]:

@@ -170,7 +170,7 @@ def trace(
     network = _Traced(cut_copy(model, cuts), [file.table for file in files], inputs, chosen)
     tables = [file.table.stand_in(file.num_rows) for file in files]
     arrays, shapes = _example(inputs, files[0].table.device)
-    with _quiet():
+    with quiet():
         try:
             program = torch.export.export(
                 network, (tables, arrays), dynamic_shapes=([None] * len(tables), shapes), strict=False
@@ -178,29 +178,30 @@ def trace(
         except UnsupportedModelError:
             raise
         except Exception as error:
-            raise UnsupportedModelError(f"torch.export cannot trace the model: {_first_lines(error)}") from error
+            raise UnsupportedModelError(f"torch.export cannot trace the model: {first_lines(error)}") from error
         try:
-            names = [f"hotrow_table_{i}" for i in range(len(tables))] + [
-                f"hotrow_input_{i}" for i in range(len(arrays))
-            ]
+            names = table_names(files) + [f"hotrow_input_{i}" for i in range(len(arrays))]
             results = [f"hotrow_output_{i}" for i in range(len(outputs))]
             exported: Any = torch.onnx.export(
                 program, input_names=names, output_names=results, dynamo=True, external_data=False, verbose=False
             )
         except Exception as error:
-            raise UnsupportedModelError(
-                f"the dense network cannot be written as ONNX: {_first_lines(error)}"
-            ) from error
+            raise UnsupportedModelError(f"the dense network cannot be written as ONNX: {first_lines(error)}") from error
     return _finished(exported.model_proto, list(arrays), list(outputs), files)
 
 
-def _first_lines(error: Exception) -> str:
+def table_names(files: Sequence[TableFile]) -> list[str]:
+    """How the initializers of tables are called in a traced network."""
+    return [f"hotrow_table_{number}" for number in range(len(files))]
+
+
+def first_lines(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {' '.join(lines[:4])}"
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Exporters warn of their own future, and log what they try."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
@@ -267,7 +268,7 @@ def _finished(model: ModelProto, inputs: list[str], outputs: list[str], files: S
     del graph.input[:]
     for name, file in zip(given, files, strict=False):
         if name in read:
-            graph.initializer.append(_external(name, file))
+            graph.initializer.append(external_tensor(name, file))
     graph.input.extend(values[name] for name in given[len(files) :] if name in read)
     served = dict(zip(given[len(files) :], inputs, strict=True))
     served.update((value.name, name) for value, name in zip(graph.output, outputs, strict=True))
@@ -286,7 +287,7 @@ def _opsets(model: ModelProto) -> list[Any]:
     ]
 
 
-def _external(name: str, file: TableFile) -> TensorProto:
+def external_tensor(name: str, file: TableFile) -> TensorProto:
     dims = [file.num_rows, file.table.embedding_dim]
     tensor = TensorProto(name=name, data_type=_ELEM_TYPES[file.table.file_type], dims=dims)
     tensor.data_location = TensorProto.EXTERNAL

@@ -16,24 +16,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from hotrow.training.assembly import assemble, folder_of
 from hotrow.training.collisions import mapping
 from hotrow.training.cutting import Cut, find_cuts
-from hotrow.training.dense_network import TableFile, flat_outputs, save, trace, unwrapped
+from hotrow.training.dense_network import TableFile, flat_outputs, table_names, trace, unwrapped
 from hotrow.training.inputs import Form, ServedInputs
 from hotrow.training.ranks import Ranks
 from hotrow.training.state import exporting
 from hotrow.training.tables import Table, as_vectors, create_file, write_at, write_shard
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, UnavailableError, UnsupportedModelError
-from inference_session.importers.onnx import ImportReport, TablePlace, import_staged
-from inference_session.importers.onnx.carve import CONSTANT_KEYS_ONLY
 from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, TableSpec, folder_names
 from inference_session.platform.staging import stage_version
 from inference_session.version_directory.manifest import write_manifest
 from inference_session.version_directory.publishing import share_unchanged
 from triton_backend.repository.model_config import write_model_config
 
-_TRACED_FILE = ".traced.onnx"
 _SHARED_FILE = ".ranks"
 _TOLERANCE = 1e-5
 """Of answers, absolute and relative: float32 sums in another order."""
@@ -263,38 +261,19 @@ class _Export:
     ) -> None:
         """Trace, take apart, describe and verify, in the staging folder."""
         (staging / _SHARED_FILE).unlink()
-        plan, path = self.plan, staging / _TRACED_FILE
-        save(trace(plan.network, plan.cuts, plan.inputs, plan.chosen, plan.outputs, files), path)
-        places = {
-            f"hotrow_table_{number}": TablePlace(file.table.name, Path(file.location).parent.name)
-            for number, file in enumerate(files)
-        }
-        report = import_staged(path, staging, target, places)
-        path.unlink()
-        self._check_cut(report, staging, files)
-        spec = self._spec(report.spec, files, rows)
+        plan = self.plan
+        network = trace(plan.network, plan.cuts, plan.inputs, plan.chosen, plan.outputs, files)
+        found = assemble(staging, target, network, dict(zip(table_names(files), files, strict=True)))
+        spec = self._spec(found, files, rows)
         spec.write(staging)
         write_manifest(staging)
         _verify(staging, spec, plan.inputs.arrays(), expected)
         write_model_config(staging, spec, self.name)
         share_unchanged(staging)
 
-    def _check_cut(self, report: ImportReport, staging: Path, files: list[TableFile]) -> None:
-        """UnsupportedModelError where a table stayed in the dense network; leftover folders are removed."""
-        paths = {f"hotrow_table_{number}": file.table for number, file in enumerate(files)}
-        for item in report.stays_dense:
-            table = paths.get(item.name)
-            if table is not None and item.reason != CONSTANT_KEYS_ONLY:
-                raise UnsupportedModelError(f"{table.path or 'the model'}: table {table.name!r} {item.reason}")
-        kept = {table.folder for table in report.spec.tables}
-        for file in files:
-            folder = (staging / file.location).parent
-            if folder.name not in kept:
-                shutil.rmtree(folder)
-
     def _spec(self, spec: ModelSpec, files: list[TableFile], rows: list[list[_Rows | None]]) -> ModelSpec:
         defaults = {
-            Path(file.location).parent.name: _default_vector(file.table, [of_rank[number] for of_rank in rows])
+            folder_of(file): _default_vector(file.table, [of_rank[number] for of_rank in rows])
             for number, file in enumerate(files)
             if file.table.has_keys
         }

@@ -1,0 +1,52 @@
+"""A traced network and table files that are already in a staging folder, put together as a version."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from onnx import ModelProto
+
+from hotrow.training.dense_network import TableFile, save
+from inference_session.errors import UnsupportedModelError
+from inference_session.importers.onnx import ImportReport, TablePlace, import_staged
+from inference_session.importers.onnx.carve import CONSTANT_KEYS_ONLY
+from inference_session.model_spec import ModelSpec
+
+_TRACED_FILE = ".traced.onnx"
+
+
+def folder_of(file: TableFile) -> str:
+    """The folder of a table, which is its name in stores and topics."""
+    return Path(file.location).parent.name
+
+
+def assemble(staging: Path, target: Path, network: ModelProto, files: Mapping[str, TableFile]) -> ModelSpec:
+    """Take the network apart, and describe what has become of it; session.json and the manifest are the caller's.
+
+    Args:
+        network: with the tables as external data.
+        files: of the tables, by the names of their initializers.
+
+    Raises:
+        UnsupportedModelError: a table is used otherwise than by rows; names its module.
+    """
+    path = staging / _TRACED_FILE
+    save(network, path)
+    places = {name: TablePlace(file.table.name, folder_of(file)) for name, file in files.items()}
+    report = import_staged(path, staging, target, places)
+    path.unlink()
+    _check_cut(report, files)
+    kept = {table.folder for table in report.spec.tables}
+    for file in files.values():
+        if folder_of(file) not in kept:
+            shutil.rmtree((staging / file.location).parent)
+    return report.spec
+
+
+def _check_cut(report: ImportReport, files: Mapping[str, TableFile]) -> None:
+    for item in report.stays_dense:
+        file = files.get(item.name)
+        if file is not None and item.reason != CONSTANT_KEYS_ONLY:
+            raise UnsupportedModelError(f"{file.table.path or 'the model'}: table {file.table.name!r} {item.reason}")

@@ -1,0 +1,343 @@
+"""`hotrow import torch`: a torch.export program, and where it has one a distributed checkpoint, as a version.
+
+The program's archive is copied without the values of its tables, and without what would be unpickled; the copy is read
+by torch. Tables go from the archive, or the checkpoint, to their files by pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from onnx import ModelProto
+from torch import Tensor
+
+from hotrow.training.assembly import assemble
+from hotrow.training.checkpoint_files import CheckpointReader
+from hotrow.training.dense_network import TableFile, external_tensor, first_lines, quiet
+from hotrow.training.tables import Shard, Table, create_file, write_shard
+from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError
+from inference_session.importers.onnx import ImportReport
+from inference_session.model_source import create_source
+from inference_session.model_spec import TABLES_FOLDER, VECTOR_FILE, ModelSpec, folder_names
+from inference_session.platform.staging import stage_version
+from inference_session.version_directory.manifest import Progress, write_manifest
+from inference_session.version_directory.publishing import share_unchanged
+
+_WEIGHTS, _CONFIG, _SAMPLES = "data/weights/", "_weights_config.json", "data/sample_inputs/"
+_LOOKUPS = ("aten.embedding", "aten.embedding_bag", "aten._embedding_bag")
+
+
+def import_program(
+    program: Path,
+    repository: Path,
+    name: str,
+    *,
+    checkpoint: str | Path | None = None,
+    version: int | None = None,
+    progress: Progress | None = None,
+    complete: Callable[[Path, ModelSpec], None] | None = None,
+) -> ImportReport:
+    """Import what torch.export.save wrote as `<repository>/<name>/<version>`; whole or not at all.
+
+    Args:
+        program: the .pt2 file. Inputs are called as its forward's parameters, outputs as the keys of the dict that it
+            gives out, else output_0, output_1 …
+        checkpoint: a folder or URL of a distributed checkpoint whose weights are taken in place of the program's own;
+            weights that it lacks are the program's.
+        version: one above the highest there is if None.
+        progress: told the bytes of tables written.
+        complete: called with the staged version before it appears.
+
+    Raises:
+        ModelFormatError: a file is damaged, or not what it is taken for.
+        UnsupportedModelError: the program has no table, or cannot be written as ONNX.
+        ConfigurationError: the version exists, or the checkpoint has none of the program's weights.
+    """
+    with tempfile.TemporaryDirectory(prefix="hotrow-program-") as folder:
+        archive = _Archive(program)
+        loaded = archive.load(Path(folder) / "program.pt2")
+        weights = _Weights(archive, None if checkpoint is None else _Saved(checkpoint))
+        tables = _tables(loaded, archive)
+        weights.fill(loaded, set(tables))
+        with stage_version(repository, name, version) as (staging, target):
+            files = _write_tables(staging, tables, weights, progress)
+            spec = assemble(staging, target, _network(loaded, files), files)
+            spec = ModelSpec(**{**spec.__dict__, "source": program.name})
+            spec.write(staging)
+            if complete:
+                complete(staging, spec)
+            write_manifest(staging)
+            share_unchanged(staging)
+    return ImportReport(target, spec)
+
+
+# The archive
+
+
+class _Payload(NamedTuple):
+    """Where a weight's values are in the archive."""
+
+    entry: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Archive:
+    """A .pt2 file, looked into without torch."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            with zipfile.ZipFile(path) as archive:
+                self._names = archive.namelist()
+                self._config_entry = next(name for name in self._names if name.endswith(_CONFIG) and _WEIGHTS in name)
+                self.config: dict[str, Any] = json.loads(archive.read(self._config_entry))
+            self._folder = self._config_entry.partition("data/")[0]
+            self.payloads = {name: self._payload(name, item) for name, item in self.config["config"].items()}
+        except OSError as error:
+            raise ModelFormatError(f"{path}: not readable: {error.strerror}") from error
+        except (zipfile.BadZipFile, StopIteration, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelFormatError(
+                f"{path}: not a program that torch.export.save of torch 2.9 or newer wrote: {error!r}"
+            ) from error
+
+    def load(self, copy: Path) -> Any:
+        """The program, by torch; what may be a table has one element that stands for all."""
+        with zipfile.ZipFile(self._path) as source, zipfile.ZipFile(copy, "w", zipfile.ZIP_STORED) as target:
+            slim = {name: payload for name, payload in self.payloads.items() if _may_be_table(payload)}
+            left_out = {payload.entry for payload in slim.values()}
+            for name in self._names:
+                if name == self._config_entry:
+                    target.writestr(name, json.dumps(self._slim_config(slim)))
+                elif name in left_out:
+                    target.writestr(name, bytes(8))
+                else:
+                    # Samples are pickled, and not needed.
+                    target.writestr(name, b"" if _SAMPLES in name else source.read(name))
+        with quiet():
+            try:
+                return torch.export.load(copy)
+            except Exception as error:
+                raise ModelFormatError(f"{self._path}: torch cannot read it: {first_lines(error)}") from error
+
+    def open(self, payload: _Payload) -> IO[bytes]:
+        """The values of a weight, to be read in order."""
+        return zipfile.ZipFile(self._path).open(payload.entry)
+
+    def _slim_config(self, slim: Mapping[str, _Payload]) -> dict[str, Any]:
+        config = json.loads(json.dumps(self.config))
+        for name in slim:
+            config["config"][name]["tensor_meta"]["strides"] = [{"as_int": 0}, {"as_int": 0}]
+        return dict(config)
+
+    def _payload(self, name: str, item: dict[str, Any]) -> _Payload:
+        if item["use_pickle"]:
+            raise ModelFormatError(f"{self._path}: {name!r} is pickled, which is not read; save the program on the CPU")
+        meta = item["tensor_meta"]
+        shape = tuple(size["as_int"] for size in meta["sizes"])
+        strides = tuple(stride["as_int"] for stride in meta["strides"])
+        dtype = _dtype(meta["dtype"])
+        entry = f"{self._folder}{_WEIGHTS}{item['path_name']}"
+        plain = meta["storage_offset"]["as_int"] == 0 and strides == _contiguous(shape)
+        return _Payload(entry if plain else "", shape, dtype)
+
+
+def _dtype(number: int) -> torch.dtype:
+    from torch._export.serde.serialize import _SERIALIZE_TO_TORCH_DTYPE
+
+    dtype: torch.dtype = _SERIALIZE_TO_TORCH_DTYPE[number]
+    return dtype
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _may_be_table(payload: _Payload) -> bool:
+    return bool(payload.entry) and len(payload.shape) == 2 and payload.dtype in (torch.float32, torch.float16)
+
+
+def _tables(program: Any, archive: _Archive) -> dict[str, Table]:
+    """The weights that the program looks up by rows, by their names in it."""
+    given = {**program.graph_signature.inputs_to_parameters, **program.graph_signature.inputs_to_buffers}
+    found: dict[str, Table] = {}
+    for node in program.graph.nodes:
+        if node.op != "call_function" or not str(node.target).startswith(_LOOKUPS):
+            continue
+        weight = given.get(getattr(node.args[0], "name", ""))
+        payload = archive.payloads.get(weight or "")
+        if weight is None or payload is None or not _may_be_table(payload):
+            continue
+        name = weight.removesuffix(".weight")
+        found[weight] = Table(
+            name=name,
+            path=name,
+            num_rows=payload.shape[0],
+            embedding_dim=payload.shape[1],
+            dtype=payload.dtype,
+            weight=lambda: None,
+            device=torch.device("cpu"),
+        )
+    if not found:
+        raise UnsupportedModelError(
+            "the program looks up no table of float32 or float16: write it by torch.onnx, and import that by "
+            "`hotrow import onnx`"
+        )
+    return found
+
+
+# The weights
+
+
+class _Saved:
+    """A distributed checkpoint."""
+
+    def __init__(self, place: str | Path) -> None:
+        self.place = str(place)
+        self.source = create_source(place)
+        self.reader = CheckpointReader(self.source)
+        self.metadata = self.reader.read_metadata()
+        self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+
+    def name_of(self, weight: str) -> str | None:
+        """What a weight of the program is called there: the same, behind what wrapped the model."""
+        names = [
+            name
+            for name in self.metadata.state_dict_metadata
+            if (name == weight or name.endswith(f".{weight}")) and not name.startswith(("optimizer.", "fused."))
+        ]
+        names = [weight] if weight in names else names
+        if len(names) > 1:
+            raise ConfigurationError(f"{self.place}: {weight!r} may be any of {', '.join(map(repr, names))}")
+        return names[0] if names else None
+
+    def pieces(self, name: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """The parts of a tensor, as ranks saved them, one after the other: where each begins, and its values."""
+        for index, info in self.metadata.storage_data.items():
+            if index.fqn != name:
+                continue
+            path = self.reader.fs.concat_path(self.reader.path, info.relative_path)
+            with self.reader.fs.create_stream(path, "rb") as stream:
+                part = self.reader._slice_file(stream, info)
+                tensor: Tensor = torch.load(part, map_location="cpu", weights_only=True)
+            yield tuple(index.offset or (0,) * tensor.dim()), tensor
+
+
+@dataclass
+class _Weights:
+    """The values of a program's weights: of the checkpoint where it has them, else of the archive."""
+
+    archive: _Archive
+    saved: _Saved | None
+
+    def fill(self, program: Any, tables: set[str]) -> None:
+        """Put the values of all that is no table into the program."""
+        found = 0
+        for name, payload in self.archive.payloads.items():
+            other = self.saved.name_of(name) if self.saved else None
+            found += other is not None
+            if other is not None:
+                self._check_shape(name, other, payload)
+            if name in tables:
+                continue
+            if other is not None or _may_be_table(payload):
+                values = torch.empty(payload.shape, dtype=payload.dtype)
+                for shard in self.shards(name):
+                    offsets = (shard.first_row, shard.first_column)[: values.dim()]
+                    region = tuple(
+                        slice(begin, begin + size) for begin, size in zip(offsets, shard.tensor.shape, strict=False)
+                    )
+                    values[region] = shard.tensor
+                program.state_dict[name] = torch.nn.Parameter(values, requires_grad=False)
+        if self.saved and not found:
+            raise ConfigurationError(f"{self.saved.place}: holds none of the program's weights")
+
+    def shards(self, name: str) -> Iterator[Shard]:
+        """The parts of a weight; of the checkpoint as ranks saved them, of the archive some megabytes at a time."""
+        other = self.saved.name_of(name) if self.saved else None
+        if self.saved is not None and other is not None:
+            for offsets, tensor in self.saved.pieces(other):
+                first_row, first_column = [*offsets, 0, 0][:2]
+                yield Shard(first_row, first_column, tensor)
+            return
+        payload = self.archive.payloads[name]
+        row_bytes = max(1, math.prod(payload.shape[1:]) * payload.dtype.itemsize)
+        step = max(1, (32 << 20) // row_bytes)
+        with self.archive.open(payload) as file:
+            for begin in range(0, payload.shape[0] if payload.shape else 1, step):
+                content = file.read(step * row_bytes)
+                yield Shard(begin, 0, _tensor(content, payload))
+
+    def _check_shape(self, name: str, other: str, payload: _Payload) -> None:
+        assert_saved = self.saved
+        size = getattr(assert_saved.metadata.state_dict_metadata[other], "size", None) if assert_saved else None
+        if size is None or tuple(size) != payload.shape:
+            raise ConfigurationError(
+                f"{assert_saved and assert_saved.place}: {other!r} has shape {list(size or ())}, "
+                f"{name!r} of the program {list(payload.shape)}"
+            )
+
+
+def _tensor(content: bytes, payload: _Payload) -> Tensor:
+    flat = torch.frombuffer(bytearray(content), dtype=payload.dtype)
+    return flat.reshape(-1, *payload.shape[1:]) if payload.shape else flat.reshape(())
+
+
+def _write_tables(
+    staging: Path, tables: Mapping[str, Table], weights: _Weights, progress: Progress | None
+) -> dict[str, TableFile]:
+    folders = folder_names([table.name for table in tables.values()])
+    files: dict[str, TableFile] = {}
+    for (name, table), folder in zip(tables.items(), folders, strict=True):
+        files[name] = TableFile(table, table.num_rows, f"{TABLES_FOLDER}/{folder}/{VECTOR_FILE}")
+        path = staging / files[name].location
+        create_file(path, table.num_rows * table.row_bytes)
+        for shard in weights.shards(name):
+            write_shard(path, table, shard)
+            if progress:
+                progress(shard.tensor.numel() * shard.tensor.element_size())
+    return files
+
+
+def _network(program: Any, files: Mapping[str, TableFile]) -> ModelProto:
+    """The program as ONNX, its tables as external data."""
+    keys = program.call_spec.out_spec.context if program.call_spec.out_spec.type is dict else None
+    count = len(program.graph_signature.user_outputs)
+    outputs = list(keys) if keys and len(keys) == count else [f"output_{number}" for number in range(count)]
+    with quiet():
+        try:
+            exported: Any = torch.onnx.export(
+                program, output_names=outputs, dynamo=True, external_data=False, verbose=False, optimize=False
+            )
+            _unbind(exported.model.graph, files)
+            exported.optimize()
+        except Exception as error:
+            raise UnsupportedModelError(f"the program cannot be written as ONNX: {first_lines(error)}") from error
+    return _bound(exported.model_proto, files)
+
+
+def _unbind(graph: Any, files: Mapping[str, TableFile]) -> None:
+    """Make tables into inputs: the optimizer would compute with what stands for their values."""
+    for name in files:
+        value = graph.initializers.pop(name)
+        value.const_value = None
+        graph.inputs.append(value)
+
+
+def _bound(model: ModelProto, files: Mapping[str, TableFile]) -> ModelProto:
+    """Make these inputs into external data."""
+    inputs = [value for value in model.graph.input if value.name not in files]
+    del model.graph.input[:]
+    model.graph.input.extend(inputs)
+    model.graph.initializer.extend(external_tensor(name, file) for name, file in files.items())
+    for item in (model, model.graph, *model.graph.node, *model.graph.value_info, *model.graph.input):
+        del item.metadata_props[:]  # the exporter notes places of source files
+    return model

@@ -1,0 +1,176 @@
+"""Dumps of DynamicEmb (NVIDIA's recsys-examples): its hash tables become tables with stored keys.
+
+A dump has for each table and rank `<table>_emb_keys.rank_R.world_size_W`, raw int64, and `<table>_emb_values…`, raw
+float32, in a folder per collection; scores and optimizer values lie beside them and are not read.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from inference_session.errors import ModelFormatError
+from inference_session.importers.onnx import ImportReport
+from inference_session.model_spec import (
+    KEY_FILE,
+    PREDICTIONS,
+    TABLES_FOLDER,
+    VECTOR_FILE,
+    LookupSpec,
+    ModelSpec,
+    TableSpec,
+    TensorSpec,
+    folder_names,
+)
+from inference_session.platform.staging import stage_version
+from inference_session.requests.hugectr_csr import HPS_COUNTS, HPS_KEYS
+from inference_session.tables.table_index import build_index
+from inference_session.version_directory.manifest import Progress, write_manifest
+from inference_session.version_directory.publishing import share_unchanged
+
+_FILE = re.compile(r"(?P<table>.+)_emb_(?P<kind>keys|values)\.rank_(?P<rank>\d+)\.world_size_(?P<size>\d+)")
+_KEY_BYTES, _FLOAT_BYTES = 8, 4
+_CHUNK_BYTES = 8 << 20
+
+
+def import_dynamicemb(
+    dump: Path,
+    repository: Path,
+    name: str,
+    *,
+    version: int | None = None,
+    progress: Progress | None = None,
+    complete: Callable[[Path, ModelSpec], None] | None = None,
+) -> ImportReport:
+    """Import a dump as `<repository>/<name>/<version>`, a model of tables alone: KEYS, NUMKEYS in, vectors out.
+
+    Args:
+        dump: the folder that was dumped into; collections may be in folders below it.
+        version: one above the highest there is if None.
+        progress: told the bytes of tables written.
+        complete: called with the staged version before it appears.
+
+    Raises:
+        ModelFormatError: a file is missing, or has a size that cannot be; names it.
+        ConfigurationError: the version exists.
+    """
+    tables = _find(dump)
+    with stage_version(repository, name, version) as (staging, version_dir):
+        spec = _spec([table.write(staging, folder, progress) for table, folder in _placed(tables)])
+        spec.write(staging)
+        if complete:
+            complete(staging, spec)
+        write_manifest(staging, progress)
+        share_unchanged(staging)
+    return ImportReport(version_dir, spec)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What one rank dumped of a table."""
+
+    keys: Path
+    values: Path
+
+    @property
+    def num_rows(self) -> int:
+        """By the size of the keys' file."""
+        num_bytes = self.keys.stat().st_size
+        if num_bytes % _KEY_BYTES:
+            raise ModelFormatError(f"{self.keys}: {num_bytes} bytes are no whole number of int64 keys")
+        return num_bytes // _KEY_BYTES
+
+
+@dataclass(frozen=True)
+class _DumpedTable:
+    """One table, of all ranks."""
+
+    name: str
+    parts: Sequence[_Part]
+
+    @property
+    def embedding_dim(self) -> int:
+        """By the sizes of the files, which are a ModelFormatError where ranks differ."""
+        dims: dict[int, Path] = {}
+        for part in self.parts:
+            num_bytes, num_rows = part.values.stat().st_size, part.num_rows
+            dim, rest = divmod(num_bytes, max(num_rows, 1) * _FLOAT_BYTES)
+            if rest or (num_rows == 0) != (num_bytes == 0):
+                raise ModelFormatError(f"{part.values}: {num_bytes} bytes are no float32 vectors of {num_rows} keys")
+            if num_rows:
+                dims[dim] = part.values
+        if not dims:
+            raise ModelFormatError(f"{self.parts[0].values}: no rank has a row of {self.name!r} to tell its width")
+        if len(dims) > 1:
+            raise ModelFormatError(f"{list(dims.values())[1]}: vectors of {self.name!r} have widths {sorted(dims)}")
+        return next(iter(dims))
+
+    def write(self, staging: Path, folder: str, progress: Progress | None) -> TableSpec:
+        """Put the ranks' files behind each other."""
+        dim, target = self.embedding_dim, staging / TABLES_FOLDER / folder
+        target.mkdir(parents=True)
+        _join([part.keys for part in self.parts], target / KEY_FILE, progress)
+        _join([part.values for part in self.parts], target / VECTOR_FILE, progress)
+        num_rows = sum(part.num_rows for part in self.parts)
+        build_index(target, np.memmap(target / KEY_FILE, "<i8", "r", shape=(num_rows,)))
+        return TableSpec(self.name, folder, num_rows, dim)
+
+
+def _find(dump: Path) -> list[_DumpedTable]:
+    """All tables below a folder; ModelFormatError where ranks are missing."""
+    found: dict[tuple[Path, str], dict[tuple[str, int], Path]] = {}
+    sizes: dict[tuple[Path, str], set[int]] = {}
+    for path in sorted(dump.rglob("*_emb_*")):
+        if match := _FILE.fullmatch(path.name):
+            place = path.parent, match["table"]
+            found.setdefault(place, {})[match["kind"], int(match["rank"])] = path
+            sizes.setdefault(place, set()).add(int(match["size"]))
+    if not found:
+        raise ModelFormatError(f"{dump}: holds no <table>_emb_keys.rank_R.world_size_W, as DynamicEmbDump writes them")
+    tables = []
+    for place, files in found.items():
+        folder, name = place
+        if len(sizes[place]) > 1:
+            raise ModelFormatError(f"{folder}: dumps of {sorted(sizes[place])} ranks of table {name!r} are mixed")
+        tables.append(_DumpedTable(name, [_part(folder, name, rank, files) for rank in range(sizes[place].pop())]))
+    return tables
+
+
+def _part(folder: Path, name: str, rank: int, files: dict[tuple[str, int], Path]) -> _Part:
+    for kind in ("keys", "values"):
+        if (kind, rank) not in files:
+            raise ModelFormatError(f"{folder}: the {kind} of rank {rank} of table {name!r} are missing")
+    return _Part(files["keys", rank], files["values", rank])
+
+
+def _placed(tables: Sequence[_DumpedTable]) -> Iterable[tuple[_DumpedTable, str]]:
+    return zip(tables, folder_names([table.name for table in tables]), strict=True)
+
+
+def _join(paths: Sequence[Path], target: Path, progress: Progress | None) -> None:
+    with target.open("xb") as file:
+        for path in paths:
+            with path.open("rb") as part:
+                shutil.copyfileobj(part, file, _CHUNK_BYTES)
+            if progress:
+                progress(path.stat().st_size)
+
+
+def _spec(tables: Sequence[TableSpec]) -> ModelSpec:
+    return ModelSpec(
+        inputs=(TensorSpec(HPS_KEYS, "int64", (-1,)), TensorSpec(HPS_COUNTS, "int32", (-1,))),
+        outputs=(TensorSpec(PREDICTIONS, "float32", (-1,)),),
+        tables=tuple(tables),
+        lookups=tuple(
+            LookupSpec(table.folder, f"{HPS_KEYS}/{number}", f"{PREDICTIONS}/{number}")
+            for number, table in enumerate(tables)
+        ),
+        batched=False,
+        layout="hps",
+        source="DynamicEmb",
+    )

@@ -1,0 +1,121 @@
+"""`hotrow import torch`: exported programs, with their tables inside or in a distributed checkpoint."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from click.testing import CliRunner  # noqa: E402
+from torch import nn  # noqa: E402
+
+from hotrow import training  # noqa: E402
+from hotrow.command_line import cli  # noqa: E402
+from hotrow.training.program import import_program  # noqa: E402
+from inference_session import InferenceSession  # noqa: E402
+from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError  # noqa: E402
+
+from . import models  # noqa: E402
+
+pytestmark = [pytest.mark.training, pytest.mark.filterwarnings("ignore")]
+
+RANDOM = np.random.default_rng(0)
+
+
+class _Network(nn.Module):
+    """Two tables, one of them pooled, a row that is always read, and a matrix that is as large as a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Embedding(2000, 8)
+        self.words = nn.EmbeddingBag(1500, 8, mode="mean")
+        self.wide, self.last = nn.Linear(8, 500), nn.Linear(500, 1)
+
+    def forward(self, user: Any, words: Any) -> dict[str, Any]:
+        always = self.users(torch.tensor([3]))
+        return {"click": torch.sigmoid(self.last(self.wide(self.users(user) + self.words(words) + always)))}
+
+
+def _program(network: nn.Module, path: Path) -> Path:
+    batch = torch.export.Dim("batch")
+    example = (torch.tensor([1, 2, 3]), torch.zeros(3, 4, dtype=torch.int64))
+    program = torch.export.export(network.eval(), example, dynamic_shapes=({0: batch}, {0: batch}))
+    torch.export.save(program, path)
+    return path
+
+
+def _check(directory: Path, network: Any) -> None:
+    sent = {"user": RANDOM.integers(0, 2000, 5), "words": RANDOM.integers(0, 1500, (5, 4))}
+    (found,) = models.answers(directory, sent)
+    with torch.no_grad():
+        expected = network.eval()(*(torch.from_numpy(array) for array in sent.values()))["click"].numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    with InferenceSession.open(directory, device="cpu") as session:
+        for table in session.spec.tables:
+            weight = getattr(network, table.name).weight.detach().numpy()
+            assert np.array_equal(session.lookup(table.name, np.arange(len(weight))), weight)
+        assert {table.name for table in session.spec.tables} == {"users", "words"}
+
+
+def test_a_program_with_its_tables_inside(tmp_path: Path) -> None:
+    """By the command; inputs and outputs keep their names."""
+    torch.manual_seed(0)
+    network = _Network()
+    arguments = [str(_program(network, tmp_path / "ctr.pt2")), "--name", "ctr", "--repository", str(tmp_path)]
+
+    result = CliRunner().invoke(cli, ["import", "torch", *arguments], catch_exceptions=False)
+
+    assert result.exit_code == 0
+    _check(tmp_path / "ctr" / "1", network)
+    assert (tmp_path / "ctr" / "config.pbtxt").exists()
+
+
+def test_weights_of_a_checkpoint_take_the_place_of_the_programs_own(tmp_path: Path) -> None:
+    """One of ours, and one that torch alone wrote."""
+    path = _program(_Network(), tmp_path / "ctr.pt2")
+    torch.manual_seed(7)
+    trained = _Network()
+    training.Checkpoint(trained, torch.optim.SGD(trained.parameters(), lr=0.1), tmp_path / "ours").save(4)
+    torch.distributed.checkpoint.save({"model": trained.state_dict()}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+
+    for number, place in enumerate((tmp_path / "ours" / "4", tmp_path / "theirs"), start=1):
+        import_program(path, tmp_path / "repository", "ctr", checkpoint=place)
+        _check(tmp_path / "repository" / "ctr" / str(number), trained)
+
+
+def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """Named, and nothing appears."""
+    path = _program(_Network(), tmp_path / "ctr.pt2")
+    other = nn.Linear(3, 1)
+    training.Checkpoint(other, torch.optim.SGD(other.parameters(), lr=0.1), tmp_path / "other").save(0)
+    with pytest.raises(ConfigurationError, match="none of the program's weights"):
+        import_program(path, tmp_path / "repository", "ctr", checkpoint=tmp_path / "other" / "0")
+    broken = tmp_path / "broken.pt2"
+    broken.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(ModelFormatError, match="broken"):
+        import_program(broken, tmp_path / "repository", "ctr")
+    program = torch.export.export(other, (torch.zeros(2, 3),))
+    torch.export.save(program, tmp_path / "dense.pt2")
+    with pytest.raises(UnsupportedModelError, match="looks up no table"):
+        import_program(tmp_path / "dense.pt2", tmp_path / "repository", "ctr")
+    assert not list(tmp_path.glob("repository/**/session.json"))
+
+
+def test_nothing_of_a_program_is_unpickled(tmp_path: Path) -> None:
+    """Its samples are left out; a weight that says it is pickled is refused."""
+    path = _program(_Network(), tmp_path / "ctr.pt2")
+    changed = tmp_path / "changed.pt2"
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(changed, "w") as target:
+        for name in source.namelist():
+            content = source.read(name)
+            if "weights_config" in name:
+                content = content.replace(b'"use_pickle": false', b'"use_pickle": true', 1)
+            target.writestr(name, content)
+
+    with pytest.raises(ModelFormatError, match="is pickled, which is not read"):
+        import_program(changed, tmp_path / "repository", "ctr")
