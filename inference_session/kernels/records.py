@@ -75,7 +75,8 @@ SEGMENT = np.dtype(
         ("pooling", np.int64),  # PoolingCode
         ("output_address", np.int64),  # float32
         ("output_stride", np.int64),  # bytes from one row of the output to the next
-    ]
+    ],
+    align=True,  # as C lays out a record that holds it
 )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 LANES = 32
 SLOTS = 62
+MAX_BAGS_PER_TILE = 8
 NUM_TAGS = 254
 EPOCH_BIT = 63
 _MASK = 2**64 - 1
@@ -146,3 +147,17 @@ class Readers:
         while self.departures[epoch] != arrived:
             yield
         self.departures[epoch] = 0
+
+
+def places_of_keys(begins: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """As `Bags` of lookup.cu: where among the segment's keys each key of a tile's bags is."""
+    ends = [0] * LANES
+    ends[: len(lengths)] = lengths
+    distance = 1
+    while distance < MAX_BAGS_PER_TILE:
+        ends = [end + (ends[lane - distance] if lane >= distance else 0) for lane, end in enumerate(ends)]
+        distance *= 2
+    firsts = [begin - (end - length) for begin, end, length in zip(begins, ends, lengths, strict=False)]
+    total = ends[MAX_BAGS_PER_TILE - 1]
+    bags = [sum(key >= end for end in ends[: len(lengths) - 1]) for key in range(total)]
+    return [firsts[bag] + key for key, bag in enumerate(bags)]

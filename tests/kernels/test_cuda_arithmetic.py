@@ -15,7 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_session.kernels.cuda import records as gpu_layout
-from inference_session.kernels.cuda.records import SLOTS, divide, request_of
+from inference_session.kernels.cuda.records import (
+    MAX_BAGS_PER_TILE,
+    MAX_KEYS_PER_TILE,
+    SLOTS,
+    divide,
+    request_of,
+)
 from inference_session.kernels.records import SEGMENT, PoolingCode
 from tests.kernels import cuda_model as gpu_model
 
@@ -105,26 +111,35 @@ def test_every_element_is_copied_once(dim: int, num_keys: int, in_flight: int) -
 
 @settings(max_examples=50)
 @given(
-    sizes=st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 7), st.booleans()), min_size=1, max_size=80),
+    sizes=st.lists(st.tuples(st.integers(0, 50_000), st.integers(0, 80), st.booleans()), min_size=1, max_size=80),
 )
 def test_tiles_cover_the_keys(sizes: list[tuple[int, int, bool]]) -> None:
-    """Every key of every segment is in one tile; a pooled segment has one tile per bag."""
+    """Every key of a segment, and every bag of a pooled one, is in one tile; no tile is empty or too large."""
     segments = np.zeros(len(sizes), SEGMENT)
     for segment, (num_rows, keys_per_row, pooled) in zip(segments, sizes, strict=True):
         segment["num_rows"], segment["keys_per_row"] = num_rows, keys_per_row
         segment["pooling"] = PoolingCode.SUM if pooled else PoolingCode.NONE
     tiles = divide(segments)
+    assert 1 <= tiles.keys_per_tile <= MAX_KEYS_PER_TILE
+    assert 1 <= tiles.bags_per_tile <= MAX_BAGS_PER_TILE
     first = tiles.first.tolist()
-    counted = [0] * len(sizes)
-    for tile in range(first[-1]) if first[-1] < 2000 else ():
-        s = gpu_model.segment_of(first, tile)
-        num_rows, keys_per_row, pooled = sizes[s]
-        begin = (tile - first[s]) * tiles.keys_per_tile
-        counted[s] += 1 if pooled else min(tiles.keys_per_tile, num_rows * keys_per_row - begin)
-    if first[-1] < 2000:
-        assert counted == [n if pooled else n * per_row for n, per_row, pooled in sizes]
+    for s, (num_rows, keys_per_row, pooled) in enumerate(sizes):
+        number, at_once = (num_rows, tiles.bags_per_tile) if pooled else (num_rows * keys_per_row, tiles.keys_per_tile)
+        assert first[s + 1] - first[s] == -(-number // at_once)
+        if number:
+            assert {gpu_model.segment_of(first, tile) for tile in (first[s], first[s + 1] - 1)} == {s}
     request = request_of(segments, tiles)
     assert (request["num_segments"], request["num_tiles"]) == (len(sizes), first[-1])
+
+
+@given(
+    lengths=st.lists(st.one_of(st.just(0), st.integers(0, 90)), min_size=1, max_size=MAX_BAGS_PER_TILE), data=st.data()
+)
+def test_every_lane_of_a_tile_of_bags_has_a_key(lengths: list[int], data: st.DataObject) -> None:
+    """The keys of a tile's bags are one list, in order, wherever each bag begins; the last lanes of it may be idle."""
+    begins = [data.draw(st.integers(0, 10_000)) for _ in lengths]
+    wanted = [begin + i for begin, length in zip(begins, lengths, strict=True) for i in range(length)]
+    assert gpu_model.places_of_keys(begins, lengths) == wanted
 
 
 @given(

@@ -9,6 +9,7 @@ constexpr int LANES = 32;
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr int MAX_INLINE_SEGMENTS = 32;
 constexpr u32 READERS = 16;
+constexpr int MAX_BAGS_PER_TILE = 8;
 
 enum VectorCode { FLOAT32 = 0, FLOAT16 = 1, INT8 = 2 };
 enum PoolingCode { NONE = 0, SUM = 1, MEAN = 2, MAX = 3 };
@@ -81,6 +82,7 @@ struct Request {
   u32 num_segments;
   u32 num_tiles;
   u32 keys_per_tile;
+  u32 bags_per_tile;  // at most MAX_BAGS_PER_TILE
   u32 seed;
   u32 fill;  // 1: zeros where neither a row nor a default vector is there
   u32 few_tiles[MAX_INLINE_SEGMENTS + 1];

@@ -1,5 +1,5 @@
 // The look-up of a request: any number of tables and segments in one launch. A warp takes one tile: some keys of one segment,
-// each with a vector of its own in the output, or the one bag of a pooled vector.
+// each with a vector of its own in the output, or some bags of a pooled one.
 
 // Rows that are unpublished while a look-up runs are not written to before it has ended (write.cu): so no row is ever read
 // half. Each block reports when it begins, which empties its multiprocessor's first-level cache as well, and when it ends.
@@ -189,77 +189,189 @@ __device__ __forceinline__ void look_up_keys(const Request& request, const Segme
   copy_sources<QUIET>(source, to_copy ? asked.output : nullptr, (int)table.dim, is_wide(table, segment));
 }
 
-template <bool WIDE, bool QUIET>
-__device__ __forceinline__ Elements<WIDE> load_any(const u8* row, int code, int step, int dim) {
-  if (row == nullptr) return Elements<WIDE>::all(0.0f);
-  if (code == FLOAT32) return Elements<WIDE>::template load<FLOAT32, QUIET>(row, step, dim);
-  if (code == FLOAT16) return Elements<WIDE>::template load<FLOAT16, QUIET>(row, step, dim);
-  return Elements<WIDE>::template load<INT8, QUIET>(row, step, dim);
-}
-
 __device__ __forceinline__ float larger(float a, float b) { return b > a || b != b ? b : a; }  // a NaN wins
 
-struct Bag {
-  const u8* keys;  // of the first
-  const float* weights;  // null: all ones
-  i64 length;
+constexpr int POOLED_IN_FLIGHT = 8;  // rows that a group of lanes loads before it adds the first
+
+// The bags of a tile: their keys are one list, bag after bag, so that every lane finds a key's row even where bags are short.
+// Lane i describes bag i.
+struct Bags {
+  u32 end = 0;    // where the bag ends in the list
+  i64 begin = 0;  // place of its first key among those of the segment, less its place in the list
+  u32 total;
+
+  __device__ __forceinline__ Bags(const Segment& segment, u32 first, u32 count) {
+    const u32 lane = threadIdx.x % LANES;
+    u32 length = 0;
+    if (lane < count) {
+      begin = segment.begins != nullptr ? segment.begins[first + lane] : (i64)(first + lane) * segment.keys_per_row;
+      length = (u32)(segment.begins != nullptr ? segment.ends[first + lane] - begin : segment.keys_per_row);
+    }
+    end = length;
+    for (int distance = 1; distance < MAX_BAGS_PER_TILE; distance *= 2) {
+      const u32 before = __shfl_up_sync(ALL_LANES, end, distance);
+      if (lane >= distance) end += before;
+    }
+    begin -= end - length;
+    total = __shfl_sync(ALL_LANES, end, MAX_BAGS_PER_TILE - 1);
+  }
+
+  __device__ __forceinline__ u32 end_of(u32 bag) const { return __shfl_sync(ALL_LANES, end, bag & (LANES - 1)); }
+
+  // Place of a key of the list among those of the segment.
+  __device__ __forceinline__ i64 place_of(u32 key, u32 count) const {
+    u32 bag = 0;
+    for (u32 i = 0; i + 1 < count; ++i) bag += key >= end_of(i);
+    return __shfl_sync(ALL_LANES, begin, bag) + key;
+  }
 };
 
-__device__ __forceinline__ Bag bag_of(const Segment& segment, u32 row) {
-  const i64 begin = segment.begins != nullptr ? segment.begins[row] : 0;
-  const i64 length = segment.begins != nullptr ? segment.ends[row] - begin : segment.keys_per_row;
-  const u8* keys = segment.keys + (segment.begins != nullptr ? begin * segment.key_stride : row * segment.row_stride);
-  const i64 first = segment.begins != nullptr ? begin : row * segment.keys_per_row;
-  return {keys, segment.weights != nullptr ? segment.weights + first : nullptr, length};
+// A key by its place among those of a pooled segment.
+__device__ __forceinline__ i64 load_key_at(const Segment& segment, i64 place) {
+  const u8* address = segment.keys;
+  if (segment.begins != nullptr) {
+    address += place * segment.key_stride;
+  } else {
+    const u32 row = (u32)place / (u32)segment.keys_per_row;
+    address += row * segment.row_stride + ((u32)place - row * (u32)segment.keys_per_row) * segment.key_stride;
+  }
+  return load_key(address, segment.key_bytes);
+}
+
+// A bag's vector while it is being added up. The lanes that share a row are a group; groups take rows in turn.
+template <bool WIDE>
+struct Sum {
+  Elements<WIDE> elements;
+  int step, steps, width;
+
+  __device__ __forceinline__ void begin(bool takes_largest) {
+    elements = Elements<WIDE>::all(takes_largest ? -__int_as_float(0x7f800000) : 0.0f);
+  }
+
+  __device__ __forceinline__ void add(const Elements<WIDE>& row, float weight, bool takes_largest) {
+    if (takes_largest) elements = elements.with(row, [=](float a, float b) { return larger(a, b * weight); });
+    else elements = elements.with(row, [=](float a, float b) { return __fadd_rn(a, __fmul_rn(b, weight)); });
+  }
+
+  __device__ __forceinline__ void end(const Segment& segment, u8* output, u32 length) {
+    for (int distance = width; distance < LANES; distance *= 2) {
+      const Elements<WIDE> other = elements.from_lane(distance);
+      if (segment.pooling == MAX) elements = elements.with(other, [](float a, float b) { return larger(a, b); });
+      else elements = elements.with(other, [](float a, float b) { return a + b; });
+    }
+    if (length == 0) elements = Elements<WIDE>::all(0.0f);
+    if (segment.pooling == MEAN && length > 0) {
+      const float divisor = (float)length;
+      elements = elements.with(elements, [=](float a, float) { return __fdiv_rn(a, divisor); });
+    }
+    if (threadIdx.x % LANES < width && step < steps) elements.store(output, step);
+  }
+};
+
+// What a warp has found of some keys: through shared memory, so that finding rows and adding them up need not share registers.
+struct Found {
+  const u8* rows[LANES];
+  float weights[LANES];
+  u8 codes[LANES];
+};
+
+// Add rows [from, to) of `found` as they are, all of them stored as CODE.
+template <int CODE, bool WIDE, bool QUIET>
+__device__ __forceinline__ void add_rows(const Found& found, Sum<WIDE>& sum, u32 from, u32 to, int dim) {
+  const u32 rows_at_once = LANES / sum.width, group = threadIdx.x % LANES / sum.width;
+  const int step = min(sum.step, sum.steps - 1);
+  constexpr int AT_ONCE = CODE == INT8 ? POOLED_IN_FLIGHT / 2 : POOLED_IN_FLIGHT;
+#pragma unroll 1
+  for (u32 place = from + group; place < to + group; place += rows_at_once * AT_ONCE) {
+    Elements<WIDE> elements[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const u8* row = place + i * rows_at_once < to ? found.rows[place + i * rows_at_once] : nullptr;
+      elements[i] = row != nullptr ? Elements<WIDE>::template load<CODE, QUIET>(row, step, dim) : Elements<WIDE>::all(0.0f);
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) sum.elements = sum.elements.with(elements[i], [](float a, float b) { return a + b; });
+  }
+}
+
+// Rows of any type, with weights, or of which the largest elements count.
+template <bool WIDE, bool QUIET>
+__device__ __forceinline__ void add_any_rows(const Found& found, Sum<WIDE>& sum, u32 from, u32 to, int dim, bool takes_largest) {
+  const u32 rows_at_once = LANES / sum.width;
+  const int step = min(sum.step, sum.steps - 1);
+#pragma unroll 1
+  for (u32 place = from + threadIdx.x % LANES / sum.width; place < to; place += rows_at_once) {
+    const u8* row = found.rows[place];
+    Elements<WIDE> elements = Elements<WIDE>::all(0.0f);
+    if (row == nullptr) {
+      // the key has no row and its table no default vector: zeros
+    } else if (found.codes[place] == FLOAT32) {
+      elements = Elements<WIDE>::template load<FLOAT32, QUIET>(row, step, dim);
+    } else if (found.codes[place] == FLOAT16) {
+      elements = Elements<WIDE>::template load<FLOAT16, QUIET>(row, step, dim);
+    } else {
+      elements = Elements<WIDE>::template load<INT8, QUIET>(row, step, dim);
+    }
+    sum.add(elements, found.weights[place], takes_largest);
+  }
+}
+
+template <int CODE, bool WIDE, bool QUIET>
+__device__ __forceinline__ void pool_bags(const Request& request, const Segment& segment, const Table& table, u32 s, u32 first,
+                                          bool marking, u64 policy, Found& found) {
+  const u32 lane = threadIdx.x % LANES, count = min(request.bags_per_tile, (u32)segment.num_rows - first);
+  const bool takes_largest = segment.pooling == MAX, weighted = segment.weights != nullptr;
+  const Bags bags(segment, first, count);
+  Sum<WIDE> sum;
+  sum.steps = (int)table.dim / Elements<WIDE>::COUNT;
+  sum.width = lanes_per_row(sum.steps);
+  for (int first_step = 0; first_step < sum.steps; first_step += sum.width) {
+    sum.step = first_step + (lane & (sum.width - 1));
+    sum.begin(takes_largest);
+    u8* output = segment.output + request.outputs + first * segment.output_stride;
+    u32 bag = 0, bag_begin = 0, bag_end = bags.end_of(0);
+    const auto end_bags_at = [&](u32 place) {
+      while (bag < count && bag_end == place) {
+        sum.end(segment, output, bag_end - bag_begin);
+        sum.begin(takes_largest);
+        output += segment.output_stride;
+        bag_begin = bag_end;
+        bag_end = bags.end_of(++bag);
+      }
+    };
+    for (u32 base = 0; base < bags.total; base += LANES) {
+      const bool asked = base + lane < bags.total;
+      const i64 place = bags.place_of(base + lane, count);
+      Source source;
+      if (asked) source = find_source<QUIET>(table, load_key_at(segment, place), marking, policy);
+      if (first_step == 0) note_missing(request, table, s, asked, source);
+      __syncwarp();
+      found.rows[lane] = source.row;
+      found.codes[lane] = (u8)source.code;
+      found.weights[lane] = weighted && asked ? segment.weights[place] : 1.0f;
+      const bool same = !weighted && !takes_largest && !__any_sync(ALL_LANES, source.row != nullptr && source.code != CODE);
+      __syncwarp();
+      const u32 stop = min((u32)LANES, bags.total - base);
+      for (u32 from = 0; from < stop;) {
+        end_bags_at(base + from);
+        const u32 to = min(stop, bag_end - base);
+        if (same) add_rows<CODE, WIDE, QUIET>(found, sum, from, to, (int)table.dim);
+        else add_any_rows<WIDE, QUIET>(found, sum, from, to, (int)table.dim, takes_largest);
+        from = to;
+      }
+    }
+    end_bags_at(bags.total);
+  }
 }
 
 template <bool WIDE, bool QUIET>
-__device__ __forceinline__ void pool_bag(const Request& request, const Segment& segment, const Table& table, u32 s, u32 row,
+__device__ __forceinline__ void pool_any(const Request& request, const Segment& segment, const Table& table, u32 s, u32 first,
                                          bool marking, u64 policy) {
-  const int lane = threadIdx.x % LANES, dim = (int)table.dim;
-  const int steps = dim / Elements<WIDE>::COUNT, width = lanes_per_row(steps), rows_at_once = LANES / width;
-  const int member = lane & (width - 1), group = lane / width;
-  const bool takes_largest = segment.pooling == MAX;
-  const Bag bag = bag_of(segment, row);
-  for (int first_step = 0; first_step < steps; first_step += width) {
-    const int step = min(first_step + member, steps - 1);
-    Elements<WIDE> pooled = Elements<WIDE>::all(takes_largest && bag.length > 0 ? -__int_as_float(0x7f800000) : 0.0f);
-    for (i64 first = 0; first < bag.length; first += LANES) {
-      const bool asked = first + lane < bag.length;
-      const int count = (int)min((i64)LANES, bag.length - first);
-      Source source;
-      i64 key = 0;
-      float weight = 1.0f;
-      if (asked) {
-        key = load_key(bag.keys + (first + lane) * segment.key_stride, segment.key_bytes);
-        source = find_source<QUIET>(table, key, marking, policy);
-        if (bag.weights != nullptr) weight = bag.weights[first + lane];
-      }
-      if (first_step == 0) note_missing(request, table, s, asked, source);
-#pragma unroll 4
-      for (int i = 0; i < count; i += rows_at_once) {
-        const int place = (i + group) & (LANES - 1);
-        const u8* from = from_lane(source.row, place);
-        const int code = __shfl_sync(ALL_LANES, source.code, place);
-        const float factor = __shfl_sync(ALL_LANES, weight, place);
-        if (i + group < count) {
-          const Elements<WIDE> elements = load_any<WIDE, QUIET>(from, code, step, dim);
-          if (takes_largest) pooled = pooled.with(elements, [=](float a, float b) { return larger(a, b * factor); });
-          else pooled = pooled.with(elements, [=](float a, float b) { return __fadd_rn(a, __fmul_rn(b, factor)); });
-        }
-      }
-    }
-    for (int distance = width; distance < LANES; distance *= 2) {
-      const Elements<WIDE> other = pooled.from_lane(distance);
-      if (takes_largest) pooled = pooled.with(other, [](float a, float b) { return larger(a, b); });
-      else pooled = pooled.with(other, [](float a, float b) { return a + b; });
-    }
-    if (segment.pooling == MEAN && bag.length > 0) {
-      const float length = (float)bag.length;
-      pooled = pooled.with(pooled, [=](float a, float) { return __fdiv_rn(a, length); });
-    }
-    if (group == 0 && first_step + member < steps) pooled.store(segment.output + request.outputs + row * segment.output_stride, step);
-  }
+  __shared__ Found all_found[4];  // of the warps of a block
+  Found& found = all_found[threadIdx.x / LANES];
+  if (table.cached_rows.code == FLOAT16) pool_bags<FLOAT16, WIDE, QUIET>(request, segment, table, s, first, marking, policy, found);
+  else if (table.cached_rows.code == INT8) pool_bags<INT8, WIDE, QUIET>(request, segment, table, s, first, marking, policy, found);
+  else pool_bags<FLOAT32, WIDE, QUIET>(request, segment, table, s, first, marking, policy, found);
 }
 
 // The segment that a tile belongs to: the last that begins at or before it.
@@ -301,20 +413,20 @@ __device__ __forceinline__ void look_up_tile(const Request& request, u32 tile) {
   const u32 s = segment_of(first_tiles, request.num_segments, tile);
   const Segment& segment = request.segments != nullptr ? request.segments[s] : request.few_segments[s];
   const Table& table = request.tables[segment.table];
-  const u32 bag = tile - first_tiles[s];
+  const u32 first_bag = (tile - first_tiles[s]) * request.bags_per_tile;
   const bool marking = is_marking(tile, request.seed);
   if (segment.pooling == NONE) {
     const Asked asked = keys_of(request, segment, table.dim, tile, first_tiles[s]);
     look_up_keys<QUIET>(request, segment, table, s, tile, asked, marking, policy);
   } else if (is_wide(table, segment)) {
-    pool_bag<true, QUIET>(request, segment, table, s, bag, marking, policy);
+    pool_any<true, QUIET>(request, segment, table, s, first_bag, marking, policy);
   } else {
-    pool_bag<false, QUIET>(request, segment, table, s, bag, marking, policy);
+    pool_any<false, QUIET>(request, segment, table, s, first_bag, marking, policy);
   }
 }
 
 // For any segments.
-extern "C" __global__ void __launch_bounds__(256) look_up_and_pool(const __grid_constant__ Request request) {
+extern "C" __global__ void __launch_bounds__(128, 6) look_up_and_pool(const __grid_constant__ Request request) {
   Reading reading(request.readers);
   reading.wait();
   const u32 tile = this_tile();

@@ -54,6 +54,7 @@ REQUEST = np.dtype(
         ("num_segments", np.uint32),
         ("num_tiles", np.uint32),
         ("keys_per_tile", np.uint32),
+        ("bags_per_tile", np.uint32),
         ("seed", np.uint32),
         ("fill", np.uint32),
         ("few_tiles", np.uint32, (MAX_INLINE_SEGMENTS + 1,)),
@@ -65,6 +66,10 @@ REQUEST = np.dtype(
 MAX_KEYS_PER_TILE = 32
 _MANY_KEYS, _FEW_KEYS_PER_TILE = 1 << 17, 8
 _VERY_FEW_KEYS, _LEAST_KEYS_PER_TILE = 1 << 12, 4
+MAX_BAGS_PER_TILE = 8
+_SHORT_BAG = 16
+"""Keys of a bag of which a tile takes as many as it can."""
+_LEAST_POOLED_TILES = 1 << 12
 _MOST_TILES = 2**31 - 1
 _ELEMENT_BYTES = {VectorCode.FLOAT32: 4, VectorCode.FLOAT16: 2, VectorCode.INT8: 1}
 
@@ -75,7 +80,9 @@ class Tiles(NamedTuple):
     first: NDArray[np.uint32]
     """[segments + 1], the tile that each segment begins with; the last one is the number of tiles."""
     keys_per_tile: int
-    """Of segments without pooling; with pooling, a tile is a bag."""
+    """Of segments without pooling."""
+    bags_per_tile: int
+    """Of segments with pooling."""
     pooled: bool
     """Whether any segment is."""
 
@@ -88,18 +95,27 @@ def divide(segments: NDArray[np.void]) -> Tiles:
     keys_per_tile = MAX_KEYS_PER_TILE if total >= _MANY_KEYS else _FEW_KEYS_PER_TILE
     if total < _VERY_FEW_KEYS:
         keys_per_tile = _LEAST_KEYS_PER_TILE
-    num_tiles = np.where(pooled, segments["num_rows"], -(-num_keys // keys_per_tile))
+    bags_per_tile = _bags_per_tile(segments[pooled])
+    num_tiles = np.where(pooled, -(-segments["num_rows"] // bags_per_tile), -(-num_keys // keys_per_tile))
     ends = np.cumsum(num_tiles)
     if len(ends) and max(ends[-1], num_keys.max()) > _MOST_TILES:
         raise InvalidRequestError(f"a request of {num_keys.sum()} keys is more than one launch can answer")
-    return Tiles(np.concatenate([[0], ends]).astype(np.uint32), keys_per_tile, bool(pooled.any()))
+    return Tiles(np.concatenate([[0], ends]).astype(np.uint32), keys_per_tile, bags_per_tile, bool(pooled.any()))
+
+
+def _bags_per_tile(pooled: NDArray[np.void]) -> int:
+    """Several bags where they are short, so that every lane of a warp has a key to find; fewer in small requests."""
+    longest = int(pooled["keys_per_row"].max(initial=0))
+    wanted = 4 if (pooled["begins_address"] != 0).any() else _SHORT_BAG * MAX_BAGS_PER_TILE // max(longest, 1)
+    most = min(wanted, int(pooled["num_rows"].sum()) // _LEAST_POOLED_TILES, MAX_BAGS_PER_TILE)
+    return 1 << max(most, 1).bit_length() - 1
 
 
 def request_of(segments: NDArray[np.void], tiles: Tiles) -> NDArray[np.void]:
     """A REQUEST record for these segments, complete but for addresses; they are in it if they are few enough."""
     request = np.zeros((), REQUEST)
     request["num_segments"], request["num_tiles"] = len(segments), tiles.first[-1]
-    request["keys_per_tile"] = tiles.keys_per_tile
+    request["keys_per_tile"], request["bags_per_tile"] = tiles.keys_per_tile, tiles.bags_per_tile
     if len(segments) <= MAX_INLINE_SEGMENTS:
         request["few_tiles"][: len(tiles.first)] = tiles.first
         request["few_segments"][: len(segments)] = segments
