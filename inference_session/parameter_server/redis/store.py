@@ -1,4 +1,4 @@
-"""Redis as a tier: standalone or Cluster, over TCP, TLS or a Unix socket, in HPS's layout (layout.py).
+"""Redis as a tier: standalone, Cluster or Sentinel, over TCP, TLS or a Unix socket, in HPS's layout (layout.py).
 
 The commands of all partitions and tables of a call are sent, over several connections where there are several servers,
 before the first reply is read, so that the servers look up while we copy (client.py).
