@@ -24,6 +24,11 @@ _MOST_TABLES = 12
 """Tables with a plot of their own: those with the most keys."""
 
 
+def write_plot(report: SizingReport, path: Path) -> None:
+    """Write the curves as .png, or everything as .html."""
+    (write_page if path.suffix == ".html" else write_picture)(report, path)
+
+
 def write_picture(report: SizingReport, path: Path) -> None:
     """Write the curves as PNG."""
     with page_colors():

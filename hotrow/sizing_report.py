@@ -99,12 +99,6 @@ class SizingReport:
         errors = [table.num_keys * table.error.at(rows[folder]) for folder, table in self.tables.items()]
         return float(np.hypot.reduce(errors)) / num_keys
 
-    def plot(self, path: Path) -> None:
-        """Write the curves as .png, or everything as .html."""
-        from hotrow.sizing_plot import write_page, write_picture
-
-        (write_page if path.suffix == ".html" else write_picture)(self, path)
-
     def as_json(self) -> dict[str, Any]:
         """Everything, for programs; docs/sizing.md says what each key means."""
         document: dict[str, Any] = {

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from inference_session.errors import ConfigurationError
-from inference_session.parameter_server.store_url import DEFAULT_TIMEOUT_MS, StoreUrl
-from inference_session.update_stream.kafka_url import KafkaUrl
+from inference_session.urls.kafka_url import KafkaUrl
+from inference_session.urls.store_url import DEFAULT_TIMEOUT_MS, StoreUrl
 
 
 def _choice(*allowed: str) -> Callable[[Any], str]:

@@ -41,7 +41,6 @@ from inference_session.model_spec import (
     TABLES_FOLDER,
     ModelSpec,
 )
-from inference_session.parameter_server.namespace import version_path
 from inference_session.requests.batch import CheckedRequest, JoinedBatch, Request
 from inference_session.requests.caller_arrays import as_input, as_keys, as_rows, as_written_keys
 from inference_session.requests.canary import check_canary
@@ -57,6 +56,7 @@ from inference_session.sizing.key_recorder import KeyRecorder, create_key_record
 from inference_session.stats import SessionStats
 from inference_session.version_directory import manifest
 from inference_session.version_directory.verified_files import VerifiedFiles
+from inference_session.version_directory.version import VersionDirectory
 
 if TYPE_CHECKING:
     from inference_session.execution.kept_contexts import KeptContexts
@@ -95,28 +95,28 @@ class InferenceSession:
             UnavailableError: the GPU has failed meanwhile.
         """
         begin = time.perf_counter()
-        directory = Path(directory)
-        spec = ModelSpec.read(directory)
-        config = SessionConfig.resolve(settings, spec.settings, defaults or {})
-        _verify(config, directory)
+        version = VersionDirectory.read(directory)
+        config = SessionConfig.resolve(settings, version.spec.settings, defaults or {})
+        _verify(version, config)
         device = open_device(config.device)
         with device.opening():
-            session = cls(spec, config, directory, device)
+            session = cls(version, config, device)
             with session._closed_on_error():
                 session._warm_up()
         with session._closed_on_error():
             if config.canary_requests:
-                check_canary(session.run, directory.parent / config.canary_requests, config.canary_tolerance)
+                check_canary(session.run, version.model_file(config.canary_requests), config.canary_tolerance)
             session._start_counting()
             session._follow_updates()
         session._stats.load_s = time.perf_counter() - begin
         return session
 
-    def __init__(self, spec: ModelSpec, config: SessionConfig, directory: Path, device: Device) -> None:
+    def __init__(self, version: VersionDirectory, config: SessionConfig, device: Device) -> None:
         """Use `open`, which reads and checks the version directory."""
-        self.spec = spec
+        self.version = version
+        self.spec = spec = version.spec
         self.config = config
-        self.directory = directory
+        self.directory = version.path
         self._closed = True  # until everything below is there
         cpu.compile_kernels()
         self._device = device
@@ -138,7 +138,7 @@ class InferenceSession:
             max_elements=config.max_keys_per_request,
         )
         self._stats = SessionStats(spec)
-        self._rows = create_rows(spec, config, directory, self._device)
+        self._rows = create_rows(version, config, self._device)
         self._rows_before: RowStats | None = None
         networks = [
             Network(own, self._rows, dense, keys, keys_follow_inputs=layout.keys_follow_inputs)
@@ -440,7 +440,7 @@ class InferenceSession:
 
     def _start_counting(self) -> None:
         """What comes from now on is counted, makes rows hot, and is recorded if so wished."""
-        self._recorder = create_key_recorder(self.spec, self.config, self.directory)
+        self._recorder = create_key_recorder(self.version, self.config)
         self._stats = SessionStats(self.spec)
         self._rows_before = self._rows.stats()
         cache = self._rows_before.cache
@@ -453,11 +453,10 @@ class InferenceSession:
             return
         from inference_session.update_stream.kafka_stream import KafkaUpdateStream
 
-        folder = version_path(self.directory)
         self._updates = KafkaUpdateStream(
             self.config.update_stream,
-            folder.parent.name,
-            folder.name,
+            self.version.model,
+            self.version.version,
             self.spec.tables,
             self._rows.writer,
             topic_filter=self.config.update_filter,
@@ -468,7 +467,7 @@ class InferenceSession:
 
     @property
     def _hot_keys_file(self) -> Path:
-        return _state_file(self.config, self.directory, "hot_keys")
+        return self.version.state_file(self.config.state_dir, "hot_keys")
 
     def _row_stats(self) -> RowStats:
         """What has been counted of the rows since the session serves."""
@@ -479,15 +478,10 @@ class InferenceSession:
         return sum(table["lookup_keys"] for table in self._stats.snapshot()["tables"].values())
 
 
-def _verify(config: SessionConfig, directory: Path) -> None:
+def _verify(version: VersionDirectory, config: SessionConfig) -> None:
     """Compare the files with the manifest, as far as the settings want it and it has not been done before."""
     absent = frozenset({TABLES_FOLDER}) if config.has_store else frozenset()
-    known = VerifiedFiles(_state_file(config, directory, "verified")) if config.state_dir else None
-    manifest.verify(directory, checksums=config.verify == "full", absent=absent, known=known)
+    known = VerifiedFiles(version.state_file(config.state_dir, "verified")) if config.state_dir else None
+    manifest.verify(version.path, checksums=config.verify == "full", absent=absent, known=known)
     if known is not None:
         known.save()
-
-
-def _state_file(config: SessionConfig, directory: Path, kind: str) -> Path:
-    """A file that all versions of the model share."""
-    return Path(config.state_dir) / f"{version_path(directory).parent.name}.{kind}"

@@ -48,6 +48,7 @@ def command(
     """
     from inference_session.rows import create_rows
     from inference_session.rows.dump import dump
+    from inference_session.version_directory.version import VersionDirectory
     from triton_backend.repository.model_config import configured_session
 
     given = {"volatile_store": volatile_store, "persistent_store": persistent_store, "store_namespace": namespace}
@@ -60,7 +61,7 @@ def command(
             " dump it there with InferenceSession.dump(), or serve it with a persistent_store"
         )
     num_rows = sum(table.num_rows for table in spec.tables)
-    rows = create_rows(spec, config, version_dir)
+    rows = create_rows(VersionDirectory(version_dir, spec), config)
     try:
         with row_progress(f"Dumping {version_dir}", num_rows) as progress:
             report = dump(rows, spec, target, progress)

@@ -15,7 +15,7 @@ from hotrow.progress import byte_progress
 from hotrow.server_options import ServerAddress, server_options
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.model_source import Copy
-from inference_session.update_stream.kafka_url import KafkaUrl
+from inference_session.urls.kafka_url import KafkaUrl
 from triton_backend.client.server import RemoteError
 
 if TYPE_CHECKING:

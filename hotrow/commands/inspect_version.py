@@ -17,8 +17,9 @@ from hotrow.progress import byte_progress
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import INDEX_FILE, TABLES_FOLDER, ModelSpec, RankingSpec, TensorSpec
 from inference_session.parameter_server.namespace import StoredTable, split_tag
-from inference_session.parameter_server.store_url import OPTIONS as URL_OPTIONS
-from inference_session.parameter_server.store_url import StoreUrl, list_tables
+from inference_session.parameter_server.store_url import list_tables
+from inference_session.urls.store_url import OPTIONS as URL_OPTIONS
+from inference_session.urls.store_url import StoreUrl
 from inference_session.version_directory import manifest
 
 _NUMBERS_WIDTH = 80

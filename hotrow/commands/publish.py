@@ -12,7 +12,7 @@ import click
 from hotrow.progress import row_progress
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import SESSION_FILE, ModelSpec
-from inference_session.update_stream.kafka_url import KafkaUrl
+from inference_session.urls.kafka_url import KafkaUrl
 
 if TYPE_CHECKING:
     from inference_session.update_stream.publisher import Encoding, Publisher

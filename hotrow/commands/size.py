@@ -138,7 +138,9 @@ def command(
         tables=read_traces(spec, traces, trace_format, sampled_keys=sampled_keys or _SAMPLED_KEYS) if traces else {},
     )
     for plot in plots:
-        report.plot(plot)
+        from hotrow.sizing_plot import write_plot  # imports Matplotlib
+
+        write_plot(report, plot)
     if as_json:
         click.echo(json.dumps(report.as_json(), indent=1, ensure_ascii=False))
     else:

@@ -27,8 +27,9 @@ from inference_session.errors import ConfigurationError, ModelFormatError, Unsup
 from inference_session.importers.onnx import ImportReport
 from inference_session.model_source import create_source
 from inference_session.model_spec import TABLES_FOLDER, VECTOR_FILE, ModelSpec, folder_names
+from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
-from inference_session.version_directory.manifest import Progress, write_manifest
+from inference_session.version_directory.manifest import write_manifest
 from inference_session.version_directory.publishing import share_unchanged
 
 _WEIGHTS, _CONFIG, _SAMPLES = "data/weights/", "_weights_config.json", "data/sample_inputs/"

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from inference_session.errors import UnavailableError
 from inference_session.update_stream.encodings import decode
 from inference_session.update_stream.kafka_client import Consumer, KafkaException, TopicPartition, create_client
-from inference_session.update_stream.kafka_url import KafkaUrl
 from inference_session.update_stream.topics import PREFIXES, topic_name
+from inference_session.urls.kafka_url import KafkaUrl
 
 _BROKER_S = 15.0
 

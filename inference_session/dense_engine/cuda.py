@@ -22,10 +22,10 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from inference_session.dense_engine.base import BoundRun
 from inference_session.dense_engine.onnx import VALUE_ERRORS, OnnxEngine, refused
 from inference_session.device.cuda import CudaDevice
+from inference_session.device.discovery import PROVIDER, unusable_network
 from inference_session.errors import ConfigurationError, ModelFormatError
 from inference_session.platform.bounded_memory import BoundedMemory
 
-PROVIDER = "CUDAExecutionProvider"
 _MAX_GRAPHS = 16
 _PLACES_PER_SHAPE = 8
 """Of inputs of the same shapes, in how many places they are bound: requests at once are in different ones."""
@@ -92,7 +92,7 @@ class CudaEngine(OnnxEngine):
         Raises:
             ConfigurationError: ONNX Runtime has no CUDA provider, or could not start it here.
         """
-        if reason := unusable():
+        if reason := unusable_network():
             raise ConfigurationError(f"device cannot be 'cuda:{gpu.device_id}': {reason}")
         settings = {
             "device_id": str(gpu.device_id),
@@ -317,16 +317,6 @@ class CudaEngine(OnnxEngine):
             if kind in _TYPES and all(isinstance(size, int) for size in shape):
                 shapes[name] = shape
         return shapes
-
-
-def unusable() -> str | None:
-    """Why ONNX Runtime cannot run on a GPU; None: it may."""
-    preload = getattr(onnxruntime, "preload_dlls", None)
-    if PROVIDER not in onnxruntime.get_available_providers():
-        return "this ONNX Runtime has no CUDA provider: pip install onnxruntime-gpu in place of onnxruntime"
-    if preload is not None:  # finds libraries that pip has installed
-        preload()
-    return None
 
 
 def _run(session: Any, binding: Any, options: Any) -> None:

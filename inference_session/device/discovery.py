@@ -9,6 +9,9 @@ from inference_session.device.base import Device
 from inference_session.device.host import HOST
 from inference_session.errors import ConfigurationError
 
+PROVIDER = "CUDAExecutionProvider"
+"""What ONNX Runtime calls running on a GPU."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -37,11 +40,19 @@ def open_device(device: str) -> Device:
 
 def unusable_for_sessions(device_id: int) -> str | None:
     """Why a session cannot use a GPU, which takes ONNX Runtime's leave as well; None: it can."""
-    if reason := unusable(device_id):
-        return reason
-    from inference_session.dense_engine.cuda import unusable as engine_unusable
+    return unusable(device_id) or unusable_network()
 
-    return engine_unusable()
+
+def unusable_network() -> str | None:
+    """Why ONNX Runtime cannot run on a GPU; None: it may."""
+    import onnxruntime
+
+    preload = getattr(onnxruntime, "preload_dlls", None)
+    if PROVIDER not in onnxruntime.get_available_providers():
+        return "this ONNX Runtime has no CUDA provider: pip install onnxruntime-gpu in place of onnxruntime"
+    if preload is not None:  # finds libraries that pip has installed
+        preload()
+    return None
 
 
 def require_gpu(device: str) -> int:

@@ -27,10 +27,11 @@ from inference_session.model_spec import (
     TensorSpec,
     folder_names,
 )
+from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
 from inference_session.requests.hugectr_csr import HPS_COUNTS, HPS_KEYS
 from inference_session.tables.table_index import build_index
-from inference_session.version_directory.manifest import Progress, write_manifest
+from inference_session.version_directory.manifest import write_manifest
 from inference_session.version_directory.publishing import share_unchanged
 
 _FILE = re.compile(r"(?P<table>.+)_emb_(?P<kind>keys|values)\.rank_(?P<rank>\d+)\.world_size_(?P<size>\d+)")

@@ -19,7 +19,8 @@ from inference_session.model_source.base import Entry
 from inference_session.model_source.create import create_source, split_place
 from inference_session.model_source.inventory import Inventory
 from inference_session.model_source.staged_copy import StagedCopy
-from inference_session.model_source.transfer import NUM_CHUNKS, FileTransfer, Progress, read_ahead
+from inference_session.model_source.transfer import NUM_CHUNKS, FileTransfer, read_ahead
+from inference_session.platform.progress import Progress
 
 NUM_FILES = 4
 """Files under way at a time; with NUM_CHUNKS of CHUNK_BYTES for each, what bounds the memory."""

@@ -26,7 +26,7 @@ from inference_session.errors import ModelFormatError
 from inference_session.model_source.copy import Copy
 from inference_session.model_source.create import create_source, is_url, split_place
 from inference_session.model_source.inventory import Inventory
-from inference_session.model_source.transfer import Progress
+from inference_session.platform.progress import Progress
 from inference_session.platform.user_cache import lock_file, user_cache_folder
 from inference_session.version_directory import manifest
 

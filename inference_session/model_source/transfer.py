@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Executor, Future
 from threading import Event
 
 from inference_session.errors import ModelFormatError, SourceError, UnavailableError
 from inference_session.model_source.base import Entry, ModelSource
+from inference_session.platform.progress import Progress
 from inference_session.version_directory.manifest import MANIFEST_FILE
-
-Progress = Callable[[int], None]
-"""Told the number of bytes done since the last call, from any thread; less than none where some are done again."""
 
 CHUNK_BYTES = 16 << 20
 NUM_CHUNKS = 4

@@ -5,24 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import InvalidRequestError, StoreError, TableNotFoundError, UnavailableError
 from inference_session.parameter_server.malformed_values import MalformedValues
+from inference_session.tables.base import Rows
 
 Store = TypeVar("Store", bound="EmbeddingStore")
-Rows: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
-"""Keys [n], and their vectors [n, embedding_dim]."""
 
 ERASED_SUFFIX = "~erased"
 """Behind a table's name: the table of the keys that were erased from its files (deletable_files.py). A store that may
 hold so many rows only evicts none of these: the rows of the files would be there again.
 """
-SCAN_BYTES = 4 << 20
-"""Vectors in one batch of a scan, about."""
 
 
 class LateError(UnavailableError):
@@ -198,17 +195,6 @@ class BoundStore(EmbeddingStore):
             known = ", ".join(map(repr, self._embedding_dims)) or "none"
             raise TableNotFoundError(f"{self!r} has no table {table!r}; its tables: {known}")
         return self._embedding_dims[table]
-
-
-def check_fetch(keys: NDArray[np.int64], out: NDArray[np.float32], embedding_dim: int) -> None:
-    """Raise InvalidRequestError unless these are arguments of `fetch`."""
-    shape = (len(keys), embedding_dim)
-    adjacent = out.size == 0 or out.strides[-1] == out.itemsize
-    if keys.dtype != np.int64 or keys.ndim != 1 or out.shape != shape or out.dtype != np.float32 or not adjacent:
-        raise InvalidRequestError(
-            f"fetch takes keys int64 [n] and out float32 {list(shape)} with adjacent elements,"
-            f" found {keys.dtype} {list(keys.shape)} and {out.dtype} {list(out.shape)}"
-        )
 
 
 def check_insert(keys: NDArray[np.int64], vectors: NDArray[np.float32], embedding_dim: int) -> None:

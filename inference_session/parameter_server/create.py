@@ -5,25 +5,25 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 from inference_session.config import SessionConfig
 from inference_session.errors import UnavailableError
-from inference_session.model_spec import TABLES_FOLDER, ModelSpec
+from inference_session.model_spec import TABLES_FOLDER
 from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore
 from inference_session.parameter_server.deletable_files import DeletableFiles
+from inference_session.parameter_server.file_store import TableFileStore
 from inference_session.parameter_server.known_incarnation import NOTE_TABLE, KnownIncarnation
-from inference_session.parameter_server.namespace import Namespace, version_path
+from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.retirement import Retirement
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
-from inference_session.tables.table_file import TableFileStore
+from inference_session.version_directory.version import VersionDirectory
 
 _log = logging.getLogger(__name__)
 
 
-def create_parameter_server(spec: ModelSpec, config: SessionConfig, directory: Path) -> ParameterServer:
+def create_parameter_server(version: VersionDirectory, config: SessionConfig) -> ParameterServer:
     """The stores that the settings name, and below them the version's own table files where it has them.
 
     What is in a store comes before what is in the files: it may have been updated since. A store that is down is no
@@ -34,11 +34,11 @@ def create_parameter_server(spec: ModelSpec, config: SessionConfig, directory: P
         StoreError: a store refuses us for good, as with a wrong password, or is not there.
         UnavailableError: no store can be reached.
     """
-    namespace = Namespace.of(directory, shared=config.store_namespace == "shared")
-    dims = {table.folder: table.embedding_dim for table in spec.tables}
-    has_files = (directory / TABLES_FOLDER).exists()
+    namespace = Namespace.of(version.path, shared=config.store_namespace == "shared")
+    dims = {table.folder: table.embedding_dim for table in version.spec.tables}
+    has_files = version.tables_folder.exists()
     if has_files:
-        dims |= {table.folder + ERASED_SUFFIX: 1 for table in spec.tables}
+        dims |= {table.folder + ERASED_SUFFIX: 1 for table in version.spec.tables}
     tiers: list[Tier] = []
     with contextlib.ExitStack() as opened:
         for name, url in (("volatile", config.volatile_store), ("persistent", config.persistent_store)):
@@ -49,13 +49,13 @@ def create_parameter_server(spec: ModelSpec, config: SessionConfig, directory: P
                 tiers.append(_tier(name, store, config))
         _check(tiers)
         if has_files:
-            files = TableFileStore(directory, spec, verify_indexes=config.verify == "full")
+            files = TableFileStore(version, verify_indexes=config.verify == "full")
             tiers.append(Tier("files", DeletableFiles(files, tiers[-1].store)))
         opened.pop_all()
     return ParameterServer(
         tiers,
         on_store_failure="error" if config.unknown_keys == "reject" else config.on_store_failure,
-        retirement=_retirement(tiers, config, version_path(directory)),
+        retirement=_retirement(tiers, config, version),
         known=_known_incarnation(tiers),
     )
 
@@ -71,22 +71,22 @@ def _tier(name: str, store: EmbeddingStore, config: SessionConfig) -> Tier:
     return Tier(name, store, durable=store.supports_writes)
 
 
-def _retirement(tiers: Sequence[Tier], config: SessionConfig, folder: Path) -> Retirement | None:
+def _retirement(tiers: Sequence[Tier], config: SessionConfig, version: VersionDirectory) -> Retirement | None:
     """The removal of older versions from the volatile store, where the version is one of several and has a tier below.
 
     A version that is still in the repository stays unless its rows are somewhere else as well.
     """
-    if not (config.keep_versions and folder.name.isdecimal() and config.store_namespace == "version"):
+    if not (config.keep_versions and version.version.isdecimal() and config.store_namespace == "version"):
         return None
     if len(tiers) < 2 or not tiers[0].volatile:
         return None
 
-    def is_safe(version: str) -> bool:
-        of_version = folder.parent / version
+    def is_safe(other: str) -> bool:
+        folder = version.sibling(other)
         below = (tier.store.versions() for tier in tiers[1:])
-        return not of_version.exists() or (of_version / TABLES_FOLDER).exists() or any(version in v for v in below)
+        return not folder.exists() or (folder / TABLES_FOLDER).exists() or any(other in held for held in below)
 
-    return Retirement(tiers[0].store, folder.name, config.keep_versions, is_safe)
+    return Retirement(tiers[0].store, version.version, config.keep_versions, is_safe)
 
 
 def _check(tiers: list[Tier]) -> None:

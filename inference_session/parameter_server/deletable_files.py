@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import StoreError, UnavailableError
-from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore, FetchRequest, Rows
+from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore, FetchRequest
 from inference_session.parameter_server.wrappers import WrapperStore
+from inference_session.tables.base import Rows
 
 
 class DeletableFiles(WrapperStore):

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import SessionClosedError
-from inference_session.parameter_server.base import BoundStore, Rows, check_fetch, check_insert
+from inference_session.parameter_server.base import BoundStore, check_insert
+from inference_session.tables.base import Rows, check_fetch
 
 
 class MemoryStore(BoundStore):

@@ -6,13 +6,12 @@ hps_et.<model>.<table>              HPS's own: one set of rows for all versions,
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from inference_session.errors import ConfigurationError
+from inference_session.version_directory.names import model_and_version
 
 _TAG = re.compile(r"hps_et\.(?P<model>.+?)(?:@(?P<version>[^.@]+))?\.(?P<table>[^.]+)", re.DOTALL)
 
@@ -28,10 +27,8 @@ class Namespace:
     @classmethod
     def of(cls, version_dir: Path, *, shared: bool) -> Namespace:
         """That of <repository>/<model>/<version>; `shared`: by all versions."""
-        path = version_path(version_dir)
-        if not path.parent.name:
-            raise ConfigurationError(f"{path} is not <repository>/<model>/<version>: it has no parent folder")
-        return cls(path.parent.name, None if shared else path.name)
+        model, version = model_and_version(version_dir)
+        return cls(model, None if shared else version)
 
     def tag(self, table: str) -> str:
         """Tag of a table (its folder name)."""
@@ -54,14 +51,6 @@ class StoredTable(NamedTuple):
     num_rows: int
     embedding_dim: int | None
     """None where the store tells no width, having no rows."""
-
-
-def version_path(version_dir: Path) -> Path:
-    """The absolute path of a version directory: its name is the version's, its parent's the model's.
-
-    Links on the way keep their names: a repository may lead to folders that are called otherwise.
-    """
-    return Path(os.path.abspath(version_dir))  # noqa: PTH100 - Path.resolve follows links
 
 
 def split_tag(tag: str) -> tuple[Namespace, str] | None:

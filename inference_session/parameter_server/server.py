@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, SessionClosedError, StoreError, UnavailableError
-from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, Rows
+from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
 from inference_session.parameter_server.key_history import KeyHistory
 from inference_session.parameter_server.known_incarnation import KnownIncarnation
 from inference_session.parameter_server.pending import Promotion, Touch
@@ -29,6 +29,7 @@ from inference_session.parameter_server.retirement import Retirement
 from inference_session.parameter_server.tier import Tier
 from inference_session.parameter_server.upkeep import Upkeep
 from inference_session.parameter_server.wanted_rows import WantedRows
+from inference_session.tables.base import Rows
 from inference_session.tables.ordered_keys import contains
 
 OnStoreFailure = Literal["default_vector", "error"]

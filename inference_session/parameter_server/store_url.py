@@ -1,224 +1,16 @@
-"""Stores by URL: what may be written, how it is read, and which store it opens.
-
-    redis://[user:password@]host[:port][/db]      rediss:// for TLS
-    redis+cluster://[user:password@]host[:port]   any node of a Cluster; rediss+cluster:// for TLS
-    redis+sentinel://[user:password@]host[:port],host[:port]/MASTER_NAME[/db]
-                                                  the master that sentinels name; rediss+sentinel:// for TLS
-    unix://[user:password@]/path/to/socket        Redis's socket on this machine; ?db=N
-    rocksdb:///path/to/folder
-
-Options follow behind `?`, as `name=value` with `&` between. `password_file=/path`: a file with the
-password. A password is kept from every text made of a URL.
-"""
+"""Which store a URL opens (urls/store_url.py says what may be written)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
-from inference_session.errors import ConfigurationError
-from inference_session.platform.secret_file import OPTION, read_secret, url_password
+from inference_session.urls.store_url import DEFAULT_TIMEOUT_MS, StoreUrl
 
 if TYPE_CHECKING:
     from inference_session.parameter_server.base import EmbeddingStore
     from inference_session.parameter_server.namespace import Namespace, StoredTable
-
-_TLS_OPTIONS = ("tls_ca_certificate", "tls_client_certificate", "tls_client_key", "tls_server_name")
-SENTINEL_USER, SENTINEL_PASSWORD_FILE = "sentinel_user", "sentinel_password_file"
-_SENTINEL_OPTIONS = (SENTINEL_USER, SENTINEL_PASSWORD_FILE)
-_SENTINEL_PORT = 26379
-_REDIS_OPTIONS = (
-    *("partitions", "connections", "overflow_margin", "overflow_policy", "overflow_resolution_target"),
-    OPTION,
-)
-OPTIONS = {
-    "redis": _REDIS_OPTIONS,
-    "rediss": (*_REDIS_OPTIONS, *_TLS_OPTIONS),
-    "redis+cluster": _REDIS_OPTIONS,
-    "rediss+cluster": (*_REDIS_OPTIONS, *_TLS_OPTIONS),
-    "redis+sentinel": (*_REDIS_OPTIONS, *_SENTINEL_OPTIONS),
-    "rediss+sentinel": (*_REDIS_OPTIONS, *_SENTINEL_OPTIONS, *_TLS_OPTIONS),
-    "unix": (*_REDIS_OPTIONS, "db"),
-    "rocksdb": (),
-}
-"""The schemes, and the options of each (docs/stores.md says what they mean)."""
-DEFAULT_TIMEOUT_MS = 1000
-
-
-@dataclass(frozen=True)
-class StoreUrl:
-    """The parts of a store's URL."""
-
-    scheme: str
-    host: str = ""
-    port: int = 6379
-    user: str | None = None
-    password: str | None = field(default=None, repr=False)
-    path: str = ""
-    """Folder or socket."""
-    sentinels: tuple[tuple[str, int], ...] = ()
-    """Hosts and ports of sentinels."""
-    master_name: str = ""
-    """What they call the master."""
-    db: int = 0
-    options: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def is_cluster(self) -> bool:
-        """Whether it names a node of a Redis Cluster."""
-        return self.scheme.endswith("+cluster")
-
-    @property
-    def of_sentinels(self) -> StoreUrl:
-        """The same for connections to the sentinels, which have users and passwords of their own."""
-        path = self.options.get(SENTINEL_PASSWORD_FILE)
-        options = {name: value for name, value in self.options.items() if name in _TLS_OPTIONS}
-        password = None if path is None else read_secret(Path(path))
-        login = {} if path is None else {OPTION: path}
-        user = self.options.get(SENTINEL_USER)
-        return replace(self, user=user, password=password, db=0, options=options | login)
-
-    @property
-    def uses_tls(self) -> bool:
-        """Whether the connection is encrypted."""
-        return self.scheme.startswith("rediss")
-
-    def current_password(self) -> str | None:
-        """The password by now: that of a file may have been changed since."""
-        path = self.options.get(OPTION)
-        if path is None:
-            return self.password
-        with suppress(ConfigurationError):  # just being exchanged, perhaps
-            return read_secret(Path(path))
-        return self.password
-
-    def count(self, name: str, default: int, at_most: int | None = None) -> int:
-        """An option that is a whole number from 1, with an end where more of it would take up the machine."""
-        text = self.options.get(name)
-        if text is None:
-            return default
-        if not text.isdecimal() or int(text) < 1 or (at_most is not None and int(text) > at_most):
-            allowed = "whole numbers from 1" + ("" if at_most is None else f" to {at_most}")
-            raise ConfigurationError(f"store {str(self)!r}: {name} cannot be {text!r}; allowed: {allowed}")
-        return int(text)
-
-    def __str__(self) -> str:
-        """The URL with `***` for the password."""
-        user = "" if self.user is None else quote(self.user)
-        shown = "" if self.password is None or OPTION in self.options else ":***"
-        login = f"{user}{shown}@" if user or shown else ""
-        host = _bracketed(self.host)
-        place = f"{host}:{self.port}" if host else ""
-        if self.sentinels:
-            place = ",".join(f"{_bracketed(name)}:{port}" for name, port in self.sentinels) + f"/{self.master_name}"
-        db = f"/{self.db}" if self.db and not self.path else ""
-        options = "&".join(f"{name}={value}" for name, value in self.options.items())
-        return f"{self.scheme}://{login}{place}{self.path}{db}{'?' if options else ''}{options}"
-
-    @classmethod
-    def parse(cls, text: str) -> StoreUrl:
-        """Take a URL apart; ConfigurationError says what is wrong, without ever showing a password."""
-        scheme, separator, rest = text.partition("://")
-        if not separator or scheme not in OPTIONS:
-            found = f"scheme {scheme!r} is unknown" if separator else "it has no scheme"
-            raise ConfigurationError(f"not a store's URL: {found}; allowed: {', '.join(f'{s}://' for s in OPTIONS)}")
-        if scheme.endswith("+sentinel"):
-            return cls._parse_sentinels(scheme, rest)
-        try:
-            # Only the scheme is ours to judge; urlsplit takes the rest apart by the rules of any URL with a host.
-            parts = urlsplit(f"store://{rest}")
-            port = parts.port
-        except ValueError as error:
-            raise ConfigurationError(f"a {scheme}:// URL has a malformed host or port") from error
-        options = _options(scheme, parts.query)
-        where = _path(scheme, unquote(parts.path), parts.hostname)
-        db = options.get("db", "0") if where else unquote(parts.path).strip("/") or "0"
-        if not db.isdecimal() or (scheme.endswith("+cluster") and db != "0"):
-            raise ConfigurationError(f"a {scheme}:// URL names database {db!r}; allowed: " + _databases(scheme))
-        return cls(
-            scheme,
-            host="" if where else parts.hostname or "",
-            port=port or 6379,
-            user=None if not parts.username else unquote(parts.username),
-            password=url_password(unquote(parts.password or "") or None, options),
-            path=where,
-            db=int(db),
-            options=options,
-        )
-
-    @classmethod
-    def _parse_sentinels(cls, scheme: str, rest: str) -> StoreUrl:
-        try:
-            parts = urlsplit(f"store://{rest}")
-            user, password = parts.username, parts.password
-        except ValueError as error:
-            raise ConfigurationError(f"a {scheme}:// URL has a malformed host") from error
-        options = _options(scheme, parts.query)
-        name, _, db = parts.path.strip("/").partition("/")
-        if not name or not (db or "0").isdecimal():
-            # What was found is not shown: of a password with a slash in it, it might be the end.
-            raise ConfigurationError(
-                f"a {scheme}:// URL names no master, or a database that is no whole number; allowed:"
-                f" {scheme}://host:port,host:port/NAME, with /N behind it for another database than 0"
-            )
-        url = cls(
-            scheme,
-            user=unquote(user) if user else None,
-            password=url_password(unquote(password or "") or None, options),
-            sentinels=tuple(_sentinel(scheme, text) for text in parts.netloc.rpartition("@")[2].split(",")),
-            master_name=unquote(name),
-            db=int(db or "0"),
-            options=options,
-        )
-        _ = url.of_sentinels  # whose password must be there
-        return url
-
-
-def _bracketed(host: str) -> str:
-    """A host as URLs have it."""
-    return f"[{host}]" if ":" in host else host
-
-
-def _sentinel(scheme: str, text: str) -> tuple[str, int]:
-    """Host and port of one of several sentinels."""
-    try:
-        parts = urlsplit(f"store://{text}")
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise ConfigurationError(f"a {scheme}:// URL has a malformed host or port") from error
-    if not host:
-        raise ConfigurationError(
-            f"a {scheme}:// URL needs hosts and the master's name: {scheme}://host:port,host:port/NAME"
-        )
-    return host, port or _SENTINEL_PORT
-
-
-def _options(scheme: str, query: str) -> dict[str, str]:
-    options = dict(parse_qsl(query, keep_blank_values=True))
-    unknown = sorted(set(options) - set(OPTIONS[scheme]))
-    if unknown:
-        allowed = ", ".join(OPTIONS[scheme]) or "none"
-        raise ConfigurationError(f"a {scheme}:// URL has the unknown option {unknown[0]!r}; allowed: {allowed}")
-    return options
-
-
-def _path(scheme: str, path: str, host: str | None) -> str:
-    """The path of a scheme that has one; checks that the URL has just what its scheme needs."""
-    if scheme not in ("unix", "rocksdb"):
-        if not host:
-            raise ConfigurationError(f"a {scheme}:// URL needs a host: {scheme}://host:port")
-        return ""
-    if host or path in ("", "/"):
-        raise ConfigurationError(f"a {scheme}:// URL needs an absolute path and no host: {scheme}:///path")
-    return path
-
-
-def _databases(scheme: str) -> str:
-    return "0, a Cluster has no other" if scheme.endswith("+cluster") else "whole numbers"
 
 
 def create_store(
@@ -232,7 +24,7 @@ def create_store(
     """The store that a URL names, bound to one model's tables. Redis is first spoken to when it is first needed.
 
     Args:
-        url: see the top of this module.
+        url: see urls/store_url.py.
         namespace: whose tables; decides their tags.
         embedding_dims: the tables by folder, and the number of elements of their vectors.
         writable: whether `insert` and `erase` will be used. A RocksDB has one writer at a time, and any number of

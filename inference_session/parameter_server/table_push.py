@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +19,12 @@ from numpy.typing import NDArray
 from inference_session.errors import StoreError
 from inference_session.model_spec import TABLES_FOLDER, TableSpec
 from inference_session.parameter_server.base import EmbeddingStore
+from inference_session.platform.progress import Progress
 from inference_session.tables.table_file import TableFile
 from inference_session.version_directory import manifest
 
 _BYTES_PER_BATCH = 4 << 20
 _NOTE_INTERVAL_S = 1.0
-
-Progress = Callable[[int], None]
-"""Called with the number of rows done since the last call."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, Rows
+from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
+from inference_session.tables.base import Rows
 
 Result = TypeVar("Result")
 

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from inference_session.device.base import Device
 from inference_session.errors import StoreError
 from inference_session.kernels.records import Lookup, key_segment
-from inference_session.parameter_server.base import Rows as RowBatch
 from inference_session.rows.changes import RowChanges
 from inference_session.rows.hot_keys import HotKeys
 from inference_session.rows.stats import RowStats
+from inference_session.tables.base import Rows as RowBatch
 
 _KEYS_AT_ONCE = 1 << 16
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from inference_session.config import SessionConfig
@@ -14,7 +13,7 @@ from inference_session.embedding_cache import gpu_budget
 from inference_session.embedding_cache.base import EmbeddingCache
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache, bytes_to_hold
 from inference_session.embedding_cache.null import NullEmbeddingCache
-from inference_session.model_spec import TABLES_FOLDER, ModelSpec
+from inference_session.model_spec import ModelSpec
 from inference_session.parameter_server.create import create_parameter_server
 from inference_session.rows.base import Rows
 from inference_session.rows.mapped import MappedRows
@@ -23,12 +22,13 @@ from inference_session.rows.updated import UpdatedRows
 from inference_session.tables.base import DeviceTables
 from inference_session.tables.host_tables import HostTables
 from inference_session.tables.table_file import TableFile
+from inference_session.version_directory.version import VersionDirectory
 
 if TYPE_CHECKING:
     from inference_session.device.cuda import CudaDevice
 
 
-def create_rows(spec: ModelSpec, config: SessionConfig, directory: Path, device: Device = HOST) -> Rows:
+def create_rows(version: VersionDirectory, config: SessionConfig, device: Device = HOST) -> Rows:
     """The rows of a version directory: its own files, or with a store in the settings that store's, through a cache.
 
     They are looked up on the device, but for those that an update stream changes where no store keeps them: on the CPU.
@@ -36,9 +36,8 @@ def create_rows(spec: ModelSpec, config: SessionConfig, directory: Path, device:
     Raises what `TableFile.open`, `create_parameter_server` and the caches do.
     """
     if config.has_store:
-        return _stored_rows(spec, config, directory, device)
-    folder, verify = directory / TABLES_FOLDER, config.verify == "full"
-    files = [TableFile.open(folder / table.folder, table, verify_index=verify) for table in spec.tables]
+        return _stored_rows(version, config, device)
+    files = version.open_tables(verify_indexes=config.verify == "full")
     if config.update_stream is not None:
         return UpdatedRows(files, num_threads=config.num_lookup_threads)
     return MappedRows(files, _tables(files, config, device))
@@ -55,16 +54,16 @@ def resolved_cache_bytes(spec: ModelSpec, config: SessionConfig, *, on_device: b
     return gpu_budget.bytes_to_hold(dims, parts) if on_device else bytes_to_hold(dims, parts)
 
 
-def _stored_rows(spec: ModelSpec, config: SessionConfig, directory: Path, device: Device) -> StoredRows:
+def _stored_rows(version: VersionDirectory, config: SessionConfig, device: Device) -> StoredRows:
     may_default = config.insert_mode == "async" and config.unknown_keys == "default_vector"
-    cache = _cache(spec, config, device)
+    cache = _cache(version.spec, config, device)
     try:
-        server = create_parameter_server(spec, config, directory)
+        server = create_parameter_server(version, config)
     except BaseException:
         cache.close()
         raise
     return StoredRows(
-        spec.tables,
+        version.spec.tables,
         cache,
         server,
         refresh_interval_s=config.refresh_interval_s,

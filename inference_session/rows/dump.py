@@ -22,8 +22,8 @@ from inference_session.errors import ConfigurationError
 from inference_session.model_source import Copy, create_source, is_url
 from inference_session.model_source.create import split_place
 from inference_session.model_source.fetch import cache_folder
-from inference_session.model_source.transfer import Progress
 from inference_session.model_spec import KEY_FILE, VECTOR_FILE, ModelSpec
+from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_folder
 from inference_session.rows.base import Rows
 

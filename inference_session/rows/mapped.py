@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.kernels.records import Lookup
-from inference_session.parameter_server.base import Rows as RowBatch
 from inference_session.platform.available_memory import available_bytes
 from inference_session.platform.mapped_pages import map_pages
 from inference_session.rows.base import Rows
 from inference_session.rows.hot_keys import HotKeys
 from inference_session.rows.stats import RowStats
 from inference_session.tables.base import DeviceTables
+from inference_session.tables.base import Rows as RowBatch
 from inference_session.tables.table_file import TableFile
 
 

@@ -16,13 +16,13 @@ from inference_session.kernels.cpu.lookup import NO_POSITIONS
 from inference_session.kernels.records import Lookup
 from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.base import FetchRequest
-from inference_session.parameter_server.base import Rows as RowBatch
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.rows.base import Rows
 from inference_session.rows.hot_keys import HotKeys
 from inference_session.rows.late_inserts import LateInserts
 from inference_session.rows.stats import RowStats
 from inference_session.rows.stored_writer import StoredWriter
+from inference_session.tables.base import Rows as RowBatch
 from inference_session.tables.row_numbers import stored_keys
 
 _KEYS_PER_FETCH = 1 << 13

@@ -16,11 +16,11 @@ from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.cpu.lookup import NO_POSITIONS
 from inference_session.kernels.cpu.updated_table import UpdatedArrays, count_deleted
 from inference_session.kernels.records import SEGMENT, TABLE, Lookup
-from inference_session.parameter_server.base import Rows as RowBatch
 from inference_session.rows.base import Rows, RowWriter
 from inference_session.rows.hot_keys import HotKeys
 from inference_session.rows.mapped import map_files
 from inference_session.rows.stats import RowStats, UpdatedTableStats
+from inference_session.tables.base import Rows as RowBatch
 from inference_session.tables.row_numbers import aliases_of
 from inference_session.tables.table_file import TableFile
 from inference_session.tables.updated_table import UpdatedTable

@@ -28,9 +28,10 @@ from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError, TraceFormatError
 from inference_session.kernels.cpu.keys import copy_keys
 from inference_session.kernels.records import SEGMENT
-from inference_session.model_spec import ModelSpec, is_folder_name
+from inference_session.model_spec import is_folder_name
 from inference_session.sizing.key_sample import sampled_keys
 from inference_session.sizing.trace_file import TracePart, read_trace
+from inference_session.version_directory.version import VersionDirectory
 
 RECORDING_FILE = "trace.json"
 _KEYS_SUFFIX = ".keys"
@@ -165,21 +166,20 @@ class _KeyFile:
         self._file.close()
 
 
-def create_key_recorder(spec: ModelSpec, config: SessionConfig, version_dir: Path) -> KeyRecorder | None:
+def create_key_recorder(version: VersionDirectory, config: SessionConfig) -> KeyRecorder | None:
     """The recorder that the settings ask for, in a new folder below `record_keys`; None where they ask for none.
 
     Raises:
         ConfigurationError: the folder cannot be made.
     """
-    if not config.record_keys or not spec.tables:
+    if not config.record_keys or not version.spec.tables:
         return None
-    version_dir = version_dir.absolute()
     try:
         Path(config.record_keys).mkdir(parents=True, exist_ok=True)
-        folder = tempfile.mkdtemp(prefix=f"{version_dir.parent.name}-{version_dir.name}-", dir=config.record_keys)
+        folder = tempfile.mkdtemp(prefix=f"{version.model}-{version.version}-", dir=config.record_keys)
     except OSError as error:
         raise ConfigurationError(f"setting 'record_keys' cannot be {config.record_keys!r}: {error}") from error
-    return KeyRecorder(Path(folder), tuple(t.folder for t in spec.tables), max_bytes=config.record_keys_bytes)
+    return KeyRecorder(Path(folder), tuple(t.folder for t in version.spec.tables), max_bytes=config.record_keys_bytes)
 
 
 def read_recording(folder: Path) -> Iterator[TracePart]:

@@ -1,16 +1,33 @@
-"""The contract of a version's tables as a device's look-ups read them."""
+"""What tables have in common: batches of rows, and the contract of tables as a device's look-ups read them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.device.base import Device
+from inference_session.errors import InvalidRequestError
 from inference_session.kernels.records import Lookup
+
+Rows: TypeAlias = tuple[NDArray[np.int64], NDArray[np.float32]]
+"""Keys [n], and their vectors [n, embedding_dim]."""
+SCAN_BYTES = 4 << 20
+"""Vectors in one batch of a scan, about."""
+
+
+def check_fetch(keys: NDArray[np.int64], out: NDArray[np.float32], embedding_dim: int) -> None:
+    """Raise InvalidRequestError unless these are arguments of `fetch`."""
+    shape = (len(keys), embedding_dim)
+    adjacent = out.size == 0 or out.strides[-1] == out.itemsize
+    if keys.dtype != np.int64 or keys.ndim != 1 or out.shape != shape or out.dtype != np.float32 or not adjacent:
+        raise InvalidRequestError(
+            f"fetch takes keys int64 [n] and out float32 {list(shape)} with adjacent elements,"
+            f" found {keys.dtype} {list(keys.shape)} and {out.dtype} {list(out.shape)}"
+        )
 
 
 class Placement(NamedTuple):

@@ -18,28 +18,25 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.errors import ModelFormatError, SessionClosedError, StoreError
+from inference_session.errors import ModelFormatError, SessionClosedError
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.records import TABLE, VectorCode, address_of, key_segment, table_record
 from inference_session.model_spec import (
     KEY_FILE,
     SCALE_AND_BIAS_BYTES,
-    TABLES_FOLDER,
     VECTOR_FILE,
-    ModelSpec,
     TableSpec,
     VectorType,
 )
-from inference_session.parameter_server.base import SCAN_BYTES, EmbeddingStore, Rows, check_fetch
+from inference_session.platform.progress import Progress
+from inference_session.tables.base import SCAN_BYTES, Rows, check_fetch
 from inference_session.tables.table_index import (
     IndexReport,
-    Progress,
     TableIndex,
     build_index,
     ensure_index,
     open_index,
 )
-from inference_session.version_directory import manifest
 
 _CODES: dict[VectorType, VectorCode] = {
     "float32": VectorCode.FLOAT32,
@@ -152,69 +149,6 @@ class TableFile:
             num_buckets=self._index.num_buckets if self._index is not None else 0,
             default_address=address_of(self._default),
         )
-
-
-def open_tables(version_dir: Path, spec: ModelSpec, *, verify_indexes: bool = False) -> list[TableFile]:
-    """The tables of a version directory, in the order of session.json; see `TableFile.open`."""
-    listed = {entry.path.as_posix(): entry.sha256 for entry in manifest.read_manifest(version_dir)}
-    return [
-        TableFile.open(
-            version_dir / TABLES_FOLDER / table.folder,
-            table,
-            key_sha256=listed.get(f"{TABLES_FOLDER}/{table.folder}/{KEY_FILE}"),
-            verify_index=verify_indexes,
-        )
-        for table in spec.tables
-    ]
-
-
-class TableFileStore(EmbeddingStore):
-    """All tables of a version directory, by their folders, as a tier that is read only."""
-
-    def __init__(self, version_dir: Path, spec: ModelSpec, *, verify_indexes: bool = False) -> None:
-        """Open the tables as `open_tables`."""
-        self._spec = spec
-        files = open_tables(version_dir, spec, verify_indexes=verify_indexes)
-        self._files = {file.spec.folder: file for file in files}
-
-    @property
-    def tables(self) -> tuple[str, ...]:
-        """The tables' folders."""
-        return tuple(self._files)
-
-    @property
-    def supports_writes(self) -> bool:
-        """Never."""
-        return False
-
-    def embedding_dim(self, table: str) -> int:
-        """Number of elements of the table's vectors."""
-        return self._spec.table_in(table).embedding_dim
-
-    def num_rows(self, table: str) -> int:
-        """Number of rows in the table's files."""
-        return self._spec.table_in(table).num_rows
-
-    def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
-        """See EmbeddingStore."""
-        return self._files[self._spec.table_in(table).folder].fetch(keys, out)
-
-    def scan(self, table: str) -> Iterator[Rows]:
-        """See EmbeddingStore. Of rows with equal keys the last one, each time."""
-        return self._files[self._spec.table_in(table).folder].scan()
-
-    def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:  # noqa: ARG002
-        """Refused."""
-        raise StoreError(f"table {self._spec.table_in(table).name!r} is in files, which are never changed")
-
-    def erase(self, table: str, keys: NDArray[np.int64]) -> None:  # noqa: ARG002
-        """Refused."""
-        raise StoreError(f"table {self._spec.table_in(table).name!r} is in files, which are never changed")
-
-    def close(self) -> None:
-        """Close every table."""
-        for file in self._files.values():
-            file.close()
 
 
 def write_table(

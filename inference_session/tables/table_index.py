@@ -21,7 +21,7 @@ import mmap
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from inference_session.errors import ModelFormatError
 from inference_session.kernels.cpu.hash_index import BUCKET_BYTES, MAX_ROWS, count_keys, insert_rows
 from inference_session.model_spec import INDEX_FILE
+from inference_session.platform.progress import Progress
 from inference_session.platform.staging import flush
 
 PARTIAL_FILE = "index.partial"
@@ -40,8 +41,6 @@ ROWS_PER_STEP = 1 << 20
 ROWS_PER_CHECKPOINT = 1 << 25
 """Rows that a killed build loses at most: about a second's work."""
 
-Progress = Callable[[int], None]
-"""Called with the number of rows done since the last call."""
 
 HEADER = np.dtype(
     [

@@ -23,8 +23,8 @@ from inference_session.update_stream.kafka_client import (
     assign,
     create_client,
 )
-from inference_session.update_stream.kafka_url import KafkaUrl
 from inference_session.update_stream.topics import announcement_topic
+from inference_session.urls.kafka_url import KafkaUrl
 
 KEY = b"version"
 _BROKER_S = 10.0

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from inference_session.errors import ConfigurationError
-from inference_session.update_stream.kafka_url import KafkaUrl
+from inference_session.urls.kafka_url import KafkaUrl
 
 try:
     from confluent_kafka import (

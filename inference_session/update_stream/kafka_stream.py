@@ -47,12 +47,12 @@ from inference_session.update_stream.kafka_client import (
     create_client,
     topic_ids,
 )
-from inference_session.update_stream.kafka_url import KafkaUrl
 from inference_session.update_stream.positions import LastMessage, Partition, Positions
 from inference_session.update_stream.stream_stats import StreamStats
 from inference_session.update_stream.taken_messages import TakenMessages
 from inference_session.update_stream.topics import table_of
 from inference_session.update_stream.updated_rows import UpdatedRows, WritableRows
+from inference_session.urls.kafka_url import KafkaUrl
 
 DISCOVERY_S = 1.0
 MAX_MESSAGES = 500

@@ -25,8 +25,8 @@ from inference_session.update_stream.kafka_client import (
     Producer,
     create_client,
 )
-from inference_session.update_stream.kafka_url import KafkaUrl
 from inference_session.update_stream.topics import PREFIXES, announcement_topic, topic_name
+from inference_session.urls.kafka_url import KafkaUrl
 
 Encoding = Literal["row", "batch"]
 

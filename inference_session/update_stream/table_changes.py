@@ -20,9 +20,9 @@ from inference_session.model_spec import (
     TableSpec,
     folder_names,
 )
-from inference_session.tables import table_file
 from inference_session.tables.table_file import TableFile, dequantise_int8
 from inference_session.version_directory import manifest
+from inference_session.version_directory.version import VersionDirectory
 
 _CHUNK_BYTES = 8 << 20
 
@@ -80,9 +80,9 @@ class Table(NamedTuple):
 
 def open_tables(version_dir: Path) -> list[Table]:
     """The tables of a version directory, whose files must have the checksums that its manifest says: they are read."""
-    spec = ModelSpec.read(version_dir)
+    version = VersionDirectory.read(version_dir)
     manifest.verify(version_dir, checksums=True)
-    return [Table(file.spec, file) for file in table_file.open_tables(version_dir, spec)]
+    return [Table(file.spec, file) for file in version.open_tables()]
 
 
 def open_folder(folder: Path, table: str) -> Table:

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -26,15 +25,13 @@ from inference_session.model_spec import (
     VECTOR_FILE,
 )
 from inference_session.platform.priority import yield_to_others
+from inference_session.platform.progress import Progress
 from inference_session.version_directory.external_data import external_files
 from inference_session.version_directory.verified_files import FileState, VerifiedFiles, file_state
 
 MANIFEST_FILE = "MANIFEST.json"
 FORMAT = 1
 _CHUNK_BYTES = 4 << 20
-
-Progress = Callable[[int], None]
-"""Told the number of bytes done since the last call, from any thread."""
 
 
 @dataclass(frozen=True)

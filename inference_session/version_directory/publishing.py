@@ -27,10 +27,11 @@ from inference_session.model_spec import (
     ModelSpec,
     TableSpec,
 )
+from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
 from inference_session.tables.table_file import TableFile
 from inference_session.version_directory import manifest
-from inference_session.version_directory.manifest import MANIFEST_FILE, FileEntry, Progress
+from inference_session.version_directory.manifest import MANIFEST_FILE, FileEntry
 
 _CHUNK_BYTES = 4 << 20
 

@@ -13,12 +13,14 @@ import pytest
 from inference_session.errors import StoreError, UnavailableError
 from inference_session.model_spec import TABLES_FOLDER, ModelSpec, TableSpec
 from inference_session.parameter_server.base import EmbeddingStore
+from inference_session.parameter_server.file_store import TableFileStore
 from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.rocksdb.store import RocksDbStore
 from inference_session.parameter_server.wrappers import FaultStore, LatencyStore, LoggingStore, WrapperStore
-from inference_session.tables.table_file import TableFileStore, write_table
+from inference_session.tables.table_file import write_table
 from inference_session.version_directory import manifest
+from inference_session.version_directory.version import VersionDirectory
 from tests.parameter_server.contract import DIMS, ReadContract, StoreContract, fetch, keys_of, random_vectors
 
 
@@ -62,7 +64,7 @@ class TestTableFiles(ReadContract):
             write_table(tmp_path / TABLES_FOLDER / table, [vectors], keys=[keys])
         specs = tuple(TableSpec(t, t, len(self.ROWS[t][0]), dim) for t, dim in DIMS.items())
         manifest.write_manifest(tmp_path)
-        with TableFileStore(tmp_path, ModelSpec((), (), specs, ())) as store:
+        with TableFileStore(VersionDirectory(tmp_path, ModelSpec((), (), specs, ()))) as store:
             yield store
 
     def test_writes_are_refused(self, filled: TableFileStore) -> None:

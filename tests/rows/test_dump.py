@@ -17,7 +17,7 @@ from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, SessionClosedError, StoreError, UnavailableError
 from inference_session.model_source import Copy
 from inference_session.model_spec import ModelSpec
-from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, Rows
+from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
 from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
@@ -26,6 +26,7 @@ from inference_session.parameter_server.tier import Tier
 from inference_session.parameter_server.wrappers import WrapperStore
 from inference_session.rows import UpdatedRows
 from inference_session.rows.dump import dump
+from inference_session.tables.base import Rows
 from inference_session.tables.table_file import TableFile
 from inference_session.version_directory import manifest
 from tests.testing import small_model

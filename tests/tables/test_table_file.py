@@ -18,14 +18,15 @@ from inference_session.errors import (
     TableNotFoundError,
 )
 from inference_session.model_spec import ModelSpec, TableSpec
+from inference_session.parameter_server.file_store import TableFileStore
 from inference_session.tables.table_file import (
     TableFile,
-    TableFileStore,
     dequantise_int8,
     quantise_int8,
     write_table,
 )
 from inference_session.version_directory import manifest
+from inference_session.version_directory.version import VersionDirectory
 
 KEYS = np.array([5, -1, np.iinfo(np.int64).min, 0, np.iinfo(np.int64).max, 6, 7])
 VECTORS = np.arange(21, dtype=np.float32).reshape(7, 3)
@@ -223,7 +224,7 @@ def test_the_store_knows_folders_alone(tmp_path: Path) -> None:
     spec = ModelSpec((), (), (TableSpec("a/b", "a_b", 7, 3), TableSpec("a_b", "a_b_2", 7, 3)), ())
 
     manifest.write_manifest(tmp_path)
-    with TableFileStore(tmp_path, spec) as store:
+    with TableFileStore(VersionDirectory(tmp_path, spec)) as store:
         out = np.zeros((2, 3), np.float32)
         for row, folder in enumerate(store.tables):
             store.fetch(folder, np.array([6]), out[row : row + 1])
@@ -238,7 +239,7 @@ def test_the_store_reads_all_tables_of_a_version_and_writes_none(tmp_path: Path)
     write_table(tmp_path / "tables" / "t", [VECTORS], keys=[KEYS])
     spec = ModelSpec((), (), (TableSpec("a/b", "t", 7, 3),), ())
     manifest.write_manifest(tmp_path)
-    with TableFileStore(tmp_path, spec) as store:
+    with TableFileStore(VersionDirectory(tmp_path, spec)) as store:
         out = np.zeros((1, 3), np.float32)
         assert store.fetch("t", np.array([6]), out).all()
         assert out[0].tolist() == [15, 16, 17]

@@ -8,7 +8,7 @@ import pytest
 from inference_session.errors import UnavailableError
 from inference_session.update_stream import Publisher
 from inference_session.update_stream.announcements import Announcements
-from inference_session.update_stream.kafka_url import KafkaUrl
+from inference_session.urls.kafka_url import KafkaUrl
 from tests.testing.broker import Broker
 from tests.testing.servers import wait_until
 from tests.update_stream.conftest import SmallVersion

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from inference_session.errors import ConfigurationError
 from inference_session.update_stream.encodings import Message, decode, encode_batch, encode_keys, encode_vectors
-from inference_session.update_stream.kafka_url import KafkaUrl
 from inference_session.update_stream.publisher import _crc32
 from inference_session.update_stream.topics import table_of, topic_name
+from inference_session.urls.kafka_url import KafkaUrl
 
 KEYS = st.integers(-(2**63), 2**63 - 1)
 

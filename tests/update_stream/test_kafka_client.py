@@ -10,7 +10,7 @@ from tests.testing.broker import Broker
 ASSIGN_OFTEN = """
 import sys
 from inference_session.update_stream.kafka_client import Consumer, TopicPartition, assign, create_client
-from inference_session.update_stream.kafka_url import KafkaUrl
+from inference_session.urls.kafka_url import KafkaUrl
 for number in range(5):
     settings = {"group.id": "often", "auto.offset.reset": "earliest"}
     consumer = create_client(Consumer, KafkaUrl.parse(sys.argv[1]), settings)

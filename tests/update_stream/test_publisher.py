@@ -25,7 +25,7 @@ from inference_session.model_spec import TABLES_FOLDER, ModelSpec
 from inference_session.update_stream import Publisher
 from inference_session.update_stream.announcements import Announcements
 from inference_session.update_stream.encodings import Updates, decode
-from inference_session.update_stream.kafka_url import KafkaUrl
+from inference_session.urls.kafka_url import KafkaUrl
 from inference_session.version_directory import manifest
 from tests.testing import small_model
 from tests.testing.broker import Broker

@@ -23,6 +23,8 @@ from triton_backend.backend import guard
 _log = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "HOTROW_HEARTBEAT_DIR"
+RESTARTS_PARAMETER = "HOTROW_RESTARTS"
+"""In a model's configuration: how often backend processes of the model were lost and replaced, told to the next one."""
 INTERVAL_S = 1.0
 _SERVER = os.getppid()
 _TIME = struct.Struct("d")

@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 import triton_python_backend_utils as pb_utils
 
 from triton_backend.backend import metric_records
+from triton_backend.backend.heartbeat import RESTARTS_PARAMETER
 from triton_backend.backend.metric_records import MetricKey
-from triton_backend.launcher.stubs import RESTARTS_PARAMETER
 
 INTERVAL_S = 0.5
 

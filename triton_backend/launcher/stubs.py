@@ -12,8 +12,6 @@ from pathlib import Path
 
 from triton_backend.launcher.reaper import SHARED_MEMORY
 
-RESTARTS_PARAMETER = "HOTROW_RESTARTS"
-"""In a model's configuration: how often backend processes of the model were lost and replaced, told to the next one."""
 STUB_NAME = "triton_python_b"
 """Of the program triton_python_backend_stub, as far as the kernel keeps names."""
 

@@ -32,9 +32,10 @@ from urllib.parse import quote
 
 from inference_session.errors import HotrowError
 from triton_backend.backend import heartbeat
+from triton_backend.backend.heartbeat import RESTARTS_PARAMETER
 from triton_backend.client.probe import encode_probe
 from triton_backend.launcher import stubs
-from triton_backend.launcher.stubs import RESTARTS_PARAMETER, Stub
+from triton_backend.launcher.stubs import Stub
 from triton_backend.repository.chosen_versions import with_versions
 from triton_backend.repository.model_config import CONFIG_FILE
 from triton_backend.repository.servable import is_version

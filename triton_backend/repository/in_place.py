@@ -23,7 +23,7 @@ from inference_session.importers.hugectr.ps_fields import PsJson, PsModel
 from inference_session.importers.hugectr.ps_json import read_ps_json
 from inference_session.model_source import is_url
 from inference_session.model_spec import ModelSpec
-from inference_session.version_directory.manifest import Progress
+from inference_session.platform.progress import Progress
 from triton_backend.repository.servable import PS_VARIABLE, SOURCE_LINK, ps_variable
 
 Backend = Literal["hugectr", "hps"]

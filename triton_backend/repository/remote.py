@@ -10,7 +10,7 @@ from pathlib import Path
 from inference_session.errors import ConfigurationError
 from inference_session.model_source import create_source, is_url
 from inference_session.model_source.fetch import cache_folder, fetch, link_tree
-from inference_session.model_source.transfer import Progress
+from inference_session.platform.progress import Progress
 
 
 @contextmanager

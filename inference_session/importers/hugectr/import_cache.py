@@ -28,10 +28,11 @@ from inference_session.errors import ModelFormatError, UnavailableError
 from inference_session.importers.hugectr.importer import write_version
 from inference_session.importers.hugectr.ps_fields import PsJson, PsModel
 from inference_session.importers.hugectr.remote_files import with_local_files
+from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
 from inference_session.platform.user_cache import lock_file, user_cache_folder
 from inference_session.version_directory import manifest
-from inference_session.version_directory.manifest import Progress, sha256_of
+from inference_session.version_directory.manifest import sha256_of
 
 NUM_KEPT = 3
 """Imports of one model that are kept: the one in use, the one before it for a way back, and one more."""

@@ -25,11 +25,12 @@ from inference_session.model_spec import (
     TensorSpec,
     folder_names,
 )
+from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
 from inference_session.requests.hugectr_csr import DENSE, HPS_COUNTS, HPS_KEYS, KEYS, OFFSETS, RequestFormat
-from inference_session.tables.table_file import open_tables
-from inference_session.version_directory.manifest import Progress, write_manifest
+from inference_session.version_directory.manifest import write_manifest
 from inference_session.version_directory.publishing import share_unchanged
+from inference_session.version_directory.version import VersionDirectory
 
 
 @dataclass(frozen=True)
@@ -268,4 +269,4 @@ def _write_tables(job: _Job, names: Sequence[str], dims: Sequence[int]) -> tuple
 
 
 def _num_duplicates(version_dir: Path, spec: ModelSpec) -> tuple[int, ...]:
-    return tuple(table.num_duplicates for table in open_tables(version_dir, spec))
+    return tuple(table.num_duplicates for table in VersionDirectory(version_dir, spec).open_tables())

@@ -9,7 +9,7 @@ from typing import Any
 from inference_session.importers.hugectr.ps_fields import PsModel
 from inference_session.model_source import is_url
 from inference_session.model_source.fetch import fetch
-from inference_session.model_source.transfer import Progress
+from inference_session.platform.progress import Progress
 
 _FIELDS = ("graph_file", "dense_file", "statistics_file")
 

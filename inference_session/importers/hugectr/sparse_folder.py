@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from inference_session.errors import ModelFormatError
 from inference_session.importers.hugectr.ps_fields import KeyType
 from inference_session.model_spec import KEY_FILE, VECTOR_FILE
+from inference_session.platform.progress import Progress
 from inference_session.tables.ordered_keys import contains
 from inference_session.tables.table_index import build_index
-from inference_session.version_directory.manifest import Progress
 
 _KEY_BYTES = 8
 _FLOAT_BYTES = 4

@@ -38,8 +38,9 @@ from inference_session.model_spec import (
     VECTOR_FILE,
     ModelSpec,
 )
+from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
-from inference_session.version_directory.manifest import Progress, write_manifest
+from inference_session.version_directory.manifest import write_manifest
 from inference_session.version_directory.publishing import share_unchanged
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from inference_session.importers.onnx.wire import read_skeleton
 from inference_session.model_source import is_url
 from inference_session.model_source.create import split_place
 from inference_session.model_source.fetch import cache_folder, fetch, forget, link_tree
-from inference_session.model_source.transfer import Progress
+from inference_session.platform.progress import Progress
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from inference_session.parameter_server.redis.connection import (
     run_id_in,
 )
 from inference_session.parameter_server.redis.topology import Cluster, OneServer, Sentinel, Topology
-from inference_session.parameter_server.store_url import StoreUrl
+from inference_session.urls.store_url import StoreUrl
 
 BYTES_PER_BATCH = 256 << 10
 """Rows in one batch of commands: enough to be worth its system calls, and little for a server to do in one go."""

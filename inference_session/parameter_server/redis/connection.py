@@ -19,7 +19,7 @@ from inference_session.kernels.records import address_of
 from inference_session.parameter_server.base import LateError
 from inference_session.parameter_server.redis.layout import command
 from inference_session.parameter_server.redis.replies import CURSOR, POLLIN, STREAM, Status, receive_rows
-from inference_session.parameter_server.store_url import StoreUrl
+from inference_session.urls.store_url import StoreUrl
 
 _BUFFER_BYTES = 256 << 10
 _MAX_LINE_BYTES = 1024

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from inference_session.errors import ConfigurationError
 from inference_session.parameter_server.redis import layout
-from inference_session.parameter_server.store_url import StoreUrl
+from inference_session.urls.store_url import StoreUrl
 
 _FIELDS_PER_STEP = 1000
 """Fields that one command goes through: little enough to be no other client's delay."""

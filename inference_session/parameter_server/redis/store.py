@@ -17,15 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, SessionClosedError, StoreError
-from inference_session.parameter_server.base import (
-    ERASED_SUFFIX,
-    SCAN_BYTES,
-    BoundStore,
-    FetchRequest,
-    Rows,
-    check_fetch,
-    check_insert,
-)
+from inference_session.parameter_server.base import ERASED_SUFFIX, BoundStore, FetchRequest, check_insert
 from inference_session.parameter_server.namespace import Namespace, StoredTable
 from inference_session.parameter_server.redis import layout
 from inference_session.parameter_server.redis.client import BYTES_PER_BATCH, RedisClient
@@ -33,7 +25,8 @@ from inference_session.parameter_server.redis.commands import Read, Write, Write
 from inference_session.parameter_server.redis.connection import Deadline, RedisConnection, WrongTypeError
 from inference_session.parameter_server.redis.overflow import Eviction, Overflow, num_uses
 from inference_session.parameter_server.redis.replies import compile_kernels
-from inference_session.parameter_server.store_url import DEFAULT_TIMEOUT_MS, StoreUrl
+from inference_session.tables.base import SCAN_BYTES, Rows, check_fetch
+from inference_session.urls.store_url import DEFAULT_TIMEOUT_MS, StoreUrl
 
 DEFAULT_CONNECTIONS = 1
 """Connections to one server that a call uses side by side. A server of one thread gains nothing by a second one, and

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from inference_session.errors import HotrowError, StoreError, UnavailableError
 from inference_session.parameter_server.redis.connection import Address, Deadline, RedirectedError, Reply
-from inference_session.parameter_server.store_url import StoreUrl
+from inference_session.urls.store_url import StoreUrl
 
 _MIN_REFRESH_S = 0.1
 _NUM_SLOTS = 16_384

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import SessionClosedError, StoreError, UnavailableError
-from inference_session.parameter_server.base import SCAN_BYTES, BoundStore, Rows, check_fetch, check_insert
+from inference_session.parameter_server.base import BoundStore, check_insert
 from inference_session.parameter_server.namespace import Namespace, StoredTable
 from inference_session.parameter_server.rocksdb.database import (
     list_families,
@@ -34,6 +34,7 @@ from inference_session.parameter_server.rocksdb.database import (
 from inference_session.parameter_server.rocksdb.open_database import OpenDatabase
 from inference_session.parameter_server.rocksdb.reader_folder import ReaderFolder
 from inference_session.platform.pacing import Rests
+from inference_session.tables.base import SCAN_BYTES, Rows, check_fetch
 
 _KEYS_PER_MULTIGET = 2048
 """More of them are sorted first, for then neighbours in the files are often asked for together; and few enough that

@@ -20,7 +20,7 @@ from hotrow.training.outbox import Changes, merge  # noqa: E402
 from inference_session import InferenceSession  # noqa: E402
 from inference_session.errors import ConfigurationError, SessionClosedError, UnavailableError  # noqa: E402
 from inference_session.update_stream.announcements import Announcements  # noqa: E402
-from inference_session.update_stream.kafka_url import KafkaUrl  # noqa: E402
+from inference_session.urls.kafka_url import KafkaUrl  # noqa: E402
 from tests.testing.broker import Broker  # noqa: E402
 from tests.testing.servers import PATIENCE_S, wait_until  # noqa: E402
 

@@ -23,7 +23,8 @@ from inference_session.errors import ConfigurationError, StoreError, Unavailable
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis import layout
 from inference_session.parameter_server.redis.store import RedisStore, list_redis_tables
-from inference_session.parameter_server.store_url import StoreUrl, create_store
+from inference_session.parameter_server.store_url import create_store
+from inference_session.urls.store_url import StoreUrl
 from tests.parameter_server.contract import (
     DIMS,
     EXTREMES,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, unquote
 
 from inference_session.errors import ConfigurationError
-from inference_session.platform.secret_file import OPTION, url_password
+from inference_session.urls.secret_file import OPTION, url_password
 
 SCHEME = "kafka"
 DEFAULT_PORT = 9092

@@ -1,0 +1,9 @@
+"""How long work says how far it has come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+Progress: TypeAlias = Callable[[int], None]
+"""Told how much was done since the last call: bytes, rows or files, as the work says."""

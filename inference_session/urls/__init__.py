@@ -1,0 +1,1 @@
+"""URLs of stores and brokers, as settings have them: parsed, and shown without their passwords."""

@@ -1,0 +1,24 @@
+"""Which model and version a directory is of: its own name is the version's, that of the folder above the model's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from inference_session.errors import ConfigurationError
+
+
+def model_and_version(path: Path) -> tuple[str, str]:
+    """The names of the model and of the version of a directory; ConfigurationError where it has no folder above."""
+    named = absolute(path)
+    if not named.parent.name:
+        raise ConfigurationError(f"{named} is not <repository>/<model>/<version>: it has no parent folder")
+    return named.parent.name, named.name
+
+
+def absolute(path: Path) -> Path:
+    """The absolute path of a version directory.
+
+    Links on the way keep their names: a repository may lead to folders that are called otherwise.
+    """
+    return Path(os.path.abspath(path))  # noqa: PTH100 - Path.resolve follows links

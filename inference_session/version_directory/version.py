@@ -1,0 +1,65 @@
+"""VersionDirectory: the files of one version of a model, where they are, and what they are called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, ModelSpec
+from inference_session.tables.table_file import TableFile
+from inference_session.version_directory.manifest import read_manifest
+from inference_session.version_directory.names import absolute, model_and_version
+
+
+@dataclass(frozen=True)
+class VersionDirectory:
+    """`<repository>/<model>/<version>`, and what its session.json says."""
+
+    path: Path
+    """As given."""
+    spec: ModelSpec
+
+    @classmethod
+    def read(cls, path: str | Path) -> VersionDirectory:
+        """Read session.json; ModelFormatError where it is missing or damaged."""
+        return cls(Path(path), ModelSpec.read(Path(path)))
+
+    @property
+    def model(self) -> str:
+        """The name of the model: that of the folder above."""
+        return model_and_version(self.path)[0]
+
+    @property
+    def version(self) -> str:
+        """The name of the version: that of the folder itself."""
+        return absolute(self.path).name
+
+    @property
+    def tables_folder(self) -> Path:
+        """The folder of the tables; not there where their rows are in a store alone."""
+        return self.path / TABLES_FOLDER
+
+    def sibling(self, version: str) -> Path:
+        """Another version of the same model."""
+        return absolute(self.path).parent / version
+
+    def model_file(self, name: str) -> Path:
+        """A file that all versions of the model share, beside them."""
+        return self.path.parent / name
+
+    def state_file(self, state_dir: str, kind: str) -> Path:
+        """What processes that serve the model leave for each other, of some kind."""
+        return Path(state_dir) / f"{absolute(self.path).parent.name}.{kind}"
+
+    def open_tables(self, *, verify_indexes: bool = False) -> list[TableFile]:
+        """The tables, in the order of session.json; see `TableFile.open`."""
+        listed = {entry.path.as_posix(): entry.sha256 for entry in read_manifest(self.path)}
+        return [
+            TableFile.open(
+                self.tables_folder / table.folder,
+                table,
+                key_sha256=listed.get(f"{TABLES_FOLDER}/{table.folder}/{KEY_FILE}"),
+                verify_index=verify_indexes,
+            )
+            for table in self.spec.tables
+        ]
