@@ -11,8 +11,10 @@ medians of requests one by one.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -25,10 +27,12 @@ from inference_session.embedding_cache.gpu import GpuEmbeddingCache
 from inference_session.kernels.records import SEGMENT, Lookup, PoolingCode, address_of
 from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.base import FetchRequest
-from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
 from inference_session.rows import Rows, StoredRows
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tests.testing.memory_store import MemoryStore
 
 NUM_TABLES, DIM, KEYS_PER_BAG = 26, 128, 8
 MISSING = (0.0, 0.001, 0.01, 0.1)
@@ -114,7 +118,7 @@ def fetch_s(tables: Tables, keys: NDArray[np.int64], wanted: NDArray[np.bool_]) 
         if len(unique):
             requests.append(FetchRequest(table, unique, np.empty((len(unique), DIM), np.float32)))
     begin = time.perf_counter()
-    server.fetch_unique(requests)
+    server.fetch(requests)
     return time.perf_counter() - begin
 
 

@@ -24,17 +24,17 @@ from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.errors import ConfigurationError, SessionClosedError, UnavailableError, UnknownKeyError
 from inference_session.kernels.records import SEGMENT, Lookup, PoolingCode, address_of
 from inference_session.model_spec import TABLES_FOLDER, TableSpec
-from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
-from inference_session.parameter_server.wrappers import FaultStore
 from inference_session.rows import Rows, StoredRows, fetch
 from inference_session.rows.hot_keys import read_hot_keys
 from tests.test_stored_session import DIMS, HASHED_DEFAULT, assert_answers, push, url_of
 from tests.testing import small_model
+from tests.testing.faulty_stores import FaultStore
 from tests.testing.hooked_store import HookedStore
+from tests.testing.memory_store import MemoryStore
 from tests.testing.servers import PATIENCE_S, wait_until
 
 NO_GPU = unusable_for_sessions(0)

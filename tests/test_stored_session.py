@@ -25,16 +25,16 @@ from inference_session.errors import (
 )
 from inference_session.execution.network import Network
 from inference_session.model_spec import TABLES_FOLDER
-from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
 from inference_session.parameter_server.tier import Tier
-from inference_session.parameter_server.wrappers import FaultStore
 from inference_session.rows import StoredRows, fetch
 from tests.testing import small_model
+from tests.testing.faulty_stores import FaultStore
 from tests.testing.hooked_store import HookedStore
+from tests.testing.memory_store import MemoryStore
 from tests.testing.servers import PATIENCE_MS, PATIENCE_S, wait_until
 
 DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}

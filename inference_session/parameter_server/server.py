@@ -67,30 +67,16 @@ class ParameterServer:
         self._known = known or KnownIncarnation()
         self._upkeep = Upkeep(self._tiers, self._history, self._writing, self._known)
 
-    def fetch(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]]:
+    def fetch(
+        self, requests: Sequence[FetchRequest], *, on_store_failure: OnStoreFailure | None = None
+    ) -> list[NDArray[np.bool_]]:
         """Write the vectors of all keys that any tier has to the outputs; returns for each request which those are.
+
+        Each key is in its request once. Outputs of keys that are not found may hold anything. `on_store_failure` comes
+        before the server's own.
 
         Raises:
             UnavailableError: with `on_store_failure="error"`, a key was not found while a tier was out.
-        """
-        unique = [np.unique(request.keys, return_inverse=True) for request in requests]
-        once = [
-            FetchRequest(request.table, keys, np.empty((len(keys), request.out.shape[1]), np.float32))
-            for request, (keys, _) in zip(requests, unique, strict=True)
-        ]
-        results = []
-        for request, fetched, (_, inverse), hits in zip(requests, once, unique, self.fetch_unique(once), strict=True):
-            found = hits[inverse]
-            request.out[found] = fetched.out[inverse[found]]
-            results.append(found)
-        return results
-
-    def fetch_unique(
-        self, requests: Sequence[FetchRequest], *, on_store_failure: OnStoreFailure | None = None
-    ) -> list[NDArray[np.bool_]]:
-        """`fetch` for keys each of which is in its request once; outputs of keys that are not found may hold anything.
-
-        `on_store_failure` comes before the server's own.
         """
         if self._closed:
             raise SessionClosedError(f"{self!r} has been closed")
@@ -197,10 +183,6 @@ class ParameterServer:
             "dropped_promotions": self._upkeep.promotions.num_dropped,
             "tiers": {tier.name: tier.counters() for tier in self._tiers},
         }
-
-    def wait_for_promotions(self) -> None:
-        """Return when all promotions queued so far are done."""
-        self._upkeep.promotions.wait()
 
     def close(self) -> None:
         """End the background work and close all tiers. May be called twice."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TypeVar
 
@@ -133,55 +131,3 @@ class WrapperStore(EmbeddingStore):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.store!r}>"
-
-
-class LatencyStore(WrapperStore):
-    """Every call takes so much longer."""
-
-    def __init__(self, store: EmbeddingStore, delay_ms: float) -> None:
-        super().__init__(store)
-        self.delay_ms = delay_ms
-
-    def around(self, verb: str, call: Callable[[], Result]) -> Result:  # noqa: ARG002
-        """Wait, then call."""
-        time.sleep(self.delay_ms / 1000)
-        return call()
-
-
-class FaultStore(WrapperStore):
-    """Calls fail when a test says so."""
-
-    def __init__(self, store: EmbeddingStore, fault: Callable[[str], Exception | None]) -> None:
-        """`fault` is told the verb before each call, and gives what to raise instead of it, or None."""
-        super().__init__(store)
-        self.fault = fault
-
-    def around(self, verb: str, call: Callable[[], Result]) -> Result:
-        """Raise, or call."""
-        error = self.fault(verb)
-        if error is not None:
-            raise error
-        return call()
-
-
-class LoggingStore(WrapperStore):
-    """Every call is logged with its time, at level DEBUG, and with its error, at WARNING."""
-
-    def __init__(self, store: EmbeddingStore, log: logging.Logger) -> None:
-        super().__init__(store)
-        self._log = log
-
-    def around(self, verb: str, call: Callable[[], Result]) -> Result:
-        """Call, and log."""
-        begin = time.perf_counter()
-        try:
-            result = call()
-        except Exception as error:
-            self._log.warning("%s of %r failed after %.3f ms: %s", verb, self.store, _ms_since(begin), error)
-            raise
-        self._log.debug("%s of %r took %.3f ms", verb, self.store, _ms_since(begin))
-        return result
-
-
-def _ms_since(begin: float) -> float:
-    return (time.perf_counter() - begin) * 1000

@@ -141,7 +141,7 @@ class StoredRows(Rows):
             FetchRequest(self._specs[t].folder, stored_keys(self._specs[t], part.keys), part.vectors)
             for t, part in rows.parts.items()
         ]
-        for (t, part), found in zip(rows.parts.items(), self._server.fetch_unique(requests), strict=True):
+        for (t, part), found in zip(rows.parts.items(), self._server.fetch(requests), strict=True):
             part.found[:] = found
             if not found.all():
                 part.vectors[~found] = self._defaults[t]

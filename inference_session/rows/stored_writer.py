@@ -114,7 +114,7 @@ class StoredWriter(RowWriter):
         folder = self._specs[table].folder
         vectors = np.empty((len(keys), self._specs[table].embedding_dim), np.float32)
         moment = self._writes[table].moment
-        found = self._server.fetch_unique([FetchRequest(folder, stored_keys(self._specs[table], keys), vectors)])[0]
+        found = self._server.fetch([FetchRequest(folder, stored_keys(self._specs[table], keys), vectors)])[0]
         with self._caching:
             current = found & ~self._writes[table].written(keys, moment)
             self._cache.insert(folder, keys[current], vectors[current])
@@ -155,7 +155,7 @@ class StoredWriter(RowWriter):
         request = FetchRequest(folder, stored_keys(self._specs[table], keys), vectors)
         moment = self._writes[table].moment
         # A key is not found only if no tier has it.
-        found = self._server.fetch_unique([request], on_store_failure="error")[0]
+        found = self._server.fetch([request], on_store_failure="error")[0]
         with self._caching:
             current = ~self._writes[table].written(keys, moment)
             self._cache.update(folder, keys[found & current], vectors[found & current])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inference_session.parameter_server.known_incarnation import NOTE_TABLE, KnownIncarnation
-from inference_session.parameter_server.memory_store import MemoryStore
+from tests.testing.memory_store import MemoryStore
 
 
 def test_only_what_others_have_noted_is_news() -> None:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from inference_session.parameter_server import pending
-from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.pending import (
     PendingPromotions,
     PendingTouches,
@@ -16,6 +15,7 @@ from inference_session.parameter_server.pending import (
     joined,
 )
 from inference_session.parameter_server.tier import Tier
+from tests.testing.memory_store import MemoryStore
 
 DIM = 4
 

@@ -18,14 +18,15 @@ from inference_session.parameter_server import server as server_module
 from inference_session.parameter_server import tier as tier_module
 from inference_session.parameter_server import upkeep as upkeep_module
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, LateError
-from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
-from inference_session.parameter_server.wrappers import FaultStore
 from tests.parameter_server.contract import DIMS, assert_same_bits, keys_of, random_keys, random_vectors
+from tests.testing.faulty_stores import FaultStore
 from tests.testing.hooked_store import HookedStore
+from tests.testing.memory_store import MemoryStore
+from tests.testing.server_calls import await_promotions, fetch_any
 from tests.testing.servers import PATIENCE_MS, RedisServer, wait_until
 
 KEYS, VECTORS = random_keys(200), random_vectors(200, 4)
@@ -48,7 +49,7 @@ class Stack:
 
     def fetch(self, keys: np.ndarray, table: str = "user") -> tuple[np.ndarray, np.ndarray]:
         out = np.full((len(keys), DIMS[table]), -7777, np.float32)
-        return self.server.fetch([FetchRequest(table, keys, out)])[0], out
+        return fetch_any(self.server, [FetchRequest(table, keys, out)])[0], out
 
     def tier(self, name: str) -> dict[str, object]:
         tiers: dict[str, dict[str, object]] = self.server.stats()["tiers"]
@@ -81,7 +82,7 @@ def test_rows_are_fetched_through_the_tiers(make: Callable[..., Stack]) -> None:
     assert (out[200] == -7777).all()
     assert (stack.tier("volatile")["hits"], stack.tier("volatile")["misses"]) == (50, 151)
     assert (stack.tier("persistent")["hits"], stack.tier("persistent")["misses"]) == (150, 1)
-    assert stack.server.fetch([]) == []
+    assert fetch_any(stack.server, []) == []
     assert stack.fetch(keys_of())[0].shape == (0,)
 
 
@@ -89,14 +90,14 @@ def test_rows_that_were_found_go_up_and_nothing_else(make: Callable[..., Stack])
     """Promotion inserts found rows into the volatile tier, never one for an unknown key."""
     stack = make()
     stack.fetch(np.concatenate([KEYS[:100], keys_of(4321)]))
-    stack.server.wait_for_promotions()
+    await_promotions(stack.server)
     assert stack.volatile.num_rows("user") == 100
     assert stack.tier("volatile")["promoted"] == 100
     assert_same_bits(stack.fetch(KEYS[:100])[1], VECTORS[:100])
     assert stack.tier("persistent")["hits"] == 100
     quiet = make(keep=False)
     quiet.fetch(KEYS)
-    quiet.server.wait_for_promotions()
+    await_promotions(quiet.server)
     assert quiet.volatile.num_rows("user") == 0
 
 
@@ -106,7 +107,7 @@ def test_a_promotion_never_replaces_a_newer_row(make: Callable[..., Stack]) -> N
     with stack.server._writing:  # the promotion has to wait, as it would behind a long write
         stack.fetch(KEYS[:10])
         stack.volatile.insert("user", KEYS[:5], -VECTORS[:5])
-    stack.server.wait_for_promotions()
+    await_promotions(stack.server)
     assert_same_bits(stack.fetch(KEYS[:5])[1], -VECTORS[:5])
 
 
@@ -137,8 +138,8 @@ def test_a_row_erased_while_it_is_fetched_is_not_promoted() -> None:
     server = ParameterServer(tiers)
     persistent.hook = lambda: server.erase("user", KEYS[:5])
 
-    server.fetch([FetchRequest("user", KEYS[:20], np.empty((20, 4), np.float32))])
-    server.wait_for_promotions()
+    fetch_any(server, [FetchRequest("user", KEYS[:20], np.empty((20, 4), np.float32))])
+    await_promotions(server)
 
     held = volatile.fetch("user", KEYS[:20], np.empty((20, 4), np.float32))
     assert held.tolist() == [False] * 5 + [True] * 15
@@ -158,7 +159,7 @@ def test_rows_that_another_process_has_changed_are_not_promoted() -> None:
         behind.insert("user", KEYS[5:8], -VECTORS[5:8])
 
     lagging.hook = change
-    found = server.fetch([FetchRequest("user", KEYS[:20], np.empty((20, 4), np.float32))])[0]
+    found = fetch_any(server, [FetchRequest("user", KEYS[:20], np.empty((20, 4), np.float32))])[0]
 
     def held() -> list[bool]:
         return volatile.fetch("user", KEYS[:20], np.empty((20, 4), np.float32)).tolist()
@@ -175,7 +176,7 @@ def test_promotions_are_bounded_in_bytes(make: Callable[..., Stack], monkeypatch
     with stack.server._writing:  # so that nothing is promoted meanwhile
         for begin in range(0, 200, 20):
             stack.fetch(KEYS[begin : begin + 20])
-    stack.server.wait_for_promotions()
+    await_promotions(stack.server)
 
     dropped = stack.server.stats()["dropped_promotions"]
     assert 0 < dropped < 200
@@ -234,7 +235,7 @@ def test_a_tier_that_refuses_one_thing_stays(make: Callable[..., Stack]) -> None
     tier = Tier("volatile", refusing, volatile=True)
     server = ParameterServer([tier, Tier("persistent", stack.persistent)])
     for _ in range(2):
-        assert server.fetch([FetchRequest("user", KEYS, np.empty((200, 4), np.float32))])[0].all()
+        assert fetch_any(server, [FetchRequest("user", KEYS, np.empty((200, 4), np.float32))])[0].all()
         wait_until(lambda: not tier.is_suspect, "the tier to be asked")
     assert tier.failure is None
     assert tier.outages == 0
@@ -391,7 +392,7 @@ def test_a_write_that_no_tier_keeps_is_an_error() -> None:
     wait_until(lambda: tier.failure is None, "the tier to come back")
     for expected in (VECTORS, -VECTORS):
         out = np.empty((200, 4), np.float32)
-        assert server.fetch([FetchRequest("user", KEYS, out)])[0].all()
+        assert fetch_any(server, [FetchRequest("user", KEYS, out)])[0].all()
         assert_same_bits(out, expected)
         server.insert("user", KEYS, -VECTORS)
     server.close()
@@ -407,7 +408,7 @@ def test_the_only_store_keeps_its_rows_when_it_is_another_one(
     server = ParameterServer([Tier("volatile", volatile, volatile=True)])
     server.insert("user", KEYS, VECTORS)
     wait_until(lambda: "may have lost some of them" in caplog.text, "the change to be noticed")
-    assert server.fetch([FetchRequest("user", KEYS, np.empty((200, 4), np.float32))])[0].all()
+    assert fetch_any(server, [FetchRequest("user", KEYS, np.empty((200, 4), np.float32))])[0].all()
     server.close()
 
 
@@ -425,10 +426,10 @@ def test_background_work_survives_the_unexpected(make: Callable[..., Stack], cap
     stack = make()
     stack.volatile.insert_absent = lambda *_: 1 / 0  # type: ignore[method-assign, assignment]
     stack.fetch(KEYS[:5])
-    stack.server.wait_for_promotions()
+    await_promotions(stack.server)
     del stack.volatile.insert_absent
     stack.fetch(KEYS[:5])
-    stack.server.wait_for_promotions()
+    await_promotions(stack.server)
     assert stack.volatile.num_rows("user") == 5
     assert "ZeroDivisionError" in caplog.text
 
@@ -446,9 +447,9 @@ def test_a_tier_that_takes_no_rows_is_still_read(
     server = ParameterServer(tiers)
     for _ in range(3):
         out = np.zeros((20, 4), np.float32)
-        assert server.fetch([FetchRequest("user", KEYS[:20], out)])[0].all()
+        assert fetch_any(server, [FetchRequest("user", KEYS[:20], out)])[0].all()
         assert_same_bits(out, VECTORS[:20])
-        server.wait_for_promotions()
+        await_promotions(server)
     stats = server.stats()["tiers"]["volatile"]
     server.close()
     assert (stats["failure"], stats["hits"], stats["failures"], stats["promoted"]) == (None, 30, 3, 0)
@@ -488,7 +489,7 @@ def test_promotions_are_bounded(make: Callable[..., Stack]) -> None:
         for _ in range(pending.MAX_PENDING_PROMOTIONS + in_hand + 10):
             assert stack.fetch(KEYS[:7])[0].all()
         assert stack.server.stats()["dropped_promotions"] >= 7 * 8
-    stack.server.wait_for_promotions()
+    await_promotions(stack.server)
     assert stack.volatile.num_rows("user") == 7
 
 
@@ -497,7 +498,7 @@ def test_a_closed_server_refuses(make: Callable[..., Stack]) -> None:
     stack = make()
     stack.server.close()
     stack.server.close()
-    stack.server.wait_for_promotions()
+    await_promotions(stack.server)
     with pytest.raises(SessionClosedError):
         stack.fetch(KEYS)
 
@@ -506,7 +507,7 @@ def test_an_unknown_table_is_no_outage(make: Callable[..., Stack]) -> None:
     """The caller's mistake is the caller's error."""
     stack = make()
     with pytest.raises(TableNotFoundError):
-        stack.server.fetch([FetchRequest("nobody", KEYS, np.zeros((200, 4), np.float32))])
+        fetch_any(stack.server, [FetchRequest("nobody", KEYS, np.zeros((200, 4), np.float32))])
     assert stack.tier("volatile")["failure"] is None
 
 
@@ -558,7 +559,7 @@ def test_redis_over_rocksdb_survives_the_death_of_redis(tmp_path: Path, monkeypa
 
         def right() -> bool:
             out = np.zeros((200, 4), np.float32)
-            found = server.fetch([FetchRequest("user", KEYS, out)])[0]
+            found = fetch_any(server, [FetchRequest("user", KEYS, out)])[0]
             assert found.all()
             assert_same_bits(out, VECTORS)
             return server.stats()["tiers"]["redis"]["failure"] is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,14 +13,15 @@ from inference_session.errors import StoreError, UnavailableError
 from inference_session.model_spec import TABLES_FOLDER, ModelSpec, TableSpec
 from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.file_store import TableFileStore
-from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.rocksdb.store import RocksDbStore
-from inference_session.parameter_server.wrappers import FaultStore, LatencyStore, LoggingStore, WrapperStore
+from inference_session.parameter_server.wrappers import WrapperStore
 from inference_session.tables.table_file import write_table
 from inference_session.version_directory import manifest
 from inference_session.version_directory.version import VersionDirectory
 from tests.parameter_server.contract import DIMS, ReadContract, StoreContract, fetch, keys_of, random_vectors
+from tests.testing.faulty_stores import FaultStore, LatencyStore
+from tests.testing.memory_store import MemoryStore
 
 
 class MemoryContract(StoreContract):
@@ -52,7 +52,7 @@ class TestWrapped(MemoryContract):
     @pytest.fixture
     def store(self) -> EmbeddingStore:
         self.memory = MemoryStore(DIMS)
-        return LoggingStore(LatencyStore(FaultStore(self.memory, lambda _: None), 0.01), logging.getLogger(__name__))
+        return LatencyStore(FaultStore(self.memory, lambda _: None), 0.01)
 
 
 class TestTableFiles(ReadContract):
@@ -91,20 +91,6 @@ def test_faults_come_when_they_are_told_to() -> None:
     with pytest.raises(UnavailableError, match="down"):
         store.insert("odd", keys_of(2), np.ones((1, 1), np.float32))
     assert fetch(store, "odd", keys_of(1, 2))[0].tolist() == [True, False]
-
-
-def test_calls_are_logged_with_their_errors(caplog: pytest.LogCaptureFixture) -> None:
-    """One line per call: what, of which store, how long, and what went wrong."""
-    store = LoggingStore(
-        FaultStore(MemoryStore(DIMS), lambda v: StoreError("no") if v == "erase" else None), logging.getLogger("x")
-    )
-    with caplog.at_level(logging.DEBUG, "x"):
-        fetch(store, "odd", keys_of(1))
-        with pytest.raises(StoreError):
-            store.erase("odd", keys_of(1))
-    assert [r.levelname for r in caplog.records if r.name == "x"] == ["DEBUG", "WARNING"]
-    assert "fetch of <FaultStore of <MemoryStore [3 tables]>> took" in caplog.text
-    assert "failed" in caplog.text
 
 
 def test_wrappers_forward_everything() -> None:

@@ -13,11 +13,13 @@ from numpy.typing import NDArray
 from inference_session.errors import UnavailableError
 from inference_session.parameter_server import unknown_keys
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
-from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
 from inference_session.parameter_server.unknown_keys import MEMORY_S, UnknownKeys
-from inference_session.parameter_server.wrappers import FaultStore, WrapperStore
+from inference_session.parameter_server.wrappers import WrapperStore
+from tests.testing.faulty_stores import FaultStore
+from tests.testing.memory_store import MemoryStore
+from tests.testing.server_calls import fetch_any
 from tests.testing.servers import wait_until
 
 DIMS = {"user": 2}
@@ -38,7 +40,7 @@ class RecordingStore(WrapperStore):
 def fetch(server: ParameterServer, keys: list[int]) -> dict[int, float]:
     """What the server answers, of the keys that it finds."""
     request = FetchRequest("user", np.array(keys, np.int64), np.full((len(keys), 2), np.nan, np.float32))
-    found = server.fetch_unique([request])[0]
+    found = fetch_any(server, [request])[0]
     return dict(zip(request.keys[found].tolist(), request.out[found, 0].tolist(), strict=True))
 
 

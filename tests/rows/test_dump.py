@@ -18,7 +18,6 @@ from inference_session.errors import ConfigurationError, SessionClosedError, Sto
 from inference_session.model_source import Copy
 from inference_session.model_spec import ModelSpec
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
-from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
@@ -31,6 +30,8 @@ from inference_session.tables.table_file import TableFile
 from inference_session.version_directory import manifest
 from tests.testing import small_model
 from tests.testing.hadoop import Hdfs
+from tests.testing.memory_store import MemoryStore
+from tests.testing.server_calls import fetch_any
 from tests.testing.servers import PATIENCE_MS, RedisServer
 
 Table = dict[int, list[float]]
@@ -225,7 +226,7 @@ def test_updates_wait_for_a_scan_and_reads_do_not(server: ParameterServer) -> No
             writers[0].start()
             out = np.empty((60, 3), np.float32)
             request = FetchRequest("t", np.arange(60), out)
-            assert server.fetch([request])[0].sum() == 50
+            assert fetch_any(server, [request])[0].sum() == 50
             assert not out[:50].any()
 
     volatile.amid_scan = write

@@ -11,7 +11,6 @@ import redis
 
 from inference_session.errors import ConfigurationError
 from inference_session.parameter_server.base import FetchRequest
-from inference_session.parameter_server.memory_store import MemoryStore
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis import layout
 from inference_session.parameter_server.redis.store import RedisStore
@@ -19,6 +18,8 @@ from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
 from tests.parameter_server.contract import DIMS, assert_same_bits, fetch, keys_of, packed, random_keys, random_vectors
+from tests.testing.memory_store import MemoryStore
+from tests.testing.server_calls import fetch_any
 from tests.testing.servers import PATIENCE_MS, RedisClusterServers, RedisServer, wait_until
 
 KEYS, VECTORS = random_keys(400), random_vectors(400, 4)
@@ -142,7 +143,7 @@ def test_rows_that_are_read_are_touched(server: RedisServer) -> None:
         server = ParameterServer(tiers)
         asked = np.concatenate([KEYS[:10], keys_of(4321)])
         with server._writing:  # the background has to wait
-            server.fetch([FetchRequest("user", asked, np.empty((11, 4), np.float32))])
+            fetch_any(server, [FetchRequest("user", asked, np.empty((11, 4), np.float32))])
         server.erase("user", KEYS[:2])
 
         wait_until(lambda: server.stats()["tiers"]["volatile"]["touched"] > 0, "rows to be touched")
@@ -165,7 +166,7 @@ def test_a_redis_that_takes_no_writes_is_read_all_the_same(server: RedisServer) 
         held = fetch(store, "user", KEYS)[0]
 
         def failed() -> bool:
-            found = parameter_server.fetch([FetchRequest("user", KEYS, np.empty((400, 4), np.float32))])[0]
+            found = fetch_any(parameter_server, [FetchRequest("user", KEYS, np.empty((400, 4), np.float32))])[0]
             assert (found == held).all()
             return bool(parameter_server.stats()["tiers"]["volatile"]["failures"])
 

@@ -1,0 +1,31 @@
+"""What tests ask of a parameter server, which nobody else does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.parameter_server.base import FetchRequest
+from inference_session.parameter_server.server import ParameterServer
+
+
+def fetch_any(server: ParameterServer, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]]:
+    """`ParameterServer.fetch` for keys that may come more than once; returns for each request which were found."""
+    unique = [np.unique(request.keys, return_inverse=True) for request in requests]
+    once = [
+        FetchRequest(request.table, keys, np.empty((len(keys), request.out.shape[1]), np.float32))
+        for request, (keys, _) in zip(requests, unique, strict=True)
+    ]
+    results = []
+    for request, fetched, (_, inverse), hits in zip(requests, once, unique, server.fetch(once), strict=True):
+        found = hits[inverse]
+        request.out[found] = fetched.out[inverse[found]]
+        results.append(found)
+    return results
+
+
+def await_promotions(server: ParameterServer) -> None:
+    """Return when all promotions queued so far are done."""
+    server._upkeep.promotions.wait()
