@@ -10,14 +10,14 @@ PYTEST_ARGS ?=
 # Processes that run the tests side by side: these wait more than they compute.
 TEST_PROCESSES ?= 4
 FUZZ_SECONDS ?= 60
-MINUTES ?= 5
 SEED ?=
 CAMPAIGN_ARGS ?=
+SOAK_ARGS ?=
 # What a model or a message from elsewhere is read by.
 FUZZED := session_json table ps_json hugectr_graph kafka_messages onnx_import
 FUZZ_ENGINE = $$($(BIN)/python -c "import atheris" 2>/dev/null && echo tests.fuzz.coverage_guided || echo tests.fuzz)
 
-.PHONY: help demo online-learning test test-exporters test-training fuzz fuzz-same $(FUZZED:%=fuzz-same-%) check campaign bench bench-report clean
+.PHONY: help demo online-learning test test-exporters test-training fuzz fuzz-same $(FUZZED:%=fuzz-same-%) check campaign soak bench bench-report clean
 
 help:
 	@echo "make demo            set up, serve a real model on a real Triton, send real requests (KEEP=1 leaves it running)"
@@ -28,6 +28,7 @@ help:
 	@echo "make fuzz            every reader of foreign files, a minute each on other files each time (FUZZ_SECONDS)"
 	@echo "make fuzz-same       the readers of models and messages, a minute each at most, on the same files each time (make -j2 -O)"
 	@echo "make campaign        random operations and faults against served models, every answer checked (MINUTES=5, SEED: random)"
+	@echo "make soak            a served model under steady load: slopes of memory, handles, threads, disk (MINUTES=60)"
 	@echo "make check           formatting, lint, types, known vulnerabilities"
 	@echo "make bench           benchmarks, each beside its ceiling or peer"
 	@echo "make bench-report    whole requests through Triton beside their peers: bench-report.html and the README's figure"
@@ -89,6 +90,12 @@ $(FUZZED:%=fuzz-same-%): fuzz-same-%: $(VENV)/.fuzz
 	  --max-files $$((5000 * $(FUZZ_SECONDS))) --folder $$folder/files >$$folder/log 2>&1; \
 	then echo "$*: $$(tail -n 1 $$folder/log)"; rm -r $$folder; \
 	else cat $$folder/log; echo "$*: the files are in $$folder"; exit 1; fi
+
+soak: MINUTES ?= 60
+campaign: MINUTES ?= 5
+
+soak: $(VENV)/.test
+	@$(BIN)/python -m tests.campaign.soak --minutes $(MINUTES) $(SOAK_ARGS)
 
 campaign: $(VENV)/.test
 	@$(BIN)/python -m tests.campaign --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(CAMPAIGN_ARGS)

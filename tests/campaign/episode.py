@@ -124,7 +124,14 @@ class Episode:
         if stores.redis_proxy is not None:
             found += faults.network_faults("volatile", stores.redis_proxy)
         if stores.cluster is not None:
-            found += faults.cluster_faults(stores.cluster)
+            found += faults.fleet_faults(stores.cluster, stores.cluster.servers)
+        if stores.sentinels is not None:
+            found += faults.fleet_faults(stores.sentinels, (stores.sentinels.master, stores.sentinels.replica))
+        if stores.small_disk is not None:
+            small_disk = stores.small_disk
+            found.append(lambda: faults.DiskFull(small_disk))
+        elif self.plan.has_small_disk:
+            self._journal.note("no disk is filled: a file system cannot be mounted here")
         if stores.broker is not None and isinstance(writer, StreamWriter):
             found += faults.broker_faults(stores.broker, lambda lose: writer.lose(self._operator.serving, lose))
         if stores.broker_proxy is not None:
@@ -183,7 +190,7 @@ class Episode:
     def _operate(self) -> None:
         operator = self._operator
         possible: list[tuple[str, Callable[[], None]]] = [("refresh", operator.refresh), ("sweep", operator.sweep)]
-        if self._faults.is_healthy("server"):
+        if self._faults.is_healthy("server") and self._faults.is_healthy("persistent"):
             possible += [
                 ("swap", operator.swap),
                 ("replace in place", operator.replace_in_place),

@@ -6,7 +6,7 @@ import contextlib
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +16,7 @@ from tests.campaign.journal import Journal
 from tests.campaign.proxy import Network, Proxy
 from tests.campaign.target import TritonTarget
 from tests.testing.broker import Broker
-from tests.testing.servers import RedisClusterServers, RedisServer, wait_until
+from tests.testing.servers import RedisServer, wait_until
 
 
 class Fault(Protocol):
@@ -272,12 +272,11 @@ class DiskFull:
 
     def start(self) -> None:
         """Leave no byte."""
-        with self.filler.open("wb") as file, contextlib.suppress(OSError):
-            for size in (1 << 20, 4096, 1):
-                with contextlib.suppress(OSError):
+        with self.filler.open("wb", buffering=0) as file:
+            for num_bytes in (1 << 20, 4096, 1):
+                with contextlib.suppress(OSError):  # there is no room for so many
                     while True:
-                        file.write(bytes(size))
-                        file.flush()
+                        file.write(bytes(num_bytes))
 
     def heal(self) -> None:
         """Make room."""
@@ -300,36 +299,42 @@ def redis_faults(server: RedisServer) -> list[Callable[[], Fault]]:
     return [lambda kind=kind: kind(server) for kind in kinds]  # type: ignore[misc]
 
 
-class NodeKilled(RedisKilled):
-    """One node of a Cluster."""
+class Fleet(Protocol):
+    """Several Redis servers that take each other's place."""
 
-    def __init__(self, cluster: RedisClusterServers, number: int) -> None:
-        super().__init__(cluster.servers[number])
-        self.cluster = cluster
+    def wait_until_ready(self) -> None:
+        """Return when all are there, and replicas follow their masters."""
+
+
+class NodeKilled(RedisKilled):
+    """One of several servers."""
+
+    def __init__(self, fleet: Fleet, server: RedisServer) -> None:
+        super().__init__(server)
+        self.fleet = fleet
 
     def heal(self) -> None:
-        """Start it again, and wait until the Cluster has taken it back."""
+        """Start it again, and wait until the others have taken it back."""
         super().heal()
-        self.cluster.wait_until_ready()
+        self.fleet.wait_until_ready()
 
 
 class NodeFrozen(RedisFrozen):
-    """One node of a Cluster."""
+    """One of several servers."""
 
-    def __init__(self, cluster: RedisClusterServers, number: int) -> None:
-        super().__init__(cluster.servers[number])
-        self.cluster = cluster
+    def __init__(self, fleet: Fleet, server: RedisServer) -> None:
+        super().__init__(server)
+        self.fleet = fleet
 
     def heal(self) -> None:
-        """Let it go on, and wait until the Cluster has taken it back."""
+        """Let it go on, and wait until the others have taken it back."""
         super().heal()
-        self.cluster.wait_until_ready()
+        self.fleet.wait_until_ready()
 
 
-def cluster_faults(cluster: RedisClusterServers) -> list[Callable[[], Fault]]:
-    """All of any one node of a Cluster."""
-    numbers = range(len(cluster.servers))
-    return [lambda k=kind, n=number: k(cluster, n) for number in numbers for kind in (NodeKilled, NodeFrozen)]  # type: ignore[misc]
+def fleet_faults(fleet: Fleet, servers: Sequence[RedisServer]) -> list[Callable[[], Fault]]:
+    """All of any one of several servers."""
+    return [lambda k=kind, s=server: k(fleet, s) for server in servers for kind in (NodeKilled, NodeFrozen)]  # type: ignore[misc]
 
 
 _LONGEST_S = 8.0

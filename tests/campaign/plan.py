@@ -14,7 +14,7 @@ class Plan:
 
     writer: Writer
     volatile: str | None = None
-    """`redis`, `cluster`, or None."""
+    """`redis`, `cluster`, `sentinel`, or None."""
     by_proxy: bool = False
     """Whether the Redis, and the broker, are reached through a network that may fail."""
     has_rocksdb: bool = False
@@ -22,6 +22,8 @@ class Plan:
     """Whether versions keep their table files, below the stores."""
     cache_bytes: int = 0
     on_triton: bool = False
+    has_small_disk: bool = False
+    """Whether the RocksDBs are where a disk can be filled."""
 
     @classmethod
     def draw(cls, rng: random.Random) -> Plan:
@@ -31,9 +33,10 @@ class Plan:
         by_proxy = rng.random() < 0.4
         if writer is Writer.STREAM and rng.random() < 0.4:
             return cls(writer, by_proxy=by_proxy, on_triton=on_triton)
-        volatile = rng.choices(("redis", "cluster", None), (6, 2, 1))[0]
+        volatile = rng.choices(("redis", "cluster", "sentinel", None), (6, 2, 2, 1))[0]
         cache_bytes = rng.choice((0, 4000, 1 << 20))
-        return cls(writer, volatile, by_proxy, True, rng.random() < 0.5, cache_bytes, on_triton)
+        has_files, has_small_disk = rng.random() < 0.5, rng.random() < 0.3
+        return cls(writer, volatile, by_proxy, True, has_files, cache_bytes, on_triton, has_small_disk)
 
     def __str__(self) -> str:
         said = asdict(self) | {"writer": self.writer.value}

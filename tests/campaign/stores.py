@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-
-import redis
 
 from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.namespace import Namespace
@@ -17,7 +16,7 @@ from tests.campaign.expectations import Writer
 from tests.campaign.plan import Plan
 from tests.campaign.proxy import Proxy
 from tests.testing.broker import Broker
-from tests.testing.servers import PATIENCE_MS, RedisClusterServers, RedisServer
+from tests.testing.servers import PATIENCE_MS, RedisClusterServers, RedisSentinelServers, RedisServer
 
 DIMS = {table.name: table.spec.embedding_dim for table in TABLES}
 
@@ -30,18 +29,24 @@ class Stores:
         self.has_rocksdb = plan.has_rocksdb
         self.redis = RedisServer() if plan.volatile == "redis" else None
         self.cluster = RedisClusterServers(node_timeout_ms=3000) if plan.volatile == "cluster" else None
+        self.sentinels = RedisSentinelServers() if plan.volatile == "sentinel" else None
         self.broker = Broker() if plan.writer is Writer.STREAM else None
         self.redis_proxy = Proxy(self.redis.port) if self.redis and plan.by_proxy else None
         self.broker_proxy = Proxy(self.broker.port) if self.broker and plan.by_proxy else None
         if self.broker and self.broker_proxy:
             self.broker.advertised_port = self.broker_proxy.port
+        self.small_disk: Path | None = None
+        """Where RocksDBs are on a file system that can be filled; None: they are not, or nobody may mount one here."""
+        self._wants_small_disk = plan.has_small_disk
         self._closing = contextlib.ExitStack()
 
     def __enter__(self) -> Stores:
         with contextlib.ExitStack() as stack:
-            for server in (self.redis, self.cluster, self.broker, self.redis_proxy, self.broker_proxy):
+            for server in (self.redis, self.cluster, self.sentinels, self.broker, self.redis_proxy, self.broker_proxy):
                 if server is not None:
                     stack.enter_context(server)
+            if self._wants_small_disk:
+                self.small_disk = stack.enter_context(_mounted(self.folder / "databases"))
             self._closing = stack.pop_all()
         return self
 
@@ -53,7 +58,7 @@ class Stores:
         """Of the volatile store, as the model is told."""
         if self.redis_proxy is not None:
             return f"redis://127.0.0.1:{self.redis_proxy.port}"
-        server = self.redis or self.cluster
+        server = self.redis or self.cluster or self.sentinels
         return None if server is None else server.url
 
     @property
@@ -65,7 +70,7 @@ class Stores:
 
     def database(self, version: int) -> Path:
         """The RocksDB of a version: each has its own, as a database has one writer."""
-        return self.folder / f"database-{version}"
+        return (self.small_disk or self.folder) / f"database-{version}"
 
     def settings(self, version: int) -> Mapping[str, str]:
         """What session.json of a version says of its stores."""
@@ -78,12 +83,6 @@ class Stores:
         namespace = Namespace(MODEL, str(version))
         return create_store(url, namespace, DIMS, writable=writable, timeout_ms=PATIENCE_MS)
 
-    def empty_volatile(self) -> None:
-        """Drop all that the volatile store holds."""
-        for server in [self.redis] if self.redis else list(self.cluster.servers) if self.cluster else []:
-            with server.client() as client, contextlib.suppress(redis.ReadOnlyError):  # a replica: its master does it
-                client.flushall()
-
     def push(self, directory: Path, *, volatile: bool) -> None:
         """Have the rows of a version's files in its persistent store, and in the volatile one if wanted."""
         settings = self.settings(int(directory.name))
@@ -92,3 +91,16 @@ class Stores:
                 with self.open(settings[name], int(directory.name), writable=True) as store:
                     for table in SPEC.tables:
                         TablePush(directory, table, store).run()
+
+
+@contextlib.contextmanager
+def _mounted(folder: Path) -> Iterator[Path | None]:
+    """A small file system of its own in memory; None where that is not permitted."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=128m", "campaign", str(folder)]
+    is_mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    try:
+        yield folder if is_mounted else None
+    finally:
+        if is_mounted:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)

@@ -81,6 +81,8 @@ class DirectWriter:
         self._target = target
         self._expectations = expectations
         self._may_fail = may_fail
+        self._was_refused = False
+        """A write since the persistent store was faulty: it may take seconds to take writes again (stores.md)."""
 
     def write(self, serving: Content, table: Table, keys: Integers, *, delete: bool) -> None:
         """See RowWriter. What a faulty store refuses is in doubt until it is written again."""
@@ -93,9 +95,11 @@ class DirectWriter:
                 session.update(table.name, table.keys[keys], encode(table.number, keys, serving.tag, numbers))
         except UnavailableError:
             self._expectations.doubt(serving.version, table, keys)
-            if not self._may_fail():
+            self._was_refused |= self._may_fail()
+            if not self._was_refused:
                 raise
         else:
+            self._was_refused = self._may_fail()
             self._expectations.acknowledge(serving.version, table, keys, numbers)
 
     def flush(self) -> None:

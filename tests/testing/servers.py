@@ -242,6 +242,10 @@ class RedisSentinelServers:
         """A plain client of the master or the replica."""
         return server.client(password=self._password)
 
+    def wait_until_ready(self) -> None:
+        """Return when one of the two servers follows the other, whichever is the master by now."""
+        wait_until(lambda: sorted(map(_role, (self.master, self.replica))) == ["following", "master"], "one master")
+
     def wait_for_replica(self) -> None:
         """Return when the replica has what has been written."""
         with self.client(self.master) as client:
@@ -277,6 +281,16 @@ def _accepts(replica: redis.Redis, master: bytes) -> bool:
     except redis.ResponseError:  # it has not heard of that master yet
         return False
     return True
+
+
+def _role(server: RedisServer) -> str:
+    with server.client() as client:
+        try:
+            role = client.execute_command("ROLE")
+        except redis.RedisError:  # it is loading
+            return "none"
+    follows = role[0] == b"slave" and role[3] == b"connected"
+    return "following" if follows else role[0].decode()
 
 
 def _is_ready(server: RedisServer) -> bool:
