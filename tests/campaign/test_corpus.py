@@ -18,11 +18,12 @@ CORPUS = {
     "41:0": Plan(Writer.DIRECT, "redis", has_rocksdb=True),
     "21:0": Plan(Writer.DIRECT, "cluster", has_rocksdb=True),
     "a": Plan(Writer.STREAM, by_proxy=True),
+    "d": Plan(Writer.DIRECT, "redis", has_rocksdb=True, cache_bytes=4000, has_small_disk=True),
     "42:0": Plan(Writer.STREAM, has_rocksdb=True, cache_bytes=4000, on_triton=True),
 }
 """By seed. What they found: an older Redis believed for half a second after it was started again; its older rows
 believed by the next session; marks of erased rows dropped with it; a Redis never used again that was away from the
-first write on; a damaged file shared with the next version; an error of the Kafka client that was none of ours.
+first write on; a damaged file shared with the next version; a table of a RocksDB half made on a full disk; an error of the Kafka client that was none of ours.
 """
 
 

@@ -145,7 +145,7 @@ class RocksDbStore(BoundStore):
         """See EmbeddingStore."""
         check_insert(keys, vectors, self.embedding_dim(table))
         opened = self._become_writer()
-        opened.create_family(self._tags[table])
+        self._create_family(opened, table)
         step = max(1, _BYTES_PER_BATCH // (4 * vectors.shape[1]))
         for begin in range(0, len(keys), step):
             self._insert(opened, table, keys[begin : begin + step], vectors[begin : begin + step])
@@ -270,6 +270,19 @@ class RocksDbStore(BoundStore):
             if self._opened is None or not self._opened.is_writer:
                 self._opened = OpenDatabase(self.path, None)
             return self._opened
+
+    def _create_family(self, opened: OpenDatabase, table: str) -> None:
+        """Make the table's column family if there is none. One that the disk had no room for may be there all the same,
+        for those alone who open the database after that: so this becomes a reader again, and the writer by the next
+        write.
+        """
+        try:
+            opened.create_family(self._tags[table])
+        except (StoreError, UnavailableError) as error:
+            if self._reader_folder is not None:
+                with suppress(UnavailableError):
+                    self._reopen(opened)
+            raise UnavailableError(f"table {table!r} cannot be made, which may be tried again: {error}") from error
 
     def _family(self, table: str) -> Any:
         """The table's column family, None if it has none (yet)."""
