@@ -23,7 +23,8 @@ CORPUS = {
 }
 """By seed. What they found: an older Redis believed for half a second after it was started again; its older rows
 believed by the next session; marks of erased rows dropped with it; a Redis never used again that was away from the
-first write on; a damaged file shared with the next version; a table of a RocksDB half made on a full disk; an error of the Kafka client that was none of ours.
+first write on; a damaged file shared with the next version; a RocksDB's table half made on a full disk, for good; an
+error of the Kafka client that was none of ours.
 """
 
 
