@@ -130,7 +130,7 @@ def _ways(case: Case, request: Arrays, counts: NDArray[np.int32]) -> dict[str, C
 
 
 def _rank_for_one(cases: list[Case], rounds: int) -> None:
-    print(print("C1: 1 context x 1,000 candidates, ms of one core; how often more pairs per second; bytes sent"))
+    print("C1: 1 context x 1,000 candidates, ms of one core; how often more pairs per second; bytes sent")
     for case in cases:
         request, counts = case.ranking.request(1, 1000), np.array([1000], np.int32)
         found = _medians(_ways(case, request, counts), rounds, time.process_time)

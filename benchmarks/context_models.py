@@ -109,12 +109,12 @@ def _item(width: int, num_keys: int) -> Input:
 
 
 def din(rows: int) -> RankingModel:
-    """A deep interest network: an MLP weighs every click by the candidate."""
+    """A deep interest network: an MLP with one hidden layer of 64 weighs every click by the candidate."""
     weights, dim = _Weights(0), 64
     for name in ("users", "items"):
         weights.table(name, rows, dim)
-    for name, width, units in (("a0", 4 * dim, 80), ("a1", 80, 40), ("a2", 40, 1)):
-        weights.layer(name, width, units)
+    weights.layer("a0", 4 * dim, 64)
+    weights.layer("a1", 64, 1)
     text = f"""din (int64[n] user, int64[n, {NUM_CLICKS}] clicks, float[n, 16] profile, int64[n] item)
         => (float[n, 1] click) {{
         u = Gather(users, user)
@@ -130,10 +130,7 @@ def din(rows: int) -> RankingModel:
         a0_z = Add(a0_x, a0_b)
         a0_y = Sigmoid(a0_z)
         a1_x = MatMul(a0_y, a1_w)
-        a1_z = Add(a1_x, a1_b)
-        a1_y = Sigmoid(a1_z)
-        a2_x = MatMul(a1_y, a2_w)
-        scores = Add(a2_x, a2_b)
+        scores = Add(a1_x, a1_b)
         weights = Softmax<axis = 1>(scores)
         weighted = Mul(h, weights)
         interest = ReduceSum<keepdims = 0>(weighted, one)

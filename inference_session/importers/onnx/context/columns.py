@@ -81,16 +81,16 @@ def _product(work: Work, node: NodeProto) -> _Product | None:
     weights = work.constant(node.input[1])
     if weights is None or weights.ndim != 2 or (work.rank(node.input[0]) or 0) < 2:
         return None
-    weights = weights.astype(np.float64)
-    if node.op_type == "MatMul":
-        bias, output = _bias_behind(work, node.output[0], weights.shape[1])
-        return _Product(node.input[0], weights, bias, output)
-    factors = [helper.get_attribute_value(a) for a in node.attribute if a.name in ("alpha", "beta")]
-    added = work.constant(node.input[2]) if len(node.input) > 2 and node.input[2] else np.zeros(1, np.float32)
-    if attribute(node, "transA", 0) or any(factor != 1 for factor in factors) or added is None or added.ndim > 1:
+    factors = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    own: NDArray[np.generic] | None = np.zeros(1)
+    if len(node.input) > 2 and node.input[2] and factors.get("beta", 1) != 0:
+        own = work.constant(node.input[2])
+    if factors.get("transA", 0) or factors.get("alpha", 1) != 1 or own is None or own.ndim > 1:
         return None
-    weights = weights.T if attribute(node, "transB", 0) else weights
-    return _Product(node.input[0], weights, added.astype(np.float64), node.output[0])
+    weights = weights.T if factors.get("transB", 0) else weights
+    bias, output = _bias_behind(work, node.output[0], weights.shape[1])
+    total = bias + own.astype(np.float64) * factors.get("beta", 1)
+    return _Product(node.input[0], weights.astype(np.float64), total, output)
 
 
 def _bias_behind(work: Work, name: str, width: int) -> tuple[Matrix, str]:

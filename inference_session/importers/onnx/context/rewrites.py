@@ -7,6 +7,7 @@ from inference_session.importers.onnx.context.columns import cut_products
 from inference_session.importers.onnx.context.concatenations import delay_concatenations
 from inference_session.importers.onnx.context.contractions import contract_sums
 from inference_session.importers.onnx.context.elementwise import broadcast_elementwise, drop_expansions
+from inference_session.importers.onnx.context.folding import answer_shapes, fold_constants
 from inference_session.importers.onnx.context.pairs import divide_pairs
 from inference_session.importers.onnx.context.products import multiply_blocks
 from inference_session.importers.onnx.context.sharing import share_equal_nodes
@@ -19,6 +20,8 @@ def rewrite(work: Work, *, sums: bool) -> None:
     Args:
         sums: take sums of a context's and a candidate's value apart where their rounding allows it.
     """
+    fold_constants(work)
+    answer_shapes(work)
     delay_concatenations(work)
     divide_pairs(work)
     delay_concatenations(work)

@@ -14,7 +14,7 @@ from onnx.reference import ReferenceEvaluator
 from inference_session.importers.onnx.types import value_type
 from inference_session.importers.onnx.weights import Weight
 
-_MAX_KNOWN_ELEMENTS = 256
+_MAX_KNOWN_ELEMENTS = 4096
 Shape = tuple[int, ...]
 
 

@@ -114,6 +114,11 @@ class Work:
         """The shapes of a value under each probe."""
         return [shapes.dims(name) for shapes in self._shapes]
 
+    def known(self, name: str) -> NDArray[Any] | None:
+        """The elements of a small value that constants and shapes determine, if they are always the same."""
+        first, second = (shapes.known.get(name) for shapes in self._shapes)
+        return first if first is not None and second is not None and np.array_equal(first, second) else None
+
     def is_float(self, name: str) -> bool:
         """Whether a value is float32."""
         return self._shapes[0].elem_type(name) == TensorProto.FLOAT

@@ -1,0 +1,50 @@
+"""Computes what is always the same, and tells shapes without the values, so that the rewrites see plain operators.
+
+Exporters write constants as casts and sums of others, and ask a large value for the number of samples alone.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from onnx import NodeProto, numpy_helper
+
+from inference_session.importers.onnx.context.work import Builder, Work
+from inference_session.model_spec import ROW_CONTEXT
+
+
+def fold_constants(work: Work) -> None:
+    """Let values that depend on small constants alone be constants."""
+    folded: set[str] = set()
+    for node in work.graph.node:
+        names = [name for name in node.input if name]
+        values = [value for name in node.output if (value := work.known(name)) is not None]
+        is_fixed = names and all(work.is_constant(name) or name in folded for name in names)
+        if is_fixed and len(values) == len(node.output):
+            folded.update(node.output)
+            pairs = zip(node.output, values, strict=True)
+            work.graph.initializer.extend(numpy_helper.from_array(np.asarray(value), name) for name, value in pairs)
+    gone: dict[int, list[NodeProto]] = {
+        i: [] for i, node in enumerate(work.graph.node) if folded.intersection(node.output)
+    }
+    if gone:
+        work.replace(gone)
+
+
+def answer_shapes(work: Work) -> None:
+    """Let the shape of a candidates' value follow from their number, where its other sizes are always the same."""
+    replaced = {i: nodes for i, node in enumerate(work.graph.node) if (nodes := _answered(work, node))}
+    if replaced:
+        work.replace(replaced)
+
+
+def _answered(work: Work, node: NodeProto) -> list[NodeProto] | None:
+    if node.op_type != "Shape" or node.domain or node.attribute or node.input[0] == ROW_CONTEXT:
+        return None
+    dims, sizes = work.dims(node.input[0]), work.sizes(node.input[0])
+    if not dims or sizes is None or dims[0] != work.dims_of_rows or None in sizes[1:]:
+        return None
+    builder = Builder(work, node.output[0])
+    rows = builder.add("Shape", [ROW_CONTEXT])
+    rest = builder.integers([size or 0 for size in sizes[1:]])
+    builder.add("Concat", [rows, rest] if sizes[1:] else [rows], node.output[0], axis=0)
+    return builder.nodes
