@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto
@@ -14,8 +17,8 @@ _MAX_ERROR = 4e-6
 """Of one element of a product, by being taken apart, in the worst case; what is usual is a tenth of it."""
 _BOUNDED = frozenset({"Sigmoid", "HardSigmoid", "Tanh", "Softsign", "Softmax", "Sin", "Cos", "Erf", "Sign"})
 _KEEPING = frozenset({
-    "Abs", "Dropout", "Expand", "Flatten", "Gather", "Identity", "Neg", "ReduceMax", "ReduceMean", "ReduceMin",
-    "Relu", "Reshape", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze",
+    "Abs", "Dropout", "Expand", "Gather", "Identity", "Neg", "ReduceMax", "ReduceMean", "ReduceMin",
+    "Relu", "Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze",
 })  # fmt: skip
 _CHUNK_ROWS = 1 << 16
 
@@ -28,11 +31,12 @@ class Bounds:
         self._lengths: dict[str, float | None] = {}
 
     def may_part(self, node: NodeProto, weights: NDArray[np.float64]) -> bool:
-        """Whether the two values that a node adds or subtracts may be multiplied by weights one by one.
+        """Whether the values that a node adds or subtracts may be multiplied by weights one by one; of a node that
+        multiplies, whether the terms of its operands may.
 
         A product's rounding error is about its factors' lengths times 2^-24, whatever the sum of the terms is.
         """
-        lengths = [self.length(name) for name in node.input]
+        lengths = [self.length(name) for name in (node.output[:1] if node.op_type == "Mul" else node.input)]
         known = [length for length in lengths if length is not None]
         if len(known) < len(lengths):
             return False
@@ -58,9 +62,54 @@ class Bounds:
             return float(np.sqrt(width)) if width else None
         if node.op_type == "Gather" and node.input[0] in self._work.weights:
             return _longest_row(self._work.weights[node.input[0]])
-        if node.op_type == "Concat":
-            return self._joined(node)
+        rule = self._rules.get(node.op_type)
+        if rule is not None:
+            return rule(node)
         return self.length(node.input[0]) if node.op_type in _KEEPING and self._keeps_width(node) else None
+
+    @property
+    def _rules(self) -> dict[str, Callable[[NodeProto], float | None]]:
+        return {
+            **dict.fromkeys(("Add", "Sub", "Mul"), self._combined),
+            **dict.fromkeys(("MatMul", "Gemm"), self._multiplied),
+            **dict.fromkeys(("Flatten", "Reshape"), self._flattened),
+            "Concat": self._joined,
+        }
+
+    def _flattened(self, node: NodeProto) -> float | None:
+        """All rows of a sample behind each other, at most."""
+        length, dims = self.length(node.input[0]), self._work.dims(node.input[0])
+        after = self._work.dims(node.output[0])
+        if length is None or dims is None or after is None or dims[0] != after[0]:
+            return None
+        return length * math.sqrt(math.prod(dims[1:-1]))
+
+    def _combined(self, node: NodeProto) -> float | None:
+        """A sum is no longer than its operands together, a product than one times the largest element of the other."""
+        lengths = [self.length(name) for name in node.input]
+        first, second = lengths
+        if first is None or second is None:
+            return None
+        if node.op_type != "Mul":
+            return first + second
+        return min(first * (self._largest(node.input[1]) or second), second * (self._largest(node.input[0]) or first))
+
+    def _largest(self, name: str) -> float | None:
+        """The largest element of a value, where it is copied from a table; its length is one, too."""
+        node = self._work.made_by.get(name)
+        while node is not None and not node.domain and node.op_type in (*_KEEPING, "Flatten", "Reshape"):
+            if node.op_type == "Gather" and node.input[0] in self._work.weights:
+                return _longest_row(self._work.weights[node.input[0]], infinite=True)
+            node = self._work.made_by.get(node.input[0])
+        return None
+
+    def _multiplied(self, node: NodeProto) -> float | None:
+        """Weights stretch no vector by more than their largest singular value."""
+        weights, length = self._work.constant(node.input[1]), self.length(node.input[0])
+        bias = self.length(node.input[2]) if len(node.input) > 2 and node.input[2] else 0.0
+        if weights is None or weights.ndim != 2 or length is None or bias is None:
+            return None
+        return length * float(np.linalg.norm(weights.astype(np.float64), 2)) + bias
 
     def _joined(self, node: NodeProto) -> float | None:
         lengths = [self.length(name) for name in node.input]
@@ -73,10 +122,12 @@ class Bounds:
         return before is not None and after is not None and before[-1:] == after[-1:]
 
 
-def _longest_row(table: Weight) -> float:
+def _longest_row(table: Weight, *, infinite: bool = False) -> float:
+    """The length of the longest row; the largest element where lengths are `infinite` norms."""
     longest = 0.0
     for begin in range(0, table.dims[0], _CHUNK_ROWS):
         rows = table.rows(np.arange(begin, min(begin + _CHUNK_ROWS, table.dims[0])))
-        squares = (rows.astype(np.float32).reshape(len(rows), -1) ** 2).sum(axis=1)
-        longest = max(longest, float(np.sqrt(squares.max(initial=0.0))))
+        order = np.inf if infinite else 2
+        lengths = np.linalg.norm(rows.astype(np.float32).reshape(len(rows), -1), order, axis=1)
+        longest = max(longest, float(lengths.max(initial=0.0)))
     return longest if np.isfinite(longest) else float("inf")

@@ -19,13 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import NodeProto, helper
+from onnx import NodeProto
 
 from inference_session.importers.onnx.context.bounds import Bounds
+from inference_session.importers.onnx.context.weighted import Matrix, weighted
 from inference_session.importers.onnx.context.work import Builder, Work
 from inference_session.importers.onnx.graph import attribute
-
-Matrix = NDArray[np.float64]
 
 
 class Term(NamedTuple):
@@ -36,6 +35,8 @@ class Term(NamedTuple):
     is_contexts: bool
     factor: str = ""
     """A value of the context that a candidate's one is multiplied by, stretched over what it has more dimensions."""
+    left: Matrix | None = None
+    """What the value is multiplied by before `factor` is: [columns of the value, columns of the factor]."""
 
 
 class Sum(NamedTuple):
@@ -75,22 +76,12 @@ def cut_products(work: Work, *, sums: bool) -> None:
 
 
 def _product(work: Work, node: NodeProto) -> _Product | None:
-    """A product of a candidates' matrix with float32 weights; None for anything else."""
-    if node.domain or node.op_type not in ("MatMul", "Gemm") or not work.is_float(node.output[0]):
+    """A product with weights, and the sum with a constant row behind it; None for anything else."""
+    found = weighted(work, node)
+    if found is None:
         return None
-    weights = work.constant(node.input[1])
-    if weights is None or weights.ndim != 2 or (work.rank(node.input[0]) or 0) < 2:
-        return None
-    factors = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    own: NDArray[np.generic] | None = np.zeros(1)
-    if len(node.input) > 2 and node.input[2] and factors.get("beta", 1) != 0:
-        own = work.constant(node.input[2])
-    if factors.get("transA", 0) or factors.get("alpha", 1) != 1 or own is None or own.ndim > 1:
-        return None
-    weights = weights.T if factors.get("transB", 0) else weights
-    bias, output = _bias_behind(work, node.output[0], weights.shape[1])
-    total = bias + own.astype(np.float64) * factors.get("beta", 1)
-    return _Product(node.input[0], weights.astype(np.float64), total, output)
+    bias, output = _bias_behind(work, node.output[0], len(found.bias))
+    return _Product(found.matrix, found.weights, found.bias + bias, output)
 
 
 def _bias_behind(work: Work, name: str, width: int) -> tuple[Matrix, str]:
@@ -140,10 +131,11 @@ def _num_columns(work: Work, found: Sum) -> float:
 
 def _collected(terms: Iterable[Term]) -> list[Term]:
     """Each value, and each product of two, once."""
-    found: dict[tuple[str, str], Term] = {}
+    found: dict[tuple[str, str, int], Term] = {}
     for term in terms:
-        known = found.get((term.value, term.factor))
-        found[term.value, term.factor] = term if known is None else known._replace(matrix=known.matrix + term.matrix)
+        key = term.value, term.factor, 0 if term.left is None else id(term.left)
+        known = found.get(key)
+        found[key] = term if known is None else known._replace(matrix=known.matrix + term.matrix)
     return list(found.values())
 
 
@@ -230,7 +222,7 @@ def _of_scaled(work: Work, node: NodeProto, limit: _Limit | None) -> Sum | None:
     """Mul or Div by a constant, or Mul of a context's and a candidate's value."""
     constants = [work.constant(name) for name in node.input]
     if node.op_type == "Mul" and constants == [None, None]:
-        return _of_woven(work, node)
+        return _of_woven(work, node, limit)
     position = 0 if constants[0] is None else 1
     if constants[1 - position] is None or (node.op_type == "Div" and position == 1):
         return None
@@ -242,14 +234,29 @@ def _of_scaled(work: Work, node: NodeProto, limit: _Limit | None) -> Sum | None:
     return Sum(_scaled(given.terms, factor), given.constant * factor)
 
 
-def _of_woven(work: Work, node: NodeProto) -> Sum | None:
+def _of_woven(work: Work, node: NodeProto, limit: _Limit | None) -> Sum | None:
     for name, other in (tuple(node.input), tuple(reversed(node.input))):
         factor, dims, whole = work.tiled(name), work.dims(other), work.dims(node.output[0])
         if factor is None or dims is None or whole is None or len(dims) != len(whole) or len(dims) not in (2, 3):
             continue
         if work.dims(name) == whole and dims[-1] == whole[-1] and set(dims[1:-1]) <= {1}:
-            return Sum([Term(other, np.eye(whole[-1]), False, factor)], np.zeros(whole[-1]))
+            return _narrower(work, node, (factor, other), limit) or Sum(
+                [Term(other, np.eye(whole[-1]), False, factor)], np.zeros(whole[-1])
+            )
     return None
+
+
+def _narrower(work: Work, node: NodeProto, names: tuple[str, str], limit: _Limit | None) -> Sum | None:
+    """The columns of r in u * (r U + b), where those are fewer: r U diag(u), and u * b of the context alone."""
+    factor, other = names
+    found = weighted(work, work.made_by.get(other))
+    if found is None or limit is None or work.rank(other) != 2 or len(found.weights) >= found.weights.shape[1]:
+        return None
+    if not limit.bounds.may_part(node, limit.weights):
+        return None
+    width = found.weights.shape[1]
+    woven = Term(found.matrix, np.eye(width), False, factor, found.weights)
+    return Sum([woven, Term(factor, np.diag(found.bias), True)], np.zeros(width))
 
 
 def _of_negative(work: Work, node: NodeProto, limit: _Limit | None) -> Sum | None:
@@ -380,10 +387,14 @@ class _Writer:
     def _matrix(self, terms: Sequence[Term], number: str, rows: Sequence[int | str]) -> str:
         """What the context multiplies one value by, [contexts, columns, rows, width]."""
         builder, stretched = self._builder, [1] * len(rows)
-        num_columns, width = len(terms[0].matrix), self._product.weights.shape[1]
+        num_columns, width = (self._work.dims(terms[0].value) or (0,))[-1], self._product.weights.shape[1]
         shape = (num_columns, *stretched, width)
         total = ""
         for term in sorted(terms, key=lambda term: not term.factor):
+            if term.left is not None:
+                part = self._narrow_matrix(term, term.left, number)
+                total = builder.add("Add", [total, part]) if total else part
+                continue
             weights = builder.weight((term.matrix @ self._product.weights).reshape(shape))
             if not term.factor:
                 part = weights
@@ -395,6 +406,13 @@ class _Writer:
         if any(term.factor for term in terms):
             return total
         return builder.add("Expand", [total, builder.list_of([number, num_columns, *rows, width])])
+
+    def _narrow_matrix(self, term: Term, left: Matrix, number: str) -> str:
+        """U diag(u) W, [contexts, columns of the value, width]."""
+        builder = self._builder
+        apart = builder.add("Reshape", [term.factor, builder.list_of([number, left.shape[1], 1])])
+        scaled = builder.add("Mul", [apart, builder.weight(term.matrix @ self._product.weights)])
+        return builder.add("MatMul", [builder.weight(left), scaled])
 
     def _last_rows(self, contexts: str | None, number: str, rows: Sequence[int | str]) -> str:
         """What is added for every candidate of a context, [contexts, 1, rows, width]."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from onnx import NodeProto
 
 from inference_session.importers.onnx.context.rows import BROADCASTING, UNARY
+from inference_session.importers.onnx.context.weighted import weighted
 from inference_session.importers.onnx.context.work import Builder, Work
 from inference_session.importers.onnx.graph import attribute
 
@@ -34,14 +35,26 @@ class Concatenation(NamedTuple):
 
     axis: int
     parts: list[Part]
+    is_mixed: bool = False
+    """Whether candidates' parts have been computed from the context's, so that none may be the context's alone."""
 
 
 class _Columns(NamedTuple):
     """The columns of a part, along the axis so far from the last one."""
 
     from_end: int
+    number: int
+    """Of the part."""
     begin: int
     end: int
+
+
+class _Operand(NamedTuple):
+    """What an operator on one part reads."""
+
+    value: str
+    is_contexts: bool | None
+    """Whether it has a row per context, which is yet to be tiled; None: it is a constant."""
 
 
 def delay_concatenations(work: Work) -> None:
@@ -65,7 +78,7 @@ class _Delay:
             return None
         builder = Builder(self._work, node.output[0])
         made = self._concat(node, builder) if node.op_type == "Concat" else self._through(node, builder)
-        if made is None or len({part.is_contexts for part in made.parts}) < 2:
+        if made is None or (len({part.is_contexts for part in made.parts}) < 2 and not made.is_mixed):
             return None
         self._made[node.output[0]] = made
         tiled = [builder.tile(part.value) if part.is_contexts else part.value for part in made.parts]
@@ -87,7 +100,8 @@ class _Delay:
             else:
                 source = self._work.tiled(name)
                 parts.append(Part(source or name, size, source is not None))
-        return Concatenation(axis, _merged(parts, axis, builder))
+        is_mixed = any(name in self._made and self._made[name].is_mixed for name in node.input)
+        return Concatenation(axis, _merged(parts, axis, builder), is_mixed)
 
     def _through(self, node: NodeProto, builder: Builder) -> Concatenation | None:
         """The parts of what a node makes of a Concat; None where it does not treat its columns one by one."""
@@ -112,37 +126,66 @@ class _Delay:
         return None
 
     def _elementwise(self, node: NodeProto, given: Concatenation, builder: Builder) -> Concatenation | None:
-        """The same operator for each part, with that part's columns of its constants."""
+        """The same operator for each part, with that part of its other operands."""
         rank = self._work.rank(node.output[0])
         channels = node.op_type == "BatchNormalization"
         if rank is None or (channels and given.axis != 1):
             return None
         from_end = 1 if channels else rank - given.axis
-        begin, parts = 0, []
-        for part in given.parts:
-            columns = _Columns(from_end, begin, begin + part.size)
-            inputs = [self._input(name, given, part, columns, builder) for name in node.input]
-            if None in inputs:
+        begin, parts, is_mixed = 0, [], given.is_mixed
+        for i, part in enumerate(given.parts):
+            columns = _Columns(from_end, i, begin, begin + part.size)
+            operands = [self._operand(name, node, given, columns, builder) for name in node.input]
+            known = [operand for operand in operands if operand is not None]
+            if len(known) < len(operands):
                 return None
-            parts.append(part._replace(value=self._again(node, [name or "" for name in inputs], builder)))
+            kinds = {operand.is_contexts for operand in known} - {None}
+            values = [
+                builder.tile(operand.value) if operand.is_contexts and False in kinds else operand.value
+                for operand in known
+            ]
+            is_mixed |= len(kinds) > 1
+            parts.append(Part(self._again(node, values, builder), part.size, kinds == {True}))
             begin += part.size
-        return given._replace(parts=parts)
+        return Concatenation(given.axis, parts, is_mixed)
 
-    def _input(self, name: str, given: Concatenation, part: Part, columns: _Columns, builder: Builder) -> str | None:
+    def _operand(
+        self, name: str, node: NodeProto, given: Concatenation, columns: _Columns, builder: Builder
+    ) -> _Operand | None:
         """What an operator on one part reads in the place of an input; None where that cannot be said."""
         if not name:
-            return ""
-        if name in self._made:
-            return part.value if self._made[name] is given else None
+            return _Operand("", None)
+        if (made := self._made.get(name)) is not None:
+            same = made.axis == given.axis and [p.size for p in made.parts] == [p.size for p in given.parts]
+            part = made.parts[columns.number] if same else None
+            return None if part is None else _Operand(part.value, part.is_contexts)
         constant = self._work.constant(name)
-        if constant is None or constant.ndim > columns.from_end + given.axis:
-            return None
+        if constant is None:
+            sliced = self._sliced_product(name, columns, builder) if node.op_type == "Mul" else None
+            return None if sliced is None else _Operand(sliced, is_contexts=False)
+        return self._columns(name, constant, given, columns, builder)
+
+    def _columns(
+        self, name: str, constant: NDArray[np.generic], given: Concatenation, columns: _Columns, builder: Builder
+    ) -> _Operand | None:
+        """Of a constant, the columns of a part, unless it is the same for all."""
         axis = constant.ndim - columns.from_end
         if axis < 0 or constant.shape[axis] == 1:
-            return name
-        if constant.shape[axis] != sum(item.size for item in given.parts):
+            return _Operand(name, None) if constant.ndim <= columns.from_end + given.axis else None
+        if axis > given.axis or constant.shape[axis] != sum(item.size for item in given.parts):
             return None
-        return self._constant(builder, constant.take(range(columns.begin, columns.end), axis))
+        return _Operand(self._constant(builder, constant.take(range(columns.begin, columns.end), axis)), None)
+
+    def _sliced_product(self, name: str, columns: _Columns, builder: Builder) -> str | None:
+        """Some columns of a product of a narrower matrix with weights, as the cross layers of DCN-v2 have them."""
+        found = weighted(self._work, self._work.made_by.get(name))
+        if found is None or self._work.is_contexts(name) or self._work.rank(name) != 2 or columns.from_end != 1:
+            return None
+        if len(found.weights) >= found.weights.shape[1]:
+            return None
+        own = slice(columns.begin, columns.end)
+        factors = [found.matrix, builder.weight(found.weights[:, own])]
+        return builder.add("Gemm", [*factors, builder.weight(found.bias[own])])
 
     def _constant(self, builder: Builder, values: NDArray[np.generic]) -> str:
         return builder.weight(values) if values.dtype == np.float32 else builder.constant(values)
@@ -166,7 +209,7 @@ class _Delay:
         for part, width in zip(given.parts, widths, strict=True):
             shape = builder.integers([-1, width // narrow, *(size or 0 for size in after[2:])])
             parts.append(part._replace(value=builder.add("Reshape", [part.value, shape]), size=width // narrow))
-        return Concatenation(1, parts)
+        return given._replace(parts=parts)
 
     def _again(self, node: NodeProto, inputs: Sequence[str], builder: Builder) -> str:
         copy = NodeProto()

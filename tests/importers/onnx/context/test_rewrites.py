@@ -411,3 +411,67 @@ def test_shapes_of_the_other_side_are_known_without_it(tmp_path: Path) -> None:
         {"u": (3,), "v": ()},
     )
     assert_nothing_tiled(report)
+
+
+def test_cross_layers_of_low_rank(tmp_path: Path) -> None:
+    """DCN-v2: u * (r U + b) V is cut by the few columns of r, so that no cross layer has a column of the context."""
+    width = 5 * DIM
+    report = check(
+        tmp_path,
+        """g (int64[n, 3] u, int64[n, 2] v) => (float[n, 1] y) {
+            c = Gather(items, u)
+            c_row = Flatten(c)
+            t = Gather(items, v)
+            t_row = Flatten(t)
+            x0 = Concat<axis = 1>(c_row, t_row)
+            r0 = MatMul(x0, v0)
+            z0 = Gemm(r0, u0, b0)
+            m0 = Mul(x0, z0)
+            x1 = Add(m0, x0)
+            r1 = MatMul(x1, v1)
+            z1 = MatMul(r1, u1)
+            m1 = Mul(z1, x0)
+            x2 = Add(m1, x1)
+            y = Gemm<beta = 0.0>(x2, w, b1)
+        }""",
+        {
+            "items": table(dim=DIM) * np.float32(0.1),
+            "v0": matrix(width, 2, seed=1) / 4,
+            "u0": matrix(2, width, seed=2),
+            "b0": matrix(width, seed=3),
+            "v1": matrix(width, 2, seed=4) / 4,
+            "u1": matrix(2, width, seed=5),
+            "w": matrix(width, 1, seed=6) / 4,
+            "b1": matrix(1, seed=7),
+        },
+        {"u": (3,), "v": (2,)},
+    )
+    assert_nothing_tiled(report)
+    assert report.spec.ranking.multiply_adds_fraction > 0.3
+
+
+def test_pairs_as_jax_writes_them(tmp_path: Path) -> None:
+    """The shape of all pairs is asked for, and the places that are picked are a cast of a constant."""
+    places = np.array([i * 4 + j for i in range(4) for j in range(i)], np.int32)
+    report = check(
+        tmp_path,
+        """g (int64[n, 2] u, int64[n, 2] v) => (float[n, 6] y) {
+            c = Gather(items, u)
+            t = Gather(items, v)
+            x = Concat<axis = 1>(c, t)
+            x_t = Transpose<perm = [0, 2, 1]>(x)
+            z = MatMul(x, x_t)
+            z_shape = Shape(z)
+            number = Gather<axis = 0>(z_shape, zero)
+            rest = Mul(four, four)
+            shape = Concat<axis = 0>(number, rest)
+            flat = Reshape(z, shape)
+            wide = Cast<to = 7>(places)
+            pairs = Gather<axis = 1>(flat, wide)
+            y = MatMul(pairs, w)
+        }""",
+        {"zero": np.array([0]), "four": np.array([4]), "places": places, "w": matrix(6, 6)},
+        {"u": (2,), "v": (2,)},
+    )
+    assert_nothing_tiled(report)
+    assert report.spec.ranking.multiply_adds_fraction > 0
