@@ -70,12 +70,12 @@ class RankingImport:
         """
         if CANDIDATES in {tensor.name for tensor in spec.inputs}:
             raise UnsupportedModelError(f"--context: the model has an input {CANDIDATES!r} of its own")
-        if self.findings.recipe is None:
-            raise UnsupportedModelError("--context: the original could not be run on made-up inputs, to prove it")
         if not spec.batched:
             raise UnsupportedModelError(
                 "--context: not every input and output of the model counts samples in its first dimension"
             )
+        if self.findings.recipe is None:
+            raise UnsupportedModelError("--context: the original could not be run on made-up inputs, to prove it")
         for cut, merge in product(Cut, (True, False)):
             split = split_context(self.model, self.weights, self.names, context, cut)
             try:
