@@ -148,7 +148,7 @@ def din(rows: int) -> RankingModel:
 
 def mmoe(rows: int) -> RankingModel:
     """Two tasks over four experts, and three histories that are pooled."""
-    weights, dim = _Weights(1), 32
+    weights, dim = _Weights(1), 64
     for name in ("users", "items"):
         weights.table(name, rows, dim)
     width = 13 * dim
