@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hotrow.training.checkpoint import Checkpoint
     from hotrow.training.export import export
     from hotrow.training.inputs import Lengths, Padded, lengths, padded
+    from hotrow.training.keras_callback import KerasCallback
     from hotrow.training.updates import UpdatePublisher
 
 _PLACES = {
@@ -28,11 +29,19 @@ _PLACES = {
     "lengths": "inputs",
     "Padded": "inputs",
     "Lengths": "inputs",
+    "KerasCallback": "keras_callback",
     "UpdatePublisher": "updates",
 }
 """The module of each public name, loaded when the name is first used."""
 
-__all__ = ["Checkpoint", "Lengths", "Padded", "UpdatePublisher", "export", "lengths", "padded"]
+_PACKAGES = {
+    "torch": "pip install 'hotrow[torch]'",
+    "onnxscript": "pip install 'hotrow[torch]'",
+    "keras": "pip install 'keras>=3.5'",
+}
+"""What may be missing, and the way to it."""
+
+__all__ = ["Checkpoint", "KerasCallback", "Lengths", "Padded", "UpdatePublisher", "export", "lengths", "padded"]
 
 
 def __getattr__(name: str) -> Any:
@@ -41,10 +50,10 @@ def __getattr__(name: str) -> Any:
     try:
         value = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
     except ModuleNotFoundError as missing:
-        if missing.name is None or missing.name.partition(".")[0] not in ("torch", "onnxscript"):
+        if missing.name is None or missing.name.partition(".")[0] not in _PACKAGES:
             raise
         raise ConfigurationError(
-            f"training.{name} needs the package `{missing.name}`: pip install 'hotrow[torch]'"
+            f"training.{name} needs the package `{missing.name}`: {_PACKAGES[missing.name.partition('.')[0]]}"
         ) from missing
     globals()[name] = value  # also where a submodule of the same name was just loaded
     return value

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from inference_session.errors import UnavailableError
 from inference_session.update_stream.encodings import decode
-from inference_session.update_stream.kafka_client import Consumer, KafkaException, TopicPartition, create_client
+from inference_session.update_stream.kafka_client import Consumer, KafkaException, TopicPartition, assign, create_client
 from inference_session.update_stream.topics import PREFIXES, topic_name
 from inference_session.urls.kafka_url import KafkaUrl
 
@@ -43,7 +43,7 @@ def published_keys(url: str, model: str, folder: str, embedding_dim: int, since:
 
 def _keys_of(consumer: Consumer, partition: TopicPartition, embedding_dim: int, since_ms: int) -> NDArray[np.int64]:
     low, high = consumer.get_watermark_offsets(partition, timeout=_BROKER_S)
-    consumer.assign([TopicPartition(partition.topic, partition.partition, low)])
+    assign(consumer, [TopicPartition(partition.topic, partition.partition, low)])
     keys = [np.empty(0, np.int64)]
     end = time.monotonic() + _BROKER_S
     while low < high:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import multiprocessing, nn
@@ -81,3 +82,13 @@ def distributed(model: nn.Module, plan: dict[str, dict[str, str]], *, learning_r
     return DistributedModelParallel(
         model, device=torch.device("cpu"), plan=ShardingPlan(plans), sharders=list(sharders.values())
     )
+
+
+def gathered(model: Any, name: str) -> Any:
+    """A whole table, put together by TorchRec's own means."""
+    weight = model.state_dict()[name]
+    if not hasattr(weight, "local_shards"):
+        return weight.detach().numpy()
+    whole = torch.zeros(weight.size()) if dist.get_rank() == 0 else None
+    weight.gather(0, whole)
+    return np.zeros(0) if whole is None else whole.numpy()

@@ -116,11 +116,9 @@ def _restore_on_ranks(rank: int, place: str, folder: Path) -> None:
 
 def _gather_after_steps(rank: int, model: Any, optimizer: Any, path: Path) -> None:
     """Two steps on, all rows, which Adagrad's state decides, and dense weights, which Adam's does."""
-    from .test_ranks import _gathered
-
     for _ in range(2):
         _train(model, optimizer, 7)
-    rows = {name: _gathered(model, f"bags.embedding_bags.{name}.weight") for name in ("t0", "t1")}
+    rows = {name: jobs.gathered(model, f"bags.embedding_bags.{name}.weight") for name in ("t0", "t1")}
     dense = {name: value.numpy() for name, value in model.state_dict().items() if "layers" in name}
     if rank == 0:
         np.savez(path, **rows, **dense)

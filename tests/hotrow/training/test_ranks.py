@@ -55,19 +55,9 @@ def _train_and_export(rank: int, folder: Path) -> None:
     )
     assert version == 1
     answers = models.live(model, dense, models.features(lists))
-    rows = {name: _gathered(model, f"bags.embedding_bags.{name}.weight") for name in ("t0", "t1", "t2", "t3")}
+    rows = {name: jobs.gathered(model, f"bags.embedding_bags.{name}.weight") for name in ("t0", "t1", "t2", "t3")}
     if rank == 0:
         np.savez(folder / "live.npz", click=answers, **rows)
-
-
-def _gathered(model: Any, name: str) -> Any:
-    """A whole table, put together by TorchRec's own means."""
-    weight = model.state_dict()[name]
-    if not hasattr(weight, "local_shards"):
-        return weight.detach().numpy()
-    whole = torch.zeros(weight.size()) if torch.distributed.get_rank() == 0 else None
-    weight.gather(0, whole)
-    return np.zeros(0) if whole is None else whole.numpy()
 
 
 def test_tables_sharded_in_every_way_arrive_whole(tmp_path: Path) -> None:

@@ -140,8 +140,6 @@ WAYS = ["row_wise", "table_wise", "column_wise", "data_parallel"]
 
 def _train_on_ranks(rank: int, folder: Path, url: str) -> None:
     """Train differently sharded tables; whole tables, as they are at the end, lie beside the version."""
-    from .test_ranks import _gathered
-
     torch.manual_seed(0)
     model = jobs.distributed(models.Clicks(_bags(4), 32), {"bags": {f"t{i}": way for i, way in enumerate(WAYS)}})
     _exported(model, folder, "ranks", num_tables=4)
@@ -153,7 +151,7 @@ def _train_on_ranks(rank: int, folder: Path, url: str) -> None:
         updates.step()
     updates.announce(1)
     updates.close()
-    rows = {name: _gathered(model, f"bags.embedding_bags.{name}.weight") for name in ("t0", "t1", "t2", "t3")}
+    rows = {name: jobs.gathered(model, f"bags.embedding_bags.{name}.weight") for name in ("t0", "t1", "t2", "t3")}
     if rank == 0:
         np.savez(folder / "live.npz", **rows)
 

@@ -1,0 +1,425 @@
+"""From training to serving: exact exports, fast answers, fresh rows, what publishing costs, and kills.
+
+    python benchmarks/training.py                    all of it; half an hour on two cores
+    python benchmarks/training.py T2 T5
+
+Wants torch, TorchRec, a tritonserver and the tests' packages in one environment:
+    pip install torch==2.13.0 && pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0
+    pip install -e ".[server,client,torch,torchrec,test]"
+
+T1  differences between served answers and the live model's, and tables that differ; from 1, 2 and 4 ranks
+T2  a TorchRec DLRM: its own ONNX export, imported as it is, beside `training.export`; 512 samples, 3 tables
+T3  20,000 touched rows a second: from the end of a step to the row being served by a real Triton
+T4  steps a second with and without an UpdatePublisher of about 100,000 rows a second, beside broker and server
+T5  export of a table of 5 M x 64 float32, beyond the same network's export with a small one
+T6  the trainer killed 20 times: restored, is anything lost, and what do the servers end with
+T7  AUC of the online-learning demo, three seeds
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from hotrow import training
+from inference_session import InferenceSession
+from inference_session.importers.onnx import import_onnx
+from tests.hotrow.training import jobs, models
+from tests.testing.broker import Broker
+
+warnings.simplefilter("ignore")
+
+
+# T1
+
+
+def _sharded_model(num_tables: int) -> nn.Module:
+    from torchrec import EmbeddingBagCollection
+
+    torch.manual_seed(0)
+    return models.Clicks(EmbeddingBagCollection(models.bag_configs(num_tables, dim=16, rows=1000, means=())), 64)
+
+
+def _batch(seed: int, num_samples: int, num_tables: int = 4) -> tuple[Any, dict[str, list[list[int]]]]:
+    random = np.random.default_rng(seed)
+    lists = {f"f{i}": models.random_lists(random, num_samples, 1000) for i in range(num_tables)}
+    return torch.from_numpy(random.random((num_samples, 3)).astype(np.float32)), lists
+
+
+def _export_rank(rank: int, folder: Path) -> None:
+    ways = ["row_wise", "table_wise", "column_wise", "data_parallel"]
+    model: Any = jobs.distributed(_sharded_model(4), {"bags": {f"t{i}": way for i, way in enumerate(ways)}})
+    for step in range(3):
+        dense, lists = _batch(step, 64)
+        model(dense, models.features(lists)).sum().backward()
+    dense, lists = _batch(99, 64)
+    training.export(
+        model,
+        example=(dense, models.features(lists)),
+        inputs=training.padded(max_len=5),
+        outputs=["click"],
+        repository=folder,
+        name="ctr",
+    )
+    answers = models.live(model, dense, models.features(lists))
+    rows = {f"t{i}": jobs.gathered(model, f"bags.embedding_bags.t{i}.weight") for i in range(4)}
+    if rank == 0:
+        np.savez(folder / "live.npz", click=answers, **rows)
+
+
+def t1() -> None:
+    """Exactness."""
+    for num_ranks in (1, 2, 4):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            jobs.run_ranks(_export_rank, folder, num_ranks=num_ranks)
+            live = np.load(folder / "live.npz")
+            dense, lists = _batch(99, 64)
+            sent = {"dense": dense.numpy(), **{f: models.padded_matrix(ids) for f, ids in lists.items()}}
+            (found,) = models.answers(folder / "ctr" / "1", sent)
+            with InferenceSession.open(folder / "ctr" / "1", device="cpu") as session:
+                differing = sum(
+                    not np.array_equal(session.lookup(t.name, np.arange(t.num_rows)), live[t.name])
+                    for t in session.spec.tables
+                )
+            worst = float(np.abs(found - live["click"]).max())
+            print(
+                f"T1  {num_ranks} ranks: answers differ by {worst:.1e} at most (goal 1e-6), tables by bits: {differing}"
+            )
+
+
+# T2
+
+
+class _Flat(nn.Module):
+    """A DLRM whose KeyedJaggedTensor is built inside, as whoever exports it by torch.onnx has to."""
+
+    def __init__(self, model: nn.Module, keys: list[str]) -> None:
+        super().__init__()
+        self.model, self.keys = model, keys
+
+    def forward(self, dense: Any, values: Any, lengths: Any) -> Any:
+        from torchrec import KeyedJaggedTensor
+
+        return self.model(dense, KeyedJaggedTensor(keys=self.keys, values=values, lengths=lengths))
+
+
+def t2() -> None:
+    """Answers a second."""
+    from torchrec import EmbeddingBagCollection
+    from torchrec.models.dlrm import DLRM
+
+    torch.manual_seed(0)
+    names, size, length = ["f0", "f1", "f2"], 512, 4
+    bags = EmbeddingBagCollection(models.bag_configs(3, dim=16, rows=100_000, means=()))
+    model = DLRM(bags, 13, [64, 16], [64, 1]).eval()
+    random = np.random.default_rng(0)
+    lists = {name: random.integers(0, 100_000, (size, length)).tolist() for name in names}
+    dense = torch.from_numpy(random.random((size, 13)).astype(np.float32))
+    features = models.features(lists)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        own = _own_onnx(_Flat(model, names).eval(), (dense, features.values(), features.lengths().long()), folder)
+        options: dict[str, Any] = {"example": (dense, features), "inputs": training.padded(max_len=length)}
+        directory = models.export(model, folder, **options)
+        sent = {
+            "dense": dense.numpy(),
+            "values": features.values().numpy(),
+            "lengths": features.lengths().long().numpy(),
+        }
+        matrix = {"dense_features": dense.numpy(), **{f: np.array(ids) for f, ids in lists.items()}}
+        as_it_is = _median_ms(own, sent)
+        cut = _median_ms(directory, matrix)
+    ratio = as_it_is / cut
+    print(f"T2  {size} samples: own ONNX {as_it_is:.2f} ms, training.export {cut:.3f} ms: {ratio:.0f} x (goal 40)")
+
+
+def _own_onnx(model: nn.Module, example: tuple[Any, ...], folder: Path) -> Path:
+    path = folder / "own.onnx"
+    shapes = (None, {0: torch.export.Dim("total")}, None)
+    torch.onnx.export(
+        model,
+        example,
+        str(path),
+        dynamo=True,
+        dynamic_shapes=shapes,
+        external_data=False,
+        verbose=False,
+        input_names=["dense", "values", "lengths"],
+        output_names=["click"],
+    )
+    return import_onnx(path, folder, "own").version_dir
+
+
+def _median_ms(directory: Path, inputs: dict[str, Any]) -> float:
+    with InferenceSession.open(directory, device="cpu") as session:
+        times = []
+        for _ in range(60):
+            begin = time.perf_counter()
+            session.run(inputs, ["click"])
+            times.append(time.perf_counter() - begin)
+    return 1000 * statistics.median(times[10:])
+
+
+# T3, T4
+
+
+class _Lookups(nn.Module):
+    """One large table and a small network."""
+
+    def __init__(self, rows: int = 1_000_000, dim: int = 16, width: int = 64) -> None:
+        super().__init__()
+        self.items = nn.Embedding(rows, dim, sparse=True)
+        self.layers = nn.Sequential(
+            nn.Linear(dim, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
+        )
+
+    def forward(self, item: Any) -> Any:
+        return self.layers(self.items(item).sum(1))
+
+
+def _steps(model: Any, ids: Any, updates: Any = None) -> Iterator[Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for number in range(10**9):
+        model(ids[number % len(ids)]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if updates is not None:
+            updates.step()
+        yield number
+
+
+@contextmanager
+def _served(model: nn.Module, broker: str) -> Iterator[str]:
+    """A Triton that serves the model and follows its updates; yields where gRPC is."""
+    from triton_backend.launcher.command import ServerOptions
+    from triton_backend.launcher.server import TritonServer
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        training.export(
+            model, example=torch.zeros(2, 2, dtype=torch.int64), outputs=["score"], repository=folder, name="lookups"
+        )
+        config = folder / "lookups" / "config.pbtxt"
+        parameter = f'parameters {{ key: "update_stream" value {{ string_value: "{broker}" }} }}\n'
+        config.write_text(config.read_text() + parameter)
+        with TritonServer.start(ServerOptions(folder, http_port=0, grpc_port=0, metrics_port=0)) as server:
+            yield server.endpoints["gRPC"]
+
+
+def _ask(client: Any, ids: Any) -> Any:
+    import tritonclient.grpc as grpc_client
+
+    tensor = grpc_client.InferInput("item", list(ids.shape), "INT64")
+    tensor.set_data_from_numpy(ids.numpy())
+    return client.infer("lookups", [tensor]).as_numpy("score")
+
+
+def t3(rows_a_second: int = 20_000, seconds: float = 20.0) -> None:
+    """How fresh rows are."""
+    import tritonclient.grpc as grpc_client
+
+    model, steps_a_second = _Lookups(), 10
+    count = rows_a_second // steps_a_second
+    ids = torch.randint(0, 1_000_000, (50, count // 2, 2))
+    delays: list[float] = []
+    with Broker() as broker, _served(model, broker.url) as url:
+        client = grpc_client.InferenceServerClient(url)
+        dense = copy.deepcopy(model.layers)
+        updates = training.UpdatePublisher(model, broker.url, "lookups")
+        steps = _steps(model, ids, updates)
+        begin = time.perf_counter()
+        for number in range(int(seconds * steps_a_second)):
+            next(steps)
+            done = time.perf_counter()
+            probe = ids[number % len(ids)][-4:]
+            expected = _with_dense(model, dense, probe)
+            while not np.allclose(_ask(client, probe), expected, atol=1e-5):
+                time.sleep(0.001)
+            delays.append(1000 * (time.perf_counter() - done))
+            time.sleep(max(0.0, begin + (number + 1) / steps_a_second - time.perf_counter()))
+        seconds = time.perf_counter() - begin
+        updates.close()
+    p50, p99 = np.percentile(delays, [50, 99])
+    rate = updates.stats.num_rows / seconds
+    print(f"T3  {rate:,.0f} rows/s: end of step to served p50 {p50:.0f} ms, p99 {p99:.0f} ms (goals 100, 1000)")
+
+
+def _with_dense(model: Any, dense: nn.Module, ids: Any) -> Any:
+    """What is served: the newest rows, and the dense weights of the version."""
+    with torch.no_grad():
+        return dense(model.items(ids).sum(1)).numpy()
+
+
+def t4(seconds: float = 15.0) -> None:
+    """What publishing costs: rounds with and without, in turns. Every row that a step reads is published."""
+    model, ids = _Lookups(width=1024), torch.randint(0, 1_000_000, (50, 512, 2))
+    with Broker() as broker, _served(model, broker.url):
+        plain, publishing, published = [], [], []
+        for _ in range(3):
+            plain.append(_rate(_steps(model, ids), seconds))
+            with training.UpdatePublisher(model, broker.url, "lookups", every_steps=10) as updates:
+                begin = time.perf_counter()
+                publishing.append(_rate(_steps(model, ids, updates), seconds))
+                published.append(updates.stats.num_rows / (time.perf_counter() - begin))
+    alone, beside = statistics.median(plain), statistics.median(publishing)
+    print(
+        f"T4  {os.cpu_count()} cores shared: {alone:.0f} steps/s alone, {beside:.0f} publishing "
+        f"{statistics.median(published):,.0f} rows/s: {beside / alone:.2f} (goal 0.85)"
+    )
+
+
+def _rate(steps: Any, seconds: float) -> float:
+    begin, count = time.perf_counter(), 0
+    while time.perf_counter() < begin + seconds:
+        next(steps)
+        count += 1
+    return count / (time.perf_counter() - begin)
+
+
+# T5
+
+
+def t5() -> None:
+    """How fast tables are written, and what memory that takes."""
+    import psutil
+
+    seconds, peak = {}, 0
+    for rows in (1000, 1000, 5_000_000):
+        model = _Lookups(rows, 64)
+        with tempfile.TemporaryDirectory() as name, _peak_rss(psutil.Process()) as measured:
+            begin = time.perf_counter()
+            training.export(
+                model, example=torch.zeros(2, 2, dtype=torch.int64), outputs=["score"], repository=name, name="lookups"
+            )
+            seconds[rows] = time.perf_counter() - begin
+            peak = measured()
+    beyond, disk = seconds[5_000_000] - seconds[1000], _disk_s(5_000_000 * 256)
+    print(
+        f"T5  1.28 GB in {seconds[5_000_000]:.1f} s, {beyond:.1f} s beyond the network's own: {1.28 / beyond:.2f} GB/s "
+        f"(goal 1; writing alone: {1.28 / disk:.2f}); {peak / 2**20:.0f} MiB of memory beyond the model (goal 256)"
+    )
+
+
+def _disk_s(num_bytes: int) -> float:
+    """How long the disk alone takes for as many bytes."""
+    chunk = np.random.default_rng(0).bytes(32 << 20)
+    begin = time.perf_counter()
+    with tempfile.NamedTemporaryFile() as file:
+        for _ in range(num_bytes // len(chunk)):
+            file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+        return time.perf_counter() - begin
+
+
+@contextmanager
+def _peak_rss(process: Any) -> Iterator[Callable[[], int]]:
+    """Anonymous memory above what there was; mapped files are the system's."""
+
+    def anonymous() -> int:
+        memory = process.memory_info()
+        return int(memory.rss - memory.shared)
+
+    base, highest, stopped = anonymous(), [0], threading.Event()
+
+    def watch() -> None:
+        while not stopped.wait(0.02):
+            highest[0] = max(highest[0], anonymous() - base)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield lambda: highest[0]
+    finally:
+        stopped.set()
+        thread.join()
+
+
+# T6
+
+
+def t6(kills: int = 20) -> None:
+    """Kills at random moments."""
+    from tests.hotrow.training import test_checkpoint as scenario
+
+    random = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as name, Broker() as broker:
+        folder = Path(name)
+        model, _ = scenario._job("SGD")
+        directory = scenario._exported(model, folder, "killed")
+        place, lost, reached = str(folder / "checkpoints"), [], 0
+        with InferenceSession.open(directory, device="cpu", update_stream=broker.url) as session:
+            for _ in range(kills):
+                with scenario._trainer(place, broker.url, 10**6) as process:
+                    start = int(process.stdout.readline().split()[1])  # type: ignore[union-attr]
+                    lost.append(reached - start)
+                    reached = start
+                    for _ in range(int(random.integers(1, 12))):
+                        reached = int(process.stdout.readline().split()[1]) + 1  # type: ignore[union-attr]
+                    time.sleep(float(random.random() / 50))
+                    process.send_signal(signal.SIGKILL)
+            last = reached + 5
+            with scenario._trainer(place, broker.url, last) as process:
+                assert process.wait(300) == 0
+            model.load_state_dict(torch.load(place + ".final", weights_only=True))
+            same = _becomes(lambda: scenario._serves(session, scenario._rows(model)))
+    print(
+        f"T6  {kills} kills: steps repeated at most {max(lost)} (a checkpoint every 5), servers end "
+        f"{'bit-equal' if same else 'OTHERWISE'}"
+    )
+
+
+def _becomes(condition: Callable[[], bool], patience_s: float = 60.0) -> bool:
+    end = time.monotonic() + patience_s
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+# T7
+
+
+def t7() -> None:
+    """What freshness is worth."""
+    for seed in range(3):
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = ["-m", "demo.online_learning", "--seed", str(seed), "--plot", f"{folder}/plot.png"]
+            done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=True)
+        found = {way: line.split("│")[2].strip() for line in done.stdout.splitlines() for way in _WAYS if way in line}
+        print(f"T7  seed {seed}: " + ", ".join(f"{way} {value}" for way, value in found.items()), flush=True)
+
+
+_WAYS = ("frozen", "reloaded", "streamed")
+GOALS: dict[str, Callable[[], None]] = {name.__name__.upper(): name for name in (t1, t2, t3, t4, t5, t6, t7)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="From training to serving.")
+    parser.add_argument("goals", nargs="*", metavar="GOAL", help="T1 to T7; all of them if none is named")
+    for name in parser.parse_args().goals or GOALS:
+        GOALS[name]()
+
+
+if __name__ == "__main__":
+    main()
