@@ -16,11 +16,10 @@ from tests.campaign.contents import MODEL, write_version
 from tests.campaign.expectations import Content, Expectations, Permit, Writer
 from tests.campaign.faults import Faults
 from tests.campaign.plan import Plan
-from tests.campaign.settling import differing
+from tests.campaign.settling import await_none, differing
 from tests.campaign.stores import Stores
 from tests.campaign.target import Target, rows_of
 from tests.campaign.writers import RowWriter
-from tests.testing.servers import wait_until
 
 CATCH_UP_S = 20
 _SEEN_S = 2.0
@@ -105,7 +104,7 @@ class Operator:
         assert self.writer is not None
         with self.writer.lock:
             self.writer.flush()
-            wait_until(lambda: not self.differing(), "all updates to be served")
+            await_none(self.differing)
             self._expectations.raise_to(self.serving.version, self._expectations.begun(self.serving.version))
         self._expectations.lift("stream behind")
 

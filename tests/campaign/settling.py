@@ -30,13 +30,13 @@ def settle(expectations: Expectations, serving: Content, target: Target, stores:
         _write_doubtful(expectations, serving, writer)
         writer.flush()
         if expectations.writer is Writer.STREAM:
-            _await_none(lambda: differing(expectations, serving, target))
+            await_none(lambda: differing(expectations, serving, target))
         wait_until(lambda: _is_refreshed(target), "the cache to be read again from all stores")
         expectations.lift("stream behind")
         expectations.raise_to(serving.version, expectations.begun(serving.version))
         _raise_any(differing(expectations, serving, target))
         # A store that came back older may not have been noticed yet; what it has is not answered meanwhile.
-        _await_none(lambda: _wrong_in_stores(expectations, serving, stores))
+        await_none(lambda: _wrong_in_stores(expectations, serving, stores))
         wait_until(target.is_well, "all tiers to be well again")
 
 
@@ -48,7 +48,7 @@ def _is_refreshed(target: Target) -> bool:
     return True
 
 
-def _await_none(find: Callable[[], list[str]]) -> None:
+def await_none(find: Callable[[], list[str]]) -> None:
     """Wait until nothing is wrong; what is wrong after `PATIENCE_S` is raised."""
     end = time.monotonic() + PATIENCE_S
     while (wrong := find()) and time.monotonic() < end:

@@ -10,6 +10,7 @@ as it ends crashes itself, having left the server before. A later process does (
 from __future__ import annotations
 
 import ctypes
+import logging
 import resource
 import threading
 import time
@@ -27,6 +28,8 @@ INTERVAL_S = 0.5
 
 Family: TypeAlias = "tuple[str, str]"
 """Name and description."""
+_log = logging.getLogger(__name__)
+
 StatsPath: TypeAlias = "tuple[str, ...]"
 """Where a value is in `InferenceSession.stats`."""
 
@@ -141,7 +144,14 @@ class SessionMetrics:
 
     def _work(self) -> None:
         while not self._closing.wait(INTERVAL_S):
+            self._try_to_report()
+
+    def _try_to_report(self) -> None:
+        """What goes wrong is logged, and the next report has nothing to do with it."""
+        try:
             self._report()
+        except Exception:  # noqa: BLE001 - an error of Triton's, say
+            _log.exception("the metrics could not be reported")
 
     def _make_all(self, stats: Mapping[str, Any]) -> dict[str, Any]:
         """A metric for each value of these statistics that is shown; returns those of `_GAUGES`."""
@@ -174,8 +184,9 @@ class SessionMetrics:
         self._resident_memory.set(_resident_bytes())
 
     def _raise_to(self, counter: Any, path: StatsPath, value: int) -> None:
+        """Triton takes no counter back: a count that is lower for a moment, read while it changes, waits."""
         grown = value - self._reported.get(path, 0)
-        if grown:
+        if grown > 0:
             counter.increment(grown)
             self._reported[path] = value
 
