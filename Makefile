@@ -122,6 +122,7 @@ bench: $(VENV)/.test
 	$(BIN)/python benchmarks/swap.py
 	$(BIN)/python benchmarks/updates.py
 	$(BIN)/python benchmarks/freshness.py
+	$(BIN)/python benchmarks/context.py
 
 bench-report: $(VENV)/.test
 	$(BIN)/python benchmarks/report.py --out bench-report.html --figure docs/images/bench-report.png

@@ -274,7 +274,7 @@ def dcn(rows: int) -> RankingModel:
         {lines[0]}
         {lines[1]}
         crossed = Gemm(x2, cross_w, cross_b)
-        {weights.mlp("d", "x0", "deep", (width, 512, 128, 1))}
+        {weights.mlp("d", "x0", "deep", (width, 256, 128, 1))}
         total = Add(crossed, deep)
         click = Sigmoid(total)
     }}"""

@@ -68,9 +68,7 @@ def command() -> None:
 @click.option(
     "--max-batch-size",
     type=click.IntRange(1, MAX_BATCH_SIZE),
-    default=1024,
-    show_default=True,
-    help="Most samples in one request; written to config.pbtxt.",
+    help="Most samples in one request; written to config.pbtxt.  [default: 1024; 16384 with --context]",
 )
 @click.option(
     "--standalone", is_flag=True, help="For a Triton without hotrow's backend folder: adds a one-line model.py."
@@ -82,7 +80,7 @@ def onnx(
     version: int | None,
     min_rows: int,
     context: tuple[str, ...],
-    max_batch_size: int,
+    max_batch_size: int | None,
     standalone: bool,
 ) -> None:
     """Import an ONNX model: its embedding tables become table files, the rest a dense network.

@@ -39,11 +39,10 @@ if TYPE_CHECKING:
 @click.option(
     "--max-batch-size",
     type=click.IntRange(1, MAX_BATCH_SIZE),
-    default=1024,
-    show_default=True,
-    help="Most samples in one request; written to the config.pbtxt of a new model.",
+    help="Most samples in one request; written to the config.pbtxt of a new model.  [default: 1024; 16384 where it has "
+    "context inputs]",
 )
-def command(folder: Path, name: str, repository: Path, version: int | None, max_batch_size: int) -> None:
+def command(folder: Path, name: str, repository: Path, version: int | None, max_batch_size: int | None) -> None:
     """Publish FOLDER, a version directory, as <repository>/<name>/<version>.
 
     It is verified, byte by byte, and appears whole or not at all. Files that another version of the model has too are

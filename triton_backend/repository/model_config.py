@@ -33,6 +33,7 @@ _DATA_TYPES = {
     "float64": "TYPE_FP64",
     "object": "TYPE_STRING",
 }
+_MAX_SAMPLES = 1024
 _SCALAR = (1,)
 """The dims of a scalar: Triton has none."""
 
@@ -139,7 +140,12 @@ def _scalar(field: str, value: object) -> str:
     return value
 
 
-def describe(spec: ModelSpec, name: str, *, max_batch_size: int = 1024, backend: str = "hotrow") -> ModelConfig:
+def most_samples(spec: ModelSpec) -> int:
+    """Of a request and of a batch, where nobody says how many: requests that rank candidates are larger."""
+    return 16 * _MAX_SAMPLES if spec.context else _MAX_SAMPLES
+
+
+def describe(spec: ModelSpec, name: str, *, max_batch_size: int = _MAX_SAMPLES, backend: str = "hotrow") -> ModelConfig:
     """How a model is to be served: its own tensors, and the predictions.
 
     Some models get `max_batch_size` 0 and full dims, and are joined by us: those that are not batched; those with
@@ -195,14 +201,14 @@ def _describe_packed(spec: ModelSpec, name: str, *, max_batch_size: int, backend
 
 
 def write_model_config(
-    version_dir: Path, spec: ModelSpec, name: str, *, max_batch_size: int = 1024, standalone: bool = False
+    version_dir: Path, spec: ModelSpec, name: str, *, max_batch_size: int | None = None, standalone: bool = False
 ) -> Path:
     """Write config.pbtxt beside a version directory, which may still be staged; returns its path.
 
     One that is there already belongs to the user: it is kept if it describes the same inputs and outputs.
 
     Args:
-        max_batch_size: most samples in one request, and in one batch.
+        max_batch_size: most samples in one request, and in one batch. None: as `most_samples` says.
         standalone: serve through Triton's own `python` backend, by a one-line model.py in the version directory.
 
     Raises:
@@ -211,12 +217,13 @@ def write_model_config(
     """
     path = version_dir.parent / CONFIG_FILE
     backend = "python" if standalone else "hotrow"
-    config = describe(spec, name, max_batch_size=max_batch_size, backend=backend)
+    limit = max_batch_size or most_samples(spec)
+    config = describe(spec, name, max_batch_size=limit, backend=backend)
     if path.exists():
         _check_fits(path, config, packed=spec.layout != "tensors")
     else:
         staged = path.with_name(f".tmp-{CONFIG_FILE}")
-        staged.write_text(_text(config, spec, max_samples=max_batch_size), encoding="utf-8")
+        staged.write_text(_text(config, spec, max_samples=limit), encoding="utf-8")
         staged.replace(path)
     if standalone:
         (version_dir / "model.py").write_text(STANDALONE_CODE, encoding="utf-8")
