@@ -27,7 +27,7 @@ from inference_session.model_spec import (
 from inference_session.platform.priority import yield_to_others
 from inference_session.platform.progress import Progress
 from inference_session.version_directory.external_data import external_files
-from inference_session.version_directory.verified_files import FileState, VerifiedFiles, file_state
+from inference_session.version_directory.verified_files import FileState, VerifiedFiles, file_state, verified_state
 
 MANIFEST_FILE = "MANIFEST.json"
 FORMAT = 1
@@ -157,12 +157,12 @@ def _check_listed(directory: Path, listed: set[PurePosixPath]) -> None:
 
 def _check_sum(directory: Path, entry: FileEntry, known: VerifiedFiles | None, progress: Progress | None) -> None:
     path = directory / entry.path
-    state = file_state(path)
+    state = verified_state(path)
     if known is not None and known.holds(state, entry.sha256):
         return
     if sha256_of(path, progress) != entry.sha256:
         raise ModelFormatError(f"{path}: damaged, its checksum is not the one in {MANIFEST_FILE}")
-    if known is not None and state == file_state(path):
+    if known is not None and state == verified_state(path):
         known.add(state, entry.sha256)
 
 

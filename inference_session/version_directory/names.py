@@ -22,3 +22,8 @@ def absolute(path: Path) -> Path:
     Links on the way keep their names: a repository may lead to folders that are called otherwise.
     """
     return Path(os.path.abspath(path))  # noqa: PTH100 - Path.resolve follows links
+
+
+def state_file(state_dir: Path, model: str, kind: str) -> Path:
+    """Where processes that serve a model, or publish it, keep state of some kind for each other."""
+    return state_dir / f"{model}.{kind}"

@@ -29,9 +29,12 @@ from inference_session.model_spec import (
 )
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
+from inference_session.platform.user_cache import state_folder
 from inference_session.tables.table_file import TableFile
 from inference_session.version_directory import manifest
 from inference_session.version_directory.manifest import MANIFEST_FILE, FileEntry
+from inference_session.version_directory.names import state_file
+from inference_session.version_directory.verified_files import FileState, VerifiedFiles, verified_state
 
 _CHUNK_BYTES = 4 << 20
 
@@ -53,6 +56,10 @@ class PublishedFiles:
     """The files of a model's versions, by what their manifests say is in them."""
 
     def __init__(self, folder: Path) -> None:
+        """`folder`: the model's, in its repository."""
+        self._folder = folder
+        self._linked: dict[Path, tuple[FileState, str]] = {}
+        """Links that were made and read: the state in which each was read, and its checksum."""
         self._paths: dict[tuple[str, int], list[Path]] = {}
         for version_dir in sorted(folder.glob("[1-9]*")):
             with suppress(ModelFormatError):  # one that is being removed, or not of our layout
@@ -78,11 +85,27 @@ class PublishedFiles:
         for path in self.find(entry):
             if not _link(path, target):
                 continue
+            state = verified_state(target)
             if manifest.sha256_of(target) == entry.sha256:
+                self._linked[target] = state, entry.sha256
                 return path
             target.unlink()
             _log.warning("%s: damaged, its checksum is not the one in %s; it is not shared", path, MANIFEST_FILE)
         return None
+
+    def remember_linked(self) -> None:
+        """Tell the processes of this machine that serve the model which linked files are verified.
+
+        A link changes the file's ctime, so without this the next load would read every shared file again. Where nobody
+        has verified files of the model before, nothing is kept.
+        """
+        with suppress(RuntimeError):  # a user without a home has no state kept
+            known = VerifiedFiles(state_file(state_folder(self._folder.parent), self._folder.name, "verified"))
+            if known.exists:
+                for path, (state, checksum) in self._linked.items():
+                    if verified_state(path) == state:
+                        known.add(state, checksum)
+                known.save()
 
 
 def publish_version(
@@ -124,6 +147,7 @@ def publish_version(
         _check_networks(staging)
         if complete:
             complete(staging, spec)
+        published.remember_linked()
     linked_bytes = sum(entry.num_bytes for entry, path in linked.items() if path)
     copied_bytes = sum(entry.num_bytes for entry in entries) - linked_bytes
     return PublishReport(version_dir, spec, copied_bytes, linked_bytes)
@@ -134,11 +158,14 @@ def share_unchanged(staging: Path) -> int:
     published = PublishedFiles(staging.parent)
     shared_bytes = 0
     for entry in manifest.read_manifest(staging):
-        spare = staging / ".tmp-link"
-        if published.link(entry, spare):
-            spare.replace(staging / entry.path)
-            spare.unlink(missing_ok=True)  # replacing a file by itself does nothing
+        path, spare = staging / entry.path, staging / ".tmp-own"
+        path.rename(spare)
+        if published.link(entry, path):
+            spare.unlink()
             shared_bytes += entry.num_bytes
+        else:
+            spare.rename(path)
+    published.remember_linked()
     return shared_bytes
 
 

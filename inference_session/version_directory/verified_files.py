@@ -1,7 +1,10 @@
 """Files whose checksums have been found right before, so that a new version costs the reading of what is new in it.
 
-A file is known again by its device, inode, size and time of modification: hard links to one file are one file, a copy
-is another. Kept as a state file (state_file.py), JSON, the files verified last at its end.
+A file is known again by its device, inode, size and both of its times. The time of modification can be set back, as
+`cp -p` and `rsync --times` do; the time of change (ctime) cannot. A hard link changes the ctime too, so a publication
+notes the files that it links and reads (publishing.py). Any other change of the ctime costs one more reading.
+
+Kept as a state file (state_file.py), JSON, the files verified last at its end.
 """
 
 from __future__ import annotations
@@ -16,19 +19,24 @@ from inference_session.platform.state_file import read_state, write_state
 MAX_FILES = 4096
 """Files that are remembered."""
 _SETTLED_NS = 2_000_000_000
-"""Age from which on a further change of a file is bound to change its time too."""
+"""Age from which on a further change of a file is bound to change its times too."""
 
 FileState = tuple[int, ...]
-"""Device, inode, size and time of modification; empty where there is no file."""
+"""Device, inode, size and time of modification; `verified_state` adds the time of change. Empty: there is no file."""
 
 
 def file_state(path: Path) -> FileState:
-    """What tells this file from any other, and from itself before a change."""
+    """What tells this file from any other, and from itself before it was written to. Hard links do not change it."""
+    return verified_state(path)[:-1]
+
+
+def verified_state(path: Path) -> FileState:
+    """What tells that nobody has written to this file since, not even one who set its time of modification back."""
     try:
         stat = path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return ()
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 class VerifiedFiles:
@@ -39,16 +47,21 @@ class VerifiedFiles:
         self._path = path
         self._checksums: dict[str, str] = {}
         with suppress(ValueError, TypeError):  # a whole file, but another one
-            self._checksums.update(json.loads(read_state(path) or b"{}"))
+            self._checksums.update(json.loads(read_state(self._path) or b"{}"))
         self._has_news = False
 
+    @property
+    def exists(self) -> bool:
+        """Whether a process has kept anything here."""
+        return self._path.exists()
+
     def holds(self, state: FileState, checksum: str) -> bool:
-        """Whether a file in that state has been found to have that checksum."""
+        """Whether a file in that `verified_state` has been found to have that checksum."""
         return self._checksums.get(str(state)) == checksum
 
     def add(self, state: FileState, checksum: str) -> None:
         """Remember what was just read, unless the file is so young that a later change might not show."""
-        if state and time.time_ns() - state[-1] > _SETTLED_NS:
+        if state and time.time_ns() - max(state[-2:]) > _SETTLED_NS:
             self._checksums[str(state)] = checksum
             self._has_news = True
 

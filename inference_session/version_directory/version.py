@@ -8,7 +8,7 @@ from pathlib import Path
 from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, ModelSpec
 from inference_session.tables.table_file import TableFile
 from inference_session.version_directory.manifest import read_manifest
-from inference_session.version_directory.names import absolute, model_and_version
+from inference_session.version_directory.names import absolute, model_and_version, state_file
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class VersionDirectory:
 
     def state_file(self, state_dir: str, kind: str) -> Path:
         """What processes that serve the model leave for each other, of some kind."""
-        return Path(state_dir) / f"{absolute(self.path).parent.name}.{kind}"
+        return state_file(Path(state_dir), absolute(self.path).parent.name, kind)
 
     def open_tables(self, *, verify_indexes: bool = False) -> list[TableFile]:
         """The tables, in the order of session.json; see `TableFile.open`."""

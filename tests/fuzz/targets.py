@@ -345,14 +345,14 @@ def _feed(data: NDArray[np.uint8], replies: NDArray[np.void], cursor: NDArray[np
 def _state_files(folder: Path) -> list[Path]:
     write_hot_keys(folder / "m.hot_keys", {"a": np.arange(9), "b": np.arange(3)})
     known = VerifiedFiles(folder / "m.verified")
-    known.add((1, 2, 3, 4), "00")
+    known.add((1, 2, 3, 4, 5), "00")
     known.save()
     return [folder / "m.hot_keys", folder / "m.verified"]
 
 
 def _read_state(folder: Path) -> None:
     read_hot_keys(folder / "m.hot_keys")
-    VerifiedFiles(folder / "m.verified").holds((1, 2, 3, 4), "00")
+    VerifiedFiles(folder / "m.verified").holds((1, 2, 3, 4, 5), "00")
 
 
 def _canary(folder: Path) -> list[Path]:
