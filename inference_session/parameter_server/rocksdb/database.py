@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any
 
 from inference_session.errors import ConfigurationError, SessionClosedError, StoreError, UnavailableError
@@ -91,12 +92,26 @@ def state_of_files(path: Path) -> object:
 
 
 def identity_of(path: Path) -> object:
-    """Differs once a path has another database: one made anew, moved or copied there; UnavailableError: none."""
+    """Differs once a path has another database: one made anew, moved or copied there; UnavailableError: none.
+
+    Backups by hard links and changes of owner or mode make no other database of it, so the ctime is no part of this.
+    Compare only while a handle of `hold_identity` is open: else another file may get the inode number.
+    """
+    stat = _identity_file(path).stat()
+    return stat.st_dev, stat.st_ino, 0 if S_ISDIR(stat.st_mode) else stat.st_mtime_ns
+
+
+def hold_identity(path: Path) -> int:
+    """A handle on what `identity_of` looks at, for the caller to close."""
+    return os.open(_identity_file(path), os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _identity_file(path: Path) -> Path:
+    """The database's own file; where a copy lacks it, its folder."""
     if not (path / CURRENT_FILE).exists():
         raise UnavailableError(f"the RocksDB at {str(path)!r} is gone")
     file = path / _IDENTITY_FILE
-    stat = (file if file.exists() else path).stat()
-    return stat.st_dev, stat.st_ino, stat.st_ctime_ns if file.exists() else 0
+    return file if file.exists() else path
 
 
 def stored_families(path: Path) -> list[str]:

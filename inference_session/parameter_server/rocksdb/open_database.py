@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 from inference_session.errors import UnavailableError
 from inference_session.parameter_server.rocksdb.database import (
     family_options,
+    hold_identity,
     identity_of,
     list_families,
     open_reader,
@@ -43,6 +46,7 @@ class OpenDatabase:
         with translated(path):
             self._tags = set(list_families(path))
             self._db = open_writer(path) if reader_folder is None else open_reader(path, reader_folder)
+            weakref.finalize(self, os.close, hold_identity(path))
             self._identity = identity_of(path)
 
     def is_replaced(self) -> bool:

@@ -274,6 +274,25 @@ class TestReaders:
             store.refresh()
             assert fetch(store, "user", keys_of(1))[1][0, 0] == 2
 
+    def test_a_database_that_was_linked_or_given_another_mode_is_the_same(self, tmp_path: Path) -> None:
+        """As by a backup of hard links, or by Kubernetes, which sets the owner of a volume's files at each mount."""
+        path, backup = tmp_path / "db", tmp_path / "backup"
+        backup.mkdir()
+        with open_store(path) as store:
+            store.insert("user", keys_of(1), np.ones((1, 4), np.float32))
+        with open_store(path, writable="later") as store:
+            store.insert("user", keys_of(2), np.ones((1, 4), np.float32))
+            identity = path / "IDENTITY"
+            (backup / "IDENTITY").hardlink_to(identity)
+            linked_ns = identity.stat().st_ctime_ns
+            wait_until(lambda: identity.chmod(0o640) or identity.stat().st_ctime_ns > linked_ns, "another ctime")
+
+            store.refresh()
+            store.insert("user", keys_of(3), np.full((1, 4), 3, np.float32))
+
+            assert fetch(store, "user", keys_of(1, 2, 3))[0].all()
+            assert not store.lags
+
     def test_rows_are_read_while_the_part_changes(self, tmp_path: Path) -> None:
         """From reader to writer and back, as fast as it can: every call sees one state or the other."""
         switch_interval = sys.getswitchinterval()
