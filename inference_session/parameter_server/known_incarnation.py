@@ -8,6 +8,7 @@ that came back from an old snapshot, or missed writes, would answer older rows t
 from __future__ import annotations
 
 import contextlib
+import threading
 
 from inference_session.errors import HotrowError
 from inference_session.parameter_server.base import EmbeddingStore
@@ -18,11 +19,12 @@ _MISSES_WRITES = "misses writes"
 
 
 class KnownIncarnation:
-    """The note. Must be written while nobody else writes to the stores."""
+    """The note. Must be written while nobody else writes to the stores; may be read by another thread meanwhile."""
 
     def __init__(self, durable: EmbeddingStore | None = None) -> None:
         """`durable`: where the note is; None: there is none, and nothing is known of earlier writes."""
         self._durable = durable
+        self._lock = threading.Lock()  # held until `_text` says what the note says
         self._text: str | None = None
         """What it says, as far as this process knows; None: nothing was ever written."""
 
@@ -30,7 +32,7 @@ class KnownIncarnation:
         """What the note says where that is news, else None. Where it cannot be read that is no news either."""
         if self._durable is None:
             return None
-        with contextlib.suppress(HotrowError):
+        with contextlib.suppress(HotrowError), self._lock:
             text = self._durable.note(NOTE_TABLE)
             if text is not None and text != self._text:
                 self._text = text
@@ -43,9 +45,12 @@ class KnownIncarnation:
         Raises:
             StoreError, UnavailableError: the persistent store does not take the note.
         """
-        if self._durable is not None and incarnation != self._text:
-            self._durable.set_note(NOTE_TABLE, incarnation)
-            self._text = incarnation
+        if self._durable is None:
+            return
+        with self._lock:
+            if incarnation != self._text:
+                self._durable.set_note(NOTE_TABLE, incarnation)
+                self._text = incarnation
 
     def save_that_writes_are_missing(self) -> None:
         """Note that no incarnation has all rows. Errors as of `save`."""

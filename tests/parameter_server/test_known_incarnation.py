@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent import futures
+from concurrent.futures import ThreadPoolExecutor
+
 from inference_session.parameter_server.known_incarnation import NOTE_TABLE, KnownIncarnation
 from tests.testing.memory_store import MemoryStore
+from tests.testing.servers import PATIENCE_S
 
 
 def test_only_what_others_have_noted_is_news() -> None:
@@ -22,6 +27,34 @@ def test_only_what_others_have_noted_is_news() -> None:
     one.save("second")
     assert not one.misses_writes
     assert other.read() == "second"
+
+
+def test_a_note_that_is_written_while_it_is_read_is_no_news() -> None:
+    """A reader that had seen the note before would otherwise take its own process for another."""
+    reading, writing = threading.Event(), threading.Event()
+
+    class SlowStore(MemoryStore):
+        """Gives what it held when the reader asked, after the writer has begun."""
+
+        def note(self, table: str) -> str | None:
+            text = super().note(table)
+            reading.set()
+            assert writing.wait(PATIENCE_S)
+            return text
+
+    store = SlowStore({NOTE_TABLE: 1})
+    known = KnownIncarnation(store)
+    known.save("first")
+    with ThreadPoolExecutor() as threads:
+        read = threads.submit(known.read)
+        assert reading.wait(PATIENCE_S)
+        saved = threads.submit(known.save_that_writes_are_missing)
+        futures.wait([saved], 0.1)  # where nothing held it up, it is done now
+        writing.set()
+        assert read.result() is None
+        saved.result()
+    assert known.misses_writes
+    assert known.read() is None
 
 
 def test_without_a_persistent_store_nothing_is_known() -> None:
