@@ -7,7 +7,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -53,7 +53,7 @@ from inference_session.rows.dump import DumpReport, dump
 from inference_session.rows.hot_keys import HotKeysWriter, read_hot_keys
 from inference_session.rows.stats import RowStats
 from inference_session.sizing.key_recorder import KeyRecorder, create_key_recorder
-from inference_session.stats import SessionStats
+from inference_session.stats import SessionCounts, SessionStats
 from inference_session.version_directory import manifest
 from inference_session.version_directory.verified_files import VerifiedFiles
 from inference_session.version_directory.version import VersionDirectory
@@ -61,6 +61,7 @@ from inference_session.version_directory.version import VersionDirectory
 if TYPE_CHECKING:
     from inference_session.execution.kept_contexts import KeptContexts
     from inference_session.update_stream.kafka_stream import KafkaUpdateStream
+    from inference_session.update_stream.stream_stats import StreamSnapshot
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +73,21 @@ _GPU_WARM_UP_BATCHES = ((1, 8), (1, 32), (1, 128), (1, 256), (1, 1024))
 
 _RANKING_WARM_UP = ((1, 100), (1, 500), (1, 1000), (4, 250))
 """Contexts and candidates of each."""
+
+
+@dataclass(frozen=True)
+class SessionSnapshot:
+    """The statistics of a session at one moment."""
+
+    session: SessionCounts
+    rows: RowStats
+    updates: StreamSnapshot | None
+    """None: no update stream is followed."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """By the names of docs/operations.md."""
+        updates = {} if self.updates is None else asdict(self.updates)
+        return {**asdict(self.session), **self.rows.as_dict(), "updates": updates}
 
 
 class InferenceSession:
@@ -328,8 +344,12 @@ class InferenceSession:
 
     def stats(self) -> dict[str, Any]:
         """Counters since `open`; docs/operations.md defines each key."""
-        updates = {} if self._updates is None else self._updates.stats()
-        return {**self._stats.snapshot(), **self._row_stats().as_dict(), "updates": updates}
+        return self.snapshot().as_dict()
+
+    def snapshot(self) -> SessionSnapshot:
+        """What `stats` says, as objects."""
+        updates = None if self._updates is None else self._updates.stats()
+        return SessionSnapshot(self._stats.snapshot(), self._row_stats(), updates)
 
     def close(self) -> None:
         """Answer no more: requests and changes are a SessionClosedError from now on. May be called twice.
@@ -475,7 +495,7 @@ class InferenceSession:
         return stats if self._rows_before is None else stats.after(self._rows_before)
 
     def _num_lookups(self) -> int:
-        return sum(table["lookup_keys"] for table in self._stats.snapshot()["tables"].values())
+        return sum(table.lookup_keys for table in self._stats.snapshot().tables.values())
 
 
 def _verify(version: VersionDirectory, config: SessionConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from threading import Lock
 from typing import Any, TypeVar
 
@@ -18,35 +18,57 @@ _GAUGE = "gauge"
 
 
 def gauge() -> Any:
-    """A field of statistics that goes up and down. Fields of type int that are not declared so are counters."""
+    """A field of statistics that goes up and down. Whole numbers that are not declared so are counters."""
     return field(metadata={_GAUGE: True})
 
 
 def added(earlier: Stats, later: Stats) -> Stats:
     """The statistics of two that served one after the other: counters add up, all else is the later one's."""
-    total: Stats = _combined(earlier, later, 1)
+    total: Stats = _added(earlier, later)
     return total
 
 
-def since(start: Stats, now: Stats) -> Stats:
-    """What has been counted since `start`: counters are differences, all else is as it is now."""
-    difference: Stats = _combined(start, now, -1)
-    return difference
+def _added(earlier: Any, later: Any) -> Any:
+    if type(later) is int and type(earlier) is int:
+        return earlier + later
+    if isinstance(later, Mapping) and isinstance(earlier, Mapping):
+        return {key: _added(earlier[key], value) if key in earlier else value for key, value in later.items()}
+    if not is_dataclass(later) or isinstance(later, type) or type(earlier) is not type(later):
+        return later
+    values = {
+        each.name: getattr(later, each.name)
+        if _GAUGE in each.metadata
+        else _added(getattr(earlier, each.name), getattr(later, each.name))
+        for each in fields(later)
+    }
+    return type(later)(**values)
 
 
-def _combined(one: Any, other: Any, sign: int) -> Any:
-    if isinstance(other, Mapping) and isinstance(one, Mapping):
-        return {key: _combined(one[key], value, sign) if key in one else value for key, value in other.items()}
-    if not is_dataclass(other) or isinstance(other, type) or type(one) is not type(other):
-        return other
-    values = {each.name: getattr(other, each.name) for each in fields(other)}
-    for each in fields(other):
-        value, before = values[each.name], getattr(one, each.name)
-        if type(value) is int and type(before) is int and _GAUGE not in each.metadata:
-            values[each.name] = value + sign * before
-        else:
-            values[each.name] = _combined(before, value, sign)
-    return type(other)(**values)
+@dataclass(frozen=True)
+class LookupStats:
+    """The look-ups of one table."""
+
+    name: str
+    lookup_keys: int
+    default_vectors: int
+    """Keys that were answered with the default vector."""
+
+
+@dataclass(frozen=True)
+class SessionCounts:
+    """What a session has answered."""
+
+    requests: int
+    failed_requests: int
+    samples: int
+    batches: int
+    contexts_total: int
+    candidates_total: int
+    contexts_reused_total: int
+    load_s: float
+    """Time it took to open the version."""
+    tables: Mapping[str, LookupStats]
+    """By folder."""
 
 
 class SessionStats:
@@ -91,24 +113,24 @@ class SessionStats:
             self._candidates += num_candidates
             self._contexts_reused += num_reused
 
-    def snapshot(self) -> dict[str, Any]:
-        """All counters at one moment, as plain numbers."""
+    def snapshot(self) -> SessionCounts:
+        """All counters at one moment."""
         with self._lock:
-            return {
-                "requests": self._requests,
-                "failed_requests": self._failed_requests,
-                "samples": self._samples,
-                "batches": self._batches,
-                "contexts_total": self._contexts,
-                "candidates_total": self._candidates,
-                "contexts_reused_total": self._contexts_reused,
-                "load_s": self.load_s,
-                "tables": self._tables(self._num_keys.tolist(), self._num_unknown.tolist()),
-            }
+            return SessionCounts(
+                requests=self._requests,
+                failed_requests=self._failed_requests,
+                samples=self._samples,
+                batches=self._batches,
+                contexts_total=self._contexts,
+                candidates_total=self._candidates,
+                contexts_reused_total=self._contexts_reused,
+                load_s=self.load_s,
+                tables=self._tables(self._num_keys.tolist(), self._num_unknown.tolist()),
+            )
 
-    def _tables(self, num_keys: Sequence[int], num_unknown: Sequence[int]) -> dict[str, dict[str, Any]]:
+    def _tables(self, num_keys: Sequence[int], num_unknown: Sequence[int]) -> dict[str, LookupStats]:
         """Per table folder. Must be called while holding the lock."""
         return {
-            folder: {"name": name, "lookup_keys": keys, "default_vectors": unknown}
+            folder: LookupStats(name, keys, unknown)
             for (folder, name), keys, unknown in zip(self._names.items(), num_keys, num_unknown, strict=True)
         }

@@ -15,7 +15,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from inference_session.parameter_server.key_history import KeyHistory
 from inference_session.parameter_server.known_incarnation import KnownIncarnation
 from inference_session.parameter_server.pending import Promotion, Touch
 from inference_session.parameter_server.retirement import Retirement
+from inference_session.parameter_server.stats import ServerStats
 from inference_session.parameter_server.tier import Tier
 from inference_session.parameter_server.upkeep import Upkeep
 from inference_session.parameter_server.wanted_rows import WantedRows
@@ -176,13 +177,10 @@ class ParameterServer:
         self._upkeep.look_after_all()
         self._history.forget_unknown()
 
-    def stats(self) -> dict[str, Any]:
-        """Counters since the server was made."""
-        return {
-            "degraded_keys": self._degraded_keys,
-            "dropped_promotions": self._upkeep.promotions.num_dropped,
-            "tiers": {tier.name: tier.counters() for tier in self._tiers},
-        }
+    def stats(self) -> ServerStats:
+        """Counts since the server was made."""
+        tiers = {tier.name: tier.stats() for tier in self._tiers}
+        return ServerStats(self._degraded_keys, self._upkeep.promotions.num_dropped, tiers)
 
     def close(self) -> None:
         """End the background work and close all tiers. May be called twice."""

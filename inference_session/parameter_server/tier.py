@@ -8,13 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, StoreError, UnavailableError
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, LateError
+from inference_session.parameter_server.stats import TierStats
 from inference_session.parameter_server.unwritten_keys import UnwrittenKeys
 
 STEADY_S = 10.0
@@ -227,9 +227,17 @@ class Tier:
             self.unwritten.add(table, keys)
             raise
 
-    def counters(self) -> dict[str, Any]:
-        """What `ParameterServer.stats` says of the tier."""
-        names = ("failure", "hits", "misses", "skipped", "failures", "outages", "promoted", "touched")
+    def stats(self) -> TierStats:
+        """How it has been doing."""
         with self._lock:
-            counters = {name: getattr(self, name) for name in names}
-        return counters | {"malformed": self.store.num_malformed}
+            return TierStats(
+                failure=self.failure,
+                hits=self.hits,
+                misses=self.misses,
+                skipped=self.skipped,
+                failures=self.failures,
+                outages=self.outages,
+                promoted=self.promoted,
+                touched=self.touched,
+                malformed=self.store.num_malformed,
+            )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from inference_session.embedding_cache.stats import CacheStats
+from inference_session.parameter_server.stats import ServerStats
 from inference_session.stats import gauge
 from inference_session.tables.base import Placement
 
@@ -26,7 +27,7 @@ class RowStats:
     cache: CacheStats | None = None
     dropped_inserts: int | None = None
     """Look-ups whose missing rows were not cached, as too many waited for that."""
-    server: Mapping[str, Any] = field(default_factory=dict)
+    server: ServerStats | None = None
     updated: Mapping[str, UpdatedTableStats] | None = None
     """By table folder."""
     placement: Placement | None = None
@@ -39,7 +40,9 @@ class RowStats:
 
     def as_dict(self) -> dict[str, Any]:
         """By the names of docs/operations.md."""
-        parts: dict[str, Any] = {"cache": {} if self.cache is None else asdict(self.cache), "tiers": {}, **self.server}
+        parts: dict[str, Any] = {"cache": {} if self.cache is None else asdict(self.cache), "tiers": {}}
+        if self.server is not None:
+            parts |= asdict(self.server)
         if self.dropped_inserts is not None:
             parts["dropped_inserts"] = self.dropped_inserts
         if self.updated is not None:

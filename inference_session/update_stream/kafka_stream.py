@@ -48,7 +48,7 @@ from inference_session.update_stream.kafka_client import (
     topic_ids,
 )
 from inference_session.update_stream.positions import LastMessage, Partition, Positions
-from inference_session.update_stream.stream_stats import StreamStats
+from inference_session.update_stream.stream_stats import StreamSnapshot, StreamStats
 from inference_session.update_stream.taken_messages import TakenMessages
 from inference_session.update_stream.topics import table_of
 from inference_session.update_stream.updated_rows import UpdatedRows, WritableRows
@@ -135,9 +135,9 @@ class KafkaUpdateStream:
         """
         return self._current.wait(timeout_s)
 
-    def stats(self) -> dict[str, Any]:
-        """What has been done so far (docs/operations.md)."""
-        return {**self._stats.snapshot(), "topics": sorted(self._positions.topics)}
+    def stats(self) -> StreamSnapshot:
+        """What has been done so far."""
+        return self._stats.snapshot(sorted(self._positions.topics))
 
     def close(self) -> None:
         """Apply no more, and save how far it came. May be called more than once."""

@@ -6,14 +6,37 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from inference_session.stats import gauge
 from inference_session.update_stream.encodings import REASONS
 
 MAX_SET_ASIDE = 100
 """Refused messages of which the statistics tell."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StreamSnapshot:
+    """What an update stream has done by one moment; docs/operations.md defines each number."""
+
+    messages: int
+    updated_rows: int
+    deleted_rows: int
+    replays: int
+    failures: int
+    rejected: Mapping[str, int]
+    """Messages set aside, by reason."""
+    staleness_s: float
+    set_aside: Sequence[str]
+    """What was wrong with the last of them."""
+    failure: str | None
+    """Why the stream cannot go on at present."""
+    topics: Sequence[str]
+    lag_messages: int = gauge()
+    """Messages that the brokers have and that are not applied."""
 
 
 class StreamStats:
@@ -85,17 +108,18 @@ class StreamStats:
             # A warning like the one that it ends: whoever was shown that has to see this.
             _log.warning("the update stream of model %r goes on", self._model)
 
-    def snapshot(self) -> dict[str, Any]:
-        """All of it, by the names of docs/operations.md."""
+    def snapshot(self, topics: Sequence[str] = ()) -> StreamSnapshot:
+        """All of it at one moment; `topics`: those that are followed."""
         with self._lock:
-            return {
+            return StreamSnapshot(
                 **self._counts,
-                "lag_messages": self._lag_messages,
-                "staleness_s": self._age_s(),
-                "rejected": dict(self._rejected),
-                "set_aside": list(self._set_aside),
-                "failure": self._failure,
-            }
+                lag_messages=self._lag_messages,
+                staleness_s=self._age_s(),
+                rejected=dict(self._rejected),
+                set_aside=list(self._set_aside),
+                failure=self._failure,
+                topics=list(topics),
+            )
 
     def _age_s(self) -> float:
         """Must be called while holding the lock."""

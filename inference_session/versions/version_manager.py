@@ -14,14 +14,15 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from inference_session.errors import ConfigurationError, UnavailableError
 from inference_session.model_spec import TABLES_FOLDER, ModelSpec
-from inference_session.session import InferenceSession
+from inference_session.session import InferenceSession, SessionSnapshot
+from inference_session.stats import added
 from inference_session.version_directory import manifest
 from inference_session.version_directory.manifest import FileEntry
 from inference_session.version_directory.verified_files import FileState, file_state
@@ -29,9 +30,6 @@ from inference_session.versions.model_version import ModelVersion
 
 MAX_RETRY_S = 60.0
 """The longest time between two attempts at content that could not be loaded."""
-
-_GAUGES = frozenset({"rows", "capacity", "bytes", "cache_bytes", "lag_messages"})
-"""Whole numbers in the statistics that are no counters."""
 
 _CONTENT = frozenset({"source"})
 """Fields of ModelSpec in which two contents of one version may differ."""
@@ -62,7 +60,7 @@ class VersionManager:
         self._open_session = open_session
         self._lock = threading.Lock()
         self._replacing = threading.Lock()
-        self._past: dict[str, Any] = {}
+        self._past: SessionSnapshot | None = None
         """Counters of contents that have been closed."""
         self._draining: ModelVersion | None = None
         self._num_updates = 0
@@ -121,11 +119,13 @@ class VersionManager:
         `failed_in_place_updates`.
         """
         with self._lock:
-            total = self._past
-            for version in filter(None, (self._draining, self._active)):
-                total = _added(total, version.session.stats())
+            total = self._active.session.snapshot()
+            if self._draining is not None:
+                total = added(self._draining.session.snapshot(), total)
+            if self._past is not None:
+                total = added(self._past, total)
             updates = {"in_place_updates": self._num_updates, "failed_in_place_updates": self._num_failed_updates}
-        return {**total, **updates}
+        return {**total.as_dict(), **updates}
 
     def close(self) -> None:
         """Stop watching, wait for the leases, close the session. May be called twice."""
@@ -162,7 +162,8 @@ class VersionManager:
         old.retire()
         old.drain()
         with self._lock:
-            self._past = _added(self._past, old.session.stats())
+            ended = old.session.snapshot()
+            self._past = ended if self._past is None else added(self._past, ended)
             self._draining = None
         old.session.close()
 
@@ -238,15 +239,3 @@ def _check_same_tables(served: Iterable[FileEntry], new: Iterable[FileEntry]) ->
             f"the new content has other rows ({changed}), but the stores hold the old ones under the same version; "
             "publish it as a version of its own"
         )
-
-
-def _added(past: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Statistics of two contents: counters add up, everything else is the newer one's."""
-    total = dict(now)
-    for name, value in now.items():
-        before = past.get(name)
-        if isinstance(value, Mapping) and isinstance(before, Mapping):
-            total[name] = _added(before, value)
-        elif type(value) is int and type(before) is int and name not in _GAUGES:
-            total[name] = before + value
-    return total

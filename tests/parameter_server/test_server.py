@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +53,7 @@ class Stack:
         return fetch_any(self.server, [FetchRequest(table, keys, out)])[0], out
 
     def tier(self, name: str) -> dict[str, object]:
-        tiers: dict[str, dict[str, object]] = self.server.stats()["tiers"]
+        tiers = asdict(self.server.stats())["tiers"]
         return tiers[name]
 
 
@@ -178,7 +179,7 @@ def test_promotions_are_bounded_in_bytes(make: Callable[..., Stack], monkeypatch
             stack.fetch(KEYS[begin : begin + 20])
     await_promotions(stack.server)
 
-    dropped = stack.server.stats()["dropped_promotions"]
+    dropped = stack.server.stats().dropped_promotions
     assert 0 < dropped < 200
     assert stack.volatile.num_rows("user") == 200 - dropped
 
@@ -205,7 +206,7 @@ def test_a_tier_that_is_down_is_left_out_and_comes_back(
             assert_same_bits(out, VECTORS)
         assert stack.tier("volatile")["failure"] == "Redis is gone"
         assert "volatile (out)" in repr(stack.server)
-        assert stack.server.stats()["degraded_keys"] == 0
+        assert stack.server.stats().degraded_keys == 0
         del stack.faults["volatile"]
         wait_until(lambda: stack.tier("volatile")["failure"] is None, "the tier to come back")
         wait_until(lambda: "answers again" in caplog.text, "that to be logged")
@@ -249,7 +250,7 @@ def test_keys_that_a_dead_tier_may_have_are_counted_or_refused(make: Callable[..
     stack.faults["persistent"] = UnavailableError("disk is gone")
     assert stack.fetch(KEYS[:10])[0].all()
     assert not stack.fetch(KEYS[10:20])[0].any()
-    assert stack.server.stats()["degraded_keys"] == 10
+    assert stack.server.stats().degraded_keys == 10
     strict = make(on_store_failure="error")
     strict.volatile.insert("user", KEYS[:10], VECTORS[:10])
     strict.faults["persistent"] = UnavailableError("disk is gone")
@@ -450,7 +451,7 @@ def test_a_tier_that_takes_no_rows_is_still_read(
         assert fetch_any(server, [FetchRequest("user", KEYS[:20], out)])[0].all()
         assert_same_bits(out, VECTORS[:20])
         await_promotions(server)
-    stats = server.stats()["tiers"]["volatile"]
+    stats = asdict(server.stats())["tiers"]["volatile"]
     server.close()
     assert (stats["failure"], stats["hits"], stats["failures"], stats["promoted"]) == (None, 30, 3, 0)
     assert caplog.text.count("READONLY") == 1
@@ -488,7 +489,7 @@ def test_promotions_are_bounded(make: Callable[..., Stack]) -> None:
     with stack.server._writing:
         for _ in range(pending.MAX_PENDING_PROMOTIONS + in_hand + 10):
             assert stack.fetch(KEYS[:7])[0].all()
-        assert stack.server.stats()["dropped_promotions"] >= 7 * 8
+        assert stack.server.stats().dropped_promotions >= 7 * 8
     await_promotions(stack.server)
     assert stack.volatile.num_rows("user") == 7
 
@@ -562,7 +563,7 @@ def test_redis_over_rocksdb_survives_the_death_of_redis(tmp_path: Path, monkeypa
             found = fetch_any(server, [FetchRequest("user", KEYS, out)])[0]
             assert found.all()
             assert_same_bits(out, VECTORS)
-            return server.stats()["tiers"]["redis"]["failure"] is None
+            return server.stats().tiers["redis"].failure is None
 
         def full() -> bool:
             return right() and patient.num_rows("user") == 200

@@ -105,7 +105,7 @@ def test_keys_asked_for_in_an_outage_are_not_remembered() -> None:
     assert fetch(server, [3]) == {}
 
     faults.clear()
-    wait_until(lambda: server.stats()["tiers"]["upper"]["failure"] is None, "the tier to come back")
+    wait_until(lambda: server.stats().tiers["upper"].failure is None, "the tier to come back")
 
     assert fetch(server, [3]) == {3: 30}
     server.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import asdict
 
 import pytest
 
@@ -28,12 +29,12 @@ def test_a_failure_is_logged_when_it_begins_and_ends(stats: StreamStats, caplog:
     with caplog.at_level(logging.INFO, LOGGER):
         stats.fail("no broker")
         stats.fail("still none")
-        during = stats.snapshot()
+        during = asdict(stats.snapshot())
         stats.recover()
         stats.recover()
 
     assert (during["failures"], during["failure"]) == (2, "still none")
-    assert stats.snapshot()["failure"] is None
+    assert asdict(stats.snapshot())["failure"] is None
     assert said(caplog) == [
         "the update stream of model 'ctr' waits: no broker",
         "the update stream of model 'ctr' goes on",
@@ -46,7 +47,7 @@ def test_refusals_are_logged_once_per_reason(stats: StreamStats, caplog: pytest.
         stats.refuse("no_key", f"message {i}")
     stats.refuse("truncated", "another")
 
-    told = stats.snapshot()
+    told = asdict(stats.snapshot())
     assert told["rejected"]["no_key"] == 2 * MAX_SET_ASIDE
     assert len(told["set_aside"]) == MAX_SET_ASIDE
     assert told["set_aside"][-1] == "truncated: another"
@@ -56,13 +57,13 @@ def test_refusals_are_logged_once_per_reason(stats: StreamStats, caplog: pytest.
 def test_staleness_grows_while_messages_wait(stats: StreamStats) -> None:
     """What is being applied counts by its age, and what has been by the age that it had."""
     stats.begin(time.time() - 1000)
-    pending = stats.snapshot()["staleness_s"]
+    pending = asdict(stats.snapshot())["staleness_s"]
     stats.end(5)
-    applied = stats.snapshot()
+    applied = asdict(stats.snapshot())
 
     assert pending > 500
     assert applied["staleness_s"] > 500
-    assert applied["staleness_s"] == stats.snapshot()["staleness_s"]
+    assert applied["staleness_s"] == asdict(stats.snapshot())["staleness_s"]
     assert applied["messages"] == 5
 
 
@@ -71,4 +72,4 @@ def test_a_clock_that_went_back_makes_no_negative_age(stats: StreamStats) -> Non
     stats.begin(time.time() + 1e6)
     stats.end(1)
 
-    assert stats.snapshot()["staleness_s"] == 0
+    assert asdict(stats.snapshot())["staleness_s"] == 0

@@ -146,7 +146,7 @@ def test_rows_that_are_read_are_touched(server: RedisServer) -> None:
             fetch_any(server, [FetchRequest("user", asked, np.empty((11, 4), np.float32))])
         server.erase("user", KEYS[:2])
 
-        wait_until(lambda: server.stats()["tiers"]["volatile"]["touched"] > 0, "rows to be touched")
+        wait_until(lambda: server.stats().tiers["volatile"].touched > 0, "rows to be touched")
 
         times = {key: int.from_bytes(mark, "little") for key, mark in marks(store, client).items()}
         assert set(times) == set(KEYS[2:20].tolist())
@@ -168,8 +168,8 @@ def test_a_redis_that_takes_no_writes_is_read_all_the_same(server: RedisServer) 
         def failed() -> bool:
             found = fetch_any(parameter_server, [FetchRequest("user", KEYS, np.empty((400, 4), np.float32))])[0]
             assert (found == held).all()
-            return bool(parameter_server.stats()["tiers"]["volatile"]["failures"])
+            return bool(parameter_server.stats().tiers["volatile"].failures)
 
         wait_until(failed, "the touch to fail")
-        assert parameter_server.stats()["tiers"]["volatile"]["failure"] is None
+        assert parameter_server.stats().tiers["volatile"].failure is None
         parameter_server.close()
