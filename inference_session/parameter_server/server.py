@@ -286,6 +286,7 @@ class ParameterServer:
             return None
         if not tier.volatile:
             if error := tier.attempt(write):
+                self._drop_above(table, keys)
                 raise error
             return None
         error = tier.learn_incarnation()
@@ -296,3 +297,14 @@ class ParameterServer:
             if is_news and tier.unwritten:
                 self._known.save_that_writes_are_missing()
         return error
+
+    def _drop_above(self, table: str, keys: NDArray[np.int64]) -> None:
+        """A tier has refused a write, and may have taken some of its rows. The tiers above must not show older ones:
+        after an outage of theirs, in which the newer ones were answered, these would come back.
+        """
+        for tier in self._tiers:
+            if tier.volatile and tier.is_backed:
+                tier.drop(table, keys)
+                if tier.unwritten:
+                    with contextlib.suppress(HotrowError):  # the write's own error is raised in any case
+                        self._known.save_that_writes_are_missing()

@@ -210,6 +210,14 @@ class Tier:
         else:
             self.leave_out(table, keys, error)
 
+    def drop(self, table: str, keys: NDArray[np.int64]) -> None:
+        """Drop rows that a tier below may have newer ones of; if that fails serve nothing from here. Must be called
+        while nobody else writes.
+        """
+        error = self.attempt(lambda store: store.erase(table, keys))
+        if error is not None:
+            self.leave_out(table, keys, error)
+
     def leave_out(self, table: str, keys: NDArray[np.int64], error: HotrowError) -> None:
         """Serve nothing from here, as it has older rows of these keys. Must be called while nobody else writes."""
         self.unwritten.add(table, keys)

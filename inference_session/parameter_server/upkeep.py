@@ -160,9 +160,7 @@ class Upkeep:
             for tier, promotion in inserted:
                 keys = promotion.keys
                 outdated = keys[~promotion.are_current()] if promotion.source in seen else keys
-                error = tier.attempt(lambda store, p=promotion, k=outdated: store.erase(p.table, k))  # type: ignore[misc]
-                if error is not None:
-                    tier.leave_out(promotion.table, outdated, error)
+                tier.drop(promotion.table, outdated)
 
     def _look_after(self, tier: Tier) -> None:
         """Bring a tier back if it answers; let one that is in use see what others have written."""

@@ -23,7 +23,7 @@ from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
-from tests.parameter_server.contract import DIMS, assert_same_bits, keys_of, random_keys, random_vectors
+from tests.parameter_server.contract import DIMS, assert_same_bits, fetch, keys_of, random_keys, random_vectors
 from tests.testing.faulty_stores import FaultStore
 from tests.testing.hooked_store import HookedStore
 from tests.testing.memory_store import MemoryStore
@@ -420,6 +420,34 @@ def test_a_write_that_the_persistent_tier_refuses_is_an_error(make: Callable[...
     with pytest.raises(UnavailableError, match="disk is full"):
         stack.server.insert("user", keys_of(99), VECTORS[:1])
     assert stack.volatile.num_rows("user") == 0
+
+
+@pytest.mark.parametrize("is_out", [False, True], ids=["volatile_in_use", "volatile_out"])
+def test_a_write_that_the_persistent_tier_takes_in_part_leaves_no_older_rows_above(
+    make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch, is_out: bool
+) -> None:
+    """The volatile tier drops its rows of these keys, at once or before it is used again."""
+    stack = make(keep=False)
+    keys, other = keys_of(1, 2), keys_of(3)
+    for key in (*keys, *other):
+        stack.server.insert("user", keys_of(key), np.full((1, 4), 1, np.float32))
+
+    def insert_first(table: str, keys: np.ndarray, vectors: np.ndarray) -> None:
+        MemoryStore.insert(stack.persistent, table, keys[:1], vectors[:1])
+        raise UnavailableError("disk is full")
+
+    monkeypatch.setattr(stack.persistent, "insert", insert_first)
+    if is_out:
+        stack.faults["volatile"] = UnavailableError("gone")
+        stack.fetch(keys)
+    with pytest.raises(UnavailableError, match="disk is full"):
+        stack.server.insert("user", keys, np.full((2, 4), 2, np.float32))
+    assert stack.fetch(keys)[1][:, 0].tolist() == [2, 1]
+
+    stack.faults.clear()
+    wait_until(lambda: stack.tier("volatile")["failure"] is None, "the volatile tier to be back")
+    assert stack.fetch(keys)[1][:, 0].tolist() == [2, 1]
+    assert fetch(stack.volatile, "user", keys_of(1, 2, 3))[0].tolist() == [False, False, True]
 
 
 def test_background_work_survives_the_unexpected(make: Callable[..., Stack], caplog: pytest.LogCaptureFixture) -> None:
