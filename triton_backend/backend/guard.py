@@ -30,12 +30,13 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the server
     process, server, memory = int(sys.argv[1]), int(sys.argv[2]), _SHARED_MEMORY / sys.argv[3]
-    while not select.select([sys.stdin], [], [], POLL_S)[0]:
-        if os.getppid() == process and _parent(process) not in (server, None):
+    # A process that was forked from ours may hold the pipe open, so its end alone does not tell.
+    while not (readable := select.select([sys.stdin], [], [], POLL_S)[0]) and os.getppid() == process:
+        if _parent(process) not in (server, None):
             os.kill(process, signal.SIGKILL)  # our parent: its number cannot belong to another process meanwhile
             memory.unlink(missing_ok=True)
             return
-    if sys.stdin.read().strip() != "done":
+    if not readable or os.read(sys.stdin.fileno(), 16).strip() != b"done":
         _await_end(server)
         if _parent(server) is None:
             memory.unlink(missing_ok=True)

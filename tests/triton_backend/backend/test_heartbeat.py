@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -50,14 +51,15 @@ def test_a_full_disk_does_not_end_the_beat(folder: Path, monkeypatch: pytest.Mon
     beating.stop()
 
 
-def guarded(folder: Path, *, server: int) -> tuple[subprocess.Popen[bytes], Path]:
+def guarded(folder: Path, *, server: int, forks: bool = False) -> tuple[subprocess.Popen[bytes], Path]:
     """A process that starts a guard as a backend process does, and hands its pipe on to a child; its shared memory."""
     memory = Path("/dev/shm", f"hotrow_test_guard_{os.getpid()}_{folder.name}")  # noqa: S108
     memory.touch()
     code = (
         "import os, subprocess, sys, time\n"
         f"arguments = [sys.executable, '-I', '-S', {guard.__file__!r}, str(os.getpid()), '{server}', {memory.name!r}]\n"
-        "subprocess.Popen(arguments, stdin=subprocess.PIPE)\n"
+        "guard = subprocess.Popen(arguments, stdin=subprocess.PIPE)\n"
+        f"os.fork() if {forks} else None\n"
         "time.sleep(3600)\n"
     )
     return subprocess.Popen([sys.executable, "-c", code]), memory
@@ -73,11 +75,12 @@ def test_a_guard_ends_a_process_whose_server_is_gone(tmp_path: Path) -> None:
     wait_until(lambda: not memory.exists(), "the memory to be removed")
 
 
-def test_a_guard_leaves_a_process_alone_whose_server_lives(tmp_path: Path) -> None:
-    """Killed alone, its memory is left to the server."""
-    process, memory = guarded(tmp_path, server=os.getpid())
-    wait_until(lambda: children_of(process.pid), "the guard")
-    (guarding,) = children_of(process.pid)
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_guard_leaves_a_process_alone_whose_server_lives(tmp_path: Path, forks: bool) -> None:
+    """Killed alone, its memory is left to the server. A process that was forked from it does not keep the guard."""
+    process, memory = guarded(tmp_path, server=os.getpid(), forks=forks)
+    wait_until(lambda: len(children_of(process.pid)) == 1 + forks, "the guard")
+    guarding, *forked = children_of(process.pid)  # in the order of their start
 
     process.kill()
     process.wait()
@@ -85,6 +88,8 @@ def test_a_guard_leaves_a_process_alone_whose_server_lives(tmp_path: Path) -> No
 
     assert memory.exists()
     memory.unlink()
+    for child in forked:
+        os.kill(child, signal.SIGKILL)
 
 
 def children_of(pid: int) -> list[int]:
