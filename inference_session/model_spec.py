@@ -200,9 +200,24 @@ class ModelSpec:
         return tuple(tensor.name for tensor in self.inputs if tensor.context)
 
     @property
+    def has_own_inputs(self) -> bool:
+        """Whether a request carries the model's own inputs, by name."""
+        return self.layout == "tensors"
+
+    @property
+    def takes_hugectr_requests(self) -> bool:
+        """Whether a request is HugeCTR's: DES, CATCOLUMN and ROWINDEX."""
+        return self.layout == "hugectr"
+
+    @property
+    def answers_vectors(self) -> bool:
+        """Whether a request is HPS's, and the answer the vectors themselves: there is no dense network."""
+        return self.layout == "hps"
+
+    @property
     def joins_requests(self) -> bool:
         """Whether several requests can be computed at once: those of HPS as well, which have no samples to count."""
-        return self.joinable and (self.batched or self.layout == "hps")
+        return self.joinable and (self.batched or self.answers_vectors)
 
     def table(self, name: str) -> TableSpec:
         """The table of that original name, else of that folder; TableNotFoundError where there is neither."""
@@ -300,7 +315,7 @@ def _list(document: Mapping[str, Any], name: str) -> list[Any]:
 def _check(spec: ModelSpec) -> None:
     _check_tensors(spec.inputs)
     _check_tensors(spec.outputs)
-    if spec.batched and spec.layout == "tensors" and any(tensor.shape[:1] != (-1,) for tensor in spec.inputs):
+    if spec.batched and spec.has_own_inputs and any(tensor.shape[:1] != (-1,) for tensor in spec.inputs):
         raise ValueError("field 'batched': true, but the first dimension of an input is not -1")
     if not isinstance(spec.settings, Mapping):
         raise ValueError(f"field 'settings': expected an object, found {spec.settings!r}")
@@ -332,7 +347,7 @@ def _check_ranking(spec: ModelSpec) -> None:
         raise ValueError(f"field 'ranking': fractions must be numbers, and may_pad true or false: {spec.ranking!r}")
     if not isinstance(spec.ranking.tiled, tuple) or not all(isinstance(line, str) for line in spec.ranking.tiled):
         raise ValueError(f"field 'ranking': tiled must be a list of texts, found {spec.ranking.tiled!r}")
-    if not spec.batched or spec.layout != "tensors" or CANDIDATES in names:
+    if not spec.batched or not spec.has_own_inputs or CANDIDATES in names:
         raise ValueError(f"field 'ranking': a model that is batched, of layout 'tensors', without input {CANDIDATES!r}")
 
 

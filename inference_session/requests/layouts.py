@@ -1,4 +1,4 @@
-"""Which layout a model's requests have: the one place that knows layouts by their names in session.json."""
+"""Which layout a model's requests have."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from inference_session.requests.tensor_layout import TensorLayout
 
 def layout_of(spec: ModelSpec) -> type[RequestLayout]:
     """The kind of layout."""
-    if spec.layout == "tensors":
+    if spec.has_own_inputs:
         return TensorLayout if spec.ranking is None else RankingLayout
     # Imported where needed: what they build on takes half a second to load.
     from inference_session.requests.hugectr_layout import HpsLayout, HugectrLayout
 
-    return {"hugectr": HugectrLayout, "hps": HpsLayout}[spec.layout]
+    return HpsLayout if spec.answers_vectors else HugectrLayout

@@ -91,7 +91,7 @@ class Answering:
     def _response(self, answer: Answer | HotrowError, spec: ModelSpec) -> TritonResponse:
         if isinstance(answer, HotrowError):
             return _failure(answer)
-        if spec.layout != "tensors":
+        if not spec.has_own_inputs:
             return packed_response(answer, spec, self._device_id)
         # Triton has no scalars: they are sent in shape [1].
         arrays = {name: array if array.ndim else array.reshape(1) for name, array in answer.items()}

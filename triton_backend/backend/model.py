@@ -53,7 +53,7 @@ class TritonPythonModel:
         come_alone = _come_alone(spec, config)
         self._answering = Answering(
             versions,
-            max_samples=max_samples if come_alone and spec.batched and spec.layout == "tensors" else 0,
+            max_samples=max_samples if come_alone and spec.batched and spec.has_own_inputs else 0,
             device_id=int(args["model_instance_device_id"]),
             tracing=self._tracing,
         )
@@ -129,7 +129,7 @@ def _come_alone(spec: ModelSpec, config: Mapping[str, Any]) -> bool:
     Triton does both where it knows which dimension counts samples. Packed requests say themselves how many they hold;
     it joins them where it has been told to.
     """
-    return config["max_batch_size"] == 0 if spec.layout == "tensors" else "dynamic_batching" not in config
+    return config["max_batch_size"] == 0 if spec.has_own_inputs else "dynamic_batching" not in config
 
 
 def _users_own(version_dir: Path) -> Path:

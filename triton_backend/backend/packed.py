@@ -21,7 +21,7 @@ def packed_response(answer: Answer, spec: ModelSpec, device_id: int) -> Any:
     parameters = {"DeviceID": device_id}
     tensors = []
     for name, array in answer.items():
-        if spec.layout == "hugectr":
+        if spec.takes_hugectr_requests:
             parameters["NumSample"] = len(array)
         one_label = array.ndim == 2 and array.shape[1] == 1
         tensors.append(write_tensor(name, array.reshape(-1) if one_label else array))

@@ -114,14 +114,14 @@ def probe_request(spec: ModelSpec) -> dict[str, NDArray[Any]]:
     # Imported here: it takes a second to load, for which a probe's command should not wait.
     from inference_session.requests.hugectr_csr import DENSE, HPS_COUNTS, HPS_KEYS, KEYS, OFFSETS
 
-    if spec.layout == "hugectr":
+    if spec.takes_hugectr_requests:
         options = spec.layout_options
         return {
             DENSE: np.zeros(options["dense_dim"], np.float32),
             KEYS: np.zeros(sum(options["slots"]), options["key_type"]),
             OFFSETS: np.concatenate([np.arange(slots + 1, dtype=np.int32) for slots in options["slots"]]),
         }
-    if spec.layout == "hps":
+    if spec.answers_vectors:
         return {HPS_KEYS: np.zeros(len(spec.tables), np.int64), HPS_COUNTS: np.ones(len(spec.tables), np.int32)}
     return {tensor.name: _zeros(tensor) for tensor in spec.inputs}
 

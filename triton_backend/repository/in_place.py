@@ -130,7 +130,7 @@ def in_place_backend(name: str) -> Backend | None:
 def contradictions(model: InPlaceModel, spec: ModelSpec, *, max_batch_size: int) -> list[str]:
     """Statements in config.pbtxt that the model's own files contradict; the files hold."""
     facts = {"mixed_precision": "false (computed in float32)"}
-    if spec.layout == "hugectr":
+    if spec.takes_hugectr_requests:
         options = spec.layout_options
         facts |= {"slots": str(sum(options["slots"])), "des_feature_num": str(options["dense_dim"])}
         facts |= {"label_dim": str(len(spec.labels))}

@@ -158,7 +158,7 @@ def describe(spec: ModelSpec, name: str, *, max_batch_size: int = _MAX_SAMPLES, 
         UnsupportedModelError: a tensor's type or rank is none that Triton knows.
     """
     outputs = _all_outputs(spec)
-    if spec.layout != "tensors":
+    if not spec.has_own_inputs:
         return _describe_packed(spec, name, max_batch_size=max_batch_size, backend=backend)
     by_samples = (
         spec.batched
@@ -220,7 +220,7 @@ def write_model_config(
     limit = max_batch_size or most_samples(spec)
     config = describe(spec, name, max_batch_size=limit, backend=backend)
     if path.exists():
-        _check_fits(path, config, packed=spec.layout != "tensors")
+        _check_fits(path, config, packed=not spec.has_own_inputs)
     else:
         staged = path.with_name(f".tmp-{CONFIG_FILE}")
         staged.write_text(_text(config, spec, max_samples=limit), encoding="utf-8")
@@ -239,7 +239,7 @@ def check_config(config: Mapping[str, Any], spec: ModelSpec) -> None:
     Raises:
         ConfigurationError: names the first difference.
     """
-    packed = spec.layout != "tensors"
+    packed = not spec.has_own_inputs
     outer = (-1,) if config.get("max_batch_size") else ()
     for kind, tensors in (("input", _all_inputs(spec)), ("output", () if packed else _all_outputs(spec))):
         here = {tensor.name: _tensor_of_spec(tensor) for tensor in tensors}
