@@ -23,7 +23,7 @@ from hotrow.training.dense_network import TableFile, flat_outputs, table_names, 
 from hotrow.training.inputs import Form, ServedInputs
 from hotrow.training.ranks import Ranks
 from hotrow.training.state import exporting
-from hotrow.training.tables import Table, as_vectors, create_file, write_at, write_shard
+from hotrow.training.tables import Table, as_vectors, create_file, write_at, write_table
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, UnavailableError, UnsupportedModelError
 from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, TableSpec, folder_names
@@ -197,8 +197,9 @@ class _Export:
             rows = self.ranks.gather(self._stored_rows())
             files = self._files(rows)
             self.ranks.first(lambda: self._create(staging, files))
-            self.ranks.together(lambda: self._write(staging, files, rows))
-            self.ranks.first(lambda: self._finish(staging, target, files, rows, expected))
+            checksums = self.ranks.gather(self.ranks.together(lambda: self._write(staging, files, rows)))
+            known = {name: checksum for of_rank in checksums for name, checksum in of_rank.items()}
+            self.ranks.first(lambda: self._finish(staging, target, files, rows, expected, known))
             self.ranks.first(stack.close)  # the version appears
         return int(target.name)
 
@@ -241,15 +242,19 @@ class _Export:
             if file.table.has_keys:
                 create_file((staging / file.location).with_name(KEY_FILE), file.num_rows * 8)
 
-    def _write(self, staging: Path, files: list[TableFile], rows: list[list[_Rows | None]]) -> None:
+    def _write(self, staging: Path, files: list[TableFile], rows: list[list[_Rows | None]]) -> dict[str, str]:
+        """Write the rows of this rank; returns the checksums of files that it wrote alone."""
+        checksums: dict[str, str] = {}
         with torch.no_grad():
             for number, file in enumerate(files):
                 if file.table.has_keys:
                     before = [of_rank[number] for of_rank in rows[: self.ranks.rank]]
                     _write_stored(staging / file.location, file.table, sum(part.count for part in before if part))
                 elif self.ranks.is_first or not file.table.is_replicated():
-                    for shard in file.table.shards():
-                        write_shard(staging / file.location, file.table, shard)
+                    checksum = write_table(staging / file.location, file.table, file.table.shards())
+                    if checksum is not None:
+                        checksums[file.location] = checksum
+        return checksums
 
     def _finish(
         self,
@@ -258,6 +263,7 @@ class _Export:
         files: list[TableFile],
         rows: list[list[_Rows | None]],
         expected: list[NDArray[Any]],
+        checksums: dict[str, str],
     ) -> None:
         """Trace, take apart, describe and verify, in the staging folder."""
         (staging / _SHARED_FILE).unlink()
@@ -266,7 +272,7 @@ class _Export:
         found = assemble(staging, target, network, dict(zip(table_names(files), files, strict=True)))
         spec = self._spec(found, files, rows)
         spec.write(staging)
-        write_manifest(staging)
+        write_manifest(staging, known=checksums)
         _verify(staging, spec, plan.inputs.arrays(), expected)
         write_model_config(staging, spec, self.name)
         share_unchanged(staging)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,6 +130,26 @@ def create_file(path: Path, num_bytes: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("xb") as file:
         file.truncate(num_bytes)
+
+
+def write_table(path: Path, table: Table, shards: Sequence[Shard]) -> str | None:
+    """Write the parts of a table that this rank holds; returns the file's SHA-256 where that is all of it.
+
+    The checksum is computed beside the writing, so that the file need not be read for it.
+    """
+    if len(shards) != 1 or tuple(shards[0].tensor.shape) != (table.num_rows, table.embedding_dim):
+        for shard in shards:
+            write_shard(path, table, shard)
+        return None
+    digest = hashlib.sha256()
+    with ThreadPoolExecutor(1) as hashing:
+        done = hashing.submit(digest.update, b"")
+        for first_row, vectors in _pieces(table, shards[0]):
+            done.result()  # one piece at a time, so that few are held
+            done = hashing.submit(digest.update, vectors.data)
+            write_at(path, first_row * table.row_bytes, vectors)
+        done.result()
+    return digest.hexdigest()
 
 
 def write_shard(path: Path, table: Table, shard: Shard) -> None:

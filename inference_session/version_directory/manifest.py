@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import stat
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -44,15 +45,23 @@ class FileEntry:
     sha256: str
 
 
-def write_manifest(directory: Path, progress: Progress | None = None) -> None:
-    """Write MANIFEST.json for the files of a version directory that is being staged."""
+def write_manifest(
+    directory: Path, progress: Progress | None = None, *, known: Mapping[str, str] | None = None
+) -> None:
+    """Write MANIFEST.json for the files of a version directory that is being staged.
+
+    Args:
+        progress: told the bytes that are read for their checksums.
+        known: SHA-256 of files, by path relative to the directory, whose writer computed it: these are not read.
+    """
     files = [path for path in sorted(directory.rglob("*")) if path.is_file() and _is_listed(path, directory)]
+    names = {path.relative_to(directory).as_posix(): path for path in files}
+    checksums = dict(known or {})
+    unread = [name for name in names if name not in checksums]
     with ThreadPoolExecutor() as threads:
-        checksums = list(threads.map(partial(sha256_of, progress=progress), files))
-    entries = {
-        path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "sha256": checksum}
-        for path, checksum in zip(files, checksums, strict=True)
-    }
+        read = threads.map(lambda name: sha256_of(names[name], progress), unread)
+        checksums.update(zip(unread, read, strict=True))
+    entries = {name: {"bytes": path.stat().st_size, "sha256": checksums[name]} for name, path in names.items()}
     text = json.dumps({"format": FORMAT, "files": entries}, indent=1, ensure_ascii=False)
     (directory / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
 
