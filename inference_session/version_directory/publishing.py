@@ -79,18 +79,23 @@ class PublishedFiles:
     def link(self, entry: FileEntry, target: Path) -> Path | None:
         """Link an earlier version's file of this content to `target`; returns it, or None where there is none.
 
-        Every byte of the linked file is read: it may have been damaged since its version was published. A damaged one
-        is logged and not used.
+        Every byte of the linked file is read: it may have been damaged since its version was published. One that is
+        damaged, or cannot be read, is logged and not used.
         """
         for path in self.find(entry):
             if not _link(path, target):
                 continue
             state = verified_state(target)
-            if manifest.sha256_of(target) == entry.sha256:
-                self._linked[target] = state, entry.sha256
-                return path
+            try:
+                checksum = manifest.sha256_of(target)
+            except OSError as error:
+                _log.warning("%s: cannot be read, so it is not shared: %s", path, error.strerror)
+            else:
+                if checksum == entry.sha256:
+                    self._linked[target] = state, checksum
+                    return path
+                _log.warning("%s: damaged, its checksum is not the one in %s; it is not shared", path, MANIFEST_FILE)
             target.unlink()
-            _log.warning("%s: damaged, its checksum is not the one in %s; it is not shared", path, MANIFEST_FILE)
         return None
 
     def remember_linked(self) -> None:

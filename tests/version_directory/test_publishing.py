@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -113,6 +114,28 @@ def test_a_damaged_file_of_an_earlier_version_is_not_shared(
     manifest.verify(report.version_dir, checksums=True)
     assert report.copied_bytes == (folder / name).stat().st_size
     assert f"{first / name}: damaged" in caplog.text
+
+
+def test_a_file_of_an_earlier_version_that_cannot_be_read_is_not_shared(
+    folder: Path, repository: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sector of the disk that fails keeps nobody from publishing good files."""
+    first = publish_version(folder, repository, "ctr").version_dir
+    unreadable = first / "tables" / "hashed" / "key"
+    sha256_of = manifest.sha256_of
+
+    def fail(path: Path, progress: publishing.Progress | None = None) -> str:
+        if same_file(path, unreadable):
+            raise OSError(errno.EIO, "Input/output error")
+        return sha256_of(path, progress)
+
+    monkeypatch.setattr(manifest, "sha256_of", fail)
+    report = publish_version(folder, repository, "ctr")
+    monkeypatch.undo()
+
+    manifest.verify(report.version_dir, checksums=True)
+    assert report.copied_bytes == unreadable.stat().st_size
+    assert f"{unreadable}: cannot be read" in caplog.text
 
 
 def test_publishing_again_heals_a_damaged_version(folder: Path, repository: Path) -> None:
