@@ -1,0 +1,105 @@
+"""Plans by shape: which are kept, and what a plan with fixed places does with another batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from inference_session.dense_engine.base import BoundRun, DenseEngine
+from inference_session.execution.lookups import ModelLookups
+from inference_session.execution.plan import ExecutionPlans, RecordedPlan
+from inference_session.kernels.records import Lookup
+from inference_session.requests.batch import CheckedRequest, JoinedBatch
+from inference_session.rows.mapped import MappedRows
+from inference_session.tables.host_tables import HostTables
+from inference_session.version_directory.version import VersionDirectory
+from tests.testing.onnx_models import import_model, model_of, table
+
+
+class Launched(HostTables):
+    """The processor's tables, looked up as those of a device that repeats its launches."""
+
+    is_launched = True
+
+    def prepare(self, segments: NDArray[np.void]) -> Any:
+        tables = self
+
+        class Launch:
+            def repeated(self, num_unknown_address: int) -> Callable[[], None]:
+                lookup = Lookup(segments.copy(), np.zeros(1, np.int64), np.zeros(len(segments), np.int64))
+                return lambda: HostTables.look_up(tables, lookup)
+
+        return Launch()
+
+    def look_up(self, lookup: Lookup) -> None:
+        if lookup.repeat is not None:
+            lookup.repeat()
+        else:
+            super().look_up(lookup)
+
+
+class Sums(DenseEngine):
+    """Adds up the vectors of each sample, in places that are bound."""
+
+    def __init__(self, name: str) -> None:
+        self.input_names, self.name, self.bound = frozenset({name}), name, 0
+
+    def may_bind(self, outputs: Sequence[str]) -> bool:
+        return True
+
+    def run(self, inputs: Any, outputs: Sequence[str], prepared: Any = None) -> list[Any]:
+        return [inputs[self.name].reshape(len(inputs[self.name]), -1).sum(axis=1)]
+
+    def bind(self, inputs: Any, outputs: Sequence[str]) -> BoundRun:
+        engine, self.bound = self, self.bound + 1
+
+        class Run(BoundRun):
+            places: Any = {}  # noqa: RUF012
+
+            def run(self) -> list[Any]:
+                return engine.run(inputs, outputs)
+
+        return Run()
+
+    def close(self) -> None:
+        """There is nothing to free."""
+
+
+@pytest.fixture
+def version(tmp_path: Path) -> VersionDirectory:
+    """A model that looks up three keys per sample."""
+    graph = "g (int64[n, 3] ids) => (float[n, 12] y) { e = Gather(emb, ids) y = Flatten(e) }"
+    return VersionDirectory.read(import_model(tmp_path, model_of(graph, {"emb": table()})).version_dir)
+
+
+def batch_of(ids: NDArray[np.int64]) -> JoinedBatch:
+    return JoinedBatch.of([CheckedRequest({"ids": ids}, ["y"], len(ids), shapes=ids.shape[1:])])
+
+
+def test_batches_of_one_shape_go_the_same_way_with_other_values(version: VersionDirectory) -> None:
+    """One binding per shape; each batch has the answer of its own keys, and its own unknown keys."""
+    files = version.open_tables()
+    rows = MappedRows(files, Launched(files, num_threads=1))
+    (lookup,) = version.spec.lookups
+    dense = Sums(lookup.dense_input)
+    plans = ExecutionPlans(
+        ModelLookups(version.spec, by_column=False, keys_follow_inputs=True), rows, dense, frozenset()
+    )
+    rng = np.random.default_rng(0)
+    for size in (4, 7, 4, 4, 7):
+        ids = rng.integers(0, 1000, (size, 3))
+        batch = batch_of(ids)
+        plan = plans.of(batch, ("y",))
+        assert isinstance(plan, RecordedPlan)
+        with plan.held():
+            rows.look_up(plan.fill(batch))
+            found = plan.run_network(batch)["y"]
+        expected = table()[ids].reshape(size, -1).sum(axis=1)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert dense.bound == 2
+    rows.close()
