@@ -319,3 +319,20 @@ def test_a_redis_that_was_away_from_the_beginning_is_used_once_it_is_there(tmp_p
             server.start()
             wait_until(lambda: is_up(session), "Redis to be used")
             rows.assert_settled()
+
+
+def test_two_sessions_in_a_row_miss_writes(tmp_path: Path) -> None:
+    """Neither had Redis. It is used when what either of them has written is dropped from it."""
+    with RedisServer() as server:
+        settings = {"volatile_store": server.url, "persistent_store": f"rocksdb://{tmp_path}/db", "cache_bytes": 0}
+        directory = tmp_path / "repository" / "small" / "1"
+        with opened(tmp_path, server.url), server.client() as client:
+            client.save()
+        server.stop(signal.SIGKILL)
+        for keys in (EVERY[:25], EVERY[25:]):
+            with InferenceSession.open(directory, **settings) as session:
+                session.update("user_weight", keys, np.full((25, 4), 7, np.float32))
+                if keys[0]:
+                    server.start()
+                    wait_until(lambda session=session: is_up(session), "Redis to be used")  # type: ignore[misc]
+                    assert (session.lookup("user_weight", EVERY) == 7).all()

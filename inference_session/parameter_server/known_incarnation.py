@@ -27,17 +27,14 @@ class KnownIncarnation:
         self._lock = threading.Lock()  # held until `_text` says what the note says
         self._text: str | None = None
         """What it says, as far as this process knows; None: nothing was ever written."""
+        self._news: str | None = None
+        """What others have noted, and nobody has read yet."""
 
     def read(self) -> str | None:
-        """What the note says where that is news, else None. Where it cannot be read that is no news either."""
-        if self._durable is None:
-            return None
-        with contextlib.suppress(HotrowError), self._lock:
-            text = self._durable.note(NOTE_TABLE)
-            if text is not None and text != self._text:
-                self._text = text
-                return text
-        return None
+        """What others have noted since this was last called, else None. Where it cannot be read that is no news."""
+        self._look()
+        news, self._news = self._news, None
+        return news
 
     def save(self, incarnation: str) -> None:
         """Note that this incarnation has all rows that were written.
@@ -45,12 +42,19 @@ class KnownIncarnation:
         Raises:
             StoreError, UnavailableError: the persistent store does not take the note.
         """
-        if self._durable is None:
+        if self._durable is None or incarnation == self._text:
             return
-        with self._lock:
-            if incarnation != self._text:
-                self._durable.set_note(NOTE_TABLE, incarnation)
-                self._text = incarnation
+        self._look()  # what is noted over is still to be read
+        if incarnation != self._text:
+            self._durable.set_note(NOTE_TABLE, incarnation)
+            self._text = incarnation
+
+    def _look(self) -> None:
+        if self._durable is not None:
+            with contextlib.suppress(HotrowError):
+                text = self._durable.note(NOTE_TABLE)
+                if text is not None and text != self._text:
+                    self._text = self._news = text
 
     def save_that_writes_are_missing(self) -> None:
         """Note that no incarnation has all rows. Errors as of `save`."""

@@ -57,6 +57,18 @@ def test_a_note_that_is_written_while_it_is_read_is_no_news() -> None:
     assert known.read() is None
 
 
+def test_what_is_noted_over_is_news_still() -> None:
+    """Also where both say the same: rows that others have missed are not those that this process has."""
+    store = MemoryStore({NOTE_TABLE: 1})
+    KnownIncarnation(store).save_that_writes_are_missing()
+    for save in (lambda known: known.save("first"), KnownIncarnation.save_that_writes_are_missing):
+        KnownIncarnation(store).save_that_writes_are_missing()
+        known = KnownIncarnation(store)
+        save(known)
+        assert known.read() is not None
+        assert known.read() is None
+
+
 def test_without_a_persistent_store_nothing_is_known() -> None:
     """Nor is that an error."""
     known = KnownIncarnation()
