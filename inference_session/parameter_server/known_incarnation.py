@@ -32,9 +32,10 @@ class KnownIncarnation:
 
     def read(self) -> str | None:
         """What others have noted since this was last called, else None. Where it cannot be read that is no news."""
-        self._look()
-        news, self._news = self._news, None
-        return news
+        with self._lock:
+            self._look()
+            news, self._news = self._news, None
+            return news
 
     def save(self, incarnation: str) -> None:
         """Note that this incarnation has all rows that were written.
@@ -44,12 +45,14 @@ class KnownIncarnation:
         """
         if self._durable is None or incarnation == self._text:
             return
-        self._look()  # what is noted over is still to be read
-        if incarnation != self._text:
-            self._durable.set_note(NOTE_TABLE, incarnation)
-            self._text = incarnation
+        with self._lock:
+            self._look()  # what is noted over is still to be read
+            if incarnation != self._text:
+                self._durable.set_note(NOTE_TABLE, incarnation)
+                self._text = incarnation
 
     def _look(self) -> None:
+        """Take up what others have noted. Must be called while holding `_lock`."""
         if self._durable is not None:
             with contextlib.suppress(HotrowError):
                 text = self._durable.note(NOTE_TABLE)

@@ -36,15 +36,19 @@ def test_a_note_that_is_written_while_it_is_read_is_no_news() -> None:
     class SlowStore(MemoryStore):
         """Gives what it held when the reader asked, after the writer has begun."""
 
+        is_slow = False
+
         def note(self, table: str) -> str | None:
             text = super().note(table)
-            reading.set()
-            assert writing.wait(PATIENCE_S)
+            if self.is_slow:
+                reading.set()
+                assert writing.wait(PATIENCE_S)
             return text
 
     store = SlowStore({NOTE_TABLE: 1})
     known = KnownIncarnation(store)
     known.save("first")
+    store.is_slow = True
     with ThreadPoolExecutor() as threads:
         read = threads.submit(known.read)
         assert reading.wait(PATIENCE_S)
