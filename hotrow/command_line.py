@@ -18,6 +18,7 @@ _SECTIONS = {
     "Models": {
         "import": "Bring a trained model, of ONNX, HugeCTR or PyTorch, into a model repository.",
         "inspect": "Show what a version directory or a store holds; verify it.",
+        "quantize": "Write a version again with tables in float16 or int8.",
         "publish-version": "Publish a version directory in a repository.",
         "record-canary": "Record what a good version answers, to refuse bad ones.",
         "size": "Tell the memory a model needs, and how large its cache should be.",

@@ -9,7 +9,7 @@ import click
 
 from hotrow.progress import byte_progress
 from inference_session.errors import ConfigurationError
-from inference_session.model_spec import TABLES_FOLDER, ModelSpec, is_folder_name
+from inference_session.model_spec import TABLES_FOLDER, ModelSpec, VectorType, is_folder_name
 from inference_session.platform.staging import MAX_VERSION
 from triton_backend.repository.model_config import MAX_BATCH_SIZE
 
@@ -40,6 +40,13 @@ _repository = click.option(
 _version = click.option(
     "--version", type=click.IntRange(1, MAX_VERSION), help="Version number.  [default: one above the highest]"
 )
+_tables = click.option(
+    "--tables",
+    type=click.Choice(["float32", "float16", "int8"]),
+    default="float32",
+    show_default=True,
+    help="How tables are stored, each where that makes it smaller; int8 with a scale and an offset for each row.",
+)
 
 
 @click.group()
@@ -65,6 +72,7 @@ def command() -> None:
     metavar="INPUT",
     help="An input that requests may give once for many candidates, as a user's; may be repeated.",
 )
+@_tables
 @click.option(
     "--max-batch-size",
     type=click.IntRange(1, MAX_BATCH_SIZE),
@@ -80,6 +88,7 @@ def onnx(
     version: int | None,
     min_rows: int,
     context: tuple[str, ...],
+    tables: VectorType,
     max_batch_size: int | None,
     standalone: bool,
 ) -> None:
@@ -90,6 +99,9 @@ def onnx(
 
     With --context, requests may give some inputs once for all candidates that are to be ranked; the report says what
     is then looked up and computed once.
+
+    With --tables int8, rows of 128 elements take 0.27 of the bytes and answers change a little: `hotrow quantize` does
+    the same to an imported version, and tells by how much.
 
     \b
     Examples:
@@ -112,6 +124,7 @@ def onnx(
             version=version,
             min_rows=min_rows,
             context=context,
+            tables=tables,
             progress=progress,
             complete=configure,
         )
@@ -130,7 +143,15 @@ def onnx(
     help="An earlier version of the model: its rows stay where the new one has no row of that key, as HugeCTR's "
     "own update does it.  [default: a key that the new version does not have is unknown]",
 )
-def hugectr(ps_json: str, model: str | None, repository: Path, version: int | None, keep_rows_of: Path | None) -> None:
+@_tables
+def hugectr(
+    ps_json: str,
+    model: str | None,
+    repository: Path,
+    version: int | None,
+    keep_rows_of: Path | None,
+    tables: VectorType,
+) -> None:
     """Import models of HugeCTR or HPS: graph JSON, dense weights and sparse folders, as ps.json names them.
 
     Sparse folders become tables as they are, by hard links where the file system allows. Clients keep their requests:
@@ -155,6 +176,7 @@ def hugectr(ps_json: str, model: str | None, repository: Path, version: int | No
             model=model,
             version=version,
             keep_rows_of=_table_folders(keep_rows_of) if keep_rows_of else (),
+            tables=tables,
             progress=progress,
             complete=configure,
         )

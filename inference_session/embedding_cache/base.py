@@ -27,6 +27,7 @@ from inference_session.embedding_cache.stats import CacheStats, RowCounts, Table
 from inference_session.errors import ConfigurationError, InvalidRequestError, SessionClosedError, TableNotFoundError
 from inference_session.kernels.records import Lookup
 from inference_session.model_spec import VectorType
+from inference_session.tables.quantized_rows import LARGEST_INT8
 
 Cache = TypeVar("Cache", bound="EmbeddingCache")
 
@@ -200,8 +201,8 @@ class EmbeddingCache(ABC):
 
 def check_range(table: str, vectors: NDArray[np.floating[Any]], dtype: VectorType) -> None:
     """InvalidRequestError for vectors with elements that rows of `dtype` cannot hold."""
-    if dtype == "int8" and not np.isfinite(vectors).all():
-        what = "NaN or infinite elements, which int8 cannot hold"
+    if dtype == "int8" and not (np.abs(vectors) <= LARGEST_INT8).all():
+        what = f"an element that is NaN, infinite or beyond {LARGEST_INT8:.3g}, which int8 cannot hold"
     elif dtype == "float16" and (np.abs(vectors) >= _FLOAT16_END)[np.isfinite(vectors)].any():
         what = "an element beyond the range of float16 (65504)"
     else:

@@ -27,7 +27,7 @@ from inference_session.kernels.cpu.cache import CacheArrays
 from inference_session.kernels.cpu.hash_index import BUCKET_BYTES, MAX_ROWS
 from inference_session.kernels.records import MAX_MARK, TABLE, VectorCode, address_of, table_record
 from inference_session.model_spec import VectorType, bytes_per_row
-from inference_session.tables.table_file import quantise_int8
+from inference_session.tables.quantized_rows import quantize_int8
 
 ROWS_PER_BUCKET = 6
 """Half of its slots, so that a bucket hardly ever overflows."""
@@ -56,7 +56,7 @@ class CpuEmbeddingCache(HostCache):
         Args:
             dims: embedding_dim of each table by name.
             cache_bytes: upper bound on all memory that the cache allocates; results of look-ups are the caller's.
-            dtype: how rows are held. float16 rounds to nearest, int8 as `quantise_int8` says.
+            dtype: how rows are held. float16 rounds to nearest, int8 as `quantize_int8` says.
             num_rows: rows that tables have in all, as far as known; what they leave over goes to the others.
             num_threads: threads over which a large look-up is split.
 
@@ -169,7 +169,7 @@ class CpuEmbeddingCache(HostCache):
         """Vectors as rows of the cache: uint8 [n, row_bytes]."""
         check_range(table, vectors, self.dtype)
         if self.dtype == "int8":
-            return quantise_int8(vectors)
+            return quantize_int8(vectors)
         with np.errstate(over="ignore"):
             return np.require(vectors, self.dtype, _AS_COMPILED).view(np.uint8)
 

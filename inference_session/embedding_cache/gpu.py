@@ -79,7 +79,7 @@ class GpuEmbeddingCache(EmbeddingCache):
             cache_bytes: upper bound on all memory that the cache keeps on the device; what a look-up or a write needs
                 meanwhile is not part of it.
             device: the GPU.
-            dtype: how rows are held. float16 rounds to nearest, int8 as `quantise_int8` says.
+            dtype: how rows are held. float16 rounds to nearest, int8 as `quantize_int8` says.
             num_rows: rows that tables have in all, as far as known; what they leave over goes to the others.
 
         Raises:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from inference_session.errors import CanaryError, ConfigurationError, InvalidRequestError
 
-_BROKEN = (
+BROKEN = (
     *(ValueError, TypeError, EOFError, MemoryError, RuntimeError, KeyError),
     *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError),
 )
@@ -69,7 +69,7 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             return dict(archive)
-    except _BROKEN as error:
+    except BROKEN as error:
         # NumPy's own words would advise to unpickle it.
         raise ConfigurationError(f"canary requests {path}: cannot be read: no .npz file, or a damaged one") from error
     except OSError as error:

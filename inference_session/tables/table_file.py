@@ -23,13 +23,13 @@ from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.records import TABLE, VectorCode, address_of, key_segment, table_record
 from inference_session.model_spec import (
     KEY_FILE,
-    SCALE_AND_BIAS_BYTES,
     VECTOR_FILE,
     TableSpec,
     VectorType,
 )
 from inference_session.platform.progress import Progress
 from inference_session.tables.base import SCAN_BYTES, Rows, check_fetch
+from inference_session.tables.quantized_rows import quantize_rows
 from inference_session.tables.table_index import (
     IndexReport,
     TableIndex,
@@ -93,7 +93,7 @@ class TableFile:
     @property
     def vectors(self) -> NDArray[np.generic]:
         """The mapped rows, read-only: float32 or float16 [num_rows, embedding_dim], or for int8 uint8
-        [num_rows, embedding_dim + 8] (see `dequantise_int8`). Lives on after `close`.
+        [num_rows, embedding_dim + 8] (see `quantized_rows`). Lives on after `close`.
         """
         return self._vectors
 
@@ -163,7 +163,7 @@ def write_table(
 
     `vectors` come in chunks, [any number of rows, embedding_dim], one in memory at a time, and are stored as `dtype`;
     `keys`, in chunks of the same rows, are None for a table of row numbers. A finite element that float16 cannot hold,
-    or one that is not finite for int8, is a ModelFormatError.
+    or one that is not finite or beyond LARGEST_INT8 for int8, is a ModelFormatError.
     """
     folder.mkdir(parents=True, exist_ok=True)
     num_rows = 0
@@ -171,7 +171,7 @@ def write_table(
     with (folder / VECTOR_FILE).open("wb") as vector_file, _open_unless(keys is None, key_path) as key_file:
         for chunk, chunk_keys in _paired(vectors, keys):
             for begin in range(0, len(chunk), _ROWS_PER_CHUNK):
-                vector_file.write(_encode(chunk[begin : begin + _ROWS_PER_CHUNK], dtype).data)
+                vector_file.write(quantize_rows(chunk[begin : begin + _ROWS_PER_CHUNK], dtype).data)
             if key_file is not None and chunk_keys is not None:
                 key_file.write(chunk_keys.data)
             num_rows += len(chunk)
@@ -181,42 +181,6 @@ def write_table(
     if keys is None:
         return IndexReport(num_rows, 0, 0.0)
     return build_index(folder, _map_file(key_path).view(np.int64), progress)
-
-
-def quantise_int8(vectors: NDArray[np.floating]) -> NDArray[np.uint8]:
-    """Rows as an int8 table stores them: [n, dim] finite floats → uint8 [n, dim + 8].
-
-    A row is dim int8 elements, then float32 scale = (max - min) / 255 and float32 bias = min + 128 x scale of that
-    row. What `dequantise_int8` and a look-up give back is off by half a scale at most, (max - min) / 510, beside
-    float32 rounding: 2^-21 of the largest magnitude in the row. A row of equal elements comes back exactly.
-    """
-    if not np.isfinite(vectors).all():
-        raise ModelFormatError("vectors hold NaN or infinite elements, which int8 cannot store; use float32")
-    exact = np.asarray(vectors, np.float64)
-    low, high = exact.min(axis=1, keepdims=True), exact.max(axis=1, keepdims=True)
-    scale = ((high - low) / 255).astype("<f4")
-    bias = (low + 128 * scale.astype(np.float64)).astype("<f4")
-    steps = np.divide(exact - bias, scale, out=np.zeros_like(exact), where=scale > 0)
-    elements = np.clip(np.rint(steps), -128, 127).astype(np.int8)
-    return np.concatenate([elements.view(np.uint8), scale.view(np.uint8), bias.view(np.uint8)], axis=1)
-
-
-def dequantise_int8(rows: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """The vectors that rows of an int8 table stand for: uint8 [n, dim + 8] → float32 [n, dim]."""
-    elements = rows[:, :-SCALE_AND_BIAS_BYTES].view(np.int8)
-    factors = np.ascontiguousarray(rows[:, -SCALE_AND_BIAS_BYTES:]).view("<f4")
-    vectors: NDArray[np.float32] = elements * factors[:, :1] + factors[:, 1:]
-    return vectors
-
-
-def _encode(vectors: NDArray[np.floating], dtype: VectorType) -> NDArray[np.generic]:
-    if dtype == "int8":
-        return quantise_int8(vectors)
-    with np.errstate(over="ignore"):
-        stored = np.ascontiguousarray(vectors, dtype)
-    if dtype == "float16" and not np.array_equal(np.isfinite(stored), np.isfinite(vectors)):
-        raise ModelFormatError("vectors hold an element beyond the range of float16 (65504); use float32")
-    return stored
 
 
 def _paired(

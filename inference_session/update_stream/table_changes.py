@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,8 @@ from inference_session.model_spec import (
     TableSpec,
     folder_names,
 )
-from inference_session.tables.table_file import TableFile, dequantise_int8
+from inference_session.tables.quantized_rows import dequantize_rows
+from inference_session.tables.table_file import TableFile
 from inference_session.version_directory import manifest
 from inference_session.version_directory.version import VersionDirectory
 
@@ -52,7 +53,7 @@ class Table(NamedTuple):
         keys, vectors = self.file.keys(), self.file.vectors
         for begin in range(0, len(keys), self.rows_per_chunk):
             part = slice(begin, begin + self.rows_per_chunk)
-            yield Changes(keys[part], _as_float32(vectors[part], self.spec), len(keys[part]))
+            yield Changes(keys[part], dequantize_rows(vectors[part], self.spec.dtype), len(keys[part]))
 
     def changes_since(self, old: Table) -> Iterator[Changes]:
         """The rows that `old` has not, or has otherwise, bit by bit; then as deletions those that only `old` has."""
@@ -125,9 +126,3 @@ def _size(path: Path) -> int:
             f"{path}: {error.strerror}; publish a version directory, or a folder with the files"
             f" {KEY_FILE} and {VECTOR_FILE}"
         ) from error
-
-
-def _as_float32(vectors: NDArray[np.generic], spec: TableSpec) -> NDArray[np.float32]:
-    if spec.dtype == "int8":
-        return dequantise_int8(cast("NDArray[np.uint8]", vectors.reshape(-1, spec.row_bytes)))
-    return np.ascontiguousarray(vectors, np.float32)

@@ -83,7 +83,7 @@ class PublishedFiles:
         damaged, or cannot be read, is logged and not used.
         """
         for path in self.find(entry):
-            if not _link(path, target):
+            if not link_file(path, target):
                 continue
             state = verified_state(target)
             try:
@@ -232,7 +232,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
             yield chunk
 
 
-def _link(path: Path, target: Path) -> bool:
+def link_file(path: Path, target: Path) -> bool:
     """Whether the file system could do it; some have no hard links, and a file only so many."""
     with suppress(OSError):
         os.link(path, target)
@@ -248,7 +248,7 @@ def _take_indexes(folder: Path, staging: Path, spec: ModelSpec, linked: Mapping[
     for table in spec.tables:
         place = Path(TABLES_FOLDER, table.folder)
         keys, target = origins.get((place / KEY_FILE).as_posix()), staging / place / INDEX_FILE
-        is_linked = keys is not None and _link(keys.with_name(INDEX_FILE), target)
+        is_linked = keys is not None and link_file(keys.with_name(INDEX_FILE), target)
         if not is_linked and target.parent.exists() and (folder / place / INDEX_FILE).exists():
             shutil.copyfile(folder / place / INDEX_FILE, target)
         if target.exists() and not _is_good_index(target, table):

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.records import SEGMENT, TABLE, PoolingCode
 from inference_session.model_spec import TableSpec
-from inference_session.tables.table_file import TableFile, dequantise_int8, write_table
+from inference_session.tables.quantized_rows import dequantize_int8
+from inference_session.tables.table_file import TableFile, write_table
 
 INT64 = np.iinfo(np.int64)
 NO_POSITIONS = np.empty(0, np.int64)
@@ -40,7 +41,7 @@ def make_table(folder: Path, keys: list[int] | None, vectors: NDArray[Any], dtyp
     kind = "row_number" if keys is None else "stored"
     spec = TableSpec("t", "t", len(vectors), dim, dtype, kind, default_vector=default)
     file = TableFile.open(folder, spec)
-    stored = dequantise_int8(file.vectors) if dtype == "int8" else file.vectors  # type: ignore[arg-type]
+    stored = dequantize_int8(file.vectors) if dtype == "int8" else file.vectors  # type: ignore[arg-type]
     rows = dict(zip(keys or range(len(vectors)), np.asarray(stored, np.float64), strict=True))
     if keys is None:
         rows |= {row - len(vectors): vector for row, vector in list(rows.items())}

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 
 from inference_session.errors import (
     InvalidRequestError,
@@ -21,8 +18,6 @@ from inference_session.model_spec import ModelSpec, TableSpec
 from inference_session.parameter_server.file_store import TableFileStore
 from inference_session.tables.table_file import (
     TableFile,
-    dequantise_int8,
-    quantise_int8,
     write_table,
 )
 from inference_session.version_directory import manifest
@@ -156,25 +151,6 @@ def test_vectors_are_stored_as_asked(dtype: str, size: int, tmp_path: Path) -> N
     np.testing.assert_allclose(out, VECTORS, atol=0.01)
 
 
-finite_rows = arrays.arrays(
-    np.float32,
-    st.tuples(st.integers(1, 5), st.integers(1, 40)),
-    elements=st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-(2.0**100), max_value=2.0**100),
-)
-
-
-@given(finite_rows)
-def test_int8_vectors_keep_their_error_bound(vectors: np.ndarray) -> None:
-    """Half a step of (max - min) / 255 of the row, beside float32 rounding of its largest element."""
-    exact = vectors.astype(np.float64)
-    error = np.abs(dequantise_int8(quantise_int8(vectors)) - exact)
-    span = exact.max(axis=1) - exact.min(axis=1)
-    bound = span / 510 + np.abs(exact).max(axis=1) * 2.0**-21 + 1e-42
-    assert (error <= bound[:, None]).all()
-    constant = np.repeat(vectors[:, :1], 7, axis=1)
-    np.testing.assert_array_equal(dequantise_int8(quantise_int8(constant)), constant)
-
-
 @pytest.mark.parametrize(
     ("vectors", "keys", "dtype", "message"),
     [
@@ -184,7 +160,7 @@ def test_int8_vectors_keep_their_error_bound(vectors: np.ndarray) -> None:
         ([VECTORS[0]], None, "float32", "one embedding_dim"),
         ([VECTORS], [KEYS.astype(np.uint64)], "float32", "found uint64"),
         ([VECTORS * 1e6], None, "float16", "range of float16"),
-        ([np.full((7, 3), np.inf)], None, "int8", "NaN or infinite"),
+        ([np.full((7, 3), np.inf)], None, "int8", "NaN, infinite or beyond 1.7e\\+38"),
     ],
 )
 def test_what_cannot_be_stored_is_refused(vectors: list, keys: list | None, dtype: str, message: str, tmp_path) -> None:

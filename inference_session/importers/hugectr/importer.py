@@ -23,6 +23,7 @@ from inference_session.model_spec import (
     ModelSpec,
     TableSpec,
     TensorSpec,
+    VectorType,
     folder_names,
 )
 from inference_session.platform.progress import Progress
@@ -30,6 +31,7 @@ from inference_session.platform.staging import stage_version
 from inference_session.requests.hugectr_csr import DENSE, HPS_COUNTS, HPS_KEYS, KEYS, OFFSETS, RequestFormat
 from inference_session.version_directory.manifest import write_manifest
 from inference_session.version_directory.publishing import share_unchanged
+from inference_session.version_directory.quantizing import quantize_tables
 from inference_session.version_directory.version import VersionDirectory
 
 
@@ -63,7 +65,7 @@ class ImportReport:
     @staticmethod
     def _line(table: TableSpec, num_duplicates: int) -> str:
         duplicates = f"; {num_duplicates} are never found, as a later row has their key" if num_duplicates else ""
-        return f"  {table.name!r}: {table.num_rows} rows x {table.embedding_dim}{duplicates}"
+        return f"  {table.name!r}: {table.num_rows} rows x {table.embedding_dim} {table.dtype}{duplicates}"
 
 
 @dataclass(frozen=True)
@@ -86,18 +88,20 @@ def import_hugectr(
     model: str | None = None,
     version: int | None = None,
     keep_rows_of: Sequence[Path] = (),
+    tables: VectorType = "float32",
     progress: Progress | None = None,
     complete: Callable[[Path, ModelSpec, PsModel], None] | None = None,
 ) -> list[ImportReport]:
     """Import one model of ps.json, or all of them, into a model repository.
 
-    Tables are hard links where the file system allows, else copies; they are never converted.
+    Tables are hard links where the file system allows, else copies; they are converted only where `tables` asks for it.
 
     Args:
         ps_json: a path or an `hdfs://` URL, as are the files that it names.
         model: its name in ps.json; None: all.
         version: None: the one after the highest there is.
         keep_rows_of: see `write_version`.
+        tables: how tables are stored, where that makes them smaller; see `quantizing.narrowed`.
         progress: told the bytes of keys indexed, then those of all files read for their checksums.
         complete: called with each staged version before it appears, to add what a server needs (config.pbtxt); if it
             raises, the model is not imported.
@@ -114,7 +118,9 @@ def import_hugectr(
     for item in models:
         with stage_version(repository, item.name, version) as (staging, version_dir):
             local = with_local_files(item, progress)
-            spec, num_parameters = write_version(settings, local, staging, keep_rows_of=keep_rows_of, progress=progress)
+            spec, num_parameters = write_version(
+                settings, local, staging, keep_rows_of=keep_rows_of, tables=tables, progress=progress
+            )
             share_unchanged(staging)
             if complete:
                 complete(staging, spec, item)
@@ -140,6 +146,7 @@ def write_version(
     directory: Path,
     *,
     keep_rows_of: Sequence[Path] = (),
+    tables: VectorType = "float32",
     may_link: bool = True,
     progress: Progress | None = None,
 ) -> tuple[ModelSpec, int]:
@@ -149,6 +156,7 @@ def write_version(
         model: may differ from what ps.json says, as where config.pbtxt names other files.
         keep_rows_of: table folders of an earlier version, one per table in the order of the tables; of several
             versions the oldest first. Rows that the model itself has no more are kept, as HugeCTR's own update does.
+        tables: as `import_hugectr`.
         may_link: False: tables are copied, so that whoever writes to the originals does not change the version.
 
     Raises:
@@ -161,6 +169,7 @@ def write_version(
         )
     job = _Job(settings, model, directory, keep_rows_of, may_link, progress)
     spec, num_parameters = _write_network(job) if model.graph_file else (_tables_alone(job), 0)
+    spec = quantize_tables(directory, spec, tables, progress)
     spec.write(directory)
     write_manifest(directory, progress)
     return spec, num_parameters

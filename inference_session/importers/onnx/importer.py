@@ -37,11 +37,13 @@ from inference_session.model_spec import (
     TABLES_FOLDER,
     VECTOR_FILE,
     ModelSpec,
+    VectorType,
 )
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
 from inference_session.version_directory.manifest import write_manifest
 from inference_session.version_directory.publishing import share_unchanged
+from inference_session.version_directory.quantizing import quantize_tables
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ def import_onnx(
     version: int | None = None,
     min_rows: int = 1000,
     context: Sequence[str] = (),
+    tables: VectorType = "float32",
     progress: Progress | None = None,
     complete: Callable[[Path, ModelSpec], None] | None = None,
 ) -> ImportReport:
@@ -71,12 +74,14 @@ def import_onnx(
         version: one above the highest there is if None.
         min_rows: initializers with fewer rows stay in the dense network.
         context: the inputs that requests may give once for many candidates; see the package `context`.
+        tables: how tables are stored, where that makes them smaller; see `quantizing.narrowed`.
         progress: told the bytes of tables written, then read again for their checksums.
         complete: called with the staged version before it appears, to add what a server needs (config.pbtxt); if
             it raises, nothing is imported.
 
     Raises:
-        ModelFormatError: a file is damaged, missing, or no ONNX model; the message names it.
+        ModelFormatError: a file is damaged, missing, or no ONNX model; the message names it. Or `tables` cannot hold a
+            row; names table and row.
         UnsupportedModelError: the model is sound but cannot be served.
         ConfigurationError: the version exists, or an argument is not allowed.
     """
@@ -87,6 +92,7 @@ def import_onnx(
         source = _Source.read(model)
         with stage_version(Path(repository), name, version) as (staging, version_dir):
             report = _Import(source, staging, version_dir, min_rows, progress, context=tuple(context)).run()
+            report = replace(report, spec=quantize_tables(staging, report.spec, tables, progress))
             report.spec.write(staging)
             if complete:
                 complete(staging, report.spec)

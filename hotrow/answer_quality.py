@@ -1,0 +1,172 @@
+"""How far the answers of one version are from those of another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.random_requests import random_requests
+from inference_session import InferenceSession
+from inference_session.errors import ConfigurationError
+from inference_session.model_spec import PREDICTIONS, ModelSpec
+from inference_session.requests.canary import BROKEN, INPUT, Arrays, read_arrays
+
+_SAMPLES_PER_RUN = 1024
+_OFFLINE: Mapping[str, Any] = {
+    "device": "cpu",
+    **dict.fromkeys(("volatile_store", "persistent_store", "update_stream"), ""),
+    **dict.fromkeys(("canary_requests", "record_keys", "state_dir"), ""),
+    "warm_up_s": 0,
+}
+"""Settings of sessions that answer from their table files alone, and write nothing."""
+
+
+@dataclass(frozen=True)
+class OutputDifference:
+    """The absolute differences of one output."""
+
+    output: str
+    largest: float
+    mean: float
+
+
+@dataclass(frozen=True)
+class LabelAuc:
+    """The AUC of one label's predictions by both versions."""
+
+    label: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True)
+class AnswerQuality:
+    """What a comparison found."""
+
+    requests: str
+    """Where the requests came from."""
+    differences: Sequence[OutputDifference]
+    aucs: Sequence[LabelAuc]
+
+    @property
+    def largest(self) -> float:
+        """The largest difference of all outputs."""
+        return max((difference.largest for difference in self.differences), default=0.0)
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"Answers to {self.requests}:"]
+        lines += [f"  {d.output!r}: largest difference {d.largest:.3g}, mean {d.mean:.3g}" for d in self.differences]
+        lines += [f"  AUC of {a.label!r}: {a.before:.6f} before, {a.after:.6f} after" for a in self.aucs]
+        return "\n".join(lines)
+
+
+def compare(before: Path, after: Path, requests: Path | None, labels: Path | None) -> AnswerQuality:
+    """Answer the same requests from both versions' table files, on the CPU.
+
+    Args:
+        before: a version directory.
+        after: one of the same model.
+        requests: an .npz file of one request, as `hotrow record-canary` takes or writes it; None: random ones.
+        labels: 0 and 1 for the samples of the requests: a .npy file, [samples] or [samples, labels], or an .npz
+            file with an array for each label; None: no AUC.
+
+    Raises:
+        ConfigurationError: a file cannot be read, or does not fit the model.
+        InvalidRequestError: the model does not take the request.
+    """
+    with InferenceSession.open(before, **_OFFLINE) as old, InferenceSession.open(after, **_OFFLINE) as new:
+        asked = random_requests(old) if requests is None else _in_parts(old.spec, _inputs_of(requests))
+        answers, changed = ([session.run(request) for request in asked] for session in (old, new))
+    names = list(answers[0])
+    differences = [_difference(name, _joined(answers, name), _joined(changed, name)) for name in names]
+    aucs = [] if labels is None else _aucs(old.spec, labels, answers, changed)
+    return AnswerQuality("random requests" if requests is None else str(requests), differences, aucs)
+
+
+def auc(labels: NDArray[Any], scores: NDArray[Any]) -> float:
+    """The chance that a sample with label 1 scores above one with label 0, a tie counting one half; NaN where a label
+    is not there. Both are [samples].
+    """
+    is_positive = labels > 0
+    num_positive, num_negative = int(is_positive.sum()), int((~is_positive).sum())
+    if not num_positive or not num_negative:
+        return float("nan")
+    _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    mean_rank = np.cumsum(counts) - (counts - 1) / 2
+    rank_sum = float(mean_rank[place][is_positive].sum())
+    return (rank_sum - num_positive * (num_positive + 1) / 2) / (num_positive * num_negative)
+
+
+def _inputs_of(path: Path) -> Arrays:
+    """The request in a file of plain arrays, or in one that `hotrow record-canary` has written."""
+    arrays = read_arrays(path)
+    recorded = {name.removeprefix(INPUT): array for name, array in arrays.items() if name.startswith(INPUT)}
+    return recorded or arrays
+
+
+def _in_parts(spec: ModelSpec, request: Arrays) -> list[Arrays]:
+    """Requests of at most 1024 samples, where samples can be told apart."""
+    sizes = {len(array) if array.ndim else 1 for array in request.values()}
+    if not (spec.batched and spec.layout == "tensors" and not spec.context and len(sizes) == 1):
+        return [request]
+    begins = range(0, max(sizes.pop(), 1), _SAMPLES_PER_RUN)
+    return [{name: array[begin : begin + _SAMPLES_PER_RUN] for name, array in request.items()} for begin in begins]
+
+
+def _joined(answers: Sequence[Arrays], name: str) -> NDArray[Any]:
+    """All values of an output, side by side."""
+    return np.concatenate([answer[name].reshape(-1) for answer in answers])
+
+
+def _difference(name: str, before: NDArray[Any], after: NDArray[Any]) -> OutputDifference:
+    """Values that are no numbers differ by 1; a number differs from NaN by infinity."""
+    if before.shape != after.shape or before.dtype.kind not in "fiu":
+        same = before.shape == after.shape and np.array_equal(before, after)
+        return OutputDifference(name, float(not same), float(not same))
+    if not before.size:
+        return OutputDifference(name, 0.0, 0.0)
+    old, new = before.astype(np.float64), after.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        off = np.abs(old - new)
+    off[(old == new) | (np.isnan(old) & np.isnan(new))] = 0
+    off[np.isnan(off)] = np.inf
+    return OutputDifference(name, float(off.max()), float(off.mean()))
+
+
+def _aucs(spec: ModelSpec, path: Path, before: Sequence[Arrays], after: Sequence[Arrays]) -> list[LabelAuc]:
+    if not spec.labels:
+        raise ConfigurationError(f"labels {path}: the model has no predictions to compare with labels")
+    scores = [_joined(answers, PREDICTIONS).reshape(-1, len(spec.labels)) for answers in (before, after)]
+    labels = _read_labels(path, spec.labels)
+    if labels.shape != scores[0].shape:
+        raise ConfigurationError(
+            f"labels {path}: shape {list(labels.shape)}, expected {list(scores[0].shape)}, one column for each of "
+            f"{', '.join(map(repr, spec.labels))}"
+        )
+    return [
+        LabelAuc(name, *(auc(labels[:, column], each[:, column]) for each in scores))
+        for column, name in enumerate(spec.labels)
+    ]
+
+
+def _read_labels(path: Path, names: Sequence[str]) -> NDArray[Any]:
+    """[samples, labels]: one array, or an archive of one array for each label."""
+    try:
+        with path.open("rb") as file:
+            content = np.load(file, allow_pickle=False)
+            columns = [content] if isinstance(content, np.ndarray) else [content[name] for name in names]
+        return np.concatenate([column.reshape(len(column), -1) for column in columns], axis=1).astype(np.float64)
+    except BROKEN as error:
+        raise ConfigurationError(
+            f"labels {path}: expected 0 and 1 in a .npy file, [samples] or [samples, labels], or in an .npz file with "
+            f"an array for each of {', '.join(map(repr, names))}"
+        ) from error
