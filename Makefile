@@ -114,6 +114,7 @@ check: $(CHECK_VENV)/.ready
 
 bench: $(VENV)/.test
 	$(BIN)/python benchmarks/lookup.py
+	$(BIN)/python benchmarks/quantized.py
 	$(BIN)/python benchmarks/stores.py
 	$(BIN)/python benchmarks/hdfs.py
 	$(BIN)/python benchmarks/opening.py

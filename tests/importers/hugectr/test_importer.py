@@ -194,7 +194,7 @@ def test_an_imported_version_says_what_it_is(source: Source, tmp_path: Path) -> 
 
     assert report.version_dir == tmp_path / "repository/small/1"
     assert (report.model, report.num_dense_parameters) == ("small", 17)
-    assert "'deep': 9 rows x 4\nPredictions: label (17 dense parameters)" in str(report)
+    assert "'deep': 9 rows x 4 float32\nPredictions: label (17 dense parameters)" in str(report)
     assert [tensor.name for tensor in spec.inputs] == ["DES", "CATCOLUMN", "ROWINDEX"]
     assert spec.outputs == (TensorSpec("label", "float32", (-1, 1)),)
     assert [(t.name, t.num_rows, t.embedding_dim, t.keys, t.default_vector) for t in spec.tables] == [
@@ -223,7 +223,7 @@ def test_duplicate_keys_are_reported(source: Source, tmp_path: Path) -> None:
 
     (report,) = import_hugectr(source.ps_json(), tmp_path / "repository")
 
-    assert "'deep': 9 rows x 4; 2 are never found, as a later row has their key\n" in str(report)
+    assert "'deep': 9 rows x 4 float32; 2 are never found, as a later row has their key\n" in str(report)
     assert report.num_duplicates == (0, 2)
 
 
