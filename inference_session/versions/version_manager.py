@@ -31,8 +31,8 @@ from inference_session.versions.model_version import ModelVersion
 MAX_RETRY_S = 60.0
 """The longest time between two attempts at content that could not be loaded."""
 
-_CONTENT = frozenset({"source"})
-"""Fields of ModelSpec in which two contents of one version may differ."""
+_CONTENT = frozenset({"source", "ranking"})
+"""Fields of ModelSpec in which two contents of one version may differ. The marks of context inputs are among inputs."""
 _TABLE_CONTENT = frozenset({"num_rows", "dtype", "default_vector"})
 """Fields of TableSpec in which they may."""
 

@@ -46,6 +46,9 @@ def _by_blocks(work: Work, node: NodeProto) -> list[NodeProto] | None:
     rank, whole = work.rank(node.output[0]), work.dims(node.output[0])
     if rank is None or whole is None or whole[0] != work.dims_of_rows:
         return None
+    own = [dims for name in node.input if work.tiled(name) is None and (dims := work.dims(name)) is not None]
+    if all(len(dims) < rank or dims[0] != work.dims_of_rows for dims in own):
+        return None  # nothing else has a row for each candidate
     builder = Builder(work, node.output[0])
     inputs = [_operand(work, builder, name, rank) for name in node.input]
     if None in inputs:

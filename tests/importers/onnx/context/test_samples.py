@@ -25,6 +25,8 @@ CONSTANTS: dict[str, Any] = {
 ALONG_SAMPLES = {
     "mean of the context": "m = ReduceMean<axes = [0], keepdims = 1>(u_f)  c = Sub(u_f, m)  y = Mul(c, v_f)",
     "mean of the candidates": "m = ReduceMean<axes = [0], keepdims = 1>(v_f)  c = Sub(v_f, m)  y = Mul(c, u_f)",
+    "mean of the candidates, of the context": """m = ReduceMean<axes = [0], keepdims = 1>(v_f)  c = Sub(u_f, m)
+        y = Tanh(c)""",
     "softmax over the samples": "s = Softmax<axis = 0>(u_f)  y = Mul(s, v_f)",
     "running sum over the samples": "s = CumSum(u_f, first)  y = Mul(s, v_f)",
     "number of samples": """n = Shape(u_f) k = Gather<axis = 0>(n, zero) f = Cast<to = 1>(k) d = Div(u_f, f)
