@@ -61,20 +61,20 @@ class Episode:
     def run(self, num_steps: int, deadline_s: float = float("inf")) -> None:
         """Do so many steps, or as many as there is time for; what is found goes to the journal."""
         self._journal.begin_episode(self.name)
-        with self._reported(), self._stores:
-            try:
-                writer = self._begin()
-                with self._under_load(writer):
-                    for step in range(1, num_steps + 1):
-                        if self._ending.is_set() or time.monotonic() > deadline_s:
-                            break
-                        self._step()
-                        if step in {num_steps, *range(0, num_steps, STEPS_PER_SETTLING)}:
-                            self._settle(writer)
-            finally:
-                self._faults.heal_all()
-                self._target.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        with contextlib.ExitStack() as closing, self._reported():
+            closing.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            closing.enter_context(self._stores)
+            closing.callback(self._target.close)
+            closing.enter_context(self._reported())
+            closing.callback(self._faults.heal_all)
+            writer = self._begin()
+            with self._under_load(writer):
+                for step in range(1, num_steps + 1):
+                    if self._ending.is_set() or time.monotonic() > deadline_s:
+                        break
+                    self._step()
+                    if step in {num_steps, *range(0, num_steps, STEPS_PER_SETTLING)}:
+                        self._settle(writer)
 
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:

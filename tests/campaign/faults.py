@@ -272,6 +272,7 @@ class DiskFull:
 
     def start(self) -> None:
         """Leave no byte."""
+        assert self.filler.parent.is_mount(), "it would be the disk of this machine that is filled"
         with self.filler.open("wb", buffering=0) as file:
             for num_bytes in (1 << 20, 4096, 1):
                 with contextlib.suppress(OSError):  # there is no room for so many

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 import urllib.request
@@ -21,6 +22,8 @@ from tests.integration.conftest import Served, start
 from tests.testing.servers import PATIENCE_S, free_port, wait_until
 from triton_backend.client.server import RemoteServer
 from triton_backend.repository.model_config import write_model_config
+
+_LOADED = re.compile(r"hotrow_model_version_info\{.*\} 1$")
 
 
 class Target(Protocol):
@@ -168,8 +171,11 @@ class TritonTarget:
         """See Target."""
         assert self.served is not None
         with urllib.request.urlopen(self.served.metrics, timeout=PATIENCE_S) as page:  # noqa: S310  a page of ours
-            lines = [line for line in page.read().decode().splitlines() if line.startswith("hotrow_tier_up{")]
-        return all(line.endswith(" 1") for line in lines)
+            lines = page.read().decode().splitlines()
+        # Those of versions that are gone stay for a while, as they were last.
+        served = {line.split('version="')[1].split('"')[0] for line in lines if _LOADED.match(line)}
+        tiers = [line for line in lines if line.startswith("hotrow_tier_up{")]
+        return all(line.endswith(" 1") for line in tiers if line.split('version="')[1].split('"')[0] in served)
 
     def describe(self) -> str:
         """See Target: the last lines that the server has logged."""
