@@ -184,6 +184,40 @@ def test_long_runs_of_keys_equal_a_dict(kind: str, dtype: str, dim: int, per_row
         assert positions[:total].tolist() == unknown
 
 
+@settings(max_examples=40)
+@given(
+    num_keys=st.integers(240, 900),
+    dim=st.sampled_from([1, 3, 15, 16, 17, 31, 64, 100, 128, 131]),
+    shift=st.integers(0, 64),
+    gap=st.sampled_from([0, 1, 4, 16]),
+    dtype=st.sampled_from(["float32", "float16", "int8"]),
+    distinct=st.sampled_from([1, 5, 400]),
+    seed=st.integers(0, 1000),
+)
+def test_streams_write_to_any_alignment_and_nowhere_else(  # noqa: PLR0917
+    num_keys: int, dim: int, shift: int, gap: int, dtype: str, distinct: int, seed: int, tmp_path: Path
+) -> None:
+    """Many keys, most of them duplicates or all different, known or not, to outputs at any byte, with gaps or not."""
+    generator = np.random.default_rng(seed)
+    held = (generator.permutation(400)[:200] - 100).tolist()
+    vectors = generator.normal(size=(200, dim)).astype(np.float32)
+    known = make_table(tmp_path / f"{num_keys}{dim}{shift}{gap}{dtype}{distinct}{seed}", held, vectors, dtype)
+    keys = generator.choice(np.arange(-100, 300), distinct, replace=False)[generator.integers(0, distinct, num_keys)]
+    row_bytes = 4 * (dim + gap)
+    memory = np.full(num_keys * row_bytes + 65, 0xEE, np.uint8)
+    record = segment(keys[:, None], memory, output_address=memory.ctypes.data + shift, output_stride=row_bytes)
+
+    total, _, positions = run([known.file], record, positions=num_keys)
+
+    written = memory[shift : shift + num_keys * row_bytes].reshape(num_keys, row_bytes)
+    answers = np.ascontiguousarray(written[:, : 4 * dim]).view(np.float32)
+    np.testing.assert_allclose(answers, expected_vectors(known, keys), rtol=1e-6, atol=1e-6)
+    assert (written[:, 4 * dim :] == 0xEE).all()
+    assert (memory[:shift] == 0xEE).all()
+    assert (memory[shift + num_keys * row_bytes :] == 0xEE).all()
+    assert positions[:total].tolist() == [i for i, key in enumerate(keys.tolist()) if key not in known.rows]
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("ragged", [False, True])
 def test_many_segments_split_over_threads_give_the_same_answers(threads: int, ragged: bool, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ class _Workspace(threading.local):
     def __init__(self) -> None:
         self.cursor = np.zeros(1, CURSOR)
         self.blocks = np.zeros(NUM_STAGES, BLOCK)
-        self.ring = np.zeros(RING, np.int64)
+        self.ring = np.zeros(2 * RING, np.int64)
         self.vector = np.zeros(CHUNK, np.float32)
 
 

@@ -18,15 +18,15 @@ from inference_session.kernels.cpu.hash_index import (
     hash_key,
     home_bucket,
 )
-from inference_session.kernels.cpu.intrinsics import kernel, load, prefetch
+from inference_session.kernels.cpu.intrinsics import kernel, load, prefetch_near
 from inference_session.kernels.cpu.rows import load_key, mark_hit, row_of_number
-from inference_session.kernels.cpu.vectors import copy_vector, prefetch_vector
+from inference_session.kernels.cpu.vectors import copy_vector, prefetch_vector_near
 from inference_session.kernels.records import PoolingCode, VectorCode
 
 MIN_STREAM_KEYS = 256
 """Fewer keys are looked up in blocks, which reach over the segments of a request."""
-RING = 128
-"""Rows remembered between asking for them and copying them, a power of 2 beyond the farthest `ahead`."""
+RING = 256
+"""Keys remembered until they are used, a power of 2 beyond twice the farthest `ahead`."""
 _AHEAD_BYTES = 8192
 _MIN_AHEAD, _MAX_AHEAD = 16, 64
 
@@ -44,6 +44,24 @@ class Stream(NamedTuple):
     output_step: int
     position: int
     """Of the first key in its segment."""
+
+
+class Source(NamedTuple):
+    """The fields of a TABLE record that a stream needs, by the same names.
+
+    The compiler would read those of a record again for each key, as it cannot know that no output overwrites them.
+    """
+
+    index_address: int
+    num_buckets: int
+    keys_address: int
+    vectors_address: int
+    row_bytes: int
+    num_rows: int
+    embedding_dim: int
+    vector_code: int
+    default_address: int
+    marks_address: int
 
 
 @kernel
@@ -65,12 +83,29 @@ def look_up_stream(
 ) -> Any:
     """Look up rows first_row ≤ row < last_row of a segment; returns the number of unknown keys.
 
-    Their positions go to `missing_positions` from `num_noted` on.
+    Their positions go to `missing_positions` from `num_noted` on. `ring`, int64[2 x RING], is overwritten: with the
+    hashes of keys, then with their rows.
     """
-    stream = _stream(table, segment, first_row, last_row)
-    if table.index_address == 0:
-        return _look_up_numbered(table, stream, missing_positions, num_noted)
-    return _look_up_hashed(table, stream, ring, missing_positions, num_noted)
+    source, stream = _source(table), _stream(table, segment, first_row, last_row)
+    if source.index_address == 0:
+        return _look_up_numbered(source, stream, missing_positions, num_noted)
+    return _look_up_hashed(source, stream, ring, missing_positions, num_noted)
+
+
+@kernel
+def _source(table: Any) -> Any:
+    return Source(
+        table.index_address,
+        table.num_buckets,
+        table.keys_address,
+        table.vectors_address,
+        table.row_bytes,
+        table.num_rows,
+        table.embedding_dim,
+        table.vector_code,
+        table.default_address,
+        table.marks_address,
+    )
 
 
 @kernel
@@ -118,22 +153,22 @@ def _look_up_numbered(table: Any, stream: Any, missing_positions: Any, num_noted
 def _ask_for_number(stream: Any, i: int, num_rows: int, vectors: int, row_bytes: int) -> None:
     row = row_of_number(_key(stream, i), num_rows)
     if row >= 0:
-        prefetch_vector(vectors + row * row_bytes, row_bytes)
+        prefetch_vector_near(vectors + row * row_bytes, row_bytes)
 
 
 @kernel
 def _look_up_hashed(table: Any, stream: Any, ring: Any, missing_positions: Any, num_noted: int) -> Any:
     ahead, num_missing = _ahead(table.row_bytes), 0
     for i in range(min(2 * ahead, stream.num_keys)):
-        _ask_for_bucket(table, stream, i)
+        _ask_for_bucket(table, stream, i, ring)
     for i in range(min(ahead, stream.num_keys)):
-        _ask_for_row(table, stream, i, ring)
+        _ask_for_row(table, i, ring)
     for i in range(stream.num_keys):
         if i + 2 * ahead < stream.num_keys:
-            _ask_for_bucket(table, stream, i + 2 * ahead)
+            _ask_for_bucket(table, stream, i + 2 * ahead, ring)
         if i + ahead < stream.num_keys:
-            _ask_for_row(table, stream, i + ahead, ring)
-        row = _find(table, _key(stream, i), ring[i & (RING - 1)])
+            _ask_for_row(table, i + ahead, ring)
+        row = _find(table, _key(stream, i), ring, i)
         _write(table, stream, i, row)
         if row < 0:
             _note(missing_positions, num_noted + num_missing, stream.position + i)
@@ -142,33 +177,39 @@ def _look_up_hashed(table: Any, stream: Any, ring: Any, missing_positions: Any, 
 
 
 @kernel
-def _ask_for_bucket(table: Any, stream: Any, i: int) -> None:
-    prefetch(table.index_address + BUCKET_BYTES * home_bucket(hash_key(_key(stream, i)), table.num_buckets))
+def _ask_for_bucket(table: Any, stream: Any, i: int, ring: Any) -> None:
+    hashed = hash_key(_key(stream, i))
+    ring[i & (RING - 1)] = np.int64(hashed)
+    prefetch_near(table.index_address + BUCKET_BYTES * home_bucket(hashed, table.num_buckets))
 
 
 @kernel
-def _ask_for_row(table: Any, stream: Any, i: int, ring: Any) -> None:
-    row = candidate_row(table.index_address, table.num_buckets, table.num_rows, hash_key(_key(stream, i)))
-    ring[i & (RING - 1)] = row
+def _ask_for_row(table: Any, i: int, ring: Any) -> None:
+    hashed = np.uint64(ring[i & (RING - 1)])
+    row = candidate_row(table.index_address, table.num_buckets, table.num_rows, hashed)
+    ring[RING + (i & (RING - 1))] = row
     if row >= 0:
-        prefetch(table.keys_address + 8 * row)
-        prefetch_vector(table.vectors_address + row * table.row_bytes, table.row_bytes)
+        prefetch_near(table.keys_address + 8 * row)
+        prefetch_vector_near(table.vectors_address + row * table.row_bytes, table.row_bytes)
         if table.marks_address != 0:
-            prefetch(table.marks_address + row)
+            prefetch_near(table.marks_address + row)
 
 
 @kernel
-def _find(table: Any, key: int, candidate: int) -> Any:
-    if candidate >= 0 and load(table.keys_address, np.int64, candidate) == key:
-        return candidate
-    return find_row(table.index_address, table.num_buckets, table.keys_address, table.num_rows, key, hash_key(key))
+def _find(table: Any, key: int, ring: Any, i: int) -> Any:
+    row = ring[RING + (i & (RING - 1))]
+    if row >= 0 and load(table.keys_address, np.int64, row) == key:
+        return row
+    hashed = np.uint64(ring[i & (RING - 1)])
+    return find_row(table.index_address, table.num_buckets, table.keys_address, table.num_rows, key, hashed)
 
 
 @kernel
 def _write(table: Any, stream: Any, i: int, row: int) -> None:
     output = stream.output_address + i * stream.output_step
     if row >= 0:
-        copy_vector(output, table.vectors_address + row * table.row_bytes, table.vector_code, table.embedding_dim)
+        vector = table.vectors_address + row * table.row_bytes
+        copy_vector(output, vector, table.vector_code, table.embedding_dim)
         if table.marks_address != 0:
             mark_hit(table.marks_address, row)
     elif table.default_address != 0:

@@ -13,6 +13,7 @@ from inference_session.kernels.cpu.intrinsics import (
     kernel,
     load,
     prefetch,
+    prefetch_near,
     store,
 )
 from inference_session.kernels.records import PoolingCode, VectorCode
@@ -36,6 +37,16 @@ def prefetch_vector(vector: int, row_bytes: int) -> None:
     if (vector | row_bytes) & (LINE_BYTES - 1) != 0:
         # Not at a line's edge, so that it may reach into one line more.
         prefetch(vector + num_bytes - 1)
+
+
+@kernel
+def prefetch_vector_near(vector: int, row_bytes: int) -> None:
+    """As `prefetch_vector`, into the first-level cache."""
+    num_bytes = min(row_bytes, MAX_PREFETCH_BYTES)
+    for line in range((num_bytes + LINE_BYTES - 1) // LINE_BYTES):
+        prefetch_near(vector + LINE_BYTES * line)
+    if (vector | row_bytes) & (LINE_BYTES - 1) != 0:
+        prefetch_near(vector + num_bytes - 1)
 
 
 @kernel
