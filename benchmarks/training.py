@@ -238,6 +238,7 @@ def _ask(client: Any, ids: Any) -> Any:
 
 def t3(rows_a_second: int = 20_000, seconds: float = 20.0) -> None:
     """How fresh rows are."""
+    torch.set_num_threads(1)  # the other core is the broker's and the server's; two would spin for each other
     import tritonclient.grpc as grpc_client
 
     model, steps_a_second = _Lookups(), 5
@@ -275,7 +276,8 @@ def _with_dense(model: Any, dense: nn.Module, ids: Any) -> Any:
 
 def t4(seconds: float = 15.0) -> None:
     """What publishing costs: rounds with and without, in turns. Every row that a step reads is published."""
-    model, ids = _Lookups(width=256), torch.randint(0, 1_000_000, (50, 512, 2))
+    torch.set_num_threads(1)
+    model, ids = _Lookups(width=256), torch.randint(0, 1_000_000, (50, 1100, 2))
     with Broker() as broker, _served(model, broker.url):
         plain, publishing, published = [], [], []
         for _ in range(3):
