@@ -103,8 +103,9 @@ class SessionStats:
     def count_keys(self, tables: NDArray[np.intp], num_keys: NDArray[np.int64], num_unknown: NDArray[np.int64]) -> None:
         """One look-up; keys per look-up of the model, each of the table with that number."""
         with self._lock:
-            np.add.at(self._num_keys, tables, num_keys)
-            np.add.at(self._num_unknown, tables, num_unknown)
+            self._num_keys += np.bincount(tables, num_keys, len(self._names)).astype(np.int64)
+            if num_unknown.any():
+                self._num_unknown += np.bincount(tables, num_unknown, len(self._names)).astype(np.int64)
 
     def count_contexts(self, num_contexts: int, num_candidates: int, num_reused: int) -> None:
         """What a batch of a model with context inputs has ranked, and how many of its contexts were kept before."""

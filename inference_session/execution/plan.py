@@ -75,6 +75,10 @@ class FreshPlan(ExecutionPlan):
         self._geometry = geometry
         self._device = rows.device
         self._dense = dense
+        self._loose_names = tuple(lookups.key_names[i] for i in lookups.loose)
+        loose_keys = geometry.num_keys[lookups.loose]
+        self._loose_offsets = _KEY_BYTES * (np.cumsum(loose_keys) - loose_keys)
+        """Where the keys of each loose look-up begin, where none of them are ragged."""
         self._prepared_lookup = rows.prepare(geometry.segments)
         self._prepared_network = dense.prepare()
 
@@ -94,8 +98,7 @@ class FreshPlan(ExecutionPlan):
         self._fill_packed(segments, batch)
         self._fill_weights(segments, batch)
         if self._lookups.loose:
-            num_keys = num_keys.copy()
-            self._fill_loose(segments, batch, num_keys)
+            num_keys = self._fill_loose(segments, batch)
         for block, array, is_bare in zip(self._lookups.blocks, vectors, geometry.bare, strict=True):
             batch.replace(block.dense_input, [array[0] if is_bare else array])
         return Lookup(segments, num_keys, device.counts(len(segments)), self._prepared_lookup)
@@ -115,8 +118,24 @@ class FreshPlan(ExecutionPlan):
         """What the network reads, by name."""
         return {name: batch.array(name) for name in self._dense.input_names}
 
-    def _fill_loose(self, segments: NDArray[np.void], batch: JoinedBatch, num_keys: NDArray[np.int64]) -> None:
-        """Lay the keys that are no columns behind each other, and enter where."""
+    def _fill_loose(self, segments: NDArray[np.void], batch: JoinedBatch) -> NDArray[np.int64]:
+        """Lay the keys that are no columns behind each other, and enter where; returns the keys per look-up."""
+        names, num_keys = self._loose_names, self._geometry.num_keys
+        all_parts = [batch.parts(name) for name in names]
+        if any(isinstance(parts[0], Ragged) for parts in all_parts):
+            return self._fill_ragged(segments, batch, num_keys.copy())
+        keys = _laid_out([part for parts in all_parts for part in parts])  # type: ignore[misc]
+        addresses = self._loose_offsets + self._stage(batch, names, keys)
+        if len(names) == len(segments):
+            segments["keys_address"] = addresses
+        else:
+            segments["keys_address"][self._lookups.loose] = addresses
+        return num_keys
+
+    def _fill_ragged(
+        self, segments: NDArray[np.void], batch: JoinedBatch, num_keys: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """As `_fill_loose`, where bags of some look-ups have different lengths."""
         even: dict[int, list[Part]] = {}
         for i in self._lookups.loose:
             parts = batch.parts(self._lookups.key_names[i])
@@ -133,6 +152,7 @@ class FreshPlan(ExecutionPlan):
             keys = _laid_out([part for parts in even.values() for part in parts])  # type: ignore[misc]
             address = self._stage(batch, tuple(self._lookups.key_names[i] for i in places), keys)
             segments["keys_address"][places] = address + _KEY_BYTES * (np.cumsum(counts) - counts)
+        return num_keys
 
     def _fill_packed(self, segments: NDArray[np.void], batch: JoinedBatch) -> None:
         """Enter where the keys are that are columns of a matrix."""
