@@ -126,7 +126,7 @@ class Episode:
         if stores.cluster is not None:
             found += faults.fleet_faults(stores.cluster, stores.cluster.servers)
         if stores.sentinels is not None:
-            found += faults.fleet_faults(stores.sentinels, (stores.sentinels.master, stores.sentinels.replica))
+            found += faults.sentinel_faults(stores.sentinels)
         if stores.small_disk is not None:
             small_disk = stores.small_disk
             found.append(lambda: faults.DiskFull(small_disk))

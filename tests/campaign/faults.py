@@ -16,7 +16,7 @@ from tests.campaign.journal import Journal
 from tests.campaign.proxy import Network, Proxy
 from tests.campaign.target import TritonTarget
 from tests.testing.broker import Broker
-from tests.testing.servers import RedisServer, wait_until
+from tests.testing.servers import RedisSentinelServers, RedisServer, wait_until
 
 
 class Fault(Protocol):
@@ -336,6 +336,15 @@ class NodeFrozen(RedisFrozen):
 def fleet_faults(fleet: Fleet, servers: Sequence[RedisServer]) -> list[Callable[[], Fault]]:
     """All of any one of several servers."""
     return [lambda k=kind, s=server: k(fleet, s) for server in servers for kind in (NodeKilled, NodeFrozen)]  # type: ignore[misc]
+
+
+def sentinel_faults(servers: RedisSentinelServers) -> list[Callable[[], Fault]]:
+    """All of a master and its replica. That which began as the replica is not killed: it would come back as the other
+    one's replica, as its options say, also where it has become the master.
+    """
+    both = servers.master, servers.replica
+    frozen = [lambda s=server: NodeFrozen(servers, s) for server in both]  # type: ignore[misc]
+    return [lambda: NodeKilled(servers, servers.master), *frozen]
 
 
 _LONGEST_S = 8.0

@@ -96,7 +96,8 @@ class Operator:
             self._expectations.permit("stream behind", Permit.OLD_ROWS)
         self._replace(new, replace)
         shutil.rmtree(beside)
-        if self._faults.is_healthy("stream") and self._faults.is_healthy("volatile"):
+        is_stream = self._plan.writer is Writer.STREAM  # direct writes are done, or in doubt, when they return
+        if is_stream and self._faults.is_healthy("stream") and self._faults.is_healthy("volatile"):
             self.catch_up()
 
     def catch_up(self) -> None:

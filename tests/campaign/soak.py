@@ -81,6 +81,7 @@ class _Soak:
         settings = {"cache_bytes": PLAN.cache_bytes, "keep_versions": 2, "store_timeout_ms": 5000}
         self._target = TritonTarget(self._folder / "repository", settings)
         self._ending = threading.Event()
+        self._pushing = threading.Lock()
 
     def run(self, duration_s: float) -> list[dict[str, float]]:
         """The samples, one each `_SAMPLE_S`."""
@@ -144,7 +145,8 @@ class _Soak:
     def _swap(self, operator: Operator) -> None:
         """A version each time; those before the last one are removed, as an operator would."""
         while not self._ending.wait(self._load.swap_s):
-            version = operator.publish()
+            with self._pushing:
+                version = operator.publish()
             self._target.load(operator.directory(version))
             for old in [one for one in operator.contents if one < version - 1]:
                 shutil.rmtree(operator.directory(old))
@@ -156,9 +158,10 @@ class _Soak:
     def _break_redis(self) -> None:
         redis = self._stores.redis
         while redis is not None and not self._ending.wait(self._load.outage_s):
-            redis.stop(signal.SIGKILL)
-            self._ending.wait(2)
-            redis.start()
+            with self._pushing:  # which needs it
+                redis.stop(signal.SIGKILL)
+                self._ending.wait(2)
+                redis.start()
             self._load.done["Redis restarts"] += 1
 
     def _watch(self, duration_s: float) -> list[dict[str, float]]:
