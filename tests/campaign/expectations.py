@@ -32,7 +32,10 @@ class Permit(Enum):
 
     DEFAULTS = "configuration.md, on_store_failure: default vectors while the only store that has a row is out"
     ERRORS = "operations.md, 'When a backend process dies': requests fail until the new process answers"
-    OLD_ROWS = "configuration.md, catch_up_s: a version serves before it has applied all that was published"
+    OLD_ROWS = (
+        "configuration.md, catch_up_s: a version serves before it has applied all that was published; operations.md, "
+        "Topics: one that was made anew is read again from its oldest message, and rows may be older until that is done"
+    )
 
 
 class Writer(Enum):

@@ -378,7 +378,8 @@ class Faults:
         self._journal.fault(_name(fault))
         self._expectations.permit(_name(fault), *fault.permits)
         self._active[fault] = num_steps, time.monotonic()
-        if not (self.is_healthy("server") or self.is_healthy("stream")):  # a process starts without the brokers
+        starts_without_brokers = not (self.is_healthy("server") or self.is_healthy("stream"))
+        if starts_without_brokers or isinstance(fault, BrokerEmptied):
             self._expectations.permit("stream behind", Permit.OLD_ROWS)
         fault.start()
         return True
