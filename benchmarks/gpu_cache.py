@@ -196,7 +196,9 @@ def compare_host_rows(device: CudaDevice, num_rows: int, dim: int = 128) -> None
         copying = call_us(device, [lambda: buffer.set(pinned, stream=device.stream)], 5)
         write_table(Path(folder) / "t", [vectors])
         tables = CudaTables(
-            [TableFile.open(Path(folder) / "t", TableSpec("t", "t", num_rows, dim))], device, cache_bytes=0
+            [TableFile.open(Path(folder) / "t", TableSpec("t", "t", num_rows, dim, keys="row_number"))],
+            device,
+            cache_bytes=0,
         )
         out = cupy.empty((NUM_KEYS // 8, dim), np.float32)
         keys = [cupy.asarray(draw(num_rows, len(out), zipf=False)) for _ in range(5)]
