@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 import pytest
 from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
@@ -310,10 +311,16 @@ def test_health_of_a_stopped_server(server: Served) -> None:
     process = server.server()
     process.suspend()
     try:
+        # Each of its threads stops at a moment of its own.
+        wait_until(lambda: _is_stopped(process), "the server to stop")
         line = fail("health", "--model", "flat", "--url", server.grpc)
     finally:
         process.resume()
     assert "within" in line or "no server" in line
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    return all(psutil.Process(thread.id).status() == psutil.STATUS_STOPPED for thread in process.threads())
 
 
 def test_what_a_server_does_not_know_is_one_line(server: Served) -> None:
