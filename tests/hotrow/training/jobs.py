@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -29,8 +30,13 @@ def _rank(rank: int, job: Callable[..., None], port: int, num_ranks: int, argume
     dist.init_process_group("gloo", place, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=PATIENCE_S))
     try:
         job(rank, *arguments)
+        dist.barrier()
     finally:
         dist.destroy_process_group()
+    # A thread of gloo may outlive its group, and then aborts a process that ends in the usual way.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def distributed(model: nn.Module, plan: dict[str, dict[str, str]], *, learning_rate: float = 0.1) -> nn.Module:
