@@ -107,13 +107,15 @@ def test_embeddings(export: Export, how: str) -> None:
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_of_fixed_size(export: Export, mode: str) -> None:
-    """EmbeddingBag over a matrix of keys."""
+    """EmbeddingBag over a matrix of keys. PyTorch exports a Loop over all bags, which is not proved to keep them apart:
+    such requests are answered one by one.
+    """
     inputs = {"x": IDS}
 
     report = export(_prepared(_network(_embedding("EmbeddingBag", mode=mode), lambda e, x: e(x)), inputs), inputs)
 
     assert len(report.tables) == 1
-    assert report.spec.joinable
+    assert not report.spec.joinable
 
 
 def test_bags_with_factors(export: Export) -> None:
