@@ -22,7 +22,7 @@ import onnxruntime
 from tests.fuzz.mutator import Mutator
 
 READERS = ("inference_session", "triton_backend", "hotrow")
-COMPILED = re.compile(r"^@\w*kernel|^import numba|^from (numba|inference_session\.machine_code)", re.MULTILINE)
+COMPILED = re.compile(r"^@\w*kernel|^import numba|^from numba|^from \S+ import .*\bcompiled\b", re.MULTILINE)
 """In modules that Numba compiles, which knows no instruments."""
 MEMORY_MIB = 4096
 HANG_S = 60
