@@ -271,7 +271,7 @@ def _limits() -> Iterator[Finding]:
 
 
 def _kernel_cache() -> Iterator[Finding]:
-    """Where Numba keeps machine code, as it chooses (docs/configuration.md, NUMBA_CACHE_DIR)."""
+    """Where Numba keeps machine code, as it chooses (docs/reference/settings.md, NUMBA_CACHE_DIR)."""
     from inference_session import kernels
     from inference_session.kernels.machine_code import open_to_others
 

@@ -100,7 +100,7 @@ class SizingReport:
         return float(np.hypot.reduce(errors)) / num_keys
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for programs; docs/sizing.md says what each key means."""
+        """Everything, for programs; docs/how-to/size.md says what each key means."""
         document: dict[str, Any] = {
             "version_dir": str(self.version_dir),
             "cache_bytes": self.cache_bytes,

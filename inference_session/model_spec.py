@@ -188,7 +188,7 @@ class ModelSpec:
     layout_options: Mapping[str, Any] = field(default_factory=dict)
     """What the layout needs to know beyond the tensors, as the importer wrote it."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Defaults for the model's settings (docs/configuration.md); config.pbtxt overrides them."""
+    """Defaults for the model's settings (docs/reference/settings.md); config.pbtxt overrides them."""
     source: str = ""
     """Where the model came from, for people."""
     ranking: RankingSpec | None = None

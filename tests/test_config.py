@@ -57,8 +57,8 @@ def test_threads_are_resolved_for_the_machine() -> None:
 
 
 def test_every_setting_is_documented() -> None:
-    """docs/configuration.md has a heading for each field, and none for a field that is gone."""
-    text = (ROOT / "docs" / "configuration.md").read_text()
+    """docs/reference/settings.md has a heading for each field, and none for a field that is gone."""
+    text = (ROOT / "docs" / "reference" / "settings.md").read_text()
     headings = {line.strip("# `") for line in text.splitlines() if line.startswith("### `")}
 
     assert headings == {f.name for f in fields(SessionConfig)}

@@ -1,4 +1,4 @@
-"""Rows that were erased, over each kind of store: they stay erased for as long as docs/stores.md says."""
+"""Rows that were erased, over each kind of store: they stay erased for as long as docs/how-to/use-stores.md says."""
 
 from __future__ import annotations
 

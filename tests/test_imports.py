@@ -1,4 +1,4 @@
-"""Which package may import which, deferred imports included; docs/architecture.md says why."""
+"""Which package may import which, deferred imports included; docs/explanation/architecture.md says why."""
 
 from __future__ import annotations
 

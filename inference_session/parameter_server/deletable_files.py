@@ -2,7 +2,7 @@
 
 The keys that were erased are rows of a table beside the one they were erased from, in the store, one element wide. They
 outlive this process as the store's rows do, and every other process that reads the store sees them. What the store
-loses, or cannot show because it is down, is not erased any more: docs/stores.md says what holds with which stores.
+loses, or cannot show because it is down, is not erased any more (docs/how-to/use-stores.md has a table by store).
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class DirectWriter:
         self._expectations = expectations
         self._may_fail = may_fail
         self._was_refused = False
-        """A write since the persistent store was faulty: it may take seconds to take writes again (stores.md)."""
+        """A write since the persistent store was faulty: it may take seconds to take writes again (use-stores.md)."""
 
     def write(self, serving: Content, table: Table, keys: Integers, *, delete: bool) -> None:
         """See RowWriter. What a faulty store refuses is in doubt until it is written again."""

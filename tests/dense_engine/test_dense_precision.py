@@ -1,4 +1,4 @@
-"""Dense networks in float16: as exact as docs/configuration.md says, float32 to the outside, or refused."""
+"""Dense networks in float16: as exact as docs/reference/settings.md says, float32 to the outside, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/metrics.md, compared with what a real server reports and with the alerts."""
+"""docs/reference/metrics.md, compared with what a real server reports and with the alerts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.testing.servers import wait_until
 from tests.testing.triton_models import write_ctr
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
 METRIC = re.compile(r"\b(?:hotrow|nv)_[a-z_]+[a-z]\b")
 
 

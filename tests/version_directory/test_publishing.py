@@ -139,7 +139,7 @@ def test_a_file_of_an_earlier_version_that_cannot_be_read_is_not_shared(
 
 
 def test_publishing_again_heals_a_damaged_version(folder: Path, repository: Path) -> None:
-    """What docs/operations.md advises for a damaged version helps, also where an older one shares the damaged file."""
+    """What the how-to advises for a damaged version helps, also where an older version shares the damaged file."""
     first = publish_version(folder, repository, "ctr").version_dir
     second = publish_version(folder, repository, "ctr").version_dir
     rot(second / "tables" / "user_weight" / "emb_vector")

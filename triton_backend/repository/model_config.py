@@ -355,7 +355,7 @@ def _text(config: ModelConfig, spec: ModelSpec, *, max_samples: int) -> str:
 
 
 _SETTINGS_HINT = [
-    "# Settings of hotrow (docs/configuration.md), for example:",
+    "# Settings of hotrow (docs/reference/settings.md), for example:",
     '# parameters { key: "unknown_keys" value { string_value: "reject" } }',
 ]
 
