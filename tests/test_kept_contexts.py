@@ -20,7 +20,7 @@ from inference_session.model_spec import CANDIDATES
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
-from inference_session.rows.changes import RowChanges
+from inference_session.parameter_server.write_log import WriteLog
 from tests.testing.onnx_models import import_model, model_of, table
 from tests.testing.servers import PATIENCE_S
 
@@ -176,11 +176,10 @@ def test_contexts_of_unknown_keys_are_not_kept_over_stores(session: InferenceSes
 
 def test_the_memory_is_bounded() -> None:
     """The context that was used longest ago goes first; one that does not fit is not kept."""
-    changes = RowChanges(1)
-    memory = ContextMemory(100, changes)
+    memory = ContextMemory(100, WriteLog())
 
     def context(num_bytes: int) -> Context:
-        return Context({}, np.zeros(0, np.int64), 0, num_bytes)
+        return Context({}, np.zeros(0, np.uint64), 0, num_bytes)
 
     memory.put(b"a", context(40))
     memory.put(b"b", context(40))
@@ -190,23 +189,6 @@ def test_the_memory_is_bounded() -> None:
     assert memory.get(b"a") is not None
     memory.put(b"d", context(101))
     assert memory.get(b"d") is None
-
-
-@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=20), st.data())
-def test_changes_are_never_missed(keys: list[int], data: st.DataObject) -> None:
-    """Of any keys, of any table; what was read afterwards has not changed since."""
-    changes, numbers = RowChanges(3), np.array(keys, np.int64)
-    places = changes.places(1, numbers)
-    moment = changes.moment
-    assert not changes.any_since(places, moment)
-    changes.add(1, numbers[[data.draw(st.integers(0, len(keys) - 1))]])
-    assert changes.any_since(places, moment)
-    assert not changes.any_since(places, changes.moment)
-    moment = changes.moment
-    changes.add(2, None)
-    assert not changes.any_since(places, moment)
-    changes.add(1, None)
-    assert changes.any_since(places, moment)
 
 
 def test_several_contexts_in_one_request(imported: ImportReport) -> None:

@@ -65,13 +65,13 @@ class MissingRows:
         self.records["keys_address"] = address_of(self._keys) + 8 * self._begins
         collect_keys(segments, counts, positions, self.records, self.rows)
         self.parts = self._allocate(dims)
-        self.moments: dict[int, int] = {}
-        """By table, how many writes there had been when the vectors were fetched."""
+        self.moment = -1
+        """Of the write log, before the vectors were fetched; -1: they have not been."""
 
     @property
     def is_fetched(self) -> bool:
         """Whether the vectors are those of the parameter server, as far as it has any."""
-        return bool(self.moments)
+        return self.moment >= 0
 
     def write(self, num_unknown: NDArray[np.int64]) -> None:
         """Copy the vectors to the outputs that are not pooled; num_unknown[s] receives the keys not found."""

@@ -1,7 +1,7 @@
 """Ranks candidates, and keeps what was computed of their contexts: a context that comes again is not computed again.
 
 What is kept is found by the bytes of the context's inputs, and is used as long as none of the rows that were looked up
-for it has changed (rows/changes.py). The ranking network is divided in two for that (context_parts.py).
+for it has changed (parameter_server/write_log.py). The ranking network is divided in two for that (context_parts.py).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from inference_session.errors import ConfigurationError
 from inference_session.execution.context_parts import ContextParts, divide
 from inference_session.execution.network import Network, Ran
 from inference_session.model_spec import RANKING_FILE, RANKING_KEYS_FILE, LookupSpec, ModelSpec
+from inference_session.parameter_server.write_log import WriteLog
 from inference_session.requests.batch import CheckedRequest, JoinedBatch, Ragged
 from inference_session.requests.ranking_layout import RankingLayout
-from inference_session.rows.base import Rows, RowWriter
-from inference_session.rows.changes import RowChanges
+from inference_session.rows.base import Rows
 
 _ENTRY_BYTES = 500
 """What an entry takes beside its arrays."""
@@ -38,8 +38,8 @@ class Context(NamedTuple):
 
     values: Mapping[str, NDArray[Any]]
     """Each of one row."""
-    places: NDArray[np.int64]
-    """Of the rows that were looked up (RowChanges.places)."""
+    places: NDArray[np.uint64]
+    """Of the rows that were looked up (WriteLog.places)."""
     moment: int
     num_bytes: int
 
@@ -47,9 +47,9 @@ class Context(NamedTuple):
 class ContextMemory:
     """Contexts by the bytes of their inputs, up to so many bytes; the one used longest ago goes first. Thread-safe."""
 
-    def __init__(self, max_bytes: int, changes: RowChanges) -> None:
+    def __init__(self, max_bytes: int, log: WriteLog) -> None:
         self._max_bytes = max_bytes
-        self._changes = changes
+        self._log = log
         self._contexts: OrderedDict[bytes, Context] = OrderedDict()
         self._num_bytes = 0
         self._lock = threading.Lock()
@@ -60,7 +60,7 @@ class ContextMemory:
             context = self._contexts.get(key)
             if context is None:
                 return None
-            if self._changes.any_since(context.places, context.moment):
+            if self._log.any_written(context.places, context.moment):
                 self._drop(key)
                 return None
             self._contexts.move_to_end(key)
@@ -96,7 +96,7 @@ class KeptContexts:
         contexts: Network,
         candidates: Network,
         names: tuple[Sequence[str], Sequence[str]],
-        memory: tuple[ContextMemory, RowChanges],
+        memory: tuple[ContextMemory, WriteLog],
         *,
         keeps_unknown: bool,
     ) -> None:
@@ -104,7 +104,7 @@ class KeptContexts:
         self._layout = layout
         self._contexts = contexts
         self._values, self._vectors = names
-        self._memory, self._changes = memory
+        self._memory, self._log = memory
         self._keeps_unknown = keeps_unknown
 
     def bring_in(self, batch: JoinedBatch, requests: Sequence[CheckedRequest], run: Run) -> int:
@@ -130,7 +130,7 @@ class KeptContexts:
 
     def _computed(self, rows: Mapping[bytes, Mapping[str, NDArray[Any]]], run: Run) -> dict[bytes, Context]:
         """Look up and compute contexts, and keep them."""
-        moment = self._changes.moment  # before anything is read
+        moment = self._log.moment  # before anything is read
         batch = self._layout.of_contexts(list(rows.values()))
         ran = run(self._contexts, batch, self._values)
         values = {**ran.outputs, **{name: batch.array(name) for name in self._vectors}}
@@ -144,13 +144,13 @@ class KeptContexts:
                 self._memory.put(key, computed[key])
         return computed
 
-    def _places(self, batch: JoinedBatch, num_rows: int) -> list[NDArray[np.int64]]:
-        """Where changes of each context's rows are noted."""
-        found: list[list[NDArray[np.int64]]] = [[] for _ in range(num_rows)]
-        for lookup, table in zip(self._contexts.spec.lookups, self._contexts.tables.tolist(), strict=True):
+    def _places(self, batch: JoinedBatch, num_rows: int) -> list[NDArray[np.uint64]]:
+        """Where writes to each context's rows are logged."""
+        found: list[list[NDArray[np.uint64]]] = [[] for _ in range(num_rows)]
+        for lookup in self._contexts.spec.lookups:
             for i, keys in enumerate(_keys_of(lookup, batch)):
-                found[i].append(self._changes.places(table, keys))
-        return [np.unique(np.concatenate(own)) if own else np.zeros(0, np.int64) for own in found]
+                found[i].append(self._log.places(lookup.table, keys))
+        return [np.unique(np.concatenate(own)) if own else np.zeros(0, np.uint64) for own in found]
 
 
 def _keys_of(lookup: LookupSpec, batch: JoinedBatch) -> list[NDArray[np.int64]]:
@@ -192,9 +192,7 @@ def open_kept_contexts(
     vectors = {lookup.dense_input for lookup in own}
     parts = divide(directory / RANKING_FILE, {*spec.context, *vectors})
     others = tuple(lookup for lookup in lookups if lookup not in own)
-    changes = RowChanges(len(spec.tables))
-    if type(rows.writer) is not RowWriter:  # that one, which changes nothing, belongs to all sessions
-        rows.writer.changes = changes
+    log = rows.writer.log
     return KeptContexts(
         layout,
         _network(
@@ -206,7 +204,7 @@ def open_kept_contexts(
             _engines(directory, config, parts, keys, of_context=False, vectors=vectors),
         ),
         (parts.values, sorted(vectors.intersection(parts.inputs))),
-        (ContextMemory(config.context_cache_bytes, changes), changes),
+        (ContextMemory(config.context_cache_bytes, log), log),
         keeps_unknown=not config.has_store,
     )
 

@@ -35,7 +35,7 @@ class Promotion(NamedTuple):
     vectors: NDArray[np.float32]
     """[n, embedding_dim]"""
     moment: int
-    """Of the table's writes, when the fetch began."""
+    """Of the write log, when the fetch began."""
 
     def rows(self, which: NDArray[np.bool_]) -> Promotion:
         """Some of them."""
@@ -60,7 +60,7 @@ class Touch(NamedTuple):
     keys: NDArray[np.int64]
     """[n]"""
     moment: int
-    """Of the table's writes, when the fetch began."""
+    """Of the write log, when the fetch began."""
 
 
 class Unverified(NamedTuple):

@@ -22,18 +22,23 @@ from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, SessionClosedError, StoreError, UnavailableError
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest
-from inference_session.parameter_server.key_history import KeyHistory
+from inference_session.parameter_server.keys_by_table import KeysByTable
 from inference_session.parameter_server.known_incarnation import KnownIncarnation
 from inference_session.parameter_server.pending import Promotion, Touch
 from inference_session.parameter_server.retirement import Retirement
 from inference_session.parameter_server.stats import ServerStats
 from inference_session.parameter_server.tier import Tier
+from inference_session.parameter_server.unknown_keys import UnknownKeys
 from inference_session.parameter_server.upkeep import Upkeep
 from inference_session.parameter_server.wanted_rows import WantedRows
+from inference_session.parameter_server.write_log import WriteLog
 from inference_session.tables.base import Rows
 from inference_session.tables.ordered_keys import contains
 
 OnStoreFailure = Literal["default_vector", "error"]
+
+MAX_WRITTEN_KEYS = 1 << 18
+"""Different keys of a table that are remembered for the case that a volatile store loses what was written to it."""
 
 
 class ParameterServer:
@@ -60,13 +65,16 @@ class ParameterServer:
         self._durable = next((tier for tier in self._tiers if tier.durable), None)
         self._on_store_failure = on_store_failure
         self._retirement = retirement
-        self._history = KeyHistory()
+        self.log = WriteLog()
+        """Of the rows of all tables, by their folders."""
+        self._unknown = UnknownKeys(self.log)
         self._writing = threading.Lock()  # held while rows are written
+        self._written = KeysByTable(MAX_WRITTEN_KEYS)  # under `_writing`
         self._lock = threading.Lock()  # of the counter
         self._degraded_keys = 0
         self._closed = False
         self._known = known or KnownIncarnation()
-        self._upkeep = Upkeep(self._tiers, self._history, self._writing, self._known)
+        self._upkeep = Upkeep(self._tiers, self.log, self._writing, self._written, self._known)
 
     def fetch(
         self, requests: Sequence[FetchRequest], *, on_store_failure: OnStoreFailure | None = None
@@ -175,7 +183,7 @@ class ParameterServer:
     def refresh(self) -> None:
         """Let stores see what others have written to them, and ask again for keys that were unknown."""
         self._upkeep.look_after_all()
-        self._history.forget_unknown()
+        self._unknown.forget_all()
 
     def stats(self) -> ServerStats:
         """Counts since the server was made."""
@@ -197,9 +205,9 @@ class ParameterServer:
 
     def _wanted(self, request: FetchRequest) -> WantedRows:
         table, keys, vectors = request
-        unknown = self._history.unknown(table, keys)
+        unknown = self._unknown.holds(table, keys)
         left = np.arange(len(keys)) if unknown is None else np.flatnonzero(~unknown)
-        return WantedRows(table, keys, vectors, np.zeros(len(keys), np.bool_), left, self._history.moment(table))
+        return WantedRows(table, keys, vectors, np.zeros(len(keys), np.bool_), left, self.log.moment)
 
     def _fetch_from(self, tier: Tier, above: Sequence[Tier], wanted: Sequence[WantedRows]) -> bool:
         """Fetch what is missing from one tier; whether it answered."""
@@ -227,7 +235,7 @@ class ParameterServer:
         if not failed:
             for want in wanted:
                 if len(want.left):
-                    self._history.add_unknown(want.table, want.keys[want.left], want.moment, now)
+                    self._unknown.add(want.table, want.keys[want.left], want.moment, now)
             return
         with self._lock:
             self._degraded_keys += num_unknown
@@ -266,7 +274,9 @@ class ParameterServer:
             finally:
                 # Rows that were fetched before this are not to be promoted after it, and keys that were asked for
                 # before it not to be remembered as unknown.
-                self._history.add_written(table, keys)
+                self.log.add(table, keys)
+                self._unknown.forget(table, keys)
+                self._written.add(table, keys)
         if tiers is None and all(tier in failures for tier in keepers):
             raise failures[keepers[-1]]
 

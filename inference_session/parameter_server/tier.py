@@ -14,13 +14,15 @@ from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, StoreError, UnavailableError
 from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, LateError
+from inference_session.parameter_server.keys_by_table import KeysByTable
 from inference_session.parameter_server.stats import TierStats
-from inference_session.parameter_server.unwritten_keys import UnwrittenKeys
 
 STEADY_S = 10.0
 """A tier that was back for less than this is unsteady, and left out for longer each time."""
 MAX_TIMES_LATE = 3
 """Calls in a row that were late, after which a tier is left out although it answers checks."""
+MAX_UNWRITTEN_KEYS = 1_000_000
+"""Different keys of a table whose newest rows a tier has missed; with more of them it drops the whole table."""
 KEYS_PER_DROP = 4096
 """Keys that a tier drops at once on its way back: few enough that neither requests nor writers wait for long."""
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.5, 16.0
@@ -64,7 +66,7 @@ class Tier:
     retry_pause_s: float = 0.0
     retry_at: float = 0.0
     """When it is tried again."""
-    unwritten: UnwrittenKeys = field(default_factory=UnwrittenKeys)
+    unwritten: KeysByTable = field(default_factory=lambda: KeysByTable(MAX_UNWRITTEN_KEYS))
     """Keys whose newest rows could not be written here; the tier is left out until it has dropped them."""
     is_returning: bool = False
     """It answers again, and is dropping these rows."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
+
+from inference_session.parameter_server.write_log import WriteLog
 
 _PLACE_BITS = 13
 NUM_PLACES = 1 << _PLACE_BITS
@@ -16,37 +19,58 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(64 - _PLACE_BITS)
 
 
-class UnknownKeys:
-    """The unknown keys of one table. Bounded: a later key takes the place of an earlier one whose hash it shares.
+class _UnknownInTable:
+    """Bounded: a later key takes the place of an earlier one whose hash it shares.
 
-    Needs no lock: a key is entered before its time, and whichever keys meet in a place are all unknown at that time.
+    Reading takes no lock: a key is entered before its time, and all keys that meet in a place are unknown at that time.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
+        self.keys = np.zeros(NUM_PLACES, np.int64)
+        self.until = np.full(NUM_PLACES, -np.inf)
+        self.any_until = -np.inf
+
+
+class UnknownKeys:
+    """The unknown keys of all tables. Thread-safe."""
+
+    def __init__(self, log: WriteLog, clock: Callable[[], float] = time.monotonic) -> None:
+        """`log`: of writes to the tiers, each of which is followed by `forget`."""
+        self._log = log
         self._clock = clock
-        self._keys = np.zeros(NUM_PLACES, np.int64)
-        self._until = np.full(NUM_PLACES, -np.inf)
-        self._any_until = -np.inf
+        self._lock = threading.Lock()
+        self._tables: dict[str, _UnknownInTable] = {}
 
-    def add(self, keys: NDArray[np.int64], now: float) -> None:
-        """Remember keys that no tier had; `now`: the clock's time before the tiers were asked."""
-        if len(keys):
-            places = _places(keys)
-            self._keys[places] = keys
-            self._until[places] = self._any_until = now + MEMORY_S
+    def add(self, table: str, keys: NDArray[np.int64], since: int, now: float) -> None:
+        """Remember keys that no tier had, but for those written meanwhile. They were asked for at the moment `since` of
+        the log, and at the time `now` of the clock.
+        """
+        with self._lock:
+            unknown = keys[~self._log.written(table, keys, since)]
+            if len(unknown):
+                memory, places = self._tables.setdefault(table, _UnknownInTable()), _places(unknown)
+                memory.keys[places] = unknown
+                memory.until[places] = memory.any_until = now + MEMORY_S
 
-    def forget(self, keys: NDArray[np.int64]) -> None:
-        """These keys are known from now on."""
-        places = _places(keys)
-        self._until[places[self._keys[places] == keys]] = -np.inf
+    def forget(self, table: str, keys: NDArray[np.int64]) -> None:
+        """These keys are known from now on; the log says so already."""
+        with self._lock:
+            if memory := self._tables.get(table):
+                places = _places(keys)
+                memory.until[places[memory.keys[places] == keys]] = -np.inf
 
-    def holds(self, keys: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+    def forget_all(self) -> None:
+        """Any key may be known from now on."""
+        with self._lock:
+            self._tables.clear()
+
+    def holds(self, table: str, keys: NDArray[np.int64]) -> NDArray[np.bool_] | None:
         """Which of the keys were unknown a moment ago; None: none of them."""
-        now = self._clock()
-        if now >= self._any_until:
+        memory, now = self._tables.get(table), self._clock()
+        if memory is None or now >= memory.any_until:
             return None
         places = _places(keys)
-        unknown: NDArray[np.bool_] = (self._keys[places] == keys) & (self._until[places] > now)
+        unknown: NDArray[np.bool_] = (memory.keys[places] == keys) & (memory.until[places] > now)
         return unknown
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from inference_session.errors import HotrowError, StoreError, UnavailableError
 from inference_session.parameter_server.base import ERASED_SUFFIX
-from inference_session.parameter_server.key_history import KeyHistory
+from inference_session.parameter_server.keys_by_table import KeysByTable
 from inference_session.parameter_server.known_incarnation import KnownIncarnation
 from inference_session.parameter_server.pending import (
     PendingPromotions,
@@ -32,6 +32,7 @@ from inference_session.parameter_server.pending import (
     joined,
 )
 from inference_session.parameter_server.tier import Tier
+from inference_session.parameter_server.write_log import WriteLog
 from inference_session.platform.pacing import rest_after
 
 ROUND_INTERVAL_S = 0.5
@@ -55,16 +56,22 @@ class Upkeep:
     """Does the work in a thread of its own, until closed. All methods may be called from any thread."""
 
     def __init__(
-        self, tiers: Sequence[Tier], history: KeyHistory, writing: threading.Lock, known: KnownIncarnation
+        self,
+        tiers: Sequence[Tier],
+        log: WriteLog,
+        writing: threading.Lock,
+        written: KeysByTable,
+        known: KnownIncarnation,
     ) -> None:
-        """`writing`: held while rows are written, by whomever."""
+        """`writing`: held while rows are written, and then added to `log` and `written`."""
         self.promotions = PendingPromotions()
         self.touches = PendingTouches()
         self.on_drop: Callable[[str, NDArray[np.int64] | None], None] = lambda _table, _keys: None
         """Told of rows that a cache may have read too old: their table and keys, None for all of its rows."""
         self._tiers = tiers
-        self._history = history
+        self._log = log
         self._writing = writing
+        self._written = written
         self._known = known
         self._closing = threading.Event()
         for tier in tiers:
@@ -124,7 +131,7 @@ class Upkeep:
         self.promotions.keep([Unverified(tier, part) for tier, part in inserted if part.source.store.lags])
 
     def _not_written_since(self, promotion: Promotion) -> Promotion:
-        return promotion.rows(~self._history.written(promotion.table, promotion.keys, promotion.moment))
+        return promotion.rows(~self._log.written(promotion.table, promotion.keys, promotion.moment))
 
     @staticmethod
     def _insert_into(tier: Tier, promotion: Promotion) -> bool:
@@ -141,7 +148,7 @@ class Upkeep:
         keys: defaultdict[tuple[Tier, str], list[NDArray[np.int64]]] = defaultdict(list)
         with self._writing:
             for touch in touches:
-                written = self._history.written(touch.table, touch.keys, touch.moment)
+                written = self._log.written(touch.table, touch.keys, touch.moment)
                 keys[touch.tier, touch.table].append(touch.keys[~written])
             for (tier, table), parts in keys.items():
                 used = np.concatenate(parts)
@@ -199,7 +206,7 @@ class Upkeep:
         """Note it for sessions that are opened later, where this one writes. UnavailableError where that is not to be
         said: another process misses writes there, or the note is not taken, which says that this one does.
         """
-        if self._history.any_written:
+        if self._written:
             with contextlib.nullcontext() if self._known.misses_writes else contextlib.suppress(HotrowError):
                 self._known.save(tier.incarnation or "")
         elif self._known.misses_writes:
@@ -214,7 +221,7 @@ class Upkeep:
             return
         if noted := self._known.read():
             tier.incarnation, tier.holds_earlier_writes = noted, True
-        if tier.incarnation is None and not self._history.any_written:
+        if tier.incarnation is None and not self._written:
             return
         incarnation = tier.store.incarnation()
         if tier.incarnation and incarnation and incarnation != tier.incarnation:
@@ -227,7 +234,7 @@ class Upkeep:
     def _drop_all_written(self, tier: Tier) -> None:
         """Of what other processes have written nobody knows the keys: then that is all there is."""
         with self._writing:
-            written = self._history.written_tables()
+            written = self._written.as_dict()
             if tier.holds_earlier_writes:
                 written |= dict.fromkeys(table for table in tier.store.tables if not table.endswith(ERASED_SUFFIX))
             for table, keys in written.items():

@@ -24,7 +24,7 @@ class WantedRows:
     left: NDArray[np.int64]
     """Positions of the keys that no tier has had so far; those known to be unknown are not among them."""
     moment: int
-    """Of the table's writes, when the fetch began."""
+    """Of the write log, when the fetch began."""
 
     def missing(self) -> FetchRequest:
         """A request for the keys that are left, straight to their place as long as these are all."""

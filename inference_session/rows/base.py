@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from inference_session.device.base import Device
 from inference_session.errors import StoreError
 from inference_session.kernels.records import Lookup, key_segment
-from inference_session.rows.changes import RowChanges
+from inference_session.parameter_server.write_log import WriteLog
 from inference_session.rows.hot_keys import HotKeys
 from inference_session.rows.stats import RowStats
 from inference_session.tables.base import Rows as RowBatch
@@ -29,8 +29,11 @@ class RowWriter:
 
     is_durable = False
     """Whether what is written outlives this process: whether `save_note` works."""
-    changes: RowChanges | None = None
-    """Is told of every change, once look-ups answer it."""
+    log: WriteLog
+    """Of the rows of all tables, by their folders: a row is written once look-ups answer it."""
+
+    def __init__(self, log: WriteLog | None = None) -> None:
+        self.log = log or WriteLog()
 
     def update(self, table: int, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:  # noqa: ARG002
         """Write rows, keys int64 [n] and vectors float32 [n, embedding_dim]; look-ups that begin later answer them.
@@ -66,11 +69,6 @@ class RowWriter:
     def save_note(self, table: int, text: str) -> None:
         """Keep a text beside the table's rows, once what was written before it is durable; errors of `update`."""
         raise StoreError(f"a note on table {table} cannot be kept: no persistent store takes writes ({text!r})")
-
-    def _tell(self, table: int, keys: NDArray[np.int64] | None) -> None:
-        """These rows, None: all of the table, are changed."""
-        if self.changes is not None:
-            self.changes.add(table, keys)
 
 
 class Rows(ABC):

@@ -136,7 +136,7 @@ class StoredRows(Rows):
 
     def _fetch(self, rows: MissingRows) -> None:
         """Fill in the vectors."""
-        rows.moments = self._writer.moments(rows.parts)
+        rows.moment = self._writer.log.moment
         requests = [
             FetchRequest(self._specs[t].folder, stored_keys(self._specs[t], part.keys), part.vectors)
             for t, part in rows.parts.items()

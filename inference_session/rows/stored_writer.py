@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -15,7 +15,6 @@ from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.errors import UnavailableError
 from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.base import FetchRequest
-from inference_session.parameter_server.recent_writes import RecentWrites
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.platform.pacing import paced
 from inference_session.rows.base import RowWriter
@@ -38,12 +37,12 @@ class StoredWriter(RowWriter):
         refresh_interval_s: float = 0.0,
     ) -> None:
         """See StoredRows."""
+        super().__init__(server.log)
         self._specs = specs
         self._cache = cache
         self._server = server
         self._updating = threading.Lock()
         self._caching = threading.Lock()  # held while rows go into the cache; taken after `_updating`
-        self._writes = [RecentWrites() for _ in specs]
         server.on_drop(self._forget)
         self._closing = threading.Event()
         self._refresher: threading.Thread | None = None
@@ -97,10 +96,6 @@ class StoredWriter(RowWriter):
         with self._server.frozen():
             yield
 
-    def moments(self, tables: Iterable[int]) -> dict[int, int]:
-        """How many writes there have been to each table: for rows that are fetched from now on."""
-        return {t: self._writes[t].moment for t in tables}
-
     def keep(self, missing: Sequence[MissingRows]) -> None:
         """Cache the rows that were found, and not written since they were fetched."""
         for t in sorted({t for rows in missing for t in rows.parts}):
@@ -113,10 +108,10 @@ class StoredWriter(RowWriter):
         """Cache the rows of some keys, as far as there are any, and they are not written meanwhile."""
         folder = self._specs[table].folder
         vectors = np.empty((len(keys), self._specs[table].embedding_dim), np.float32)
-        moment = self._writes[table].moment
+        moment = self.log.moment
         found = self._server.fetch([FetchRequest(folder, stored_keys(self._specs[table], keys), vectors)])[0]
         with self._caching:
-            current = found & ~self._writes[table].written(keys, moment)
+            current = found & ~self.log.written(folder, keys, moment)
             self._cache.insert(folder, keys[current], vectors[current])
 
     def close(self) -> None:
@@ -136,8 +131,7 @@ class StoredWriter(RowWriter):
         """Read all cached rows again, while requests go on; see `paced`."""
         self._server.refresh()
         with self._caching:  # rows that were fetched before, and are not in the cache yet, would escape
-            for writes in self._writes:
-                writes.add_all()
+            self.log.add_all()
         parts = [
             (table, keys[begin : begin + _KEYS_PER_REFRESH])
             for table, keys in enumerate(self._cache.dump(spec.folder) for spec in self._specs)
@@ -145,22 +139,21 @@ class StoredWriter(RowWriter):
         ]
         for table, keys in paced(parts, self._closing, over_s=over_s):
             self._refresh(table, keys)
-        for table in range(len(self._specs)):
-            self._tell(table, None)  # rows that are not cached may be other ones in the stores as well
+        self.log.add_all()  # rows that are not cached may be other ones in the stores as well
 
     def _refresh(self, table: int, keys: NDArray[np.int64]) -> None:
-        """Read some cached rows again; those that are written meanwhile are left to that write."""
+        """Read some cached rows again; those that seem to be written meanwhile leave the cache."""
         folder = self._specs[table].folder
         vectors = np.empty((len(keys), self._specs[table].embedding_dim), np.float32)
         request = FetchRequest(folder, stored_keys(self._specs[table], keys), vectors)
-        moment = self._writes[table].moment
+        moment = self.log.moment
         # A key is not found only if no tier has it.
         found = self._server.fetch([request], on_store_failure="error")[0]
         with self._caching:
-            current = ~self._writes[table].written(keys, moment)
-            self._cache.update(folder, keys[found & current], vectors[found & current])
-            self._cache.erase(folder, keys[~found & current])
-            self._tell(table, keys)
+            current = found & ~self.log.written(folder, keys, moment)
+            self._cache.update(folder, keys[current], vectors[current])
+            self._cache.erase(folder, keys[~current])
+            self.log.add(folder, keys)
 
     def _write(self, table: int, keys: NDArray[np.int64], write: Callable[[], None], then: Callable[[], None]) -> None:
         """Write to the stores, then to the cache: one write after the other, so that both see them in the same order.
@@ -174,27 +167,30 @@ class StoredWriter(RowWriter):
                 write()
                 to_cache = then
             finally:
-                with self._caching:
-                    self._writes[table].add(keys)
-                    to_cache()
-                    self._tell(table, keys)
+                self._change_cache(self._specs[table].folder, keys, to_cache)
 
     def _forget(self, folder: str, keys: NDArray[np.int64] | None) -> None:
         """Drop cached rows that the parameter server has had to drop from a tier."""
         table = next(i for i, spec in enumerate(self._specs) if spec.folder == folder)
-        with self._caching:
-            aliases = None if keys is None else aliases_of(self._specs[table], keys)[0]
-            if aliases is None:
-                self._writes[table].add_all()
+        if keys is None:
+            with self._caching:
                 self._cache.clear(folder)
-            else:
-                self._writes[table].add(aliases)
-                self._cache.erase(folder, aliases)
-            self._tell(table, aliases)
+                self.log.add_all()
+        else:
+            aliases, _ = aliases_of(self._specs[table], keys)
+            self._change_cache(folder, aliases, partial(self._cache.erase, folder, aliases))
+
+    def _change_cache(self, folder: str, keys: NDArray[np.int64], change: Callable[[], None]) -> None:
+        """Have look-ups answer rows as they are written."""
+        with self._caching:
+            try:
+                change()
+            finally:
+                self.log.add(folder, keys)
 
     def _current(self, t: int, rows: MissingRows) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """What `keep` keeps of one table and look-up. Must be called while holding `_caching`."""
         part = rows.parts[t]
-        current = part.found & ~self._writes[t].written(part.keys, rows.moments[t])
+        current = part.found & ~self.log.written(self._specs[t].folder, part.keys, rows.moment)
         # As a rule all are, and then nothing is copied.
         return (part.keys, part.vectors) if current.all() else (part.keys[current], part.vectors[current])

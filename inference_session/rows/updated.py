@@ -80,6 +80,7 @@ class _TableWriter(RowWriter):
     """Keeps the changed rows of all tables, and publishes them to look-ups."""
 
     def __init__(self, files: Sequence[TableFile]) -> None:
+        super().__init__()
         self._specs = [file.spec for file in files]
         self._records = np.array([file.record() for file in files], TABLE)
         self._readers = Readers()
@@ -106,7 +107,7 @@ class _TableWriter(RowWriter):
         with self._writing:
             self.tables[table].insert(aliases, rows)
             self._publish(table)
-            self._tell(table, aliases)
+            self.log.add(self._specs[table].folder, aliases)
 
     def erase(self, table: int, keys: NDArray[np.int64]) -> None:
         """See RowWriter."""
@@ -114,7 +115,7 @@ class _TableWriter(RowWriter):
             aliases, _ = aliases_of(self._specs[table], keys)
             self.tables[table].erase(aliases)
             self._publish(table)
-            self._tell(table, aliases)
+            self.log.add(self._specs[table].folder, aliases)
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:

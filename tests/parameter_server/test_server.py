@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_session.errors import SessionClosedError, StoreError, TableNotFoundError, UnavailableError
-from inference_session.parameter_server import pending, unwritten_keys
+from inference_session.parameter_server import pending
 from inference_session.parameter_server import server as server_module
 from inference_session.parameter_server import tier as tier_module
 from inference_session.parameter_server import upkeep as upkeep_module
@@ -280,7 +280,7 @@ def test_updates_missed_during_an_outage_leave_nothing_stale(
 ) -> None:
     """A volatile tier that could not take an update drops its old rows before it is used again."""
     for limit in (1_000_000, 3):
-        monkeypatch.setattr(unwritten_keys, "MAX_KEYS", limit)
+        monkeypatch.setattr(tier_module, "MAX_UNWRITTEN_KEYS", limit)
         stack = make()
         stack.volatile.insert("user", KEYS, VECTORS)
         stack.faults["volatile"] = UnavailableError("gone")

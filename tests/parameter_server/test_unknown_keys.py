@@ -17,6 +17,7 @@ from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.tier import Tier
 from inference_session.parameter_server.unknown_keys import MEMORY_S, UnknownKeys
 from inference_session.parameter_server.wrappers import WrapperStore
+from inference_session.parameter_server.write_log import WriteLog
 from tests.testing.faulty_stores import FaultStore
 from tests.testing.memory_store import MemoryStore
 from tests.testing.server_calls import fetch_any
@@ -115,14 +116,14 @@ def test_keys_asked_for_in_an_outage_are_not_remembered() -> None:
 def test_the_memory_of_unknown_keys_ends(events: list[tuple[float, list[int]]]) -> None:
     """A key counts as unknown only within MEMORY_S of a time at which it was found to be."""
     now = 0.0
-    unknown = UnknownKeys(clock=lambda: now)
+    unknown = UnknownKeys(WriteLog(), clock=lambda: now)
     entered: dict[int, float] = {}
 
     for pause, keys in events:
         now += pause
         array = np.array(keys, np.int64)
-        held = unknown.holds(array)
+        held = unknown.holds("user", array)
         for key, holds in zip(keys, [False] * len(keys) if held is None else held.tolist(), strict=True):
             assert not holds or now < entered[key] + MEMORY_S
-        unknown.add(array, now)
+        unknown.add("user", array, 0, now)
         entered |= dict.fromkeys(keys, now)

@@ -1,18 +1,17 @@
-"""Keys whose newest rows a volatile tier has missed: it drops the older ones before it is used again."""
+"""Sets of keys, one per table, that stay small: of too many keys only the table is remembered."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
 
-MAX_KEYS = 1_000_000
-"""Different keys of a table that are remembered; with more of them the tier drops the whole table."""
 
+class KeysByTable:
+    """The keys, by table. Needs a lock where threads share it."""
 
-class UnwrittenKeys:
-    """The keys, by table. Whoever shares it brings the lock."""
-
-    def __init__(self) -> None:
+    def __init__(self, max_keys: int) -> None:
+        """`max_keys`: different keys of a table that are remembered; more of them count as all keys of the table."""
+        self._max_keys = max_keys
         self._parts: dict[str, list[NDArray[np.int64]] | None] = {}
         """None: all keys of the table."""
         self._num_keys: dict[str, int] = {}
@@ -21,7 +20,7 @@ class UnwrittenKeys:
         return bool(self._parts)
 
     def add(self, table: str, keys: NDArray[np.int64] | None) -> None:
-        """Rows of these keys have been missed; None: of any key."""
+        """Add keys of a table, int64 [n]; None: all of its keys."""
         parts = self._parts.get(table, [])
         if keys is None or parts is None:
             self._parts[table] = None
@@ -29,8 +28,14 @@ class UnwrittenKeys:
             parts.append(keys.copy())
             self._num_keys[table] = self._num_keys.get(table, 0) + len(keys)
             self._parts[table] = parts
-            if self._num_keys[table] > MAX_KEYS:
+            if self._num_keys[table] > self._max_keys:
                 self._merge(table, parts)
+
+    def as_dict(self) -> dict[str, NDArray[np.int64] | None]:
+        """All tables, with their keys, each once; None: all keys of the table."""
+        return {
+            table: None if parts is None else np.unique(np.concatenate(parts)) for table, parts in self._parts.items()
+        }
 
     def take(self, max_keys: int) -> tuple[str, NDArray[np.int64] | None]:
         """Some keys of a table, or None for all of its keys. They are forgotten unless they are added again."""
@@ -52,7 +57,7 @@ class UnwrittenKeys:
     def _merge(self, table: str, parts: list[NDArray[np.int64]]) -> None:
         """Keep each key once; all keys where too many are left to do this again and again."""
         keys = np.unique(np.concatenate(parts))
-        self._parts[table] = [keys] if len(keys) <= MAX_KEYS // 2 else None
+        self._parts[table] = [keys] if len(keys) <= self._max_keys // 2 else None
         self._num_keys[table] = len(keys)
 
     def _remove(self, table: str) -> None:

@@ -1,0 +1,72 @@
+"""When rows were written: what was read before a write must not be kept after it.
+
+Rows are copied upward: from a store to a tier above it, to the embedding cache, into what was computed of a context.
+A copy may be made of the old row and arrive after the new one. So who copies rows reads the log's `moment` first, then
+the rows; and who stores the copy asks, under the lock that writers of the copy take, whether the rows have been written
+since. A writer changes the rows first, then adds them to the log.
+
+Each write is added twice: when the stores have it (ParameterServer), and when look-ups answer it (StoredWriter), as a
+context may be computed from the cache between the two.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+from numpy.typing import NDArray
+
+_PLACE_BITS = 20
+_NUM_PLACES = 1 << _PLACE_BITS
+"""Keys of all tables share these, 8 MiB: a row may seem written that is not, never the other way round."""
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_SHIFT = np.uint64(64 - _PLACE_BITS)
+_MASK = (1 << 64) - 1
+
+
+class WriteLog:
+    """The writes to the rows of all tables, by a clock that counts writes. Thread-safe.
+
+    Tables are named by their folders. Reading takes no lock.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # of those who add
+        self._moment = 0
+        self._all_written_at = 0
+        self._written_at = np.zeros(_NUM_PLACES, np.int64)
+
+    @property
+    def moment(self) -> int:
+        """How many writes there have been: what is read from now on has all of them."""
+        return self._moment
+
+    def add(self, table: str, keys: NDArray[np.int64]) -> None:
+        """The rows of these keys, int64 [n], have been written."""
+        places = self.places(table, keys)
+        with self._lock:
+            self._moment += 1
+            self._written_at[places] = self._moment
+
+    def add_all(self) -> None:
+        """Any rows of any table may have been written."""
+        with self._lock:
+            self._moment += 1
+            self._all_written_at = self._moment
+
+    def written(self, table: str, keys: NDArray[np.int64], since: int) -> NDArray[np.bool_]:
+        """Which of the rows, bool [n], may have been written since a moment."""
+        if self._moment == since:
+            return np.zeros(len(keys), np.bool_)
+        if self._all_written_at > since:
+            return np.ones(len(keys), np.bool_)
+        return np.asarray(self._written_at[self.places(table, keys)] > since)
+
+    def places(self, table: str, keys: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """What `any_written` wants to know of these rows, uint64 [n]; may be joined with those of other tables."""
+        salted = np.ascontiguousarray(keys, np.int64).view(np.uint64) ^ np.uint64(hash(table) & _MASK)
+        return np.asarray((salted * _FACTOR) >> _SHIFT)
+
+    def any_written(self, places: NDArray[np.uint64], since: int) -> bool:
+        """Whether any of the rows may have been written since a moment."""
+        return bool(len(places)) and (self._all_written_at > since or int(self._written_at[places].max()) > since)

@@ -1,0 +1,69 @@
+"""WriteLog: what was written since a moment, or more, never less."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_session.parameter_server.write_log import WriteLog
+
+TABLES = st.sampled_from(["user", "item"])
+KEYS = st.lists(st.integers(-5, 5) | st.integers(-(2**63), 2**63 - 1), max_size=6).map(
+    lambda keys: np.array(keys, np.int64)
+)
+WRITES = st.lists(st.tuples(TABLES, KEYS) | st.none(), max_size=8)
+"""None: any rows."""
+
+
+@given(writes=WRITES, table=TABLES, asked=KEYS, since=st.integers(0, 8))
+def test_the_rows_of_later_writes_are_written(
+    writes: list[tuple[str, np.ndarray] | None], table: str, asked: np.ndarray, since: int
+) -> None:
+    """All rows of the writes after the moment; others only where they share a place with one of these."""
+    log, since = WriteLog(), min(since, len(writes))
+    for number, write in enumerate(writes):
+        assert log.moment == number
+        if write is None:
+            log.add_all()
+        else:
+            log.add(*write)
+
+    written = log.written(table, asked, since)
+
+    later = writes[since:]
+    places = {place for write in later if write is not None for place in log.places(*write).tolist()}
+    expected = [None in later or place in places for place in log.places(table, asked).tolist()]
+    assert written.tolist() == expected
+    keys = {key for write in later if write is not None and write[0] == table for key in write[1].tolist()}
+    assert all(is_written for key, is_written in zip(asked.tolist(), written, strict=True) if key in keys)
+    assert log.any_written(log.places(table, asked), since) == any(expected)
+
+
+def test_few_rows_share_a_place() -> None:
+    """Of a thousand rows beside a thousand that are written, nearly none seem to be."""
+    log = WriteLog()
+    log.add("user", np.arange(1000))
+    assert log.written("user", np.arange(1000), 0).all()
+    assert log.written("user", np.arange(1000, 2000), 0).sum() < 50
+    assert log.written("item", np.arange(1000), 0).sum() < 50
+
+
+def test_writers_at_the_same_time_are_all_counted() -> None:
+    """The same keys from several threads: the last moment of each place is that of a write, and none is lost."""
+    log, keys = WriteLog(), np.arange(64)
+
+    def write() -> None:
+        for _ in range(500):
+            log.add("user", keys)
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert log.moment == 2000
+    assert log.written("user", keys, 1999).all()
+    assert not log.written("user", keys, 2000).any()
