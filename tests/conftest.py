@@ -15,9 +15,11 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
+    from tests.testing.example_models import ExampleModels
     from tests.testing.hadoop import Hdfs
 
 ROOT = Path(__file__).resolve().parent.parent
+REAL_DATA = "HOTROW_REAL_DATA"
 _skipped: list[str] = []
 
 # The same examples on every machine and in every run, however slow the machine is. Fixtures serve all examples of a
@@ -32,12 +34,17 @@ settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")
-def shared() -> Path:
-    """Real models and data beside the checkout, which not everybody has."""
-    folder = ROOT.parent / "shared"
-    if not (folder / "models").is_dir():
-        pytest.skip("no folder with real models beside this checkout")
-    return folder
+def models(tmp_path_factory: pytest.TempPathFactory) -> ExampleModels:
+    """Models with requests and answers, which no test writes to."""
+    from tests.testing.example_models import example_models
+
+    return example_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder that HOTROW_REAL_DATA names; tests that need it carry the marker `real_data`."""
+    return Path(os.environ[REAL_DATA])
 
 
 @pytest.fixture(scope="session")
@@ -65,8 +72,12 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of a file in one process, which shares its fixtures; all that need HDFS share one cluster."""
+    if not os.environ.get(REAL_DATA):
+        without = [item for item in items if item.get_closest_marker("real_data")]
+        config.hook.pytest_deselected(items=without)
+        items[:] = [item for item in items if item not in without]
     for item in items:
         group = "hdfs" if "hdfs" in getattr(item, "fixturenames", ()) else item.nodeid.partition("::")[0]
         item.add_marker(pytest.mark.xdist_group(group))

@@ -23,7 +23,8 @@ from inference_session.hugectr import (
     UpdateSourceType_t,
     VolatileDatabaseParams,
 )
-from tests.importers.hugectr.test_importer import Source, requests_of
+from tests.testing.example_models import ExampleModels
+from tests.testing.hugectr_source import Source, requests_of
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +55,9 @@ def flat(source: Source) -> list[list[float]]:
     return [array.ravel().tolist() for array in source.request().values()]
 
 
-def test_a_real_model_predicts_as_hugectr_did(shared: Path) -> None:
+def test_a_model_predicts_as_hugectr_would(models: ExampleModels) -> None:
     """Flat lists in, num_samples x label_dim floats out."""
-    folder = shared / "models/hugectr_wdl"
+    folder = models.wide_and_deep
     params = InferenceParams(
         model_name="hugectr_wdl",
         max_batchsize=64,
@@ -77,9 +78,9 @@ def test_a_real_model_predicts_as_hugectr_did(shared: Path) -> None:
             np.testing.assert_allclose(session.predict(*arrays), answers[name].ravel(), rtol=0, atol=1e-5)
 
 
-def test_real_tables_are_looked_up(shared: Path) -> None:
+def test_tables_are_looked_up(models: ExampleModels) -> None:
     """A ps.json of HPS, and one of the hugectr backend."""
-    folder = shared / "models/hugectr_wdl"
+    folder = models.wide_and_deep
     keys = np.fromfile(folder / "hugectr_wdl1_sparse_0.model/key", np.int64)
     vectors = np.fromfile(folder / "hugectr_wdl1_sparse_0.model/emb_vector", np.float32).reshape(-1, 16)
 

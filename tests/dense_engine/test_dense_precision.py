@@ -18,8 +18,8 @@ from inference_session.dense_engine.float16 import in_float16
 from inference_session.device.host import HOST
 from inference_session.errors import ModelFormatError, UnsupportedModelError
 from inference_session.importers.hugectr import import_hugectr
-from tests.importers.hugectr.test_importer import Source
 from tests.testing import small_model
+from tests.testing.hugectr_source import Source
 
 TOLERANCE = 2e-3
 """What the documentation promises of predictions, and relative to the largest of a tensor's values."""

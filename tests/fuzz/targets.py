@@ -40,9 +40,9 @@ from inference_session.tables.table_file import TableFile, write_table
 from inference_session.update_stream.encodings import Message, decode, encode_batch
 from inference_session.version_directory import manifest
 from inference_session.version_directory.verified_files import VerifiedFiles
-from tests.importers.hugectr.test_importer import Source
 from tests.testing import small_model
 from tests.testing.hugectr_graphs import GraphMaker
+from tests.testing.hugectr_source import Source
 from tests.testing.onnx_models import model_of, table
 from triton_backend.client.recorded_requests import read_requests
 from triton_backend.repository.model_config import ModelConfig, write_model_config

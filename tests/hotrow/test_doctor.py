@@ -20,8 +20,8 @@ from hotrow.commands.doctor import command
 from hotrow.machine_checks import Finding, Plan, examine
 from inference_session import InferenceSession
 from inference_session.sizing import memory
-from tests.importers.hugectr.test_importer import Source
 from tests.testing import small_model
+from tests.testing.hugectr_source import Source
 from tests.testing.triton_models import write_ctr
 from triton_backend.launcher import installation
 

@@ -17,6 +17,7 @@ from inference_session.errors import HotrowError
 from inference_session.requests.canary import record_canary
 from inference_session.version_directory import manifest
 from tests.testing import small_model
+from tests.testing.example_models import ExampleModels
 from tests.testing.onnx_models import model_of, table
 
 
@@ -66,9 +67,9 @@ def test_an_onnx_model_is_imported_with_smaller_tables(
     assert 0 < np.abs(answers[0] - answers[1]).max() < tolerance
 
 
-def test_a_model_of_hugectr_is_imported_with_int8_tables(shared: Path, tmp_path: Path) -> None:
-    """A real one: its files stay as they are, the table of 1 element stays float32, predictions are near."""
-    folder = shared / "models" / "hugectr_wdl"
+def test_a_model_of_hugectr_is_imported_with_int8_tables(models: ExampleModels, tmp_path: Path) -> None:
+    """Its files stay as they are, the table of 1 element stays float32, predictions are near."""
+    folder = models.wide_and_deep
     before = (folder / "hugectr_wdl1_sparse_0.model" / "emb_vector").read_bytes()
     done = run("import", "hugectr", folder / "ps.json", "--repository", tmp_path, "--tables", "int8")
 
@@ -86,10 +87,14 @@ def test_a_model_of_hugectr_is_imported_with_int8_tables(shared: Path, tmp_path:
             np.testing.assert_allclose(session.predict(asked), expected[name], rtol=0, atol=0.01)
 
 
-@pytest.mark.parametrize("model", ["hugectr_wdl/ps.json", "hugectr_wdl/hps_ps.json", "hugectr_dcn/ps.json"])
-def test_random_requests_are_made_for_models_of_hugectr(model: str, shared: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "ps_json"), [("wide_and_deep", "ps.json"), ("wide_and_deep", "hps_ps.json"), ("cross_network", "ps.json")]
+)
+def test_random_requests_are_made_for_models_of_hugectr(
+    model: str, ps_json: str, models: ExampleModels, tmp_path: Path
+) -> None:
     """Of keys that their tables have: without any, all answers would be equal."""
-    assert run("import", "hugectr", shared / "models" / model, "--repository", tmp_path).exit_code == 0
+    assert run("import", "hugectr", getattr(models, model) / ps_json, "--repository", tmp_path).exit_code == 0
     (version_dir,) = tmp_path.glob("*/1")
     done = run("quantize", version_dir, "--tables", "int8", "--json")
 

@@ -19,9 +19,9 @@ from inference_session import InferenceSession
 from inference_session.errors import HotrowError
 from inference_session.kernels.cuda.records import buckets_for_all, index_bytes
 from inference_session.sizing.hit_rate import LruCurve
-from tests.importers.hugectr.test_importer import Source
 from tests.testing import small_model
 from tests.testing.browser import Look
+from tests.testing.hugectr_source import Source
 
 INDEX_ON_DEVICE = index_bytes(buckets_for_all(30), marks=False, numbers=True)
 """Of the 30 stored keys of the small model."""

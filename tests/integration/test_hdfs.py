@@ -20,12 +20,12 @@ from inference_session.importers.hugectr import import_hugectr
 from inference_session.model_source import Copy, create_source
 from inference_session.model_source.fetch import fetch
 from inference_session.version_directory.manifest import verify
-from tests.importers.hugectr.test_importer import Source
 from tests.importers.onnx.test_files import KEYS, _model, _redirect, _split
 from tests.integration.conftest import Serve
 from tests.integration.test_hugectr import ask, place_small
 from tests.model_source.test_sources import put
 from tests.testing.hadoop import Hdfs
+from tests.testing.hugectr_source import Source
 from tests.testing.triton_models import ctr_answer, write_ctr
 
 _numbers = itertools.count()

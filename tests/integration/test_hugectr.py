@@ -19,12 +19,13 @@ from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from inference_session.importers.hugectr import import_hugectr
-from tests.importers.hugectr.test_importer import Requests, Source, _array, requests_of
 from tests.integration.conftest import Serve, Served, is_ready, start
 from tests.integration.test_requests import settled
 from tests.integration.test_stores import hotrow
 from tests.testing.broker import Broker
+from tests.testing.example_models import ExampleModels
 from tests.testing.hugectr_evaluator import Evaluator
+from tests.testing.hugectr_source import Requests, Source, array_of, requests_of
 from tests.testing.servers import PATIENCE_S, wait_until
 from tests.testing.triton_models import write_ctr
 from triton_backend.repository.model_config import write_model_config
@@ -47,7 +48,7 @@ parameters [ { key: "config" value: { string_value: "graph.json" } } ]
 def place(source: Path, folder: Path, *, prefix: str = "") -> Path:
     """Copy a user's files to a model folder, with a version directory that is empty."""
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("v2"))
-    for path in (folder, *folder.rglob("*")):  # the shared files are read-only
+    for path in (folder, *folder.rglob("*")):  # the files may be read-only
         path.chmod(0o755 if path.is_dir() else 0o644)
     for name in ("config.pbtxt", "ps.json"):
         shutil.copyfile(source / f"{prefix}{name}", folder / name)
@@ -67,12 +68,12 @@ def place_small(folder: Path, source: Source) -> Path:
 
 
 @pytest.fixture(scope="module")
-def in_place(tritonserver: None, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server for all tests that do no more than ask: the shared models, and small ones."""
+def in_place(tritonserver: None, models: ExampleModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server for all tests that do no more than ask: the example models, and small ones."""
     repository = tmp_path_factory.mktemp("in_place")
-    for name in ("hugectr_wdl", "hugectr_dcn"):
-        place(shared / "models" / name, repository / name)
-    place(shared / "models/hugectr_wdl", repository / "hugectr_wdl_hps", prefix="hps_")
+    for folder in (models.wide_and_deep, models.cross_network):
+        place(folder, repository / folder.name)
+    place(models.wide_and_deep, repository / "hugectr_wdl_hps", prefix="hps_")
     for num_rows in NUM_ROWS:
         folder = repository / f"rows_{num_rows}"
         place_small(folder, Source(folder, (num_rows, num_rows)))
@@ -139,10 +140,11 @@ def assert_answers(client: Any, model: str, requests: Requests, expected: Path) 
             np.testing.assert_allclose(found, answers[name].ravel(), rtol=0, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["hugectr_wdl", "hugectr_dcn"])
-def test_a_users_folder_answers_as_hugectr_did(in_place: Served, shared: Path, name: str) -> None:
+@pytest.mark.parametrize("model", ["wide_and_deep", "cross_network"])
+def test_a_users_folder_answers_as_hugectr_would(in_place: Served, models: ExampleModels, model: str) -> None:
     """Over gRPC and HTTP, every request, from the files as they were written."""
-    folder = shared / "models" / name
+    folder: Path = getattr(models, model)
+    name = folder.name
     requests = requests_of(folder / "requests.npz")
 
     with in_place.grpc_client() as grpc, in_place.http_client() as http:
@@ -151,9 +153,9 @@ def test_a_users_folder_answers_as_hugectr_did(in_place: Served, shared: Path, n
     assert (in_place.repository / name / "config.pbtxt").read_bytes() == (folder / "config.pbtxt").read_bytes()
 
 
-def test_tables_alone_answer_as_hps_did(in_place: Served, shared: Path) -> None:
+def test_tables_alone_answer_as_hps_would(in_place: Served, models: ExampleModels) -> None:
     """KEYS and NUMKEYS give the vectors, flat."""
-    folder = shared / "models/hugectr_wdl"
+    folder = models.wide_and_deep
 
     with in_place.grpc_client() as grpc, in_place.http_client() as http:
         for client in (grpc, http):
@@ -173,9 +175,9 @@ def test_a_missing_gpu_is_said_once(in_place: Served) -> None:
     assert "no GPU on this machine; models of KIND_GPU run on the CPU: hugectr_dcn, hugectr_wdl" in said()[0]
 
 
-def test_malformed_requests_get_what_they_must(in_place: Served, shared: Path) -> None:
+def test_malformed_requests_get_what_they_must(in_place: Served, models: ExampleModels) -> None:
     """Each is refused or answered as its file says; a good request at the same time is answered as ever."""
-    folder = shared / "models/hugectr_wdl"
+    folder = models.wide_and_deep
     cases = json.loads((folder / "malformed.json").read_text(encoding="utf-8"))["cases"]
     good = requests_of(folder / "requests.npz")["one_sample"]
     with np.load(folder / "expected.npz") as answers:
@@ -183,7 +185,7 @@ def test_malformed_requests_get_what_they_must(in_place: Served, shared: Path) -
 
     with in_place.grpc_client() as client, ThreadPoolExecutor(1) as thread:
         for case in cases:
-            inputs = {name: _array(tensor) for name, tensor in case["inputs"].items()}
+            inputs = {name: array_of(tensor) for name, tensor in case["inputs"].items()}
             mate = thread.submit(ask, client, "hugectr_wdl", good)
             answer = ask_or_refuse(client, case["model"], inputs, case["requested_outputs"])
             expect = case["expect"]
@@ -195,9 +197,9 @@ def test_malformed_requests_get_what_they_must(in_place: Served, shared: Path) -
 
 
 @pytest.mark.parametrize("concurrency", [1, 8, 64])
-def test_requests_at_once_are_joined(in_place: Served, shared: Path, concurrency: int) -> None:
+def test_requests_at_once_are_joined(in_place: Served, models: ExampleModels, concurrency: int) -> None:
     """However many wait, all are answered rightly; those that wait together are computed together."""
-    folder = shared / "models/hugectr_wdl"
+    folder = models.wide_and_deep
     requests = requests_of(folder / "requests.npz")
     with np.load(folder / "expected.npz") as archive:
         answers = dict(archive)
@@ -212,9 +214,9 @@ def test_requests_at_once_are_joined(in_place: Served, shared: Path, concurrency
         await_joined(client, "hugectr_wdl", len(names), ask_all, alone=concurrency == 1)
 
 
-def test_requests_of_hps_at_once_are_joined(in_place: Served, shared: Path) -> None:
+def test_requests_of_hps_at_once_are_joined(in_place: Served, models: ExampleModels) -> None:
     """Keys of many requests in one execute call are one look-up, and each gets its own vectors."""
-    folder = shared / "models/hugectr_wdl"
+    folder = models.wide_and_deep
     requests = requests_of(folder / "hps_requests.npz")
     names = [name for _ in range(20) for name in requests]
     with np.load(folder / "hps_expected.npz") as archive:
@@ -310,11 +312,11 @@ def switch_to_v2(v2: Path, folder: Path, *, keep_rows: bool) -> None:
 
 @pytest.mark.parametrize("keep_rows", [False, True])
 def test_a_load_call_switches_to_new_files(
-    serve: Serve, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, keep_rows: bool
+    serve: Serve, models: ExampleModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, keep_rows: bool
 ) -> None:
     """The version that the user's own config.pbtxt points at serves as soon as his Load call returns, and back."""
     monkeypatch.setenv("HOTROW_CACHE_DIR", str(tmp_path / "cache"))
-    folder = shared / "models/hugectr_wdl"
+    folder = models.wide_and_deep
     expected = "expected_upsert.npz" if keep_rows else "expected.npz"
     requests = requests_of(folder / "requests.npz")
     placed = place(folder, tmp_path / "repository/hugectr_wdl")
@@ -332,13 +334,13 @@ def test_a_load_call_switches_to_new_files(
 
 
 def test_versions_come_back_by_their_numbers(
-    serve: Serve, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, models: ExampleModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`hotrow load --version` takes a new config.pbtxt up; `roll-back` serves what was served before it, and is kept
     when the backend process is lost; `load` goes on.
     """
     monkeypatch.setenv("HOTROW_CACHE_DIR", str(tmp_path / "cache"))
-    folder, name = shared / "models/hugectr_wdl", "hugectr_wdl"
+    folder, name = models.wide_and_deep, "hugectr_wdl"
     requests = requests_of(folder / "requests.npz")
     placed = place(folder, tmp_path / "repository" / name)
     served = serve(tmp_path / "repository")
@@ -400,12 +402,11 @@ def test_errors_of_models_beside_them_name_the_users_files(serve: Serve, tmp_pat
     assert str(ctr / "2/tables/item/emb_vector") in str(refusal.value)
 
 
-def test_an_imported_model_keeps_its_requests(serve: Serve, shared: Path, tmp_path: Path) -> None:
+def test_an_imported_model_keeps_its_requests(serve: Serve, models: ExampleModels, tmp_path: Path) -> None:
     """After `hotrow import hugectr` clients send what they sent before, and Triton joins it."""
-    models = shared / "models"
-    for folder, ps_json in (("hugectr_dcn", "ps.json"), ("hugectr_wdl", "hps_ps.json")):
+    for ps_json in (models.cross_network / "ps.json", models.wide_and_deep / "hps_ps.json"):
         import_hugectr(
-            models / folder / ps_json,
+            ps_json,
             tmp_path,
             complete=lambda staged, spec, model: (
                 write_model_config(staged, spec, model.name, max_batch_size=model.max_batch_size) and None
@@ -415,7 +416,7 @@ def test_an_imported_model_keeps_its_requests(serve: Serve, shared: Path, tmp_pa
 
     with served.grpc_client() as grpc, served.http_client() as http:
         for client in (grpc, http):
-            dcn, wdl = models / "hugectr_dcn", models / "hugectr_wdl"
+            dcn, wdl = models.cross_network, models.wide_and_deep
             assert_answers(client, "hugectr_dcn", requests_of(dcn / "requests.npz"), dcn / "expected.npz")
             assert_answers(client, "hugectr_wdl_hps", requests_of(wdl / "hps_requests.npz"), wdl / "hps_expected.npz")
 

@@ -1,4 +1,4 @@
-"""A real model on a real server without its table files: its rows come from Redis and RocksDB."""
+"""A model on a real server without its table files: its rows come from Redis and RocksDB."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from hotrow.command_line import cli
 from inference_session.importers.onnx import import_onnx
 from inference_session.model_spec import TABLES_FOLDER
 from tests.integration.conftest import Serve, Served
-from tests.integration.test_real_models import ask
+from tests.integration.test_onnx_models import ask
+from tests.testing.example_models import ExampleModels
 from tests.testing.servers import PATIENCE_S, RedisServer, wait_until
 from triton_backend.repository.model_config import write_model_config
 
 pytestmark = pytest.mark.triton
 
-MODEL = "kuairand_mmoe_torch"
+MODEL = "multi_task"
 
 
 def hotrow(*arguments: object) -> None:
@@ -38,9 +39,9 @@ def metric(served: Served, line: str) -> float:
     return float(lines[0].rpartition(" ")[2])
 
 
-def test_a_model_is_served_from_stores_alone(shared: Path, serve: Serve, tmp_path: Path) -> None:
-    """512 real requests get the expected answers from Redis over RocksDB, before, while and after Redis is away."""
-    folder = shared / "models" / MODEL
+def test_a_model_is_served_from_stores_alone(models: ExampleModels, serve: Serve, tmp_path: Path) -> None:
+    """512 requests get the expected answers from Redis over RocksDB, before, while and after Redis is away."""
+    folder = models.multi_task
     inputs, expected = dict(np.load(folder / "requests.npz")), np.load(folder / "expected.npz")
     repository = tmp_path / "repository"
     report = import_onnx(folder / "model.onnx", repository, MODEL, min_rows=100)

@@ -25,10 +25,11 @@ from inference_session import InferenceSession
 from inference_session.importers.onnx import import_onnx
 from inference_session.rows.hot_keys import read_hot_keys
 from inference_session.version_directory.manifest import write_manifest
-from tests.importers.hugectr.test_importer import requests_of
 from tests.integration.conftest import Serve, Served
 from tests.integration.test_requests import DENSE, IDS, ask, counters
 from tests.integration.test_stores import hotrow
+from tests.testing.example_models import ExampleModels
+from tests.testing.hugectr_source import requests_of
 from tests.testing.servers import PATIENCE_MS, PATIENCE_S, RedisServer, wait_until
 from tests.testing.triton_models import ctr_answer, write_ctr
 from triton_backend.backend.metric_records import NUM_KEPT
@@ -104,9 +105,9 @@ def tell_ctr(answer: NDArray[Any], request: int) -> int:
     return telling({n: [ctr_answer(IDS, DENSE, scale=2 * n - 1)] for n in range(1, 8)}, 0)(answer, request)
 
 
-def test_hugectr_versions_swap_whole(serve: Serve, shared: Path, tmp_path: Path) -> None:
+def test_hugectr_versions_swap_whole(serve: Serve, models: ExampleModels, tmp_path: Path) -> None:
     """Dense weights and tables of hugectr_wdl change together: no answer has new weights with old rows."""
-    source, repository = shared / "models/hugectr_wdl", tmp_path / "repository"
+    source, repository = models.wide_and_deep, tmp_path / "repository"
     hotrow("import", "hugectr", source / "ps.json", "--repository", repository)
     hotrow("import", "hugectr", source / "v2" / "ps.json", "--repository", tmp_path / "next", "--version", 2)
     named = {name: inputs for name, inputs in requests_of(source / "requests.npz").items() if inputs["DES"].size}
@@ -134,9 +135,9 @@ def test_hugectr_versions_swap_whole(serve: Serve, shared: Path, tmp_path: Path)
         load.stop()
 
 
-def test_versions_of_a_multi_task_model_swap_whole(serve: Serve, shared: Path, tmp_path: Path) -> None:
-    """KuaiRand's model and another training of it: sums of the old tables' and the new ones' rows never show."""
-    folder, name = shared / "models/kuairand_mmoe_torch", "kuairand_mmoe_torch"
+def test_versions_of_a_multi_task_model_swap_whole(serve: Serve, models: ExampleModels, tmp_path: Path) -> None:
+    """A model and another training of it: sums of the old tables' and the new ones' rows never show."""
+    folder, name = models.multi_task, "multi_task"
     repository = tmp_path / "repository"
     report = import_onnx(folder / "model.onnx", repository, name, min_rows=100)
     write_model_config(report.version_dir, report.spec, name)

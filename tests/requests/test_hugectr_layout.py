@@ -14,8 +14,8 @@ from inference_session import InferenceSession
 from inference_session.errors import InvalidRequestError
 from inference_session.importers.hugectr.importer import import_hugectr
 from inference_session.requests.batch import Request
-from tests.importers.hugectr.test_importer import Source
 from tests.testing.hugectr_evaluator import Evaluator, Inputs
+from tests.testing.hugectr_source import Source
 
 _KEYS = st.lists(st.integers(0, 1000) | st.sampled_from([-(2**63), 2**63 - 1, -1]), max_size=6)
 

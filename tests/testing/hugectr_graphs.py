@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from inference_session.importers.hugectr.graph import read_graph
 from inference_session.importers.hugectr.onnx_graph import DenseNetwork, build_dense_network
-from tests.testing.hugectr_oracle import LOSSES, Array, Weights, run_layer
+from tests.testing.hugectr_oracle import LOSSES, Array, SameWeights, Weights, run_layer
 
 
 class GraphMaker:
@@ -84,6 +84,21 @@ class GraphMaker:
         """Add a loss, which makes a prediction of the tensor."""
         self.layers.append({"type": kind, "bottom": [tensor, label], "top": f"loss_{label}"})
         self.predictions[label] = LOSSES[kind](self.tensors[tensor])
+
+    def answers(self, inputs: Mapping[str, NDArray[Any]]) -> dict[str, Array]:
+        """The predictions for other inputs, by label: those of `inputs` with any number of samples."""
+        weights = SameWeights(self.weights)
+        tensors = {name: array.astype(np.float64) for name, array in inputs.items()}
+        predictions: dict[str, Array] = {}
+        for layer in self.layers:
+            names = [layer["bottom"]] if isinstance(layer.get("bottom"), str) else layer.get("bottom", [])
+            if layer["type"] in LOSSES:
+                predictions[names[1]] = LOSSES[layer["type"]](tensors[names[0]])
+            elif names and "sparse_embedding_hparam" not in layer:
+                made = run_layer(layer, [tensors[name] for name in names], weights)
+                tops = [layer["top"]] if isinstance(layer["top"], str) else layer["top"]
+                tensors.update(zip(tops, made, strict=True))
+        return predictions
 
     def width(self, tensor: str) -> int:
         """The tensor's last dimension."""

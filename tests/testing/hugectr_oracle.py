@@ -5,7 +5,7 @@ A tensor is an array whose first dimension is samples x rows per sample, as Huge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,13 @@ class Weights:
 
     def __init__(self, random: np.random.Generator) -> None:
         self._random = random
-        self._taken: list[NDArray[np.float32]] = []
+        self.taken: list[NDArray[np.float32]] = []
         self.statistics: list[dict[str, Any]] = []
 
     def take(self, *shape: int) -> Array:
         scale = 1.0 / np.sqrt(shape[0])
         weights = (self._random.normal(size=shape) * scale).astype(np.float32)
-        self._taken.append(weights.reshape(-1))
+        self.taken.append(weights.reshape(-1))
         return weights.astype(np.float64)
 
     def running(self, width: int) -> tuple[Array, Array]:
@@ -37,7 +37,23 @@ class Weights:
         return mean.astype(np.float64), variance.astype(np.float64)
 
     def file(self) -> bytes:
-        return np.concatenate([np.empty(0, np.float32), *self._taken]).tobytes()
+        """The dense file: all weights, float32, in this order."""
+        return np.concatenate([np.empty(0, np.float32), *self.taken]).tobytes()
+
+
+class SameWeights(Weights):
+    """Hands out again what another has made up, in the same order."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._next: Iterator[NDArray[np.float32]] = iter(weights.taken)
+        self._next_statistics = iter(weights.statistics)
+
+    def take(self, *shape: int) -> Array:
+        return next(self._next).reshape(shape).astype(np.float64)
+
+    def running(self, width: int) -> tuple[Array, Array]:
+        found = next(self._next_statistics)
+        return np.array(found["mean"]), np.array(found["var"])
 
 
 def sigmoid(x: Array) -> Array:

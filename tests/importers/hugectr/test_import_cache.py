@@ -15,7 +15,7 @@ from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, ModelFormatError
 from inference_session.importers.hugectr.import_cache import NUM_KEPT, cached_import, default_cache_folder, kept_import
 from inference_session.importers.hugectr.ps_json import read_ps_json
-from tests.importers.hugectr.test_importer import Source
+from tests.testing.hugectr_source import Source
 from tests.testing.servers import PATIENCE_S
 
 OPEN = """

@@ -25,48 +25,32 @@ from inference_session.importers.hugectr.importer import import_hugectr
 from inference_session.model_spec import ModelSpec, TensorSpec
 from inference_session.requests.batch import Request
 from inference_session.version_directory.manifest import read_manifest
+from tests.testing.example_models import ExampleModels
 from tests.testing.hugectr_evaluator import Evaluator
 from tests.testing.hugectr_graphs import GraphMaker
-
-Requests = dict[str, dict[str, NDArray[Any]]]
-
-SHARED_MODELS = [
-    ("hugectr_wdl", "ps.json", "hugectr_wdl"),
-    ("hugectr_wdl", "v2/ps.json", "hugectr_wdl/v2"),
-    ("hugectr_dcn", "ps.json", "hugectr_dcn"),
-]
+from tests.testing.hugectr_source import Source, array_of, requests_of
 
 
-def requests_of(path: Path) -> Requests:
-    """The requests of an archive whose arrays are called `<request>__<input>`."""
-    requests: Requests = {}
-    with np.load(path) as archive:
-        for name in archive:
-            request, _, tensor = name.rpartition("__")
-            requests.setdefault(request, {})[tensor] = archive[name]
-    return requests
-
-
-@pytest.mark.parametrize(("folder", "ps_json", "expected"), SHARED_MODELS)
-def test_a_real_model_answers_as_hugectr_did(
-    folder: str, ps_json: str, expected: str, shared: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("model", "version"), [("wide_and_deep", "."), ("wide_and_deep", "v2"), ("cross_network", ".")]
+)
+def test_a_model_answers_as_hugectr_would(model: str, version: str, models: ExampleModels, tmp_path: Path) -> None:
     """Every request, by plain NumPy and by a session: variable bags, empty slots, unknown keys, sum and mean."""
-    models = shared / "models"
-    (report,) = import_hugectr(models / folder / ps_json, tmp_path)
+    folder: Path = getattr(models, model)
+    (report,) = import_hugectr(folder / version / "ps.json", tmp_path)
     evaluator = Evaluator(report.version_dir)
-    requests = requests_of(models / folder / "requests.npz")
+    requests = requests_of(folder / "requests.npz")
 
-    with np.load(models / expected / "expected.npz") as answers, InferenceSession.open(report.version_dir) as session:
+    with np.load(folder / version / "expected.npz") as answers, InferenceSession.open(report.version_dir) as session:
         assert set(answers) == set(requests)
         for name, inputs in requests.items():
             np.testing.assert_allclose(evaluator.predict(inputs), answers[name], rtol=0, atol=1e-5)
             np.testing.assert_allclose(session.predict(inputs), answers[name], rtol=0, atol=1e-5)
 
 
-def test_real_tables_alone_answer_as_hps_did(shared: Path, tmp_path: Path) -> None:
+def test_tables_alone_answer_as_hps_would(models: ExampleModels, tmp_path: Path) -> None:
     """The vectors themselves, table by table; keys that no table has get the default value."""
-    folder = shared / "models/hugectr_wdl"
+    folder = models.wide_and_deep
     (report,) = import_hugectr(folder / "hps_ps.json", tmp_path)
     evaluator = Evaluator(report.version_dir)
 
@@ -74,13 +58,6 @@ def test_real_tables_alone_answer_as_hps_did(shared: Path, tmp_path: Path) -> No
         for name, inputs in requests_of(folder / "hps_requests.npz").items():
             np.testing.assert_array_equal(evaluator.vectors(inputs), answers[name])
             np.testing.assert_array_equal(session.run(inputs)["OUTPUT0"].reshape(-1), answers[name])
-
-
-def _array(tensor: dict[str, Any]) -> NDArray[Any]:
-    dtypes = {"FP32": "float32", "FP64": "float64", "INT64": "int64", "INT32": "int32", "UINT32": "uint32"}
-    special = {"NaN": np.nan, "Infinity": np.inf, "-Infinity": -np.inf}
-    values = [special.get(value, value) if isinstance(value, str) else value for value in tensor["data"]]
-    return np.array(values, dtypes[tensor["datatype"]]).reshape(tensor["shape"])
 
 
 def _answer(session: InferenceSession, inputs: dict[str, NDArray[Any]], outputs: list[str]) -> NDArray[Any] | None:
@@ -92,9 +69,9 @@ def _answer(session: InferenceSession, inputs: dict[str, NDArray[Any]], outputs:
     return answer["OUTPUT0"]
 
 
-def test_malformed_requests_get_what_they_must(shared: Path, tmp_path: Path) -> None:
+def test_malformed_requests_get_what_they_must(models: ExampleModels, tmp_path: Path) -> None:
     """Each is refused, or answered rightly where that is allowed; the session goes on answering the others."""
-    folder = shared / "models/hugectr_wdl"
+    folder = models.wide_and_deep
     cases = json.loads((folder / "malformed.json").read_text(encoding="utf-8"))["cases"]
     with ExitStack() as stack:
         sessions = {
@@ -103,83 +80,13 @@ def test_malformed_requests_get_what_they_must(shared: Path, tmp_path: Path) -> 
             for report in import_hugectr(folder / name, tmp_path)
         }
         for case in cases:
-            inputs = {name: _array(tensor) for name, tensor in case["inputs"].items()}
+            inputs = {name: array_of(tensor) for name, tensor in case["inputs"].items()}
             answer = _answer(sessions[case["model"]], inputs, case["requested_outputs"])
             expect = case["expect"]
             assert expect["outcome"] in ("either", "error" if answer is None else "ok"), case["id"]
             for row, expected in zip(expect.get("check_rows", ()), expect.get("expected_rows", ()), strict=True):
                 if answer is not None:
                     np.testing.assert_allclose(np.atleast_1d(answer[row]), expected, rtol=0, atol=1e-5)
-
-
-class Source:
-    """HugeCTR files of a small model with two tables, in a folder."""
-
-    def __init__(self, folder: Path, num_rows: tuple[int, int] = (5, 9), *, label_dim: int = 1) -> None:
-        folder.mkdir(exist_ok=True)
-        self.folder = folder
-        self.graph = GraphMaker(
-            3, dense_dim=2, embeddings=[("wide", 2, 1), ("deep", 3, 4)], labels=[("label", label_dim)]
-        )
-        wide = self.graph.add("Reshape", "wide", leading_dim=2)
-        deep = self.graph.add("Reshape", "deep", leading_dim=12)
-        joined = self.graph.add("Concat", [wide, deep, "dense"])
-        loss = "MultiCrossEntropyLoss" if label_dim > 1 else "BinaryCrossEntropyLoss"
-        self.graph.loss(self.graph.add("InnerProduct", joined, fc_param={"num_output": label_dim}), loss)
-        self.graph.write(folder)
-        random = np.random.default_rng(4)
-        self.keys = [random.permutation(1000)[:rows].astype(np.int64) for rows in num_rows]
-        self.vectors = [
-            random.normal(size=(rows, dim)).astype(np.float32) for rows, dim in zip(num_rows, (1, 4), strict=True)
-        ]
-        for table in range(2):
-            self.write_table(table)
-        self.settings: dict[str, Any] = {
-            "supportlonglong": True,
-            "models": [
-                {
-                    "model": "small",
-                    "network_file": "graph.json",
-                    "dense_file": "dense.model",
-                    "sparse_files": ["0_sparse.model", "1_sparse.model"],
-                    "default_value_for_each_table": [0.25, -1],
-                    "max_batch_size": 16,
-                    "gpucache": True,
-                }
-            ],
-        }
-
-    def table_folder(self, table: int) -> Path:
-        return self.folder / f"{table}_sparse.model"
-
-    def write_table(self, table: int) -> None:
-        self.table_folder(table).mkdir(exist_ok=True)
-        self.keys[table].tofile(self.table_folder(table) / "key")
-        self.vectors[table].tofile(self.table_folder(table) / "emb_vector")
-
-    @property
-    def model(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.settings["models"][0]
-        return found
-
-    def ps_json(self) -> Path:
-        path = self.folder / "ps.json"
-        path.write_text(json.dumps(self.settings, indent=1), encoding="utf-8")
-        return path
-
-    def request(self, key_type: str = "int64") -> dict[str, NDArray[Any]]:
-        """Two samples; every slot holds a key of the table, an unknown one, or nothing."""
-        offsets = [[0, 1, 1, 3, 4], [0, 2, 3, 3, 4, 4, 5]]
-        keys = [*self.some(0, 1), *self.some(1, 3), *self.some(0, 3), *self.some(1, 2)]
-        return {
-            "DES": np.array([[0.5, -1, 2, 0]], np.float32),
-            "CATCOLUMN": np.array([keys]).astype(key_type),
-            "ROWINDEX": np.array([[*offsets[0], *offsets[1]]], np.int32),
-        }
-
-    def some(self, table: int, count: int) -> list[int]:
-        known = self.keys[table].tolist()
-        return [known[i % len(known)] if known and i % 2 == 0 else 5000 + i for i in range(count)]
 
 
 @pytest.fixture

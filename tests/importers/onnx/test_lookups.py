@@ -17,6 +17,7 @@ from inference_session import InferenceSession
 from inference_session.errors import InvalidRequestError, ModelFormatError
 from inference_session.importers.onnx import import_onnx, importer
 from inference_session.importers.onnx.graph import bodies
+from tests.testing.example_models import ExampleModels
 from tests.testing.onnx_evaluation import evaluate
 from tests.testing.onnx_models import assert_same, check, import_model, model_of, table
 
@@ -345,11 +346,10 @@ def test_a_model_without_tables_is_dense_altogether(tmp_path: Path) -> None:
     assert "no table was taken out" in str(report)
 
 
-def test_kuairand_models_answer_as_expected(shared: Path, tmp_path: Path) -> None:
-    """Real models, as PyTorch and JAX write them, answer as recorded."""
-    for name in ("kuairand_mmoe_torch", "kuairand_dlrm_jax"):
-        folder = shared / "models" / name
-        report = import_onnx(folder / "model.onnx", tmp_path, name)
+def test_recommenders_answer_as_expected(models: ExampleModels, tmp_path: Path) -> None:
+    """Whole models, of the kinds that PyTorch and JAX write, answer as recorded."""
+    for folder in models.onnx:
+        report = import_onnx(folder / "model.onnx", tmp_path, folder.name)
         assert len(report.tables) == 5
         inputs = dict(np.load(folder / "requests.npz"))
         expected = dict(np.load(folder / "expected.npz"))

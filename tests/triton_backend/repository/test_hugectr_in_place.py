@@ -9,7 +9,7 @@ import pytest
 
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.model_spec import ModelSpec, TensorSpec
-from tests.importers.hugectr.test_importer import Source
+from tests.testing.hugectr_source import Source
 from triton_backend.repository.in_place import InPlaceModel, contradictions, read_model_folder
 from triton_backend.repository.model_config import ModelConfig, TensorConfig, check_config, write_model_config
 from triton_backend.repository.servable import ps_json_variables

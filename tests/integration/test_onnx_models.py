@@ -1,4 +1,4 @@
-"""Two real models, imported and served: the expected answers, and the published AUC, over both protocols."""
+"""Two ONNX models, imported and served, over both protocols: the expected answers, and the AUC of real ones."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from numpy.typing import NDArray
 
 from inference_session.importers.onnx import import_onnx
 from tests.integration.conftest import Served, start
+from tests.testing.example_models import ExampleModels
 from triton_backend.repository.model_config import write_model_config
 
 pytestmark = pytest.mark.triton
 
-MODELS = ("kuairand_mmoe_torch", "kuairand_dlrm_jax")
+MODELS = ("multi_task", "pairwise")
 _DATA_TYPES = {"int64": "INT64", "int32": "INT32", "float32": "FP32"}
 
 
 @pytest.fixture(scope="module")
-def served_models(shared: Path, tritonserver: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served_models(
+    models: ExampleModels, tritonserver: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     """Both models behind one server."""
     repository = tmp_path_factory.mktemp("real")
-    for name in MODELS:
-        report = import_onnx(shared / "models" / name / "model.onnx", repository, name, min_rows=100)
+    for name, folder in zip(MODELS, models.onnx, strict=True):
+        report = import_onnx(folder / "model.onnx", repository, name, min_rows=100)
         write_model_config(report.version_dir, report.spec, name)
     served = start(repository)
     yield served
@@ -58,10 +61,12 @@ def area_under_curve(labels: NDArray[np.float32], scores: NDArray[np.float32]) -
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("protocol", [grpc_client, http_client], ids=["grpc", "http"])
-def test_answers_are_those_of_the_original(served_models: Served, shared: Path, model: str, protocol: Any) -> None:
-    """Every output of 512 real requests agrees with plain ONNX Runtime on the whole model, within 1e-6."""
-    inputs = dict(np.load(shared / "models" / model / "requests.npz"))
-    expected = np.load(shared / "models" / model / "expected.npz")
+def test_answers_are_those_of_the_original(
+    served_models: Served, models: ExampleModels, model: str, protocol: Any
+) -> None:
+    """Every output of 512 requests agrees with plain ONNX Runtime on the whole model, within 1e-6."""
+    folder: Path = getattr(models, model)
+    inputs, expected = dict(np.load(folder / "requests.npz")), np.load(folder / "expected.npz")
     client = served_models.grpc_client() if protocol is grpc_client else served_models.http_client()
 
     for name in expected.files:
@@ -73,10 +78,11 @@ def test_answers_are_those_of_the_original(served_models: Served, shared: Path, 
     np.testing.assert_allclose(together, np.concatenate([expected[n] for n in expected.files], axis=1), atol=1e-6)
 
 
+@pytest.mark.real_data
 @pytest.mark.parametrize("model", MODELS)
-def test_the_auc_is_the_published_one(served_models: Served, shared: Path, model: str) -> None:
+def test_the_auc_is_the_published_one(served_models: Served, models: ExampleModels, model: str) -> None:
     """The 20,000 evaluation rows, through Triton, give each task's AUC of the model's README."""
-    folder = shared / "models" / model
+    folder: Path = getattr(models, model)
     inputs, labels = dict(np.load(folder / "eval_inputs.npz")), np.load(folder / "labels.npz")
     line = next(line for line in (folder / "README.md").read_text().splitlines() if "AUC on eval_inputs" in line)
     published = {task: float(auc) for task, auc in re.findall(r"(\w+) (0\.\d{4})", line.partition("(")[0])}

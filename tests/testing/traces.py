@@ -1,0 +1,30 @@
+"""Traces of keys: one made up in the likeness of a recommender's, and a real one for those who have it."""
+
+from __future__ import annotations
+
+import lzma
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def made_up_trace(num_keys: int = 400_000) -> NDArray[np.int64]:
+    """Keys of which a few are popular for long, many occur once or twice, and some come back soon. int64 [num_keys].
+
+    What is popular drifts: every key of the popular ones is another after a tenth of the trace.
+    """
+    random = np.random.default_rng(17)
+    position = np.arange(num_keys)
+    popular = (random.zipf(1.1, num_keys) - 1) % 100_000 + position * 10 // num_keys * 20
+    tail = random.integers(1_000_000, 1_300_000, num_keys)
+    keys = np.where(random.random(num_keys) < 0.6, popular, tail)
+    again = random.random(num_keys) < 0.1
+    keys[again] = keys[np.maximum(position - random.geometric(1 / 300, num_keys), 0)][again]
+    return keys
+
+
+def real_trace(real_data: Path) -> NDArray[np.int64]:
+    """1.2 million keys that a recommender was asked for, 258 k of them distinct."""
+    data = lzma.decompress((real_data / "data" / "traces" / "scarab-recs.trace.xz").read_bytes())
+    return np.frombuffer(data, ">i8").astype(np.int64)
