@@ -94,7 +94,8 @@ def _mentioned(graph: GraphProto) -> set[str]:
 
 
 def _lift_constants(graph: GraphProto, names: Names) -> None:
-    for scope in list(all_graphs(graph)):
+    # Bodies before what holds them: a graph's nodes are copied, with their bodies, when they are replaced.
+    for scope in reversed(list(all_graphs(graph))):
         lifted: list[TensorProto] = [] if scope is graph else list(scope.initializer)
         nodes: list[NodeProto] = []
         for node in scope.node:

@@ -172,7 +172,8 @@ def sort_nodes(graph: GraphProto) -> None:
     Raises:
         ValueError: there is none, as some depend on themselves.
     """
-    for scope in list(all_graphs(graph)):
+    # Bodies before what holds them: set_nodes copies nodes, with their bodies.
+    for scope in reversed(list(all_graphs(graph))):
         makers = {name: i for i, node in enumerate(scope.node) for name in node.output if name}
         needs = {i: {makers[name] for name in reads(node) & makers.keys()} for i, node in enumerate(scope.node)}
         if any(maker >= i for i, before in needs.items() for maker in before):

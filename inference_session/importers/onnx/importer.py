@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto, ValueInfoProto, inliner
 
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
+from inference_session.importers.onnx.bag_loops import bags_instead_of_loops
 from inference_session.importers.onnx.canonical import to_canonical
 from inference_session.importers.onnx.carve import Carved, carve, keep_whole
 from inference_session.importers.onnx.evaluation import open_network, save_network
@@ -178,6 +179,7 @@ class _Import:
     def run(self) -> ImportReport:
         """Fill the staging folder."""
         model, weights, names = to_canonical(self.source.path, *read_skeleton(self.source.path))
+        bags_instead_of_loops(model, weights, names)
         carved = carve(model, weights, names, self.min_rows, merge=True)
         folders = table_folders(carved, self.places)
         self._write_tables(carved, folders)

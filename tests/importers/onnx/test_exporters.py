@@ -107,15 +107,14 @@ def test_embeddings(export: Export, how: str) -> None:
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_of_fixed_size(export: Export, mode: str) -> None:
-    """EmbeddingBag over a matrix of keys. PyTorch exports a Loop over all bags, which is not proved to keep them apart:
-    such requests are answered one by one.
-    """
+    """EmbeddingBag over a matrix of keys, exported as a Loop, is a pooled look-up, and requests are joined."""
     inputs = {"x": IDS}
 
     report = export(_prepared(_network(_embedding("EmbeddingBag", mode=mode), lambda e, x: e(x)), inputs), inputs)
 
     assert len(report.tables) == 1
-    assert not report.spec.joinable
+    assert report.spec.joinable
+    assert [lookup.pooling for lookup in report.spec.lookups] == [mode]
 
 
 def test_bags_with_factors(export: Export) -> None:
@@ -125,7 +124,24 @@ def test_bags_with_factors(export: Export) -> None:
 
     report = export(_prepared(_network(bag, lambda e, x, f: e(x, per_sample_weights=f)), inputs), inputs)
 
-    assert len(report.tables) == 1
+    assert report.spec.joinable
+    assert report.spec.lookups[0].weights is not None
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding", [0, 5, -1])
+def test_bags_of_fixed_size_with_padding(tmp_path: Path, mode: str, padding: int) -> None:
+    """EmbeddingBag over a matrix of keys with padding_idx, which only the dynamo exporter writes, as nested Loops."""
+    inputs = {"x": IDS.copy()}
+    inputs["x"][0, :2] = inputs["x"][1] = padding % NUM_ROWS
+    bag = _embedding("EmbeddingBag", mode=mode, padding_idx=padding)
+    network = _prepared(_network(bag, lambda e, x: e(x)), inputs)
+    _export_torch(tmp_path / "m.onnx", network, inputs, {"x": "batch"}, dynamo=True)
+
+    report = import_onnx(tmp_path / "m.onnx", tmp_path / "repository", "m")
+
+    assert_same(report, tmp_path / "m.onnx", inputs)
+    assert report.spec.joinable
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])

@@ -63,6 +63,10 @@ class Shapes:
                 dims = self.dims(node.input[0])
                 if dims is not None:
                     self.known[node.output[0]] = np.array(_part(node, dims), np.int64)
+            elif node.op_type == "Size" and not node.domain:
+                dims = self.dims(node.input[0])
+                if dims is not None:
+                    self.known[node.output[0]] = np.array(np.prod(dims, dtype=np.int64))
             elif node.input and all(name in self.known for name in node.input if name):
                 self._evaluate(node)
 
