@@ -302,13 +302,13 @@ class InferenceSession:
         """
         self._check_open()
         spec = self.spec.table(table)
-        self._rows.writer.update(self.spec.tables.index(spec), *as_rows(keys, vectors, spec))
+        self._rows.writer.update(spec.folder, *as_rows(keys, vectors, spec))
 
     def erase(self, table: str, keys: ArrayLike) -> None:
         """Drop rows, as `update` writes them: their keys, int64 [n], are unknown to the stores from now on."""
         self._check_open()
         spec = self.spec.table(table)
-        self._rows.writer.erase(self.spec.tables.index(spec), as_written_keys(keys, spec))
+        self._rows.writer.erase(spec.folder, as_written_keys(keys, spec))
 
     def refresh(self) -> None:
         """Read the cached rows again from the stores; requests go on meanwhile. Without stores this does nothing.

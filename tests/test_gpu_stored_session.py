@@ -562,7 +562,7 @@ def test_a_row_updated_while_it_is_fetched_is_not_cached() -> None:
     store = HookedStore(memory_store()[0])
     rows = gpu_rows(ParameterServer([Tier("memory", store)]), cache_bytes=1 << 20)
     out = np.zeros((90, 4), np.float32)
-    store.hook = lambda: rows.writer.update(2, np.array([3, 48]), np.full((2, 4), 7, np.float32))
+    store.hook = lambda: rows.writer.update(SPECS[2].folder, np.array([3, 48]), np.full((2, 4), 7, np.float32))
 
     fetch(rows, 2, np.arange(-90, 0), out)
     await_inserts(rows)

@@ -179,7 +179,7 @@ def test_the_memory_is_bounded() -> None:
     memory = ContextMemory(100, WriteLog())
 
     def context(num_bytes: int) -> Context:
-        return Context({}, np.zeros(0, np.uint64), 0, num_bytes)
+        return Context({}, np.zeros(0, np.int64), 0, num_bytes)
 
     memory.put(b"a", context(40))
     memory.put(b"b", context(40))

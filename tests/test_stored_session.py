@@ -321,11 +321,11 @@ def test_a_row_updated_while_it_is_fetched_is_not_cached(refreshing: bool, fails
         fetch(rows, 0, np.arange(50), out)
 
     def write() -> None:
-        rows.writer.update(0, np.array([3, 48]), np.full((2, 4), 7, np.float32))
+        rows.writer.update("user_weight", np.array([3, 48]), np.full((2, 4), 7, np.float32))
         if fails:
             failures.append(UnavailableError("gone"))
             with pytest.raises(UnavailableError):
-                rows.writer.erase(0, np.array([5]))
+                rows.writer.erase("user_weight", np.array([5]))
             store.erase("user_weight", np.array([5]))  # done all the same
 
     store.hook = write

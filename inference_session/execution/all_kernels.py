@@ -46,8 +46,8 @@ def _use_a_table(folder: Path) -> None:
     keys, vectors = np.arange(2), np.zeros((2, 1), np.float32)
     write_table(folder, [vectors], keys=[keys])
     rows = UpdatedRows([TableFile.open(folder, _TABLE)], num_threads=1)
-    rows.writer.update(0, keys, vectors)
-    rows.writer.erase(0, keys)
+    rows.writer.update(_TABLE.folder, keys, vectors)
+    rows.writer.erase(_TABLE.folder, keys)
     fetch(rows, 0, keys, np.empty_like(vectors))
     rows.close()
 

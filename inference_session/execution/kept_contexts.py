@@ -38,7 +38,7 @@ class Context(NamedTuple):
 
     values: Mapping[str, NDArray[Any]]
     """Each of one row."""
-    places: NDArray[np.uint64]
+    places: NDArray[np.int64]
     """Of the rows that were looked up (WriteLog.places)."""
     moment: int
     num_bytes: int
@@ -144,13 +144,13 @@ class KeptContexts:
                 self._memory.put(key, computed[key])
         return computed
 
-    def _places(self, batch: JoinedBatch, num_rows: int) -> list[NDArray[np.uint64]]:
+    def _places(self, batch: JoinedBatch, num_rows: int) -> list[NDArray[np.int64]]:
         """Where writes to each context's rows are logged."""
-        found: list[list[NDArray[np.uint64]]] = [[] for _ in range(num_rows)]
+        found: list[list[NDArray[np.int64]]] = [[] for _ in range(num_rows)]
         for lookup in self._contexts.spec.lookups:
             for i, keys in enumerate(_keys_of(lookup, batch)):
                 found[i].append(self._log.places(lookup.table, keys))
-        return [np.unique(np.concatenate(own)) if own else np.zeros(0, np.uint64) for own in found]
+        return [np.unique(np.concatenate(own)) if own else np.zeros(0, np.int64) for own in found]
 
 
 def _keys_of(lookup: LookupSpec, batch: JoinedBatch) -> list[NDArray[np.int64]]:

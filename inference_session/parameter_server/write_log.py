@@ -21,7 +21,6 @@ _NUM_PLACES = 1 << _PLACE_BITS
 """Keys of all tables share these, 8 MiB: a row may seem written that is not, never the other way round."""
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(64 - _PLACE_BITS)
-_MASK = (1 << 64) - 1
 
 
 class WriteLog:
@@ -60,13 +59,16 @@ class WriteLog:
             return np.zeros(len(keys), np.bool_)
         if self._all_written_at > since:
             return np.ones(len(keys), np.bool_)
-        return np.asarray(self._written_at[self.places(table, keys)] > since)
+        written: NDArray[np.bool_] = self._written_at[self.places(table, keys)] > since
+        return written
 
-    def places(self, table: str, keys: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """What `any_written` wants to know of these rows, uint64 [n]; may be joined with those of other tables."""
-        salted = np.ascontiguousarray(keys, np.int64).view(np.uint64) ^ np.uint64(hash(table) & _MASK)
-        return np.asarray((salted * _FACTOR) >> _SHIFT)
+    def places(self, table: str, keys: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What `any_written` wants to know of these rows, int64 [n]; may be joined with those of other tables."""
+        hashed = (keys ^ hash(table)).view(np.uint64)
+        hashed *= _FACTOR
+        hashed >>= _SHIFT
+        return hashed.view(np.int64)
 
-    def any_written(self, places: NDArray[np.uint64], since: int) -> bool:
+    def any_written(self, places: NDArray[np.int64], since: int) -> bool:
         """Whether any of the rows may have been written since a moment."""
         return bool(len(places)) and (self._all_written_at > since or int(self._written_at[places].max()) > since)

@@ -22,7 +22,7 @@ _KEYS_AT_ONCE = 1 << 16
 
 
 class RowWriter:
-    """Changes the rows of a model while they are looked up. Tables are numbered in the order of the model's spec.
+    """Changes the rows of a model while they are looked up. Tables are named by their folders.
 
     This one refuses: rows that are in files alone never change.
     """
@@ -35,7 +35,7 @@ class RowWriter:
     def __init__(self, log: WriteLog | None = None) -> None:
         self.log = log or WriteLog()
 
-    def update(self, table: int, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:  # noqa: ARG002
+    def update(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:  # noqa: ARG002
         """Write rows, keys int64 [n] and vectors float32 [n, embedding_dim]; look-ups that begin later answer them.
 
         Raises:
@@ -46,13 +46,13 @@ class RowWriter:
             "rows in table files are never changed; set volatile_store or persistent_store, or update_stream"
         )
 
-    def erase(self, table: int, keys: NDArray[np.int64]) -> None:  # noqa: ARG002
+    def erase(self, table: str, keys: NDArray[np.int64]) -> None:  # noqa: ARG002
         """Drop rows, as `update` writes them: their keys are answered with the default vector, whatever is in files."""
         raise StoreError(
             "rows in table files are never erased; set volatile_store or persistent_store, or update_stream"
         )
 
-    def forget(self, table: int, keys: NDArray[np.int64]) -> None:
+    def forget(self, table: str, keys: NDArray[np.int64]) -> None:
         """Have look-ups that begin later read these rows again, which another process has changed in the stores."""
 
     def refresh(self) -> None:
@@ -62,17 +62,20 @@ class RowWriter:
         """Hold back all changes that this process makes to rows; look-ups go on."""
         return nullcontext()
 
-    def note(self, table: int) -> str | None:  # noqa: ARG002
+    def note(self, table: str) -> str | None:  # noqa: ARG002
         """The text kept beside the table's rows where they are durable; None: there is none."""
         return None
 
-    def save_note(self, table: int, text: str) -> None:
+    def save_note(self, table: str, text: str) -> None:
         """Keep a text beside the table's rows, once what was written before it is durable; errors of `update`."""
-        raise StoreError(f"a note on table {table} cannot be kept: no persistent store takes writes ({text!r})")
+        raise StoreError(f"a note on table {table!r} cannot be kept: no persistent store takes writes ({text!r})")
 
 
 class Rows(ABC):
-    """The rows of all tables of a model, in the order of its spec. Thread-safe."""
+    """The rows of all tables of a model. Thread-safe.
+
+    Records number the tables in the order of the model's spec; everything else names them by their folders.
+    """
 
     device: Device
     """Where they are looked up."""
@@ -93,7 +96,7 @@ class Rows(ABC):
         """
 
     @abstractmethod
-    def scan(self, table: int) -> Iterator[RowBatch]:
+    def scan(self, table: str) -> Iterator[RowBatch]:
         """All rows of a table in batches, as look-ups answer them; a row may come more than once.
 
         Raises:
@@ -119,7 +122,7 @@ class Rows(ABC):
 
 
 def fetch(rows: Rows, table: int, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
-    """The vectors of one table: keys int64 [n] to `out`, float32 [n, embedding_dim], both contiguous."""
+    """The vectors of the table of that number: keys int64 [n] to `out`, float32 [n, embedding_dim], both contiguous."""
     for begin in range(0, len(keys), _KEYS_AT_ONCE):
         part = out[begin : begin + _KEYS_AT_ONCE]
         with rows.device.request():

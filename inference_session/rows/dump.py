@@ -56,8 +56,10 @@ def dump(rows: Rows, spec: ModelSpec, target: str | Path, progress: Progress | N
     with _written_locally(target) as folder, rows.writer.frozen():
         return DumpReport(
             {
-                table.folder: _write_table(rows.scan(number), folder / table.folder, table.embedding_dim, progress)
-                for number, table in enumerate(spec.tables)
+                table.folder: _write_table(
+                    rows.scan(table.folder), folder / table.folder, table.embedding_dim, progress
+                )
+                for table in spec.tables
             }
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ class MappedRows(Rows):
 
     def __init__(self, files: Sequence[TableFile], tables: DeviceTables) -> None:
         """`tables`: the same ones, for look-ups; both become this object's to close."""
-        self._files = files
+        self._files = {file.spec.folder: file for file in files}
         self._tables = tables
         self.device = tables.device
         self.is_launched = tables.is_launched
@@ -37,14 +37,14 @@ class MappedRows(Rows):
         """See Rows."""
         self._tables.look_up(lookup)
 
-    def scan(self, table: int) -> Iterator[RowBatch]:
+    def scan(self, table: str) -> Iterator[RowBatch]:
         """See Rows."""
         return self._files[table].scan()
 
     def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:  # noqa: ARG002
         """See Rows: all rows are mapped, so that no request has to wait for the kernel to do it."""
         if self._tables.placement is None:
-            map_files(self._files, deadline)
+            map_files(self._files.values(), deadline)
 
     def stats(self) -> RowStats:
         """See Rows."""
@@ -52,12 +52,12 @@ class MappedRows(Rows):
 
     def close(self) -> None:
         """See Rows. The files stay mapped for look-ups under way."""
-        for file in self._files:
+        for file in self._files.values():
             file.close()
         self._tables.close()
 
 
-def map_files(files: Sequence[TableFile], deadline: float) -> None:
+def map_files(files: Collection[TableFile], deadline: float) -> None:
     """Map all pages of the files, where there is memory for them."""
     arrays = [array for file in files for array in file.arrays()]
     if sum(array.nbytes for array in arrays) <= available_bytes():

@@ -76,9 +76,9 @@ class StoredRows(Rows):
             for missed in self._cache.missed(lookup):
                 self._complete(missed, waits)
 
-    def scan(self, table: int) -> Iterator[RowBatch]:
+    def scan(self, table: str) -> Iterator[RowBatch]:
         """See Rows."""
-        return self._server.scan(self._specs[table].folder)
+        return self._server.scan(table)
 
     def hot_keys(self) -> HotKeys:
         """See Rows."""
@@ -89,7 +89,7 @@ class StoredRows(Rows):
         capacities = {table: stats.capacity for table, stats in self._cache.stats().tables.items()}
         wanted = {table: hot_keys.get(table, NO_POSITIONS)[:capacity] for table, capacity in capacities.items()}
         for begin in range(0, max(map(len, wanted.values()), default=0), _KEYS_PER_FETCH):
-            for table, keys in enumerate(wanted.values()):
+            for table, keys in wanted.items():
                 if time.monotonic() > deadline:
                     return
                 self._writer.bring_in(table, keys[begin : begin + _KEYS_PER_FETCH])

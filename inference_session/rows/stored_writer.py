@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.embedding_cache.base import EmbeddingCache
-from inference_session.embedding_cache.missing_rows import MissingRows
+from inference_session.embedding_cache.missing_rows import MissingRows, TableRows
 from inference_session.errors import UnavailableError
 from inference_session.model_spec import TableSpec
 from inference_session.parameter_server.base import FetchRequest
@@ -38,7 +38,7 @@ class StoredWriter(RowWriter):
     ) -> None:
         """See StoredRows."""
         super().__init__(server.log)
-        self._specs = specs
+        self._specs = {spec.folder: spec for spec in specs}
         self._cache = cache
         self._server = server
         self._updating = threading.Lock()
@@ -52,20 +52,18 @@ class StoredWriter(RowWriter):
             )
             self._refresher.start()
 
-    def update(self, table: int, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+    def update(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See RowWriter. In the cache, of those rows only that it holds: nobody may ever ask for the others."""
-        folder = self._specs[table].folder
         aliases, original = aliases_of(self._specs[table], keys)
-        insert = partial(self._server.insert, folder, keys, vectors)
+        insert = partial(self._server.insert, table, keys, vectors)
         rows = vectors if aliases is keys else vectors[original]
-        self._write(table, aliases, insert, partial(self._cache.update, folder, aliases, rows))
+        self._write(table, aliases, insert, partial(self._cache.update, table, aliases, rows))
 
-    def erase(self, table: int, keys: NDArray[np.int64]) -> None:
+    def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         """See RowWriter."""
-        folder = self._specs[table].folder
         aliases, _ = aliases_of(self._specs[table], keys)
         self._write(
-            table, aliases, partial(self._server.erase, folder, keys), partial(self._cache.erase, folder, aliases)
+            table, aliases, partial(self._server.erase, table, keys), partial(self._cache.erase, table, aliases)
         )
 
     @property
@@ -73,18 +71,18 @@ class StoredWriter(RowWriter):
         """See RowWriter."""
         return self._server.is_durable
 
-    def note(self, table: int) -> str | None:
+    def note(self, table: str) -> str | None:
         """See RowWriter."""
-        return self._server.note(self._specs[table].folder)
+        return self._server.note(table)
 
-    def save_note(self, table: int, text: str) -> None:
+    def save_note(self, table: str, text: str) -> None:
         """See RowWriter."""
-        self._server.save_note(self._specs[table].folder, text)
+        self._server.save_note(table, text)
 
-    def forget(self, table: int, keys: NDArray[np.int64]) -> None:
+    def forget(self, table: str, keys: NDArray[np.int64]) -> None:
         """See RowWriter."""
-        self._server.forget(self._specs[table].folder, keys)
-        self._forget(self._specs[table].folder, keys)
+        self._server.forget(table, keys)
+        self._forget(table, keys)
 
     def refresh(self) -> None:
         """See RowWriter. Rows that a tier which is down may have stay as they are."""
@@ -98,21 +96,24 @@ class StoredWriter(RowWriter):
 
     def keep(self, missing: Sequence[MissingRows]) -> None:
         """Cache the rows that were found, and not written since they were fetched."""
-        for t in sorted({t for rows in missing for t in rows.parts}):
+        for number, table in enumerate(self._specs):
+            if not any(number in rows.parts for rows in missing):
+                continue
             with self._caching:
-                parts = [self._current(t, rows) for rows in missing if t in rows.parts]
+                parts = [
+                    self._current(table, rows.parts[number], rows.moment) for rows in missing if number in rows.parts
+                ]
                 keys, vectors = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
-                self._cache.insert(self._specs[t].folder, keys, vectors)
+                self._cache.insert(table, keys, vectors)
 
-    def bring_in(self, table: int, keys: NDArray[np.int64]) -> None:
+    def bring_in(self, table: str, keys: NDArray[np.int64]) -> None:
         """Cache the rows of some keys, as far as there are any, and they are not written meanwhile."""
-        folder = self._specs[table].folder
         vectors = np.empty((len(keys), self._specs[table].embedding_dim), np.float32)
         moment = self.log.moment
-        found = self._server.fetch([FetchRequest(folder, stored_keys(self._specs[table], keys), vectors)])[0]
+        found = self._server.fetch([FetchRequest(table, stored_keys(self._specs[table], keys), vectors)])[0]
         with self._caching:
-            current = found & ~self.log.written(folder, keys, moment)
-            self._cache.insert(folder, keys[current], vectors[current])
+            current = found & ~self.log.written(table, keys, moment)
+            self._cache.insert(table, keys[current], vectors[current])
 
     def close(self) -> None:
         """End the refreshing. May be called more than once."""
@@ -134,63 +135,60 @@ class StoredWriter(RowWriter):
             self.log.add_all()
         parts = [
             (table, keys[begin : begin + _KEYS_PER_REFRESH])
-            for table, keys in enumerate(self._cache.dump(spec.folder) for spec in self._specs)
+            for table, keys in ((table, self._cache.dump(table)) for table in self._specs)
             for begin in range(0, len(keys), _KEYS_PER_REFRESH)
         ]
         for table, keys in paced(parts, self._closing, over_s=over_s):
             self._refresh(table, keys)
         self.log.add_all()  # rows that are not cached may be other ones in the stores as well
 
-    def _refresh(self, table: int, keys: NDArray[np.int64]) -> None:
+    def _refresh(self, table: str, keys: NDArray[np.int64]) -> None:
         """Read some cached rows again; those that seem to be written meanwhile leave the cache."""
-        folder = self._specs[table].folder
         vectors = np.empty((len(keys), self._specs[table].embedding_dim), np.float32)
-        request = FetchRequest(folder, stored_keys(self._specs[table], keys), vectors)
+        request = FetchRequest(table, stored_keys(self._specs[table], keys), vectors)
         moment = self.log.moment
         # A key is not found only if no tier has it.
         found = self._server.fetch([request], on_store_failure="error")[0]
         with self._caching:
-            current = found & ~self.log.written(folder, keys, moment)
-            self._cache.update(folder, keys[current], vectors[current])
-            self._cache.erase(folder, keys[~current])
-            self.log.add(folder, keys)
+            current = found & ~self.log.written(table, keys, moment)
+            self._cache.update(table, keys[current], vectors[current])
+            self._cache.erase(table, keys[~current])
+            self.log.add(table, keys)
 
-    def _write(self, table: int, keys: NDArray[np.int64], write: Callable[[], None], then: Callable[[], None]) -> None:
+    def _write(self, table: str, keys: NDArray[np.int64], write: Callable[[], None], then: Callable[[], None]) -> None:
         """Write to the stores, then to the cache: one write after the other, so that both see them in the same order.
 
         Rows that were fetched before are not cached any more after it.
         """
         # Where stores fail they may have any of the rows.
-        to_cache: Callable[[], None] = partial(self._cache.erase, self._specs[table].folder, keys)
+        to_cache: Callable[[], None] = partial(self._cache.erase, table, keys)
         with self._updating:
             try:
                 write()
                 to_cache = then
             finally:
-                self._change_cache(self._specs[table].folder, keys, to_cache)
+                self._change_cache(table, keys, to_cache)
 
-    def _forget(self, folder: str, keys: NDArray[np.int64] | None) -> None:
+    def _forget(self, table: str, keys: NDArray[np.int64] | None) -> None:
         """Drop cached rows that the parameter server has had to drop from a tier."""
-        table = next(i for i, spec in enumerate(self._specs) if spec.folder == folder)
         if keys is None:
             with self._caching:
-                self._cache.clear(folder)
+                self._cache.clear(table)
                 self.log.add_all()
         else:
             aliases, _ = aliases_of(self._specs[table], keys)
-            self._change_cache(folder, aliases, partial(self._cache.erase, folder, aliases))
+            self._change_cache(table, aliases, partial(self._cache.erase, table, aliases))
 
-    def _change_cache(self, folder: str, keys: NDArray[np.int64], change: Callable[[], None]) -> None:
+    def _change_cache(self, table: str, keys: NDArray[np.int64], change: Callable[[], None]) -> None:
         """Have look-ups answer rows as they are written."""
         with self._caching:
             try:
                 change()
             finally:
-                self.log.add(folder, keys)
+                self.log.add(table, keys)
 
-    def _current(self, t: int, rows: MissingRows) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """What `keep` keeps of one table and look-up. Must be called while holding `_caching`."""
-        part = rows.parts[t]
-        current = part.found & ~self.log.written(self._specs[t].folder, part.keys, rows.moment)
+    def _current(self, table: str, part: TableRows, moment: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """What `keep` keeps of rows that were fetched at a moment. Must be called while holding `_caching`."""
+        current = part.found & ~self.log.written(table, part.keys, moment)
         # As a rule all are, and then nothing is copied.
         return (part.keys, part.vectors) if current.all() else (part.keys[current], part.vectors[current])

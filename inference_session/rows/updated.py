@@ -36,7 +36,7 @@ class UpdatedRows(Rows):
 
     def __init__(self, files: Sequence[TableFile], *, num_threads: int) -> None:
         """`num_threads`: threads over which a large look-up is split."""
-        self._files = files
+        self._files = {file.spec.folder: file for file in files}
         self._num_threads = num_threads
         self.changes = self.writer = _TableWriter(files)
 
@@ -47,7 +47,7 @@ class UpdatedRows(Rows):
             if state.deleted_addresses.any():
                 count_deleted(lookup.segments, state.records, state.deleted_addresses, lookup.num_unknown)
 
-    def scan(self, table: int) -> Iterator[RowBatch]:
+    def scan(self, table: str) -> Iterator[RowBatch]:
         """See Rows."""
         changed, vectors, deleted = self.changes.tables[table].held()
         file = self._files[table]
@@ -60,19 +60,18 @@ class UpdatedRows(Rows):
 
     def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:  # noqa: ARG002
         """See Rows."""
-        map_files(self._files, deadline)
+        map_files(self._files.values(), deadline)
 
     def stats(self) -> RowStats:
         """See Rows."""
         updated = {
-            file.spec.folder: UpdatedTableStats(table.num_rows, table.num_bytes)
-            for file, table in zip(self._files, self.changes.tables, strict=True)
+            folder: UpdatedTableStats(table.num_rows, table.num_bytes) for folder, table in self.changes.tables.items()
         }
         return RowStats(updated=updated)
 
     def close(self) -> None:
         """See Rows. The files stay mapped for look-ups under way."""
-        for file in self._files:
+        for file in self._files.values():
             file.close()
 
 
@@ -81,11 +80,14 @@ class _TableWriter(RowWriter):
 
     def __init__(self, files: Sequence[TableFile]) -> None:
         super().__init__()
-        self._specs = [file.spec for file in files]
+        self._specs = {file.spec.folder: file.spec for file in files}
         self._records = np.array([file.record() for file in files], TABLE)
         self._readers = Readers()
-        defaults = [np.full(spec.embedding_dim, spec.default_vector, np.float32) for spec in self._specs]
-        self.tables = [UpdatedTable(default, self._readers) for default in defaults]
+        self.tables = {
+            folder: UpdatedTable(np.full(spec.embedding_dim, spec.default_vector, np.float32), self._readers)
+            for folder, spec in self._specs.items()
+        }
+        self._numbers = {folder: number for number, folder in enumerate(self._specs)}
         both = np.concatenate([self._records, self._records])
         self._state = _UpdatedState(both, np.zeros(len(files), np.int64), (None,) * len(files))
         self._writing = threading.Lock()
@@ -100,22 +102,22 @@ class _TableWriter(RowWriter):
         finally:
             self._readers.leave(reader)
 
-    def update(self, table: int, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+    def update(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """See RowWriter."""
         aliases, original = aliases_of(self._specs[table], keys)
         rows = vectors if aliases is keys else vectors[original]
         with self._writing:
             self.tables[table].insert(aliases, rows)
             self._publish(table)
-            self.log.add(self._specs[table].folder, aliases)
+            self.log.add(table, aliases)
 
-    def erase(self, table: int, keys: NDArray[np.int64]) -> None:
+    def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         """See RowWriter."""
         with self._writing:
             aliases, _ = aliases_of(self._specs[table], keys)
             self.tables[table].erase(aliases)
             self._publish(table)
-            self.log.add(self._specs[table].folder, aliases)
+            self.log.add(table, aliases)
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
@@ -123,9 +125,9 @@ class _TableWriter(RowWriter):
         with self._writing:
             yield
 
-    def _publish(self, t: int) -> None:
+    def _publish(self, folder: str) -> None:
         """Have later look-ups find the changed rows of a table. Must be called while holding `_writing`."""
-        table, state = self.tables[t], self._state
+        table, t, state = self.tables[folder], self._numbers[folder], self._state
         deleted_address = table.arrays.deleted.ctypes.data if table.any_deleted else 0
         if state.held[t] is table.arrays and state.deleted_addresses[t] == deleted_address:
             return

@@ -51,7 +51,7 @@ from inference_session.update_stream.positions import LastMessage, Partition, Po
 from inference_session.update_stream.stream_stats import StreamSnapshot, StreamStats
 from inference_session.update_stream.taken_messages import TakenMessages
 from inference_session.update_stream.topics import table_of
-from inference_session.update_stream.updated_rows import UpdatedRows, WritableRows
+from inference_session.update_stream.update_applier import UpdateApplier, WritableRows
 from inference_session.urls.kafka_url import KafkaUrl
 
 DISCOVERY_S = 1.0
@@ -113,7 +113,7 @@ class KafkaUpdateStream:
         self._stats = StreamStats(model)
         self._current = threading.Event()
         self._closing = threading.Event()
-        self._updates = UpdatedRows(
+        self._updates = UpdateApplier(
             model,
             tables,
             rows,

@@ -157,10 +157,10 @@ def test_rows_changed_in_memory_are_dumped(version: Path, tmp_path: Path) -> Non
     spec = ModelSpec.read(version)
     files = [TableFile.open(version / "tables" / table.folder, table) for table in spec.tables]
     source = UpdatedRows(files, num_threads=1)
-    source.writer.update(2, *rows(first, 77, value=4))
-    source.writer.erase(2, np.array([second, 77, 79]))
-    source.writer.update(0, *rows(7, dim=4, value=3))
-    source.writer.erase(0, np.array([9]))
+    source.writer.update("hashed", *rows(first, 77, value=4))
+    source.writer.erase("hashed", np.array([second, 77, 79]))
+    source.writer.update(spec.tables[0].folder, *rows(7, dim=4, value=3))
+    source.writer.erase(spec.tables[0].folder, np.array([9]))
 
     dump(source, spec, tmp_path / "dump")
     source.close()

@@ -16,7 +16,7 @@ from inference_session.errors import ConfigurationError
 from inference_session.model_spec import TABLES_FOLDER
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.store_url import create_store
-from inference_session.update_stream import Publisher, kafka_stream, updated_rows
+from inference_session.update_stream import Publisher, kafka_stream, update_applier
 from inference_session.update_stream.encodings import encode_batch
 from tests.test_stored_session import DIMS, push
 from tests.testing import small_model
@@ -133,7 +133,7 @@ def test_updates_never_tear_or_hide_rows(broker: Broker, small: SmallVersion) ->
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Brokers, and whoever else writes to a store, may take as long as a busy machine needs."""
     monkeypatch.setattr(kafka_stream, "_BROKER_S", PATIENCE_S / 2)
-    monkeypatch.setattr(updated_rows, "_FOLLOW_S", PATIENCE_S / 2)
+    monkeypatch.setattr(update_applier, "_FOLLOW_S", PATIENCE_S / 2)
 
 
 def test_the_stream_is_replayed_where_nothing_is_durable(broker: Broker, small: SmallVersion, patience: None) -> None:

@@ -173,8 +173,8 @@ def test_streamed_updates_go_before_quantized_files(dtype: VectorType, version_d
     expected, every = np.empty((50, 4), np.float32), np.arange(50)
     assert files[0].fetch(every, expected).all()
     rows = UpdatedRows(files, num_threads=1)
-    rows.writer.update(0, np.array([7]), UPDATED)
-    rows.writer.erase(0, np.array([9]))
+    rows.writer.update(after.tables[0].folder, np.array([7]), UPDATED)
+    rows.writer.erase(after.tables[0].folder, np.array([9]))
     expected[7], expected[9] = UPDATED, 0
 
     found = np.empty_like(expected)

@@ -1,4 +1,4 @@
-"""What an update stream does to a session's rows: messages are decoded and written, and it is noted how far."""
+"""Applies the messages of an update stream to a session's rows: decodes them, writes the rows, and notes how far."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class WritableRows(Protocol):
 
     @property
     def is_durable(self) -> bool: ...
-    def update(self, table: int, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None: ...
-    def erase(self, table: int, keys: NDArray[np.int64]) -> None: ...
-    def forget(self, table: int, keys: NDArray[np.int64]) -> None: ...
-    def note(self, table: int) -> str | None: ...
-    def save_note(self, table: int, text: str) -> None: ...
+    def update(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None: ...
+    def erase(self, table: str, keys: NDArray[np.int64]) -> None: ...
+    def forget(self, table: str, keys: NDArray[np.int64]) -> None: ...
+    def note(self, table: str) -> str | None: ...
+    def save_note(self, table: str, text: str) -> None: ...
 
 
-class UpdatedRows:
-    """The rows of one model as its update stream changes them. Used by the stream's thread alone."""
+class UpdateApplier:
+    """Writes the rows of one model that its update stream changes. Used by the stream's thread alone."""
 
     def __init__(
         self,
@@ -57,16 +57,15 @@ class UpdatedRows:
     ) -> None:
         """See KafkaUpdateStream."""
         self._model = model
-        self._tables = {spec.folder: t for t, spec in enumerate(tables)}
-        self._specs = tables
+        self._tables = {spec.folder: spec for spec in tables}
         self._rows = rows
         self._stats = stats
         self._rests = rests
         self._allow_non_finite = allow_non_finite
         self._closing = closing
-        self._unsaved: set[int] = set()
+        self._unsaved: set[str] = set()
         """Tables that have been applied further than their notes say."""
-        self._noted: set[int] = set()
+        self._noted: set[str] = set()
         """Tables in whose notes this has kept how far they are applied."""
 
     def apply(self, topic: str, topic_id: str, messages: TakenMessages, while_waiting: Callable[[], None]) -> None:
@@ -80,7 +79,7 @@ class UpdatedRows:
             text = f"the model has no table of that name, but {', '.join(map(repr, self._tables)) or 'none'}"
             self._refuse(topic, messages, [Refusal(i, "unknown_table", text) for i in range(len(messages.contents))])
             return
-        spec = self._specs[table]
+        spec = self._tables[table]
         updates = decode(
             messages.contents,
             spec.embedding_dim,
@@ -122,7 +121,7 @@ class UpdatedRows:
             self._noted.add(table)
         return bool(unsaved)
 
-    def pushed_tables(self) -> set[int]:
+    def pushed_tables(self) -> set[str]:
         """Tables that have been pushed anew since their notes were kept, and so are without their updates.
 
         Raises:
@@ -133,7 +132,7 @@ class UpdatedRows:
         self._noted -= pushed
         return pushed
 
-    def _write(self, table: int, updates: Updates, reached: Mapping[Partition, Applied]) -> None:
+    def _write(self, table: str, updates: Updates, reached: Mapping[Partition, Applied]) -> None:
         """Write rows; partitions are then applied up to `reached`."""
         try:
             for part in _parts(len(updates.keys)):
@@ -150,7 +149,7 @@ class UpdatedRows:
             if self._rows.is_durable:
                 self._unsaved.add(table)
 
-    def _await_writer(self, table: int, reached: Mapping[Partition, Applied]) -> bool:
+    def _await_writer(self, table: str, reached: Mapping[Partition, Applied]) -> bool:
         """Whether the process that may write to the store, another one, has saved as much within some seconds."""
         deadline = time.monotonic() + _FOLLOW_S
         while time.monotonic() < deadline and not self._closing.wait(_POLL_S):
@@ -182,9 +181,10 @@ class UpdatedRows:
             where = f"{topic!r}, partition {messages.partitions[at]}, offset {messages.offsets[at]}"
             self._stats.refuse(refusal.reason, f"{where}: {refusal.text}")
 
-    def table_of(self, topic: str) -> int | None:
+    def table_of(self, topic: str) -> str | None:
         """The table whose updates a topic carries; None: the model has none of that name."""
-        return self._tables.get(table_of(topic, self._model) or "")
+        table = table_of(topic, self._model)
+        return table if table in self._tables else None
 
 
 def _parts(num_rows: int) -> Iterator[slice]:
