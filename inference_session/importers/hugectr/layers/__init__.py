@@ -6,7 +6,7 @@ from inference_session.importers.hugectr.graph import Layer
 from inference_session.importers.hugectr.layers import crossing, elementwise, reshaping, trained
 from inference_session.importers.hugectr.layers.base import Builder, Emitter, Tensor, check_size
 
-__all__ = ["Builder", "Emitter", "Tensor", "check_size", "emitter", "supported_layers"]
+__all__ = ["Builder", "Emitter", "Tensor", "check_size", "emitter", "reason_against", "supported_layers"]
 
 _EMITTERS: dict[str, Emitter] = {
     "Add": elementwise.chain("Add"),
@@ -49,9 +49,13 @@ def supported_layers() -> tuple[str, ...]:
     return tuple(_EMITTERS)
 
 
+def reason_against(kind: str) -> str:
+    """Why a type of dense layer cannot be served; empty where it can."""
+    return "" if kind in _EMITTERS else _REASONS.get(kind, f"supported are {', '.join(_EMITTERS)}")
+
+
 def emitter(layer: Layer) -> Emitter:
     """The emitter of a layer; UnsupportedModelError names the layer that has none."""
-    if layer.type not in _EMITTERS:
-        reason = _REASONS.get(layer.type, f"supported are {', '.join(_EMITTERS)}")
+    if reason := reason_against(layer.type):
         layer.refuse(f"layers of type {layer.type!r} are not supported: {reason}")
     return _EMITTERS[layer.type]

@@ -1,0 +1,368 @@
+"""What a script hands to `Model`: HugeCTR's classes, their arguments in the order and with the defaults of 3.4.
+
+What comes behind them, by keyword, is of later releases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, TypeVar
+
+from hotrow.training.hugectr.enums import (
+    Activation_t,
+    AllReduceAlgo,
+    Check_t,
+    DataReaderType_t,
+    DeviceLayout,
+    Embedding_t,
+    FcPosition_t,
+    GroupLayer_t,
+    Initializer_t,
+    Layer_t,
+    LrPolicy_t,
+    MetricsType,
+    Optimizer_t,
+    Regularizer_t,
+    Update_t,
+)
+from hotrow.training.hugectr.readers.block import SparseInput
+from inference_session.errors import ConfigurationError, UnsupportedModelError
+from inference_session.importers.hugectr.data_source import DataSourceParams
+from inference_session.importers.hugectr.graph import LOSS_LAYERS
+from inference_session.importers.hugectr.layers import reason_against
+
+_REQUIRED: Any = object()
+"""For what has no default, although what stands before it has one."""
+_SCALERS = (128, 256, 512, 1024)
+Member = TypeVar("Member", bound=Enum)
+
+
+@dataclass
+class Solver:
+    """How a model is trained; `CreateSolver` of HugeCTR.
+
+    Without effect, as they change no result: enable_tf32_compute, use_algorithm_search, use_cuda_graph,
+    async_mlp_wgrad, overlap_*, device_layout, use_holistic_cuda_graph, use_overlapped_pipeline, all_reduce_algo,
+    grouped_all_reduce, num_iterations_statistics, is_dlrm.
+    """
+
+    model_name: str = ""
+    seed: int = 0
+    lr_policy: LrPolicy_t = LrPolicy_t.fixed
+    lr: float = 0.001
+    warmup_steps: int = 1
+    decay_start: int = 0
+    decay_steps: int = 1
+    decay_power: float = 2.0
+    end_lr: float = 0.0
+    max_eval_batches: int = 100
+    batchsize_eval: int = 2048
+    batchsize: int = 2048
+    vvgpu: Sequence[Sequence[int]] = field(default_factory=lambda: [[0]])
+    repeat_dataset: bool = True
+    use_mixed_precision: bool = False
+    enable_tf32_compute: bool = False
+    scaler: float = 1.0
+    metrics_spec: Mapping[MetricsType, float] = field(default_factory=lambda: {MetricsType.AUC: 1.0})
+    i64_input_key: bool = False
+    use_algorithm_search: bool = True
+    use_cuda_graph: bool = True
+    async_mlp_wgrad: bool = False
+    gen_loss_summary: bool = True
+    overlap_lr: bool = False
+    overlap_init_wgrad: bool = False
+    overlap_ar_a2a: bool = False
+    device_layout: DeviceLayout = DeviceLayout.LocalFirst
+    use_holistic_cuda_graph: bool = False
+    use_overlapped_pipeline: bool = False
+    all_reduce_algo: AllReduceAlgo = AllReduceAlgo.NCCL
+    grouped_all_reduce: bool = False
+    num_iterations_statistics: int = 20
+    is_dlrm: bool = False
+    kafka_brockers: str = ""
+    data_source_params: DataSourceParams | None = field(default=None, kw_only=True)
+    drop_incomplete_batch: bool = field(default=True, kw_only=True)
+
+    def __post_init__(self) -> None:
+        for name in ("batchsize", "batchsize_eval", "warmup_steps", "decay_steps"):
+            _check(getattr(self, name) >= 1, "CreateSolver", name, getattr(self, name), "whole numbers from 1")
+        for name in ("lr", "end_lr", "decay_start", "max_eval_batches"):
+            _check(getattr(self, name) >= 0, "CreateSolver", name, getattr(self, name), "numbers from 0")
+        _check(self.decay_power >= 1, "CreateSolver", "decay_power", self.decay_power, "numbers from 1")
+        _check(
+            not self.use_mixed_precision or self.scaler in _SCALERS,
+            "CreateSolver", "scaler", self.scaler, f"{_SCALERS} with use_mixed_precision",
+        )  # fmt: skip
+        _check(
+            bool(self.vvgpu) and all(self.vvgpu), "CreateSolver", "vvgpu", self.vvgpu, "a list of lists of GPUs, [[0]]"
+        )
+        if self.kafka_brockers:
+            raise UnsupportedModelError(
+                "CreateSolver: kafka_brockers is not supported; hotrow.training.UpdatePublisher and `hotrow publish` "
+                "send rows to servers"
+            )
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of all nodes."""
+        return sum(len(gpus) for gpus in self.vvgpu)
+
+
+@dataclass
+class OptParamsPy:
+    """An optimizer; `CreateOptimizer` of HugeCTR. `beta`, `lambda1` and `lambda2` are those of Ftrl."""
+
+    optimizer_type: Optimizer_t = Optimizer_t.Adam
+    update_type: Update_t = Update_t.Global
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-7
+    initial_accu_value: float = 0.0
+    momentum_factor: float = 0.0
+    atomic_update: bool = True
+    beta: float = field(default=0.0, kw_only=True)
+    lambda1: float = field(default=0.0, kw_only=True)
+    lambda2: float = field(default=0.0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self.optimizer_type = member(Optimizer_t, self.optimizer_type, "CreateOptimizer", "optimizer_type")
+        self.update_type = member(Update_t, self.update_type, "CreateOptimizer", "update_type")
+        for name in ("beta1", "beta2"):
+            _check(0 <= getattr(self, name) < 1, "CreateOptimizer", name, getattr(self, name), "numbers from 0 below 1")
+        for name in ("epsilon", "initial_accu_value", "momentum_factor", "beta", "lambda1", "lambda2"):
+            _check(getattr(self, name) >= 0, "CreateOptimizer", name, getattr(self, name), "numbers from 0")
+
+
+class DataReaderParams:
+    """Where training data is, and how it is read.
+
+    `num_workers`, `cache_eval_data` and `async_param` change no result.
+    """
+
+    def __init__(
+        self,
+        data_reader_type: DataReaderType_t,
+        source: str | Sequence[str],
+        keyset: str | Sequence[str] = "",
+        eval_source: str | Sequence[str] = _REQUIRED,
+        check_type: Check_t = _REQUIRED,
+        cache_eval_data: int = 0,
+        num_samples: int = 0,
+        eval_num_samples: int = 0,
+        float_label_dense: bool = False,
+        num_workers: int = 12,
+        slot_size_array: Sequence[int] = (),
+        async_param: Any = None,
+        *,
+        data_source_params: DataSourceParams | None = None,
+    ) -> None:
+        missing = [
+            name for name, value in (("eval_source", eval_source), ("check_type", check_type)) if value is _REQUIRED
+        ]
+        if missing:
+            raise TypeError(f"DataReaderParams lacks {', '.join(missing)}")
+        self.data_reader_type = member(DataReaderType_t, data_reader_type, "DataReaderParams", "data_reader_type")
+        if self.data_reader_type is DataReaderType_t.RawAsync:
+            raise UnsupportedModelError(
+                "DataReaderParams: data_reader_type RawAsync is not supported; use DataReaderType_t.Raw, which reads "
+                "the same files in the background"
+            )
+        self.source = [source] if isinstance(source, str) else list(source)
+        if any([keyset] if isinstance(keyset, str) else keyset):
+            raise UnsupportedModelError(
+                "DataReaderParams: keyset belongs to the embedding training cache, which is not supported: tables "
+                "grow in memory here. Leave it out"
+            )
+        self.eval_source = eval_source if isinstance(eval_source, str) else next(iter(eval_source), "")
+        if not self.source or not self.source[0] or not self.eval_source:
+            raise ConfigurationError("DataReaderParams: source and eval_source name the data, and are required")
+        self.check_type = member(Check_t, check_type, "DataReaderParams", "check_type")
+        self.num_samples, self.eval_num_samples = num_samples, eval_num_samples
+        self.float_label_dense = float_label_dense
+        self.num_workers, self.cache_eval_data, self.async_param = num_workers, cache_eval_data, async_param
+        self.slot_size_array = list(slot_size_array)
+        self.data_source_params = data_source_params
+
+
+class DataReaderSparseParam:
+    """One sparse input: its name, keys per slot (at most, or exactly), and slots."""
+
+    def __init__(self, top_name: str, nnz_per_slot: int | Sequence[int], is_fixed_length: bool, slot_num: int) -> None:
+        counts = [nnz_per_slot] * slot_num if isinstance(nnz_per_slot, int) else list(nnz_per_slot)
+        if len(counts) != slot_num:
+            raise ConfigurationError(
+                f"DataReaderSparseParam {top_name!r}: {len(counts)} numbers in nnz_per_slot for {slot_num} slots"
+            )
+        self.top_name, self.nnz_per_slot, self.is_fixed_length, self.slot_num = (
+            top_name,
+            counts,
+            is_fixed_length,
+            slot_num,
+        )
+
+    def sparse_input(self) -> SparseInput:
+        """What readers need of it."""
+        return SparseInput(self.top_name, self.slot_num, tuple(self.nnz_per_slot), self.is_fixed_length)
+
+
+class Input:
+    """The data layer: one label by `label_dim` and `label_name`, or several by `label_dims` and `label_names`."""
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        given = _bound(values, named)
+        dims, names = given["label_dims"], given["label_names"]
+        self.label_dims: list[int] = [dims] if isinstance(dims, int) else list(dims)
+        self.label_names: list[str] = [names] if isinstance(names, str) else list(names)
+        weights = given.get("label_weights")
+        self.label_weights: list[float] = [1.0] * len(self.label_names) if weights is None else list(weights)
+        if not len(self.label_dims) == len(self.label_names) == len(self.label_weights):
+            raise ConfigurationError(
+                f"Input: {len(self.label_names)} label_names, {len(self.label_dims)} label_dims, "
+                f"{len(self.label_weights)} label_weights; one each is required"
+            )
+        self.dense_dim: int = given["dense_dim"]
+        self.dense_name: str = given["dense_name"]
+        self.data_reader_sparse_param_array: list[DataReaderSparseParam] = list(given["data_reader_sparse_param_array"])
+
+
+_INPUT = ("label_dims", "label_names", "dense_dim", "dense_name", "data_reader_sparse_param_array")
+_ONE_LABEL = {"label_dim": "label_dims", "label_name": "label_names"}
+
+
+def _bound(values: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `Input` by name; 4.0 has `label_weights` as its third where six are given by position."""
+    order = _INPUT if len(values) < 6 else (*_INPUT[:2], "label_weights", *_INPUT[2:])
+    given = dict(zip(order, values, strict=False))
+    for name, value in named.items():
+        known = _ONE_LABEL.get(name, name)
+        if known not in (*_INPUT, "label_weights") or known in given:
+            raise TypeError(f"Input has no argument {name!r}, or it is given twice")
+        given[known] = value
+    if missing := [name for name in _INPUT if name not in given]:
+        raise TypeError(f"Input lacks {', '.join(missing)}")
+    return given
+
+
+@dataclass
+class SparseEmbedding:
+    """An embedding layer. Its table grows with the keys it meets: `workspace_size_per_gpu_in_mb` has no effect."""
+
+    embedding_type: Embedding_t
+    workspace_size_per_gpu_in_mb: int
+    embedding_vec_size: int
+    combiner: str
+    sparse_embedding_name: str
+    bottom_name: str
+    slot_size_array: Sequence[int] = ()
+    optimizer: OptParamsPy | None = None
+    hybrid_embedding_param: Any = None
+
+    def __post_init__(self) -> None:
+        self.embedding_type = member(Embedding_t, self.embedding_type, "SparseEmbedding", "embedding_type")
+        if self.embedding_type is Embedding_t.HybridSparseEmbedding:
+            raise UnsupportedModelError(
+                f"SparseEmbedding {self.sparse_embedding_name!r}: HybridSparseEmbedding is not supported; use "
+                "LocalizedSlotSparseEmbeddingHash, which computes the same"
+            )
+        _check(self.combiner in ("sum", "mean"), "SparseEmbedding", "combiner", self.combiner, "'sum', 'mean'")
+
+
+class DenseLayer:
+    """A dense layer or a loss. Which arguments count depends on its type, as in HugeCTR."""
+
+    def __init__(
+        self,
+        layer_type: Layer_t,
+        bottom_names: Sequence[str],
+        top_names: Sequence[str],
+        factor: float = 1.0,
+        eps: float = 0.00001,
+        gamma_init_type: Initializer_t = Initializer_t.Default,
+        beta_init_type: Initializer_t = Initializer_t.Default,
+        dropout_rate: float = 0.5,
+        elu_alpha: float = 1.0,
+        num_output: int = 1,
+        weight_init_type: Initializer_t = Initializer_t.Default,
+        bias_init_type: Initializer_t = Initializer_t.Default,
+        num_layers: int = 0,
+        leading_dim: int = 1,
+        time_step: int = 0,
+        batchsize: int = 1,
+        SeqLength: int = 1,  # noqa: N803  HugeCTR's name
+        vector_size: int = 1,
+        selected: bool = False,
+        selected_slots: Sequence[int] = (),
+        ranges: Sequence[tuple[int, int]] = (),
+        indices: Sequence[int] = (),
+        weight_dims: Sequence[int] = (),
+        out_dim: int = 0,
+        axis: int = 1,
+        target_weight_vec: Sequence[float] = (),
+        use_regularizer: bool = False,
+        regularizer_type: Regularizer_t = Regularizer_t.L1,
+        lambda_: float = 0.0,
+        pos_type: FcPosition_t = FcPosition_t.Non,
+        act_type: Activation_t = Activation_t.Relu,
+        **later: Any,
+    ) -> None:
+        """`lambda`, which no call in Python can spell as a name, may be given as `**{"lambda": 0.1}`."""
+        values = {name: value for name, value in locals().items() if name not in ("self", "later", "__class__")}
+        values["lambda_"] = later.pop("lambda", lambda_)
+        values["layer_type"] = member(Layer_t, layer_type, "DenseLayer", "layer_type")
+        self.layer_type: Layer_t
+        vars(self).update(values)
+        self.bottom_names: list[str] = _names(bottom_names)
+        self.top_names: list[str] = _names(top_names)
+        kind = self.layer_type.value
+        if kind not in LOSS_LAYERS and (reason := reason_against(kind)):
+            raise UnsupportedModelError(f"DenseLayer {kind} (top_names {self.top_names}) is not supported: {reason}")
+        if later:
+            raise UnsupportedModelError(
+                f"DenseLayer {kind} (top_names {self.top_names}): the arguments {sorted(later)} are not supported; "
+                "those of release 3.4 are"
+            )
+
+
+@dataclass
+class GroupDenseLayer:
+    """Several FusedInnerProduct layers behind each other, all but the last with ReLU."""
+
+    group_layer_type: GroupLayer_t
+    bottom_name_list: Sequence[str]
+    top_name_list: Sequence[str]
+    num_outputs: Sequence[int]
+    last_act_type: Activation_t = Activation_t.Relu
+
+    def layers(self) -> list[DenseLayer]:
+        """The layers it stands for; ConfigurationError where names and outputs differ in number."""
+        tops, outputs = _names(self.top_name_list), list(self.num_outputs)
+        if len(tops) != len(outputs) or len(outputs) < 2:
+            raise ConfigurationError(
+                f"GroupDenseLayer: {len(tops)} names in top_name_list for {len(outputs)} num_outputs; "
+                "two or more, one each"
+            )
+        bottoms = [_names(self.bottom_name_list), *([top] for top in tops[:-1])]
+        activations = [Activation_t.Relu] * (len(outputs) - 1) + [self.last_act_type]
+        return [
+            DenseLayer(Layer_t.FusedInnerProduct, bottom, [top], num_output=width, act_type=activation)
+            for bottom, top, width, activation in zip(bottoms, tops, outputs, activations, strict=True)
+        ]
+
+
+def member(kind: type[Member], value: Any, owner: str, name: str) -> Member:
+    """A member of an enumeration; ConfigurationError names the argument and what is allowed."""
+    if not isinstance(value, kind):
+        allowed = ", ".join(f"{kind.__name__}.{item.name}" for item in kind)
+        raise ConfigurationError(f"{owner}: {name} is {value!r}; allowed: {allowed}")
+    return value
+
+
+def _names(names: str | Sequence[str]) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)
+
+
+def _check(is_good: bool, owner: str, name: str, value: Any, allowed: str) -> None:
+    if not is_good:
+        raise ConfigurationError(f"{owner}: {name} is {value!r}; allowed: {allowed}")

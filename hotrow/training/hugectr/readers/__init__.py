@@ -1,0 +1,1 @@
+"""HugeCTR's formats of training data: Norm, Raw and Parquet, read in blocks of many records."""

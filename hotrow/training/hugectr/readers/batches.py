@@ -1,0 +1,133 @@
+"""Batches of one data set, cut ahead by a thread into a bounded queue."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Iterator
+
+from hotrow.training.hugectr.readers.block import Block, joined
+from hotrow.training.hugectr.readers.sources import Source
+from inference_session.errors import ModelFormatError
+
+_NUM_AHEAD = 4
+"""Batches that wait in the queue at most."""
+_POLL_S = 0.1
+
+
+def batches(source: Source, size: int, *, repeats: bool) -> Iterator[Block]:
+    """Batches of `size` samples; without `repeats` the last one may have fewer.
+
+    Raises:
+        ModelFormatError, OSError: as `Source.blocks`; also where there is no record to repeat.
+    """
+    waiting: list[Block] = []
+    num_waiting = 0
+    for block in _endless(source) if repeats else source.blocks():
+        begin = 0
+        while num_waiting + len(block) - begin >= size:
+            end = begin + size - num_waiting
+            yield joined([*waiting, block.part(begin, end)])
+            waiting, num_waiting, begin = [], 0, end
+        if begin < len(block):
+            waiting.append(block.part(begin, len(block)))
+            num_waiting += len(block) - begin
+    if waiting:
+        yield joined(waiting)
+
+
+def _endless(source: Source) -> Iterator[Block]:
+    while True:
+        num_samples = 0
+        for block in source.blocks():
+            num_samples += len(block)
+            yield block
+        if not num_samples:
+            raise ModelFormatError(f"{source.place}: holds no records")
+
+
+class _Ahead:
+    """A thread that fills the queue, until it is closed or the records end."""
+
+    def __init__(self, made: Iterator[Block]) -> None:
+        self.found: queue.Queue[Block | BaseException | None] = queue.Queue(_NUM_AHEAD)
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(made,), name="hugectr-reader", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop reading; returns when the thread has ended."""
+        self._is_closed.set()
+        self._thread.join()
+
+    def _run(self, made: Iterator[Block]) -> None:
+        try:
+            for batch in made:
+                if not self._put(batch):
+                    return
+            self._put(None)
+        except BaseException as error:  # noqa: BLE001  raised again where the batch is asked for
+            self._put(error)
+
+    def _put(self, item: Block | BaseException | None) -> bool:
+        while not self._is_closed.is_set():
+            try:
+                self.found.put(item, timeout=_POLL_S)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+
+class DataReader:
+    """What `Model.get_data_reader_train` and `get_data_reader_eval` hand out.
+
+    In epoch mode it ends with the data, and starts again by `set_source`; in repeat mode it never ends.
+    """
+
+    def __init__(self, source: Source, batch_size: int, *, repeats: bool) -> None:
+        self._source = source
+        self._batch_size = batch_size
+        self._repeats = repeats
+        self._ahead: _Ahead | None = None
+        self._is_eof = False
+
+    def set_source(self, file_name: str = "") -> None:
+        """Read another file list from its beginning, or the same one again."""
+        self.stop()
+        if file_name:
+            self._source = self._source.elsewhere(file_name)
+        self.start()
+
+    def is_started(self) -> bool:
+        """Whether records are being read."""
+        return self._ahead is not None
+
+    def is_eof(self) -> bool:
+        """Whether all records have been given out."""
+        return self._is_eof
+
+    def start(self) -> None:
+        """Begin to read, unless that is done."""
+        if self._ahead is None:
+            self._is_eof = False
+            self._ahead = _Ahead(batches(self._source, self._batch_size, repeats=self._repeats))
+            weakref.finalize(self, self._ahead.close)
+
+    def stop(self) -> None:
+        """Stop reading."""
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def next_batch(self) -> Block | None:
+        """The next batch; None at the end. Errors of the thread are raised here."""
+        if self._ahead is None or self._is_eof:
+            return None
+        item = self._ahead.found.get()
+        if isinstance(item, BaseException):
+            self._is_eof = True
+            raise item
+        self._is_eof = item is None
+        return item

@@ -1,0 +1,207 @@
+"""The Parquet format: files whose columns `_metadata.json` beside them calls labels, dense features and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from hotrow.training.hugectr.readers.block import Bags, Block, RecordShape, offsets_of
+from inference_session.errors import ModelFormatError
+from inference_session.importers.hugectr.json_file import JsonFile, read_json
+
+METADATA_FILE = "_metadata.json"
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What `_metadata.json` says."""
+
+    path: Path
+    labels: tuple[str, ...]
+    dense: tuple[str, ...]
+    keys: tuple[str, ...]
+    """One column per slot."""
+    num_rows: dict[str, int]
+    """By file name; empty where the file does not say."""
+
+
+def read_metadata(folder: Path, shape: RecordShape) -> Metadata:
+    """Read `_metadata.json` of a folder.
+
+    Raises:
+        ModelFormatError: it is missing, malformed, or does not fit the model's Input.
+    """
+    file = read_json(folder / METADATA_FILE, ModelFormatError)
+    labels, dense, keys = (_columns(file, section) for section in ("labels", "conts", "cats"))
+    metadata = Metadata(file.path, labels, dense, keys, _num_rows(file))
+    if len(metadata.keys) != shape.slot_num:
+        file.fail(("cats",), f"{len(metadata.keys)} columns; the model's Input has {shape.slot_num} slots")
+    return metadata
+
+
+def _columns(file: JsonFile, section: str) -> tuple[str, ...]:
+    raw = file.document.get(section, [])
+    if not isinstance(raw, list) or not all(isinstance(x, dict) and isinstance(x.get("col_name"), str) for x in raw):
+        file.fail((section,), "a list of objects with 'col_name' is required")
+    return tuple(item["col_name"] for item in raw)
+
+
+def _num_rows(file: JsonFile) -> dict[str, int]:
+    raw = file.document.get("file_stats", [])
+    is_valid = isinstance(raw, list) and all(
+        isinstance(x, dict) and isinstance(x.get("file_name"), str) and isinstance(x.get("num_rows"), int) for x in raw
+    )
+    if not is_valid:
+        file.fail(("file_stats",), "a list of objects with 'file_name' and 'num_rows' is required")
+    return {Path(item["file_name"]).name: item["num_rows"] for item in raw}
+
+
+class SlotOffsets:
+    """Where the keys of each slot begin in their table, by `slot_size_array`; and how many each may have.
+
+    A slot of size 0 shares the keys of the next slot with a size.
+    """
+
+    def __init__(self, slot_size_array: Sequence[int], slot_num: int) -> None:
+        """ModelFormatError: the array is not as long as there are slots."""
+        if slot_size_array and len(slot_size_array) != slot_num:
+            raise ModelFormatError(
+                f"slot_size_array has {len(slot_size_array)} elements; the model's Input has {slot_num} slots"
+            )
+        sizes = list(slot_size_array) or [0] * slot_num
+        self.first: list[int] = np.cumsum([0, *sizes])[:-1].tolist()
+        self.size: list[int] = sizes[:]
+        for slot in reversed(range(slot_num - 1)):
+            self.size[slot] = self.size[slot] or self.size[slot + 1]
+
+
+def read_parquet(path: Path, shape: RecordShape, metadata: Metadata, offsets: SlotOffsets) -> Iterator[Block]:
+    """The records of one file, a block per row group.
+
+    Raises:
+        ModelFormatError: names the file, the row group and the column, what was expected and found.
+        OSError: the file cannot be read.
+    """
+    try:
+        with pq.ParquetFile(path) as file:
+            _check_file(path, file, metadata)
+            for group in range(file.num_row_groups):
+                yield _RowGroup(path, group, file.read_row_group(group)).block(shape, metadata, offsets)
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno:
+            raise
+        raise ModelFormatError(f"{path}: cannot be read as Parquet: {error}") from error
+
+
+def _check_file(path: Path, file: pq.ParquetFile, metadata: Metadata) -> None:
+    found, named = file.schema_arrow.names, {*metadata.labels, *metadata.dense, *metadata.keys}
+    if missing := sorted(named - set(found)):
+        raise ModelFormatError(f"{path}: lacks the columns {missing}, which {metadata.path} names")
+    if unnamed := [name for name in found if name not in named]:
+        raise ModelFormatError(
+            f"{path}: {metadata.path} does not name the columns {unnamed}; it names {sorted(named)}. "
+            "Enter them there, or write the file without them"
+        )
+    if not metadata.num_rows:
+        return
+    if path.name not in metadata.num_rows:
+        raise ModelFormatError(f"{path}: {metadata.path} does not name the file in 'file_stats'")
+    if file.metadata.num_rows != metadata.num_rows[path.name]:
+        raise ModelFormatError(
+            f"{path}: {file.metadata.num_rows} rows; {metadata.path} says {metadata.num_rows[path.name]}"
+        )
+
+
+@dataclass(frozen=True)
+class _RowGroup:
+    path: Path
+    number: int
+    table: pa.Table
+
+    def block(self, shape: RecordShape, metadata: Metadata, offsets: SlotOffsets) -> Block:
+        return Block(
+            self._floats(metadata.labels, shape.label_dim, "label_dim"),
+            self._floats(metadata.dense, shape.dense_dim, "dense_dim"),
+            self._bags(shape, metadata, offsets),
+        )
+
+    def _floats(self, names: Sequence[str], width: int, what: str) -> NDArray[np.float32]:
+        columns = []
+        for name in names:
+            values, counts = self._values(name, "fiub")
+            if counts is not None and len(set(counts.tolist())) > 1:
+                self._fail(name, "lists of different lengths; labels and dense features have one length")
+            columns.append(values.astype(np.float32).reshape(self.table.num_rows, -1 if len(values) else 0))
+        whole = np.concatenate(columns, axis=1) if columns else np.empty((self.table.num_rows, 0), np.float32)
+        if self.table.num_rows and whole.shape[1] != width:
+            self._fail(", ".join(names), f"{whole.shape[1]} elements per row; the model's Input has {what} {width}")
+        return np.ascontiguousarray(whole.reshape(self.table.num_rows, width))
+
+    def _bags(self, shape: RecordShape, metadata: Metadata, offsets: SlotOffsets) -> tuple[Bags, ...]:
+        bags, slot = [], 0
+        for item in shape.sparse:
+            slots = []
+            for position in range(item.slot_num):
+                name, most = metadata.keys[slot], item.nnz_per_slot[position]
+                slots.append(self._keys(name, offsets.first[slot], offsets.size[slot], most))
+                slot += 1
+            bags.append(_interleaved(slots))
+        return tuple(bags)
+
+    def _keys(self, name: str, first: int, size: int, most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The keys of one slot, and how many each row has."""
+        raw, counts = self._values(name, "iu")
+        keys = raw.astype(np.int64)
+        if size and len(keys) and (keys.min() < 0 or keys.max() >= size):
+            wrong = int(np.flatnonzero((keys < 0) | (keys >= size))[0])
+            row = wrong if counts is None else int(np.searchsorted(np.cumsum(counts), wrong, "right"))
+            self._fail(name, f"row {row}: key {keys[wrong]}; slot_size_array allows 0 to {size - 1}")
+        if counts is None:
+            counts = np.ones(len(keys), np.int64)
+        if len(counts) and counts.max() > most:
+            row = int(counts.argmax())
+            self._fail(name, f"row {row}: {counts[row]} keys; nnz_per_slot of the model's Input allows {most}")
+        return keys + first, counts
+
+    def _values(self, name: str, kinds: str) -> tuple[NDArray[Any], NDArray[np.int64] | None]:
+        """The elements of a column, and how many each row has where they are lists."""
+        column = self.table.column(name).combine_chunks()
+        counts = None
+        if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+            if column.null_count:
+                self._fail(name, "a row has no value; missing values are not allowed")
+            starts = column.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
+            counts, column = np.diff(starts), column.flatten()
+        if column.null_count:
+            self._fail(name, "a row has no value; missing values are not allowed")
+        values = column.to_numpy(zero_copy_only=False)
+        if values.dtype.kind not in kinds:
+            self._fail(
+                name, f"elements of type {column.type}; {'integers' if kinds == 'iu' else 'numbers'} are required"
+            )
+        return values, counts
+
+    def _fail(self, column: str, message: str) -> None:
+        raise ModelFormatError(f"{self.path}: row group {self.number}: column {column!r}: {message}")
+
+
+def _interleaved(slots: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> Bags:
+    """Slots side by side, by row."""
+    counts = np.stack([count for _, count in slots], axis=1)
+    if (counts == 1).all():
+        keys = np.stack([keys for keys, _ in slots], axis=1).ravel()
+        return Bags(keys, np.arange(counts.size + 1, dtype=np.int64))
+    offsets = offsets_of(counts)
+    keys = np.empty(int(offsets[-1]), np.int64)
+    for slot, (own, count) in enumerate(slots):
+        begins = np.repeat(offsets[:-1].reshape(counts.shape)[:, slot], count)
+        within = np.arange(len(own)) - np.repeat(offsets_of(count)[:-1], count)
+        keys[begins + within] = own
+    return Bags(keys, offsets)

@@ -1,0 +1,83 @@
+"""Where training data is: a file list or one file, here or on HDFS; what it holds, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hotrow.training.hugectr.enums import Check_t, DataReaderType_t
+from hotrow.training.hugectr.parameters import DataReaderParams
+from hotrow.training.hugectr.readers.block import Block, RecordShape
+from hotrow.training.hugectr.readers.norm import read_norm
+from hotrow.training.hugectr.readers.raw import read_raw
+from inference_session.errors import ConfigurationError, ModelFormatError
+from inference_session.importers.hugectr.data_source import DataSourceParams
+from inference_session.model_source.fetch import fetch
+
+
+@dataclass(frozen=True)
+class Source:
+    """Records of one data set."""
+
+    place: str
+    """A file list, or the file itself of the Raw format; a path from the working directory, or a URL."""
+    params: DataReaderParams
+    shape: RecordShape
+    num_samples: int
+    """Of the Raw format; 0: all."""
+    data_source: DataSourceParams
+
+    def blocks(self) -> Iterator[Block]:
+        """All records once.
+
+        Raises:
+            ModelFormatError: a file is not what its format promises; names file and record or row group.
+            OSError: a file cannot be read.
+        """
+        if self.params.data_reader_type is DataReaderType_t.Raw:
+            yield from read_raw(
+                self._local(self.place), self.shape, self.num_samples, float_label_dense=self.params.float_label_dense
+            )
+            return
+        for name in self._files():
+            if self.params.data_reader_type is DataReaderType_t.Norm:
+                is_checked = self.params.check_type is Check_t.Sum
+                yield from read_norm(self._local(name), self.shape, is_checked=is_checked)
+            else:
+                yield from self._parquet(name)
+
+    def elsewhere(self, place: str) -> Source:
+        """Records of the same shape from another place."""
+        return replace(self, place=place)
+
+    def _parquet(self, name: str) -> Iterator[Block]:
+        from hotrow.training.hugectr.readers.parquet import METADATA_FILE, SlotOffsets, read_metadata, read_parquet
+
+        folder = name.rpartition("/")[0] or "."
+        offsets = SlotOffsets(self.params.slot_size_array, self.shape.slot_num)
+        metadata = read_metadata(self._local(f"{folder}/{METADATA_FILE}").parent, self.shape)
+        yield from read_parquet(self._local(name), self.shape, metadata, offsets)
+
+    def _files(self) -> list[str]:
+        """What the file list names."""
+        path = self._local(self.place)
+        try:
+            lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        except UnicodeDecodeError as error:
+            raise ModelFormatError(f"{path}: a file list is text: the number of files, then a file a line") from error
+        if not lines or not lines[0].isdigit():
+            found = repr(lines[0][:40]) if lines else "nothing"
+            raise ModelFormatError(f"{path}: a file list begins with the number of files, found {found}")
+        if int(lines[0]) != len(lines) - 1 or len(lines) == 1:
+            raise ModelFormatError(f"{path}: says {lines[0]} files, but names {len(lines) - 1}")
+        return lines[1:]
+
+    def _local(self, place: str) -> Path:
+        """The file on this machine; what is on HDFS is copied first."""
+        path = fetch(self.data_source.place_of(place))
+        if not path.exists():
+            raise ConfigurationError(
+                f"{path}: no such file; paths of training data count from the working directory, {Path.cwd()}"
+            )
+        return path

@@ -1,0 +1,319 @@
+"""HugeCTR's formats of training data: what is written is read, record by record, and what is damaged is named."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hotrow.training.hugectr import tools
+from hotrow.training.hugectr.enums import Check_t, DataReaderType_t, Distribution_t
+from hotrow.training.hugectr.readers.batches import DataReader, batches
+from hotrow.training.hugectr.readers.block import Bags
+from inference_session.errors import ConfigurationError, ModelFormatError
+from tests.hotrow.training.hugectr.records import Records, make_records, samples_of, shape, source
+
+pytestmark = pytest.mark.training
+
+RANDOM = np.random.default_rng(21)
+
+
+def norm_bytes(records: Records, key_format: str, *, is_checked: bool) -> bytes:
+    """The Norm format as its definition says, record by record."""
+    slots = len(records.slots)
+    parts = [struct.pack("<8q", int(is_checked), len(records.labels), records.labels.shape[1], records.dense.shape[1], slots, 0, 0, 0)]  # fmt: skip  # noqa: E501
+    for number in range(len(records.labels)):
+        labels, dense, keys = records.sample(number)
+        body = struct.pack(f"<{len(labels) + len(dense)}f", *labels, *dense)
+        body += b"".join(struct.pack(f"<i{len(slot)}{key_format}", len(slot), *slot) for slot in keys)
+        parts.append(struct.pack("<i", len(body)) + body + bytes([sum(body) & 255]) if is_checked else body)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+@pytest.mark.parametrize("key_bytes", [4, 8])
+@pytest.mark.parametrize("slots", [((3, 4),), ((1, 1), (2, 3)), ((2, 1),)])
+def test_norm_files_are_written_and_read_as_their_definition_says(
+    tmp_path: Path, is_checked: bool, key_bytes: int, slots: tuple[tuple[int, int], ...]
+) -> None:
+    record_shape = shape(2, 3, *slots, key_bytes=key_bytes)
+    limit = 2**32 if key_bytes == 4 else 2**62
+    records = [make_records(RANDOM, count, record_shape, limit=limit) for count in (17, 1, 0, 30)]
+    files = [tmp_path / f"{i}.data" for i in range(len(records))]
+    key_type = np.dtype("<u4" if key_bytes == 4 else "<i8")
+    for file, part in zip(files, records, strict=True):
+        tools.write_norm(file, part.labels, part.dense, part.slots, key_type=key_type, is_checked=is_checked)
+        assert file.read_bytes() == norm_bytes(part, "I" if key_bytes == 4 else "q", is_checked=is_checked)
+    tools.write_file_list(tmp_path / "list.txt", files)
+
+    found = source(tmp_path / "list.txt", record_shape, check=Check_t.Sum if is_checked else Check_t.Non)
+    expected = [part.sample(i) for part in records for i in range(len(part.labels))]
+    for size in (1, 7, 48, 100):
+        cut = list(batches(found, size, repeats=False))
+        assert [len(batch) for batch in cut[:-1]] == [size] * (len(cut) - 1)
+        assert [sample for batch in cut for sample in samples_of(batch, record_shape)] == expected
+
+
+def test_in_repeat_mode_batches_go_over_the_end_of_the_data(tmp_path: Path) -> None:
+    record_shape = shape(1, 1, (1, 2))
+    records = make_records(RANDOM, 5, record_shape, limit=9)
+    tools.write_norm(
+        tmp_path / "a", records.labels, records.dense, records.slots, key_type=np.dtype("<i8"), is_checked=False
+    )
+    tools.write_file_list(tmp_path / "list.txt", [tmp_path / "a"])
+    reader = DataReader(source(tmp_path / "list.txt", record_shape), 4, repeats=True)
+    reader.start()
+    found = []
+    for _ in range(5):
+        batch = reader.next_batch()
+        assert batch is not None
+        assert len(batch) == 4
+        found += samples_of(batch, record_shape)
+    reader.stop()
+    assert found == [records.sample(i % 5) for i in range(20)]
+
+
+def test_in_epoch_mode_a_reader_ends_and_starts_again(tmp_path: Path) -> None:
+    record_shape = shape(1, 0, (2, 1))
+    records = make_records(RANDOM, 10, record_shape, limit=100, is_fixed=True)
+    for name in ("a", "b"):
+        tools.write_norm(
+            tmp_path / name, records.labels, records.dense, records.slots, key_type=np.dtype("<i8"), is_checked=False
+        )
+        tools.write_file_list(tmp_path / f"{name}.txt", [tmp_path / name])
+    reader = DataReader(source(tmp_path / "a.txt", record_shape), 8, repeats=False)
+    assert not reader.is_started()
+    for place in ("", "", str(tmp_path / "b.txt")):
+        reader.set_source(place)
+        sizes = [len(batch) for batch in iter(reader.next_batch, None)]
+        assert sizes == [8, 2]
+        assert reader.is_eof()
+    reader.stop()
+
+
+@pytest.mark.parametrize("is_float", [True, False])
+@pytest.mark.parametrize("most", [1, 3])
+def test_raw_files_are_read_with_their_own_numbers(tmp_path: Path, is_float: bool, most: int) -> None:
+    record_shape = shape(1, 3, (2, most), (1, most), key_bytes=4)
+    records = make_records(RANDOM, 50, record_shape, limit=2**32, is_fixed=True)
+    path = tmp_path / "data.bin"
+    slots = [bags.keys.reshape(50, most) for bags in records.slots]
+    tools.write_raw(path, records.labels, records.dense, slots, is_float=is_float)
+    found = source(path, record_shape, DataReaderType_t.Raw, num_samples=50, float_label_dense=is_float)
+    (block,) = found.blocks()
+    dense = records.dense if is_float else np.log1p(records.dense)
+    np.testing.assert_array_equal(block.dense, dense)
+    np.testing.assert_array_equal(block.labels, records.labels)
+    keys = [sample[2] for sample in samples_of(block, record_shape)]
+    assert keys == [records.sample(i)[2] for i in range(50)]
+
+
+def write_parquet_folder(folder: Path, records: list[Records], **metadata: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    files = [folder / f"{i}.parquet" for i in range(len(records))]
+    for file, part in zip(files, records, strict=True):
+        tools.write_parquet(file, part.labels, part.dense, part.slots, rows_per_group=13)
+    first = records[0]
+    params = tools.DataGeneratorParams(
+        DataReaderType_t.Parquet, first.labels.shape[1], first.dense.shape[1], len(first.slots), True, "", "",
+        [10] * len(first.slots),
+    )  # fmt: skip
+    tools.write_metadata(folder, {file: len(part.labels) for file, part in zip(files, records, strict=True)}, params)
+    tools.write_file_list(folder / "list.txt", files)
+    return folder / "list.txt"
+
+
+def test_parquet_keys_count_per_slot_and_are_offset(tmp_path: Path) -> None:
+    record_shape = shape(2, 2, (2, 3), (2, 1))
+    records = [make_records(RANDOM, count, record_shape, limit=10) for count in (30, 7)]
+    place = write_parquet_folder(tmp_path / "data", records)
+    sizes = (10, 0, 10, 10)
+    firsts = (0, 10, 10, 20)
+    expected = [
+        (labels, dense, [[key + first for key in slot] for slot, first in zip(keys, firsts, strict=True)])
+        for part in records
+        for labels, dense, keys in map(part.sample, range(len(part.labels)))
+    ]
+    found = source(place, record_shape, DataReaderType_t.Parquet, slot_size_array=sizes)
+    assert [s for batch in batches(found, 8, repeats=False) for s in samples_of(batch, record_shape)] == expected
+    unshifted = source(place, record_shape, DataReaderType_t.Parquet)
+    (first_sample, *_) = samples_of(next(iter(unshifted.blocks())), record_shape)
+    assert first_sample == records[0].sample(0)
+
+
+def test_parquet_columns_may_be_plain_or_lists(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = {
+        "clicked": pa.array([1, 0], pa.int8()),
+        "prices": pa.array([[1.5, 2.5], [3.5, 4.5]]),
+        "user": pa.array([3, 4], pa.int32()),
+        "history": pa.array([[1, 2, 3], []], pa.large_list(pa.int64())),
+    }
+    pq.write_table(pa.table(table), tmp_path / "0.parquet")
+    document = {
+        "labels": [{"col_name": "clicked", "index": 0}],
+        "conts": [{"col_name": "prices", "index": 1}],
+        "cats": [{"col_name": "user", "index": 2}, {"col_name": "history", "index": 3}],
+    }
+    (tmp_path / "_metadata.json").write_text(json.dumps(document))
+    tools.write_file_list(tmp_path / "list.txt", [tmp_path / "0.parquet"])
+    record_shape = shape(1, 2, (1, 1), (1, 3))
+    (block,) = source(tmp_path / "list.txt", record_shape, DataReaderType_t.Parquet).blocks()
+    assert samples_of(block, record_shape) == [([1.0], [1.5, 2.5], [[3], [1, 2, 3]]), ([0.0], [3.5, 4.5], [[4], []])]
+
+
+def _flip(at: int) -> Callable[[bytes], bytes]:
+    return lambda data: data[:at] + bytes([data[at] ^ 255]) + data[at + 1 :]
+
+
+NORM_DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "a byte of a record": (_flip(80), r"record 0 \(byte 64\): its checksum"),
+    "an early end": (lambda data: data[:-3], "record 19 .*ends within it"),
+    "a missing header": (lambda data: data[:10], "begins with 64"),
+    "bytes behind the end": (lambda data: data + b"123", "3 bytes behind its last record"),
+    "a negative length": (lambda data: data[:64] + b"\xff\xff\xff\xff" + data[68:], "record 0 .*its length"),
+    "a wrong slot count": (lambda data: data[:32] + b"\x07" + data[33:], "slot_num 7, the model's Input 2"),
+    "a wrong label_dim": (lambda data: data[:16] + b"\x03" + data[17:], "label_dim 3"),
+    "no checksums promised": (lambda data: bytes(1) + data[1:], "check_type Non, DataReaderParams says Sum"),
+}
+
+
+@pytest.mark.parametrize("damage", NORM_DAMAGE)
+def test_damage_to_norm_files_is_named(tmp_path: Path, damage: str) -> None:
+    record_shape = shape(1, 3, (2, 2))
+    records = make_records(RANDOM, 20, record_shape, limit=100, is_fixed=True)
+    path = tmp_path / "damaged.data"
+    tools.write_norm(path, records.labels, records.dense, records.slots, key_type=np.dtype("<i8"), is_checked=True)
+    change, message = NORM_DAMAGE[damage]
+    path.write_bytes(change(path.read_bytes()))
+    tools.write_file_list(tmp_path / "list.txt", [path])
+    with pytest.raises(ModelFormatError, match=rf"damaged\.data: .*{message}"):
+        list(source(tmp_path / "list.txt", record_shape, check=Check_t.Sum).blocks())
+
+
+def test_more_keys_than_the_input_allows_are_named(tmp_path: Path) -> None:
+    written, read = shape(1, 0, (2, 3)), shape(1, 0, (2, 2))
+    records = make_records(RANDOM, 5, written, limit=9, is_fixed=True)
+    tools.write_norm(
+        tmp_path / "a", records.labels, records.dense, records.slots, key_type=np.dtype("<i8"), is_checked=False
+    )
+    tools.write_file_list(tmp_path / "list.txt", [tmp_path / "a"])
+    with pytest.raises(ModelFormatError, match=r"record 0: slot 0 has 3 keys; nnz_per_slot .* allows 2"):
+        list(source(tmp_path / "list.txt", read).blocks())
+    place = write_parquet_folder(tmp_path / "data", [records])
+    with pytest.raises(ModelFormatError, match=r"0\.parquet: row group 0: column 'C1': row 0: 3 keys"):
+        list(source(place, read, DataReaderType_t.Parquet).blocks())
+
+
+def test_raw_files_that_end_early_are_named(tmp_path: Path) -> None:
+    record_shape = shape(1, 1, (1, 1), key_bytes=4)
+    path = tmp_path / "data.bin"
+    path.write_bytes(bytes(12 * 9 + 4))
+    with pytest.raises(ModelFormatError, match=r"data\.bin: 112 bytes; expected 10 records of 12 bytes"):
+        list(source(path, record_shape, DataReaderType_t.Raw, num_samples=10).blocks())
+    with pytest.raises(ModelFormatError, match="a whole number of records"):
+        list(source(path, record_shape, DataReaderType_t.Raw).blocks())
+    assert len(next(iter(source(path, record_shape, DataReaderType_t.Raw, num_samples=9).blocks()))) == 9
+
+
+def test_keys_outside_slot_size_array_are_named(tmp_path: Path) -> None:
+    record_shape = shape(1, 1, (2, 2))
+    records = make_records(RANDOM, 40, record_shape, limit=10, is_fixed=True)
+    records.slots[1].keys[2 * 30 + 1] = 10
+    place = write_parquet_folder(tmp_path / "data", [records])
+    with pytest.raises(
+        ModelFormatError, match=r"0\.parquet: row group 2: column 'C2': row 4: key 10; slot_size_array allows 0 to 9"
+    ):
+        list(source(place, record_shape, DataReaderType_t.Parquet, slot_size_array=(10, 10)).blocks())
+    with pytest.raises(ModelFormatError, match="3 elements; the model's Input has 2 slots"):
+        list(source(place, record_shape, DataReaderType_t.Parquet, slot_size_array=(1, 2, 3)).blocks())
+
+
+def test_metadata_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    record_shape = shape(1, 2, (2, 1))
+    place = write_parquet_folder(tmp_path / "data", [make_records(RANDOM, 20, record_shape, limit=10, is_fixed=True)])
+    metadata = tmp_path / "data" / "_metadata.json"
+    good = json.loads(metadata.read_text())
+
+    def refused(document: object, message: str) -> None:
+        metadata.write_text(json.dumps(document))
+        with pytest.raises(ModelFormatError, match=message):
+            list(source(place, record_shape, DataReaderType_t.Parquet).blocks())
+
+    refused({**good, "conts": good["conts"][:1]}, r"does not name the columns \['I2'\]")
+    refused({**good, "cats": good["cats"][:1]}, "1 columns; the model's Input has 2 slots")
+    refused({**good, "labels": [{"col_name": "other"}]}, r"lacks the columns \['other'\]")
+    refused({**good, "file_stats": [{"file_name": "0.parquet", "num_rows": 21}]}, "20 rows; .* says 21")
+    refused({**good, "file_stats": [{"file_name": "9.parquet", "num_rows": 20}]}, "does not name the file")
+    refused({**good, "labels": "label"}, "list of objects with 'col_name'")
+    metadata.unlink()
+    with pytest.raises(ConfigurationError, match=r"_metadata\.json: no such file"):
+        list(source(place, record_shape, DataReaderType_t.Parquet).blocks())
+
+
+def test_damaged_parquet_files_and_missing_values_are_named(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    record_shape = shape(1, 1, (1, 1))
+    place = write_parquet_folder(tmp_path / "data", [make_records(RANDOM, 20, record_shape, limit=10, is_fixed=True)])
+    path = tmp_path / "data" / "0.parquet"
+    table = pq.read_table(path)
+    holes = table.set_column(2, "C1", pa.array([None, *range(19)], pa.int64()))
+    pq.write_table(holes, path)
+    with pytest.raises(ModelFormatError, match="row group 0: column 'C1': a row has no value"):
+        list(source(place, record_shape, DataReaderType_t.Parquet).blocks())
+    pq.write_table(table.set_column(2, "C1", pa.array([0.5] * 20)), path)
+    with pytest.raises(ModelFormatError, match="elements of type double; integers are required"):
+        list(source(place, record_shape, DataReaderType_t.Parquet).blocks())
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ModelFormatError, match=r"0\.parquet: cannot be read as Parquet"):
+        list(source(place, record_shape, DataReaderType_t.Parquet).blocks())
+
+
+@pytest.mark.parametrize(("text", "message"), [("x\n", "begins with"), ("2\na\n", "says 2 files"), ("", "nothing")])
+def test_file_lists_that_are_none_are_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "list.txt").write_text(text)
+    with pytest.raises(ModelFormatError, match=message):
+        list(source(tmp_path / "list.txt", shape(1, 1, (1, 1))).blocks())
+
+
+def test_errors_of_the_reading_thread_reach_whoever_asks_for_a_batch(tmp_path: Path) -> None:
+    tools.write_file_list(tmp_path / "list.txt", [tmp_path / "nowhere"])
+    reader = DataReader(source(tmp_path / "list.txt", shape(1, 1, (1, 1))), 4, repeats=True)
+    reader.start()
+    with pytest.raises(ConfigurationError, match="nowhere: no such file"):
+        reader.next_batch()
+    reader.stop()
+    reader.stop()
+
+
+@pytest.mark.parametrize("format", [DataReaderType_t.Norm, DataReaderType_t.Parquet, DataReaderType_t.Raw])
+@pytest.mark.parametrize("distribution", [Distribution_t.Uniform, Distribution_t.PowerLaw])
+def test_generated_data_can_be_read(tmp_path: Path, format: DataReaderType_t, distribution: Distribution_t) -> None:  # noqa: A002
+    nnz = [1, 1] if format is DataReaderType_t.Raw else [2, 1]
+    params = tools.DataGeneratorParams(
+        format, 1, 3, 2, format is not DataReaderType_t.Raw, str(tmp_path / "train.txt"), str(tmp_path / "eval.txt"),
+        [50, 10], nnz_array=nnz, dist_type=distribution, num_files=2, eval_num_files=1, num_samples_per_file=40,
+        num_samples=80, eval_num_samples=40,
+    )  # fmt: skip
+    tools.DataGenerator(params).generate()
+    record_shape = shape(1, 3, (2, 2), key_bytes=4 if format is DataReaderType_t.Raw else 8)
+    sizes = (50, 10) if format is DataReaderType_t.Parquet else ()
+    for name, expected in (("train.txt", 80), ("eval.txt", 40)):
+        found = source(
+            tmp_path / name, record_shape, format, check=Check_t.Sum, slot_size_array=sizes,
+            num_samples=expected if format is DataReaderType_t.Raw else 0,
+        )  # fmt: skip
+        blocks = list(found.blocks())
+        assert sum(map(len, blocks)) == expected
+        bags: list[Bags] = [block.bags[0] for block in blocks]
+        keys = np.concatenate([each.keys for each in bags])
+        assert keys.min() >= 0
+        assert keys.max() < 60
