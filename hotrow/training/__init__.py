@@ -18,13 +18,23 @@ from inference_session.errors import ConfigurationError
 if TYPE_CHECKING:
     from hotrow.training.checkpoint import Checkpoint
     from hotrow.training.export import export
+    from hotrow.training.hash_embedding import HashEmbedding, HashEmbeddingBag
+    from hotrow.training.hash_rows import Rows
     from hotrow.training.inputs import Lengths, Padded, lengths, padded
     from hotrow.training.keras_callback import KerasCallback
+    from hotrow.training.row_optimizers import SGD, Adagrad, Adam, RowOptimizer
     from hotrow.training.updates import UpdatePublisher
 
 _PLACES = {
+    "Adagrad": "row_optimizers",
+    "Adam": "row_optimizers",
     "Checkpoint": "checkpoint",
     "export": "export",
+    "HashEmbedding": "hash_embedding",
+    "HashEmbeddingBag": "hash_embedding",
+    "RowOptimizer": "row_optimizers",
+    "Rows": "hash_rows",
+    "SGD": "row_optimizers",
     "padded": "inputs",
     "lengths": "inputs",
     "Padded": "inputs",
@@ -41,7 +51,23 @@ _PACKAGES = {
 }
 """What may be missing, and the way to it."""
 
-__all__ = ["Checkpoint", "KerasCallback", "Lengths", "Padded", "UpdatePublisher", "export", "lengths", "padded"]
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "Checkpoint",
+    "HashEmbedding",
+    "HashEmbeddingBag",
+    "KerasCallback",
+    "Lengths",
+    "Padded",
+    "RowOptimizer",
+    "Rows",
+    "UpdatePublisher",
+    "export",
+    "lengths",
+    "padded",
+]
 
 
 def __getattr__(name: str) -> Any:

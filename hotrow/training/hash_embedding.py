@@ -1,0 +1,119 @@
+"""`HashEmbedding` and `HashEmbeddingBag`: embeddings of any keys, without a vocabulary, that grow as they learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hotrow.training.hash_look_up import Bags, Pooled, Vectors
+from hotrow.training.hash_table import HashTable
+from inference_session.errors import ConfigurationError
+
+
+class HashEmbedding(HashTable):
+    """In the place of nn.Embedding, for keys of any value and number.
+
+        items = HashEmbedding(64, optimizer=Adagrad(0.05), initializer=partial(nn.init.normal_, std=0.01))
+        vectors = items(keys)          # int64 [any shape] to float32 [the same, 64]
+
+    A key gets a row when training reads it first. Rows learn in backward: the gradients of a row are added up over the
+    whole batch, and the optimizer of the embedding is applied once; no optimizer of torch sees the rows. In
+    `eval()` no rows are added, nothing is learned, and unknown keys are answered with zeros.
+
+    In a job of several ranks, each rank looks up keys of its own batch, and the row of a key is on rank
+    `key % world_size`; all ranks have to look up, and go backward, equally often.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name that torch gives it
+        """Keys, integers of any shape, to float32 [the same, embedding_dim].
+
+        Raises:
+            ConfigurationError: keys are no integers, or outside of `key_dtype`.
+        """
+        keys = self.checked(input)
+        vectors = Vectors.apply(torch.zeros((), requires_grad=self.training), self.look_up(keys))
+        return vectors.reshape(*input.shape, self.embedding_dim)
+
+
+class HashEmbeddingBag(HashTable):
+    """In the place of nn.EmbeddingBag, for keys of any value and number; all else is as in `HashEmbedding`."""
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        optimizer: Any = None,
+        initializer: Callable[[Tensor], Any] = nn.init.normal_,
+        *,
+        mode: Literal["sum", "mean", "max"] = "mean",
+        include_last_offset: bool = False,
+        **options: Any,
+    ) -> None:
+        """As `HashEmbedding`, and:
+
+        Args:
+            mode: how the vectors of a bag become one.
+            include_last_offset: whether `offsets` ends with the number of keys.
+        """
+        if mode not in {"sum", "mean", "max"}:
+            raise ConfigurationError(f"mode is {mode!r}; allowed are 'sum', 'mean' and 'max'")
+        super().__init__(embedding_dim, optimizer, initializer, **options)
+        self.mode, self.include_last_offset = mode, include_last_offset
+
+    def forward(
+        self,
+        input: Tensor,  # noqa: A002  the name that torch gives it
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Bags of keys to float32 [bags, embedding_dim]; an empty bag is zeros.
+
+        Args:
+            input: [bags, keys of each], or [keys] of all bags behind each other.
+            offsets: [bags], where each begins in `input`; only where that has one dimension.
+            per_sample_weights: factors of the vectors, shaped as `input`; for sums.
+
+        Raises:
+            ConfigurationError: the arguments do not fit each other, or keys are outside of `key_dtype`.
+        """
+        keys = self.checked(input)
+        weights = _weights(per_sample_weights, input, self.mode)
+        begins = self._begins(input, offsets)
+        look_up = self.look_up(keys)
+        padding = None if self.padding_idx is None else look_up.place_of(keys, self.padding_idx)
+        bags = Bags(begins, len(keys), self.mode, padding)
+        anchor = torch.zeros((), requires_grad=self.training)
+        if self.mode == "max" or (weights is not None and weights.requires_grad):
+            return bags.pool(look_up.places, Vectors.apply(anchor, look_up.of_distinct()), weights)
+        return Pooled.apply(anchor, look_up, bags, weights)
+
+    def _begins(self, keys: Tensor, offsets: Tensor | None) -> Tensor:
+        """int64 [bags + 1]"""
+        if keys.dim() == 2:
+            if offsets is not None:
+                raise ConfigurationError("keys of two dimensions are bags already; give no offsets with them")
+            return torch.arange(keys.shape[0] + 1, device=keys.device) * keys.shape[1]
+        if keys.dim() != 1 or offsets is None:
+            raise ConfigurationError(f"keys of {keys.dim()} dimensions: give [bags, keys], or [keys] with offsets")
+        begins = offsets.to(torch.int64)
+        if not self.include_last_offset:
+            begins = functional.pad(begins, (0, 1), value=len(keys))
+        counts = begins.diff()
+        if not len(begins) or int(begins[0]) != 0 or int(begins[-1]) != len(keys) or bool((counts < 0).any()):
+            raise ConfigurationError(f"offsets have to begin with 0 and ascend, up to {len(keys)}, the number of keys")
+        return begins
+
+
+def _weights(weights: Tensor | None, keys: Tensor, mode: str) -> Tensor | None:
+    if weights is None:
+        return None
+    if mode != "sum":
+        raise ConfigurationError(f"per_sample_weights are for sums; the mode is {mode!r}")
+    if weights.shape != keys.shape:
+        raise ConfigurationError(
+            f"per_sample_weights have shape {list(weights.shape)}, the keys {list(keys.shape)}; both must be the same"
+        )
+    return weights.to(torch.float32).reshape(-1)

@@ -1,0 +1,114 @@
+"""One look-up in a hash embedding, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hotrow.training.row_access import add_up, gather
+
+
+@dataclass(frozen=True)
+class LookUp:
+    """Where the vectors are, and what becomes of their gradients."""
+
+    table: Tensor
+    """float32 [rows, embedding_dim]"""
+    rows: Tensor
+    """int64 [m]: the row in `table` of each distinct key."""
+    places: Tensor
+    """int64 [n]: the distinct key that each key is."""
+    learn: Callable[[Tensor], None]
+    """Takes the gradients of the distinct keys, [m, embedding_dim]."""
+
+    def row_of_keys(self) -> Tensor:
+        """int64 [n]: the row in `table` of each key."""
+        return self.rows[self.places]
+
+    def of_distinct(self) -> LookUp:
+        """The look-up of each distinct key once."""
+        return replace(self, places=torch.arange(len(self.rows), device=self.rows.device))
+
+    def place_of(self, keys: Tensor, key: int) -> int | None:
+        """The distinct key that this key is, if it is among the keys."""
+        found = self.places[keys == key]
+        return int(found[0]) if len(found) else None
+
+
+class Vectors(torch.autograd.Function):
+    """The vector of each key."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, look_up: LookUp) -> Tensor:
+        """`anchor`: a tensor that has a gradient, as the rows themselves are no tensors of autograd."""
+        ctx.look_up = look_up
+        return gather(look_up.table, look_up.row_of_keys())
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> tuple[None, None]:
+        """Hands the sums for each distinct key on to who learns."""
+        look_up = ctx.look_up
+        look_up.learn(add_up(len(look_up.rows), look_up.places, gradients))
+        return None, None
+
+
+@dataclass(frozen=True)
+class Bags:
+    """Which keys are together."""
+
+    begins: Tensor
+    """int64 [bags + 1]"""
+    num_keys: int
+    mode: str
+    padding: int | None
+    """The distinct key that takes no part."""
+
+    def pool(self, rows: Tensor, table: Tensor, weights: Tensor | None) -> Tensor:
+        """[bags, embedding_dim] of rows [n] of a table; `padding` is a row of it."""
+        if not self.num_keys:  # zeros that have gradients, as those of other batches
+            nothing = table[:0].sum() if weights is None else table[:0].sum() + weights.sum()
+            return nothing + table.new_zeros((len(self.begins) - 1, table.shape[1]))
+        options: dict[str, Any] = {"mode": self.mode, "per_sample_weights": weights, "include_last_offset": True}
+        return functional.embedding_bag(rows, table, self.begins, padding_idx=self.padding, **options)
+
+    def bag_of_keys(self) -> Tensor:
+        """int64 [n]"""
+        counts = self.begins.diff()
+        return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+
+    def factors(self, places: Tensor, weights: Tensor | None) -> Tensor | None:
+        """float32 [n]: the part of each vector in its bag; None where all are 1. Not for maxima."""
+        present = None if self.padding is None else (places != self.padding).to(torch.float32)
+        if self.mode == "mean":
+            bag_of_keys = self.bag_of_keys()
+            counted = torch.ones(self.num_keys, device=places.device) if present is None else present
+            counts = counted.new_zeros(len(self.begins) - 1).index_add_(0, bag_of_keys, counted)
+            return counted / counts.clamp(min=1)[bag_of_keys]
+        if weights is None or present is None:
+            return present if weights is None else weights
+        return weights * present
+
+
+class Pooled(torch.autograd.Function):
+    """Sums or means of bags."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, look_up: LookUp, bags: Bags, weights: Tensor | None) -> Tensor:
+        """As `Vectors`."""
+        ctx.look_up, ctx.bags, ctx.weights = look_up, bags, weights
+        if bags.padding is None:
+            return bags.pool(look_up.row_of_keys(), look_up.table, weights)
+        return bags.pool(look_up.places, gather(look_up.table, look_up.rows), weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> tuple[None, None, None, None]:
+        """As `Vectors`."""
+        look_up, bags = ctx.look_up, ctx.bags
+        factors = bags.factors(look_up.places, ctx.weights)
+        look_up.learn(add_up(len(look_up.rows), look_up.places, gradients, bags.bag_of_keys(), factors))
+        return None, None, None, None

@@ -1,0 +1,243 @@
+"""The rows that one rank holds of a hash embedding: keys, vectors, and what the optimizer keeps for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hotrow.training.key_index import create_index, distinct
+from hotrow.training.row_access import add_up, gather, scatter
+from hotrow.training.row_optimizers import RowOptimizer
+
+INITIAL_ROWS = 4096
+"""Vectors that an initializer fills. Each element of a new row is that of the same column in one of them."""
+_CHUNK_ELEMENTS = 1 << 17
+"""Of rows that an optimizer works on at a time, so that they stay in the processor's cache."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a hash embedding, in bulk. `[i]` of each tensor belongs to one key."""
+
+    keys: Tensor
+    """int64 [n], each once."""
+    vectors: Tensor
+    """float32 [n, embedding_dim]"""
+    states: Mapping[str, Tensor] = field(default_factory=dict)
+    """What the optimizer keeps, by name: float32 [n, embedding_dim]."""
+    last_used: Tensor | None = None
+    """int64 [n]: the step of training that read the row last; None where that is not counted."""
+    times_used: Tensor | None = None
+    """int64 [n]: how often training has read it."""
+
+    def chosen(self, which: Tensor) -> Rows:
+        """Some of them, by a mask [n] or numbers."""
+        states = {name: tensor[which] for name, tensor in self.states.items()}
+        last_used = None if self.last_used is None else self.last_used[which]
+        times_used = None if self.times_used is None else self.times_used[which]
+        return Rows(self.keys[which], self.vectors[which], states, last_used, times_used)
+
+
+class HashRows:
+    """Row 0 is zeros and belongs to no key. Rows from 1 to `index.num_rows` are in use."""
+
+    def __init__(
+        self, initial: Tensor, optimizer: RowOptimizer, device: torch.device, *, counts_use: bool = False
+    ) -> None:
+        """No rows yet.
+
+        Args:
+            initial: float32 [INITIAL_ROWS, embedding_dim], what new rows are made of; on any device.
+            counts_use: whether to note when and how often a row is read.
+        """
+        self.optimizer = optimizer
+        self.initial = initial.to(device)
+        self.counts_use = counts_use
+        """Whether it is noted when and how often a row is read."""
+        self.steps = 0
+        """Of training, those that are complete."""
+        self.generation = 0
+        """Counts up when rows move, so that numbers of rows from before mean others."""
+        self.listeners: list[Callable[[Tensor, Tensor], None]] = []
+        """Called with keys that training has read, and with keys that have lost their rows; int64 [n]."""
+        self._make_empty()
+
+    @property
+    def num_rows(self) -> int:
+        """Keys that have a row."""
+        return self.index.num_rows - 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self.initial.device
+
+    def find(self, keys: Tensor) -> Tensor:
+        """int64 [n] to their rows; 0 where a key has none."""
+        return self.index.find(keys)
+
+    def find_or_add(self, keys: Tensor) -> Tensor:
+        """int64 [n] to their rows, for a step of training; a key that has none gets one."""
+        if self.device.type != "cpu":
+            keys, places = distinct(keys)
+        rows = self._added(keys)
+        if self.counts_use:
+            self.last_used[rows] = self.steps
+            self.times_used[rows] += 1
+        for listener in self.listeners:
+            listener(keys, keys[:0])
+        return rows if self.device.type == "cpu" else rows[places]
+
+    def learn(self, rows: Tensor, gradients: Tensor) -> None:
+        """Apply the optimizer once to the sum of the gradients of each row; rows may be named more than once."""
+        found, places = distinct(rows)
+        if len(found) < len(rows):
+            rows, gradients = found, add_up(len(found), places, gradients)
+        is_row = rows != 0
+        if not bool(is_row.all()):
+            rows, gradients = rows[is_row], gradients[is_row]
+        for begin, end in _chunks(len(rows), self.vectors.shape[1]):
+            self._learn_some(rows[begin:end], gradients[begin:end])
+
+    def remove(self, rows: Tensor) -> None:
+        """Take out rows, each named once: the last ones move to their places."""
+        removed = self.index.keys[rows]
+        num_left = self.index.num_rows - len(rows)
+        is_gone = torch.zeros(self.index.num_rows, dtype=torch.bool, device=self.device)
+        is_gone[rows] = True
+        moved = (~is_gone[num_left:]).nonzero().squeeze(1) + num_left
+        free = rows[rows < num_left]
+        for tensor in (self.index.keys, *self._by_row()):
+            tensor[free] = tensor[moved]
+        self.index.keep(num_left)
+        self.generation += 1
+        for listener in self.listeners:
+            listener(removed[:0], removed)
+
+    def seldom_used(self, unused_for: int | None, used_less_than: int | None) -> Tensor:
+        """The rows that training has not read for more steps than one number, and less often than the other."""
+        used = slice(1, self.index.num_rows)
+        chosen = torch.ones(self.num_rows, dtype=torch.bool, device=self.device)
+        if unused_for is not None:
+            chosen &= self.last_used[used] < self.steps - 1 - unused_for
+        if used_less_than is not None:
+            chosen &= self.times_used[used] < used_less_than
+        return chosen.nonzero().squeeze(1) + 1
+
+    def least_used(self, num_rows: int, *, by_age: bool) -> Tensor:
+        """So many rows: those that were not read for longest, or read least often."""
+        use = self.last_used if by_age else self.times_used
+        return use[1 : self.index.num_rows].topk(num_rows, largest=False).indices + 1
+
+    def all(self) -> Rows:
+        """All rows that have a key, in no order; the tensors are the live ones."""
+        used = slice(1, self.index.num_rows)
+        states = {name: tensor[used] for name, tensor in self.states.items()}
+        use = (self.last_used[used], self.times_used[used]) if self.counts_use else (None, None)
+        return Rows(self.index.keys[used], self.vectors[used], states, *use)
+
+    def put(self, rows: Rows) -> None:
+        """Add rows, or overwrite them; what is not given of a row is as in a new one."""
+        places = self._added(rows.keys.to(self.device))
+        scatter(self.vectors, places, rows.vectors.to(self.device, torch.float32))
+        for name, value in self.optimizer.states().items():
+            given = rows.states.get(name)
+            if given is None:
+                self.states[name][places] = value
+            else:
+                scatter(self.states[name], places, given.to(self.device, torch.float32))
+        if self.counts_use:
+            self.last_used[places] = self.steps if rows.last_used is None else rows.last_used.to(self.device)
+            self.times_used[places] = 0 if rows.times_used is None else rows.times_used.to(self.device)
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.generation += 1
+        self._make_empty()
+
+    def to(self, device: torch.device) -> HashRows:
+        """The same rows on another device."""
+        moved = HashRows(self.initial, self.optimizer, device, counts_use=self.counts_use)
+        moved.steps, moved.listeners, moved.generation = self.steps, self.listeners, self.generation + 1
+        moved.put(self.all())
+        return moved
+
+    def initial_vectors(self, keys: Tensor) -> Tensor:
+        """int64 [n] to the vectors of new rows: they follow from the key alone, on any number of ranks."""
+        mixed = _mixed(keys)
+        columns = torch.arange(self.initial.shape[1], device=keys.device)
+        # A parabola for each key, so that two keys hardly ever have the same vector.
+        first, step, bend = mixed[:, None], mixed[:, None] >> 12, mixed[:, None] >> 24
+        places = (first + (step + bend * columns) * columns) & (INITIAL_ROWS - 1)
+        return self.initial.gather(0, places)
+
+    def _make_empty(self) -> None:
+        self.index = create_index(self.device)
+        capacity, dim = len(self.index.keys), self.initial.shape[1]
+        self.vectors = torch.empty((capacity, dim), device=self.device)
+        self.vectors[0] = 0
+        self.states = {name: torch.empty_like(self.vectors) for name in self.optimizer.states()}
+        num_counted = capacity if self.counts_use else 0
+        self.last_used = torch.zeros(num_counted, dtype=torch.int64, device=self.device)
+        self.times_used = torch.zeros_like(self.last_used)
+
+    def _by_row(self) -> list[Tensor]:
+        use = [self.last_used, self.times_used] if self.counts_use else []
+        return [self.vectors, *self.states.values(), *use]
+
+    def _added(self, keys: Tensor) -> Tensor:
+        first = self.index.num_rows
+        rows = self.index.find_or_add(keys)
+        if self.index.num_rows > first:
+            if len(self.index.keys) > len(self.vectors):
+                self._make_room(first)
+            self._begin(first)
+        return rows
+
+    def _make_room(self, num_used: int) -> None:
+        def larger(tensor: Tensor) -> Tensor:
+            grown = tensor.new_empty((len(self.index.keys), *tensor.shape[1:]))
+            grown[:num_used] = tensor[:num_used]
+            return grown
+
+        self.vectors = larger(self.vectors)
+        if self.counts_use:
+            self.last_used, self.times_used = larger(self.last_used), larger(self.times_used)
+        self.states = {name: larger(tensor) for name, tensor in self.states.items()}
+
+    def _begin(self, first: int) -> None:
+        """Make new rows, from that one on."""
+        for begin, end in _chunks(self.index.num_rows - first, self.vectors.shape[1]):
+            rows = slice(first + begin, first + end)
+            self.vectors[rows] = self.initial_vectors(self.index.keys[rows])
+        added = slice(first, self.index.num_rows)
+        for name, value in self.optimizer.states().items():
+            self.states[name][added] = value
+        if self.counts_use:
+            self.last_used[added] = self.steps
+            self.times_used[added] = 0
+
+    def _learn_some(self, rows: Tensor, gradients: Tensor) -> None:
+        vectors = gather(self.vectors, rows)
+        states = {name: gather(tensor, rows) for name, tensor in self.states.items()}
+        self.optimizer.update(vectors, gradients, states, self.steps)
+        scatter(self.vectors, rows, vectors)
+        for name, tensor in states.items():
+            scatter(self.states[name], rows, tensor)
+
+
+def _chunks(num_rows: int, dim: int) -> Iterator[tuple[int, int]]:
+    step = max(1, _CHUNK_ELEMENTS // dim)
+    for begin in range(0, num_rows, step):
+        yield begin, min(begin + step, num_rows)
+
+
+def _mixed(keys: Tensor) -> Tensor:
+    """Well-mixed bits of keys: int64 [n], 0 to 2^62 (SplitMix64's finaliser; torch's products wrap around)."""
+    mixed = keys ^ 0x1E3779B97F4A7C15
+    mixed = (mixed ^ (mixed >> 30 & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    mixed = (mixed ^ (mixed >> 27 & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return (mixed ^ (mixed >> 31 & 0x1FFFFFFFF)) & 0x3FFFFFFFFFFFFFFF

@@ -1,0 +1,396 @@
+"""What both kinds of hash embeddings are: rows by keys, on one rank or several, that learn in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hotrow.training.hash_look_up import LookUp
+from hotrow.training.hash_rows import INITIAL_ROWS, HashRows, Rows
+from hotrow.training.key_exchange import KeyExchange, owners
+from hotrow.training.key_index import distinct
+from hotrow.training.row_access import gather
+from hotrow.training.row_optimizers import Adagrad, RowOptimizer
+from inference_session.errors import ConfigurationError
+
+_KEY_TYPES = {"int64": torch.int64, "uint32": torch.uint32}
+_MAX_UINT32 = 2**32 - 1
+_OPTIMIZER = "optimizer."
+"""Begins the names of what the optimizer keeps, in checkpoints."""
+
+
+class _Learning(NamedTuple):
+    """Gradients that wait for the end of backward."""
+
+    rows: Tensor
+    """int64 [n]"""
+    gradients: Tensor
+    """float32 [n, embedding_dim]"""
+    keys: Tensor
+    """int64 [n], of the rows"""
+    generation: int
+    """Of the rows' numbers."""
+
+
+class HashTable(nn.Module):
+    """Rows by keys."""
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        optimizer: RowOptimizer | None = None,
+        initializer: Callable[[Tensor], Any] = nn.init.normal_,
+        *,
+        key_dtype: Any = torch.int64,
+        padding_idx: int | None = None,
+        max_rows: int | None = None,
+        max_age: int | None = None,
+        evict_by: Literal["age", "count"] = "age",
+        gradients: Literal["sum", "mean"] | None = None,
+        grad_scaler: Any = None,
+        device: Any = None,
+    ) -> None:
+        """No rows yet.
+
+        Args:
+            embedding_dim: elements of a vector.
+            optimizer: `SGD`, `Adagrad`, `Adam` of this package, or another `RowOptimizer`; Adagrad() if None.
+            initializer: fills a tensor in place, as those of torch.nn.init. It is called once, on [4096,
+                embedding_dim]: each element of a new vector is one of the same column there, picked by the key.
+            key_dtype: int64 or uint32, what keys are; tensors of other integers are taken where they fit.
+            padding_idx: a key that stands for none: zeros, never learned, left out of bags.
+            max_rows: beyond it, over all ranks, rows are evicted, some at a time.
+            max_age: rows are evicted that training has not read for that many steps, or up to an eighth more.
+            evict_by: whether `max_rows` evicts rows that were not read for longest ("age"), or least often ("count").
+            gradients: whether those of several ranks are added up, or averaged; if None, averaged in a model that
+                DistributedDataParallel wraps, which averages those of all other weights, and else added up.
+            grad_scaler: the torch.amp.GradScaler that scales the loss: gradients are unscaled, infinite ones left out.
+            device: of the rows; torch's default device if None. `to` moves them as well.
+
+        Raises:
+            ConfigurationError: an argument is not allowed.
+        """
+        super().__init__()
+        self.embedding_dim, self.padding_idx = _whole("embedding_dim", embedding_dim), padding_idx
+        self.optimizer = _optimizer(optimizer)
+        self.key_dtype = _key_type(key_dtype)
+        self.max_rows = None if max_rows is None else _whole("max_rows", max_rows)
+        self.max_age = None if max_age is None else _whole("max_age", max_age)
+        self.evict_by = _one_of("evict_by", evict_by, ("age", "count"))
+        self.gradients = _one_of("gradients", gradients, ("sum", "mean", None))
+        self.grad_scaler = grad_scaler
+        initial = torch.empty((INITIAL_ROWS, embedding_dim), device="cpu")
+        with torch.no_grad():
+            initializer(initial)
+        place = torch.get_default_device() if device is None else torch.device(device)
+        counts_use = max_rows is not None or max_age is not None
+        self._rows = HashRows(initial, self.optimizer, place, counts_use=counts_use)
+        self._is_shared = False
+        self._learning: list[_Learning] = []
+        self._backward = -1
+
+    # Rows in bulk
+
+    def __len__(self) -> int:
+        """Keys that have a row on this rank."""
+        return self._rows.num_rows
+
+    def __bool__(self) -> bool:
+        """Also without rows this is a module."""
+        return True
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self._rows.device
+
+    @property
+    def steps(self) -> int:
+        """Steps of training that are complete; may be set."""
+        return self._rows.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._rows.steps = steps
+
+    def rows(self) -> Rows:
+        """The rows that this rank holds, in no order. The tensors are the live ones, and change as training goes on."""
+        return self._rows.all()
+
+    def put(self, rows: Rows) -> None:
+        """Add rows, or overwrite them. What another rank owns is left out, so that all ranks may be given all rows.
+
+        Raises:
+            ConfigurationError: the tensors do not fit each other or the embedding.
+        """
+        self._check_rows(rows)
+        rank, num_ranks = _place()
+        self._rows.put(rows if num_ranks == 1 else rows.chosen(owners(rows.keys, num_ranks) == rank))
+
+    def clear(self) -> None:
+        """Forget the rows of this rank."""
+        self._rows.clear()
+
+    def listen(self, listener: Callable[[Tensor, Tensor], None]) -> Callable[[], None]:
+        """Call back with keys that training reads, and with keys that lose their rows, on their rank; int64 [n].
+
+        Returns what ends it.
+        """
+        self._rows.listeners.append(listener)
+        return lambda: self._rows.listeners.remove(listener)
+
+    # Look-ups
+
+    def checked(self, keys: Tensor) -> Tensor:
+        """Keys as int64 [n], on the device of the rows.
+
+        Raises:
+            ConfigurationError: they are no integers, or outside of `key_dtype`.
+        """
+        if not isinstance(keys, Tensor) or keys.dtype.is_floating_point or keys.dtype in (torch.bool, torch.uint64):
+            found = keys.dtype if isinstance(keys, Tensor) else type(keys).__name__
+            raise ConfigurationError(f"keys are {found}; give a tensor of {self.key_dtype} or smaller integers")
+        widened = keys.detach().to(self.device, torch.int64).reshape(-1).contiguous()
+        if self.key_dtype is torch.uint32 and keys.dtype.is_signed and len(widened):
+            low, high = (int(key) for key in widened.aminmax())
+            if low < 0 or high > _MAX_UINT32:
+                raise ConfigurationError(
+                    f"keys from {low} to {high} are not uint32; make the embedding's key_dtype int64"
+                )
+        return widened
+
+    def look_up(self, keys: Tensor) -> LookUp:
+        """Rows for `checked` keys; all ranks call it."""
+        found, places = distinct(keys)
+        exchange = KeyExchange(found, _place().num_ranks) if _place().num_ranks > 1 else None
+        asked = found if exchange is None else exchange.to_owners(found)
+        rows = self._rows_of(asked)
+        scale = 1 / _place().num_ranks if self._is_averaged() else 1.0
+
+        def learn(gradients: Tensor) -> None:
+            sent = gradients if exchange is None else exchange.to_owners(gradients * scale)
+            self._learn_later(_Learning(rows, sent, asked, generation))
+
+        generation = self._rows.generation
+        if exchange is None:
+            return LookUp(self._rows.vectors, rows, places, learn)
+        vectors = exchange.back(gather(self._rows.vectors, rows))
+        return LookUp(vectors, torch.arange(len(found), device=self.device), places, learn)
+
+    def _rows_of(self, keys: Tensor) -> Tensor:
+        if not self.training:
+            return self._rows.find(keys)
+        self._share_initial()
+        if self.padding_idx is None:
+            return self._rows.find_or_add(keys)
+        rows = torch.zeros_like(keys)
+        is_key = keys != self.padding_idx
+        rows[is_key] = self._rows.find_or_add(keys[is_key])
+        return rows
+
+    def _share_initial(self) -> None:
+        """New rows are the same on any number of ranks, also where these were seeded differently."""
+        if not self._is_shared and _place().num_ranks > 1:
+            dist.broadcast(self._rows.initial, 0)
+            self._is_shared = True
+
+    def _is_averaged(self) -> bool:
+        if self.gradients is not None:
+            return self.gradients == "mean"
+        return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
+
+    # Learning
+
+    def _learn_later(self, learning: _Learning) -> None:
+        """At the end of backward, as an embedding may be asked more than once for a batch."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:  # what an earlier one has left behind has failed
+            self._backward, self._learning = backward, []
+            torch.autograd.Variable._execution_engine.queue_callback(self._learn)
+        self._learning.append(learning)
+
+    def _learn(self) -> None:
+        with torch.no_grad():
+            self._learn_waiting()
+
+    def _learn_waiting(self) -> None:
+        learning, self._learning = self._learning, []
+        rows = [
+            item.rows if item.generation == self._rows.generation else self._rows.find(item.keys) for item in learning
+        ]
+        self._rows.steps += 1
+        self._rows.learn(*self._unscaled(torch.cat(rows), torch.cat([item.gradients for item in learning])))
+        if self.max_age is not None and self.steps % max(1, self.max_age // 8) == 0:
+            self.evict(unused_for=self.max_age)
+        if self.max_rows is not None:
+            self._keep_to(-(-self.max_rows // _place().num_ranks))
+
+    def _unscaled(self, rows: Tensor, gradients: Tensor) -> tuple[Tensor, Tensor]:
+        if self.grad_scaler is None or not self.grad_scaler.is_enabled():
+            return rows, gradients
+        gradients = gradients / self.grad_scaler.get_scale()
+        is_finite = gradients.isfinite().all(1)
+        return rows[is_finite], gradients[is_finite]
+
+    def evict(self, *, unused_for: int | None = None, used_less_than: int | None = None) -> int:
+        """Take out the rows of this rank that all conditions given apply to; returns how many. For use between steps.
+
+        Args:
+            unused_for: training has not read them for more than so many steps.
+            used_less_than: training has read them less often.
+
+        Raises:
+            ConfigurationError: use is not counted, as neither max_rows nor max_age is given.
+        """
+        if not self._rows.counts_use:
+            raise ConfigurationError("when rows are used is only counted with max_rows or max_age")
+        gone = self._rows.seldom_used(unused_for, used_less_than)
+        if len(gone):
+            self._rows.remove(gone)
+        return len(gone)
+
+    def _keep_to(self, max_rows: int) -> None:
+        if len(self) <= max_rows:
+            return
+        num_gone = len(self) - (max_rows - max_rows // 16)  # some more, so that this is done seldom
+        self._rows.remove(self._rows.least_used(num_gone, by_age=self.evict_by == "age"))
+
+    # Of nn.Module
+
+    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> HashTable:
+        """Rows go to the device that the module goes to; they stay float32."""
+        device = function(torch.empty(0, device=self.device)).device
+        if device != self.device:
+            self._rows = self._rows.to(device)
+        super()._apply(function, recurse)
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """A copy of the rows of this rank."""
+        for name, tensor in self.tensors().items():
+            destination[prefix + name] = tensor.clone()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All that a checkpoint holds of this rank, by name; live ones. `load` takes them back."""
+        rows = self._rows.all()
+        optional = {"last_used": rows.last_used, "times_used": rows.times_used}
+        return {
+            "keys": rows.keys,
+            "vectors": rows.vectors,
+            **{f"{_OPTIMIZER}{name}": tensor for name, tensor in rows.states.items()},
+            **{name: tensor for name, tensor in optional.items() if tensor is not None},
+            "steps": torch.tensor(self.steps),
+            "initial": self._rows.initial,
+        }
+
+    def load(self, *parts: Mapping[str, Tensor]) -> None:
+        """Replace all rows by what `tensors` gave on any number of ranks; this rank keeps what it owns.
+
+        Raises:
+            ConfigurationError: a tensor is missing, or does not fit.
+        """
+        self.clear()
+        for part in parts:
+            self.load_part(part)
+
+    def load_part(self, part: Mapping[str, Tensor]) -> None:
+        """Add what `tensors` gave on one rank, as far as this rank owns it.
+
+        Raises:
+            ConfigurationError: a tensor is missing, or does not fit.
+        """
+        missing = {"keys", "vectors", "steps", "initial"} - {*part}
+        if missing:
+            raise ConfigurationError(f"the state of a hash embedding lacks {', '.join(sorted(missing))}")
+        states = {name.removeprefix(_OPTIMIZER): tensor for name, tensor in part.items() if name.startswith(_OPTIMIZER)}
+        if part["initial"].shape != self._rows.initial.shape:
+            found = part["initial"].shape[1]
+            raise ConfigurationError(f"its vectors have {found} elements; those of this embedding {self.embedding_dim}")
+        self.steps = int(part["steps"])
+        self._rows.initial.copy_(part["initial"])
+        self.put(Rows(part["keys"], part["vectors"], states, part.get("last_used"), part.get("times_used")))
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        part = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        known = {*self.tensors(), *(f"{_OPTIMIZER}{name}" for name in self.optimizer.states())}
+        unexpected_keys += [prefix + name for name in part if name not in known]
+        missing = [prefix + name for name in known if name not in part]
+        missing_keys += missing
+        if missing:
+            return
+        try:
+            self.load(part)
+        except ConfigurationError as error:
+            error_msgs.append(f"{prefix.rstrip('.')}: {error}")
+
+    def extra_repr(self) -> str:
+        """Shown within the model."""
+        return f"{self.embedding_dim}, rows={len(self)}, optimizer={self.optimizer}, key_dtype={self.key_dtype}"
+
+    def _check_rows(self, rows: Rows) -> None:
+        shape = (len(rows.keys), self.embedding_dim)
+        for name, tensor in {"vectors": rows.vectors, **rows.states}.items():
+            if tuple(tensor.shape) != shape:
+                raise ConfigurationError(f"{name} have shape {list(tensor.shape)}; {list(shape)} is what fits the keys")
+        unknown = {*rows.states} - {*self.optimizer.states()}
+        if unknown:
+            kind = type(self.optimizer).__name__
+            raise ConfigurationError(f"{kind} has no state {', '.join(sorted(unknown))}; give those of this optimizer")
+
+
+class _Place(NamedTuple):
+    rank: int
+    num_ranks: int
+
+
+def _place() -> _Place:
+    if not (dist.is_available() and dist.is_initialized()):
+        return _Place(0, 1)
+    return _Place(dist.get_rank(), dist.get_world_size())
+
+
+def _whole(name: str, value: int) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise ConfigurationError(f"{name} is {value!r}; allowed are whole numbers from 1 on")
+    return value
+
+
+def _one_of(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
+    if value not in allowed:
+        raise ConfigurationError(f"{name} is {value!r}; allowed are {', '.join(map(repr, allowed))}")
+    return value
+
+
+def _optimizer(optimizer: Any) -> RowOptimizer:
+    if optimizer is None:
+        return Adagrad()
+    if not isinstance(optimizer, RowOptimizer):
+        raise ConfigurationError(
+            f"optimizer is {optimizer!r}; give training.SGD(lr), training.Adagrad(lr) or training.Adam(lr): rows learn "
+            "in backward, not by optimizers of torch"
+        )
+    return optimizer
+
+
+def _key_type(key_dtype: Any) -> torch.dtype:
+    name = str(key_dtype).removeprefix("torch.")
+    if not isinstance(key_dtype, (torch.dtype, str)):
+        name = np.dtype(key_dtype).name
+    if name not in _KEY_TYPES:
+        raise ConfigurationError(f"key_dtype is {key_dtype!r}; allowed are int64 and uint32")
+    return _KEY_TYPES[name]

@@ -1,0 +1,164 @@
+"""From keys to the rows of a table that grows. Row 0 belongs to no key: it stands for keys that have no row."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotrow.training.kernels.growing_index import add_rows, find_rows, index_rows
+from inference_session.errors import UnavailableError
+from inference_session.kernels.cpu.hash_index import BUCKET_BYTES, MAX_ROWS
+
+_MIN_CAPACITY = 1024
+_KEYS_PER_BUCKET = 8
+"""Of its 12 slots, so that few keys stand in another bucket than their own."""
+
+
+class KeyIndex(Protocol):
+    """What a table of keys asks of its index, on any device."""
+
+    keys: Tensor
+    """int64 [capacity]: the key of each row."""
+    num_rows: int
+    """Rows in use, row 0 among them."""
+
+    def find(self, keys: Tensor) -> Tensor:
+        """int64 [n] to the rows, int64 [n], 0 where there is none."""
+
+    def find_or_add(self, keys: Tensor) -> Tensor:
+        """int64 [n], each once, to their rows; a key without one gets the next."""
+
+    def keep(self, num_rows: int) -> None:
+        """Forget all rows from that one on. Keys of rows below may have been overwritten before."""
+
+
+class HashIndex:
+    """On the processor: the product's own hash index, in compiled code. Keys may be given more than once."""
+
+    def __init__(self, capacity: int = _MIN_CAPACITY) -> None:
+        """`capacity`: rows that there is room for at first."""
+        self.num_rows = 1
+        self._set_capacity(max(capacity, 1) + 1)
+        self.keys = torch.empty(self._capacity, dtype=torch.int64)
+        self.keys[0] = 0
+
+    def find(self, keys: Tensor) -> Tensor:
+        """As the protocol says."""
+        rows = torch.empty(len(keys), dtype=torch.int64)
+        find_rows(*self._addresses(), self.num_rows, keys.numpy(), rows.numpy())
+        return rows
+
+    def find_or_add(self, keys: Tensor) -> Tensor:
+        """As the protocol says.
+
+        Raises:
+            UnavailableError: 2^32 rows are in use.
+        """
+        rows = torch.empty(len(keys), dtype=torch.int64)
+        progress = np.zeros(1, np.int64)
+        while True:
+            self.num_rows = add_rows(
+                *self._addresses(), self._capacity, self.num_rows, keys.numpy(), rows.numpy(), progress
+            )
+            if progress[0] == len(keys):
+                return rows
+            self._grow()
+
+    def keep(self, num_rows: int) -> None:
+        """As the protocol says."""
+        self.num_rows = num_rows
+        self._index_again()
+
+    def _addresses(self) -> tuple[int, int, int]:
+        return self._buckets.data_ptr(), len(self._buckets), self.keys.data_ptr()
+
+    def _set_capacity(self, capacity: int) -> None:
+        if capacity > MAX_ROWS:
+            raise UnavailableError(f"a table of one rank holds no more than {MAX_ROWS} rows; train on more ranks")
+        self._capacity = capacity
+        # torch puts tensors at cache lines, as the index wants its buckets.
+        self._buckets = torch.zeros((capacity // _KEYS_PER_BUCKET + 1, BUCKET_BYTES), dtype=torch.uint8)
+
+    def _grow(self) -> None:
+        self._set_capacity(max(2 * self._capacity, _MIN_CAPACITY))
+        keys = torch.empty(self._capacity, dtype=torch.int64)
+        keys[: self.num_rows] = self.keys[: self.num_rows]
+        self.keys = keys
+        self._index_again()
+
+    def _index_again(self) -> None:
+        self._buckets.zero_()
+        index_rows(*self._addresses(), self.num_rows)
+
+
+class SortedIndex:
+    """On any device, by torch's operators: sorted keys, and those that came last apart, to be merged now and then."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.num_rows = 1
+        self.keys = torch.zeros(_MIN_CAPACITY, dtype=torch.int64, device=device)
+        self._set_levels(1)
+
+    def find(self, keys: Tensor) -> Tensor:
+        """As the protocol says."""
+        return self._find_in(self._recent, keys) + self._find_in(self._older, keys)
+
+    def find_or_add(self, keys: Tensor) -> Tensor:
+        """As the protocol says."""
+        rows = self.find(keys)
+        added = keys[rows == 0]
+        if len(added):
+            first, self.num_rows = self.num_rows, self.num_rows + len(added)
+            self._make_room()
+            self.keys[first : self.num_rows] = added
+            rows[rows == 0] = torch.arange(first, self.num_rows, device=keys.device)
+            is_merged = 8 * (self.num_rows - self._num_older) > self._num_older + 8 * _MIN_CAPACITY
+            self._set_levels(self.num_rows if is_merged else self._num_older)
+        return rows
+
+    def keep(self, num_rows: int) -> None:
+        """As the protocol says."""
+        self.num_rows = num_rows
+        self._set_levels(num_rows)
+
+    def _make_room(self) -> None:
+        if self.num_rows > len(self.keys):
+            keys = self.keys.new_zeros(max(2 * len(self.keys), self.num_rows))
+            keys[: len(self.keys)] = self.keys
+            self.keys = keys
+
+    def _set_levels(self, num_older: int) -> None:
+        """Sort rows from 1 to num_older unless that is done, and those behind them."""
+        if num_older != getattr(self, "_num_older", None) or num_older == self.num_rows:
+            self._older = self._sorted(1, num_older)
+        self._num_older = num_older
+        self._recent = self._sorted(num_older, self.num_rows)
+
+    def _sorted(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        keys, order = self.keys[first:last].sort()
+        return keys, order + first
+
+    def _find_in(self, level: tuple[Tensor, Tensor], keys: Tensor) -> Tensor:
+        known, rows = level
+        if not len(known):
+            return torch.zeros_like(keys)
+        places = torch.searchsorted(known, keys).clamp(max=len(known) - 1)
+        return torch.where(known[places] == keys, rows[places], 0)
+
+
+def create_index(device: torch.device) -> KeyIndex:
+    """The index that fits a device."""
+    return HashIndex() if device.type == "cpu" else SortedIndex(device)
+
+
+def distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """int64 [n] to each of them once, int64 [m], and where each of the n stands there, int64 [n]."""
+    if keys.device.type != "cpu":
+        found, places = torch.unique(keys, return_inverse=True)
+        return found, places
+    index = HashIndex(len(keys) // 4)
+    places = index.find_or_add(keys) - 1
+    return index.keys[1 : index.num_rows], places

@@ -1,0 +1,55 @@
+"""Rows of tensors by their numbers, on whatever device they are: compiled code on the processor, torch elsewhere."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hotrow.training.kernels import vectors as compiled
+
+_NO_FACTORS = np.empty(0, np.float32)
+
+
+def gather(table: Tensor, rows: Tensor) -> Tensor:
+    """float32 [any, dim] and int64 [n] to [n, dim]."""
+    if not _is_here(table):
+        return table.index_select(0, rows)
+    output = table.new_empty((len(rows), table.shape[1]))
+    compiled.gather(table.data_ptr(), table.shape[1], rows.numpy(), output.data_ptr())
+    return output
+
+
+def scatter(table: Tensor, rows: Tensor, vectors: Tensor) -> None:
+    """Write vectors [n, dim] to rows, each of which is named once."""
+    if _is_here(table):
+        compiled.scatter(table.data_ptr(), table.shape[1], rows.numpy(), vectors.contiguous().data_ptr())
+    else:
+        table.index_copy_(0, rows, vectors)
+
+
+def add_up(
+    num_rows: int, rows: Tensor, vectors: Tensor, sources: Tensor | None = None, factors: Tensor | None = None
+) -> Tensor:
+    """The sums of the vectors of each row, float32 [num_rows, dim]; zeros where a row is not named.
+
+    Args:
+        rows: int64 [n], to which row a vector is added.
+        vectors: [n, dim]; of any number where there are
+        sources: int64 [n], which vector it is.
+        factors: float32 [n], of each vector.
+    """
+    vectors = vectors.to(torch.float32).contiguous()
+    sums = vectors.new_zeros((num_rows, vectors.shape[1]))
+    if _is_here(vectors):
+        places = rows.numpy() if sources is None else sources.numpy()
+        scales = _NO_FACTORS if factors is None else factors.contiguous().numpy()
+        of_bags = sources is not None
+        compiled.add_up(sums.data_ptr(), sums.shape[1], rows.numpy(), vectors.data_ptr(), of_bags, places, scales)
+        return sums
+    added = vectors if sources is None else vectors[sources]
+    return sums.index_add_(0, rows, added if factors is None else added * factors[:, None])
+
+
+def _is_here(table: Tensor) -> bool:
+    return table.device.type == "cpu"

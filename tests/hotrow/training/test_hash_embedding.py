@@ -1,0 +1,434 @@
+"""Embeddings of any keys hold and learn what a vocabulary of all keys, trained by torch, would."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from hypothesis import given, settings  # noqa: E402
+from hypothesis import strategies as st  # noqa: E402
+from torch import nn  # noqa: E402
+
+from hotrow import training  # noqa: E402
+from hotrow.training.key_index import HashIndex, SortedIndex  # noqa: E402
+from inference_session.errors import ConfigurationError  # noqa: E402
+
+pytestmark = [pytest.mark.training, pytest.mark.filterwarnings("ignore")]
+
+DIM = 3
+INT64 = (-(2**63), 2**63 - 1)
+UNIFORM = partial(nn.init.uniform_, a=-1, b=1)
+OPTIMIZERS: dict[str, tuple[Any, Any]] = {
+    "SGD": (lambda: training.SGD(0.3), lambda weights: torch.optim.SGD(weights, 0.3)),
+    "Adagrad": (lambda: training.Adagrad(0.3), lambda weights: torch.optim.Adagrad(weights, 0.3)),
+    "Adam": (lambda: training.Adam(0.3), lambda weights: torch.optim.SparseAdam(weights, 0.3)),
+}
+KEYS = st.one_of(st.integers(-3, 3), st.sampled_from([*INT64, -(2**32), 2**32, 0]), st.integers(*INT64))
+BATCHES = st.lists(st.lists(KEYS, max_size=12), max_size=6)
+
+
+def _int64(keys: list[int]) -> Any:
+    return torch.tensor(keys, dtype=torch.int64)
+
+
+class Vocabulary:
+    """The oracle: a row of nn.Embedding for each key, which one of torch's optimizers trains."""
+
+    def __init__(self, embedding: Any, keys: set[int], optimizer: Any) -> None:
+        self.numbers = {key: number for number, key in enumerate(sorted(keys))}
+        self.table = nn.Embedding(max(len(keys), 1), embedding.embedding_dim, sparse=True)
+        with torch.no_grad():
+            initial = embedding._rows.initial_vectors(_int64(list(self.numbers)))
+            self.table.weight[: len(keys)] = initial
+        self.optimizer = optimizer(self.table.parameters())
+
+    def __call__(self, keys: list[int]) -> Any:
+        return self.table(_int64([self.numbers[key] for key in keys]))
+
+    def learn(self) -> None:
+        """One step, if there are gradients."""
+        if self.table.weight.grad is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+def _loss(vectors: Any) -> Any:
+    """Differs for each place of a batch."""
+    factors = torch.arange(1.0, vectors.numel() + 1).reshape(vectors.shape) / max(vectors.numel(), 1)
+    return ((vectors - factors) ** 2).sum()
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches=BATCHES, name=st.sampled_from(sorted(OPTIMIZERS)))
+def test_rows_learn_as_those_of_a_vocabulary(batches: list[list[int]], name: str) -> None:
+    """Any keys, duplicates, empty batches: the optimizer sees the sum of a row's gradients, once a batch."""
+    ours, oracles = OPTIMIZERS[name]
+    embedding = training.HashEmbedding(DIM, optimizer=ours(), initializer=UNIFORM)
+    known = {key for batch in batches for key in batch}
+    oracle = Vocabulary(embedding, known, oracles)
+
+    for batch in batches:
+        found, expected = embedding(_int64(batch)), oracle(batch)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+        _loss(found).backward()
+        _loss(expected).backward()
+        oracle.learn()
+
+    assert len(embedding) == len(known)
+    embedding.eval()
+    keys = sorted(known)
+    torch.testing.assert_close(embedding(_int64(keys)), oracle(keys).detach(), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("weighted", [False, True, "learned"])
+@settings(max_examples=15, deadline=None)
+@given(bags=st.lists(st.lists(st.integers(-3, 3), max_size=4), max_size=5), padding=st.sampled_from([None, 0]))
+def test_bags_are_those_of_torch(mode: str, weighted: Any, bags: list[list[int]], padding: int | None) -> None:
+    """Forward and backward, with offsets, empty bags, weights that learn or not, and a key that stands for none."""
+    if weighted and mode != "sum":
+        return
+    bag = training.HashEmbeddingBag(
+        DIM, optimizer=training.SGD(0.3), initializer=UNIFORM, mode=mode, padding_idx=padding
+    )
+    twin = nn.EmbeddingBag(7, DIM, mode=mode, padding_idx=None if padding is None else padding + 3)
+    with torch.no_grad():
+        twin.weight[:] = bag._rows.initial_vectors(torch.arange(-3, 4))
+        if padding is not None:
+            twin.weight[padding + 3] = 0
+    keys = _int64([key for part in bags for key in part])
+    offsets = _int64([sum(map(len, bags[:number])) for number in range(len(bags))])
+    weights = [torch.rand(len(keys), requires_grad=weighted == "learned")] if weighted else [None]
+    weights.append(weights[0].detach().clone().requires_grad_() if weighted else None)
+
+    found, expected = bag(keys, offsets, weights[0]), twin(keys + 3, offsets, weights[1])
+    torch.testing.assert_close(found, expected)
+    _loss(found).backward()
+    _loss(expected).backward()
+    with torch.no_grad():
+        twin.weight -= 0.3 * twin.weight.grad
+    if weighted == "learned":
+        torch.testing.assert_close(weights[0].grad, weights[1].grad)
+
+    bag.eval()
+    known = _int64(sorted({*keys.tolist()} - {padding}))
+    torch.testing.assert_close(bag(known[:, None]), twin.weight[known + 3].detach(), atol=1e-6, rtol=1e-5)
+
+
+def test_a_matrix_of_keys_is_a_bag_for_each_row() -> None:
+    """Also of no rows, and of rows without keys."""
+    bag = training.HashEmbeddingBag(DIM, mode="sum")
+    for shape in ((2, 3), (0, 3), (2, 0), (0, 0)):
+        pooled = bag(torch.arange(shape[0] * shape[1]).reshape(shape))
+        assert pooled.shape == (shape[0], DIM)
+        pooled.sum().backward()
+    vectors = {key: bag(_int64([[key]])) for key in range(3)}
+    torch.testing.assert_close(bag(_int64([[0, 1, 2]])), vectors[0] + vectors[1] + vectors[2])
+
+
+def test_evaluation_adds_no_rows_and_answers_unknown_keys_with_zeros() -> None:
+    """Nothing is learned either."""
+    embedding = training.HashEmbedding(DIM)
+    known = embedding(_int64([5])).detach()
+    embedding.eval()
+
+    answers = embedding(_int64([[5, 6], [-1, 5]]))
+
+    assert len(embedding) == 1
+    assert not answers.requires_grad
+    assert torch.equal(answers, torch.stack([torch.cat([known, 0 * known]), torch.cat([0 * known, known])]))
+    assert embedding(_int64([])).shape == (0, DIM)
+
+
+def test_what_is_asked_twice_for_a_batch_learns_once() -> None:
+    """As one of torch's optimizers would, which steps after backward."""
+    embedding = training.HashEmbedding(DIM, optimizer=training.Adagrad(0.5), initializer=UNIFORM)
+    oracle = Vocabulary(embedding, {1, 2, 3}, lambda weights: torch.optim.Adagrad(weights, 0.5))
+
+    for _ in range(3):
+        for model in (embedding, lambda keys: oracle(keys.tolist())):
+            (_loss(model(_int64([1, 2, 2]))) + _loss(model(_int64([3, 1])))).backward()
+        oracle.learn()
+
+    assert embedding.steps == 3
+    torch.testing.assert_close(embedding(_int64([1, 2, 3])), oracle([1, 2, 3]))
+
+
+def test_a_backward_that_failed_leaves_nothing_behind() -> None:
+    """The next one learns its own gradients only."""
+    embedding = training.HashEmbedding(DIM, optimizer=training.SGD(1.0))
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, vectors: Any) -> Any:
+            return vectors.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradients: Any) -> Any:
+            raise RuntimeError("as asked")
+
+    vectors = embedding(_int64([1]))
+    with pytest.raises(RuntimeError, match="as asked"):
+        (embedding(_int64([1])).sum() + Failing.apply(embedding(_int64([2]))).sum()).backward()
+    embedding(_int64([3])).sum().backward()
+
+    learned = embedding(_int64([1]))
+    assert torch.equal(learned, vectors) or torch.equal(learned, vectors - 1)  # as far as the failed one had come
+    assert torch.equal(embedding(_int64([3])), embedding._rows.initial_vectors(_int64([3])) - 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    batches=st.lists(st.sets(KEYS, max_size=40), max_size=8),
+    kind=st.sampled_from([lambda: HashIndex(1), lambda: SortedIndex(torch.device("cpu"))]),
+    kept=st.integers(0, 30),
+)
+def test_an_index_is_a_dictionary(batches: list[set[int]], kind: Any, kept: int) -> None:
+    """It grows from room for one key; keys that are not kept are forgotten."""
+    index, oracle = kind(), dict[int, int]()
+    for number, batch in enumerate(batches):
+        keys = _int64(list(batch))
+        assert index.find(keys).tolist() == [oracle.get(key, 0) for key in keys.tolist()]
+        rows = index.find_or_add(keys).tolist()
+        for key in keys.tolist():
+            oracle.setdefault(key, len(oracle) + 1)
+        assert rows == [oracle[key] for key in keys.tolist()]
+        if number == 2 and len(oracle) > kept:
+            index.keep(kept + 1)
+            oracle = {key: row for key, row in oracle.items() if row <= kept}
+    assert index.num_rows == len(oracle) + 1
+    assert {int(key): row for row, key in enumerate(index.keys[: index.num_rows]) if row} == oracle
+
+
+def test_many_keys_grow_the_table() -> None:
+    """Rows, states and vectors stay with their keys."""
+    torch.manual_seed(0)
+    embedding = training.HashEmbedding(2, optimizer=training.Adagrad(0.1), initializer=UNIFORM)
+    keys = torch.randint(*INT64, (20_000,))
+    for part in keys.split(3000):
+        embedding(part).sum().backward()
+
+    rows = embedding.rows()
+    assert sorted(rows.keys.tolist()) == sorted(set(keys.tolist()))
+    assert torch.equal(rows.states["sum"], torch.ones(len(rows.keys), 2))
+    torch.testing.assert_close(rows.vectors, embedding._rows.initial_vectors(rows.keys) - 0.1)
+
+
+def test_initial_vectors_follow_the_initializer() -> None:
+    """By their distribution, by constants, and column by column; each key has its own."""
+    embedding = training.HashEmbedding(16, initializer=partial(nn.init.normal_, mean=3.0, std=0.5))
+    vectors = embedding(torch.arange(50_000) * 7919).detach()
+    assert abs(float(vectors.mean()) - 3) < 0.01
+    assert abs(float(vectors.std()) - 0.5) < 0.01
+    assert len(torch.unique(vectors, dim=0)) == len(vectors)
+
+    def columns(tensor: Any) -> None:
+        tensor.copy_(torch.arange(4.0).expand_as(tensor))
+
+    assert training.HashEmbedding(4, initializer=columns)(_int64([-9])).tolist() == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("given_as", [torch.uint32, torch.int64, torch.int32, torch.uint8])
+def test_keys_of_other_integers_are_taken(given_as: Any) -> None:
+    """As far as they fit."""
+    embedding = training.HashEmbedding(DIM, key_dtype=torch.uint32)
+    assert embedding(torch.tensor([1, 200], dtype=given_as)).shape == (2, DIM)
+    assert torch.equal(embedding(torch.tensor([200], dtype=given_as)), embedding(_int64([200])))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: training.HashEmbedding(0), "embedding_dim is 0"),
+        (lambda: training.HashEmbedding(4, key_dtype=torch.float32), "allowed are int64 and uint32"),
+        (lambda: training.HashEmbedding(4, optimizer=torch.optim.SGD), "not by optimizers of torch"),
+        (lambda: training.HashEmbedding(4, max_rows=0), "max_rows is 0"),
+        (lambda: training.HashEmbedding(4).evict(unused_for=1), "only counted with"),
+        (lambda: training.Adagrad(-1), "lr is -1"),
+        (lambda: training.HashEmbedding(4)(torch.ones(2)), "keys are torch.float32"),
+        (lambda: training.HashEmbedding(4)([1]), "keys are list"),
+        (lambda: training.HashEmbedding(4, key_dtype="uint32")(_int64([-1])), "are not uint32"),
+        (lambda: training.HashEmbedding(4, key_dtype="uint32")(_int64([2**32])), "are not uint32"),
+        (lambda: training.HashEmbeddingBag(4, mode="most"), "mode is 'most'"),
+        (lambda: training.HashEmbeddingBag(4)(_int64([1])), "with offsets"),
+        (lambda: training.HashEmbeddingBag(4)(_int64([1]), _int64([1])), "offsets have to begin with 0"),
+        (lambda: training.HashEmbeddingBag(4)(_int64([1, 2]), _int64([0, 3])), "offsets have to begin with 0"),
+        (lambda: training.HashEmbeddingBag(4)(_int64([[1]]), _int64([0])), "bags already"),
+        (lambda: training.HashEmbeddingBag(4)(_int64([[1]]), None, torch.ones(1, 1)), "are for sums"),
+        (
+            lambda: training.HashEmbeddingBag(4, mode="sum")(_int64([[1]]), None, torch.ones(1)),
+            r"have shape \[1\], the keys \[1, 1\]",
+        ),
+        (
+            lambda: training.HashEmbedding(4).put(training.Rows(_int64([1]), torch.ones(1, 3))),
+            r"vectors have shape \[1, 3\]",
+        ),
+        (
+            lambda: training.HashEmbedding(4, optimizer=training.SGD()).put(
+                training.Rows(_int64([1]), torch.ones(1, 4), {"sum": torch.ones(1, 4)})
+            ),
+            "SGD has no state sum",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
+    """By what was given and what is allowed."""
+    with pytest.raises(ConfigurationError, match=message):
+        call()
+
+
+def test_rows_are_read_and_written_in_bulk() -> None:
+    """Also over those that are there, with and without what the optimizer keeps."""
+    embedding = training.HashEmbedding(2, optimizer=training.Adagrad(0.1, initial_accumulator_value=0.5))
+    embedding(_int64([7, 8])).sum().backward()
+    embedding.put(training.Rows(_int64([8, -9]), torch.tensor([[1.0, 2], [3, 4]])))
+    embedding.put(training.Rows(_int64([7]), torch.tensor([[5.0, 6]]), {"sum": torch.tensor([[9.0, 9]])}))
+
+    rows = embedding.rows()
+    found = {int(key): (rows.vectors[i].tolist(), rows.states["sum"][i].tolist()) for i, key in enumerate(rows.keys)}
+    assert found == {8: ([1, 2], [0.5, 0.5]), -9: ([3, 4], [0.5, 0.5]), 7: ([5, 6], [9, 9])}
+    embedding.clear()
+    assert len(embedding) == 0
+    assert torch.equal(embedding.eval()(_int64([7, 0])), torch.zeros(2, 2))
+
+
+def test_an_optimizer_of_ones_own() -> None:
+    """Momentum, with a state that begins elsewhere than at zero."""
+
+    class Momentum(training.RowOptimizer):
+        lr = 0.5
+
+        def states(self) -> dict[str, float]:
+            return {"velocity": 1.0}
+
+        def update(self, vectors: Any, gradients: Any, states: Any, step: int) -> None:
+            vectors.sub_(states["velocity"].mul_(0.5).add_(gradients), alpha=self.lr)
+
+    embedding = training.HashEmbedding(1, optimizer=Momentum(), initializer=nn.init.zeros_)
+    for _ in range(2):
+        embedding(_int64([3])).sum().backward()
+
+    assert embedding(_int64([3])).tolist() == [[-0.5 * (1.5 + 1.75)]]
+
+
+def test_a_learning_rate_that_changes() -> None:
+    """As a schedule sets it."""
+    embedding = training.HashEmbedding(1, optimizer=training.SGD(1.0), initializer=nn.init.zeros_)
+    embedding(_int64([3])).sum().backward()
+    embedding.optimizer.lr = 0.25
+    embedding(_int64([3])).sum().backward()
+    assert embedding(_int64([3])).tolist() == [[-1.25]]
+
+
+def test_the_state_of_a_model_comes_back() -> None:
+    """Rows, states, steps and what new rows begin with; a state of another kind is refused."""
+
+    def model(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return nn.Sequential(training.HashEmbedding(DIM, optimizer=training.Adam(0.1)), nn.Linear(DIM, 1))
+
+    one, other = model(0), model(1)
+    for keys in ([1, 2, 2], [2, 3]):
+        one(_int64(keys)).sum().backward()
+    other(_int64([4])).sum().backward()
+    state = copy.deepcopy(one.state_dict())
+    other.load_state_dict(state)
+
+    for keys in ([2, 9], [1]):
+        for trained in (one, other):
+            trained(_int64(keys)).sum().backward()
+    for trained in (one, other):
+        trained.eval()
+    assert len(other[0]) == 4
+    assert torch.equal(one(_int64([1, 2, 3, 4, 9])), other(_int64([1, 2, 3, 4, 9])))
+    assert torch.equal(copy.deepcopy(one)(_int64([1, 9])), one(_int64([1, 9])))
+    with pytest.raises(RuntimeError, match="exp_avg"):
+        nn.Sequential(training.HashEmbedding(DIM), nn.Linear(DIM, 1)).load_state_dict(state)
+    with pytest.raises(RuntimeError, match="vectors have 3 elements"):
+        training.HashEmbedding(2, optimizer=training.Adam()).load_state_dict(one[0].state_dict())
+
+
+def test_rows_go_by_age() -> None:
+    """What training has not read for more steps than `max_age`."""
+    embedding = training.HashEmbedding(1, optimizer=training.SGD(1.0), initializer=nn.init.zeros_, max_age=2)
+    for step, keys in enumerate(([1, 2, 3], [2], [2], [2, 4], [2])):
+        embedding(_int64(keys)).sum().backward()
+        assert sorted(embedding.rows().keys.tolist()) == ([1, 2, 3], [1, 2, 3], [1, 2, 3], [2, 4], [2, 4])[step]
+    assert embedding(_int64([2, 4])).flatten().tolist() == [-5, -1]
+    assert embedding(_int64([1])).flatten().tolist() == [0]
+
+
+def test_no_more_rows_than_asked_stay() -> None:
+    """Those read last, or most often; gradients of rows that have gone meanwhile are dropped."""
+    by_age = training.HashEmbedding(1, optimizer=training.SGD(1.0), initializer=nn.init.zeros_, max_rows=3)
+    by_count = training.HashEmbedding(1, max_rows=3, evict_by="count")
+    early = by_age(_int64([1]))
+    for embedding in (by_age, by_count):
+        for keys in ([1, 2], [1, 2], [1, 3], [4, 5]):
+            embedding(_int64(keys)).sum().backward()
+    assert sorted(by_age.rows().keys.tolist()) == [3, 4, 5] or sorted(by_age.rows().keys.tolist()) == [1, 4, 5]
+    assert {1, 2} <= {*by_count.rows().keys.tolist()}
+    by_age.evict(unused_for=0)
+    early.sum().backward()
+    assert len(by_age) == 2
+    by_age.put(training.Rows(_int64([1]), torch.zeros(1, 1)))
+    assert by_age.evict(used_less_than=1) == 1
+
+
+def test_evicted_rows_leave_the_others_as_they_are() -> None:
+    """Against a dictionary, over many steps."""
+    torch.manual_seed(0)
+    embedding = training.HashEmbedding(1, optimizer=training.SGD(1.0), initializer=nn.init.zeros_, max_rows=50)
+    oracle: dict[int, float] = {}
+    for _ in range(60):
+        keys = torch.randint(-40, 40, (30,))
+        embedding(keys).sum().backward()
+        for key in keys.tolist():
+            oracle[key] = oracle.get(key, 0) - 1
+        rows = embedding.rows()
+        assert len(rows.keys) <= 50
+        oracle = {key: value for key, value in oracle.items() if key in set(rows.keys.tolist())}
+        assert dict(zip(rows.keys.tolist(), rows.vectors.flatten().tolist(), strict=True)) == oracle
+
+
+def test_autocast_and_scaled_losses() -> None:
+    """Vectors stay float32; scaled gradients are unscaled, and a row whose gradients are infinite stays as it is."""
+
+    class Scaler:
+        def is_enabled(self) -> bool:
+            return True
+
+        def get_scale(self) -> float:
+            return 1024.0
+
+    embedding = training.HashEmbedding(2, optimizer=training.SGD(1.0), initializer=nn.init.zeros_, grad_scaler=Scaler())
+    layer = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        vectors = embedding(_int64([1, 2]))
+        assert vectors.dtype == torch.float32
+        loss = layer(vectors).float()
+    (loss * torch.tensor([[1024.0], [torch.inf]])).sum().backward()
+    assert embedding(_int64([1, 2])).tolist() == [[-1, -1], [0, 0]]
+
+
+def test_training_without_gradients_adds_rows_and_learns_nothing() -> None:
+    """As nn.Embedding answers with its initial vectors."""
+    embedding = training.HashEmbedding(DIM)
+    with torch.no_grad():
+        vectors = embedding(_int64([1]))
+    assert len(embedding) == 1
+    assert torch.equal(vectors, embedding.eval()(_int64([1])))
+
+
+def test_the_module_moves_and_shows_itself() -> None:
+    """`to` keeps rows float32; a device that is none keeps numbers of rows only."""
+    embedding = training.HashEmbedding(2, optimizer=training.SGD(0.5))
+    vectors = embedding(_int64([1, 2])).detach()
+    assert torch.equal(embedding.half().double().to("cpu")(_int64([1, 2])), vectors)
+    assert repr(embedding) == "HashEmbedding(2, rows=2, optimizer=SGD(lr=0.5), key_dtype=torch.int64)"

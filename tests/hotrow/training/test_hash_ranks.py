@@ -1,0 +1,100 @@
+"""A hash embedding on several ranks answers and learns as on one."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+from hotrow import training  # noqa: E402
+
+from . import jobs  # noqa: E402
+
+pytestmark = [pytest.mark.training, pytest.mark.filterwarnings("ignore")]
+
+STEPS, BATCH = 4, 16
+KEYS = [-(2**63), 2**63 - 1, 0, -1, 5, 6, 7, 2**40]
+
+
+class Clicks(nn.Module):
+    """An embedding, a bag and a dense layer."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        initializer = partial(nn.init.uniform_, a=-1, b=1)
+        self.items = training.HashEmbedding(4, optimizer=training.Adagrad(0.1), initializer=initializer)
+        self.lists = training.HashEmbeddingBag(4, optimizer=training.Adam(0.1), initializer=initializer, padding_idx=0)
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, items: Any, lists: Any) -> Any:
+        return self.layer(torch.cat([self.items(items), self.lists(lists)], dim=1)).squeeze(1)
+
+
+def _batch(step: int) -> tuple[Any, Any, Any]:
+    random = torch.Generator().manual_seed(step)
+    keys = torch.tensor(KEYS)[torch.randint(0, len(KEYS), (BATCH, 4), generator=random)]
+    return keys[:, 0], keys[:, 1:], torch.rand(BATCH, generator=random)
+
+
+def _train(model: Any, rank: int, num_ranks: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(STEPS):
+        items, lists, labels = (part[rank::num_ranks] for part in _batch(step))
+        nn.functional.mse_loss(model(items, lists), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _answers(model: Any) -> Any:
+    """Of keys that are known and of one that is not."""
+    model.eval()
+    keys = torch.tensor([*KEYS, 99])
+    with torch.no_grad():
+        return torch.cat([model(keys, keys[:, None])[:, None], model.items(keys), model.lists(keys[:, None])], dim=1)
+
+
+def _job(rank: int, folder: Path, num_ranks: int) -> None:
+    model = DistributedDataParallel(Clicks(0 if rank == 0 else 100 + rank))
+    _train(model, rank, num_ranks)
+    held = model.module.items.rows().keys
+    assert torch.equal(torch.remainder(held, num_ranks), torch.full_like(held, rank))
+    answers = _answers(model.module)
+    if rank == 0:
+        torch.save(answers, folder / "answers.pt")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_several_ranks_train_as_one(tmp_path: Path, num_ranks: int) -> None:
+    """Within DistributedDataParallel, seeded differently, each with its part of the batch."""
+    alone = Clicks(0)
+    _train(alone, 0, 1)
+
+    jobs.run_ranks(_job, tmp_path, num_ranks, num_ranks=num_ranks)
+
+    found = torch.load(tmp_path / "answers.pt")
+    torch.testing.assert_close(found, _answers(alone), atol=1e-6, rtol=1e-6)
+    assert not found[-1, 1:].any()
+
+
+def _sum_job(rank: int, folder: Path) -> None:
+    """No rank has the same number of keys, one has none."""
+    bag = training.HashEmbedding(2, optimizer=training.SGD(1.0), initializer=nn.init.zeros_)
+    bag(torch.tensor([[7, 8, 8], []][rank], dtype=torch.int64)).sum().backward()
+    bag(torch.tensor([[], [-7, 8]][rank], dtype=torch.int64)).sum().backward()
+    answers = bag.eval()(torch.tensor([7, 8, -7, 9]))
+    assert answers[:, 0].tolist() == [-1, -3, -1, 0]
+    assert bag(torch.tensor([], dtype=torch.int64)).shape == (0, 2)
+
+
+def test_gradients_of_ranks_are_added_up(tmp_path: Path) -> None:
+    """Outside of DistributedDataParallel."""
+    jobs.run_ranks(_sum_job, tmp_path)
