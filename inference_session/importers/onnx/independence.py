@@ -17,7 +17,7 @@ from inference_session.importers.onnx.carve import Carved
 from inference_session.importers.onnx.evaluation import open_network, save_network
 from inference_session.importers.onnx.probe import PRIME_SIZES, Arrays
 from inference_session.importers.onnx.replay import Replay
-from inference_session.importers.onnx.sample_axis import CONSTANT, Kind, Observed, PerSample, SampleAxis
+from inference_session.importers.onnx.sample_axis import CONSTANT, Free, Kind, Observed, PerSample, SampleAxis
 from inference_session.importers.onnx.weights import Weight
 from inference_session.model_spec import LookupSpec, ModelSpec
 
@@ -52,7 +52,7 @@ def samples_are_independent(
         kinds.update({value.name: followed.kinds.get(value.name, CONSTANT) for value in carved.keys.graph.output})
         culprit = followed.culprit
     fed = tuple(replay.feeds(arrays) for arrays in feeds)
-    seen = Observed(PRIME_SIZES, fed, {})
+    seen = Observed.of_runs(PRIME_SIZES, fed, {})
     vectors: dict[str, list[Kind]] = {}
     for lookup in spec.lookups:
         vectors.setdefault(lookup.dense_input, []).append(_looked_up(lookup, kinds, seen))
@@ -76,7 +76,7 @@ def _looked_up(lookup: LookupSpec, kinds: Mapping[str, Kind], seen: Observed) ->
     if lookup.bags is not None:
         return _SAMPLES if _are_even_bags(lookup, kinds, seen) else None
     if not isinstance(keys, PerSample):
-        return keys if keys == CONSTANT and around == [CONSTANT] * len(around) else None
+        return CONSTANT if all(isinstance(kind, Free) and kind.is_constant for kind in around) else None
     axis, shapes = seen.axis(keys, lookup.keys), seen.shapes(lookup.keys)
     if axis is None or shapes is None or any(kind != keys for kind in around):
         return None
@@ -119,7 +119,7 @@ def _observe(network: ModelProto, weights: list[Weight], feeds: tuple[Arrays, ..
     for arrays in feeds:
         inputs = {name: arrays[name] for name in wanted}
         runs.append({**constants, **inputs, **dict(zip(found, session.run(found, inputs), strict=True))})
-    return Observed(PRIME_SIZES, tuple(runs), {weight.name: weight.dims for weight in weights})
+    return Observed.of_runs(PRIME_SIZES, tuple(runs), {weight.name: weight.dims for weight in weights})
 
 
 def _described(node: NodeProto | None) -> str:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from onnx import GraphProto, NodeProto, helper
 
 from inference_session.importers.onnx.graph import bodies, reads
+from inference_session.importers.onnx.operators import BROADCASTING, UNARY
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of one value, in each run."""
@@ -74,17 +75,26 @@ class Observed:
     """What two runs of a network with different numbers of samples have shown."""
 
     num_samples: tuple[int, ...]
+    dims: tuple[Mapping[str, tuple[int, ...]], ...]
+    """The shapes of tensors by name, in each run."""
     values: tuple[Mapping[str, Any], ...]
-    """By name, in each run."""
-    weights: Mapping[str, tuple[int, ...]]
-    """The shapes of constants whose values are of no interest."""
+    """By name, in each run; small ones at least, where they depend on sizes alone."""
+
+    @classmethod
+    def of_runs(
+        cls, num_samples: tuple[int, ...], values: tuple[Mapping[str, Any], ...], weights: Mapping[str, tuple[int, ...]]
+    ) -> Observed:
+        """What two runs have computed; `weights`: the shapes of constants whose values are of no interest."""
+        dims = tuple(
+            {**weights, **{name: value.shape for name, value in run.items() if isinstance(value, np.ndarray)}}
+            for run in values
+        )
+        return cls(num_samples, dims, values)
 
     def shapes(self, name: str) -> Shapes | None:
         """The shapes of a value; None where it was not seen in both runs, or is no tensor."""
-        if name in self.weights:
-            return (self.weights[name],) * len(self.values)
-        found = [run[name] for run in self.values if isinstance(run.get(name), np.ndarray)]
-        return tuple(array.shape for array in found) if len(found) == len(self.values) else None
+        found = [run[name] for run in self.dims if name in run]
+        return tuple(found) if len(found) == len(self.dims) else None
 
     def fixed(self, name: str) -> NDArray[Any] | None:
         """A value that is the same in both runs."""
@@ -555,7 +565,8 @@ def _trilu(step: _Step) -> list[Kind]:
 
 def _batch_normalization(step: _Step) -> list[Kind]:
     at = step.only()
-    if at is None or step.attribute("training_mode", 0) or at.axis == 1:
+    is_training = step.attribute("training_mode", 0) or len(list(filter(None, step.node.output))) > 1
+    if at is None or is_training or at.axis == 1:
         return [None] * len(step.node.output)
     return step.outputs(at.axis, at.outer)
 
@@ -583,8 +594,9 @@ def _recurrent(step: _Step) -> list[Kind]:
 
 
 def _dropout(step: _Step) -> list[Kind]:
-    """As it is outside training, which nodes with a third operand may ask for."""
-    return _neither(step) if len(step.kinds) > 2 else _elementwise(step)
+    """As it is outside training, which a third operand may ask for."""
+    asks_for_training = len(step.kinds) > 2 and bool(step.node.input[2]) and step.fixed(2) not in ([0], [False])
+    return _neither(step) if asks_for_training else _elementwise(step)
 
 
 def _normalized_axes(step: _Step) -> list[Kind]:
@@ -593,22 +605,21 @@ def _normalized_axes(step: _Step) -> list[Kind]:
     return step.outputs(at.axis, at.outer) if at and at.axis not in axes else _neither(step)
 
 
-_ELEMENTWISE = """
-Abs Acos Acosh Add And Asin Asinh Atan Atanh BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor Cast CastLike
-Ceil Celu Clip Cos Cosh Div Elu Equal Erf Exp Floor Gelu Greater GreaterOrEqual HardSigmoid HardSwish Identity
-IsInf IsNaN LeakyRelu Less LessOrEqual Log Max Mean Min Mish Mod Mul Neg Not Or PRelu Pow Reciprocal Relu Round
-Selu Shrink Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Sub Sum Swish Tan Tanh ThresholdedRelu Where Xor
-"""
 _REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
 
+_SAMPLES_IN_FRONT = """
+AveragePool Conv DepthToSpace GlobalAveragePool GlobalMaxPool GroupNormalization InstanceNormalization LRN MaxPool
+SpaceToDepth
+"""
+
 _RULES: dict[str, Callable[[_Step], list[Kind]]] = {
-    **dict.fromkeys(_ELEMENTWISE.split(), _elementwise),
+    **dict.fromkeys(UNARY | BROADCASTING, _elementwise),
     **dict.fromkeys((f"Reduce{name}" for name in _REDUCTIONS), _reduction),
     **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze"), _reshaped),
     **dict.fromkeys(("Softmax", "LogSoftmax", "Hardmax"), _softmax),
     **dict.fromkeys(("ArgMax", "ArgMin"), _arg),
     **dict.fromkeys(("GRU", "LSTM", "RNN"), _recurrent),
-    **dict.fromkeys(("Conv", "MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool"), _samples_in_front),
+    **dict.fromkeys(_SAMPLES_IN_FRONT.split(), _samples_in_front),
     "BatchNormalization": _batch_normalization,
     "Concat": _concat,
     "ConstantOfShape": _constant_of_shape,

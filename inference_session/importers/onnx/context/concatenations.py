@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto
 
-from inference_session.importers.onnx.context.rows import BROADCASTING, UNARY
 from inference_session.importers.onnx.context.weighted import weighted
 from inference_session.importers.onnx.context.work import Builder, Work
 from inference_session.importers.onnx.graph import attribute
+from inference_session.importers.onnx.operators import BROADCASTING, UNARY
 
 
 class Part(NamedTuple):

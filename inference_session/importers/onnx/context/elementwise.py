@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from onnx import NodeProto
 
-from inference_session.importers.onnx.context.rows import BROADCASTING
 from inference_session.importers.onnx.context.work import Builder, Work
+from inference_session.importers.onnx.operators import BROADCASTING
 
 
 def drop_expansions(work: Work) -> None:

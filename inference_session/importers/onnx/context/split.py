@@ -11,17 +11,13 @@ from onnx import GraphProto, ModelProto, TensorProto, helper
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 from inference_session.importers.onnx.context.costs import Costs, saved_costs, tiled_readers, unproven_readers
 from inference_session.importers.onnx.context.rewrites import rewrite
-from inference_session.importers.onnx.context.rows import Probe, RowAnalysis, Rows
-from inference_session.importers.onnx.context.shapes import Shapes, sized
+from inference_session.importers.onnx.context.rows import RowAnalysis, Rows
 from inference_session.importers.onnx.context.work import Work
 from inference_session.importers.onnx.context.worlds import CONTEXT, Worlds
 from inference_session.importers.onnx.graph import Names
 from inference_session.importers.onnx.types import value_type
 from inference_session.importers.onnx.weights import Weight
 from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT
-
-_PROBES = ((101, 13), (103, 13), (101, 17))
-"""Samples, and the size of whatever else is open."""
 
 
 class Cut(Enum):
@@ -60,7 +56,7 @@ def split_context(
     _check(model.graph, context)
     copy = ModelProto()
     copy.CopyFrom(model)
-    rows = RowAnalysis(copy.graph, [_probe(copy, weights, *sizes) for sizes in _PROBES], _opset(copy))
+    rows = RowAnalysis(copy, weights)
     proven = all(_counts_samples(rows, value.name) for value in copy.graph.output)
     worlds = Worlds(copy.graph, rows, names, context, ROW_CONTEXT)
     worlds.divide()
@@ -95,15 +91,6 @@ def _check(graph: GraphProto, context: Sequence[str]) -> None:
 def _counts_samples(rows: RowAnalysis, name: str) -> bool:
     state = rows.state(name)
     return isinstance(state, Rows) and state.plain and state.axis == 0
-
-
-def _opset(model: ModelProto) -> int:
-    return next(int(item.version) for item in model.opset_import if item.domain in ("", "ai.onnx"))
-
-
-def _probe(model: ModelProto, weights: Mapping[str, Weight], num_samples: int, inner: int) -> Probe:
-    shapes = {value.name: sized(model.graph, value.name, num_samples, inner) for value in model.graph.input}
-    return Probe(num_samples, Shapes(model, weights, shapes))
 
 
 def _declare(graph: GraphProto, context: Sequence[str], worlds: Worlds) -> None:
