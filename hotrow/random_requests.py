@@ -53,7 +53,7 @@ def _num_unknown(session: InferenceSession, requests: list[Arrays]) -> int | Non
 
 
 def _default_vectors(session: InferenceSession) -> int:
-    return sum(table["default_vectors"] for table in session.stats()["tables"].values())
+    return sum(table.default_vectors for table in session.snapshot().session.tables.values())
 
 
 def _random_request(session: InferenceSession, random: np.random.Generator, bound: int) -> Arrays:

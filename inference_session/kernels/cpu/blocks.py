@@ -22,7 +22,7 @@ from inference_session.kernels.cpu.hash_index import (
     home_bucket,
 )
 from inference_session.kernels.cpu.intrinsics import kernel, load, prefetch
-from inference_session.kernels.cpu.rows import load_key, mark_hit, row_of, row_of_number
+from inference_session.kernels.cpu.rows import bag_length, load_key, mark_hit, row_of, row_of_number
 from inference_session.kernels.cpu.vectors import (
     Share,
     copy_vector,
@@ -162,14 +162,6 @@ def _take_bags(segment: Any, dim: int, num_rows: int, room: int, cursor: Any, bl
     cursor.row = row
     cursor.column = column
     block.count = count
-
-
-@kernel
-def bag_length(segment: Any, row: int) -> Any:
-    """Keys in one row of a segment."""
-    if segment.begins_address == 0:
-        return segment.keys_per_row
-    return load(segment.ends_address, np.int64, row) - load(segment.begins_address, np.int64, row)
 
 
 @kernel

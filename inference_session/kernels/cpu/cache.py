@@ -31,8 +31,10 @@ from inference_session.kernels.cpu.hash_index import (
     BUCKET_BYTES,
     ROWS_AT,
     SLOTS,
+    fill_slot,
     hash_key,
     home_bucket,
+    replace_row,
     slot_of,
     tag_of,
 )
@@ -169,9 +171,7 @@ def _enter_row(cache: Any, capacity: int, bucket: int, hashed: Any, row: int) ->
         slot = lowest_bit(empty)
     cache.marks[row] = 0
     _move(cache, row, MAIN if _is_remembered(cache, hashed) else SMALL)
-    store(bucket + ROWS_AT, np.uint32, slot, np.uint32(row))
-    publish()
-    store(bucket, np.uint8, slot, tag_of(hashed))
+    fill_slot(bucket, slot, tag_of(hashed), row)
     cache.events[INSERTED] += 1
 
 
@@ -182,8 +182,7 @@ def _replace_row(cache: Any, bucket: int, slot: int, row: int) -> None:
     cache.marks[row] = cache.marks[old]
     _unlink(cache, row)
     _link(cache, row, cache.lists[old], old)
-    publish()
-    store(bucket + ROWS_AT, np.uint32, slot, np.uint32(row))
+    replace_row(bucket, slot, row)
     _move(cache, old, RETIRED)
     cache.events[UPDATED] += 1
 

@@ -116,6 +116,43 @@ def slot_of(bucket: int, tag: Any, keys_address: int, num_rows: int, key: int) -
 
 
 @kernel
+def fill_slot(bucket: int, slot: int, tag: Any, row: int) -> None:
+    """Lead an empty slot to a row, which must be whole. The slot counts from its tag on, which comes last."""
+    store(bucket + ROWS_AT, np.uint32, slot, np.uint32(row))
+    publish()
+    store(bucket, np.uint8, slot, tag)
+
+
+@kernel
+def replace_row(bucket: int, slot: int, row: int) -> Any:
+    """Lead a slot to another row of its key, which must be whole; returns the one before, which may be read still."""
+    old = np.int64(load(bucket + ROWS_AT, np.uint32, slot))
+    publish()
+    store(bucket + ROWS_AT, np.uint32, slot, np.uint32(row))
+    return old
+
+
+@kernel
+def lead_to(
+    index_address: int, num_buckets: int, keys_address: int, num_rows: int, key: int, hashed: Any, row: int
+) -> Any:
+    """Lead the index to a row of the key, which must be whole; returns the row that it led to before, -1: none."""
+    position, tag = home_bucket(hashed, num_buckets), tag_of(hashed)
+    for _ in range(num_buckets):
+        bucket = index_address + BUCKET_BYTES * position
+        known = slot_of(bucket, tag, keys_address, num_rows, key)
+        if known >= 0:
+            return replace_row(bucket, known, row)
+        empty = match_bytes(bucket, np.uint8(0)) & ALL_SLOTS
+        if empty != 0:
+            fill_slot(bucket, lowest_bit(empty), tag, row)
+            return -1
+        store(bucket, np.uint8, OVERFLOW_AT, np.uint8(1))
+        position = position + 1 if position + 1 < num_buckets else 0
+    return -1
+
+
+@kernel
 def insert_rows(
     index_address: int, num_buckets: int, keys_address: int, num_rows: int, first_row: int, last_row: int
 ) -> None:
@@ -128,26 +165,8 @@ def insert_rows(
         if row + _AHEAD < last_row:
             hashed = hash_key(load(keys_address, np.int64, row + _AHEAD))
             prefetch(index_address + BUCKET_BYTES * home_bucket(hashed, num_buckets))
-        _insert_row(index_address, num_buckets, keys_address, num_rows, row)
-
-
-@kernel
-def _insert_row(index_address: int, num_buckets: int, keys_address: int, num_rows: int, row: int) -> None:
-    key = load(keys_address, np.int64, row)
-    hashed = hash_key(key)
-    position, tag = home_bucket(hashed, num_buckets), tag_of(hashed)
-    for _ in range(num_buckets):
-        bucket = index_address + BUCKET_BYTES * position
-        known = slot_of(bucket, tag, keys_address, num_rows, key)
-        empty = match_bytes(bucket, np.uint8(0)) & ALL_SLOTS
-        if known >= 0 or empty != 0:
-            slot = known if known >= 0 else lowest_bit(empty)
-            store(bucket + ROWS_AT, np.uint32, slot, np.uint32(row))
-            publish()  # a slot counts from its tag on, and the process may be killed in between
-            store(bucket, np.uint8, slot, tag)
-            return
-        store(bucket, np.uint8, OVERFLOW_AT, np.uint8(1))
-        position = position + 1 if position + 1 < num_buckets else 0
+        key = load(keys_address, np.int64, row)
+        lead_to(index_address, num_buckets, keys_address, num_rows, key, hash_key(key), row)
 
 
 @kernel

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from inference_session.kernels.cpu.intrinsics import kernel, load
+from inference_session.kernels.cpu.intrinsics import kernel
+from inference_session.kernels.cpu.rows import bag_length, keys_of_row, load_key
 
 
 @kernel
@@ -16,14 +15,8 @@ def copy_keys(segments: Any, keys: Any) -> int:
     for s in range(len(segments)):
         segment = segments[s]
         for row in range(segment.num_rows):
-            begin, end, address = np.int64(0), segment.keys_per_row, segment.keys_address
-            if segment.begins_address == 0:
-                address += row * segment.row_stride
-            else:
-                begin = load(segment.begins_address, np.int64, row)
-                end = load(segment.ends_address, np.int64, row)
-            for position in range(begin, end):
-                at = address + position * segment.key_stride
-                keys[count] = load(at, np.int64, 0) if segment.key_bytes == 8 else np.int64(load(at, np.int32, 0))
+            address = keys_of_row(segment, row)
+            for column in range(bag_length(segment, row)):
+                keys[count] = load_key(address + column * segment.key_stride, segment.key_bytes)
                 count += 1
     return count

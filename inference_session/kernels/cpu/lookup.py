@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.kernels.cpu.blocks import BLOCK, CURSOR, NUM_STAGES, Span, bag_length, look_up_blocks
+from inference_session.kernels.cpu.blocks import BLOCK, CURSOR, NUM_STAGES, Span, look_up_blocks
 from inference_session.kernels.cpu.intrinsics import kernel
+from inference_session.kernels.cpu.rows import bag_length
 from inference_session.kernels.cpu.stream import RING, is_stream, look_up_stream
 from inference_session.kernels.cpu.vectors import CHUNK
 from inference_session.kernels.records import SEGMENT, TABLE

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from inference_session.kernels.cpu.hash_index import find_row, hash_key, insert_rows
-from inference_session.kernels.cpu.intrinsics import kernel, load, store
-from inference_session.kernels.records import PoolingCode
+from inference_session.kernels.cpu.hash_index import hash_key, lead_to
+from inference_session.kernels.cpu.intrinsics import kernel, store
+from inference_session.kernels.cpu.rows import load_key, row_of
+from inference_session.kernels.cpu.vectors import copy_vector
+from inference_session.kernels.records import PoolingCode, VectorCode
 
-_NONE = int(PoolingCode.NONE)
+_NONE, _FLOAT32 = int(PoolingCode.NONE), int(VectorCode.FLOAT32)
 
 
 @kernel
@@ -35,11 +37,12 @@ def collect_keys(segments: Any, counts: Any, positions: Any, overlay: Any, rows:
 @kernel
 def _row_of(table: Any, key: int) -> Any:
     """The row of the key, which is added if it is new."""
-    row = find_row(table.index_address, table.num_buckets, table.keys_address, table.num_rows, key, hash_key(key))
+    hashed = hash_key(key)
+    row = row_of(table, key, hashed)
     if row < 0:
         row = table.num_rows
         store(table.keys_address, np.int64, row, np.int64(key))
-        insert_rows(table.index_address, table.num_buckets, table.keys_address, row, row, row + 1)
+        lead_to(table.index_address, table.num_buckets, table.keys_address, row, key, hashed, row)
         table.num_rows = row + 1
     return row
 
@@ -51,7 +54,7 @@ def _key_at(segment: Any, position: int) -> Any:
         address = segment.keys_address + row * segment.row_stride + column * segment.key_stride
     else:
         address = segment.keys_address + position * segment.key_stride
-    return load(address, np.int64, 0) if segment.key_bytes == 8 else np.int64(load(address, np.int32, 0))
+    return load_key(address, segment.key_bytes)
 
 
 @kernel
@@ -72,9 +75,8 @@ def write_vectors(
             if not found[first_rows[t] + rows[i]]:
                 num_unknown[s] += 1
             if segment.pooling == _NONE:
-                _copy_vector(
-                    _output_at(segment, dim, positions[i]), overlay[t].vectors_address + rows[i] * row_bytes, dim
-                )
+                source = overlay[t].vectors_address + rows[i] * row_bytes
+                copy_vector(_output_at(segment, dim, positions[i]), source, _FLOAT32, dim)
             i += 1
 
 
@@ -82,9 +84,3 @@ def write_vectors(
 def _output_at(segment: Any, dim: int, position: int) -> Any:
     row, column = position // segment.keys_per_row, position % segment.keys_per_row
     return segment.output_address + row * segment.output_stride + column * dim * 4
-
-
-@kernel
-def _copy_vector(output: int, source: int, dim: int) -> None:
-    for d in range(dim):
-        store(output, np.float32, d, load(source, np.float32, d))

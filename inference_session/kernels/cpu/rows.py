@@ -1,4 +1,4 @@
-"""From a key to its row, in one table."""
+"""From a row of a segment to its keys, and from a key to its row in one table."""
 
 from __future__ import annotations
 
@@ -15,6 +15,22 @@ from inference_session.kernels.records import MAX_MARK
 def load_key(address: int, key_bytes: int) -> Any:
     """The int64 or int32 key at the address."""
     return load(address, np.int64, 0) if key_bytes == 8 else np.int64(load(address, np.int32, 0))
+
+
+@kernel
+def keys_of_row(segment: Any, row: int) -> Any:
+    """The address of the first key in one row of a segment."""
+    if segment.begins_address == 0:
+        return segment.keys_address + row * segment.row_stride
+    return segment.keys_address + load(segment.begins_address, np.int64, row) * segment.key_stride
+
+
+@kernel
+def bag_length(segment: Any, row: int) -> Any:
+    """Keys in one row of a segment."""
+    if segment.begins_address == 0:
+        return segment.keys_per_row
+    return load(segment.ends_address, np.int64, row) - load(segment.begins_address, np.int64, row)
 
 
 @kernel

@@ -15,20 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_session.kernels.cpu.blocks import bag_length
-from inference_session.kernels.cpu.hash_index import (
-    ALL_SLOTS,
-    BUCKET_BYTES,
-    OVERFLOW_AT,
-    ROWS_AT,
-    find_row,
-    hash_key,
-    home_bucket,
-    slot_of,
-    tag_of,
-)
-from inference_session.kernels.cpu.intrinsics import kernel, load, lowest_bit, match_bytes, publish, store
-from inference_session.kernels.cpu.rows import load_key
+from inference_session.kernels.cpu.hash_index import hash_key, lead_to
+from inference_session.kernels.cpu.intrinsics import kernel, load
+from inference_session.kernels.cpu.rows import bag_length, keys_of_row, load_key, row_of
 
 FREE, RETIRED = range(2)
 
@@ -62,7 +51,8 @@ def put_rows(table: Any, keys: Any, vectors: Any, deleted: Any, begin: int) -> i
         table.deleted[row] = deleted[i]
         for d in range(vectors.shape[1]):
             table.vectors[row, d] = vectors[i, d]
-        old = _lead_to(table, keys[i], row)
+        index, keys_address = table.buckets.ctypes.data, table.keys.ctypes.data
+        old = lead_to(index, len(table.buckets), keys_address, len(table.keys), keys[i], hash_key(keys[i]), row)
         if old >= 0:
             table.unused[RETIRED, table.counts[RETIRED]] = old
             table.counts[RETIRED] += 1
@@ -90,40 +80,10 @@ def count_deleted(segments: Any, tables: Any, deleted_addresses: Any, num_unknow
 
 @kernel
 def _num_deleted(segment: Any, row: int, table: Any, deleted_address: int) -> Any:
-    if segment.begins_address == 0:
-        address = segment.keys_address + row * segment.row_stride
-    else:
-        address = segment.keys_address + load(segment.begins_address, np.int64, row) * segment.key_stride
-    count = 0
+    address, count = keys_of_row(segment, row), 0
     for column in range(bag_length(segment, row)):
         key = load_key(address + column * segment.key_stride, segment.key_bytes)
-        hashed = hash_key(key)
-        found = find_row(table.index_address, table.num_buckets, table.keys_address, table.num_rows, key, hashed)
+        found = row_of(table, key, hash_key(key))
         if found >= 0 and load(deleted_address, np.uint8, found) != 0:
             count += 1
     return count
-
-
-@kernel
-def _lead_to(table: Any, key: int, row: int) -> Any:
-    """Lead the index to a row; returns the one that it led to for this key before, -1: none."""
-    hashed = hash_key(key)
-    tag, capacity, num_buckets = tag_of(hashed), len(table.keys), len(table.buckets)
-    position = home_bucket(hashed, num_buckets)
-    for _ in range(num_buckets):
-        bucket = table.buckets.ctypes.data + BUCKET_BYTES * position
-        slot = slot_of(bucket, tag, table.keys.ctypes.data, capacity, key)
-        if slot >= 0:
-            old = np.int64(load(bucket + ROWS_AT, np.uint32, slot))
-            publish()
-            store(bucket + ROWS_AT, np.uint32, slot, np.uint32(row))
-            return old
-        empty = match_bytes(bucket, np.uint8(0)) & ALL_SLOTS
-        if empty != 0:
-            store(bucket + ROWS_AT, np.uint32, lowest_bit(empty), np.uint32(row))
-            publish()
-            store(bucket, np.uint8, lowest_bit(empty), tag)
-            return -1
-        store(bucket, np.uint8, OVERFLOW_AT, np.uint8(1))
-        position = position + 1 if position + 1 < num_buckets else 0
-    return -1
