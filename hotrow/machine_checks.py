@@ -17,10 +17,19 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from hotrow.dense_network import SETTING, configured_precision, engine_name
 from hotrow.units import counted, in_units
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.model_source import is_url
-from inference_session.model_spec import INDEX_FILE, KEY_FILE, SESSION_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec
+from inference_session.model_spec import (
+    DENSE_FILE,
+    INDEX_FILE,
+    KEY_FILE,
+    SESSION_FILE,
+    TABLES_FOLDER,
+    VECTOR_FILE,
+    ModelSpec,
+)
 from inference_session.platform.available_memory import available_bytes
 from inference_session.sizing.memory import PROCESS_BYTES, MemoryItem, bytes_in, memory_items
 from triton_backend.launcher.installation import (
@@ -47,9 +56,10 @@ _PACKAGES = {
     "confluent_kafka": ("kafka", "update streams kafka://", ("kafka://",)),
     "hdfs": ("hdfs", "sources hdfs://", ("hdfs://",)),
     "tritonclient": ("client", "`hotrow top --url` and the examples", ()),
+    "openvino": ("openvino", "dense_precision bfloat16", ("bfloat16",)),
     "matplotlib": ("report", "`hotrow size --plot`", ()),
 }
-"""By module: the extra of hotrow that brings it, what it is for, and the URLs in a model's settings that need it."""
+"""By module: the extra of hotrow that brings it, what it is for, and how values of settings begin that need it."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +89,8 @@ class _Needs(NamedTuple):
     items: list[MemoryItem]
     urls: set[str]
     """What its settings say, its secrets and all: not to be shown."""
+    precision: str = ""
+    """Setting `dense_precision`; empty: it has no dense network."""
 
 
 def examine(plan: Plan) -> Iterator[Finding]:
@@ -315,6 +327,9 @@ def _repository(repository: Path) -> Iterator[Finding]:
         return
     yield Finding("repository", "ok", f"{counted(len(models), 'model')}: {', '.join(model.name for model in models)}")
     yield from _permissions(repository)
+    for model, need in zip(models, needs, strict=True):
+        if need.precision:
+            yield _dense_network(model.name, need.precision)
     yield _memory([item for need in needs for item in need.items])
     yield from _packages({url for need in needs for url in need.urls})
 
@@ -335,6 +350,16 @@ def _permissions(repository: Path) -> Iterator[Finding]:
         yield Finding("permissions", "warning", message, fix)
     if not closed and not unwritable:
         yield Finding("permissions", "ok", f"all of {len(paths)} files and folders can be read")
+
+
+def _dense_network(model: str, precision: str) -> Finding:
+    """What computes the network of a model."""
+    from inference_session.dense_engine.openvino import unusable_bfloat16
+
+    text = f"{model}: {engine_name(precision)}, {precision}"
+    if precision == "bfloat16" and (reason := unusable_bfloat16()):
+        return Finding("dense network", "problem", f"{text}: {reason}", f"set {SETTING} of {model} to float32")
+    return Finding("dense network", "ok", text)
 
 
 def _may(path: Path, mode: int) -> bool:
@@ -370,7 +395,9 @@ def _needs(repository: Path, model: ServableModel) -> _Needs:
         return _Needs([], set())
     spec = ModelSpec.read(version_dir)
     items = memory_items(spec, version_dir, cache_bytes=configured_cache_bytes(spec, version_dir))
-    return _Needs(items, {*parameters.values(), *map(str, spec.settings.values())})
+    settings = {**spec.settings, **parameters}
+    precision = configured_precision(settings) if (version_dir / DENSE_FILE).exists() else ""
+    return _Needs(items, set(map(str, settings.values())), precision)
 
 
 def _needs_in_place(found: InPlaceModel) -> _Needs:
@@ -382,7 +409,8 @@ def _needs_in_place(found: InPlaceModel) -> _Needs:
         MemoryItem("files", "page cache", sum(file.stat().st_size for file in files), 1),
         MemoryItem("program", "process", PROCESS_BYTES, 1),
     ]
-    return _Needs(items, {*settings.values(), *sources})
+    precision = configured_precision(settings) if found.model.graph_file else ""
+    return _Needs(items, {*settings.values(), *sources}, precision)
 
 
 def _packages(urls: set[str]) -> Iterator[Finding]:

@@ -139,9 +139,11 @@ class SessionConfig:
     unknown_keys: Literal["default_vector", "reject"] = _setting("default_vector", _choice("default_vector", "reject"))
     """What becomes of a key that its table does not hold: answered with the table's default vector and counted,
     or the request that holds it is rejected, alone."""
-    dense_precision: Literal["float32", "tf32", "float16"] = _setting("float32", _choice("float32", "tf32", "float16"))
+    dense_precision: Literal["float32", "tf32", "float16", "bfloat16"] = _setting(
+        "float32", _choice("float32", "tf32", "float16", "bfloat16")
+    )
     """How exactly the dense network is computed: on a GPU, `tf32` and `float16` are faster, with relative errors of
-    about 1e-3, and `float16` holds numbers up to 65504 only."""
+    about 1e-3, and `float16` holds numbers up to 65504 only. On a processor, `bfloat16` is faster for wide layers."""
     dense_threads: int = _setting(0, _count(0, _MAX_THREADS))
     """Threads of the dense network for one batch. 0: half the processor's cores, at least one, at most eight."""
     lookup_threads: int = _setting(0, _count(0, _MAX_THREADS))

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from inference_session.config import SessionConfig
-from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine, create_engine
+from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine, check_precision, create_engine
 from inference_session.device.base import Device
 from inference_session.device.discovery import open_device
 from inference_session.device.host import HOST
@@ -115,6 +115,7 @@ class InferenceSession:
         config = SessionConfig.resolve(settings, version.spec.settings, defaults or {})
         _verify(version, config)
         device = open_device(config.device)
+        check_precision(config, device)
         with device.opening():
             session = cls(version, config, device)
             with session._closed_on_error():
@@ -411,7 +412,7 @@ class InferenceSession:
 
         return open_kept_contexts(self.spec, self.config, self.directory, self._rows, self._layout)
 
-    def _create_engine(self, path: Path) -> OnnxEngine:
+    def _create_engine(self, path: Path) -> DenseEngine:
         """The dense engine: where nobody insists on a GPU, on the CPU if ONNX Runtime cannot use it after all."""
         try:
             return create_engine(path, self.config, self._device)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from hotrow.dense_network import describe_dense_network
 from hotrow.printable import as_cell
 from hotrow.progress import byte_progress
 from inference_session.errors import ConfigurationError
@@ -119,6 +120,7 @@ def _describe(spec: ModelSpec, version_dir: Path) -> dict[str, Any]:
         "inputs": [_tensor(tensor) for tensor in spec.inputs],
         "outputs": [_tensor(tensor) for tensor in spec.outputs],
         "tasks": list(spec.labels),
+        "dense_network": describe_dense_network(spec, version_dir),
         "joinable": spec.batched and spec.joinable,
         "context": list(spec.context),
         "ranking": _ranking(spec.ranking),
@@ -162,6 +164,15 @@ def _ranking(ranking: RankingSpec | None) -> dict[str, Any] | None:
     }
 
 
+def _network(facts: dict[str, Any] | None) -> str:
+    if facts is None:
+        return "none"
+    text = f"{facts['engine']}, {facts['precision']}"
+    if "matrix_products" in facts:
+        text += f" for {facts['matrix_products']} of {facts['all_matrix_products']} matrix products"
+    return text
+
+
 def _show(description: dict[str, Any]) -> None:
     console = Console()
     for title in ("inputs", "outputs"):
@@ -176,5 +187,6 @@ def _show(description: dict[str, Any]) -> None:
         numbers = (str(row["rows"]), str(row["embedding_dim"]), row["dtype"], str(row["bytes"]))
         tables.add_row(as_cell(row["name"]), row["folder"], *numbers)
     console.print(tables)
+    console.print(f"Dense network: {_network(description['dense_network'])}", highlight=False)
     console.print(f"Tasks: {as_cell(', '.join(description['tasks'])) or 'none'}", highlight=False)
     console.print(f"Bytes of all tables: {description['total_table_bytes']}", highlight=False)

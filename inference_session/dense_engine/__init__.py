@@ -12,19 +12,30 @@ from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.dense_engine.vectors import VectorEngine
 from inference_session.device.base import Device
 from inference_session.device.host import HOST
-from inference_session.errors import ModelFormatError
+from inference_session.errors import ConfigurationError, ModelFormatError
 
 if TYPE_CHECKING:
     from inference_session.device.cuda import CudaDevice
 
-__all__ = ["DenseEngine", "OnnxEngine", "VectorEngine", "create_engine"]
+__all__ = ["DenseEngine", "OnnxEngine", "VectorEngine", "check_precision", "create_engine"]
 
 
 _log = logging.getLogger(__name__)
 
 
-def create_engine(path: Path, config: SessionConfig, device: Device) -> OnnxEngine:
+def check_precision(config: SessionConfig, device: Device) -> None:
+    """Refuse a setting `dense_precision` that the device does not have: ConfigurationError."""
+    if config.dense_precision == "bfloat16" and device is not HOST:
+        raise ConfigurationError(
+            f"dense_precision cannot be 'bfloat16' on {device.name}: it is for processors, so set device=cpu,"
+            " or take 'tf32' or 'float16'"
+        )
+
+
+def create_engine(path: Path, config: SessionConfig, device: Device) -> DenseEngine:
     """The engine of an ONNX file, on the device; raises what the engines and `in_float16` do."""
+    if config.dense_precision == "bfloat16":
+        return _open_in_bfloat16(path, config)
     if config.dense_precision != "float16":
         return _open(path, None, config, device)
     # Imported where needed: the converter, and ONNX below it, take a while to load.
@@ -37,6 +48,16 @@ def create_engine(path: Path, config: SessionConfig, device: Device) -> OnnxEngi
         return _open(path, content, config, device)
     except ModelFormatError as error:
         raise not_in_float16(path, error) from error
+
+
+def _open_in_bfloat16(path: Path, config: SessionConfig) -> DenseEngine:
+    from inference_session.dense_engine.openvino import OpenVinoEngine
+
+    engine = OpenVinoEngine(path, num_threads=config.num_dense_threads)
+    found, wanted = engine.num_products, engine.num_all_products
+    level = logging.INFO if found else logging.WARNING
+    _log.log(level, "%s: OpenVINO computes %d of %d matrix products in bfloat16", path, found, wanted)
+    return engine
 
 
 def _open(path: Path, content: bytes | None, config: SessionConfig, device: Device) -> OnnxEngine:

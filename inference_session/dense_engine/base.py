@@ -26,6 +26,8 @@ class DenseEngine(ABC):
 
     input_names: frozenset[str]
     """The inputs that `run` wants, exactly."""
+    output_names: frozenset[str]
+    """The outputs that it can compute."""
 
     def prepare(self) -> Any:
         """What `run` may keep for inputs of always the same shapes."""

@@ -15,7 +15,7 @@ class VectorEngine(DenseEngine):
     """Every output is the input of that name."""
 
     def __init__(self, input_names: Sequence[str]) -> None:
-        self.input_names = frozenset(input_names)
+        self.input_names = self.output_names = frozenset(input_names)
 
     def run(
         self,

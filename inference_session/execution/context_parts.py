@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import onnx
-from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
+from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
 from inference_session.dense_engine.onnx import OnnxEngine
+from inference_session.dense_engine.parts import names_read, part_of
 
 _ORT_TYPES = {
     "tensor(float)": TensorProto.FLOAT,
@@ -51,7 +52,7 @@ class _Division:
     def __post_init__(self) -> None:
         self.candidates = {value.name for value in self.model.graph.input} - self.context
         for node in self.model.graph.node:
-            read = _reads(node)
+            read = names_read(node)
             if read & self.candidates:
                 self.candidates.update(node.output)
             elif read & self.context:
@@ -66,7 +67,7 @@ class _Division:
         waiting = [node for node in self.model.graph.node if self.candidates & {*node.output}]
         found: dict[str, None] = {}
         while waiting:
-            for name in sorted(_reads(waiting.pop()) & self.context):
+            for name in sorted(names_read(waiting.pop()) & self.context):
                 if name in self.sizes:
                     waiting.append(made_by[name])
                 else:
@@ -87,10 +88,10 @@ def divide(path: Path, context: Collection[str]) -> ContextParts:
     border = division.border()
     values = [name for name in border if name not in given]
     outputs = [value for value in model.graph.output if value.name in division.context]
-    first = _part(model, list(model.graph.input), [*outputs, *(ValueInfoProto(name=name) for name in values)], set())
+    first = part_of(model, list(model.graph.input), [*outputs, *(ValueInfoProto(name=name) for name in values)], set())
     inputs = [*model.graph.input, *_typed(path, first, values)]
     others = [value for value in model.graph.output if value.name not in division.context]
-    second = _part(model, inputs, others, set(values))
+    second = part_of(model, inputs, others, set(values))
     return ContextParts(
         first.SerializeToString(),
         second.SerializeToString(),
@@ -107,34 +108,3 @@ def _typed(path: Path, part: ModelProto, names: Collection[str]) -> list[ValueIn
     types = {value.name: _ORT_TYPES[value.type] for value in engine.opened().get_outputs()}
     engine.close()
     return [helper.make_tensor_value_info(name, types[name], None) for name in names]
-
-
-def _part(
-    model: ModelProto, inputs: list[ValueInfoProto], outputs: list[ValueInfoProto], given: set[str]
-) -> ModelProto:
-    """What computes these outputs, where some values are given."""
-    part = ModelProto()
-    part.CopyFrom(model)
-    wanted, nodes = {value.name for value in outputs} - given, list[NodeProto]()
-    for node in reversed(model.graph.node):
-        if wanted.intersection(node.output):
-            nodes.append(node)
-            wanted |= _reads(node) - given
-    read = wanted | {name for node in nodes for name in _reads(node)}
-    graph = part.graph
-    for repeated in (graph.node, graph.input, graph.output, graph.initializer, graph.value_info):
-        del repeated[:]
-    graph.node.extend(reversed(nodes))
-    graph.input.extend(value for value in inputs if value.name in read)
-    graph.output.extend(outputs)
-    graph.initializer.extend(tensor for tensor in model.graph.initializer if tensor.name in read)
-    return part
-
-
-def _reads(node: NodeProto) -> set[str]:
-    """The values that a node needs: its inputs, and those of its bodies, which are no others' names."""
-    names = set(node.input) - {""}
-    for item in node.attribute:
-        for body in [item.g] if item.type == AttributeProto.GRAPH else item.graphs:
-            names.update(*(_reads(inner) for inner in body.node), (value.name for value in body.output))
-    return names

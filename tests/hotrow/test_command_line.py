@@ -166,6 +166,22 @@ def test_inspect_shows_full_digits(run: Run, version_dir: Path) -> None:
     assert described["tasks"] == ["y_0", "y_1", "y_2", "y_3"]
 
 
+def test_inspect_tells_what_computes_the_network(run: Run, version_dir: Path) -> None:
+    """Engine and precision, as config.pbtxt sets them, and how much of the network bfloat16 concerns."""
+    _, exact, _ = run("inspect", version_dir, "--json")
+    config = version_dir.parent / "config.pbtxt"
+    setting = 'parameters { key: "dense_precision" value { string_value: "bfloat16" } }'
+    config.write_text(f"{config.read_text()}{setting}\n")
+    _, text, _ = run("inspect", version_dir, "--json")
+    _, shown, _ = run("inspect", version_dir)
+
+    assert json.loads(exact)["dense_network"] == {"engine": "ONNX Runtime", "precision": "float32"}
+    described = json.loads(text)["dense_network"]
+    assert (described["engine"], described["precision"]) == ("OpenVINO", "bfloat16")
+    products, num_all = described["matrix_products"], described["all_matrix_products"]
+    assert f"Dense network: OpenVINO, bfloat16 for {products} of {num_all} matrix products" in shown
+
+
 def _flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

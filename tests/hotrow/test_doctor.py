@@ -19,6 +19,7 @@ from hotrow import machine_checks
 from hotrow.commands.doctor import command
 from hotrow.machine_checks import Finding, Plan, examine
 from inference_session import InferenceSession
+from inference_session.dense_engine import openvino
 from inference_session.sizing import memory
 from tests.testing import small_model
 from tests.testing.hugectr_source import Source
@@ -200,6 +201,21 @@ def test_a_package_that_a_model_needs(repository: Path, monkeypatch: pytest.Monk
     (finding,) = [finding for finding in found if finding.check == "confluent_kafka"]
     assert (finding.level, finding.fix) == ("problem", 'pip install "hotrow[kafka]"')
     assert "secret" not in str(found)
+
+
+def test_what_computes_dense_networks(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engine and precision of each model; bfloat16 that cannot be had is a problem."""
+    (exact,) = _findings("dense network", repository=repository)
+    assert (exact.level, exact.message) == ("ok", "ctr: ONNX Runtime, float32")
+    _add_parameter(repository, "dense_precision", "bfloat16")
+
+    monkeypatch.setattr(openvino, "unusable_bfloat16", lambda: None)
+    (usable,) = _findings("dense network", repository=repository)
+    assert (usable.level, usable.message) == ("ok", "ctr: OpenVINO, bfloat16")
+    monkeypatch.setattr(openvino, "unusable_bfloat16", lambda: "this processor is too old")
+    (unusable,) = _findings("dense network", repository=repository)
+    assert (unusable.level, unusable.fix) == ("problem", "set dense_precision of ctr to float32")
+    assert "too old" in unusable.message
 
 
 def test_hugectr_s_files_are_looked_for(repository: Path) -> None:

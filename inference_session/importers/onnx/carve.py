@@ -12,7 +12,7 @@ from inference_session.importers.onnx.columns import read_columns
 from inference_session.importers.onnx.empty_sums import correct_empty_sums
 from inference_session.importers.onnx.graph import Names, needed_nodes, reads, sink_constants
 from inference_session.importers.onnx.hoisting import Hoister
-from inference_session.importers.onnx.joining import join_lookups
+from inference_session.importers.onnx.joining import join_lookups, vectors_per_sample
 from inference_session.importers.onnx.lookups import Lookup, Surgery, take_lookups
 from inference_session.importers.onnx.pooling import pool_lookups
 from inference_session.importers.onnx.tables import StaysDenseError, TableSearch, find_tables, read_directly
@@ -123,10 +123,16 @@ def _dense_network(surgery: Surgery, lookups: list[Lookup], *, declare_shapes: b
     matrices: dict[str, Dims | None] = {}
     for lookup in lookups:
         name = lookup.matrix or lookup.vectors
-        dims = (*(lookup.keys_dims or (None,))[:1], None) if lookup.matrix else lookup.dims
+        dims = (*(lookup.keys_dims or (None,))[:1], _width(lookups, name)) if lookup.matrix else lookup.dims
         matrices[name] = dims if declare_shapes else None
     inputs += [helper.make_tensor_value_info(name, TensorProto.FLOAT, dims) for name, dims in matrices.items()]
     return _network(surgery, inputs, list(surgery.graph.output))
+
+
+def _width(lookups: list[Lookup], matrix: str) -> int | None:
+    """Elements per sample of the vectors that share a matrix."""
+    widths = [vectors_per_sample(lookup.dims) for lookup in lookups if lookup.matrix == matrix]
+    return sum(filter(None, widths)) if None not in widths else None
 
 
 def _keys_network(surgery: Surgery, lookups: list[Lookup]) -> ModelProto | None:

@@ -51,8 +51,8 @@ def _member(
     dims = lookup.dims if name == lookup.vectors else surgery.types.dims(name)
     if dims is None or len(dims) < 2 or attribute(concat, "axis", 0) not in (1, 1 - len(dims)):
         return None
-    per_sample = _per_sample(lookup.dims)
-    return lookup if per_sample is not None and per_sample == _per_sample(dims) else None
+    per_sample = vectors_per_sample(lookup.dims)
+    return lookup if per_sample is not None and per_sample == vectors_per_sample(dims) else None
 
 
 def _lookup_behind(surgery: Surgery, lookups: list[Lookup], counts: dict[str, int], name: str) -> Lookup | None:
@@ -68,7 +68,7 @@ def _lookup_behind(surgery: Surgery, lookups: list[Lookup], counts: dict[str, in
     return found if len(found.keys_dims) in allowed else None
 
 
-def _per_sample(dims: Dims | None) -> int | None:
+def vectors_per_sample(dims: Dims | None) -> int | None:
     """Elements per sample, where the first dimension counts samples."""
     sizes = [dim for dim in (dims or ())[1:] if isinstance(dim, int)]
     return math.prod(sizes) if dims and len(sizes) == len(dims) - 1 else None

@@ -1,0 +1,38 @@
+"""Parts of a network, as networks of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from onnx import AttributeProto, ModelProto, NodeProto, ValueInfoProto
+
+
+def part_of(
+    model: ModelProto, inputs: Sequence[ValueInfoProto], outputs: Sequence[ValueInfoProto], given: Collection[str]
+) -> ModelProto:
+    """What computes these outputs, where some values are given; of `inputs` it has those that it reads."""
+    part = ModelProto()
+    part.CopyFrom(model)
+    wanted, nodes = {value.name for value in outputs}.difference(given), list[NodeProto]()
+    for node in reversed(model.graph.node):
+        if wanted.intersection(node.output):
+            nodes.append(node)
+            wanted |= names_read(node).difference(given)
+    read = wanted | {name for node in nodes for name in names_read(node)}
+    graph = part.graph
+    for repeated in (graph.node, graph.input, graph.output, graph.initializer, graph.value_info):
+        del repeated[:]
+    graph.node.extend(reversed(nodes))
+    graph.input.extend(value for value in inputs if value.name in read)
+    graph.output.extend(outputs)
+    graph.initializer.extend(tensor for tensor in model.graph.initializer if tensor.name in read)
+    return part
+
+
+def names_read(node: NodeProto) -> set[str]:
+    """The values that a node needs: its inputs, and those of its bodies, which are no others' names."""
+    names = set(node.input) - {""}
+    for item in node.attribute:
+        for body in [item.g] if item.type == AttributeProto.GRAPH else item.graphs:
+            names.update(*(names_read(inner) for inner in body.node), (value.name for value in body.output))
+    return names
