@@ -35,7 +35,6 @@ from inference_session.kernels.cuda.records import (
     EVENTS,
     GPU_TABLE,
     INDEX,
-    READERS_BYTES,
     ROWS,
     SLOTS,
     index_bytes,
@@ -50,8 +49,6 @@ _KEYS_AT_ONCE, _BUCKETS_AT_ONCE = 1 << 11, 1 << 10
 """Written, read back: so few that a request which waits for the device meanwhile hardly notices."""
 _FREE, _BUSY = 0, 255
 """Tags of slots that hold no row."""
-_NO_READERS = 0
-"""Address of the readers that a writer has to wait for: there are none, as both hold the device."""
 
 
 class GpuEmbeddingCache(EmbeddingCache):
@@ -190,7 +187,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         check_free(total, self._cuda.device_id, "cache_bytes")
         self._memory = cupy.cuda.MemoryPointer(cupy.cuda.Memory(total), 0)
         self._memory.memset_async(0, self._fixed_bytes)
-        self._events_address: int = self._memory.ptr + aligned(READERS_BYTES)
+        self._events_address: int = self._memory.ptr
         self._tables_address = self._events_address + aligned(len(sizes) * len(EVENTS) * 8)
         self._records = np.zeros(len(sizes), GPU_TABLE)
         offset = self._fixed_bytes
@@ -241,7 +238,7 @@ class GpuEmbeddingCache(EmbeddingCache):
             record = self._records[self._positions[table]]
             index = np.array(record["cached"], INDEX)
             has_room = record["cached"]["num_buckets"] > 0
-            yield gpu.Writer(index, int(record["events_address"]), _NO_READERS) if has_room else None
+            yield gpu.Writer(index, int(record["events_address"])) if has_room else None
 
     def _held(self, table: str) -> Iterator[tuple[NDArray[np.int64], NDArray[np.uint8]]]:
         """Keys and marks of the rows that are cached, some buckets at a time: a row never leaves its bucket."""

@@ -9,7 +9,6 @@ from inference_session.kernels.cuda.records import (
     EVENTS,
     GPU_TABLE,
     MOST_BUCKETS,
-    READERS_BYTES,
     SLOTS,
     index_bytes,
 )
@@ -26,8 +25,8 @@ def aligned(num_bytes: int) -> int:
 
 
 def fixed_bytes(num_tables: int) -> int:
-    """What a cache takes beside its tables: the counts of readers, those of events, and the records."""
-    return aligned(READERS_BYTES) + aligned(num_tables * len(EVENTS) * 8) + aligned(num_tables * GPU_TABLE.itemsize)
+    """What a cache takes beside its tables: the counts of events, and the records."""
+    return aligned(num_tables * len(EVENTS) * 8) + aligned(num_tables * GPU_TABLE.itemsize)
 
 
 def table_bytes(num_buckets: int, row_bytes: int) -> int:

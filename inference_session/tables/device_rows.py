@@ -98,7 +98,7 @@ class BaseRows:
         )
         self.index = np.array((tags_address, keys_address, 0, num_buckets), INDEX)
         self.num_bytes = self._memory.nbytes
-        writer = gpu.Writer(self.index, events.data.ptr, 0)
+        writer = gpu.Writer(self.index, events.data.ptr)
         for begin in range(0, self.num_rows, _CHUNK_KEYS):
             chunk = cupy.asarray(np.ascontiguousarray(keys[begin : begin + _CHUNK_KEYS], np.int64))
             claims = writer.claim(chunk, may_insert=True, may_evict=False)

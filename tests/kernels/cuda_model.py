@@ -11,7 +11,6 @@ LANES = 32
 SLOTS = 62
 MAX_BAGS_PER_TILE = 8
 NUM_TAGS = 254
-EPOCH_BIT = 63
 _MASK = 2**64 - 1
 
 
@@ -106,47 +105,6 @@ def copied(steps: int, num_keys: int, in_flight: int) -> Iterator[tuple[int, int
                     key, step = first + i * rows_at_once + lane // width, begin + (lane & width - 1)
                     if key < num_keys and step < steps:
                         yield key, step
-
-
-class Readers:
-    """One of the counters of look-ups under way, and what a writer does to it, step by step."""
-
-    def __init__(self, arrived_and_departed: int) -> None:
-        self.arrivals = arrived_and_departed
-        self.departures = [arrived_and_departed, 0]
-        self.late = 0
-
-    def arrive(self) -> int:
-        """A block begins; returns the epoch."""
-        before = self.arrivals
-        self.arrivals = before + 1 & _MASK
-        return before >> EPOCH_BIT
-
-    def depart(self, epoch: int) -> None:
-        """It ends."""
-        self.departures[epoch] += 1
-
-    def advance(self) -> int:
-        """The next epoch begins; returns how many arrived in this one."""
-        before = self.arrivals
-        self.arrivals = (before >> EPOCH_BIT ^ 1) << EPOCH_BIT
-        return before & (1 << EPOCH_BIT) - 1
-
-    def await_readers(self) -> Iterator[None]:
-        """Yields as long as rows must not be written to."""
-        yield from self._await_departures(1, self.late)
-        arrived = self.advance()
-        yield  # others have their turn
-        yield from self._await_departures(0, arrived)
-
-    def end_writing(self) -> None:
-        """Look-ups that begin from now on find nobody writing."""
-        self.late = self.advance()
-
-    def _await_departures(self, epoch: int, arrived: int) -> Iterator[None]:
-        while self.departures[epoch] != arrived:
-            yield
-        self.departures[epoch] = 0
 
 
 def places_of_keys(begins: Sequence[int], lengths: Sequence[int]) -> list[int]:

@@ -6,7 +6,6 @@ import ctypes
 import importlib.metadata
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -142,67 +141,18 @@ def test_every_lane_of_a_tile_of_bags_has_a_key(lengths: list[int], data: st.Dat
     assert gpu_model.places_of_keys(begins, lengths) == wanted
 
 
-@given(
-    before=st.sampled_from([0, 1, 2**32 - 2, 2**32 - 1, 2**40]),
-    steps=st.lists(st.tuples(st.sampled_from(["arrive", "depart", "write"]), st.integers(0, 1)), max_size=60),
-)
-def test_a_writer_waits_for_whom_it_must_and_no_longer(before: int, steps: list[tuple[str, int]]) -> None:
-    """Nobody whose look-up began before slots were taken, or who relies on quiet, is inside while rows are written; and
-    once all have left, each write comes to its end, however many came before.
-    """
-    counters = [gpu_model.Readers(before), gpu_model.Readers(before)]
-    inside: list[tuple[int, int]] = []
-    writing = _writes(counters, inside)
-    for step, which in steps:
-        if step == "arrive":
-            inside.append((which, counters[which].arrive()))
-        elif step == "depart" and inside:
-            counter, epoch = inside.pop(which % len(inside))
-            counters[counter].depart(epoch)
-        elif step == "write":
-            next(writing)
-    for counter, epoch in inside:
-        counters[counter].depart(epoch)
-    inside.clear()
-    assert "written" in [next(writing) for _ in range(10)]
-
-
-def _writes(counters: list[gpu_model.Readers], inside: list[tuple[int, int]]) -> Iterator[str]:
-    """One write after the other, a thread of `await_readers` for each counter."""
-    while True:
-        yield "claimed"
-        began_before = inside.copy()
-        waiting = [counter.await_readers() for counter in counters]
-        while waiting := [each for each in waiting if next(each, "ended") != "ended"]:
-            yield "waiting"
-        assert all(epoch == 1 for _, epoch in inside)
-        assert not {id(each) for each in began_before} & {id(each) for each in inside}
-        yield "written"
-        assert all(epoch == 1 for _, epoch in inside)
-        for counter in counters:
-            counter.end_writing()
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         ("SLOTS", gpu_layout.SLOTS),
         ("BUCKET_BYTES", gpu_layout.BUCKET_BYTES),
         ("MAX_INLINE_SEGMENTS", gpu_layout.MAX_INLINE_SEGMENTS),
-        ("READERS", gpu_layout.READERS),
-        ("EPOCH_BIT", gpu_model.EPOCH_BIT),
     ],
 )
 def test_numbers_are_the_same_in_cuda(name: str, value: int) -> None:
     """Those that Python and CUDA both have to know."""
     text = "".join((CUDA / source).read_text() for source in SOURCES)
     assert re.findall(rf"constexpr \w+ {name} = (\d+);", text) == [str(value)]
-
-
-def test_readers_lie_where_python_puts_them() -> None:
-    """Each takes what it is aligned to."""
-    (alignment,) = re.findall(r"struct alignas\((\d+)\) Readers", (CUDA / "layout.cuh").read_text())
-    assert int(alignment) * gpu_layout.READERS == gpu_layout.READERS_BYTES
 
 
 @pytest.mark.parametrize("name", RECORDS)

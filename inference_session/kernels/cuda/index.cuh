@@ -3,8 +3,9 @@
 // A bucket is 64 bytes: 62 tags, then two that say nothing. Slot s of bucket b is row 62 b + s of `keys`. A tag of 1…254 says
 // that the slot holds a key of that tag, 0 that it is free, 255 that a writer is filling it. A key has one bucket: where
 // that is full, the key takes another's slot or none, so that a look-up is never longer than one bucket.
-// The first-level cache, which other multiprocessors' writes do not reach, is used only while nobody writes rows (`QUIET`): it
-// takes the hot keys of a skewed request off the few slices of the second level that hold them.
+// Look-ups and writes are launches of their own, one after the other. A look-up reads by way of the first-level cache
+// (`QUIET`), which takes the hot keys of a skewed request off the few slices of the second level that hold them; a write does
+// not, as other multiprocessors' writes do not reach that cache.
 
 constexpr int SLOTS = 62;
 constexpr int BUCKET_BYTES = 64;

@@ -6,10 +6,9 @@ behind it alive until the stream has come so far.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from numpy.typing import NDArray
 
 from inference_session.kernels.cuda.records import (
     MAX_INLINE_SEGMENTS,
-    READERS,
     REQUEST,
     SLOTS,
     Tiles,
@@ -39,7 +37,7 @@ _ADDRESSES, _SEED_AND_FILL = struct.Struct("<qqq"), struct.Struct("<II")
 _SEGMENTS_OFFSET = offset_of(REQUEST, "few_segments")
 _ADDRESSES_OFFSET, _SEED_OFFSET = offset_of(REQUEST, "missing_bits_address"), offset_of(REQUEST, "seed")
 _SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "write.cu")
-_KERNELS = ("look_up", "look_up_and_pool", "note_last", "claim", "await_readers", "write_rows", "end_writing")
+_KERNELS = ("look_up", "look_up_and_pool", "note_last", "claim", "write_rows", "write_numbers", "erase", "dump")
 
 
 def source() -> str:
@@ -60,7 +58,7 @@ def _kernel(name: str) -> Any:
 
 def compile_kernels() -> None:
     """Compile, or load from CuPy's cache, for the current device: no request waits for it later."""
-    for name in (*_KERNELS, "write_numbers", "erase", "dump"):
+    for name in _KERNELS:
         _kernel(name).compile()
 
 
@@ -176,14 +174,13 @@ def start(lookup: Lookup, tables_address: int, *, num_unknown_address: int, seed
 
 
 class Writer:
-    """Puts batches of keys into one index. One batch at a time: its kernels rely on nobody else writing."""
+    """Puts batches of keys into one index. One batch at a time, on a device that is held: nobody looks up or writes."""
 
-    def __init__(self, index: NDArray[np.void], events_address: int, readers_address: int) -> None:
-        """`index`: an INDEX record, as an array of one; `readers_address` 0: nobody reads meanwhile."""
+    def __init__(self, index: NDArray[np.void], events_address: int) -> None:
+        """`index`: an INDEX record, as an array of one."""
         self._num_slots = int(index["num_buckets"]) * SLOTS
         self._index = _raw(index)
         self._events = np.uint64(events_address)
-        self._readers = np.uint64(readers_address)
 
     def claim(self, keys: Any, *, may_insert: bool, may_evict: bool) -> Any:
         """Take slots for keys, int64 [n] on the device; returns who got which, for one of the functions below."""
@@ -202,8 +199,7 @@ class Writer:
         sizes = np.uint32(n), np.uint32(dim)
         grid = (-(-n // (32 * _WARPS)),)
         arguments = self._index, _raw(rows), self._events, keys, vectors, *sizes, claims
-        with self._readers_held_off():
-            _kernel("write_rows")(grid, (THREADS,), arguments)
+        _kernel("write_rows")(grid, (THREADS,), arguments)
 
     def write_numbers(self, numbers: Any, keys: Any, first: int, claims: Any) -> None:
         """Publish slots of an index over rows elsewhere: keys[i] is row first + i. `numbers`: uint32, one per slot."""
@@ -213,20 +209,6 @@ class Writer:
     def erase(self, keys: Any) -> None:
         """Drop keys, int64 [n] on the device."""
         _run("erase", len(keys), self._index, self._events, keys, np.uint32(len(keys)))
-
-    @contextlib.contextmanager
-    def _readers_held_off(self) -> Iterator[None]:
-        """What is launched within is launched after all look-ups have ended that may read what it writes to. It ends
-        whatever happens meanwhile: the next writer would wait for ever.
-        """
-        if not self._readers:
-            yield
-            return
-        _kernel("await_readers")((1,), (READERS,), (self._readers,))
-        try:
-            yield
-        finally:
-            _kernel("end_writing")((1,), (READERS,), (self._readers,))
 
     def dump(self) -> Any:
         """All keys, int64 on the device. Waits for their number."""

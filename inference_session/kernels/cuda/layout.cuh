@@ -8,7 +8,6 @@ using u64 = unsigned long long;
 constexpr int LANES = 32;
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr int MAX_INLINE_SEGMENTS = 32;
-constexpr u32 READERS = 16;
 constexpr int MAX_BAGS_PER_TILE = 8;
 
 enum VectorCode { FLOAT32 = 0, FLOAT16 = 1, INT8 = 2 };
@@ -60,22 +59,10 @@ struct Segment {
   i64 output_stride;
 };
 
-// Look-ups under way, in blocks. The highest bit of the arrivals says whether the epoch is an odd one, the others how many
-// arrived in it: between two writes there may be more than 32 bits count. There are READERS of these, apart, so that blocks
-// need not queue to be counted; rows are written to only while the epochs of all are odd.
-constexpr int EPOCH_BIT = 63;
-
-struct alignas(64) Readers {
-  u64 arrivals;
-  u64 departures[2];  // of even and odd epochs
-  u64 late;           // how many arrived in the odd epoch before this even one
-};
-
 struct Request {
   const Table* tables;
   const Segment* segments;  // null: `few_segments` and `few_tiles` hold them
   const u32* first_tiles;
-  Readers* readers;        // null: nobody writes meanwhile
   u32* missing_bits;       // one word per tile, a bit per key that has no row; null: nobody asks
   i64 outputs;             // added to the address of each segment's output
   u64* num_unknown;        // per segment, keys that have no row; null: nobody asks

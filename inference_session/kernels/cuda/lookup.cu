@@ -1,35 +1,5 @@
 // The look-up of a request: any number of tables and segments in one launch. A warp takes one tile: some keys of one segment,
-// each with a vector of its own in the output, or some bags of a pooled one.
-
-// Rows that are unpublished while a look-up runs are not written to before it has ended (write.cu): so no row is ever read
-// half. Each block reports when it begins, which empties its multiprocessor's first-level cache as well, and when it ends.
-struct Reading {
-  Readers* readers;
-  u64 epoch = 0;  // 1: an odd one
-  bool quiet = true;  // no row is written to before the block ends
-
-  __device__ __forceinline__ explicit Reading(Readers* all) : readers(all) {
-    if (all == nullptr) return;
-    readers += blockIdx.x % READERS;
-    if (threadIdx.x == 0) epoch = atomicAdd(&readers->arrivals, 1ull) >> EPOCH_BIT;
-  }
-
-  // Nothing that a writer changes may be read before this.
-  __device__ __forceinline__ void wait() {
-    if (readers == nullptr) return;
-    if (threadIdx.x == 0) __threadfence();
-    quiet = __syncthreads_or((int)epoch) == 0;
-  }
-
-  __device__ __forceinline__ void end() {
-    if (readers == nullptr) return;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      __threadfence();
-      atomicAdd(&readers->departures[epoch], 1ull);
-    }
-  }
-};
+// each with a vector of its own in the output, or some bags of a pooled one. Nothing is written to tables meanwhile.
 
 struct Source {
   const u8* row = nullptr;
@@ -52,21 +22,19 @@ __device__ __forceinline__ void leave_mark(const Index& index, i64 slot) {
 }
 
 // The row below the cache; -1: none.
-template <bool QUIET>
 __device__ __forceinline__ i64 find_base_row(const Table& table, i64 key, u64 hashed, u64 policy) {
   if (table.base_by_number) {
     const i64 row = key < 0 ? key + table.num_base_rows : key;
     return (u64)row < (u64)table.num_base_rows ? row : -1;
   }
   if (table.base.num_buckets == 0) return -1;
-  const i64 slot = find_slot<QUIET>(table.base, key, hashed, policy);
+  const i64 slot = find_slot<true>(table.base, key, hashed, policy);
   return slot >= 0 ? (i64)__ldcg(table.base_numbers + slot) : -1;
 }
 
-template <bool QUIET>
 __device__ __forceinline__ Source base_source(const Table& table, i64 key, u64 hashed, u64 policy) {
   Source source;
-  const i64 row = find_base_row<QUIET>(table, key, hashed, policy);
+  const i64 row = find_base_row(table, key, hashed, policy);
   source.row = reinterpret_cast<const u8*>(table.default_vector);
   if (row >= 0) {
     const Rows& rows = table.base_rows;
@@ -75,11 +43,10 @@ __device__ __forceinline__ Source base_source(const Table& table, i64 key, u64 h
   return source;
 }
 
-template <bool QUIET>
 __device__ __forceinline__ Source find_source(const Table& table, i64 key, bool marking, u64 policy) {
   const u64 hashed = hash_key(key);
-  const i64 slot = table.cached.num_buckets != 0 ? find_slot<QUIET>(table.cached, key, hashed, policy) : -1;
-  if (slot < 0) return base_source<QUIET>(table, key, hashed, policy);
+  const i64 slot = table.cached.num_buckets != 0 ? find_slot<true>(table.cached, key, hashed, policy) : -1;
+  if (slot < 0) return base_source(table, key, hashed, policy);
   if (marking) leave_mark(table.cached, slot);
   return {table.cached_rows.vectors + slot * table.cached_rows.row_bytes, (int)table.cached_rows.code, true, true};
 }
@@ -105,20 +72,19 @@ __device__ __forceinline__ u32 note_missing(const Request& request, const Table&
 }
 
 // Copy the rows of those lanes that hold one of this type.
-template <int CODE, bool QUIET>
+template <int CODE>
 __device__ __forceinline__ void copy_if(const u8* row, int code, u8* output, int dim, int num_keys, bool wide) {
   const bool these = code == CODE && output != nullptr;
   if (!__any_sync(ALL_LANES, these)) return;
   if (!these) row = output = nullptr;
-  if (wide) copy_rows<CODE, true, QUIET>(row, output, dim, num_keys);
-  else copy_rows<CODE, false, QUIET>(row, output, dim, num_keys);
+  if (wide) copy_rows<CODE, true>(row, output, dim, num_keys);
+  else copy_rows<CODE, false>(row, output, dim, num_keys);
 }
 
-template <bool QUIET>
 __device__ __forceinline__ void copy_all(const u8* row, int code, u8* output, int dim, int num_keys, bool wide) {
-  copy_if<FLOAT32, QUIET>(row, code, output, dim, num_keys, wide);
-  copy_if<FLOAT16, QUIET>(row, code, output, dim, num_keys, wide);
-  copy_if<INT8, QUIET>(row, code, output, dim, num_keys, wide);
+  copy_if<FLOAT32>(row, code, output, dim, num_keys, wide);
+  copy_if<FLOAT16>(row, code, output, dim, num_keys, wide);
+  copy_if<INT8>(row, code, output, dim, num_keys, wide);
 }
 
 // The lanes in another order: those of `first`, then those of `second`, then the others. Returns the lane that takes this
@@ -138,7 +104,6 @@ __device__ __forceinline__ int in_order(u32 first, u32 second) {
 
 // Copy rows of cached keys, then the others, closed up: these may come from host memory, where all of them are to be asked for
 // at once, and no cached row waits behind one.
-template <bool QUIET>
 __device__ __forceinline__ void copy_sources(const Source& source, u8* output, int dim, bool wide) {
   const u32 cached = __ballot_sync(ALL_LANES, output != nullptr && source.cached);
   const u32 others = __ballot_sync(ALL_LANES, output != nullptr && !source.cached);
@@ -146,7 +111,7 @@ __device__ __forceinline__ void copy_sources(const Source& source, u8* output, i
   const int from = in_order(cached, others), num_keys = __popc(cached | others);
   const u8* row = from_lane(source.row, from);
   u8* to = from_lane(output, from);
-  copy_all<QUIET>(row, __shfl_sync(ALL_LANES, source.code, from), to, dim, num_keys, wide);
+  copy_all(row, __shfl_sync(ALL_LANES, source.code, from), to, dim, num_keys, wide);
 }
 
 __device__ __forceinline__ bool is_wide(const Table& table, const Segment& segment) {
@@ -178,15 +143,14 @@ __device__ __forceinline__ Asked keys_of(const Request& request, const Segment& 
   return asked;
 }
 
-template <bool QUIET>
 __device__ __forceinline__ void look_up_keys(const Request& request, const Segment& segment, const Table& table, u32 s,
                                              u32 tile, const Asked& asked, bool marking, u64 policy) {
   Source source;
-  if (asked.is_one) source = find_source<QUIET>(table, asked.key, marking, policy);
+  if (asked.is_one) source = find_source(table, asked.key, marking, policy);
   const u32 unknown = note_missing(request, table, s, asked.is_one, source);
   if (request.missing_bits != nullptr && threadIdx.x % LANES == 0) request.missing_bits[tile] = unknown;
   const bool to_copy = asked.is_one && (source.row != nullptr || request.fill);
-  copy_sources<QUIET>(source, to_copy ? asked.output : nullptr, (int)table.dim, is_wide(table, segment));
+  copy_sources(source, to_copy ? asked.output : nullptr, (int)table.dim, is_wide(table, segment));
 }
 
 __device__ __forceinline__ float larger(float a, float b) { return b > a || b != b ? b : a; }  // a NaN wins
@@ -276,7 +240,7 @@ struct Found {
 };
 
 // Add rows [from, to) of `found` as they are, all of them stored as CODE.
-template <int CODE, bool WIDE, bool QUIET>
+template <int CODE, bool WIDE>
 __device__ __forceinline__ void add_rows(const Found& found, Sum<WIDE>& sum, u32 from, u32 to, int dim) {
   const u32 rows_at_once = LANES / sum.width, group = threadIdx.x % LANES / sum.width;
   const int step = min(sum.step, sum.steps - 1);
@@ -287,7 +251,7 @@ __device__ __forceinline__ void add_rows(const Found& found, Sum<WIDE>& sum, u32
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       const u8* row = place + i * rows_at_once < to ? found.rows[place + i * rows_at_once] : nullptr;
-      elements[i] = row != nullptr ? Elements<WIDE>::template load<CODE, QUIET>(row, step, dim) : Elements<WIDE>::all(0.0f);
+      elements[i] = row != nullptr ? Elements<WIDE>::template load<CODE>(row, step, dim) : Elements<WIDE>::all(0.0f);
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) sum.elements = sum.elements.with(elements[i], [](float a, float b) { return a + b; });
@@ -295,7 +259,7 @@ __device__ __forceinline__ void add_rows(const Found& found, Sum<WIDE>& sum, u32
 }
 
 // Rows of any type, with weights, or of which the largest elements count.
-template <bool WIDE, bool QUIET>
+template <bool WIDE>
 __device__ __forceinline__ void add_any_rows(const Found& found, Sum<WIDE>& sum, u32 from, u32 to, int dim, bool takes_largest) {
   const u32 rows_at_once = LANES / sum.width;
   const int step = min(sum.step, sum.steps - 1);
@@ -306,17 +270,17 @@ __device__ __forceinline__ void add_any_rows(const Found& found, Sum<WIDE>& sum,
     if (row == nullptr) {
       // the key has no row and its table no default vector: zeros
     } else if (found.codes[place] == FLOAT32) {
-      elements = Elements<WIDE>::template load<FLOAT32, QUIET>(row, step, dim);
+      elements = Elements<WIDE>::template load<FLOAT32>(row, step, dim);
     } else if (found.codes[place] == FLOAT16) {
-      elements = Elements<WIDE>::template load<FLOAT16, QUIET>(row, step, dim);
+      elements = Elements<WIDE>::template load<FLOAT16>(row, step, dim);
     } else {
-      elements = Elements<WIDE>::template load<INT8, QUIET>(row, step, dim);
+      elements = Elements<WIDE>::template load<INT8>(row, step, dim);
     }
     sum.add(elements, found.weights[place], takes_largest);
   }
 }
 
-template <int CODE, bool WIDE, bool QUIET>
+template <int CODE, bool WIDE>
 __device__ __forceinline__ void pool_bags(const Request& request, const Segment& segment, const Table& table, u32 s, u32 first,
                                           bool marking, u64 policy, Found& found) {
   const u32 lane = threadIdx.x % LANES, count = min(request.bags_per_tile, (u32)segment.num_rows - first);
@@ -343,7 +307,7 @@ __device__ __forceinline__ void pool_bags(const Request& request, const Segment&
       const bool asked = base + lane < bags.total;
       const i64 place = bags.place_of(base + lane, count);
       Source source;
-      if (asked) source = find_source<QUIET>(table, load_key_at(segment, place), marking, policy);
+      if (asked) source = find_source(table, load_key_at(segment, place), marking, policy);
       if (first_step == 0) note_missing(request, table, s, asked, source);
       __syncwarp();
       found.rows[lane] = source.row;
@@ -355,8 +319,8 @@ __device__ __forceinline__ void pool_bags(const Request& request, const Segment&
       for (u32 from = 0; from < stop;) {
         end_bags_at(base + from);
         const u32 to = min(stop, bag_end - base);
-        if (same) add_rows<CODE, WIDE, QUIET>(found, sum, from, to, (int)table.dim);
-        else add_any_rows<WIDE, QUIET>(found, sum, from, to, (int)table.dim, takes_largest);
+        if (same) add_rows<CODE, WIDE>(found, sum, from, to, (int)table.dim);
+        else add_any_rows<WIDE>(found, sum, from, to, (int)table.dim, takes_largest);
         from = to;
       }
     }
@@ -364,14 +328,14 @@ __device__ __forceinline__ void pool_bags(const Request& request, const Segment&
   }
 }
 
-template <bool WIDE, bool QUIET>
+template <bool WIDE>
 __device__ __forceinline__ void pool_any(const Request& request, const Segment& segment, const Table& table, u32 s, u32 first,
                                          bool marking, u64 policy) {
   __shared__ Found all_found[4];  // of the warps of a block
   Found& found = all_found[threadIdx.x / LANES];
-  if (table.cached_rows.code == FLOAT16) pool_bags<FLOAT16, WIDE, QUIET>(request, segment, table, s, first, marking, policy, found);
-  else if (table.cached_rows.code == INT8) pool_bags<INT8, WIDE, QUIET>(request, segment, table, s, first, marking, policy, found);
-  else pool_bags<FLOAT32, WIDE, QUIET>(request, segment, table, s, first, marking, policy, found);
+  if (table.cached_rows.code == FLOAT16) pool_bags<FLOAT16, WIDE>(request, segment, table, s, first, marking, policy, found);
+  else if (table.cached_rows.code == INT8) pool_bags<INT8, WIDE>(request, segment, table, s, first, marking, policy, found);
+  else pool_bags<FLOAT32, WIDE>(request, segment, table, s, first, marking, policy, found);
 }
 
 // The segment that a tile belongs to: the last that begins at or before it.
@@ -389,24 +353,17 @@ __device__ __forceinline__ u32 this_tile() { return blockIdx.x * (blockDim.x / L
 
 // For few segments, none of them pooled: these stay in the parameters' own memory.
 extern "C" __global__ void __launch_bounds__(256) look_up(const __grid_constant__ Request request) {
-  Reading reading(request.readers);
   const u32 tile = this_tile();
   const bool exists = tile < request.num_tiles;
   const u32 s = exists ? segment_of(request.few_tiles, request.num_segments, tile) : 0;
   const Segment& segment = request.few_segments[s];
   const Table& table = request.tables[segment.table];
-  Asked asked;
-  if (exists) asked = keys_of(request, segment, table.dim, tile, request.few_tiles[s]);
-  reading.wait();
   if (exists) {
-    const bool marking = is_marking(tile, request.seed);
-    if (reading.quiet) look_up_keys<true>(request, segment, table, s, tile, asked, marking, keeping_policy());
-    else look_up_keys<false>(request, segment, table, s, tile, asked, marking, keeping_policy());
+    const Asked asked = keys_of(request, segment, table.dim, tile, request.few_tiles[s]);
+    look_up_keys(request, segment, table, s, tile, asked, is_marking(tile, request.seed), keeping_policy());
   }
-  reading.end();
 }
 
-template <bool QUIET>
 __device__ __forceinline__ void look_up_tile(const Request& request, u32 tile) {
   const u64 policy = keeping_policy();
   const u32* first_tiles = request.first_tiles != nullptr ? request.first_tiles : request.few_tiles;
@@ -417,22 +374,16 @@ __device__ __forceinline__ void look_up_tile(const Request& request, u32 tile) {
   const bool marking = is_marking(tile, request.seed);
   if (segment.pooling == NONE) {
     const Asked asked = keys_of(request, segment, table.dim, tile, first_tiles[s]);
-    look_up_keys<QUIET>(request, segment, table, s, tile, asked, marking, policy);
+    look_up_keys(request, segment, table, s, tile, asked, marking, policy);
   } else if (is_wide(table, segment)) {
-    pool_any<true, QUIET>(request, segment, table, s, first_bag, marking, policy);
+    pool_any<true>(request, segment, table, s, first_bag, marking, policy);
   } else {
-    pool_any<false, QUIET>(request, segment, table, s, first_bag, marking, policy);
+    pool_any<false>(request, segment, table, s, first_bag, marking, policy);
   }
 }
 
 // For any segments.
 extern "C" __global__ void __launch_bounds__(128, 6) look_up_and_pool(const __grid_constant__ Request request) {
-  Reading reading(request.readers);
-  reading.wait();
   const u32 tile = this_tile();
-  if (tile < request.num_tiles) {
-    if (reading.quiet) look_up_tile<true>(request, tile);
-    else look_up_tile<false>(request, tile);
-  }
-  reading.end();
+  if (tile < request.num_tiles) look_up_tile(request, tile);
 }

@@ -40,14 +40,11 @@ GPU_TABLE = np.dtype(
         ("events_address", np.int64),
     ]
 )
-READERS = 16
-READERS_BYTES = 64 * READERS
 REQUEST = np.dtype(
     [
         ("tables_address", np.int64),
         ("segments_address", np.int64),
         ("first_tiles_address", np.int64),
-        ("readers_address", np.int64),
         ("missing_bits_address", np.int64),
         ("outputs_address", np.int64),
         ("num_unknown_address", np.int64),

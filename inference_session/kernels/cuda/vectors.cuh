@@ -17,17 +17,15 @@ __device__ __forceinline__ u32 narrow(float value) {
   return half_bits;
 }
 
-// By way of the first-level cache only while nobody writes rows, see index.cuh.
-template <bool QUIET, typename T>
+// By way of the first-level cache: a launch only reads rows that it does not write, see index.cuh.
+template <typename T>
 __device__ __forceinline__ T load_row(const T* address) {
-  if constexpr (QUIET) return __ldca(address);
-  else return __ldcg(address);
+  return __ldca(address);
 }
 
-template <bool QUIET>
 __device__ __forceinline__ float load_unaligned_float(const u8* address) {
   u32 bits = 0;
-  for (int i = 0; i < 4; ++i) bits |= (u32)load_row<QUIET>(address + i) << (8 * i);
+  for (int i = 0; i < 4; ++i) bits |= (u32)load_row(address + i) << (8 * i);
   return __uint_as_float(bits);
 }
 
@@ -44,17 +42,17 @@ struct Elements<true> {
 
   __device__ __forceinline__ static Elements all(float value) { return {make_float4(value, value, value, value)}; }
 
-  template <int CODE, bool QUIET>
+  template <int CODE>
   __device__ __forceinline__ static Elements load(const u8* row, int step, int dim) {
     if constexpr (CODE == FLOAT32) {
-      return {load_row<QUIET>(reinterpret_cast<const float4*>(row) + step)};
+      return {load_row(reinterpret_cast<const float4*>(row) + step)};
     } else if constexpr (CODE == FLOAT16) {
-      const uint2 bits = load_row<QUIET>(reinterpret_cast<const uint2*>(row) + step);
+      const uint2 bits = load_row(reinterpret_cast<const uint2*>(row) + step);
       return {make_float4(widen(bits.x & 0xffff), widen(bits.x >> 16), widen(bits.y & 0xffff), widen(bits.y >> 16))};
     } else {
-      const u32 bits = load_row<QUIET>(reinterpret_cast<const u32*>(row) + step);
-      const float scale = load_row<QUIET>(reinterpret_cast<const float*>(row + dim));
-      const float bias = load_row<QUIET>(reinterpret_cast<const float*>(row + dim) + 1);
+      const u32 bits = load_row(reinterpret_cast<const u32*>(row) + step);
+      const float scale = load_row(reinterpret_cast<const float*>(row + dim));
+      const float bias = load_row(reinterpret_cast<const float*>(row + dim) + 1);
       return {make_float4(scaled(bits, scale, bias), scaled(bits >> 8, scale, bias), scaled(bits >> 16, scale, bias),
                           scaled(bits >> 24, scale, bias))};
     }
@@ -87,15 +85,15 @@ struct Elements<false> {
 
   __device__ __forceinline__ static Elements all(float value) { return {value}; }
 
-  template <int CODE, bool QUIET>
+  template <int CODE>
   __device__ __forceinline__ static Elements load(const u8* row, int step, int dim) {
     if constexpr (CODE == FLOAT32) {
-      return {load_row<QUIET>(reinterpret_cast<const float*>(row) + step)};
+      return {load_row(reinterpret_cast<const float*>(row) + step)};
     } else if constexpr (CODE == FLOAT16) {
-      return {widen(load_row<QUIET>(reinterpret_cast<const unsigned short*>(row) + step))};
+      return {widen(load_row(reinterpret_cast<const unsigned short*>(row) + step))};
     } else {
-      const float scale = load_unaligned_float<QUIET>(row + dim), bias = load_unaligned_float<QUIET>(row + dim + 4);
-      return {__fadd_rn(__fmul_rn((float)(signed char)load_row<QUIET>(row + step), scale), bias)};
+      const float scale = load_unaligned_float(row + dim), bias = load_unaligned_float(row + dim + 4);
+      return {__fadd_rn(__fmul_rn((float)(signed char)load_row(row + step), scale), bias)};
     }
   }
 
@@ -120,7 +118,7 @@ __device__ __forceinline__ T* from_lane(T* address, int lane) {
 
 // Copy one row per lane, all lanes of the warp working on every row: `row` to `output`, both per lane. No output: nothing
 // is copied; no row: zeros are.
-template <int CODE, bool WIDE, bool QUIET>
+template <int CODE, bool WIDE>
 __device__ __forceinline__ void copy_rows(const u8* row, u8* output, int dim, int num_keys) {
   const int lane = threadIdx.x % LANES;
   const int steps = dim / Elements<WIDE>::COUNT;
@@ -134,7 +132,7 @@ __device__ __forceinline__ void copy_rows(const u8* row, u8* output, int dim, in
         const int key = first + i * rows_at_once + group;
         const u8* from = from_lane(row, key & (LANES - 1));
         const bool there = from != nullptr && key < num_keys && step < steps;
-        elements[i] = there ? Elements<WIDE>::template load<CODE, QUIET>(from, step, dim) : Elements<WIDE>::all(0.0f);
+        elements[i] = there ? Elements<WIDE>::template load<CODE>(from, step, dim) : Elements<WIDE>::all(0.0f);
       }
 #pragma unroll
       for (int i = 0; i < IN_FLIGHT; ++i) {

@@ -1,10 +1,8 @@
-// How rows are put in, in five kernels on one stream, one batch at a time over all streams:
+// How rows are put in, in three kernels on one stream, one batch at a time over all streams, while nobody looks up:
 //
-//   note_last      of equal keys in the batch, the last is the one that counts
-//   claim          each key takes a slot: a free one, or where there is none, that of the row that was hit least
-//   await_readers  until the look-ups have ended that may still read what a slot held before
-//   write_rows     fill the slots, then publish them: the tag comes last
-//   end_writing    look-ups that begin from now on find nobody writing
+//   note_last   of equal keys in the batch, the last is the one that counts
+//   claim       each key takes a slot: a free one, or where there is none, that of the row that was hit least
+//   write_rows  fill the slots, then publish them: the tag comes last
 //
 // An update takes a free slot of its bucket if there is one, and frees the old one once the new one is published, so that
 // the key can be found at every moment; one slot of each bucket is kept from inserts for that. In a bucket without a free
@@ -138,31 +136,6 @@ extern "C" __global__ void claim(Index index, u64* events, const i64* keys, u32 
   count(events, REFUSED, refused);
 }
 
-__device__ __forceinline__ void await_departures(volatile u64* departed, u64 arrived) {
-  while (*departed != arrived) __nanosleep(500);
-  *departed = 0;
-  __threadfence();
-}
-
-// The next epoch begins; returns how many arrived in this one.
-__device__ __forceinline__ u64 advance(Readers* readers) {
-  const u64 epoch = *(volatile u64*)&readers->arrivals >> EPOCH_BIT;
-  return atomicExch(&readers->arrivals, (epoch ^ 1) << EPOCH_BIT) & ~(1ull << EPOCH_BIT);
-}
-
-// A thread for each of READERS; all have ended when rows are written.
-extern "C" __global__ void await_readers(Readers* all) {
-  Readers* readers = all + threadIdx.x;
-  await_departures(&readers->departures[1], readers->late);
-  const u64 arrived = advance(readers);
-  await_departures(&readers->departures[0], arrived);
-}
-
-extern "C" __global__ void end_writing(Readers* all) {
-  __threadfence();
-  all[threadIdx.x].late = advance(all + threadIdx.x);
-}
-
 // A key that was claimed is there from now on, and no longer where it was.
 __device__ __forceinline__ void publish(const Index& index, u64* events, i64 key, Claim claim) {
   const u32 slot = claim.slot - 1, tag = tag_of(hash_key(key));
@@ -240,8 +213,8 @@ extern "C" __global__ void write_rows(Index index, Rows rows, u64* events, const
   if (rows.code == FLOAT16) encode_rows<FLOAT16>(vector, row, dim, num_keys);
   else if (rows.code == INT8) encode_rows<INT8>(vector, row, dim, num_keys);
   else if (rows.wide && (reinterpret_cast<u64>(vectors) & 15) == 0)
-    copy_rows<FLOAT32, true, true>(reinterpret_cast<const u8*>(vector), row, dim, num_keys);
-  else copy_rows<FLOAT32, false, true>(reinterpret_cast<const u8*>(vector), row, dim, num_keys);
+    copy_rows<FLOAT32, true>(reinterpret_cast<const u8*>(vector), row, dim, num_keys);
+  else copy_rows<FLOAT32, false>(reinterpret_cast<const u8*>(vector), row, dim, num_keys);
   if (claim.slot != 0) {
     const u32 slot = claim.slot - 1;
     index.keys[slot] = key;
