@@ -4,6 +4,8 @@ VENV ?= .venv
 CHECK_VENV ?= .venv-check
 EXPORTERS_VENV ?= .venv-exporters
 TRAINING_VENV ?= .venv-training
+DOCS_VENV ?= .venv-docs
+PACKAGE_DIR ?= build/package
 BIN := $(VENV)/bin
 INSTALL := -m pip --disable-pip-version-check --quiet install
 PYTEST_ARGS ?=
@@ -17,7 +19,7 @@ SOAK_ARGS ?=
 FUZZED := session_json table ps_json hugectr_graph kafka_messages onnx_import
 FUZZ_ENGINE = $$($(BIN)/python -c "import atheris" 2>/dev/null && echo tests.fuzz.coverage_guided || echo tests.fuzz)
 
-.PHONY: help demo online-learning test test-exporters test-training fuzz fuzz-same $(FUZZED:%=fuzz-same-%) check campaign soak bench bench-report clean
+.PHONY: help docs docs-build test-package demo online-learning test test-exporters test-training fuzz fuzz-same $(FUZZED:%=fuzz-same-%) check campaign soak bench bench-report clean
 
 help:
 	@echo "make demo            set up, serve a real model on a real Triton, send real requests (KEEP=1 leaves it running)"
@@ -30,6 +32,8 @@ help:
 	@echo "make campaign        random operations and faults against served models, every answer checked (MINUTES=5, SEED: random)"
 	@echo "make soak            a served model under steady load: slopes of memory, handles, threads, disk (MINUTES=60)"
 	@echo "make check           formatting, lint, types, known vulnerabilities"
+	@echo "make docs            the manual as a site on this machine (make docs-build builds it and checks its links)"
+	@echo "make test-package    a wheel and an sdist, installed apart, run the demo"
 	@echo "make bench           benchmarks, each beside its ceiling or peer"
 	@echo "make bench-report    whole requests through Triton beside their peers: bench-report.html and the README's figure"
 
@@ -105,6 +109,29 @@ test-exporters: $(EXPORTERS_VENV)/.ready
 
 test-training: $(EXPORTERS_VENV)/.ready
 	$(EXPORTERS_VENV)/bin/python -m pytest -m training tests/hotrow/training $(PYTEST_ARGS)
+
+$(DOCS_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python $(INSTALL) --editable ".[docs]"
+	@touch $@
+
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(DOCS_VENV)/.ready
+	$(DOCS_VENV)/bin/mkdocs serve
+
+docs-build: export NO_MKDOCS_2_WARNING := 1
+docs-build: $(DOCS_VENV)/.ready
+	$(DOCS_VENV)/bin/mkdocs build --quiet --strict --site-dir build/site
+
+# The wheel's packages with the demo of the sdist, away from this folder.
+test-package: $(CHECK_VENV)/.ready
+	rm -rf $(PACKAGE_DIR)
+	$(CHECK_VENV)/bin/python -m build --outdir $(PACKAGE_DIR)/dist .
+	$(PYTHON) -m venv $(PACKAGE_DIR)/venv
+	$(PACKAGE_DIR)/venv/bin/python $(INSTALL) "$$(echo $(PACKAGE_DIR)/dist/*.whl)[server,client]"
+	mkdir $(PACKAGE_DIR)/sdist && tar xf $(PACKAGE_DIR)/dist/*.tar.gz --strip-components 1 -C $(PACKAGE_DIR)/sdist
+	mkdir $(PACKAGE_DIR)/elsewhere && mv $(PACKAGE_DIR)/sdist/demo $(PACKAGE_DIR)/sdist/model_repository $(PACKAGE_DIR)/sdist/client_examples $(PACKAGE_DIR)/elsewhere
+	cd $(PACKAGE_DIR)/elsewhere && ../venv/bin/python -m demo
 
 check: $(CHECK_VENV)/.ready
 	$(CHECK_VENV)/bin/ruff format --check .

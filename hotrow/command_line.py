@@ -58,7 +58,9 @@ class _Commands(click.Group):
         if cmd_name not in self.list_commands(ctx):
             return None
         module = import_module(f"hotrow.commands.{_MODULES.get(cmd_name, cmd_name.replace('-', '_'))}")
-        return cast("click.Command", module.command)
+        command = cast("click.Command", module.command)
+        command.name = cmd_name  # else what lists commands, such as the manual, would call each one "command"
+        return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Names and sentences as `--help` has them: click would load every command for its own."""

@@ -154,7 +154,7 @@ class SessionConfig:
     max_keys_per_request: int = _setting(10_000_000, _count(1))
     """A request with more elements than this in any of its inputs is rejected."""
     volatile_store: StoreUrl | None = _setting(None, _store)  # noqa: RUF009  as the others
-    """URL of the store that is asked first for rows that the cache has not (docs/how-to/use-stores.md)."""
+    """URL of the store that is asked first for rows that the cache has not (docs/reference/stores.md)."""
     persistent_store: StoreUrl | None = _setting(None, _store)  # noqa: RUF009  as the others
     """URL of the store that is asked next, and holds all rows."""
     store_namespace: Literal["version", "shared"] = _setting("version", _choice("version", "shared"))

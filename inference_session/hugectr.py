@@ -2,7 +2,7 @@
 
     from inference_session.hugectr import CreateInferenceSession, InferenceParams
 
-Settings are those of ps.json, and are checked as it is; docs/how-to/migrate-from-hugectr.md says what each does here.
+Settings are those of ps.json, and are checked as it is; docs/reference/hugectr.md says what each does here.
 Relative paths count from the working directory. Models are imported into a cache folder (HOTROW_CACHE_DIR) and opened
 from there.
 """

@@ -85,7 +85,7 @@ class SessionSnapshot:
     """None: no update stream is followed."""
 
     def as_dict(self) -> dict[str, Any]:
-        """By the names of docs/how-to/operate.md."""
+        """By the names of docs/reference/statistics.md."""
         updates = {} if self.updates is None else asdict(self.updates)
         return {**asdict(self.session), **self.rows.as_dict(), "updates": updates}
 
@@ -344,7 +344,7 @@ class InferenceSession:
         return dump(self._rows, self.spec, target, progress)
 
     def stats(self) -> dict[str, Any]:
-        """Counters since `open`; docs/how-to/operate.md defines each key."""
+        """Counters since `open`; docs/reference/statistics.md defines each key."""
         return self.snapshot().as_dict()
 
     def snapshot(self) -> SessionSnapshot:

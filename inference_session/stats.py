@@ -1,4 +1,4 @@
-"""Statistics: what a session counts. Counters are API: docs/how-to/operate.md defines each key."""
+"""Statistics: what a session counts. Counters are API: docs/reference/statistics.md defines each key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an embedding cache counts; docs/how-to/operate.md defines each number."""
+"""What an embedding cache counts; docs/reference/statistics.md defines each number."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def is_url(place: str | Path) -> bool:
 
 
 def create_source(place: str | Path) -> ModelSource:
-    """The files at a place: a path, or `hdfs://HOST[:PORT]/path` (docs/how-to/operate.md).
+    """The files at a place: a path, or `hdfs://HOST[:PORT]/path` (docs/how-to/use-hdfs.md).
 
     Raises:
         ConfigurationError: the URL is malformed or of an unknown kind, or the package that it needs is not installed.

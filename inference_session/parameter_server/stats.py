@@ -1,4 +1,4 @@
-"""What a parameter server counts; docs/how-to/operate.md defines each number."""
+"""What a parameter server counts; docs/reference/statistics.md defines each number."""
 
 from __future__ import annotations
 

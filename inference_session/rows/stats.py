@@ -1,4 +1,4 @@
-"""What is counted of a model's rows; docs/how-to/operate.md defines each number."""
+"""What is counted of a model's rows; docs/reference/statistics.md defines each number."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RowStats:
         return replace(self, cache=self.cache.after(warm_up.cache))
 
     def as_dict(self) -> dict[str, Any]:
-        """By the names of docs/how-to/operate.md."""
+        """By the names of docs/reference/statistics.md."""
         parts: dict[str, Any] = {"cache": {} if self.cache is None else asdict(self.cache), "tiers": {}}
         if self.server is not None:
             parts |= asdict(self.server)

@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StreamSnapshot:
-    """What an update stream has done by one moment; docs/how-to/operate.md defines each number."""
+    """What an update stream has done by one moment; docs/reference/statistics.md defines each number."""
 
     messages: int
     updated_rows: int

@@ -40,7 +40,7 @@ OPTIONS = {
     "unix": (*_REDIS_OPTIONS, "db"),
     "rocksdb": (),
 }
-"""The schemes, and the options of each (docs/how-to/use-stores.md says what they mean)."""
+"""The schemes, and the options of each (docs/reference/stores.md says what they mean)."""
 DEFAULT_TIMEOUT_MS = 1000
 
 

@@ -31,9 +31,9 @@ class Permit(Enum):
     """What an answer may be besides right while a fault, or what it leaves, lasts; the page that says so."""
 
     DEFAULTS = "settings.md, on_store_failure: default vectors while the only store that has a row is out"
-    ERRORS = "operate.md, 'When a backend process dies': requests fail until the new process answers"
+    ERRORS = "run-a-server.md, 'When a backend process dies': requests fail until the new process answers"
     OLD_ROWS = (
-        "settings.md, catch_up_s: a version serves before it has applied all that was published; operate.md, "
+        "settings.md, catch_up_s: a version serves before it has applied all that was published; update-rows.md, "
         "Topics: one that was made anew is read again from its oldest message, and rows may be older until that is done"
     )
 

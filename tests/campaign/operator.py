@@ -92,7 +92,7 @@ class Operator:
             self._target.update_in_place(new.number)
 
         if self._plan.writer is Writer.STREAM and self._plan.has_rocksdb:
-            # operate.md, "Several servers": others than its writer see what is in a RocksDB a second later.
+            # update-rows.md, "Run several servers": others than its writer see what is in a RocksDB a second later.
             self._expectations.permit("stream behind", Permit.OLD_ROWS)
         self._replace(new, replace)
         shutil.rmtree(beside)
@@ -131,7 +131,7 @@ class Operator:
 
     def expect_restart(self) -> None:
         """The server is about to be killed. One that is started anew serves the newest version; one that the launcher
-        starts again what that has seen served, which may be a moment old (operate.md).
+        starts again what that has seen served, which may be a moment old (run-a-server.md).
         """
         self._after_restart = [self.serving, self.contents[max(self.contents)]]
         if time.monotonic() - self._replaced_s < _SEEN_S and self._before.version in self.contents:

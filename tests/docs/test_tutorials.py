@@ -1,0 +1,27 @@
+"""The tutorials, run as they are written on a real Triton."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.testing.tutorial import Tutorial
+
+ROOT = Path(__file__).parents[2]
+PAGES = ROOT / "docs/tutorials"
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("page", ["first-model", "migrate-hugectr", "rank-candidates"])
+def test_a_tutorial_reaches_its_end(page: str, tmp_path: Path) -> None:
+    """Each command ends with status 0 and prints what the page shows."""
+    Tutorial(PAGES / f"{page}.md", tmp_path).run()
+
+
+def test_manifests_that_the_tutorials_name_exist() -> None:
+    """What nobody here can run, a cluster's commands, names files that there are."""
+    for page in PAGES.glob("*.md"):
+        for name in re.findall(r"`(deploy/[\w./-]+)`", page.read_text(encoding="utf-8")):
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
