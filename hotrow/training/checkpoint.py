@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ class Checkpoint:
         with torch.no_grad():
             tensors, others = self._ranks.together(self._state.collect)
         others = {name: value for of_rank in self._ranks.gather(others) for name, value in of_rank.items()}
+        tensors.update(self._state.hashed_rows(self._ranks))
         description = {"format": FORMAT, "step": step, "moment": moment.isoformat(), "state": others}
         if is_url(self._place):
             self._save_remotely(step, tensors, description)
@@ -188,17 +190,23 @@ class Checkpoint:
             description = _description(source)
             try:
                 reader = CheckpointReader(source)
-                metadata = reader.read_metadata()
-                tensors = self._state.targets(metadata.state_dict_metadata, place)
+                saved = reader.read_metadata().state_dict_metadata
+                tensors = self._state.targets(saved, place)
                 distributed_checkpoint.load(
                     tensors, storage_reader=reader, process_group=self._ranks.group, no_dist=self._ranks.size == 1
                 )
+                self._state.load_hashed(self._ranks, saved, partial(_read_alone, source), place)
             except HotrowError:
                 raise
             except (Exception, CheckpointException) as error:
                 raise _translated(error, f"{place}: the checkpoint cannot be restored") from error
             self._state.apply(tensors, description["state"])
             return Restored(datetime.fromisoformat(description["moment"]), _unconfirmed(source))
+
+
+def _read_alone(source: ModelSource, tensors: dict[str, Any]) -> None:
+    """Fill tensors out of a checkpoint; other ranks need not."""
+    distributed_checkpoint.load(tensors, storage_reader=CheckpointReader(source), no_dist=True)
 
 
 def _describe(folder: Path, description: Mapping[str, Any]) -> None:

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hotrow.training.tables import KnownKeys
 from inference_session.errors import UnsupportedModelError
 
 _LAST_ID = torch.iinfo(torch.int64).max
-
-
-class Mapping(NamedTuple):
-    """What one rank's module knows."""
-
-    ids: Tensor
-    """int64 [n], each once: what `preprocess` makes of raw ids."""
-    rows: Tensor
-    """int64 [n], numbers of their rows in the whole table."""
-    unknown_row: int
-    """The row that stands for all other ids."""
 
 
 def check_supported(module: Any, path: str) -> None:
@@ -32,12 +22,12 @@ def check_supported(module: Any, path: str) -> None:
         )
 
 
-def mapping(module: Any) -> Mapping:
+def known_ids(module: Any) -> KnownKeys:
     """The mapping of a module as `remap` applies it, including what it makes of the largest integer, its filler."""
     ids, rows = module._mch_sorted_raw_ids, module._mch_remapped_ids_mapping
     num_known = int(torch.searchsorted(ids[:-1], torch.full((1,), _LAST_ID, device=ids.device)).item())
     unknown_row = module._output_global_offset + module._zch_size - 1
-    return Mapping(ids[: num_known + 1], rows[: num_known + 1], unknown_row)
+    return KnownKeys(ids[: num_known + 1], rows[: num_known + 1], unknown_row)
 
 
 def preprocess(module: Any, ids: Tensor) -> Tensor:

@@ -10,14 +10,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hotrow.training.collisions import check_supported, preprocess
-from hotrow.training.tables import Table, local_shards
+from hotrow.training.collisions import check_supported, known_ids, preprocess
+from hotrow.training.hash_embedding import HashEmbedding, HashEmbeddingBag
+from hotrow.training.hash_table import HashTable
+from hotrow.training.tables import KnownKeys, Table, local_shards
 from inference_session.errors import UnsupportedModelError
 
 
@@ -62,6 +65,8 @@ def _find(module: nn.Module, path: str, seen: set[int]) -> Iterator[Cut]:
 def _cut(module: nn.Module, path: str) -> Cut | None:
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         return _cut_plain(module, path)
+    if isinstance(module, HashTable):
+        return _cut_hashed(module, path)
     if "torchrec" not in sys.modules:
         return None
     kind = _torchrec_kind(module)
@@ -89,11 +94,9 @@ def _name_apart(cuts: list[Cut]) -> None:
 
 def _cut_plain(module: nn.Embedding | nn.EmbeddingBag, path: str) -> Cut:
     base = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
-    where = f"{path or 'the model'} ({type(module).__name__})"
-    if type(module).forward is not base.forward:
-        raise UnsupportedModelError(f"{where} cannot be cut out: its class has a forward of its own")
+    _check_forward(module, base, path)
     if module.max_norm is not None:
-        raise UnsupportedModelError(f"{where} cannot be cut out: max_norm changes rows as they are read")
+        raise UnsupportedModelError(f"{_where(module, path)} cannot be cut out: max_norm changes rows as they are read")
     weight = module.weight
     table = Table(
         name=path or "embedding",
@@ -105,6 +108,38 @@ def _cut_plain(module: nn.Embedding | nn.EmbeddingBag, path: str) -> Cut:
         device=_device(weight),
     )
     kind = EmbeddingStandIn if base is nn.Embedding else BagStandIn
+    return Cut(path, module, [table], lambda cut: kind(cut.module, cut.tables[0]))
+
+
+def _check_forward(module: nn.Module, base: type[nn.Module], path: str) -> None:
+    if type(module).forward is not base.forward:
+        raise UnsupportedModelError(f"{_where(module, path)} cannot be cut out: its class has a forward of its own")
+
+
+def _where(module: nn.Module, path: str) -> str:
+    return f"{path or 'the model'} ({type(module).__name__})"
+
+
+def _cut_hashed(module: HashTable, path: str) -> Cut:
+    base = HashEmbedding if isinstance(module, HashEmbedding) else HashEmbeddingBag
+    _check_forward(module, base, path)
+
+    def known() -> KnownKeys:
+        keys = module.rows().keys
+        return KnownKeys(keys, torch.arange(1, len(keys) + 1, device=keys.device), unknown_row=0)
+
+    table = Table(
+        name=path or "embedding",
+        path=path,
+        num_rows=len(module),
+        embedding_dim=module.embedding_dim,
+        dtype=torch.float32,
+        weight=module.numbered_vectors,
+        device=module.device,
+        known=known,
+        hash_table=module,
+    )
+    kind = EmbeddingStandIn if base is HashEmbedding else BagStandIn
     return Cut(path, module, [table], lambda cut: kind(cut.module, cut.tables[0]))
 
 
@@ -256,8 +291,9 @@ def _cut_collisions(module: Any, path: str, *, bags: bool) -> Cut:
     configs = table_configs(inner, bags=bags)
     tables = [_table(inner, config, f"{path}._embedding_module", bags=bags) for config in configs]
     for table, config in zip(tables, configs, strict=True):
-        table.collisions = module._managed_collision_collection._managed_collision_modules[config.name]
-        check_supported(table.collisions, f"{path}._managed_collision_collection: {config.name!r}")
+        collisions = module._managed_collision_collection._managed_collision_modules[config.name]
+        check_supported(collisions, f"{path}._managed_collision_collection: {config.name!r}")
+        table.known, table.prepare = partial(known_ids, collisions), partial(preprocess, collisions)
 
     def stand_in(cut: Cut) -> nn.Module:
         return CollisionsStandIn(CollectionStandIn(cut, configs, inner, bags=bags))
@@ -359,6 +395,6 @@ class CollisionsStandIn(nn.Module):
 
 
 def _read(table: Table, keys: Tensor) -> Tensor:
-    if table.collisions is not None:
-        keys = preprocess(table.collisions, keys)
+    if table.prepare is not None:
+        keys = table.prepare(keys)
     return functional.embedding(keys, _weights(table))

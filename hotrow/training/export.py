@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hotrow.training.assembly import assemble, folder_of
-from hotrow.training.collisions import mapping
 from hotrow.training.cutting import Cut, find_cuts
 from hotrow.training.dense_network import TableFile, flat_outputs, table_names, trace, unwrapped
 from hotrow.training.inputs import Form, ServedInputs
@@ -49,10 +48,10 @@ def export(
 ) -> int:
     """Write a model as it is now, in training, as `<repository>/<name>/<version>`; returns the version.
 
-    Look-ups are cut out at the boundary of the modules that do them (nn.Embedding, nn.EmbeddingBag, TorchRec's
-    collections, sharded or not, with managed collisions or not), the tables are written to files, and the rest becomes
-    the dense network. Before the version appears, it answers the example, and the answers are compared with the live
-    model's. It appears whole or not at all.
+    Look-ups are cut out at the boundary of the modules that do them (nn.Embedding, nn.EmbeddingBag, `HashEmbedding`,
+    `HashEmbeddingBag`, TorchRec's collections, sharded or not, with managed collisions or not), the tables are written
+    to files, and the rest becomes the dense network. Before the version appears, it answers the example, and the
+    answers are compared with the live model's. It appears whole or not at all.
 
     All ranks of a distributed job call this; each writes its own rows, so that the repository must be in a file system
     that they share. The example may be a different one on each rank.
@@ -229,6 +228,10 @@ class _Export:
         for number, (table, folder) in enumerate(zip(tables, folders, strict=True)):
             known = [of_rank[number] for of_rank in rows]
             count = sum(part.count for part in known if part) if table.has_keys else table.num_rows
+            if not count:
+                raise UnsupportedModelError(
+                    f"{table.path}: table {table.name!r} has no rows yet; train before exporting"
+                )
             files.append(TableFile(table, count, f"{TABLES_FOLDER}/{folder}/{VECTOR_FILE}"))
         return files
 
@@ -307,9 +310,9 @@ def _check_shared(staging: Path, token: str) -> None:
 def _stored_rows(table: Table) -> _Rows | None:
     if not table.has_keys:
         return None
-    known = mapping(table.collisions)
+    known = table.known_keys()
     (unknown,) = _rows_at(table, torch.tensor([known.unknown_row]))
-    return _Rows(len(known.ids), tuple(float(element) for element in unknown))
+    return _Rows(len(known.keys), tuple(float(element) for element in unknown))
 
 
 def _rows_at(table: Table, rows: Tensor) -> NDArray[Any]:
@@ -322,10 +325,10 @@ def _rows_at(table: Table, rows: Tensor) -> NDArray[Any]:
 
 
 def _write_stored(path: Path, table: Table, first: int) -> None:
-    known = mapping(table.collisions)
+    known = table.known_keys()
     step = max(1, (32 << 20) // table.row_bytes)
-    write_at(path.with_name(KEY_FILE), first * 8, known.ids.cpu().numpy())
-    for begin in range(0, len(known.ids), step):
+    write_at(path.with_name(KEY_FILE), first * 8, known.keys.cpu().numpy())
+    for begin in range(0, len(known.keys), step):
         vectors = _rows_at(table, known.rows[begin : begin + step])
         write_at(path, (first + begin) * table.row_bytes, vectors)
 

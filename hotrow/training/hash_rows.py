@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +63,7 @@ class HashRows:
         """Of training, those that are complete."""
         self.generation = 0
         """Counts up when rows move, so that numbers of rows from before mean others."""
-        self.listeners: list[Callable[[Tensor, Tensor], None]] = []
+        self.listeners: OrderedDict[int, Callable[[Tensor, Tensor], None]] = OrderedDict()
         """Called with keys that training has read, and with keys that have lost their rows; int64 [n]."""
         self._make_empty()
 
@@ -87,7 +89,7 @@ class HashRows:
         if self.counts_use:
             self.last_used[rows] = self.steps
             self.times_used[rows] += 1
-        for listener in self.listeners:
+        for listener in self.listeners.values():
             listener(keys, keys[:0])
         return rows if self.device.type == "cpu" else rows[places]
 
@@ -114,7 +116,7 @@ class HashRows:
             tensor[free] = tensor[moved]
         self.index.keep(num_left)
         self.generation += 1
-        for listener in self.listeners:
+        for listener in self.listeners.values():
             listener(removed[:0], removed)
 
     def seldom_used(self, unused_for: int | None, used_less_than: int | None) -> Tensor:
@@ -157,6 +159,9 @@ class HashRows:
         """Forget all rows."""
         self.generation += 1
         self._make_empty()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "listeners": OrderedDict()}  # a copy of the rows is listened to by nobody
 
     def to(self, device: torch.device) -> HashRows:
         """The same rows on another device."""

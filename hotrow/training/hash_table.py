@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from hotrow.training.hash_look_up import LookUp
 from hotrow.training.hash_rows import INITIAL_ROWS, HashRows, Rows
@@ -91,7 +93,7 @@ class HashTable(nn.Module):
         place = torch.get_default_device() if device is None else torch.device(device)
         counts_use = max_rows is not None or max_age is not None
         self._rows = HashRows(initial, self.optimizer, place, counts_use=counts_use)
-        self._is_shared = False
+        self._is_shared = self._is_left_out = False
         self._learning: list[_Learning] = []
         self._backward = -1
 
@@ -130,20 +132,31 @@ class HashTable(nn.Module):
             ConfigurationError: the tensors do not fit each other or the embedding.
         """
         self._check_rows(rows)
-        rank, num_ranks = _place()
-        self._rows.put(rows if num_ranks == 1 else rows.chosen(owners(rows.keys, num_ranks) == rank))
+        self._rows.put(rows if _place().num_ranks == 1 else rows.chosen(self.owns(rows.keys)))
 
     def clear(self) -> None:
         """Forget the rows of this rank."""
         self._rows.clear()
 
-    def listen(self, listener: Callable[[Tensor, Tensor], None]) -> Callable[[], None]:
-        """Call back with keys that training reads, and with keys that lose their rows, on their rank; int64 [n].
+    def numbered_vectors(self) -> Tensor:
+        """float32 [rows + 1, embedding_dim]: row 0 is zeros, then come those of `rows`."""
+        return self._rows.vectors[: len(self) + 1]
 
-        Returns what ends it.
-        """
-        self._rows.listeners.append(listener)
-        return lambda: self._rows.listeners.remove(listener)
+    def vectors_of(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Which keys, int64 [n], have a row on this rank: bool [n], and the vectors of those."""
+        rows = self._rows.find(keys.to(self.device))
+        return rows != 0, gather(self._rows.vectors, rows[rows != 0])
+
+    def owns(self, keys: Tensor) -> Tensor:
+        """Of which keys, int64 [n], the rows belong to this rank: bool [n]."""
+        rank, num_ranks = _place()
+        return owners(keys, num_ranks) == rank
+
+    def listen(self, listener: Callable[[Tensor, Tensor], None]) -> RemovableHandle:
+        """Call back with keys that training reads, and with keys that lose their rows, on their rank; int64 [n]."""
+        handle = RemovableHandle(self._rows.listeners)
+        self._rows.listeners[handle.id] = listener
+        return handle
 
     # Look-ups
 
@@ -273,6 +286,8 @@ class HashTable(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """A copy of the rows of this rank."""
+        if self._is_left_out:
+            return
         for name, tensor in self.tensors().items():
             destination[prefix + name] = tensor.clone()
 
@@ -286,6 +301,7 @@ class HashTable(nn.Module):
             **{f"{_OPTIMIZER}{name}": tensor for name, tensor in rows.states.items()},
             **{name: tensor for name, tensor in optional.items() if tensor is not None},
             "steps": torch.tensor(self.steps),
+            "lr": torch.tensor(self.optimizer.lr, dtype=torch.float64),
             "initial": self._rows.initial,
         }
 
@@ -305,14 +321,14 @@ class HashTable(nn.Module):
         Raises:
             ConfigurationError: a tensor is missing, or does not fit.
         """
-        missing = {"keys", "vectors", "steps", "initial"} - {*part}
+        missing = {*self.tensors()} - {*part, "last_used", "times_used"}
         if missing:
             raise ConfigurationError(f"the state of a hash embedding lacks {', '.join(sorted(missing))}")
         states = {name.removeprefix(_OPTIMIZER): tensor for name, tensor in part.items() if name.startswith(_OPTIMIZER)}
         if part["initial"].shape != self._rows.initial.shape:
             found = part["initial"].shape[1]
             raise ConfigurationError(f"its vectors have {found} elements; those of this embedding {self.embedding_dim}")
-        self.steps = int(part["steps"])
+        self.steps, self.optimizer.lr = int(part["steps"]), float(part["lr"])
         self._rows.initial.copy_(part["initial"])
         self.put(Rows(part["keys"], part["vectors"], states, part.get("last_used"), part.get("times_used")))
 
@@ -326,6 +342,8 @@ class HashTable(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        if self._is_left_out:
+            return
         part = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         known = {*self.tensors(), *(f"{_OPTIMIZER}{name}" for name in self.optimizer.states())}
         unexpected_keys += [prefix + name for name in part if name not in known]
@@ -351,6 +369,19 @@ class HashTable(nn.Module):
         if unknown:
             kind = type(self.optimizer).__name__
             raise ConfigurationError(f"{kind} has no state {', '.join(sorted(unknown))}; give those of this optimizer")
+
+
+@contextmanager
+def without_rows(model: nn.Module) -> Iterator[None]:
+    """Let state_dict and load_state_dict of a model leave out its hash embeddings."""
+    tables = [module for module in model.modules() if isinstance(module, HashTable)]
+    for table in tables:
+        table._is_left_out = True
+    try:
+        yield
+    finally:
+        for table in tables:
+            table._is_left_out = False
 
 
 class _Place(NamedTuple):

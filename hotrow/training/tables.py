@@ -30,6 +30,17 @@ class Shard(NamedTuple):
     tensor: Tensor
 
 
+class KnownKeys(NamedTuple):
+    """The keys of the rows that one rank holds."""
+
+    keys: Tensor
+    """int64 [n], each once."""
+    rows: Tensor
+    """int64 [n], numbers of their rows in the whole table."""
+    unknown_row: int
+    """The row that stands for all other keys."""
+
+
 @dataclass
 class Table:
     """One embedding table of the model."""
@@ -43,15 +54,29 @@ class Table:
     weight: Callable[[], Any]
     """The weights as the module has them: a tensor, or one of torch's sharded kinds, of which this rank has a part."""
     device: torch.device
-    collisions: Any = None
-    """TorchRec's managed collision module of this rank, where ids are mapped to rows as they come."""
+    known: Callable[[], KnownKeys] | None = None
+    """The keys of this rank's rows, where rows are found by keys that come as they please, not by their numbers."""
+    prepare: Callable[[Tensor], Tensor] | None = None
+    """What becomes of raw ids before they are looked for among the keys."""
+    hash_table: Any = None
+    """The `HashTable` whose rows these are."""
     placeholder: Tensor | None = field(default=None, repr=False)
     """Stands for the table's weights while the network is traced."""
 
     @property
     def has_keys(self) -> bool:
         """Whether rows are found by keys that are stored, not by their numbers."""
-        return self.collisions is not None
+        return self.known is not None
+
+    def known_keys(self) -> KnownKeys:
+        """The keys of this rank's rows.
+
+        Raises:
+            UnsupportedModelError: rows of this table are found by their numbers.
+        """
+        if self.known is None:
+            raise UnsupportedModelError(f"{self.path}: rows of table {self.name!r} have no keys")
+        return self.known()
 
     @property
     def file_type(self) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hotrow.training.cutting import Cut
+from hotrow.training.hash_table import HashTable
 from hotrow.training.state import is_exporting
 from hotrow.training.tables import Table
 from inference_session.errors import UnsupportedModelError
@@ -23,16 +24,16 @@ _MAX_NOTED = 4 << 20
 """Ids that are kept as they come; of more, each is kept once."""
 
 
-class TouchedRows:
-    """The rows of one table that were read since they were last asked for."""
+class Noted:
+    """Numbers or keys of rows since they were last asked for."""
 
-    def __init__(self, table: Table) -> None:
-        self.table = table
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._rows: list[Tensor] = []
         self._num_noted = 0
 
     def note(self, rows: Tensor) -> None:
-        """Rows by their numbers in the whole table, duplicates among them."""
+        """int64, duplicates among them."""
         if rows.numel():
             self._rows.append(rows.detach().reshape(-1))
             self._num_noted += rows.numel()
@@ -52,8 +53,18 @@ class TouchedRows:
 
     def _unique(self) -> Tensor:
         if not self._rows:
-            return torch.empty(0, dtype=torch.int64, device=self.table.device)
+            return torch.empty(0, dtype=torch.int64, device=self._device)
         return torch.unique(torch.cat([rows.to(torch.int64) for rows in self._rows]))
+
+
+class TouchedRows(Noted):
+    """The rows of one table that were read, by their numbers in the whole table; of a hash embedding, their keys."""
+
+    def __init__(self, table: Table) -> None:
+        super().__init__(table.device)
+        self.table = table
+        self.gone = Noted(table.device)
+        """Of a hash embedding, keys that have lost their rows."""
 
 
 class Watch:
@@ -83,7 +94,9 @@ class Watch:
 
 def _hooked(cut: Cut, touched: dict[int, TouchedRows]) -> Iterator[Any]:
     module: Any = getattr(cut.module, "_embedding_module", cut.module)
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+    if isinstance(module, HashTable):
+        yield module.listen(_noting_keys(touched[id(cut.tables[0])]))
+    elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
         yield _hook(module, touched[id(cut.tables[0])])
     elif hasattr(module, "_lookups"):
         by_name = {_config_name(table, cut): touched[id(table)] for table in cut.tables}
@@ -112,6 +125,14 @@ def _hook(module: nn.Module, rows: TouchedRows) -> Any:
             rows.note(args[0] if args else kwargs["input"])
 
     return module.register_forward_pre_hook(note, with_kwargs=True)
+
+
+def _noting_keys(rows: TouchedRows) -> Callable[[Tensor, Tensor], None]:
+    def note(read: Tensor, gone: Tensor) -> None:
+        rows.note(read)
+        rows.gone.note(gone)
+
+    return note
 
 
 def _noting_kernel(kernel: Any, by_name: dict[str, TouchedRows]) -> Callable[[nn.Module, tuple[Any, ...]], None]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from hotrow.training.dense_network import unwrapped
+from hotrow.training.hash_table import HashTable, without_rows
+from hotrow.training.ranks import Ranks
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 
 Others: TypeAlias = "dict[str, Any]"
@@ -21,11 +24,14 @@ _PLAIN = (bool, int, float, str, type(None))
 class TrainingState:
     """Names are those of the model without what distributes it, so that any number of ranks finds them again.
 
-    model.<parameter or buffer>, optimizer.<n>.state.<parameter>.<name>, fused.state.<parameter>.<name>
+    model.<parameter or buffer>, optimizer.<n>.state.<parameter>.<name>, fused.state.<parameter>.<name>;
+    rows of hash embeddings, of each rank: rows.<module>.<rank>.<name>
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._model = unwrapped(model)
+        modules = self._model.named_modules()
+        self._hashed = {f"rows.{path}": module for path, module in modules if isinstance(module, HashTable)}
         self._keyed: dict[str, Any] = {}
         self._plain: dict[str, torch.optim.Optimizer] = {}
         for number, optimizer in enumerate(optimizers):
@@ -52,6 +58,39 @@ class TrainingState:
                 raise UnsupportedModelError(f"{name}: a {type(value).__name__} cannot be saved in a checkpoint")
         return tensors, others
 
+    def hashed_rows(self, ranks: Ranks) -> dict[str, Any]:
+        """The rows of hash embeddings that this rank holds: live tensors, under names that no other rank has."""
+        return {
+            f"{prefix}.{ranks.rank}.{name}": tensor
+            for prefix, table in self._hashed.items()
+            for name, tensor in table.tensors().items()
+        }
+
+    def load_hashed(
+        self, ranks: Ranks, saved: Mapping[str, Any], read: Callable[[dict[str, Any]], None], place: str
+    ) -> None:
+        """Replace the rows of hash embeddings by those that belong to this rank, a saving rank's part at a time.
+
+        Args:
+            ranks: that load; any number may have saved.
+            saved: what the checkpoint holds, with sizes and types.
+            read: fills tensors, given by name.
+            place: for messages.
+
+        Raises:
+            ConfigurationError: the checkpoint lacks an embedding, or it does not fit.
+        """
+        for prefix, table in self._hashed.items():
+            parts = _parts(prefix, saved)
+            if not parts:
+                raise ConfigurationError(f"{place}: holds no {prefix!r}; it is of another model")
+            table.clear()
+            common = math.gcd(ranks.size, len(parts))  # a key's owners there and here are equal by this modulus
+            for part in (part for rank, part in parts.items() if (rank - ranks.rank) % common == 0):
+                tensors = {name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype) for name in part}
+                read(tensors)
+                table.load_part({part[name]: tensor for name, tensor in tensors.items()})
+
     def targets(self, saved: Mapping[str, Any], place: str) -> dict[str, Any]:
         """Tensors for what has been saved: the live ones where there are any, made where an optimizer has none yet.
 
@@ -76,7 +115,8 @@ class TrainingState:
     def apply(self, tensors: Mapping[str, Any], others: Others) -> None:
         """Take over what has been read into `targets`."""
         model = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
-        self._model.load_state_dict(model)
+        with without_rows(self._model):
+            self._model.load_state_dict(model)
         for prefix, optimizer in self._plain.items():
             self._apply_plain(prefix, optimizer, tensors, others)
         for prefix, optimizer in self._keyed.items():
@@ -86,7 +126,9 @@ class TrainingState:
             _set_groups(prefix, optimizer, _keyed_names(optimizer), others)
 
     def _items(self) -> Iterator[tuple[str, Any]]:
-        for name, value in self._model.state_dict().items():
+        with without_rows(self._model):
+            state = self._model.state_dict()
+        for name, value in state.items():
             yield f"model.{name}", value
         for prefix, optimizer in self._keyed.items():
             yield from _flat(f"{prefix}.state", optimizer.state_dict()["state"])
@@ -125,6 +167,16 @@ class TrainingState:
             if state:
                 optimizer.state[parameter] = state
         _set_groups(prefix, optimizer, self._names(), others)
+
+
+def _parts(prefix: str, saved: Mapping[str, Any]) -> dict[int, dict[str, str]]:
+    """What each rank saved of a hash embedding: its own names for them by those in the checkpoint."""
+    parts: dict[int, dict[str, str]] = {}
+    for full_name in saved:
+        rank, _, name = full_name.removeprefix(f"{prefix}.").partition(".")
+        if full_name.startswith(f"{prefix}.") and rank.isdecimal():
+            parts.setdefault(int(rank), {})[full_name] = name
+    return parts
 
 
 def _is_keyed(optimizer: Any) -> bool:

@@ -11,14 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hotrow.training.collisions import Mapping, mapping
 from hotrow.training.cutting import find_cuts
 from hotrow.training.dense_network import unwrapped
 from hotrow.training.outbox import Changes, Outbox, OutboxStats
 from hotrow.training.published import published_keys
 from hotrow.training.ranks import Ranks
 from hotrow.training.state import Restored, note_publisher, take_restored
-from hotrow.training.tables import Shard, Table
+from hotrow.training.tables import KnownKeys, Shard, Table
 from hotrow.training.touched import TouchedRows, Watch
 from inference_session.errors import ConfigurationError, SessionClosedError
 from inference_session.model_spec import folder_names
@@ -164,12 +163,14 @@ class UpdatePublisher:
             self._watch.close()
         self._outbox.close()
 
-    def _followed(self, watch: Watch) -> list[_FollowedTable]:
+    def _followed(self, watch: Watch) -> list[_FollowedTable | _FollowedKeys]:
         touched = list(watch.touched())
         folders = folder_names([rows.table.name for rows in touched])
         kinds = self._ranks.gather([_kind(rows.table, alone=self._ranks.size == 1) for rows in touched])
         return [
-            _FollowedTable(rows, folder, _strictest([of_rank[number] for of_rank in kinds]), self._ranks)
+            _FollowedKeys(rows, folder)
+            if rows.table.hash_table is not None
+            else _FollowedTable(rows, folder, _strictest([of_rank[number] for of_rank in kinds]), self._ranks)
             for number, (rows, folder) in enumerate(zip(touched, folders, strict=True))
         ]
 
@@ -183,7 +184,7 @@ class UpdatePublisher:
             if len(changes.keys) or len(changes.deleted):
                 self._outbox.put(changes)
 
-    def _keys_since(self, restored: Restored, table: _FollowedTable) -> NDArray[np.int64]:
+    def _keys_since(self, restored: Restored, table: _FollowedTable | _FollowedKeys) -> NDArray[np.int64]:
         """Keys of which the servers may have other rows than the restored model."""
         earlier = restored.moment - _CLOCKS_DIFFER
         published = published_keys(self._url, self._name, table.folder, table.embedding_dim, earlier)
@@ -211,6 +212,35 @@ class _Piece(NamedTuple):
     vectors: NDArray[np.float32]
 
 
+class _FollowedKeys:
+    """A hash embedding, whose rows go by keys: from touched keys to what is published, each on the rank of its row."""
+
+    def __init__(self, touched: TouchedRows, folder: str) -> None:
+        self.folder = folder
+        self._touched, self._rows = touched, touched.table.hash_table
+        self.embedding_dim = touched.table.embedding_dim
+
+    def changes(self) -> Changes:
+        """What has changed since the last call."""
+        keys = torch.cat([self._touched.take(), self._touched.gone.take()]).unique()
+        held, vectors = self._rows.vectors_of(keys)
+        return Changes(self.folder, _numpy(keys[held]), vectors.cpu().numpy(), _numpy(keys[~held]))
+
+    def touched_keys(self) -> NDArray[np.int64]:
+        """Keys that `changes` would give, without taking them."""
+        return np.union1d(_numpy(self._touched.seen()), _numpy(self._touched.gone.seen()))
+
+    def touch_again(self, keys: NDArray[np.int64]) -> None:
+        """Publish these keys as they are now, also those that have no row any more."""
+        tensor = torch.from_numpy(keys)
+        self._touched.note(tensor[self._rows.owns(tensor)].to(self._touched.table.device))
+
+
+def _numpy(keys: Tensor) -> NDArray[np.int64]:
+    numbers: NDArray[np.int64] = keys.cpu().numpy()
+    return numbers
+
+
 class _FollowedTable:
     """One table: from touched rows to what is published, on this rank."""
 
@@ -221,7 +251,7 @@ class _FollowedTable:
         self._published = _NO_KEYS
         """Raw ids that had a row when rows were published last, ascending; of a table with managed collisions."""
         if self._table.has_keys:
-            self._published = _known(self._table).ids[:-1].cpu().numpy().copy()
+            self._published = _known(self._table).keys[:-1].cpu().numpy().copy()
 
     def changes(self) -> Changes:
         """What has changed since the last call; none on ranks that publish nothing of this table."""
@@ -314,8 +344,8 @@ class _FollowedTable:
         return rows.cpu().numpy(), vectors
 
 
-def _known(table: Table) -> Mapping:
-    return mapping(table.collisions)
+def _known(table: Table) -> KnownKeys:
+    return table.known_keys()
 
 
 def _inside(rows: Tensor, shard: Shard) -> Tensor:
