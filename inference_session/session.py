@@ -232,12 +232,22 @@ class InferenceSession:
         network = self._network if requests[0].num_candidates is None else self._ranking
         num_reused = 0
         if self._kept is not None and network is self._ranking:
-            num_reused = self._kept.bring_in(batch, requests, self._run)
+            num_reused = self._fill_in_contexts(self._kept, batch, requests)
             network = self._kept.candidates
         outputs = self._run(network, batch, self._layout.wanted(requests), mark).outputs
         mark("answer")
         self._count(requests, num_reused)
         return self._layout.split(batch.in_order(outputs), requests)
+
+    def _fill_in_contexts(self, kept: KeptContexts, batch: JoinedBatch, requests: Sequence[CheckedRequest]) -> int:
+        """Add to the batch what is known, or computed, of its contexts; returns how many were known."""
+        wanted = kept.find(requests)
+        num_known = sum(key in wanted.found for key in wanted.keys)
+        if wanted.missing:
+            missing = kept.batch_of(wanted)
+            kept.add(wanted, missing, self._run(kept.contexts, missing, kept.values))
+        kept.fill(batch, wanted)
+        return num_known
 
     def _run(self, network: Network, batch: JoinedBatch, wanted: Sequence[str], mark: Mark = unmarked) -> Ran:
         """Look-up, then network."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +29,6 @@ from inference_session.rows.base import Rows
 
 _ENTRY_BYTES = 500
 """What an entry takes beside its arrays."""
-
-Run = Callable[[Network, JoinedBatch, Sequence[str]], Ran]
 
 
 class Context(NamedTuple):
@@ -80,13 +78,25 @@ class ContextMemory:
         self._num_bytes -= self._contexts.pop(key).num_bytes
 
 
+@dataclass
+class WantedContexts:
+    """The contexts of some requests."""
+
+    keys: list[bytes]
+    """Of each context, in order."""
+    found: dict[bytes, Context]
+    missing: dict[bytes, Mapping[str, NDArray[Any]]]
+    """The inputs of those that are not kept."""
+    moment: int
+    """Of the write log, before anything was read."""
+
+
 class KeptContexts:
     """The two parts of a ranking network, and the memory between them.
 
     Args:
         contexts: computes, at one row per context, what `candidates` reads.
-        values: the names of that.
-        vectors: looked-up vectors of the context that `candidates` reads as well.
+        names: what that is: values that it computes, and vectors that it looks up.
         keeps_unknown: whether contexts are kept whose keys are unknown: rows of files stay unknown.
     """
 
@@ -100,54 +110,53 @@ class KeptContexts:
         *,
         keeps_unknown: bool,
     ) -> None:
+        self.contexts = contexts
         self.candidates = candidates
         self._layout = layout
-        self._contexts = contexts
-        self._values, self._vectors = names
+        self.values, self._vectors = names
         self._memory, self._log = memory
         self._keeps_unknown = keeps_unknown
 
-    def bring_in(self, batch: JoinedBatch, requests: Sequence[CheckedRequest], run: Run) -> int:
-        """Add to a batch what `candidates` reads of its contexts; returns how many of them were known."""
-        rows = [row for request in requests for row in self._rows(request)]
-        keys = [_key(row) for row in rows]
-        found = {key: self._memory.get(key) for key in keys}
-        missing = {key: row for key, row in zip(keys, rows, strict=True) if found[key] is None}
-        num_known = sum(found[key] is not None for key in keys)
-        if missing:
-            found.update(self._computed(missing, run))
-        contexts = [found[key] for key in keys]
-        for name in (*self._values, *self._vectors):
-            parts = [context.values[name] for context in contexts if context is not None]
+    def find(self, requests: Sequence[CheckedRequest]) -> WantedContexts:
+        """Which contexts the requests are about, and what is known of them."""
+        moment = self._log.moment
+        every = [(_key(row), row) for request in requests for row in self._rows(request)]
+        keys, rows = [key for key, _ in every], dict(every)
+        found = {key: context for key in rows if (context := self._memory.get(key)) is not None}
+        return WantedContexts(keys, found, {key: row for key, row in rows.items() if key not in found}, moment)
+
+    def batch_of(self, wanted: WantedContexts) -> JoinedBatch:
+        """The inputs of the contexts that are missing, for `contexts` to compute `values` of."""
+        return self._layout.of_contexts(list(wanted.missing.values()))
+
+    def add(self, wanted: WantedContexts, batch: JoinedBatch, ran: Ran) -> None:
+        """Take, and keep, what was computed of the batch of missing contexts."""
+        values = {**ran.outputs, **{name: batch.array(name) for name in self._vectors}}
+        places = self._places(batch, len(wanted.missing))
+        for i, key in enumerate(wanted.missing):
+            own = {name: array[i : i + 1].copy() for name, array in values.items()}
+            num_bytes = sum(array.nbytes for array in own.values()) + places[i].nbytes + len(key) + _ENTRY_BYTES
+            wanted.found[key] = Context(own, places[i], wanted.moment, num_bytes)
+            if self._keeps_unknown or not ran.num_unknown.any():
+                self._memory.put(key, wanted.found[key])
+
+    def fill(self, batch: JoinedBatch, wanted: WantedContexts) -> None:
+        """Add to a batch what `candidates` reads of its contexts."""
+        contexts = [wanted.found[key] for key in wanted.keys]
+        for name in (*self.values, *self._vectors):
+            parts = [context.values[name] for context in contexts]
             batch.add({name: parts[0] if len(parts) == 1 else np.concatenate(parts)})
-        return num_known
 
     def _rows(self, request: CheckedRequest) -> list[dict[str, NDArray[Any]]]:
         """The inputs of each context of a request."""
-        names = self._contexts.spec.context
+        names = self.contexts.spec.context
         arrays: dict[str, Any] = {name: request.inputs[name] for name in names}
         return [{name: arrays[name][i : i + 1] for name in names} for i in range(len(arrays[names[0]]))]
-
-    def _computed(self, rows: Mapping[bytes, Mapping[str, NDArray[Any]]], run: Run) -> dict[bytes, Context]:
-        """Look up and compute contexts, and keep them."""
-        moment = self._log.moment  # before anything is read
-        batch = self._layout.of_contexts(list(rows.values()))
-        ran = run(self._contexts, batch, self._values)
-        values = {**ran.outputs, **{name: batch.array(name) for name in self._vectors}}
-        places = self._places(batch, len(rows))
-        computed = {}
-        for i, key in enumerate(rows):
-            own = {name: array[i : i + 1].copy() for name, array in values.items()}
-            num_bytes = sum(array.nbytes for array in own.values()) + places[i].nbytes + len(key) + _ENTRY_BYTES
-            computed[key] = Context(own, places[i], moment, num_bytes)
-            if self._keeps_unknown or not ran.num_unknown.any():
-                self._memory.put(key, computed[key])
-        return computed
 
     def _places(self, batch: JoinedBatch, num_rows: int) -> list[NDArray[np.int64]]:
         """Where writes to each context's rows are logged."""
         found: list[list[NDArray[np.int64]]] = [[] for _ in range(num_rows)]
-        for lookup in self._contexts.spec.lookups:
+        for lookup in self.contexts.spec.lookups:
             for i, keys in enumerate(_keys_of(lookup, batch)):
                 found[i].append(self._log.places(lookup.table, keys))
         return [np.unique(np.concatenate(own)) if own else np.zeros(0, np.int64) for own in found]

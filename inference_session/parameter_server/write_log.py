@@ -64,7 +64,7 @@ class WriteLog:
 
     def places(self, table: str, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """What `any_written` wants to know of these rows, int64 [n]; may be joined with those of other tables."""
-        hashed = (keys ^ hash(table)).view(np.uint64)
+        hashed = (np.asarray(keys, np.int64) ^ hash(table)).view(np.uint64)
         hashed *= _FACTOR
         hashed >>= _SHIFT
         return hashed.view(np.int64)
