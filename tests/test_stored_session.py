@@ -306,6 +306,30 @@ def test_what_is_updated_is_answered(tmp_path: Path, cache_bytes: int) -> None:
         np.testing.assert_array_equal(out[0], [1, 2])
 
 
+@pytest.mark.parametrize("cached", [3, -47], ids=["from the start", "from the end"])
+def test_a_row_has_one_age_by_both_its_keys(cached: int) -> None:
+    """While the store has a write already, and the cache has not: whoever has seen the new row sees no older one."""
+    store = HookedStore(MemoryStore(DIMS))
+    store.insert("user_weight", np.arange(50), np.ones((50, 4), np.float32))
+    rows = StoredRows(small_model.TABLES, CpuEmbeddingCache(DIMS, 1 << 16), ParameterServer([Tier("memory", store)]))
+    out = np.zeros((1, 4), np.float32)
+    fetch(rows, 0, np.array([cached]), out)
+    seen: list[float] = []
+
+    def ask_by_both() -> None:
+        for key in (3, -47, 3):
+            fetch(rows, 0, np.array([key]), out)
+            seen.append(float(out[0, 0]))
+
+    store.insertion_hook = ask_by_both
+    rows.writer.update(0, np.array([3]), np.full((1, 4), 7, np.float32))
+    ask_by_both()
+
+    assert seen == sorted(seen)
+    assert seen[-3:] == [7, 7, 7]
+    rows.close()
+
+
 @pytest.mark.parametrize("refreshing", [False, True], ids=["look-up", "refresh"])
 @pytest.mark.parametrize("fails", [False, True], ids=["written", "failed"])
 def test_a_row_updated_while_it_is_fetched_is_not_cached(refreshing: bool, fails: bool) -> None:

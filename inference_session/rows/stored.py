@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_session.device.host import HOST
 from inference_session.embedding_cache.base import EmbeddingCache, Missed
 from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.kernels.cpu.lookup import NO_POSITIONS
@@ -23,7 +24,7 @@ from inference_session.rows.late_inserts import LateInserts
 from inference_session.rows.stats import RowStats
 from inference_session.rows.stored_writer import StoredWriter
 from inference_session.tables.base import Rows as RowBatch
-from inference_session.tables.row_numbers import stored_keys
+from inference_session.tables.row_numbers import RowNumbers, stored_keys
 
 _KEYS_PER_FETCH = 1 << 13
 
@@ -56,6 +57,7 @@ class StoredRows(Rows):
         """
         self.device = cache.device
         self._specs = specs
+        self._row_numbers = RowNumbers(specs) if cache.device is HOST else None
         self._cache = cache
         self._server = server
         self._defaults = [np.full(spec.embedding_dim, spec.default_vector, np.float32) for spec in specs]
@@ -70,6 +72,8 @@ class StoredRows(Rows):
 
     def look_up(self, lookup: Lookup) -> None:
         """See Rows."""
+        if self._row_numbers is not None:
+            self._row_numbers.count_from_start(lookup)
         num_missing = self._cache.look_up(lookup)
         if num_missing:
             waits = num_missing > (1 - self._async_from) * lookup.num_keys.sum()

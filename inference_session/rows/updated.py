@@ -21,7 +21,7 @@ from inference_session.rows.hot_keys import HotKeys
 from inference_session.rows.mapped import map_files
 from inference_session.rows.stats import RowStats, UpdatedTableStats
 from inference_session.tables.base import Rows as RowBatch
-from inference_session.tables.row_numbers import aliases_of
+from inference_session.tables.row_numbers import RowNumbers, aliases_of
 from inference_session.tables.table_file import TableFile
 from inference_session.tables.updated_table import UpdatedTable
 
@@ -38,10 +38,12 @@ class UpdatedRows(Rows):
         """`num_threads`: threads over which a large look-up is split."""
         self._files = {file.spec.folder: file for file in files}
         self._num_threads = num_threads
+        self._row_numbers = RowNumbers([file.spec for file in files])
         self.changes = self.writer = _TableWriter(files)
 
     def look_up(self, lookup: Lookup) -> None:
         """See Rows."""
+        self._row_numbers.count_from_start(lookup)
         with self.changes.reading() as state:
             cpu.lookup(state.records, lookup.segments, lookup.num_unknown, NO_POSITIONS, self._num_threads)
             if state.deleted_addresses.any():

@@ -1,4 +1,4 @@
-"""A store in whose fetches a test has its say."""
+"""A store in whose fetches and insertions a test has its say."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from inference_session.parameter_server.wrappers import WrapperStore
 
 
 class HookedStore(WrapperStore):
-    """Does something once, between a fetch and its return."""
+    """Does something once, between a fetch, or an insertion, and its return."""
 
     hook: Callable[[], None] | None = None
+    insertion_hook: Callable[[], None] | None = None
+
+    def insert(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
+        super().insert(table, keys, vectors)
+        if self.insertion_hook is not None:
+            hook, self.insertion_hook = self.insertion_hook, None
+            hook()
 
     def fetch_many(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]]:
         found = super().fetch_many(requests)
