@@ -70,8 +70,9 @@ class DeletableFiles(WrapperStore):
     def refresh(self) -> None:
         """See whether others have erased rows of a table from which none were erased so far."""
         with contextlib.suppress(UnavailableError, StoreError):
-            for table, known in self._any_erased.items():
-                self._any_erased[table] = known or self._memory.num_rows(table + ERASED_SUFFIX) > 0
+            for table in [table for table, known in self._any_erased.items() if not known]:
+                if self._memory.num_rows(table + ERASED_SUFFIX):  # no other answer says that none is being erased now
+                    self._any_erased[table] = True
 
     def _erased(self, table: str, keys: NDArray[np.int64]) -> NDArray[np.bool_]:
         keys = np.ascontiguousarray(keys)

@@ -1,0 +1,39 @@
+"""Files below a store that remembers which of their rows were erased; most of it is tested with real stores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from inference_session.parameter_server.base import ERASED_SUFFIX
+from inference_session.parameter_server.deletable_files import DeletableFiles
+from inference_session.parameter_server.wrappers import WrapperStore
+from tests.testing.memory_store import MemoryStore
+
+KEYS = np.arange(3)
+
+
+class CountedStore(WrapperStore):
+    """Does something once, between counting the rows of a table and telling the number."""
+
+    hook: Callable[[], None] | None = None
+
+    def num_rows(self, table: str) -> int:
+        found = super().num_rows(table)
+        if self.hook is not None:
+            hook, self.hook = self.hook, None
+            hook()
+        return found
+
+
+def test_rows_erased_while_others_look_for_erased_ones_stay_erased() -> None:
+    """The first erasure of a table, while the background work still finds that nothing is erased in it."""
+    files, memory = MemoryStore({"t": 2}), CountedStore(MemoryStore({"t": 2, "t" + ERASED_SUFFIX: 1}))
+    files.insert("t", KEYS, np.ones((3, 2), np.float32))
+    store = DeletableFiles(files, memory)
+
+    memory.hook = lambda: store.erase("t", np.array([1]))
+    store.refresh()
+
+    assert store.fetch("t", KEYS, np.empty((3, 2), np.float32)).tolist() == [True, False, True]
