@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from tests.campaign import faults
+from tests.campaign.clock import Clock
 from tests.campaign.contents import TABLES, random_question
 from tests.campaign.expectations import Expectations, WrongAnswerError
 from tests.campaign.faults import Faults
@@ -46,7 +47,8 @@ class Episode:
         self._folder = Path(tempfile.mkdtemp(prefix="hotrow-campaign-"))
         self._stores = Stores(self.plan, self._folder)
         self._target = self._create_target()
-        self._faults = Faults(self._rng, journal, self.expectations)
+        self._clock = Clock(self._folder / "clock", is_own=not self.plan.on_triton) if self.plan.has_clock else None
+        self._faults = Faults(self._rng, journal, self.expectations, is_redis_alone=self.plan.is_redis_alone)
         self._operator = Operator(
             self.plan,
             self._folder,
@@ -63,6 +65,8 @@ class Episode:
         self._journal.begin_episode(self.name)
         with contextlib.ExitStack() as closing, self._reported():
             closing.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            if self._clock is not None:
+                closing.enter_context(self._clock)
             closing.enter_context(self._stores)
             closing.callback(self._target.close)
             closing.enter_context(self._reported())
@@ -115,7 +119,8 @@ class Episode:
         if self._stores.stream_url is not None:
             return StreamWriter(self._stores.stream_url, self.expectations)
         assert isinstance(self._target, SessionTarget)
-        return DirectWriter(self._target, self.expectations, lambda: not self._faults.is_healthy("persistent"))
+        keeper = "volatile" if self.plan.is_redis_alone else "persistent"
+        return DirectWriter(self._target, self.expectations, lambda: not self._faults.is_healthy(keeper))
 
     def _possible_faults(self, writer: RowWriter) -> list[Callable[[], faults.Fault]]:
         stores, found = self._stores, []
@@ -136,6 +141,8 @@ class Episode:
             found += faults.broker_faults(stores.broker, lambda lose: writer.lose(self._operator.serving, lose))
         if stores.broker_proxy is not None:
             found += faults.network_faults("stream", stores.broker_proxy)
+        if self._clock is not None:
+            found += faults.clock_faults(self._clock)
         if isinstance(self._target, TritonTarget):
             found += faults.triton_faults(self._target, self._operator)
         return found
@@ -190,12 +197,15 @@ class Episode:
     def _operate(self) -> None:
         operator = self._operator
         possible: list[tuple[str, Callable[[], None]]] = [("refresh", operator.refresh), ("sweep", operator.sweep)]
-        if self._faults.is_healthy("server") and self._faults.is_healthy("persistent"):
+        if all(map(self._faults.is_healthy, ("server", "volatile" if self.plan.is_redis_alone else "persistent"))):
             possible += [
                 ("swap", operator.swap),
                 ("replace in place", operator.replace_in_place),
                 ("swap after damage", operator.swap_after_damage),
+                ("damage what serves", operator.damage_what_serves),
             ]
+            if self.plan.has_rocksdb and not self.plan.has_small_disk and self._faults.is_healthy("stream"):
+                possible.append(("replace database", operator.replace_database))
             if operator.others:
                 possible.append(("roll back", lambda: operator.load(self._rng.choice(operator.others))))
         name, operate = self._rng.choice(possible)

@@ -34,7 +34,8 @@ class Permit(Enum):
     ERRORS = "run-a-server.md, 'When a backend process dies': requests fail until the new process answers"
     OLD_ROWS = (
         "settings.md, catch_up_s: a version serves before it has applied all that was published; update-rows.md, "
-        "Topics: one that was made anew is read again from its oldest message, and rows may be older until that is done"
+        "Topics: one that was made anew is read again from its oldest message, and rows may be older until that is "
+        "done; use-stores.md: what Redis alone has lost, or does not answer, is answered by the older rows of the files"
     )
 
 
@@ -192,6 +193,12 @@ class Expectations:
         with self._lock:
             for floors, numbers in zip(self._views[version].floors, begun, strict=True):
                 np.maximum(floors, numbers, out=floors)
+
+    def forget_shown(self, version: int) -> None:
+        """A version may have lost all that was written."""
+        with self._lock:
+            for floors in self._views[version].floors:
+                floors[:] = 0
 
     def begun(self, version: int) -> list[Integers]:
         """The newest writes of a version's keys, by table."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from tests.campaign.clock import Clock
 from tests.campaign.contents import MODEL, TABLES
 from tests.campaign.expectations import Expectations, Permit
 from tests.campaign.journal import Journal
@@ -222,7 +223,11 @@ class ProcessKilled:
 
 
 class StubFrozen(ProcessKilled):
-    """SIGSTOP of a backend process; the launcher replaces it."""
+    """SIGSTOP of a backend process; the launcher replaces it, and ends it once another serves. Until then it is the
+    writer of its RocksDB, so that the other may serve before it has applied what was published.
+    """
+
+    permits = (Permit.ERRORS, Permit.OLD_ROWS)
 
     def start(self) -> None:
         """Stop it."""
@@ -282,6 +287,33 @@ class DiskFull:
     def heal(self) -> None:
         """Make room."""
         self.filler.unlink()
+
+
+class ClockJump:
+    """The wall clock jumps, and later back."""
+
+    permits: tuple[Permit, ...] = ()
+    what = "clock"
+
+    def __init__(self, clock: Clock, off_s: int) -> None:
+        self.clock = clock
+        self.off_s = off_s
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__} {self.off_s:+d} s"
+
+    def start(self) -> None:
+        """Jump."""
+        self.clock.set(self.off_s)
+
+    def heal(self) -> None:
+        """Jump back."""
+        self.clock.set(0)
+
+
+def clock_faults(clock: Clock) -> list[Callable[[], Fault]]:
+    """A second, an hour and a month, to both sides."""
+    return [lambda s=s: ClockJump(clock, s) for s in (-2_600_000, -3600, -1, 1, 3600, 2_600_000)]  # type: ignore[misc]
 
 
 def triton_faults(target: TritonTarget, operator: Restarts) -> list[Callable[[], Fault]]:
@@ -357,8 +389,12 @@ _MOST_STEPS = 5
 class Faults:
     """Those that are active in one deployment. Used by one thread."""
 
-    def __init__(self, rng: random.Random, journal: Journal, expectations: Expectations) -> None:
+    def __init__(
+        self, rng: random.Random, journal: Journal, expectations: Expectations, *, is_redis_alone: bool = False
+    ) -> None:
+        """`is_redis_alone`: whether what has been written is in a Redis and nowhere else."""
         self.possible: list[Callable[[], Fault]] = []
+        self._is_redis_alone = is_redis_alone
         self._rng = rng
         self._journal = journal
         self._expectations = expectations
@@ -381,6 +417,8 @@ class Faults:
         starts_without_brokers = not (self.is_healthy("server") or self.is_healthy("stream"))
         if starts_without_brokers or isinstance(fault, BrokerEmptied):
             self._expectations.permit("stream behind", Permit.OLD_ROWS)
+        if self._is_redis_alone and fault.what == "volatile":
+            self._expectations.permit("Redis alone", Permit.OLD_ROWS)
         fault.start()
         return True
 
@@ -401,6 +439,8 @@ class Faults:
     def _heal(self, fault: Fault) -> None:
         self._journal.note(f"heals: {_name(fault)}")
         fault.heal()
+        if isinstance(fault, StubFrozen):
+            self._expectations.permit("stream behind", Permit.OLD_ROWS)
         del self._active[fault]
         self._expectations.lift(_name(fault))
 

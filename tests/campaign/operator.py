@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from inference_session import InferenceSession
 from inference_session.errors import HotrowError, UnavailableError
 from inference_session.version_directory.publishing import publish_version
 from tests.campaign.contents import MODEL, write_version
 from tests.campaign.expectations import Content, Expectations, Permit, Writer
 from tests.campaign.faults import Faults
 from tests.campaign.plan import Plan
-from tests.campaign.settling import await_none, differing
+from tests.campaign.settling import await_none, differing, raise_any
 from tests.campaign.stores import Stores
 from tests.campaign.target import Target, rows_of
 from tests.campaign.writers import RowWriter
@@ -91,22 +94,24 @@ class Operator:
                 (beside / name).replace(directory / name)
             self._target.update_in_place(new.number)
 
-        if self._plan.writer is Writer.STREAM and self._plan.has_rocksdb:
+        is_stream = self._plan.writer is Writer.STREAM
+        if is_stream and (self._plan.has_rocksdb or self._plan.is_redis_alone):
             # update-rows.md, "Run several servers": others than its writer see what is in a RocksDB a second later.
             self._expectations.permit("stream behind", Permit.OLD_ROWS)
         self._replace(new, replace)
         shutil.rmtree(beside)
-        is_stream = self._plan.writer is Writer.STREAM  # direct writes are done, or in doubt, when they return
-        if is_stream and self._faults.is_healthy("stream") and self._faults.is_healthy("volatile"):
+        is_well = self._faults.is_healthy("stream") and self._faults.is_healthy("volatile")
+        if is_well and (is_stream or not self._plan.is_redis_alone):
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Wait until all that was published is served; from then on nothing older is."""
+        """Wait until all that was published, or written without an error, is served; from then on nothing older is."""
         assert self.writer is not None
         with self.writer.lock:
             self.writer.flush()
             await_none(self.differing)
-            self._expectations.raise_to(self.serving.version, self._expectations.begun(self.serving.version))
+            if self._plan.writer is Writer.STREAM:
+                self._expectations.raise_to(self.serving.version, self._expectations.begun(self.serving.version))
         self._expectations.lift("stream behind")
 
     def differing(self) -> list[str]:
@@ -117,10 +122,7 @@ class Operator:
         """A version is damaged on its disk, and not taken; the next one is published from good files, and is right."""
         damaged = self.publish()
         for file in self.directory(damaged).glob("tables/*/*"):
-            content = bytearray(file.read_bytes())
-            content[len(content) // 2] ^= 1
-            file.unlink()  # a file of its own: others may share it by hard links
-            file.write_bytes(content)
+            _damage(file)
         new = self.publish()
         if self._plan.has_files:
             with pytest.raises(HotrowError):
@@ -128,6 +130,38 @@ class Operator:
         shutil.rmtree(self.directory(damaged))
         del self.contents[damaged]
         self.load(new)
+
+    def damage_what_serves(self) -> None:
+        """Files of the version that serves are replaced by damaged ones: it answers on, and nobody can load it until
+        they are restored.
+        """
+        directory = self.directory(self.serving.version)
+        with _restored([*directory.glob("tables/*/*"), directory / "dense.onnx"], self._folder / "good") as files:
+            for file in files:
+                _damage(file)
+            self.sweep()
+            with pytest.raises(HotrowError):
+                InferenceSession.open(directory, verify="full")
+            self.sweep()
+
+    def replace_database(self) -> None:
+        """The RocksDB of the version that serves is replaced by a copy of it, which is read from then on. Nobody can
+        write to that before its writer has ended (use-stores.md), so another version takes over.
+        """
+        assert self.writer is not None
+        old, database = self.serving.version, self._stores.database(self.serving.version)
+        new, copy = self.publish(), database.with_name("copy")
+        with self.writer.lock:
+            if self._plan.writer is Writer.STREAM:
+                self.catch_up()
+            shutil.copytree(database, copy)
+            _exchange(database, copy)
+            self.refresh()
+            raise_any(self.differing())
+            shutil.rmtree(copy)
+            raise_any(self.differing())
+            self.load(new)
+        del self.contents[old]
 
     def expect_restart(self) -> None:
         """The server is about to be killed. One that is started anew serves the newest version; one that the launcher
@@ -161,6 +195,10 @@ class Operator:
         with self.writer.lock:
             self.writer.flush() if self._faults.is_healthy("stream") else None
             published = self._expectations.begun(new.version)
+        if self._plan.is_redis_alone and new.version != self.serving.version:
+            # Redis may have lost what it had of it, by a fault or as `keep_versions` says.
+            self._expectations.permit("rolled back", Permit.OLD_ROWS)
+            self._expectations.forget_shown(new.version)
         is_current = self._faults.is_healthy("stream")
         if not is_current:
             self._expectations.permit("stream behind", Permit.OLD_ROWS)
@@ -172,5 +210,34 @@ class Operator:
             self._expectations.may_serve([new])
             self._before, self._replaced_s = self.serving, time.monotonic()
             self.contents[new.version] = self.serving = new
+            self._expectations.lift("rolled back")
         if self._plan.writer is Writer.STREAM and is_current and time.monotonic() - began_s < CATCH_UP_S:
             self._expectations.raise_to(new.version, published)
+
+
+def _damage(file: Path) -> None:
+    """A bit of it is another."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.unlink()  # a file of its own: others may share it by hard links, or have mapped it
+    file.write_bytes(content)
+
+
+@contextlib.contextmanager
+def _restored(files: list[Path], folder: Path) -> Iterator[list[Path]]:
+    """Files that are what they were in the end."""
+    folder.mkdir()
+    for number, file in enumerate(files):
+        shutil.copyfile(file, folder / str(number))
+    try:
+        yield files
+    finally:
+        for number, file in enumerate(files):
+            (folder / str(number)).replace(file)
+        folder.rmdir()
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Have two folders change places at once."""
+    arguments = (-100, os.fsencode(one), -100, os.fsencode(other), 2)  # AT_FDCWD, RENAME_EXCHANGE
+    assert ctypes.CDLL(None, use_errno=True).renameat2(*arguments) == 0, os.strerror(ctypes.get_errno())

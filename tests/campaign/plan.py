@@ -24,6 +24,13 @@ class Plan:
     on_triton: bool = False
     has_small_disk: bool = False
     """Whether the RocksDBs are where a disk can be filled."""
+    has_clock: bool = False
+    """Whether the wall clock may jump."""
+
+    @property
+    def is_redis_alone(self) -> bool:
+        """Whether what is written is in a Redis and nowhere else."""
+        return self.volatile is not None and not self.has_rocksdb
 
     @classmethod
     def draw(cls, rng: random.Random) -> Plan:
@@ -31,12 +38,15 @@ class Plan:
         writer = rng.choices(list(Writer), (3, 2))[0]
         on_triton = writer is Writer.STREAM and rng.random() < 0.5
         by_proxy = rng.random() < 0.4
-        if writer is Writer.STREAM and rng.random() < 0.4:
-            return cls(writer, by_proxy=by_proxy, on_triton=on_triton)
+        has_clock = rng.random() < 0.3
+        if writer is Writer.STREAM and rng.random() < 0.3:
+            return cls(writer, by_proxy=by_proxy, on_triton=on_triton, has_clock=has_clock)
         volatile = rng.choices(("redis", "cluster", "sentinel", None), (6, 2, 2, 1))[0]
         cache_bytes = rng.choice((0, 4000, 1 << 20))
+        if volatile is not None and rng.random() < 0.15:
+            return cls(writer, volatile, by_proxy, cache_bytes=cache_bytes, on_triton=on_triton, has_clock=has_clock)
         has_files, has_small_disk = rng.random() < 0.5, rng.random() < 0.3
-        return cls(writer, volatile, by_proxy, True, has_files, cache_bytes, on_triton, has_small_disk)
+        return cls(writer, volatile, by_proxy, True, has_files, cache_bytes, on_triton, has_small_disk, has_clock)
 
     def __str__(self) -> str:
         said = asdict(self) | {"writer": self.writer.value}

@@ -26,6 +26,7 @@ class Stores:
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.folder = folder
+        self.is_redis_alone = plan.is_redis_alone
         self.has_rocksdb = plan.has_rocksdb
         self.redis = RedisServer() if plan.volatile == "redis" else None
         self.cluster = RedisClusterServers(node_timeout_ms=3000) if plan.volatile == "cluster" else None

@@ -145,11 +145,8 @@ class TritonTarget:
         self.served: Served | None = None
 
     def ask(self, inputs: Arrays) -> Arrays:
-        """See Target."""
-        client = getattr(self._clients, "remote", None)
-        if client is None:
-            client = self._clients.remote = self._remote()
-        return client.ask(MODEL, inputs)
+        """See Target. On a busy machine an answer may take long."""
+        return self._client().ask(MODEL, inputs, timeout_s=PATIENCE_S / 2)
 
     def load(self, directory: Path) -> None:
         """See Target."""
@@ -225,9 +222,16 @@ class TritonTarget:
 
     def _content(self) -> int | None:
         try:
-            return int(self.ask(every_key())["content"][0, 0])
+            return int(self._client().ask(MODEL, every_key())["content"][0, 0])
         except (HotrowError, InferenceServerException):
             return None
+
+    def _client(self) -> RemoteServer:
+        """The calling thread has its own."""
+        client = getattr(self._clients, "remote", None)
+        if client is None:
+            client = self._clients.remote = self._remote()
+        return client
 
     def _remote(self) -> RemoteServer:
         return RemoteServer(f"127.0.0.1:{self._ports[1]}")

@@ -8,14 +8,22 @@ from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
+from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka.admin import AdminClient, NewTopic
 
 from inference_session.errors import HotrowError, UnavailableError
 from inference_session.update_stream import Publisher
+from inference_session.urls.kafka_url import KafkaUrl
 from tests.campaign.contents import MODEL, TABLES, Table
 from tests.campaign.expectations import Content, Expectations
 from tests.campaign.rows import Integers, encode
 from tests.campaign.target import SessionTarget
 from tests.testing.servers import PATIENCE_S, wait_until
+
+_NUM_PARTITIONS = 4
+"""As many as the broker gives to topics that a client's question makes. A topic that comes back must have as many as
+before, whoever makes it: else a key's messages are in two partitions, and in no order (update-rows.md, Order).
+"""
 
 
 class RowWriter(Protocol):
@@ -37,7 +45,7 @@ class StreamWriter:
         self.lock = threading.RLock()
         self._url = url
         self._expectations = expectations
-        self._publisher = Publisher(url, MODEL, timeout_s=PATIENCE_S)
+        self._publisher = self._create_publisher()
 
     def write(self, serving: Content, table: Table, keys: Integers, *, delete: bool) -> None:
         """See RowWriter."""
@@ -62,21 +70,30 @@ class StreamWriter:
         with contextlib.suppress(HotrowError):  # what was queued is as lost as what was in the topics
             self._publisher.close()
         try:
-            self._publisher = Publisher(self._url, MODEL, timeout_s=PATIENCE_S)
+            self._publisher = self._create_publisher()
             for table in TABLES:
                 published = np.flatnonzero(self._expectations.history(serving.version, table).begun)
                 self.write(serving, table, published, delete=False)
             self.flush()
-        except HotrowError:
+        except (HotrowError, KafkaException):
             return False
         return True
+
+    def _create_publisher(self) -> Publisher:
+        admin = AdminClient({"bootstrap.servers": ",".join(KafkaUrl.parse(self._url).brokers), "log_level": 0})
+        wanted = [NewTopic(f"hps_et.{MODEL}.{table.name}", _NUM_PARTITIONS, 1) for table in TABLES]
+        errors = [made.exception() for made in admin.create_topics(wanted, request_timeout=PATIENCE_S).values()]
+        for error in filter(None, errors):
+            if not isinstance(error, KafkaException) or error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                raise error
+        return Publisher(self._url, MODEL, timeout_s=PATIENCE_S)
 
 
 class DirectWriter:
     """Writes into the session that serves."""
 
     def __init__(self, target: SessionTarget, expectations: Expectations, may_fail: Callable[[], bool]) -> None:
-        """`may_fail`: whether the persistent store is faulty now."""
+        """`may_fail`: whether the store that keeps rows is faulty now."""
         self.lock = threading.RLock()
         self._target = target
         self._expectations = expectations
