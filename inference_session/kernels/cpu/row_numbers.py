@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from inference_session.kernels.cpu.blocks import bag_length
 from inference_session.kernels.cpu.intrinsics import kernel, load, store
-from inference_session.kernels.cpu.rows import load_key
+from inference_session.kernels.cpu.rows import bag_length, load_key
 
 
 @kernel
