@@ -322,7 +322,7 @@ def test_a_row_has_one_age_by_both_its_keys(cached: int) -> None:
             seen.append(float(out[0, 0]))
 
     store.insertion_hook = ask_by_both
-    rows.writer.update(0, np.array([3]), np.full((1, 4), 7, np.float32))
+    rows.writer.update("user_weight", np.array([3]), np.full((1, 4), 7, np.float32))
     ask_by_both()
 
     assert seen == sorted(seen)
