@@ -409,7 +409,7 @@ class Faults:
         """Begin one, if there is any that fits."""
         fault = self._rng.choice(self.possible)() if self.possible else None
         num_steps = self._rng.randrange(_MOST_STEPS)
-        if fault is None or len(self._active) >= _MOST or not self.is_healthy(fault.what):
+        if fault is None or len(self._active) >= _MOST or not self._is_free(fault.what):
             return False
         self._journal.fault(_name(fault))
         self._expectations.permit(_name(fault), *fault.permits)
@@ -421,6 +421,11 @@ class Faults:
             self._expectations.permit("Redis alone", Permit.OLD_ROWS)
         fault.start()
         return True
+
+    def _is_free(self, what: str) -> bool:
+        """Whether a fault of it may begin. With Redis alone no process can start while that is faulty."""
+        together = {"server", "volatile"}
+        return all(map(self.is_healthy, together if self._is_redis_alone and what in together else {what}))
 
     def pass_step(self) -> None:
         """Heal those whose time is over."""
