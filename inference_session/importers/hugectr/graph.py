@@ -129,7 +129,12 @@ class Graph:
 
 def read_graph(path: Path) -> Graph:
     """Read and check a graph JSON; ModelFormatError names file, line, layer and field."""
-    return _Reader(read_json(path, ModelFormatError)).read()
+    return parse_graph(read_json(path, ModelFormatError))
+
+
+def parse_graph(file: JsonFile) -> Graph:
+    """Check a graph JSON that was read; its error type names file, line, layer and field."""
+    return _Reader(file).read()
 
 
 def shown(value: Any) -> str:

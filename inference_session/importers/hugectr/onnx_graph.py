@@ -7,7 +7,8 @@ label, [samples, columns] under the label's name, as probabilities. All float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from onnx import TensorProto, helper
 from inference_session.importers.hugectr.dense_weights import BatchStatistics, DenseWeights
 from inference_session.importers.hugectr.graph import LOSS_LAYERS, Graph, Label, Layer
 from inference_session.importers.hugectr.layers import Builder, Tensor, check_size, emitter
+from inference_session.importers.hugectr.layers.base import StatisticsSource, WeightSource
 
 _OPSET = 17
 _IR_VERSION = 8
@@ -29,14 +31,25 @@ _ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class DenseNetwork:
-    """The ONNX model, and what the importer needs to know of it."""
+    """The ONNX model, and what importers and trainers need to know of it."""
 
     model: onnx.ModelProto
     outputs: tuple[Label, ...]
     """Name and number of columns, in the order of the labels."""
     joinable: bool
     """False where samples of one batch see each other (PReLU_Dice)."""
-    num_parameters: int
+    parameters: tuple[str, ...]
+    """Initializers that are trained, in the order of the dense file."""
+    statistics: tuple[tuple[str, str], ...]
+    """Initializers that are running means and variances, in the order of their file."""
+    tensors: Mapping[str, Tensor]
+    """What layers take and make, by its name in the graph."""
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of the dense file."""
+        sizes = {tensor.name: math.prod(tensor.dims) for tensor in self.model.graph.initializer}
+        return sum(sizes[name] for name in self.parameters)
 
 
 def build_dense_network(graph: Graph, dense_file: Path, statistics_file: Path | None = None) -> DenseNetwork:
@@ -47,12 +60,25 @@ def build_dense_network(graph: Graph, dense_file: Path, statistics_file: Path | 
     """
     weights = DenseWeights(dense_file)
     statistics = BatchStatistics(statistics_file)
-    inputs = _inputs(graph)
-    reserved = {tensor.name for tensor in inputs} | {label.name for label in graph.labels}
-    build = Builder(weights, statistics, reserved)
-    predictions = _emit_layers(build, graph, {tensor.name: tensor for tensor in inputs})
+    network = translate(graph, weights, statistics)
     weights.finish()
     statistics.finish()
+    return network
+
+
+def translate(
+    graph: Graph, weights: WeightSource, statistics: StatisticsSource, *, is_training: bool = False
+) -> DenseNetwork:
+    """Translate the dense layers, with weights from anywhere; with `is_training`, with what only training computes.
+
+    Raises:
+        as `build_dense_network`.
+    """
+    inputs = _inputs(graph)
+    reserved = {tensor.name for tensor in inputs} | {label.name for label in graph.labels}
+    build = Builder(weights, statistics, reserved, is_training=is_training)
+    tensors = {tensor.name: tensor for tensor in inputs}
+    predictions = _emit_layers(build, graph, tensors)
     outputs = _emit_outputs(build, graph, predictions)
     model = helper.make_model(
         helper.make_graph(
@@ -66,7 +92,7 @@ def build_dense_network(graph: Graph, dense_file: Path, statistics_file: Path | 
         ir_version=_IR_VERSION,
         producer_name="hotrow",
     )
-    return DenseNetwork(model, outputs, build.joinable, weights.num_elements)
+    return DenseNetwork(model, outputs, build.joinable, tuple(build.parameters), tuple(build.statistics), tensors)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ _EMITTERS: dict[str, Emitter] = {
     "Cast": elementwise.unchanged,
     "Concat": reshaping.concat,
     "DotProduct": elementwise.chain("Mul"),
-    "Dropout": elementwise.unchanged,
+    "Dropout": elementwise.dropout,
     "ELU": elementwise.elu,
     "ElementwiseMultiply": elementwise.chain("Mul"),
     "FmOrder2": crossing.fm_order2,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import helper, numpy_helper
 
-from inference_session.importers.hugectr.dense_weights import BatchStatistics, DenseWeights
+from inference_session.importers.hugectr.dense_weights import Statistics
 from inference_session.importers.hugectr.graph import MAX_ELEMENTS, Layer
 
 
@@ -37,16 +37,38 @@ class Tensor:
         return f"[{', '.join([samples, *map(str, self.dims)])}]"
 
 
+class WeightSource(Protocol):
+    """Where the layers' weights come from: a file, or a trainer that makes them up."""
+
+    def take(self, layer: Layer, what: str, *shape: int) -> npt.NDArray[np.float32]:
+        """The next weights, float32 [*shape]."""
+
+
+class StatisticsSource(Protocol):
+    """Where running statistics come from."""
+
+    def take(self, layer: Layer, width: int) -> Statistics:
+        """Those of the next BatchNorm layer."""
+
+
 class Builder:
     """Collects nodes and constants of the ONNX graph, and hands out the weights in order."""
 
-    def __init__(self, weights: DenseWeights, statistics: BatchStatistics, reserved: set[str]) -> None:
-        self.weights = weights
-        self.statistics = statistics
+    def __init__(
+        self, weights: WeightSource, statistics: StatisticsSource, reserved: set[str], *, is_training: bool = False
+    ) -> None:
+        """`is_training`: add what only training computes, such as dropout."""
+        self.is_training = is_training
         self.nodes: list[onnx.NodeProto] = []
         self.initializers: list[onnx.TensorProto] = []
+        self.parameters: list[str] = []
+        """Names of the trained constants, in the order of the dense file."""
+        self.statistics: list[tuple[str, str]] = []
+        """Names of the running means and variances, in the order of their file."""
         self.joinable = True
         """False once a layer lets samples of one batch see each other."""
+        self._weights = weights
+        self._statistics_source = statistics
         self._names = set(reserved)
 
     def node(self, op: str, *inputs: str, **attributes: Any) -> str:
@@ -69,6 +91,17 @@ class Builder:
         name = self._unique("constant")
         self.initializers.append(numpy_helper.from_array(np.ascontiguousarray(array), name))
         return name
+
+    def parameter(self, layer: Layer, what: str, *shape: int) -> str:
+        """Add a layer's next weights as a constant; its name."""
+        self.parameters.append(self.constant(self._weights.take(layer, what, *shape)))
+        return self.parameters[-1]
+
+    def running_statistics(self, layer: Layer, width: int) -> tuple[str, str]:
+        """Add a layer's running mean and variance as constants; their names."""
+        found = self._statistics_source.take(layer, width)
+        self.statistics.append((self.constant(found.mean), self.constant(found.variance)))
+        return self.statistics[-1]
 
     def indices(self, *numbers: int) -> str:
         """Add a constant list of int64; its name."""

@@ -41,8 +41,19 @@ def subtract(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequenc
 
 
 def unchanged(_build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Dropout does nothing when serving; Cast neither, as all is computed in float32."""
+    """Cast does nothing, as all is computed in float32."""
     return [only(layer, bottoms)]
+
+
+def dropout(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Sets elements to zero by chance while a model is trained; nothing when it serves."""
+    x = only(layer, bottoms)
+    if not build.is_training:
+        return [x]
+    rate = layer.number("rate", low=0, default=0.5)
+    if rate >= 1.0:
+        layer.fail(f"found {rate}; a number from 0 below 1", "rate")
+    return [Tensor(build.node("Dropout", x.name, build.scalar(rate)), x.dims, x.rows)]
 
 
 def elu(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:

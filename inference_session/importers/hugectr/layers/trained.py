@@ -31,8 +31,8 @@ def fused_inner_product(build: Builder, layer: Layer, bottoms: Sequence[Tensor])
 
 def _fully_connected(build: Builder, layer: Layer, x: Tensor) -> Tensor:
     num_inputs, num_outputs = x.dims[-1], layer.whole("fc_param", "num_output")
-    weight = build.constant(build.weights.take(layer, "weight", num_inputs, num_outputs))
-    bias = build.constant(build.weights.take(layer, "bias", num_outputs))
+    weight = build.parameter(layer, "weight", num_inputs, num_outputs)
+    bias = build.parameter(layer, "bias", num_outputs)
     if len(x.dims) == 1:
         name = build.node("Gemm", x.name, weight, bias)
     else:
@@ -48,8 +48,8 @@ def multi_cross(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequ
     width = x.dims[0]
     name = x.name
     for _ in range(layer.whole("mc_param", "num_layers")):
-        weight = build.constant(build.weights.take(layer, "weight", width, 1))
-        bias = build.constant(build.weights.take(layer, "bias", width))
+        weight = build.parameter(layer, "weight", width, 1)
+        bias = build.parameter(layer, "bias", width)
         crossed = build.node("Mul", x.name, build.node("MatMul", name, weight))
         name = build.node("Add", build.node("Add", crossed, bias), name)
     return [Tensor(name, x.dims, x.rows)]
@@ -62,7 +62,7 @@ def weight_multiply(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> 
     if len(dims) != 2 or dims[0] != x.dims[0] or dims[1] < 1:
         layer.fail(f"found {list(dims)}; two numbers, the first the tensor's width {x.dims[0]}", "weight_dims")
     slots, width = dims
-    weight = build.constant(build.weights.take(layer, "weight", slots, width))
+    weight = build.parameter(layer, "weight", slots, width)
     product = build.node("Mul", build.reshape(x.name, slots, 1), weight)
     return [Tensor(build.reshape(product, slots * width), (slots * width,), x.rows)]
 
@@ -72,10 +72,11 @@ def batch_norm(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Seque
     x = only(layer, bottoms)
     require_rank(layer, x, 2)
     width = x.dims[0]
-    gamma = build.constant(build.weights.take(layer, "gamma", width))
-    beta = build.constant(build.weights.take(layer, "beta", width))
-    statistics = build.statistics.take(layer, width)
-    mean, variance = build.constant(statistics.mean), build.constant(statistics.variance)
+    gamma = build.parameter(layer, "gamma", width)
+    beta = build.parameter(layer, "beta", width)
+    mean, variance = build.running_statistics(layer, width)
     eps = layer.number("bn_param", "eps", low=0, default=1e-5)
-    name = build.node("BatchNormalization", x.name, gamma, beta, mean, variance, epsilon=eps)
+    # The share of the running statistics that stays after a step of training.
+    kept = {"momentum": 1.0 - layer.number("bn_param", "factor", default=1.0)} if build.is_training else {}
+    name = build.node("BatchNormalization", x.name, gamma, beta, mean, variance, epsilon=eps, **kept)
     return [Tensor(name, x.dims, x.rows)]

@@ -1,0 +1,269 @@
+"""HugeCTR's graph JSON from what a script adds to its model, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+from hotrow.training.hugectr.enums import (
+    Activation_t,
+    Embedding_t,
+    FcPosition_t,
+    Initializer_t,
+    Layer_t,
+    Optimizer_t,
+    Regularizer_t,
+    Update_t,
+)
+from hotrow.training.hugectr.parameters import DataReaderSparseParam, DenseLayer, Input, OptParamsPy, SparseEmbedding
+from inference_session.errors import ConfigurationError
+
+Document = dict[str, Any]
+
+
+class _Field(NamedTuple):
+    """An argument of DenseLayer, and where the graph JSON has it."""
+
+    argument: str
+    path: tuple[str, ...]
+    kind: type[Enum] | None = None
+    aliases: tuple[str, ...] = ()
+    """Other names of the last part of the path."""
+
+
+def _initializers(owner: tuple[str, ...], *names: str) -> tuple[_Field, ...]:
+    return tuple(_Field(f"{name}_init_type", (*owner, f"{name}_init"), Initializer_t) for name in names)
+
+
+_FULLY_CONNECTED = (_Field("num_output", ("fc_param", "num_output")), *_initializers(("fc_param",), "weight", "bias"))
+_AXIS = (_Field("axis", ("axis",)),)
+
+_FIELDS: Mapping[str, tuple[_Field, ...]] = {
+    "BatchNorm": (
+        _Field("factor", ("bn_param", "factor")),
+        _Field("eps", ("bn_param", "eps")),
+        *_initializers(("bn_param",), "gamma", "beta"),
+    ),
+    "Dropout": (_Field("dropout_rate", ("rate",)),),
+    "ELU": (_Field("elu_alpha", ("elu_param", "alpha")),),
+    "FmOrder2": (_Field("out_dim", ("out_dim",)),),
+    "FusedInnerProduct": (
+        _Field("pos_type", ("position",), FcPosition_t),
+        _Field("act_type", ("activation",), Activation_t),
+        *_FULLY_CONNECTED,
+    ),
+    "InnerProduct": _FULLY_CONNECTED,
+    "MultiCross": (
+        _Field("num_layers", ("mc_param", "num_layers")),
+        *_initializers(("mc_param",), "weight", "bias"),
+    ),
+    "PReLU_Dice": (
+        _Field("elu_alpha", ("prelu_dice_param", "alpha"), aliases=("elu_alpha",)),
+        _Field("eps", ("prelu_dice_param", "eps"), aliases=("epsilon",)),
+    ),
+    "ReduceMean": _AXIS,
+    "ReduceSum": _AXIS,
+    "Scale": (_Field("axis", ("scale_param", "axis")), _Field("factor", ("scale_param", "factor"))),
+    "Slice": (_Field("ranges", ("ranges",)),),
+    "WeightMultiply": (_Field("weight_dims", ("weight_dims",)), *_initializers((), "weight")),
+}
+
+_REGULARIZER = (_Field("regularizer_type", ("regularizer",), Regularizer_t), _Field("lambda_", ("lambda",)))
+_HPARAMS: Mapping[Optimizer_t, tuple[str, Mapping[str, str]]] = {
+    Optimizer_t.Adam: ("adam_hparam", {"beta1": "beta1", "beta2": "beta2", "epsilon": "epsilon"}),
+    Optimizer_t.AdaGrad: ("adagrad_hparam", {"initial_accu_value": "initial_accu_value", "epsilon": "epsilon"}),
+    Optimizer_t.MomentumSGD: ("momentum_sgd_hparam", {"momentum_factor": "momentum_factor"}),
+    Optimizer_t.Nesterov: ("nesterov_hparam", {"momentum_factor": "momentum_factor"}),
+    Optimizer_t.SGD: ("sgd_hparam", {"atomic_update": "atomic_update"}),
+    Optimizer_t.Ftrl: ("ftrl_hparam", {"beta": "beta", "lambda1": "lambda1", "lambda2": "lambda2"}),
+}
+
+
+def data_document(layer: Input) -> Document:
+    """The data layer."""
+    single = len(layer.label_names) == 1
+    return {
+        "type": "Data",
+        "label": {
+            "top": layer.label_names[0] if single else layer.label_names,
+            "label_dim": layer.label_dims[0] if single else layer.label_dims,
+        },
+        "dense": {"top": layer.dense_name, "dense_dim": layer.dense_dim},
+        "sparse": [
+            {
+                "top": item.top_name,
+                "type": "DistributedSlot",
+                "nnz_per_slot": item.nnz_per_slot,
+                "is_fixed_length": item.is_fixed_length,
+                "slot_num": item.slot_num,
+            }
+            for item in layer.data_reader_sparse_param_array
+        ],
+    }
+
+
+def embedding_document(layer: SparseEmbedding, params: OptParamsPy, num_gpus: int) -> Document:
+    """An embedding layer, trained by the optimizer given."""
+    rows = (layer.workspace_size_per_gpu_in_mb << 20) // (4 * layer.embedding_vec_size) * num_gpus
+    hparam: Document = {
+        "workspace_size_per_gpu_in_mb": layer.workspace_size_per_gpu_in_mb,
+        "max_vocabulary_size_global": rows,
+        "embedding_vec_size": layer.embedding_vec_size,
+        "combiner": layer.combiner,
+    }
+    if layer.slot_size_array:
+        hparam["slot_size_array"] = list(layer.slot_size_array)
+    name, fields = _HPARAMS[params.optimizer_type]
+    return {
+        "type": layer.embedding_type.value,
+        "bottom": layer.bottom_name,
+        "top": layer.sparse_embedding_name,
+        "sparse_embedding_hparam": hparam,
+        "optimizer": {
+            "type": params.optimizer_type.value,
+            "update_type": params.update_type.value,
+            name: {field: getattr(params, argument) for field, argument in fields.items()},
+        },
+    }
+
+
+def dense_document(layer: DenseLayer) -> Document:
+    """A dense layer or a loss."""
+    document: Document = {
+        "type": layer.layer_type.value,
+        "bottom": layer.bottom_names[0] if len(layer.bottom_names) == 1 else layer.bottom_names,
+        "top": layer.top_names[0] if len(layer.top_names) == 1 else layer.top_names,
+    }
+    for field in _fields_of(layer):
+        value = getattr(layer, field.argument)
+        if value is Initializer_t.Default:
+            continue
+        owner = document
+        for part in field.path[:-1]:
+            owner = owner.setdefault(part, {})
+        owner[field.path[-1]] = value.value if isinstance(value, Enum) else _plain(value)
+    return document
+
+
+def _fields_of(layer: DenseLayer) -> Sequence[_Field]:
+    kind: Any = layer
+    name = layer.layer_type.value
+    if name == "Reshape":
+        if kind.selected:
+            return (_Field("selected_slots", ("selected",)),)
+        return (_Field("leading_dim", ("leading_dim",)), _Field("time_step", ("time_step",)))
+    if name == "Concat":
+        # 3.4 joins along the last dimension; 1, the default, is not told from a 1 that was given.
+        return _AXIS if kind.axis != 1 else ()
+    fields = _FIELDS.get(name, ())
+    if name.endswith("Loss"):
+        fields = _REGULARIZER if kind.use_regularizer else ()
+        if kind.target_weight_vec and name == "MultiCrossEntropyLoss":
+            fields = (*fields, _Field("target_weight_vec", ("target_weight",)))
+    return fields
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def read_data(document: Mapping[str, Any]) -> Input:
+    """The data layer of a graph JSON, or of a configuration of releases before 3.1.
+
+    Raises:
+        ConfigurationError: a field is missing.
+    """
+    label, dense = _part(document, "label"), _part(document, "dense")
+    return Input(
+        label_dims=_get(label, "label_dim"),
+        label_names=_get(label, "top"),
+        dense_dim=_get(dense, "dense_dim"),
+        dense_name=_get(dense, "top"),
+        data_reader_sparse_param_array=[_read_sparse(item) for item in document.get("sparse", [])],
+    )
+
+
+def _read_sparse(item: Mapping[str, Any]) -> DataReaderSparseParam:
+    nnz = item.get("nnz_per_slot")
+    if nnz is None:
+        nnz = item.get("max_nnz") or _get(item, "max_feature_num_per_sample")
+    return DataReaderSparseParam(
+        _get(item, "top"), nnz, bool(item.get("is_fixed_length", False)), _get(item, "slot_num")
+    )
+
+
+def read_embedding(document: Mapping[str, Any]) -> SparseEmbedding:
+    """An embedding layer, with its own optimizer if it has one; ConfigurationError as `read_data`."""
+    hparam = _part(document, "sparse_embedding_hparam")
+    optimizer = document.get("optimizer")
+    combiner = _get(hparam, "combiner")
+    return SparseEmbedding(
+        _member(Embedding_t, _get(document, "type")),
+        hparam.get("workspace_size_per_gpu_in_mb", 0),
+        _get(hparam, "embedding_vec_size"),
+        {0: "sum", 1: "mean"}.get(combiner, combiner),
+        _get(document, "top"),
+        _get(document, "bottom"),
+        hparam.get("slot_size_array", ()),
+        None if optimizer is None else read_optimizer(optimizer),
+    )
+
+
+def read_optimizer(document: Mapping[str, Any]) -> OptParamsPy:
+    """An optimizer; ConfigurationError as `read_data`."""
+    kind = _member(Optimizer_t, _get(document, "type"))
+    name, fields = _HPARAMS[kind]
+    given = document.get(name, {})
+    arguments = {argument: given[field] for field, argument in fields.items() if field in given}
+    update = _member(Update_t, document.get("update_type", "Local"))
+    return OptParamsPy(kind, update, **arguments)
+
+
+def read_dense(document: Mapping[str, Any]) -> DenseLayer:
+    """A dense layer or a loss.
+
+    Raises:
+        ConfigurationError: a field is missing.
+        UnsupportedModelError: the layer cannot be served.
+    """
+    kind = _member(Layer_t, _get(document, "type"))
+    layer: Any = DenseLayer(kind, _get(document, "bottom"), document.get("top", []))
+    layer.selected = "selected" in document
+    layer.use_regularizer = "regularizer" in document
+    layer.target_weight_vec = document.get("target_weight", ())
+    layer.axis = document.get("axis", 1)
+    for field in _fields_of(layer):
+        owner: Any = document
+        for part in field.path[:-1]:
+            owner = owner.get(part, {})
+        for name in (field.path[-1], *field.aliases):
+            if name in owner:
+                value = owner[name]
+                setattr(layer, field.argument, _member(field.kind, value) if field.kind else value)
+    return layer  # type: ignore[no-any-return]
+
+
+def _part(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = _get(document, name)
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(f"layer {document.get('type')!r}: field {name!r}: an object is required")
+    return value
+
+
+def _get(document: Mapping[str, Any], name: str) -> Any:
+    if name not in document:
+        kind = document.get("type") or document.get("top") or sorted(document)
+        raise ConfigurationError(f"layer {kind!r}: field {name!r} is required, but not there")
+    return document[name]
+
+
+def _member(kind: type[Any], value: Any) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = ", ".join(repr(item.value) for item in kind)
+        raise ConfigurationError(f"{value!r} is no {kind.__name__}; allowed: {allowed}") from None

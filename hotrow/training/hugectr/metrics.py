@@ -1,0 +1,96 @@
+"""HugeCTR's metrics of evaluation, over all samples since they were last asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.training.hugectr.enums import MetricsType
+
+Array = NDArray[np.float64]
+_HIT = 0.8
+"""A prediction above this counts for the hit rate."""
+
+
+class Metrics:
+    """Collects batches; `take` works the metrics out and starts anew."""
+
+    def __init__(self, spec: Mapping[MetricsType, float]) -> None:
+        self._kinds = list(spec)
+        self._losses: list[float] = []
+        self._predictions: list[NDArray[np.float32]] = []
+        self._labels: list[NDArray[np.float32]] = []
+
+    def add(self, predictions: NDArray[np.float32], labels: NDArray[np.float32], loss: float) -> None:
+        """One batch: predictions and labels, both [samples, columns of all labels], and the loss."""
+        self._predictions.append(predictions)
+        self._labels.append(labels)
+        self._losses.append(loss)
+
+    def take(self) -> list[tuple[str, float]]:
+        """Names and values in the order of `metrics_spec`. Of several columns, AUC and NDCG are the mean over them."""
+        if not self._losses:
+            return [(kind.value, 0.0) for kind in self._kinds]
+        predictions = np.concatenate(self._predictions).astype(np.float64)
+        labels = np.concatenate(self._labels).astype(np.float64)
+        losses, self._losses, self._predictions, self._labels = self._losses, [], [], []
+        return [
+            (kind.value, float(np.mean(losses)) if kind is MetricsType.AverageLoss else _of(kind, predictions, labels))
+            for kind in self._kinds
+        ]
+
+
+def auc(predictions: Array, labels: Array) -> float:
+    """The share of pairs of a positive and a negative that are in order, ties as one half.
+
+    0.5 where there is no pair.
+    """
+    order = np.argsort(predictions, kind="stable")
+    ordered = predictions[order]
+    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
+    counts = np.diff(np.append(starts, len(ordered)))
+    ranks = np.empty(len(ordered))
+    ranks[order] = np.repeat(starts + (counts + 1) / 2, counts)
+    is_positive = labels > 0.5
+    num_positive = int(is_positive.sum())
+    num_pairs = num_positive * (len(labels) - num_positive)
+    if not num_pairs:
+        return 0.5
+    return float((ranks[is_positive].sum() - num_positive * (num_positive + 1) / 2) / num_pairs)
+
+
+def _ndcg(predictions: Array, labels: Array) -> float:
+    def gain(values: Array) -> float:
+        return float((values / np.log2(np.arange(len(values)) + 2)).sum())
+
+    ideal = gain(-np.sort(-labels))
+    return gain(labels[np.argsort(-predictions, kind="stable")]) / ideal if ideal else 0.0
+
+
+def _hit_rate(predictions: Array, labels: Array) -> float:
+    is_hit = predictions > _HIT
+    return float((labels[is_hit] == 1.0).mean()) if is_hit.any() else 0.0
+
+
+def _smape(predictions: Array, labels: Array) -> float:
+    return float((np.abs(predictions - labels) / np.maximum((predictions + labels) / 2, 1e-12)).mean())
+
+
+_FORMULAS: Mapping[MetricsType, Callable[[Array, Array], float]] = {
+    MetricsType.AUC: auc,
+    MetricsType.NDCG: _ndcg,
+    MetricsType.HitRate: _hit_rate,
+    MetricsType.SMAPE: _smape,
+}
+
+
+def _of(kind: MetricsType, predictions: Array, labels: Array) -> float:
+    """Labels below -0.5 are unknown and do not count."""
+    found = []
+    for column, label in zip(predictions.T, labels.T, strict=True):
+        is_known = label >= -0.5
+        if is_known.any():
+            found.append(_FORMULAS[kind](column[is_known], label[is_known]))
+    return float(np.mean(found)) if found else 0.0

@@ -1,0 +1,180 @@
+"""The dense network that trains: the ONNX graph that the importer builds, executed by torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hotrow.training.hugectr.operators import OPERATORS, Function, scalar
+from inference_session.errors import UnsupportedModelError
+from inference_session.importers.hugectr.dense_weights import Statistics
+from inference_session.importers.hugectr.graph import Graph, Layer
+from inference_session.importers.hugectr.onnx_graph import DenseNetwork, translate
+
+_TRUNCATION = 0.87962566103423978
+"""The standard deviation of a normal distribution of 1 that is cut off at 2."""
+_OWNERS = {
+    "InnerProduct": "fc_param",
+    "FusedInnerProduct": "fc_param",
+    "MultiCross": "mc_param",
+    "BatchNorm": "bn_param",
+}
+"""Where a layer's parameters say how its weights begin."""
+
+
+class FirstWeights:
+    """Makes up the first weights, as HugeCTR's initializers do."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = torch.Generator().manual_seed(seed)
+
+    def take(self, layer: Layer, what: str, *shape: int) -> NDArray[np.float32]:
+        """The first values of a layer's weights, float32 [*shape]."""
+        owner = _OWNERS.get(layer.type)
+        parameters = layer.parameters.get(owner, {}) if owner else layer.parameters
+        kind = parameters.get(f"{what}_init", "Default")
+        if kind == "Default":
+            kind = _default(layer, what)
+        values = torch.empty(shape)
+        fan_in, fan_out = (shape[0], shape[-1]) if what == "weight" else (0, shape[-1])
+        if layer.type == "MultiCross":
+            fan_out = shape[0]
+        self._fill(layer, values, kind, fan_in, fan_out)
+        return values.numpy()
+
+    def _fill(self, layer: Layer, values: Tensor, kind: str, fan_in: int, fan_out: int) -> None:
+        average = (fan_in + fan_out) / 2
+        if kind in ("Zero", "One"):
+            values.fill_(float(kind == "One"))
+        elif kind == "Uniform":
+            self._uniform(values, 1.0 / (fan_in + fan_out))
+        elif kind == "XavierUniform":
+            self._uniform(values, (3.0 / average) ** 0.5)
+        elif kind == "XavierNorm":
+            self._normal(values, average**-0.5 / _TRUNCATION)
+        elif kind == "Normal":
+            self._normal(values, fan_out**-0.5)
+        else:
+            layer.refuse(f"the initializer {kind!r} is not supported; Uniform, XavierNorm, XavierUniform and Zero are")
+
+    def _uniform(self, values: Tensor, limit: float) -> None:
+        values.uniform_(-limit, limit, generator=self._random)
+
+    def _normal(self, values: Tensor, deviation: float) -> None:
+        nn.init.trunc_normal_(values, 0.0, deviation, -2 * deviation, 2 * deviation, generator=self._random)
+
+
+def _default(layer: Layer, what: str) -> str:
+    if layer.type in ("InnerProduct", "FusedInnerProduct"):
+        return "XavierNorm" if what == "weight" else "Normal"
+    if what == "weight":
+        return "XavierUniform"
+    return "One" if what == "gamma" else "Zero"
+
+
+class FirstStatistics:
+    """Running statistics before any batch."""
+
+    def take(self, layer: Layer, width: int) -> Statistics:
+        """Mean 0 and variance 1."""
+        return Statistics(np.zeros(width, np.float32), np.ones(width, np.float32))
+
+
+class TrainingNetwork(nn.Module):
+    """Executes the graph node by node. Trained constants are its parameters, in the order of the dense file."""
+
+    def __init__(self, graph: Graph, seed: int) -> None:
+        """UnsupportedModelError names a layer that cannot be trained; ModelFormatError a contradiction in the graph."""
+        super().__init__()
+        self.translated: DenseNetwork = translate(graph, FirstWeights(seed), FirstStatistics(), is_training=True)
+        model = self.translated.model
+        constants = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+        self.weights = nn.ParameterList(
+            [nn.Parameter(torch.from_numpy(constants.pop(name).copy())) for name in self.translated.parameters]
+        )
+        self._statistics: list[str] = []
+        for name in (name for pair in self.translated.statistics for name in pair):
+            self.register_buffer(name, torch.from_numpy(constants.pop(name).copy()))
+            self._statistics.append(name)
+        outputs = {label.name for label in self.translated.outputs}
+        nodes = [node for node in model.graph.node if node.output[0] not in outputs]
+        self._steps = [self._step(node, constants) for node in nodes]
+        self._activations = {
+            node.output[0]: _activation(node) for node in model.graph.node if node.output[0] in outputs
+        }
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What each label's loss takes: logits, float32 or less precise [samples, columns], by the label's name."""
+        values: dict[str, Any] = dict(inputs)
+        values.update(zip(self.translated.parameters, self.weights, strict=True))
+        values.update((name, getattr(self, name)) for name in self._statistics)
+        for function, sources, targets in self._steps:
+            made = function(*(values[name] for name in sources))
+            if len(targets) == 1:
+                values[targets[0]] = made
+            else:
+                values.update(zip(targets, made, strict=True))
+        return {name: values[source] for name, (source, _) in self._activations.items()}
+
+    def predictions(self, logits: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is served for them: probabilities, float32."""
+        return {name: self._activations[name][1](logit.float()) for name, logit in logits.items()}
+
+    def statistics(self) -> list[tuple[Tensor, Tensor]]:
+        """Running mean and variance of each BatchNorm layer."""
+        return [(getattr(self, mean), getattr(self, variance)) for mean, variance in self.translated.statistics]
+
+    def _step(self, node: onnx.NodeProto, constants: dict[str, Any]) -> tuple[Function, list[str], list[str]]:
+        fixed = {i: constants[name] for i, name in enumerate(node.input) if name in constants}
+        attributes = {item.name: helper.get_attribute_value(item) for item in node.attribute}
+        if node.op_type == "Dropout":
+            return self._dropout(scalar(fixed[1])), [node.input[0]], list(node.output)
+        if node.op_type == "BatchNormalization":
+            return self._batch_norm(attributes), list(node.input), list(node.output)
+        if node.op_type not in OPERATORS:
+            raise UnsupportedModelError(
+                f"the operator {node.op_type!r} cannot be trained; report this as a bug of hotrow"
+            )
+        if node.op_type in _ELEMENTWISE:
+            return _with_scalars(node, fixed), [n for n in node.input if n not in constants], list(node.output)
+        function = OPERATORS[node.op_type](attributes, fixed)
+        return function, [name for name in node.input if name not in constants], list(node.output)
+
+    def _dropout(self, rate: float) -> Function:
+        return lambda x: functional.dropout(x, rate, training=self.training)
+
+    def _batch_norm(self, attributes: Mapping[str, Any]) -> Function:
+        factor, eps = 1.0 - attributes.get("momentum", 0.0), attributes["epsilon"]
+
+        def normalise(x: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+            return functional.batch_norm(
+                x, mean, variance, gamma, beta, training=self.training, momentum=factor, eps=eps
+            )
+
+        return normalise
+
+
+_ELEMENTWISE = frozenset({"Add", "Div", "Mul", "Sub"})
+
+
+def _with_scalars(node: onnx.NodeProto, fixed: Mapping[int, NDArray[Any]]) -> Function:
+    """An operator whose constant inputs, if any, are single numbers."""
+    function = OPERATORS[node.op_type]({}, {})
+    if not fixed:
+        return function
+    ((position, array),) = fixed.items()
+    number = scalar(array)
+    return (lambda x: function(x, number)) if position == 1 else (lambda x: function(number, x))
+
+
+def _activation(node: onnx.NodeProto) -> tuple[str, Function]:
+    attributes = {item.name: helper.get_attribute_value(item) for item in node.attribute}
+    return node.input[0], OPERATORS[node.op_type](attributes, {})

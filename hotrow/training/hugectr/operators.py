@@ -1,0 +1,132 @@
+"""The ONNX operators that the HugeCTR importer's layers emit, as functions of torch.
+
+Each factory gets the node's attributes and its constant inputs by position, and returns a function of the tensors
+that are left, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+Function = Callable[..., Any]
+Attributes = Mapping[str, Any]
+Constants = Mapping[int, NDArray[Any]]
+
+
+def _same(function: Function) -> Callable[[Attributes, Constants], Function]:
+    """An operator without attributes and constant shapes."""
+    return lambda _attributes, _constants: function
+
+
+def _reshape(_attributes: Attributes, constants: Constants) -> Function:
+    shape = tuple(constants[1].tolist())
+    return lambda x: x.reshape(shape)
+
+
+def _slice(_attributes: Attributes, constants: Constants) -> Function:
+    begin, end, axis = (int(constants[i][0]) for i in (1, 2, 3))
+    return lambda x: x.narrow(axis, begin, end - begin)
+
+
+def _concat(attributes: Attributes, _constants: Constants) -> Function:
+    axis = attributes["axis"]
+    return lambda *tensors: torch.cat(tensors, dim=axis)
+
+
+def _gather(attributes: Attributes, constants: Constants) -> Function:
+    axis, places = attributes["axis"], torch.from_numpy(constants[1].copy())
+    moved: dict[torch.device, Tensor] = {}
+
+    def gather(x: Tensor) -> Tensor:
+        if x.device not in moved:
+            moved[x.device] = places.to(x.device)
+        return x.index_select(axis, moved[x.device])
+
+    return gather
+
+
+def _tile(_attributes: Attributes, constants: Constants) -> Function:
+    repeats = tuple(constants[1].tolist())
+    return lambda x: x.repeat(repeats)
+
+
+def _split(attributes: Attributes, constants: Constants) -> Function:
+    axis, sizes = attributes["axis"], constants[1].tolist()
+    return lambda x: x.split(sizes, dim=axis)
+
+
+def _pad(_attributes: Attributes, constants: Constants) -> Function:
+    begins_and_ends = constants[1].tolist()
+    half = len(begins_and_ends) // 2
+    # torch counts from the last dimension.
+    pads = [n for axis in reversed(range(half)) for n in (begins_and_ends[axis], begins_and_ends[half + axis])]
+    return lambda x: functional.pad(x, pads)
+
+
+def _transpose(attributes: Attributes, _constants: Constants) -> Function:
+    order = attributes["perm"]
+    return lambda x: x.permute(order)
+
+
+def _reduce_sum(attributes: Attributes, constants: Constants) -> Function:
+    axes, keeps = constants[1].tolist(), bool(attributes["keepdims"])
+    return lambda x: x.sum(dim=axes, keepdim=keeps)
+
+
+def _reduce_mean(attributes: Attributes, _constants: Constants) -> Function:
+    axes, keeps = list(attributes["axes"]), bool(attributes["keepdims"])
+    return lambda x: x.mean(dim=axes, keepdim=keeps)
+
+
+def _softmax(attributes: Attributes, _constants: Constants) -> Function:
+    axis = attributes["axis"]
+    return lambda x: torch.softmax(x, dim=axis)
+
+
+def _elu(attributes: Attributes, _constants: Constants) -> Function:
+    alpha = attributes["alpha"]
+    return lambda x: functional.elu(x, alpha)
+
+
+def _gemm(_attributes: Attributes, _constants: Constants) -> Function:
+    return lambda x, weight, bias: torch.addmm(bias, x, weight)
+
+
+def scalar(array: NDArray[Any]) -> float:
+    """The one element of a constant."""
+    return float(np.asarray(array).reshape(-1)[0])
+
+
+OPERATORS: Mapping[str, Callable[[Attributes, Constants], Function]] = {
+    "Add": _same(lambda *x: reduce(torch.add, x)),
+    "Concat": _concat,
+    "Div": _same(torch.div),
+    "Elu": _elu,
+    "Gather": _gather,
+    "Gemm": _gemm,
+    "Identity": _same(lambda x: x),
+    "MatMul": _same(torch.matmul),
+    "Mul": _same(torch.mul),
+    "Pad": _pad,
+    "ReduceMean": _reduce_mean,
+    "ReduceSum": _reduce_sum,
+    "Relu": _same(torch.relu),
+    "Reshape": _reshape,
+    "Sigmoid": _same(torch.sigmoid),
+    "Slice": _slice,
+    "Softmax": _softmax,
+    "Split": _split,
+    "Sqrt": _same(torch.sqrt),
+    "Sub": _same(torch.sub),
+    "Tile": _tile,
+    "Transpose": _transpose,
+}
+"""Those that compute the same in training and evaluation."""

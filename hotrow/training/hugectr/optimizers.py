@@ -1,0 +1,177 @@
+"""HugeCTR's optimizers, by its formulas: of whole tensors, and of the rows of a table that a batch touched."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+from hotrow.training.hugectr.enums import Optimizer_t, Update_t
+from hotrow.training.hugectr.parameters import OptParamsPy
+from inference_session.errors import UnsupportedModelError
+
+_TINY = 1.1920928955078125e-07
+"""What Ftrl adds below its roots."""
+
+
+class Rule(ABC):
+    """How weights follow from gradients. Its states lie in tensors that the caller keeps, as large as the weights."""
+
+    state_names: tuple[str, ...] = ()
+    first_state = 0.0
+    """What states begin with."""
+    moves_untouched = False
+    """Whether a step changes weights whose gradient is zero, so that Global is not Local."""
+
+    def __init__(self, params: OptParamsPy) -> None:
+        self.params = params
+
+    @abstractmethod
+    def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
+        """One step in place, the first of which is number 1."""
+
+
+class Adam(Rule):
+    """Adam; HugeCTR adds epsilon to the root that has not been corrected for its first steps."""
+
+    state_names = ("m", "v")
+    moves_untouched = True
+
+    def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
+        """As `Rule`."""
+        m, v = states
+        params = self.params
+        # torch corrects the root before it adds epsilon, and compiles all of this into one pass.
+        epsilon = params.epsilon / (1.0 - params.beta2**step) ** 0.5
+        settings: dict[str, Any] = {"amsgrad": False, "weight_decay": 0.0, "maximize": False}
+        at = torch.tensor(float(step - 1), device=weight.device)
+        adam(
+            [weight], [gradient], [m], [v], [], [at], foreach=False, fused=True,
+            beta1=params.beta1, beta2=params.beta2, lr=lr, eps=epsilon, **settings,
+        )  # fmt: skip
+
+
+class LazyAdam(Rule):
+    """Adam that makes up for the steps in which a row was not touched when it is."""
+
+    state_names = ("m", "v", "touched")
+
+    def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
+        """As `Rule`; `touched` holds the step before which each element was touched last, less 1."""
+        m, v, touched = states
+        beta1, beta2 = self.params.beta1, self.params.beta2
+        last = touched + 1.0
+        skipped = step - last
+        kept = beta1**skipped
+        alpha = lr / (1.0 - beta1) * (1.0 - beta2**last).sqrt() / (1.0 - beta1**last) * (1.0 - kept)
+        # What the last gradient of the row has not moved yet.
+        weight.sub_(alpha * m / (v.sqrt() + self.params.epsilon))
+        m.mul_(kept).add_(gradient, alpha=1.0 - beta1)
+        v.mul_(beta2**skipped).addcmul_(gradient, gradient, value=1.0 - beta2)
+        touched.fill_(float(step - 1))
+
+
+class AdaGrad(Rule):
+    """AdaGrad."""
+
+    state_names = ("sum",)
+
+    def __init__(self, params: OptParamsPy) -> None:
+        super().__init__(params)
+        self.first_state = params.initial_accu_value
+
+    def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
+        """As `Rule`."""
+        (total,) = states
+        total.addcmul_(gradient, gradient)
+        weight.addcdiv_(gradient, total.sqrt().add_(self.params.epsilon), value=-lr)
+
+
+class MomentumSGD(Rule):
+    """Steps that keep a share of the last."""
+
+    state_names = ("momentum",)
+    moves_untouched = True
+
+    def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
+        """As `Rule`."""
+        (momentum,) = states
+        momentum.mul_(self.params.momentum_factor).sub_(gradient, alpha=lr)
+        weight.add_(momentum)
+
+
+class Nesterov(Rule):
+    """Momentum that looks one step ahead."""
+
+    state_names = ("accm",)
+    moves_untouched = True
+
+    def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
+        """As `Rule`."""
+        (accm,) = states
+        mu = self.params.momentum_factor
+        weight.sub_(accm, alpha=mu)
+        accm.mul_(mu).sub_(gradient, alpha=lr)
+        weight.add_(accm, alpha=1.0 + mu)
+
+
+class SGD(Rule):
+    """Plain steps."""
+
+    def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
+        """As `Rule`."""
+        weight.sub_(gradient, alpha=lr)
+
+
+class Ftrl(Rule):
+    """Follow the regularized leader."""
+
+    state_names = ("z", "n")
+
+    def update(self, weight: Tensor, gradient: Tensor, states: Sequence[Tensor], lr: float, step: int) -> None:
+        """As `Rule`."""
+        if lr == 0.0:
+            return
+        z, n = states
+        before = (n + _TINY).sqrt()
+        n.addcmul_(gradient, gradient)
+        root = (n + _TINY).sqrt()
+        z.add_(gradient).add_((before - root) * weight / lr)
+        held = self.params.lambda1 * z.sign() - z
+        steps = (self.params.beta + root) / lr + self.params.lambda2
+        weight.copy_(torch.where(z.abs() > self.params.lambda1, held / steps, 0.0))
+
+
+_RULES: dict[Optimizer_t, type[Rule]] = {
+    Optimizer_t.Adam: Adam,
+    Optimizer_t.AdaGrad: AdaGrad,
+    Optimizer_t.MomentumSGD: MomentumSGD,
+    Optimizer_t.Nesterov: Nesterov,
+    Optimizer_t.SGD: SGD,
+    Optimizer_t.Ftrl: Ftrl,
+}
+
+
+def dense_rule(params: OptParamsPy) -> Rule:
+    """The rule of the dense network, all of whose weights have gradients."""
+    return _RULES[params.optimizer_type](params)
+
+
+def table_rule(params: OptParamsPy) -> Rule:
+    """The rule of a table, which `update_type` has a say in.
+
+    Raises:
+        UnsupportedModelError: LazyGlobal with another optimizer than Adam.
+    """
+    if params.update_type is not Update_t.LazyGlobal:
+        return _RULES[params.optimizer_type](params)
+    if params.optimizer_type is not Optimizer_t.Adam:
+        raise UnsupportedModelError(
+            f"update_type LazyGlobal is for Adam, not {params.optimizer_type.value}; use Update_t.Local or "
+            "Update_t.Global"
+        )
+    return LazyAdam(params)
