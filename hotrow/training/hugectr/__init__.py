@@ -1,0 +1,147 @@
+"""HugeCTR's training API on PyTorch: old scripts train, and what they train is served. Needs `hotrow[torch]`.
+
+    from hotrow.training import hugectr          # instead of `import hugectr`
+
+or, with the script as it is, `python -m hotrow.training.hugectr SCRIPT.py`. docs/how-to/hugectr-training.md says what
+each call does here.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+from hotrow.training.hugectr import tools
+from hotrow.training.hugectr.enums import (
+    Activation_t,
+    Alignment_t,
+    AllReduceAlgo,
+    Check_t,
+    CommunicationType,
+    DataReaderSparse_t,
+    DataReaderType_t,
+    DeviceLayout,
+    Distribution_t,
+    Embedding_t,
+    FcPosition_t,
+    GroupLayer_t,
+    HybridEmbeddingType,
+    Initializer_t,
+    Layer_t,
+    LrPolicy_t,
+    MetricsRawType,
+    MetricsType,
+    Optimizer_t,
+    PowerLaw_t,
+    Regularizer_t,
+    SourceType_t,
+    TrainPSType_t,
+    Update_t,
+)
+from hotrow.training.hugectr.parameters import (
+    DataReaderParams,
+    DataReaderSparseParam,
+    DenseLayer,
+    GroupDenseLayer,
+    Input,
+    OptParamsPy,
+    Solver,
+    SparseEmbedding,
+)
+from hotrow.training.hugectr.schedule import LearningRateScheduler
+from hotrow.training.hugectr.tools import DataGenerator, DataGeneratorParams
+from inference_session import hugectr as inference
+from inference_session.errors import ConfigurationError, UnsupportedModelError
+from inference_session.importers.hugectr import data_source as data
+from inference_session.importers.hugectr.data_source import DataSource, DataSourceParams, DataSourceType_t
+
+try:
+    from hotrow.training.hugectr.model import Model
+except ModuleNotFoundError as missing:
+    if (missing.name or "").partition(".")[0] != "torch":
+        raise
+    raise ConfigurationError("training.hugectr needs the package `torch`: pip install 'hotrow[torch]'") from missing
+
+CreateSolver = Solver
+CreateOptimizer = OptParamsPy
+
+__all__ = [
+    "Activation_t",
+    "Alignment_t",
+    "AllReduceAlgo",
+    "Check_t",
+    "CommunicationType",
+    "CreateOptimizer",
+    "CreateSolver",
+    "DataGenerator",
+    "DataGeneratorParams",
+    "DataReaderParams",
+    "DataReaderSparseParam",
+    "DataReaderSparse_t",
+    "DataReaderType_t",
+    "DataSource",
+    "DataSourceParams",
+    "DataSourceType_t",
+    "DenseLayer",
+    "DeviceLayout",
+    "Distribution_t",
+    "Embedding_t",
+    "FcPosition_t",
+    "GroupDenseLayer",
+    "GroupLayer_t",
+    "HybridEmbeddingType",
+    "Initializer_t",
+    "Input",
+    "Layer_t",
+    "LearningRateScheduler",
+    "LrPolicy_t",
+    "MetricsRawType",
+    "MetricsType",
+    "Model",
+    "OptParamsPy",
+    "Optimizer_t",
+    "PowerLaw_t",
+    "Regularizer_t",
+    "Solver",
+    "SourceType_t",
+    "SparseEmbedding",
+    "TrainPSType_t",
+    "Update_t",
+    "data",
+    "inference",
+    "install",
+    "tools",
+]
+
+_INSTEAD = {
+    "AsyncParam": "leave out async_param; the readers work in the background",
+    "CreateETC": "tables grow in memory; larger ones train with TorchRec or hotrow.training.HashEmbedding",
+    "CreateHMemCache": "tables grow in memory; larger ones train with TorchRec or hotrow.training.HashEmbedding",
+    "CreateMETC": "tables grow in memory; larger ones train with TorchRec or hotrow.training.HashEmbedding",
+    "EmbeddingCollectionConfig": "use one SparseEmbedding for each table",
+    "EmbeddingPlanner": "use one SparseEmbedding for each table",
+    "EmbeddingTableConfig": "use one SparseEmbedding for each table",
+    "HybridEmbeddingParam": "use LocalizedSlotSparseEmbeddingHash, which computes the same",
+    "TrainingCallback": "write a loop over train() and eval(), the low-level API",
+}
+"""What of HugeCTR is refused, and what to use."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _INSTEAD:
+
+        def refused(*_arguments: Any, **_named: Any) -> NoReturn:
+            raise UnsupportedModelError(f"hugectr.{name} is not supported: {_INSTEAD[name]}")
+
+        return refused
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def install() -> None:
+    """Make `import hugectr` mean this package, and `from mpi4py import MPI` work where mpi4py is absent."""
+    from hotrow.training.hugectr.absent_mpi import provide_mpi
+
+    package = sys.modules[__name__]
+    for name, module in (("", package), (".inference", inference), (".data", data), (".tools", tools)):
+        sys.modules[f"hugectr{name}"] = module
+    provide_mpi()

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from hotrow.training.hugectr.enums import Update_t
-from hotrow.training.hugectr.key_rows import KeyRows, distinct
 from hotrow.training.hugectr.optimizers import table_rule
 from hotrow.training.hugectr.parameters import OptParamsPy
 from hotrow.training.hugectr.readers.block import Bags
+from hotrow.training.key_index import HashIndex, distinct
 
 _MIN_ROWS = 1024
 _LIMIT = 0.05
@@ -56,7 +56,7 @@ class EmbeddingTable:
         self._moves_all = params.update_type is Update_t.Global and self.rule.moves_untouched
         self._random = torch.Generator().manual_seed(seed)
         self._device = device or torch.device("cpu")
-        self._rows = KeyRows()
+        self._rows = HashIndex()
         self._weight = torch.zeros((_MIN_ROWS, embedding_dim), device=self._device)
         self._states = [self._fresh(_MIN_ROWS) for _ in self.rule.state_names]
         self._gradient = torch.zeros_like(self._weight) if self._moves_all else None
@@ -114,7 +114,7 @@ class EmbeddingTable:
 
     def load(self, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
         """Take these rows in place of all that there are; their states begin anew."""
-        self._rows = KeyRows()
+        self._rows = HashIndex()
         self._states = [self._fresh(len(self._weight)) for _ in self.rule.state_names]
         found, last = np.unique(keys[::-1], return_index=True)  # of rows with one key, the last is found when served
         order = np.sort(len(keys) - 1 - last)

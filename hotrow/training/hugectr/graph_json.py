@@ -244,7 +244,7 @@ def read_dense(document: Mapping[str, Any]) -> DenseLayer:
             if name in owner:
                 value = owner[name]
                 setattr(layer, field.argument, _member(field.kind, value) if field.kind else value)
-    return layer  # type: ignore[no-any-return]
+    return layer
 
 
 def _part(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from inference_session.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among all. Each reads the whole batch, computes its part, and keeps all rows."""
+    """One process among all. Each reads the whole batch, computes its part, and keeps all rows."""
 
     rank: int
     count: int

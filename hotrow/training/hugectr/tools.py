@@ -112,9 +112,12 @@ class DataGenerator:
             self._keys(num_samples, size, nnz)
             for size, nnz in zip(params.slot_size_array, params.nnz_array, strict=True)
         ]
-        dense = np.floor(self._random.exponential(5.0, (num_samples, params.dense_dim)))
-        taste = sum(np.sin(column[:, 0] * (1.0 + slot)) for slot, column in enumerate(keys)) / np.sqrt(len(keys))
-        chance = 1.0 / (1.0 + np.exp(-2.0 * np.broadcast_to(taste, num_samples)))
+        dense = self._random.random((num_samples, params.dense_dim))
+        if params.format is DataReaderType_t.Raw and not params.float_label_dense:
+            dense = np.floor(dense * 3)
+        waves = [np.sin(column * (1.0 + slot)).sum(axis=1) for slot, column in enumerate(keys)]
+        taste = sum(waves, np.zeros(num_samples)) / np.sqrt(sum(params.nnz_array))
+        chance = 1.0 / (1.0 + np.exp(-3.0 * taste))
         labels = self._random.random((num_samples, params.label_dim)) < chance[:, np.newaxis]
         return labels.astype(np.float32), dense.astype(np.float32), keys
 

@@ -101,7 +101,7 @@ class Trainer:
         loss = self._total_loss(logits, self._labels(batch, begin, end))
         self._loss = loss.detach()
         if loss.requires_grad:
-            (loss * self._scaler).backward()  # type: ignore[no-untyped-call]
+            (loss * self._scaler).backward()
             self._learn(touched, lr)
 
     def current_loss(self) -> float:
@@ -110,20 +110,20 @@ class Trainer:
         self._processes.average([loss])
         return float(loss)
 
-    @torch.no_grad()
     def evaluate(self, batch: Block) -> tuple[NDArray[np.float32], float]:
         """Predictions, [samples, columns of all labels], and the loss."""
         self.network.eval()
         begin, end = self._processes.part(len(batch))
         part = batch.part(begin, end)
         tensors = self._dense(part, 0, len(part))
-        for table, bags, name in self._lookups(part):
-            tensors[name] = table.evaluate(bags).reshape(len(part), -1, table.embedding_dim)
-        with self._precision():
-            logits = self.network(tensors)
-        loss = self._total_loss(logits, self._labels(part, 0, len(part)))
-        self._processes.average([loss])
-        found = self.network.predictions(logits)
+        with torch.no_grad():
+            for table, bags, name in self._lookups(part):
+                tensors[name] = table.evaluate(bags).reshape(len(part), -1, table.embedding_dim)
+            with self._precision():
+                logits = self.network(tensors)
+            loss = self._total_loss(logits, self._labels(part, 0, len(part)))
+            self._processes.average([loss])
+            found = self.network.predictions(logits)
         joined = torch.cat([found[label.name] for label in self.network.translated.outputs], dim=1)
         return self._processes.gathered(joined, len(batch)).cpu().numpy(), float(loss)
 

@@ -1,0 +1,174 @@
+"""The loop of `Model.fit`, and the lines that it prints."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from hotrow.training.hugectr.enums import MetricsType
+from hotrow.training.hugectr.parameters import Solver
+from hotrow.training.hugectr.readers.batches import DataReader
+from hotrow.training.hugectr.schedule import LearningRateScheduler
+from inference_session.errors import ConfigurationError
+from inference_session.importers.hugectr.data_source import DataSourceParams
+
+
+class Trainable(Protocol):
+    """What the loop asks of a model: the low-level API."""
+
+    def train(self, is_first_batch: bool = True) -> bool:
+        """One step; False where the data ended."""
+
+    def eval(self, is_first_batch: bool = True) -> bool:
+        """Evaluate a batch; False where the data ended."""
+
+    def start_data_reading(self) -> None:
+        """Begin to read, in repeat mode."""
+
+    def get_data_reader_train(self) -> DataReader:
+        """The reader of training data."""
+
+    def get_data_reader_eval(self) -> DataReader:
+        """The reader of evaluation data."""
+
+    def get_learning_rate_scheduler(self) -> LearningRateScheduler:
+        """The schedule."""
+
+    def set_learning_rate(self, lr: float) -> None:
+        """The rate of the next step."""
+
+    def get_current_loss(self) -> float:
+        """The loss of the last batch."""
+
+    def get_eval_metrics(self) -> list[tuple[str, float]]:
+        """Metrics since the last call."""
+
+    def save_params_to_files(
+        self,
+        prefix: str,
+        iter: int = 0,  # noqa: A002  HugeCTR's name
+        data_source_params: DataSourceParams | None = None,
+    ) -> None:
+        """Write a snapshot."""
+
+
+@dataclass
+class Fitting:
+    """One call of `fit`."""
+
+    model: Trainable
+    solver: Solver
+    say: Callable[[str], None]
+    display: int
+    eval_interval: int
+    snapshot: int
+    snapshot_prefix: str
+    data_source: DataSourceParams | None
+
+    def __post_init__(self) -> None:
+        self._began = self._displayed = time.perf_counter()
+        self._iteration = 0
+
+    def iterations(self, count: int) -> None:
+        """Train so many steps of data that repeats."""
+        if count <= 0:
+            raise ConfigurationError(f"Model.fit: max_iter is {count}; from 1, as repeat_dataset of the solver is True")
+        self._announce(f"Use non-epoch mode with number of iterations: {count}")
+        self.model.start_data_reading()
+        for _ in range(count):
+            if self._step(f"{count} iterations"):
+                return
+        self.say(f"Finish {count} iterations with batchsize: {self.solver.batchsize} in {self._elapsed():.2f}s.")
+
+    def epochs(self, count: int, source: str, eval_source: str) -> None:
+        """Train over all data so often."""
+        if count <= 0:
+            raise ConfigurationError(
+                f"Model.fit: num_epochs is {count}; from 1, as repeat_dataset of the solver is False"
+            )
+        self._announce(f"Use epoch mode with number of epochs: {count}")
+        self.say(f"Training source file: {source}")
+        self.say(f"Evaluation source file: {eval_source}")
+        self.model.get_data_reader_eval().set_source(eval_source)
+        for epoch in range(count):
+            self.say(f"-----------------------------------Epoch {epoch}-----------------------------------")
+            self.model.get_data_reader_train().set_source(source)
+            while not (ended := self._step(f"{count} epochs")):
+                pass
+            if ended == "hit":
+                return
+        self.say(
+            f"Finish {count} epochs {self._iteration} global iterations with batchsize {self.solver.batchsize} "
+            f"in {self._elapsed():.2f}s."
+        )
+
+    def _step(self, of: str) -> str:
+        """One iteration; "end" where there was no more data, "hit" where the target of AUC is reached."""
+        lr = self.model.get_learning_rate_scheduler().get_next()
+        self.model.set_learning_rate(lr)
+        if not self.model.train():
+            return "end"
+        number, self._iteration = self._iteration, self._iteration + 1
+        if _is_due(number, self.display):
+            self._show(number, lr)
+        if _is_due(number, self.eval_interval) and self._evaluate(number, of):
+            return "hit"
+        if _is_due(number, self.snapshot):
+            self.model.save_params_to_files(self.snapshot_prefix, number, self.data_source)
+        return ""
+
+    def _show(self, number: int, lr: float) -> None:
+        loss = self.model.get_current_loss()
+        if math.isnan(loss):
+            raise RuntimeError(f"Train Runtime error: Loss cannot converge; it is not a number at iteration {number}")
+        now = time.perf_counter()
+        seconds, self._displayed = now - self._displayed, now
+        self.say(f"Iter: {number} Time({self.display} iters): {seconds:.6f}s Loss: {loss:.6f} lr:{lr:.6f}")
+
+    def _evaluate(self, number: int, of: str) -> bool:
+        """Whether AUC is above its target."""
+        began = time.perf_counter()
+        self._evaluate_batches()
+        seconds = time.perf_counter() - began
+        target = self.solver.metrics_spec.get(MetricsType.AUC, 1.0)
+        is_hit = False
+        for name, value in self.model.get_eval_metrics():
+            self.say(f"Evaluation, {name}: {value:.6f}")
+            is_hit = is_hit or (name == MetricsType.AUC.value and value > target)
+        self.say(f"Eval Time for {self.solver.max_eval_batches} iters: {seconds:.6f}s")
+        if is_hit:
+            size, elapsed = self.solver.batchsize, self._elapsed()
+            self.say(
+                f"Hit target accuracy AUC {target:.6f} at {number} / {of} with batchsize {size} in {elapsed:.2f}s. "
+                f"Average speed {number * size / elapsed:.6f} records/s."
+            )
+        return is_hit
+
+    def _evaluate_batches(self) -> None:
+        for _ in range(self.solver.max_eval_batches):
+            if not self.model.eval():
+                self.model.get_data_reader_eval().set_source()
+                break
+
+    def _announce(self, mode: str) -> None:
+        solver = self.solver
+        self.say("Model Fit".center(114, "="))
+        self.say(mode)
+        self.say(f"Training batchsize: {solver.batchsize}, evaluation batchsize: {solver.batchsize_eval}")
+        self.say(f"Evaluation interval: {self.eval_interval}, snapshot interval: {self.snapshot}")
+        self.say(f"Use mixed precision: {solver.use_mixed_precision}, scaler: {solver.scaler:.6f}")
+        self.say(f"lr: {solver.lr:.6f}, warmup_steps: {solver.warmup_steps}, end_lr: {solver.end_lr:.6f}")
+        self.say(
+            f"decay_start: {solver.decay_start}, decay_steps: {solver.decay_steps}, "
+            f"decay_power: {solver.decay_power:.6f}"
+        )
+
+    def _elapsed(self) -> float:
+        return time.perf_counter() - self._began
+
+
+def _is_due(number: int, interval: int) -> bool:
+    return interval > 0 and number > 0 and number % interval == 0

@@ -1,0 +1,434 @@
+"""HugeCTR's `Model`: what a script builds, trains, evaluates and saves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hotrow.training.hugectr import snapshot
+from hotrow.training.hugectr.fitting import Fitting
+from hotrow.training.hugectr.graph_json import (
+    data_document,
+    dense_document,
+    embedding_document,
+    read_data,
+    read_dense,
+    read_embedding,
+)
+from hotrow.training.hugectr.metrics import Metrics
+from hotrow.training.hugectr.parameters import (
+    DataReaderParams,
+    DenseLayer,
+    GroupDenseLayer,
+    Input,
+    OptParamsPy,
+    Solver,
+    SparseEmbedding,
+)
+from hotrow.training.hugectr.processes import join_processes
+from hotrow.training.hugectr.readers.batches import DataReader
+from hotrow.training.hugectr.readers.block import Block, RecordShape
+from hotrow.training.hugectr.readers.sources import Source
+from hotrow.training.hugectr.schedule import LearningRateScheduler
+from hotrow.training.hugectr.summary import summary_text
+from hotrow.training.hugectr.trainer import Trainer
+from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError
+from inference_session.importers.hugectr.data_source import DataSourceParams
+from inference_session.importers.hugectr.graph import EMBEDDING_LAYERS, Graph, parse_graph
+from inference_session.importers.hugectr.json_file import JsonFile, read_json
+
+
+@dataclass
+class _Design:
+    """What was added."""
+
+    data: Input | None = None
+    embeddings: list[SparseEmbedding] = field(default_factory=list)
+    layers: list[DenseLayer] = field(default_factory=list)
+
+
+class Model:
+    """A model, from its layers to its files. Methods are called as in HugeCTR, and in its order: add, compile, fit."""
+
+    def __init__(
+        self, solver: Solver, reader_params: DataReaderParams, opt_params: OptParamsPy, etc_params: Any = None
+    ) -> None:
+        """Join the processes of the job; see `join_processes`.
+
+        Raises:
+            ConfigurationError: the batch size does not divide among the processes; or as `join_processes`.
+            UnsupportedModelError: the embedding training cache is asked for.
+        """
+        if etc_params is not None:
+            _refuse_training_cache()
+        self._solver, self._reader_params, self._opt_params = solver, reader_params, opt_params
+        self._processes = join_processes(solver.vvgpu)
+        if solver.batchsize % self._processes.count:
+            raise ConfigurationError(
+                f"CreateSolver: batchsize {solver.batchsize} does not divide among {self._processes.count} processes"
+            )
+        self._design = _Design()
+        self._trainer: Trainer | None = None
+        self._readers: dict[str, DataReader] = {}
+        self._metrics = Metrics(solver.metrics_spec)
+        self._schedule = LearningRateScheduler(
+            solver.lr, solver.warmup_steps, solver.decay_start, solver.decay_steps, solver.decay_power, solver.end_lr
+        )
+        self._lr = solver.lr
+        self._last_eval: tuple[NDArray[np.float32], NDArray[np.float32]] | None = None
+
+    def add(self, layer: Input | SparseEmbedding | DenseLayer | GroupDenseLayer) -> None:
+        """Add the data layer, an embedding layer, a dense layer or a group of them, in this order."""
+        if isinstance(layer, Input):
+            if self._design.data is not None:
+                raise ConfigurationError("Model.add: the model has an Input already")
+            self._design.data = layer
+        elif isinstance(layer, SparseEmbedding):
+            self._design.embeddings.append(layer)
+        elif isinstance(layer, DenseLayer):
+            self._design.layers.append(layer)
+        elif isinstance(layer, GroupDenseLayer):
+            self._design.layers += layer.layers()
+        else:
+            raise UnsupportedModelError(
+                f"Model.add: {type(layer).__name__} is not supported; Input, SparseEmbedding, DenseLayer and "
+                "GroupDenseLayer are"
+            )
+
+    def compile(self, loss_names: Sequence[str] | None = None, loss_weights: Sequence[float] | None = None) -> None:
+        """Build the network and make its first weights; losses are weighted by the names of their labels or tops.
+
+        Raises:
+            ModelFormatError: the layers contradict each other; names layer and field.
+            UnsupportedModelError: names a layer or parameter that cannot be trained.
+            ConfigurationError: no data layer, or the weights do not fit the losses.
+        """
+        data, graph = self._data(), self._graph()
+        names = [item.top_name for item in data.data_reader_sparse_param_array]
+        params = [embedding.optimizer or self._opt_params for embedding in self._design.embeddings]
+        inputs = [names.index(embedding.bottom_name) for embedding in self._design.embeddings]
+        self._trainer = Trainer(graph, inputs, params, self._opt_params, self._solver, self._processes)
+        self._trainer.loss_weights = dict(zip(data.label_names, data.label_weights, strict=True))
+        self._weight_losses(loss_names or (), loss_weights or ())
+        repeats = self._solver.repeat_dataset
+        self._readers = {
+            "train": DataReader(self._source(train=True), self._solver.batchsize, repeats=repeats),
+            "eval": DataReader(self._source(train=False), self._solver.batchsize_eval, repeats=repeats),
+        }
+
+    def summary(self) -> None:
+        """Print the layers with the names and shapes of their tensors."""
+        tensors = self._compiled("summary").network.translated.tensors
+        self._say(summary_text(self._data(), self._design.embeddings, self._design.layers, tensors))
+
+    def graph_to_json(self, graph_config_file: str) -> None:
+        """Write the graph as HugeCTR and `hotrow import hugectr` read it."""
+        if self._processes.rank == 0:
+            Path(graph_config_file).write_text(json.dumps(self._document(), indent=2) + "\n", encoding="utf-8")
+        self._say(f"Save the model graph to {graph_config_file} successfully")
+
+    def construct_from_json(self, graph_config_file: str, include_dense_network: bool) -> None:
+        """Add what a graph JSON holds: data layer and embeddings, and the dense layers if they are asked for.
+
+        Raises:
+            ModelFormatError, ConfigurationError, UnsupportedModelError: the file cannot be read; names the layer.
+        """
+        self.add_document(read_json(Path(graph_config_file), ModelFormatError), dense=include_dense_network)
+        self._say(f"Load the model graph from {graph_config_file} successfully")
+
+    def add_document(self, file: JsonFile, *, dense: bool) -> None:
+        """As `construct_from_json`, of a file that was read."""
+        layers = file.document.get("layers")
+        if not isinstance(layers, list) or not layers or not all(isinstance(layer, dict) for layer in layers):
+            file.fail(("layers",), "a list of layers is required")
+        for position, layer in enumerate(layers):
+            self._add_from(file, position, layer, dense=dense)
+
+    def fit(
+        self,
+        num_epochs: int = 0,
+        max_iter: int = 2000,
+        display: int = 200,
+        eval_interval: int = 1000,
+        snapshot: int = 10000,
+        snapshot_prefix: str = "",
+        data_source_params: DataSourceParams | None = None,
+    ) -> None:
+        """Train `max_iter` iterations in repeat mode, else `num_epochs` epochs.
+
+        Prints the loss every `display` iterations, evaluates every `eval_interval`, and saves every `snapshot`.
+
+        Raises:
+            ConfigurationError: nothing is to be done.
+            RuntimeError: the loss is not a number.
+            ModelFormatError, OSError: the data cannot be read.
+        """
+        self._compiled("fit")
+        run = Fitting(
+            self, self._solver, self._say, display, eval_interval, snapshot, snapshot_prefix, data_source_params
+        )
+        if self._solver.repeat_dataset:
+            run.iterations(max_iter)
+        else:
+            run.epochs(num_epochs, self._reader_params.source[0], self._reader_params.eval_source)
+
+    def set_source(self, source: str | Sequence[str] = "", keyset: Any = None, eval_source: str | None = None) -> None:
+        """Train the next `fit` on other data, in epoch mode: `set_source(source, eval_source)`."""
+        if not isinstance(source, str) or (keyset is not None and eval_source is not None):
+            _refuse_training_cache()
+        evaluation = eval_source if eval_source is not None else keyset
+        if self._solver.repeat_dataset:
+            raise ConfigurationError("Model.set_source is for epoch mode: repeat_dataset of the solver is True")
+        self._reader_params.source, self._reader_params.eval_source = [source], str(evaluation)
+
+    def start_data_reading(self) -> None:
+        """Begin to read training and evaluation data, in repeat mode."""
+        self._compiled("start_data_reading")
+        if not self._solver.repeat_dataset:
+            raise ConfigurationError(
+                "Model.start_data_reading is for repeat mode; in epoch mode call set_source of the data readers"
+            )
+        for reader in self._readers.values():
+            reader.start()
+
+    def get_data_reader_train(self) -> DataReader:
+        """The reader of training data."""
+        self._compiled("get_data_reader_train")
+        return self._readers["train"]
+
+    def get_data_reader_eval(self) -> DataReader:
+        """The reader of evaluation data."""
+        self._compiled("get_data_reader_eval")
+        return self._readers["eval"]
+
+    def get_learning_rate_scheduler(self) -> LearningRateScheduler:
+        """The solver's schedule."""
+        return self._schedule
+
+    def reset_learning_rate_scheduler(
+        self,
+        base_lr: float,
+        warmup_steps: int = 1,
+        decay_start: int = 0,
+        decay_steps: int = 1,
+        decay_power: float = 2.0,
+        end_lr: float = 0.0,
+    ) -> None:
+        """Begin another schedule; ConfigurationError: a value is not allowed."""
+        self._schedule = LearningRateScheduler(base_lr, warmup_steps, decay_start, decay_steps, decay_power, end_lr)
+
+    def set_learning_rate(self, lr: float) -> None:
+        """The rate of the steps that follow."""
+        self._lr = lr
+
+    def train(self, is_first_batch: bool = True) -> bool:
+        """One step; False where the data ended before."""
+        trainer = self._compiled("train")
+        batch = self._next("train", self._solver.batchsize)
+        if batch is not None:
+            trainer.train(batch, self._lr)
+        return batch is not None
+
+    def eval(self, is_first_batch: bool = True) -> bool:
+        """Evaluate one batch; False where the data ended before."""
+        trainer = self._compiled("eval")
+        batch = self._next("eval", self._solver.batchsize_eval)
+        if batch is None:
+            self._last_eval = None
+            return False
+        predictions, loss = trainer.evaluate(batch)
+        self._last_eval = predictions, batch.labels
+        width = batch.labels.shape[1]
+        # Of two classes with one label, the second is the positive one.
+        self._metrics.add(predictions if predictions.shape[1] == width else predictions[:, -width:], batch.labels, loss)
+        return True
+
+    def get_current_loss(self) -> float:
+        """The loss of the last training batch."""
+        return self._compiled("get_current_loss").current_loss()
+
+    def get_eval_metrics(self) -> list[tuple[str, float]]:
+        """Names and values over all batches evaluated since the last call."""
+        return self._metrics.take()
+
+    def export_predictions(self, output_prediction_file_name: str, output_label_file_name: str) -> None:
+        """Append predictions and labels of the batch that was evaluated last to two text files."""
+        if self._last_eval is None:
+            self._say("Reach end of eval dataset. Skip export prediction")
+            return
+        if self._processes.rank == 0:
+            for name, numbers in zip(
+                (output_prediction_file_name, output_label_file_name), self._last_eval, strict=True
+            ):
+                with Path(name).open("a", encoding="ascii") as file:
+                    np.savetxt(file, numbers.reshape(1, -1), fmt="%.9g", newline=" ")
+
+    def save_params_to_files(
+        self,
+        prefix: str,
+        iter: int = 0,  # noqa: A002  HugeCTR's name
+        data_source_params: DataSourceParams | None = None,
+    ) -> None:
+        """Write weights, tables and optimizer states as `<prefix>_dense_<iter>.model` and so on."""
+        trainer = self._compiled("save_params_to_files")
+        if self._processes.rank == 0:
+            snapshot.save_snapshot(trainer, prefix, iter, data_source_params or self._data_source)
+        self._processes.wait()
+        self._say(f"Dumping weights and optimizer states of {prefix!r}, iteration {iter}, successful")
+
+    def load_dense_weights(self, dense_model_file: str) -> None:
+        """Read dense weights, and running statistics where `<file>.ntp.json` is beside them."""
+        snapshot.load_dense_weights(self._compiled("load_dense_weights"), dense_model_file, self._data_source)
+
+    def load_dense_optimizer_states(self, dense_opt_states_file: str) -> None:
+        """Read optimizer states of the dense network."""
+        trainer = self._compiled("load_dense_optimizer_states")
+        snapshot.load_dense_states(trainer, dense_opt_states_file, self._data_source)
+
+    def load_sparse_weights(self, sparse_embedding_files: Sequence[str] | Mapping[str, str]) -> None:
+        """Read tables, all of them by a list, or some by a dict of their names."""
+        key_type: Any = "int64" if self._solver.i64_input_key else "uint32"
+        for table, place in self._by_table("load_sparse_weights", sparse_embedding_files):
+            snapshot.load_table(table, place, self._data_source, key_type)
+
+    def load_sparse_optimizer_states(self, sparse_opt_states_files: Sequence[str] | Mapping[str, str]) -> None:
+        """Read optimizer states of tables, after their weights."""
+        for table, place in self._by_table("load_sparse_optimizer_states", sparse_opt_states_files):
+            snapshot.load_table_states(table, place, self._data_source)
+
+    def freeze_dense(self) -> None:
+        """Leave the dense network as it is from now on."""
+        self._compiled("freeze_dense").is_dense_trainable = False
+
+    def unfreeze_dense(self) -> None:
+        """Train the dense network again."""
+        self._compiled("unfreeze_dense").is_dense_trainable = True
+
+    def freeze_embedding(self, embedding_name: str | None = None) -> None:
+        """Leave a table, or all of them, as they are from now on."""
+        self._set_trainable("freeze_embedding", embedding_name, is_trainable=False)
+
+    def unfreeze_embedding(self, embedding_name: str | None = None) -> None:
+        """Train a table, or all of them, again."""
+        self._set_trainable("unfreeze_embedding", embedding_name, is_trainable=True)
+
+    def get_embedding_training_cache(self) -> NoReturn:
+        """Refused."""
+        _refuse_training_cache()
+
+    def get_incremental_model(self) -> NoReturn:
+        """Refused."""
+        _refuse_training_cache()
+
+    def dump_incremental_model_2kafka(self) -> NoReturn:
+        """Refused."""
+        _refuse_training_cache()
+
+    @property
+    def _data_source(self) -> DataSourceParams:
+        return self._solver.data_source_params or self._reader_params.data_source_params or DataSourceParams()
+
+    def _add_from(self, file: JsonFile, position: int, layer: Mapping[str, Any], *, dense: bool) -> None:
+        try:
+            if position == 0:
+                self.add(read_data(layer))
+            elif layer.get("type") in EMBEDDING_LAYERS:
+                self.add(read_embedding(layer))
+            elif dense:
+                self.add(read_dense(layer))
+        except (ConfigurationError, TypeError) as error:
+            file.fail(("layers", position), str(error))
+
+    def _data(self) -> Input:
+        if self._design.data is None:
+            raise ConfigurationError("the model has no Input; add one before the other layers")
+        return self._design.data
+
+    def _document(self) -> dict[str, Any]:
+        embeddings = [
+            embedding_document(layer, layer.optimizer or self._opt_params, self._solver.num_gpus)
+            for layer in self._design.embeddings
+        ]
+        layers = [data_document(self._data()), *embeddings, *map(dense_document, self._design.layers)]
+        name = {"model_name": self._solver.model_name} if self._solver.model_name else {}
+        return {"layers": layers, **name}
+
+    def _graph(self) -> Graph:
+        text = json.dumps(self._document(), indent=2)
+        return parse_graph(JsonFile(Path("graph of the model"), text, json.loads(text), ModelFormatError))
+
+    def _weight_losses(self, names: Sequence[str], weights: Sequence[float]) -> None:
+        trainer = self._compiled("compile")
+        if len(names) != len(weights):
+            raise ConfigurationError(f"Model.compile: {len(names)} loss_names, but {len(weights)} loss_weights")
+        labels = {loss.name: loss.label for loss in trainer.losses} | {
+            loss.label: loss.label for loss in trainer.losses
+        }
+        for name, weight in zip(names, weights, strict=True):
+            if name not in labels:
+                raise ConfigurationError(f"Model.compile: no loss or label {name!r}; there are {sorted(labels)}")
+            trainer.loss_weights[labels[name]] = weight
+
+    def _source(self, *, train: bool) -> Source:
+        data, params = self._data(), self._reader_params
+        shape = RecordShape(
+            sum(data.label_dims),
+            data.dense_dim,
+            tuple(item.sparse_input() for item in data.data_reader_sparse_param_array),
+            8 if self._solver.i64_input_key else 4,
+        )
+        place = params.source[0] if train else params.eval_source
+        count = params.num_samples if train else params.eval_num_samples
+        return Source(place, params, shape, count, self._data_source)
+
+    def _next(self, reader: str, size: int) -> Block | None:
+        """The next batch; incomplete ones are dropped unless the solver keeps them."""
+        if not self._readers[reader].is_started():
+            raise ConfigurationError(
+                f"start reading before Model.{reader}: start_data_reading, or set_source of the reader"
+            )
+        while (batch := self._readers[reader].next_batch()) is not None:
+            if len(batch) == size or not self._solver.drop_incomplete_batch:
+                return batch
+            self._say(f"{reader} drop incomplete batch. batchsize:{len(batch)}")
+        return None
+
+    def _by_table(self, method: str, files: Sequence[str] | Mapping[str, str]) -> list[tuple[Any, str]]:
+        tables = {table.name: table for table in self._compiled(method).tables}
+        if isinstance(files, Mapping):
+            if unknown := sorted(set(files) - set(tables)):
+                raise ConfigurationError(f"Model.{method}: no embedding {unknown}; there are {sorted(tables)}")
+            return [(tables[name], place) for name, place in files.items()]
+        if len(files) != len(tables):
+            raise ConfigurationError(f"Model.{method}: {len(files)} files for {len(tables)} embeddings; one each")
+        return list(zip(tables.values(), files, strict=True))
+
+    def _set_trainable(self, method: str, name: str | None, *, is_trainable: bool) -> None:
+        tables = {table.name: table for table in self._compiled(method).tables}
+        if name is not None and name not in tables:
+            raise ConfigurationError(f"Model.{method}: no embedding {name!r}; there are {sorted(tables)}")
+        for table in tables.values() if name is None else [tables[name]]:
+            table.is_trainable = is_trainable
+
+    def _compiled(self, method: str) -> Trainer:
+        if self._trainer is None:
+            raise ConfigurationError(f"Model.{method} comes after Model.compile")
+        return self._trainer
+
+    def _say(self, text: str) -> None:
+        if self._processes.rank == 0:
+            print(text, flush=True)
+
+
+def _refuse_training_cache() -> NoReturn:
+    raise UnsupportedModelError(
+        "the embedding training cache (CreateETC, keysets) is not supported: tables grow in memory here. "
+        "Larger ones train with TorchRec or hotrow.training.HashEmbedding, spread over processes; "
+        "hotrow.training.UpdatePublisher sends rows to servers while a model trains"
+    )

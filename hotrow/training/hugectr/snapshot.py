@@ -1,0 +1,250 @@
+"""The files of a model: dense weights, tables, optimizer states and running statistics, as HugeCTR names them.
+
+A snapshot is staged, then put in place file by file; the dense weights, without which nothing is a model, come last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hotrow.training.hugectr.embedding import EmbeddingTable
+from hotrow.training.hugectr.trainer import Trainer
+from inference_session.errors import ConfigurationError, ModelFormatError
+from inference_session.importers.hugectr.data_source import DataSourceParams
+from inference_session.importers.hugectr.json_file import read_json
+from inference_session.importers.hugectr.ps_fields import KeyType
+from inference_session.importers.hugectr.sparse_folder import SparseFolder
+from inference_session.model_source import Copy
+from inference_session.model_source.create import create_source, split_place
+from inference_session.model_source.fetch import fetch
+from inference_session.model_spec import KEY_FILE, VECTOR_FILE
+
+_ROWS_PER_WRITE = 1 << 20
+_STATISTICS = ".ntp.json"
+
+
+@dataclass(frozen=True)
+class SnapshotNames:
+    """The names that HugeCTR gives the files."""
+
+    prefix: str
+    iteration: int
+
+    @property
+    def dense(self) -> str:
+        """Dense weights."""
+        return f"{self.prefix}_dense_{self.iteration}.model"
+
+    @property
+    def dense_states(self) -> str:
+        """Optimizer states of the dense network."""
+        return f"{self.prefix}_opt_dense_{self.iteration}.model"
+
+    def sparse(self, table: int) -> str:
+        """The folder of a table."""
+        return f"{self.prefix}{table}_sparse_{self.iteration}.model"
+
+    def sparse_states(self, table: int) -> str:
+        """Optimizer states of a table."""
+        return f"{self.prefix}{table}_opt_sparse_{self.iteration}.model"
+
+
+def save_snapshot(trainer: Trainer, prefix: str, iteration: int, params: DataSourceParams) -> None:
+    """Write all files of a model, in the working directory or in `local_model_home` or `hdfs_model_home`.
+
+    Raises:
+        OSError, UnavailableError: the files cannot be written; what is in place then is no model.
+    """
+    home = params.hdfs_model_home if params.is_hdfs else params.local_model_home
+    whole = params.place_of(f"{home}/{prefix}_" if home else f"{prefix}_")
+    folder, stem = split_place(whole)
+    names = SnapshotNames(stem.removesuffix("_"), iteration)
+    if not params.is_hdfs:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=".tmp-", dir=None if params.is_hdfs else folder))
+    try:
+        written = _write_all(trainer, names, staging)
+        _put_in_place(staging, folder, written)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _write_all(trainer: Trainer, names: SnapshotNames, staging: Path) -> list[str]:
+    """What was written, in the order in which it is to appear; the dense weights last."""
+    written = []
+    for number, table in enumerate(trainer.tables):
+        _write_table(table, staging / names.sparse(number))
+        written.append(names.sparse(number))
+        states = names.sparse_states(number)
+        about = {"num_rows": table.num_rows, "keys": _digest(table.keys)}
+        written += _write_states(staging, states, table.states, table.rule.__class__.__name__, table.num_steps, about)
+    optimizer = trainer.dense_optimizer
+    columns = [
+        torch.cat([states[i].reshape(-1) for states in optimizer.states]) if optimizer.states else torch.empty(0)
+        for i in range(len(optimizer.rule.state_names))
+    ]
+    kind = optimizer.rule.__class__.__name__
+    written += _write_states(staging, names.dense_states, columns, kind, optimizer.num_steps, {})
+    if statistics := trainer.network.statistics():
+        _write_statistics(staging / (names.dense + _STATISTICS), statistics)
+        written.append(names.dense + _STATISTICS)
+    _write_floats(staging / names.dense, [weight.detach() for weight in trainer.weights])
+    return [*written, names.dense]
+
+
+def _write_table(table: EmbeddingTable, folder: Path) -> None:
+    folder.mkdir()
+    _write(folder / KEY_FILE, [table.keys.numpy().astype("<i8")])
+    _write_floats(folder / VECTOR_FILE, [table.weight])
+
+
+def _write_states(
+    staging: Path, name: str, states: Sequence[Tensor], optimizer: str, num_steps: int, about: dict[str, Any]
+) -> list[str]:
+    """States one behind the other, and beside them what HugeCTR forgets: the steps so far, and whose they are."""
+    _write_floats(staging / name, states)
+    _write(staging / f"{name}.json", [json.dumps({"optimizer": optimizer, "num_steps": num_steps, **about}).encode()])
+    return [f"{name}.json", name]
+
+
+def _write_statistics(path: Path, statistics: Sequence[tuple[Tensor, Tensor]]) -> None:
+    layers = [
+        {"type": "BatchNorm", "mean": mean.cpu().tolist(), "var": variance.cpu().tolist()}
+        for mean, variance in statistics
+    ]
+    _write(path, [json.dumps({"layers": layers}, indent=2).encode()])
+
+
+def _write_floats(path: Path, tensors: Sequence[Tensor]) -> None:
+    parts = (part for tensor in tensors for part in tensor.split(_ROWS_PER_WRITE))
+    _write(path, (part.cpu().numpy().astype("<f4") for part in parts))
+
+
+def _write(path: Path, parts: Any) -> None:
+    with path.open("wb") as file:
+        for part in parts:
+            file.write(part.tobytes() if isinstance(part, np.ndarray) else part)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _put_in_place(staging: Path, folder: str, names: Sequence[str]) -> None:
+    """Take away an earlier snapshot of these names, its dense weights first, then let the new one appear."""
+    with create_source(folder) as place:
+        for name in reversed(names):
+            place.remove(name)
+    for name in names:
+        if "://" in folder:
+            with Copy(staging / name, f"{folder.rstrip('/')}/{name}") as copy:
+                copy.run()
+        else:
+            (staging / name).rename(Path(folder) / name)
+
+
+def load_dense_weights(trainer: Trainer, place: str, params: DataSourceParams) -> None:
+    """Read dense weights, and running statistics where their file is beside it.
+
+    Raises:
+        ModelFormatError: a file is not of the size that the network asks for.
+        OSError, UnavailableError: a file cannot be read.
+    """
+    _read_into(fetch(params.place_of(place)), [weight.data for weight in trainer.weights])
+    statistics = trainer.network.statistics()
+    if not statistics:
+        return
+    path = fetch(params.place_of(place + _STATISTICS))
+    layers = read_json(path, ModelFormatError).document.get("layers", [])
+    if len(layers) != len(statistics):
+        raise ModelFormatError(f"{path}: {len(layers)} BatchNorm layers, the model has {len(statistics)}")
+    for item, pair in zip(layers, statistics, strict=True):
+        for name, tensor in zip(("mean", "var"), pair, strict=True):
+            values = np.array(item.get(name, ()), np.float32)
+            if values.shape != tuple(tensor.shape):
+                raise ModelFormatError(f"{path}: field {name!r} has {values.size} elements, expected {len(tensor)}")
+            tensor.copy_(torch.from_numpy(values))
+
+
+def load_dense_states(trainer: Trainer, place: str, params: DataSourceParams) -> None:
+    """Read optimizer states of the dense network; errors as `load_dense_weights`."""
+    optimizer = trainer.dense_optimizer
+    path = fetch(params.place_of(place))
+    count = len(optimizer.rule.state_names)
+    _read_into(path, [states[i] for i in range(count) for states in optimizer.states])
+    about = _about_states(place, params, optimizer.rule.__class__.__name__)
+    optimizer.num_steps = about.get("num_steps", 0)
+
+
+def load_table(table: EmbeddingTable, place: str, params: DataSourceParams, key_type: KeyType) -> None:
+    """Read a table in place of the rows that it has; errors as `load_dense_weights`."""
+    folder = SparseFolder(fetch(params.place_of(place)), table.embedding_dim, key_type)
+    chunks = list(folder.chunks())
+    keys = np.concatenate([np.empty(0, np.int64), *(part for part, _ in chunks)])
+    vectors = np.concatenate([np.empty((0, table.embedding_dim), np.float32), *(part for _, part in chunks)])
+    table.load(keys, vectors)
+
+
+def load_table_states(table: EmbeddingTable, place: str, params: DataSourceParams) -> None:
+    """Read optimizer states of a table whose rows were read before.
+
+    Raises:
+        ModelFormatError, OSError, UnavailableError: as `load_dense_weights`; also where the states are another table's.
+    """
+    path = fetch(params.place_of(place))
+    about = _about_states(place, params, table.rule.__class__.__name__)
+    if not table.rule.state_names:
+        return
+    if (about.get("num_rows"), about.get("keys")) != (table.num_rows, _digest(table.keys)):
+        raise ModelFormatError(
+            f"{path}: states of {about.get('num_rows', 'unknown')} rows; the table {table.name!r} has "
+            f"{table.num_rows} others. Load the sparse weights of the same snapshot first. Files that HugeCTR wrote "
+            "do not say whose rows they are about, and cannot be loaded"
+        )
+    floats = _floats(path, len(table.rule.state_names) * table.num_rows * table.embedding_dim)
+    table.load_states(np.split(floats, len(table.rule.state_names)), about["num_steps"])
+
+
+def _about_states(place: str, params: DataSourceParams, optimizer: str) -> dict[str, Any]:
+    """What the JSON beside a file of states says; nothing where HugeCTR wrote it."""
+    url = params.place_of(f"{place}.json")
+    folder, name = split_place(url)
+    with create_source(folder) as source:
+        if source.stat(name) is None:
+            return {}
+    path = fetch(url)
+    document = read_json(path, ModelFormatError).document
+    if document.get("optimizer") != optimizer:
+        raise ModelFormatError(f"{path}: states of {document.get('optimizer')!r}; the model trains with {optimizer!r}")
+    return document
+
+
+def _read_into(path: Path, tensors: Sequence[Tensor]) -> None:
+    floats = _floats(path, sum(tensor.numel() for tensor in tensors))
+    begin = 0
+    for tensor in tensors:
+        tensor.copy_(torch.from_numpy(floats[begin : begin + tensor.numel()].reshape(tensor.shape)))
+        begin += tensor.numel()
+
+
+def _floats(path: Path, count: int) -> NDArray[np.float32]:
+    if not path.exists():
+        raise ConfigurationError(f"{path}: no such file; paths count from the working directory, {Path.cwd()}")
+    if path.stat().st_size != 4 * count:
+        raise ModelFormatError(f"{path}: {path.stat().st_size} bytes, expected {4 * count}; is it another model's?")
+    return np.fromfile(path, "<f4").astype(np.float32, copy=False)
+
+
+def _digest(keys: Tensor) -> int:
+    return zlib.crc32(keys.numpy().astype("<i8").tobytes())

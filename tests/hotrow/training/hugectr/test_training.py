@@ -1,0 +1,576 @@
+"""Formulas of HugeCTR's training against slow oracles, and what a model does between compile and its files."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from hotrow.training import hugectr
+from hotrow.training.hugectr import (
+    DataReaderType_t,
+    DenseLayer,
+    Layer_t,
+    MetricsType,
+    Model,
+    Optimizer_t,
+    Update_t,
+)
+from hotrow.training.hugectr.embedding import EmbeddingTable
+from hotrow.training.hugectr.metrics import Metrics, auc
+from hotrow.training.hugectr.optimizers import dense_rule
+from hotrow.training.hugectr.readers.block import Bags
+from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError
+from tests.hotrow.training.hugectr.samples import SAMPLES, Sample, binary, layer, make_data, make_model
+from tests.hotrow.training.hugectr.test_samples import losses
+
+pytestmark = pytest.mark.training
+Array = NDArray[np.float64]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def oracle_step(  # noqa: PLR0917  a formula's letters
+    kind: Optimizer_t, p: Any, w: Array, g: Array, s: dict[str, Array], lr: float, t: int
+) -> None:
+    """One element-wise step in float64, by HugeCTR's formulas."""
+    if kind is Optimizer_t.Adam:
+        s["m"] = p.beta1 * s["m"] + (1 - p.beta1) * g
+        s["v"] = p.beta2 * s["v"] + (1 - p.beta2) * g * g
+        w -= lr * np.sqrt(1 - p.beta2**t) / (1 - p.beta1**t) * s["m"] / (np.sqrt(s["v"]) + p.epsilon)
+    elif kind is Optimizer_t.AdaGrad:
+        s["sum"] = s["sum"] + g * g
+        w -= lr * g / (p.epsilon + np.sqrt(s["sum"]))
+    elif kind is Optimizer_t.MomentumSGD:
+        s["momentum"] = p.momentum_factor * s["momentum"] - lr * g
+        w += s["momentum"]
+    elif kind is Optimizer_t.Nesterov:
+        old, s["accm"] = s["accm"], p.momentum_factor * s["accm"] - lr * g
+        w += -p.momentum_factor * old + (1 + p.momentum_factor) * s["accm"]
+    elif kind is Optimizer_t.SGD:
+        w -= lr * g
+    else:
+        tiny = float(np.finfo(np.float32).eps)
+        n = s["n"] + g * g
+        s["z"] = s["z"] + g + (np.sqrt(s["n"] + tiny) - np.sqrt(n + tiny)) * w / lr
+        s["n"] = n
+        x = p.lambda1 * (1 - 2 * np.signbit(s["z"])) - s["z"]
+        w[:] = x / ((p.beta + np.sqrt(n + tiny)) / lr + p.lambda2) * (np.abs(s["z"]) > p.lambda1)
+
+
+def optimizer(kind: Optimizer_t, update: Update_t = Update_t.Global) -> hugectr.OptParamsPy:
+    return hugectr.CreateOptimizer(kind, update, 0.8, 0.9, 1e-3, 0.1, 0.7, True, beta=0.5, lambda1=0.01, lambda2=0.1)
+
+
+@pytest.mark.parametrize("kind", Optimizer_t)
+def test_dense_optimizers_follow_their_formulas(kind: Optimizer_t) -> None:
+    random, params = np.random.default_rng(1), optimizer(kind)
+    rule = dense_rule(params)
+    expected = random.normal(size=20)
+    weight = torch.tensor(expected, dtype=torch.float32)
+    states = [torch.full((20,), rule.first_state) for _ in rule.state_names]
+    slow = {name: np.full(20, rule.first_state) for name in rule.state_names}
+    for t in range(1, 30):
+        gradient = random.normal(size=20)
+        rule.update(weight, torch.tensor(gradient, dtype=torch.float32), states, 0.05, t)
+        oracle_step(kind, params, expected, gradient, slow, 0.05, t)
+    np.testing.assert_allclose(weight.numpy(), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", Optimizer_t)
+@pytest.mark.parametrize("update", [Update_t.Local, Update_t.Global])
+@pytest.mark.parametrize("combiner", ["sum", "mean"])
+def test_tables_follow_their_formulas(kind: Optimizer_t, update: Update_t, combiner: str) -> None:
+    random, params, dim = np.random.default_rng(2), optimizer(kind, update), 3
+    table = EmbeddingTable("t", dim, combiner, params)
+    moves_all = update is Update_t.Global and table.rule.moves_untouched
+    weights: dict[int, Array] = {}
+    states: dict[int, dict[str, Array]] = {}
+    for t in range(1, 25):
+        counts = random.integers(0, 4, 8)
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        keys = random.integers(-5, 5 + t, offsets[-1]) * 2**40
+        touched, places = table.touch(Bags(keys, offsets))
+        for key, vector in zip(table.keys.tolist(), table.weight.numpy().astype(np.float64), strict=True):
+            if key not in weights:
+                assert (np.abs(vector) <= 0.05).all()
+                weights[key] = vector
+                states[key] = {name: np.full(dim, table.rule.first_state) for name in table.rule.state_names}
+        pooled = table.pool(touched.vectors, places, offsets)
+        upstream = random.normal(size=(8, dim))
+        gradients = {key: np.zeros(dim) for key in keys.tolist()}
+        for bag in range(8):
+            own = keys[offsets[bag] : offsets[bag + 1]].tolist()
+            share = 1.0 / len(own) if own and combiner == "mean" else 1.0
+            np.testing.assert_allclose(
+                pooled[bag].detach().numpy(), share * sum((weights[k] for k in own), np.zeros(dim)), atol=2e-5
+            )
+            for key in own:
+                gradients[key] += share * upstream[bag]
+        pooled.backward(torch.tensor(upstream, dtype=torch.float32))
+        assert touched.vectors.grad is not None
+        with torch.no_grad():
+            table.update(touched, touched.vectors.grad, 0.05)
+        for key in weights if moves_all else gradients:
+            oracle_step(kind, params, weights[key], gradients.get(key, np.zeros(dim)), states[key], 0.05, t)
+    for key, vector in zip(table.keys.tolist(), table.weight.numpy(), strict=True):
+        np.testing.assert_allclose(vector, weights[key], atol=2e-5)
+
+
+def test_lazy_adam_makes_up_for_steps_in_which_a_row_was_not_touched() -> None:
+    params = optimizer(Optimizer_t.Adam, Update_t.LazyGlobal)
+    table, random = EmbeddingTable("t", 2, "sum", params), np.random.default_rng(3)
+    w, m, v, last = {}, {}, {}, {}  # type: ignore[var-annotated]
+    for t in range(1, 20):
+        keys = np.unique(random.integers(0, 6, 3))
+        touched, places = table.touch(Bags(keys, np.arange(len(keys) + 1)))
+        for key, vector in zip(table.keys.tolist(), table.weight.numpy().astype(np.float64), strict=True):
+            if key not in w:
+                w[key], m[key], v[key], last[key] = vector, np.zeros(2), np.zeros(2), 1
+        gradient = random.normal(size=(len(keys), 2))
+        table.pool(touched.vectors, places, np.arange(len(keys) + 1)).backward(
+            torch.tensor(gradient, dtype=torch.float32)
+        )
+        assert touched.vectors.grad is not None
+        with torch.no_grad():
+            table.update(touched, touched.vectors.grad, 0.05)
+        for key, g in zip(keys.tolist(), gradient, strict=True):
+            kept = params.beta1 ** (t - last[key])
+            alpha = 0.05 / (1 - params.beta1) * np.sqrt(1 - params.beta2 ** last[key]) / (1 - params.beta1 ** last[key])
+            w[key] -= alpha * (1 - kept) * m[key] / (np.sqrt(v[key]) + params.epsilon)
+            m[key] = kept * m[key] + (1 - params.beta1) * g
+            v[key] = params.beta2 ** (t - last[key]) * v[key] + (1 - params.beta2) * g * g
+            last[key] = t
+    for key, vector in zip(table.keys.tolist(), table.weight.numpy(), strict=True):
+        np.testing.assert_allclose(vector, w[key], atol=2e-5)
+
+
+def test_lazy_updates_are_for_adam_alone() -> None:
+    with pytest.raises(UnsupportedModelError, match="LazyGlobal is for Adam, not SGD"):
+        EmbeddingTable("t", 2, "sum", optimizer(Optimizer_t.SGD, Update_t.LazyGlobal))
+
+
+def test_keys_never_trained_on_are_answered_with_zeros_and_get_no_row() -> None:
+    table = EmbeddingTable("t", 4, "sum", optimizer(Optimizer_t.SGD))
+    table.touch(Bags(np.array([7, -7]), np.array([0, 1, 2])))
+    found = table.evaluate(Bags(np.array([8, 7, 2**62]), np.array([0, 1, 2, 3])))
+    assert table.num_rows == 2
+    assert not found[0].any()
+    assert found[1].any()
+    assert not found[2].any()
+
+
+def test_the_learning_rate_warms_up_and_decays() -> None:
+    schedule = hugectr.LearningRateScheduler(1.0, 4, 6, 5, 2.0, 0.1)
+    rates = [schedule.get_next() for _ in range(14)]
+    expected = [0.25, 0.5, 0.75, 1, 1, 1, 0.8**2, 0.6**2, 0.4**2, 0.1, 0.1, 0.1, 0.1, 0.1]
+    np.testing.assert_allclose(rates, expected)
+    with pytest.raises(ConfigurationError, match="warmup_steps 0"):
+        hugectr.LearningRateScheduler(1.0, 0)
+
+
+def test_metrics_are_what_their_names_say() -> None:
+    random = np.random.default_rng(4)
+    predictions = random.integers(0, 20, 300) / 20
+    labels = (random.random(300) < predictions).astype(np.float64)
+    pairs = [(p > q) + 0.5 * (p == q) for p in predictions[labels == 1] for q in predictions[labels == 0]]
+    assert auc(predictions, labels) == pytest.approx(np.mean(pairs))
+    metrics = Metrics(dict.fromkeys(MetricsType, 1.0))
+    for part in (slice(0, 100), slice(100, 300)):
+        column = predictions[part, np.newaxis].astype(np.float32)
+        metrics.add(column, labels[part, np.newaxis].astype(np.float32), float(part.start))
+    found = dict(metrics.take())
+    assert found["AUC"] == pytest.approx(np.mean(pairs))
+    assert found["AverageLoss"] == 50.0
+    assert found["HitRate"] == pytest.approx(labels[predictions.astype(np.float32).astype(np.float64) > 0.8].mean())
+    assert 0 < found["NDCG"] <= 1
+    assert dict(metrics.take())["AUC"] == 0.0
+    metrics.add(np.array([[0.9], [0.8], [0.1]], np.float32), np.array([[1], [0], [1]], np.float32), 0.0)
+    ideal = 1 + 1 / np.log2(3)
+    assert dict(metrics.take())["NDCG"] == pytest.approx((1 + 1 / np.log2(4)) / ideal)
+
+
+def test_names_order_and_defaults_are_those_of_release_3_4() -> None:
+    def order(call: Any) -> list[str]:
+        parameters = inspect.signature(call).parameters.values()
+        return [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and p.name != "self"]
+
+    assert order(hugectr.CreateSolver)[:12] == [
+        "model_name", "seed", "lr_policy", "lr", "warmup_steps", "decay_start", "decay_steps", "decay_power", "end_lr",
+        "max_eval_batches", "batchsize_eval", "batchsize",
+    ]  # fmt: skip
+    assert order(hugectr.CreateSolver)[-1] == "kafka_brockers"
+    assert order(hugectr.DataReaderParams)[:5] == ["data_reader_type", "source", "keyset", "eval_source", "check_type"]
+    assert order(Model.fit) == [
+        "num_epochs", "max_iter", "display", "eval_interval", "snapshot", "snapshot_prefix", "data_source_params"
+    ]  # fmt: skip
+    assert order(DenseLayer)[2:6] == ["top_names", "factor", "eps", "gamma_init_type"]
+    fit = inspect.signature(Model.fit).parameters
+    assert [fit[n].default for n in ("num_epochs", "max_iter", "display", "eval_interval")] == [0, 2000, 200, 1000]
+    solver = hugectr.CreateSolver()
+    assert (solver.lr, solver.batchsize, solver.vvgpu, solver.max_eval_batches) == (0.001, 2048, [[0]], 100)
+    adam = hugectr.CreateOptimizer()
+    assert (adam.beta1, adam.beta2, adam.epsilon, adam.update_type) == (0.9, 0.999, 1e-7, Update_t.Global)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: hugectr.CreateSolver(batchsize=0), "batchsize is 0"),
+        (lambda: hugectr.CreateSolver(use_mixed_precision=True, scaler=3.0), "scaler is 3.0; allowed"),
+        (
+            lambda: hugectr.CreateOptimizer(Optimizer_t.Adam, "Global"),
+            "update_type is 'Global'; allowed: Update_t.Local",
+        ),
+        (lambda: hugectr.CreateETC([], []), "CreateETC is not supported: .*TorchRec"),
+        (lambda: hugectr.EmbeddingTableConfig("a"), "EmbeddingTableConfig is not supported: use one SparseEmbedding"),
+        (
+            lambda: hugectr.DataReaderParams(
+                DataReaderType_t.RawAsync, "a", eval_source="b", check_type=hugectr.Check_t.Non
+            ),
+            "RawAsync is not supported; use DataReaderType_t.Raw",
+        ),
+        (
+            lambda: DenseLayer(Layer_t.InnerProduct, ["a"], ["b"], num_outputs=[1]),
+            r"InnerProduct .*\['num_outputs'\] are not supported",
+        ),
+        (lambda: hugectr.DataReaderSparseParam("a", [1, 2], True, 3), "2 numbers in nnz_per_slot for 3 slots"),
+        (
+            lambda: hugectr.SparseEmbedding(hugectr.Embedding_t.HybridSparseEmbedding, 1, 1, "sum", "a", "b"),
+            "HybridSparseEmbedding is not supported; use LocalizedSlot",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(call: Any, message: str) -> None:
+    with pytest.raises((ConfigurationError, UnsupportedModelError), match=message):
+        call()
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = hugectr.Nothing
+
+
+def batch_norm_network(model: Model) -> None:
+    layer(model, Layer_t.InnerProduct, "dense", "fc1", num_output=5)
+    layer(model, Layer_t.BatchNorm, "fc1", "bn1", factor=0.25, eps=1e-4)
+    layer(model, Layer_t.ELU, "bn1", "elu1", elu_alpha=0.5)
+    layer(model, Layer_t.Reshape, "table", "flat", leading_dim=8)
+    layer(model, Layer_t.Concat, "elu1 flat", "both")
+    layer(model, Layer_t.InnerProduct, "both", "fc2", num_output=2)
+    layer(model, Layer_t.Sigmoid, "fc2", "sigmoid")
+    layer(model, Layer_t.InnerProduct, "sigmoid", "fc3", num_output=1)
+    binary(model, "fc3")
+
+
+SMALL = Sample(
+    DataReaderType_t.Parquet, 4, (("data", 2, False, 2),), (("table", "data", 4, "mean"),),
+    batch_norm_network, (30, 20), (2, 1),
+)  # fmt: skip
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    make_data(SMALL, tmp_path)
+    return tmp_path
+
+
+def test_batch_norm_trains_by_batches_and_evaluates_by_running_statistics(small: Path) -> None:
+    model = make_model(SMALL, small)
+    model.start_data_reading()
+    trainer = model._compiled("test")
+    statistics = trainer.network.statistics()
+    assert not statistics[0][0].any()
+    mean, variance = np.zeros(5), np.ones(5)
+    for _ in range(3):
+        weight, bias = (w.detach().numpy().copy() for w in trainer.weights[:2])
+        batch = model._readers["train"].next_batch()
+        assert batch is not None
+        x = batch.dense @ weight + bias
+        mean = 0.75 * mean + 0.25 * x.mean(axis=0)
+        variance = 0.75 * variance + 0.25 * x.var(axis=0, ddof=1)
+        trainer.train(batch, 0.01)
+    np.testing.assert_allclose(statistics[0][0].numpy(), mean, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(statistics[0][1].numpy(), variance, rtol=1e-4)
+    assert model.eval()
+    np.testing.assert_allclose(statistics[0][0].numpy(), mean, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", Optimizer_t)
+def test_training_goes_on_from_its_files_as_if_it_had_not_stopped(small: Path, kind: Optimizer_t) -> None:
+    sample = Sample(**{**vars(SMALL), "optimizer": {"optimizer_type": kind, "momentum_factor": 0.5}})
+
+    def steps(model: Model, count: int) -> None:
+        for _ in range(count):
+            assert model.train()
+
+    whole = make_model(sample, small)
+    whole.start_data_reading()
+    steps(whole, 8)
+    first = make_model(sample, small)
+    first.start_data_reading()
+    steps(first, 4)
+    first.save_params_to_files("part", 4)
+    second = make_model(sample, small, seed=99)
+    second.load_dense_weights("part_dense_4.model")
+    second.load_sparse_weights({"table": "part0_sparse_4.model"})
+    second.load_dense_optimizer_states("part_opt_dense_4.model")
+    second.load_sparse_optimizer_states(["part0_opt_sparse_4.model"])
+    second.start_data_reading()
+    for _ in range(4):
+        second._readers["train"].next_batch()
+    steps(second, 4)
+    for ours, theirs in zip(second._compiled("").weights, whole._compiled("").weights, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    (ours,), (theirs,) = second._compiled("").tables, whole._compiled("").tables
+    known = np.isin(theirs.keys.numpy(), ours.keys.numpy())
+    assert known.all()
+    before = torch.from_numpy(np.fromfile("part0_sparse_4.model/key", np.int64))
+    old = [theirs.keys.tolist().index(key) for key in before.tolist()]
+    torch.testing.assert_close(ours.weight[: len(old)], theirs.weight[old])
+
+
+def test_files_of_another_model_are_refused(small: Path) -> None:
+    model = make_model(SMALL, small)
+    model.start_data_reading()
+    model.train()
+    model.save_params_to_files("a", 1)
+    Path("short.model").write_bytes(Path("a_dense_1.model").read_bytes()[:-4])
+    with pytest.raises(ModelFormatError, match=r"short\.model: \d+ bytes, expected \d+"):
+        model.load_dense_weights("short.model")
+    with pytest.raises(ConfigurationError, match="no such file"):
+        model.load_dense_weights("nowhere.model")
+    with pytest.raises(ConfigurationError, match="2 files for 1 embeddings"):
+        model.load_sparse_weights(["a", "b"])
+    with pytest.raises(ConfigurationError, match=r"no embedding \['other'\]"):
+        model.load_sparse_weights({"other": "a0_sparse_1.model"})
+    for _ in range(3):
+        model.train()
+    with pytest.raises(ModelFormatError, match="Load the sparse weights of the same snapshot first"):
+        model.load_sparse_optimizer_states(["a0_opt_sparse_1.model"])
+    for opt in ("a_opt_dense_1.model", "a0_opt_sparse_1.model"):
+        Path(f"{opt}.json").unlink()
+    model.load_dense_optimizer_states("a_opt_dense_1.model")  # as HugeCTR writes it
+    model.load_sparse_weights(["a0_sparse_1.model"])
+    with pytest.raises(ModelFormatError, match="Files that HugeCTR wrote"):
+        model.load_sparse_optimizer_states(["a0_opt_sparse_1.model"])
+
+
+def test_a_snapshot_that_fails_leaves_no_model(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(SMALL, small)
+    model.save_params_to_files("a", 1)
+    names = {path.name for path in Path().iterdir() if path.name.startswith("a")}
+    assert names == {
+        "a0_sparse_1.model", "a0_opt_sparse_1.model", "a0_opt_sparse_1.model.json", "a_opt_dense_1.model",
+        "a_opt_dense_1.model.json", "a_dense_1.model", "a_dense_1.model.ntp.json",
+    }  # fmt: skip
+    renamed: list[Path] = []
+    rename = Path.rename
+
+    def full(self: Path, target: Path) -> Path:
+        renamed.append(self)
+        if len(renamed) == 3:
+            raise OSError(28, "No space left on device", str(target))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(OSError, match="No space"):
+        model.save_params_to_files("a", 1)
+    assert not Path("a_dense_1.model").exists()
+    assert not list(Path().glob(".tmp-*"))
+
+
+def test_frozen_parts_stay_as_they_are(small: Path) -> None:
+    model = make_model(SMALL, small)
+    model.start_data_reading()
+    trainer = model._compiled("")
+    (table,) = trainer.tables
+
+    def state() -> tuple[list[torch.Tensor], torch.Tensor]:
+        return [w.detach().clone() for w in trainer.weights], table.weight[:5].clone()
+
+    model.train()
+    model.freeze_dense()
+    before = state()
+    model.train()
+    after = state()
+    assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True))
+    assert not torch.equal(before[1], after[1])
+    model.unfreeze_dense()
+    model.freeze_embedding("table")
+    model.train()
+    last = state()
+    assert torch.equal(after[1], last[1])
+    assert not torch.equal(after[0][0], last[0][0])
+    model.unfreeze_embedding()
+    model.train()
+    assert not torch.equal(state()[1], last[1])
+    with pytest.raises(ConfigurationError, match="no embedding 'other'"):
+        model.freeze_embedding("other")
+
+
+def test_epochs_end_with_the_data_and_drop_incomplete_batches(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model(SMALL, small, repeat_dataset=False, batchsize=300, batchsize_eval=400)
+    model.fit(num_epochs=2, display=1, eval_interval=5, snapshot_prefix="s")
+    printed = capsys.readouterr().out
+    assert len(losses(printed)) == 11
+    assert printed.count("train drop incomplete batch. batchsize:200") == 2
+    assert printed.count("eval drop incomplete batch. batchsize:200") == 2
+    assert re.search("Finish 2 epochs 12 global iterations with batchsize 300", printed)
+    model.set_source(str(small / "eval.txt"), str(small / "eval.txt"))
+    model.fit(num_epochs=1, display=1, eval_interval=0)
+    assert len(losses(capsys.readouterr().out)) == 2
+    with pytest.raises(ConfigurationError, match="num_epochs is 0"):
+        model.fit()
+    with pytest.raises(ConfigurationError, match="start_data_reading is for repeat mode"):
+        model.start_data_reading()
+
+
+def test_a_loop_of_ones_own_is_the_low_level_api(small: Path) -> None:
+    model = make_model(SMALL, small, repeat_dataset=False)
+    schedule = model.get_learning_rate_scheduler()
+    train, evaluation = model.get_data_reader_train(), model.get_data_reader_eval()
+    with pytest.raises(ConfigurationError, match="start reading before"):
+        model.train(False)
+    evaluation.set_source(str(small / "eval.txt"))
+    found = []
+    for _ in range(3):
+        train.set_source(str(small / "train.txt"))
+        while True:
+            model.set_learning_rate(schedule.get_next())
+            if not model.train(False):
+                break
+            found.append(model.get_current_loss())
+        assert train.is_eof()
+        while model.eval(False):
+            pass
+        assert evaluation.is_eof()
+        ((name, value),) = model.get_eval_metrics()
+        assert name == "AUC"
+        assert 0 < value < 1
+        evaluation.set_source()
+    assert len(found) == 60
+    assert np.mean(found[-10:]) < np.mean(found[:10])
+
+
+def test_training_ends_at_the_target_of_auc(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model(SMALL, small, metrics_spec={MetricsType.AUC: 0.1})
+    model.fit(max_iter=50, display=0, eval_interval=10)
+    assert "Hit target accuracy AUC 0.100000 at 10 / 50 iterations" in capsys.readouterr().out
+
+
+def test_mixed_precision_learns_the_same_within_its_precision(small: Path) -> None:
+    found = []
+    for settings in ({}, {"use_mixed_precision": True, "scaler": 1024.0}):
+        model = make_model(SMALL, small, **settings)
+        model.start_data_reading()
+        losses_of = []
+        for _ in range(20):
+            model.train()
+            losses_of.append(model.get_current_loss())
+        found.append(losses_of)
+    np.testing.assert_allclose(found[0], found[1], atol=0.02)
+    assert found[0] != found[1]
+
+
+def test_losses_are_weighted_and_regularized(small: Path) -> None:
+    def first_loss(network: Any, **solver: Any) -> tuple[float, Model]:
+        model = make_model(Sample(**{**vars(SMALL), "network": network}), small, **solver)
+        model.start_data_reading()
+        model.train()
+        return model.get_current_loss(), model
+
+    def network(**arguments: Any) -> Any:
+        def build(model: Model) -> None:
+            layer(model, Layer_t.InnerProduct, "dense", "fc", num_output=1)
+            layer(model, arguments.pop("kind", Layer_t.BinaryCrossEntropyLoss), "fc label", "loss", **arguments)
+
+        return build
+
+    plain, model = first_loss(network(), lr=0.0)
+    sizes = [float(w.detach().abs().sum()) for w in model._compiled("").weights]
+    squares = [float(w.detach().square().sum()) for w in model._compiled("").weights]
+    for kind, expected in (("L1", sum(sizes)), ("L2", sum(squares) / 2)):
+        regularizer = hugectr.Regularizer_t(kind)
+        found, _ = first_loss(network(use_regularizer=True, regularizer_type=regularizer, **{"lambda": 5.0}), lr=0.0)
+        assert found == pytest.approx(plain + 5.0 * expected / 100, rel=1e-5)
+    weighted, _ = first_loss(network(kind=Layer_t.MultiCrossEntropyLoss, target_weight_vec=[0.25]), lr=0.0)
+    assert weighted == pytest.approx(plain / 4, rel=1e-5)
+
+
+def test_compile_names_losses_that_are_not_there(small: Path) -> None:
+    model = make_model(SMALL, small)
+    with pytest.raises(ConfigurationError, match="no loss or label 'other'; there are"):
+        model.compile(loss_names=["other"], loss_weights=[1.0])
+    with pytest.raises(ConfigurationError, match="1 loss_names, but 2 loss_weights"):
+        model.compile(loss_names=["label"], loss_weights=[1.0, 2.0])
+    fresh = Model(
+        hugectr.CreateSolver(),
+        hugectr.DataReaderParams(DataReaderType_t.Norm, "a", eval_source="b", check_type=hugectr.Check_t.Non),
+        hugectr.CreateOptimizer(),
+    )
+    with pytest.raises(ConfigurationError, match="the model has no Input"):
+        fresh.compile()
+    with pytest.raises(ConfigurationError, match=r"Model\.fit comes after Model\.compile"):
+        fresh.fit()
+
+
+def test_a_group_of_layers_is_the_layers_it_stands_for(small: Path) -> None:
+    def network(model: Model) -> None:
+        model.add(
+            hugectr.GroupDenseLayer(
+                hugectr.GroupLayer_t.GroupFusedInnerProduct, ["dense"], ["fc1", "fc2", "fc3"], [8, 4, 1],
+                hugectr.Activation_t.Non,
+            )
+        )  # fmt: skip
+        binary(model, "fc3")
+
+    model = make_model(Sample(**{**vars(SMALL), "network": network}), small)
+    assert [tuple(w.shape) for w in model._compiled("").weights] == [(4, 8), (8,), (8, 4), (4,), (4, 1), (1,)]
+    model.fit(max_iter=3, display=1)
+
+
+def test_a_script_runs_as_it_is(tmp_path: Path) -> None:
+    make_data(SAMPLES["gmf"], tmp_path)
+    (tmp_path / "helper.py").write_text("WIDTH = 4\n")
+    (tmp_path / "script.py").write_text(
+        """
+import sys
+import hugectr
+from mpi4py import MPI
+from hugectr.inference import InferenceParams
+from helper import WIDTH
+
+assert MPI.COMM_WORLD.Get_rank() == 0
+assert sys.argv == ["script.py", "--steps", "21"]
+solver = hugectr.CreateSolver(batchsize=100, batchsize_eval=100, vvgpu=[[0, 1]], max_eval_batches=1, i64_input_key=True)
+reader = hugectr.DataReaderParams(hugectr.DataReaderType_t.Norm, ["train.txt"], eval_source="eval.txt",
+                                  check_type=hugectr.Check_t.Non)
+model = hugectr.Model(solver, reader, hugectr.CreateOptimizer())
+model.add(hugectr.Input(1, "label", 1, "dense", [hugectr.DataReaderSparseParam("data", 1, True, 2)]))
+kind = hugectr.Embedding_t.DistributedSlotSparseEmbeddingHash
+model.add(hugectr.SparseEmbedding(kind, 1, WIDTH, "sum", "table", "data"))
+model.add(hugectr.DenseLayer(hugectr.Layer_t.Reshape, ["table"], ["flat"], leading_dim=2 * WIDTH))
+model.add(hugectr.DenseLayer(hugectr.Layer_t.InnerProduct, ["flat"], ["fc"], num_output=1))
+model.add(hugectr.DenseLayer(hugectr.Layer_t.BinaryCrossEntropyLoss, ["fc", "label"], ["loss"]))
+model.compile()
+model.fit(max_iter=int(sys.argv[2]), display=10, eval_interval=20, snapshot=20, snapshot_prefix="files/gmf")
+model.add(hugectr.DenseLayer(hugectr.Layer_t.GRU, ["a"], ["b"]))
+"""
+    )
+    command = [sys.executable, "-m", "hotrow.training.hugectr", "script.py", "--steps", "21"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 1, done.stderr
+    assert len(losses(done.stdout)) == 2
+    assert "vvgpu names 2 GPUs, this machine has 0: one process trains whole batches on the processor" in done.stdout
+    assert re.search(r"script\.py:22: DenseLayer GRU .* not supported", done.stderr)
+    assert (tmp_path / "files" / "gmf_dense_20.model").exists()
