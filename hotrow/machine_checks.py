@@ -31,6 +31,7 @@ from inference_session.model_spec import (
     ModelSpec,
 )
 from inference_session.platform.available_memory import available_bytes
+from inference_session.platform.large_pages import large_page_fraction, large_page_setting
 from inference_session.sizing.memory import PROCESS_BYTES, MemoryItem, bytes_in, memory_items
 from triton_backend.launcher.installation import (
     Installation,
@@ -51,6 +52,7 @@ LEAST_SHARED_BYTES = 64 << 20
 LEAST_OPEN_FILES = 1024
 _NEWEST_PYTHON, _OLDEST_PYTHON = (3, 13), (3, 10)
 _START_S = 30
+_ENOUGH_LARGE_PAGES = 0.5
 _PACKAGES = {
     "rocksdict": ("rocksdb", "store rocksdb://", ("rocksdb://",)),
     "confluent_kafka": ("kafka", "update streams kafka://", ("kafka://",)),
@@ -89,6 +91,8 @@ class _Needs(NamedTuple):
     items: list[MemoryItem]
     urls: set[str]
     """What its settings say, its secrets and all: not to be shown."""
+    tables: list[Path] = []  # noqa: RUF012  a default that nobody changes
+    """Files of vectors that are mapped."""
     precision: str = ""
     """Setting `dense_precision`; empty: it has no dense network."""
 
@@ -330,6 +334,7 @@ def _repository(repository: Path) -> Iterator[Finding]:
     for model, need in zip(models, needs, strict=True):
         if need.precision:
             yield _dense_network(model.name, need.precision)
+    yield from _large_pages([path for need in needs for path in need.tables])
     yield _memory([item for need in needs for item in need.items])
     yield from _packages({url for need in needs for url in need.urls})
 
@@ -350,6 +355,23 @@ def _permissions(repository: Path) -> Iterator[Finding]:
         yield Finding("permissions", "warning", message, fix)
     if not closed and not unwritable:
         yield Finding("permissions", "ok", f"all of {len(paths)} files and folders can be read")
+
+
+def _large_pages(tables: list[Path]) -> Iterator[Finding]:
+    """How much of the tables is mapped in pages of 2 MiB: look-ups at random places are up to half as fast again."""
+    known = {path: fraction for path in tables if (fraction := large_page_fraction(path)) is not None}
+    if not known:
+        return
+    total = sum(path.stat().st_size for path in known)
+    share = sum(fraction * path.stat().st_size for path, fraction in known.items()) / total
+    setting = large_page_setting()
+    text = f"{share:.0%} of {in_units(total)} of tables are mapped in pages of 2 MiB"
+    text += f"; transparent_hugepage: {setting}" if setting else ""
+    fix = (
+        "copy the versions with `hotrow copy`, which writes whole pages; the file system has to be XFS, or ext4 on"
+        " Linux 6.16 or newer"
+    )
+    yield Finding("large pages", "ok", text, fix if share < _ENOUGH_LARGE_PAGES else "")
 
 
 def _dense_network(model: str, precision: str) -> Finding:
@@ -397,7 +419,8 @@ def _needs(repository: Path, model: ServableModel) -> _Needs:
     items = memory_items(spec, version_dir, cache_bytes=configured_cache_bytes(spec, version_dir))
     settings = {**spec.settings, **parameters}
     precision = configured_precision(settings) if (version_dir / DENSE_FILE).exists() else ""
-    return _Needs(items, set(map(str, settings.values())), precision)
+    tables = [version_dir / TABLES_FOLDER / table.folder / VECTOR_FILE for table in spec.tables]
+    return _Needs(items, set(map(str, settings.values())), [path for path in tables if path.exists()], precision)
 
 
 def _needs_in_place(found: InPlaceModel) -> _Needs:
@@ -410,7 +433,8 @@ def _needs_in_place(found: InPlaceModel) -> _Needs:
         MemoryItem("program", "process", PROCESS_BYTES, 1),
     ]
     precision = configured_precision(settings) if found.model.graph_file else ""
-    return _Needs(items, {*settings.values(), *sources}, precision)
+    tables = [path for path in files if path.name == VECTOR_FILE]
+    return _Needs(items, {*settings.values(), *sources}, tables, precision)
 
 
 def _packages(urls: set[str]) -> Iterator[Finding]:

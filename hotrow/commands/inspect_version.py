@@ -16,9 +16,10 @@ from hotrow.dense_network import describe_dense_network
 from hotrow.printable import as_cell
 from hotrow.progress import byte_progress
 from inference_session.errors import ConfigurationError
-from inference_session.model_spec import INDEX_FILE, TABLES_FOLDER, ModelSpec, RankingSpec, TensorSpec
+from inference_session.model_spec import INDEX_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, RankingSpec, TensorSpec
 from inference_session.parameter_server.namespace import StoredTable, split_tag
 from inference_session.parameter_server.store_url import list_tables
+from inference_session.platform.large_pages import large_page_fraction
 from inference_session.urls.store_url import OPTIONS as URL_OPTIONS
 from inference_session.urls.store_url import StoreUrl
 from inference_session.version_directory import manifest
@@ -133,6 +134,7 @@ def _describe(spec: ModelSpec, version_dir: Path) -> dict[str, Any]:
                 "dtype": table.dtype,
                 "keys": table.keys,
                 "bytes": table.num_bytes,
+                "large_pages_fraction": large_page_fraction(version_dir / TABLES_FOLDER / table.folder / VECTOR_FILE),
             }
             for table in spec.tables
         ],
@@ -181,11 +183,12 @@ def _show(description: dict[str, Any]) -> None:
             table.add_row(as_cell(tensor["name"]), tensor["dtype"], escape(str(tensor["shape"])))
         console.print(table)
     tables = Table("name", "folder", title="Tables", title_justify="left")
-    for heading in ("rows", "dim", "type", "bytes"):
+    for heading in ("rows", "dim", "type", "bytes", "large pages"):
         tables.add_column(heading, justify="right")
     for row in description["tables"]:
         numbers = (str(row["rows"]), str(row["embedding_dim"]), row["dtype"], str(row["bytes"]))
-        tables.add_row(as_cell(row["name"]), row["folder"], *numbers)
+        fraction = row["large_pages_fraction"]
+        tables.add_row(as_cell(row["name"]), row["folder"], *numbers, "-" if fraction is None else f"{fraction:.0%}")
     console.print(tables)
     console.print(f"Dense network: {_network(description['dense_network'])}", highlight=False)
     console.print(f"Tasks: {as_cell(', '.join(description['tasks'])) or 'none'}", highlight=False)

@@ -7,7 +7,6 @@ float32, in a folder per collection; scores and optimizer values lie beside them
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from inference_session.model_spec import (
     TensorSpec,
     folder_names,
 )
+from inference_session.platform.large_pages import open_for_writing
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
 from inference_session.requests.hugectr_csr import HPS_COUNTS, HPS_KEYS
@@ -154,10 +154,11 @@ def _placed(tables: Sequence[_DumpedTable]) -> Iterable[tuple[_DumpedTable, str]
 
 
 def _join(paths: Sequence[Path], target: Path, progress: Progress | None) -> None:
-    with target.open("xb") as file:
+    with open_for_writing(target, "xb") as file:
         for path in paths:
             with path.open("rb") as part:
-                shutil.copyfileobj(part, file, _CHUNK_BYTES)
+                while chunk := part.read(_CHUNK_BYTES):
+                    file.write(chunk)
             if progress:
                 progress(path.stat().st_size)
 

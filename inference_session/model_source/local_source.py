@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from io import FileIO
 from pathlib import Path
 
 from inference_session.errors import ConfigurationError, SourceError
 from inference_session.model_source.base import ChunksFrom, Entry, ModelSource
+from inference_session.platform.large_pages import open_for_writing
 from inference_session.platform.staging import flush, flush_tree
 
 
@@ -75,11 +75,9 @@ class LocalSource(ModelSource):
         """See ModelSource."""
         target = self.root / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("ab", buffering=0) as file:
-            for chunk in chunks_from(file.tell()):
-                rest = memoryview(chunk)
-                while rest:
-                    rest = rest[_write(file, rest) :]
+        with open_for_writing(target, "ab") as file:
+            for chunk in chunks_from(target.stat().st_size):
+                file.write(chunk)
 
     def make_folder(self, path: str) -> None:
         """See ModelSource."""
@@ -103,11 +101,3 @@ class LocalSource(ModelSource):
 
     def __repr__(self) -> str:
         return f"<LocalSource {str(self.root)!r}>"
-
-
-def _write(file: FileIO, data: memoryview) -> int:
-    try:
-        return file.write(data)
-    except OSError as error:
-        error.filename = file.name  # a full disk does not say where it is full
-        raise

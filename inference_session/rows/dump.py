@@ -23,6 +23,7 @@ from inference_session.model_source import Copy, create_source, is_url
 from inference_session.model_source.create import split_place
 from inference_session.model_source.fetch import cache_folder
 from inference_session.model_spec import KEY_FILE, VECTOR_FILE, ModelSpec
+from inference_session.platform.large_pages import open_for_writing
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_folder
 from inference_session.rows.base import Rows
@@ -92,7 +93,7 @@ def _write_table(
     progress: Progress | None,
 ) -> int:
     folder.mkdir(parents=True)
-    with (folder / KEY_FILE).open("wb") as key_file, (folder / VECTOR_FILE).open("wb") as vector_file:
+    with open_for_writing(folder / KEY_FILE) as key_file, open_for_writing(folder / VECTOR_FILE) as vector_file:
         for keys, vectors in batches:
             key_file.write(np.ascontiguousarray(keys, "<i8").data)
             vector_file.write(np.ascontiguousarray(vectors, "<f4").data)

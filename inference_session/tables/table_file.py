@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +26,7 @@ from inference_session.model_spec import (
     TableSpec,
     VectorType,
 )
+from inference_session.platform.large_pages import LargePageWriter, open_for_writing
 from inference_session.platform.progress import Progress
 from inference_session.tables.base import SCAN_BYTES, Rows, check_fetch
 from inference_session.tables.quantized_rows import quantize_rows
@@ -168,7 +168,7 @@ def write_table(
     folder.mkdir(parents=True, exist_ok=True)
     num_rows = 0
     key_path = folder / KEY_FILE
-    with (folder / VECTOR_FILE).open("wb") as vector_file, _open_unless(keys is None, key_path) as key_file:
+    with open_for_writing(folder / VECTOR_FILE) as vector_file, _open_unless(keys is None, key_path) as key_file:
         for chunk, chunk_keys in _paired(vectors, keys):
             for begin in range(0, len(chunk), _ROWS_PER_CHUNK):
                 vector_file.write(quantize_rows(chunk[begin : begin + _ROWS_PER_CHUNK], dtype).data)
@@ -177,7 +177,6 @@ def write_table(
             num_rows += len(chunk)
         for file in filter(None, (vector_file, key_file)):
             file.flush()
-            os.fsync(file.fileno())
     if keys is None:
         return IndexReport(num_rows, 0, 0.0)
     return build_index(folder, _map_file(key_path).view(np.int64), progress)
@@ -206,8 +205,8 @@ def _as_keys(keys: NDArray[np.generic]) -> NDArray[np.int64]:
     return np.ascontiguousarray(keys, "<i8")
 
 
-def _open_unless(absent: bool, path: Path) -> AbstractContextManager[IO[bytes] | None]:
-    return nullcontext() if absent else path.open("wb")
+def _open_unless(absent: bool, path: Path) -> AbstractContextManager[LargePageWriter | None]:
+    return nullcontext() if absent else open_for_writing(path)
 
 
 def _map_rows(path: Path, spec: TableSpec, row_bytes: int) -> NDArray[np.uint8]:

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from inference_session.errors import ModelFormatError
 from inference_session.kernels.cpu.hash_index import BUCKET_BYTES, MAX_ROWS, count_keys, insert_rows
 from inference_session.model_spec import INDEX_FILE
+from inference_session.platform.large_pages import write_zeros
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import flush
 
@@ -311,9 +312,9 @@ def _map_file(path: Path) -> NDArray[np.uint8]:
 
 
 def _create_file(path: Path, size: int) -> NDArray[np.uint8]:
-    with path.open("w+b") as file:
-        # Without room set aside, a full disk would kill the process when it writes to the mapping.
-        os.posix_fallocate(file.fileno(), 0, size)
+    # Without room set aside, a full disk would kill the process when it writes to the mapping.
+    write_zeros(path, size)
+    with path.open("r+b") as file:
         return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
 
 

@@ -27,6 +27,7 @@ from inference_session.model_spec import (
     ModelSpec,
     TableSpec,
 )
+from inference_session.platform.large_pages import copy_file, open_for_writing
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
 from inference_session.platform.user_cache import state_folder
@@ -217,7 +218,7 @@ def _take(
 def _copy(source: Path, target: Path, progress: Progress | None) -> str:
     """Copy a file; returns its checksum."""
     digest = hashlib.sha256()
-    with target.open("xb") as copy:
+    with open_for_writing(target, "xb") as copy:
         for chunk in _chunks(source):
             digest.update(chunk)
             copy.write(chunk)
@@ -250,7 +251,7 @@ def _take_indexes(folder: Path, staging: Path, spec: ModelSpec, linked: Mapping[
         keys, target = origins.get((place / KEY_FILE).as_posix()), staging / place / INDEX_FILE
         is_linked = keys is not None and link_file(keys.with_name(INDEX_FILE), target)
         if not is_linked and target.parent.exists() and (folder / place / INDEX_FILE).exists():
-            shutil.copyfile(folder / place / INDEX_FILE, target)
+            copy_file(folder / place / INDEX_FILE, target)
         if target.exists() and not _is_good_index(target, table):
             target.unlink()
 

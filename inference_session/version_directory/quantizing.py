@@ -22,6 +22,7 @@ from inference_session.model_spec import (
     VectorType,
     bytes_per_row,
 )
+from inference_session.platform.large_pages import copy_file, open_for_writing
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_folder
 from inference_session.tables.quantized_rows import dequantize_rows, quantize_rows
@@ -131,13 +132,13 @@ def _share_other_files(version_dir: Path, staging: Path, before: ModelSpec, afte
     for path in (*listed, *(path for path in indexes if (version_dir / path).is_file())):
         (staging / path).parent.mkdir(parents=True, exist_ok=True)
         if path not in rewritten and not link_file((version_dir / path).resolve(), staging / path):
-            shutil.copyfile(version_dir / path, staging / path)
+            copy_file(version_dir / path, staging / path)
 
 
 def _rewrite(source: Path, target: Path, table: TableSpec, dtype: VectorType, progress: Progress | None) -> None:
     """Write the rows of one table's file as another type."""
     begin = 0
-    with target.open("xb") as file:
+    with open_for_writing(target, "xb") as file:
         for rows in _chunks(source, table):
             vectors = dequantize_rows(rows, table.dtype)
             try:

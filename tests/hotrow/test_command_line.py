@@ -182,6 +182,21 @@ def test_inspect_tells_what_computes_the_network(run: Run, version_dir: Path) ->
     assert f"Dense network: OpenVINO, bfloat16 for {products} of {num_all} matrix products" in shown
 
 
+def test_inspect_tells_how_a_table_is_mapped(run: Run, tmp_path: Path) -> None:
+    """As a fraction of large pages; a table smaller than one has none to tell of."""
+    small_model.write(tmp_path / "1")
+    _, text, _ = run("inspect", tmp_path / "1", "--json")
+    assert {table["large_pages_fraction"] for table in json.loads(text)["tables"]} == {None}
+    model = model_of("g (int64[n, 3] x) => (float[n, 96] y) { e = Gather(W, x) y = Flatten(e) }", {"W": table(1 << 15, 32)})
+    onnx.save(model, tmp_path / "large.onnx")
+    run("import", "onnx", tmp_path / "large.onnx", "--name", "large", "--repository", tmp_path / "repository")
+    _, text, _ = run("inspect", tmp_path / "repository" / "large" / "1", "--json")
+    _, shown, _ = run("inspect", tmp_path / "repository" / "large" / "1")
+    (fraction,) = [table["large_pages_fraction"] for table in json.loads(text)["tables"]]
+    assert fraction in {0.0, 1.0}  # as file system and kernel allow
+    assert f"{fraction:.0%}" in shown
+
+
 def _flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1

@@ -218,6 +218,22 @@ def test_what_computes_dense_networks(repository: Path, monkeypatch: pytest.Monk
     assert "too old" in unusable.message
 
 
+def test_how_tables_are_mapped(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part of all tables that is in large pages, by their sizes; what to do where that is little."""
+    assert not _findings("large pages", repository=repository)  # its table is smaller than one
+    file = repository / "ctr" / "1" / "tables" / "item" / "emb_vector"
+    monkeypatch.setattr(machine_checks, "large_page_fraction", lambda path: 1.0 if path == file else None)
+    monkeypatch.setattr(machine_checks, "large_page_setting", lambda: "never")
+    (much,) = _findings("large pages", repository=repository)
+    monkeypatch.setattr(machine_checks, "large_page_fraction", lambda path: 0.25)
+    (little,) = _findings("large pages", repository=repository)
+
+    assert much.message.startswith("100% of 800 B of tables are mapped in pages of 2 MiB; transparent_hugepage: never")
+    assert not much.fix
+    assert little.message.startswith("25%")
+    assert "hotrow copy" in little.fix
+
+
 def test_hugectr_s_files_are_looked_for(repository: Path) -> None:
     """A model folder that is served in place counts with its files, and is a problem where one of them is missing."""
     source = Source(repository / "small")

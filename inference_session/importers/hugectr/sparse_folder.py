@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from inference_session.errors import ModelFormatError
 from inference_session.importers.hugectr.ps_fields import KeyType
 from inference_session.model_spec import KEY_FILE, VECTOR_FILE
+from inference_session.platform.large_pages import copy_file, open_for_writing
 from inference_session.platform.progress import Progress
 from inference_session.tables.ordered_keys import contains
 from inference_session.tables.table_index import build_index
@@ -107,7 +107,10 @@ def _keep_rows(source: SparseFolder, target: Path) -> int:
     """Append the rows whose keys the table has not; returns how many."""
     known = np.sort(_mapped(target / KEY_FILE))
     num_kept = 0
-    with (target / KEY_FILE).open("ab") as key_file, (target / VECTOR_FILE).open("ab") as vector_file:
+    with (
+        open_for_writing(target / KEY_FILE, "ab") as key_file,
+        open_for_writing(target / VECTOR_FILE, "ab") as vector_file,
+    ):
         for keys, vectors in source.chunks():
             is_gone = ~contains(known, keys)
             key_file.write(keys[is_gone].tobytes())
@@ -133,13 +136,7 @@ def _take(source: Path, target: Path, *, may_link: bool) -> None:
         with suppress(OSError):
             os.link(source.resolve(), target)
             return
-    with source.open("rb", buffering=0) as original, target.open("wb", buffering=0) as file:
-        try:
-            # File systems that can share the blocks of two files do so, at no cost.
-            while os.copy_file_range(original.fileno(), file.fileno(), _COPY_BYTES):
-                pass
-        except OSError:
-            shutil.copyfileobj(original, file, _COPY_BYTES)
+    copy_file(source, target)
 
 
 def _all_uint32(path: Path) -> bool:
@@ -149,7 +146,7 @@ def _all_uint32(path: Path) -> bool:
 
 def _write_uint32(source: SparseFolder, target: Path) -> None:
     """HugeCTR casts the keys of a uint32 model when it loads them, so that -1 is found as 4294967295."""
-    with target.open("wb") as file:
+    with open_for_writing(target) as file:
         for keys in source.key_chunks():
             file.write(keys.tobytes())
 

@@ -40,6 +40,7 @@ from inference_session.model_spec import (
     ModelSpec,
     VectorType,
 )
+from inference_session.platform.large_pages import open_for_writing
 from inference_session.platform.progress import Progress
 from inference_session.platform.staging import stage_version
 from inference_session.version_directory.manifest import write_manifest
@@ -248,7 +249,7 @@ class _Import:
 
     def _write_table(self, table: Weight, path: Path) -> None:
         path.parent.mkdir(parents=True)
-        with path.open("wb") as file:
+        with open_for_writing(path) as file:
             for chunk in table.chunks():
                 file.write(chunk)
                 if self.progress:

@@ -1,0 +1,117 @@
+"""Files in whole large pages: the same bytes whatever the pieces, and what the kernel makes of them."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inference_session.platform import large_pages
+from inference_session.platform.large_pages import (
+    LARGE_PAGE_BYTES,
+    LargePageWriter,
+    copy_file,
+    large_page_fraction,
+    open_for_writing,
+    write_zeros,
+)
+
+SIZES = st.lists(
+    st.one_of(
+        st.integers(0, 9), st.sampled_from([-1, 0, 1]).map(lambda d: LARGE_PAGE_BYTES + d), st.integers(0, 5 << 20)
+    ),
+    max_size=8,
+)
+
+
+class Recorded:
+    """A file that remembers where each write began, and takes only a part of some."""
+
+    def __init__(self, begin: int) -> None:
+        self.content, self.begin, self.writes = bytearray(begin), begin, list[tuple[int, int]]()
+
+    def tell(self) -> int:
+        return len(self.content)
+
+    def write(self, data: memoryview) -> int:
+        self.writes.append((len(self.content), len(data)))
+        self.content += data
+        return len(data)
+
+
+@given(sizes=SIZES, begin=st.sampled_from([0, 1, LARGE_PAGE_BYTES - 1, LARGE_PAGE_BYTES, 3 * LARGE_PAGE_BYTES + 5]))
+def test_pieces(sizes: list[int], begin: int) -> None:
+    """All bytes come, in order, and each write but the first and the last is of whole pages."""
+    data = np.random.default_rng(sum(sizes)).integers(0, 256, sum(sizes), np.uint8)
+    file = Recorded(begin)
+    writer, offset = LargePageWriter(file), 0  # type: ignore[arg-type]
+    for size in sizes:
+        writer.write(data[offset : offset + size].data)
+        offset += size
+    writer.close()
+
+    assert bytes(file.content[begin:]) == data.tobytes()
+    first = LARGE_PAGE_BYTES - begin % LARGE_PAGE_BYTES
+    for i, (place, size) in enumerate(file.writes):
+        assert place % LARGE_PAGE_BYTES == 0 or i == 0
+        assert size % LARGE_PAGE_BYTES == 0 or i + 1 == len(file.writes) or (i == 0 and size == first)
+
+
+@pytest.fixture
+def keeps_large_pages(tmp_path: Path) -> bool:
+    """Whether this kernel and file system do, where everything is right for them."""
+    path = tmp_path / "probe"
+    path.write_bytes(bytes(4 * LARGE_PAGE_BYTES))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        content = np.frombuffer(mapped, np.uint8)
+        content[::4096].sum()
+        found = large_pages._mapped_large_bytes(content)
+        del content
+    return found == 4 * LARGE_PAGE_BYTES
+
+
+def test_how_a_file_is_mapped(tmp_path: Path, keeps_large_pages: bool) -> None:
+    """A file that was written in pieces, copied or filled is in large pages, one in small pieces is not."""
+    data = np.random.default_rng(0).integers(0, 256, 5 * LARGE_PAGE_BYTES + 7, np.uint8)
+    written, copied, zeros, small = (tmp_path / name for name in ("written", "copied", "zeros", "small"))
+    with open_for_writing(written, "xb") as file:
+        for begin in range(0, len(data), 100_000):
+            file.write(data[begin : begin + 100_000])
+    copy_file(written, copied)
+    write_zeros(zeros, 3 * LARGE_PAGE_BYTES)
+    with small.open("wb", buffering=0) as plain:
+        for begin in range(0, len(data), 65536):
+            plain.write(data[begin : begin + 65536].data)
+
+    assert written.read_bytes() == copied.read_bytes() == small.read_bytes() == data.tobytes()
+    assert zeros.read_bytes() == bytes(3 * LARGE_PAGE_BYTES)
+    expected = 1.0 if keeps_large_pages else 0.0
+    assert [large_page_fraction(path) for path in (written, copied, zeros, small)] == [expected] * 3 + [0.0]
+
+
+def test_appending(tmp_path: Path) -> None:
+    """Rows may be added to a file that is there."""
+    path = tmp_path / "rows"
+    path.write_bytes(b"one")
+    with open_for_writing(path, "ab") as file:
+        file.write(np.arange(3, dtype=np.int64))
+        file.write(b"")
+    assert path.read_bytes() == b"one" + np.arange(3, dtype=np.int64).tobytes()
+
+
+def test_small_files(tmp_path: Path) -> None:
+    """A file smaller than a large page has none to tell of."""
+    write_zeros(tmp_path / "small", LARGE_PAGE_BYTES - 1)
+    write_zeros(tmp_path / "empty", 0)
+    assert large_page_fraction(tmp_path / "small") is None
+    assert large_page_fraction(tmp_path / "empty") is None
+
+
+def test_a_full_disk_is_named() -> None:
+    """The error says which file could not be written."""
+    with pytest.raises(OSError, match="/dev/full"), open_for_writing(Path("/dev/full")) as file:
+        file.write(bytes(LARGE_PAGE_BYTES))
