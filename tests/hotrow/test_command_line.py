@@ -187,7 +187,9 @@ def test_inspect_tells_how_a_table_is_mapped(run: Run, tmp_path: Path) -> None:
     small_model.write(tmp_path / "1")
     _, text, _ = run("inspect", tmp_path / "1", "--json")
     assert {table["large_pages_fraction"] for table in json.loads(text)["tables"]} == {None}
-    model = model_of("g (int64[n, 3] x) => (float[n, 96] y) { e = Gather(W, x) y = Flatten(e) }", {"W": table(1 << 15, 32)})
+    model = model_of(
+        "g (int64[n, 3] x) => (float[n, 96] y) { e = Gather(W, x) y = Flatten(e) }", {"W": table(1 << 15, 32)}
+    )
     onnx.save(model, tmp_path / "large.onnx")
     run("import", "onnx", tmp_path / "large.onnx", "--name", "large", "--repository", tmp_path / "repository")
     _, text, _ = run("inspect", tmp_path / "repository" / "large" / "1", "--json")
