@@ -82,7 +82,7 @@ def compare_with_files(num_tables: int, num_rows: int, dim: int, num_keys: int) 
                 if records is None:
                     taken.append(timed(lambda: read_cache(cache, segments, counts)))  # noqa: B023
                 else:
-                    taken.append(timed(lambda: cpu.lookup(records, segments, counts, counts[:0])))  # noqa: B023
+                    taken.append(timed(lambda: cpu.look_up(records, segments, counts, counts[:0])))  # noqa: B023
                 assert np.array_equal(out, np.take_along_axis(rows, chosen[..., None], axis=1))
     ratios = np.array(theirs) / np.array(ours)
     count = num_tables * num_keys

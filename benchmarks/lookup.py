@@ -76,7 +76,7 @@ def segment(keys: Rows, out: Floats, table: int = 0) -> tuple[int, ...]:
 
 def lookup(tables: NDArray[np.void], segments: NDArray[np.void], num_threads: int = 1) -> int:
     """One call of the kernel."""
-    return cpu.lookup(tables, segments, np.zeros(len(segments), np.int64), np.empty(0, np.int64), num_threads)
+    return cpu.look_up(tables, segments, np.zeros(len(segments), np.int64), np.empty(0, np.int64), num_threads)
 
 
 def gather(vectors: NDArray[Any], rows: Rows, out: Floats, ahead: int) -> None:

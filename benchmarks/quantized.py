@@ -69,7 +69,7 @@ def seconds_of(file: TableFile, keys: Rows, bag: int) -> float:
     segments = [segment(part, out, bag=bag) for part in keys]
     started = time.thread_time()
     for one in segments:
-        cpu.lookup(records, one, np.zeros(1, np.int64), np.empty(0, np.int64), 1)
+        cpu.look_up(records, one, np.zeros(1, np.int64), np.empty(0, np.int64), 1)
     seconds = time.thread_time() - started
     vectors = dequantize_rows(file.vectors[keys[-1]], file.spec.dtype).reshape(-1, bag, DIM)
     np.testing.assert_allclose(out, vectors.sum(axis=1), rtol=1e-4, atol=1e-4)

@@ -28,7 +28,7 @@ from inference_session.errors import (
     UnknownKeyError,
     UnsupportedModelError,
 )
-from inference_session.execution.network import Network, Ran, check_network, check_outputs
+from inference_session.execution.network import Network, RunResult, check_network, check_outputs
 from inference_session.execution.stages import Mark, unmarked
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.records import Lookup
@@ -249,7 +249,7 @@ class InferenceSession:
         kept.fill(batch, wanted)
         return num_known
 
-    def _run(self, network: Network, batch: JoinedBatch, wanted: Sequence[str], mark: Mark = unmarked) -> Ran:
+    def _run(self, network: Network, batch: JoinedBatch, wanted: Sequence[str], mark: Mark = unmarked) -> RunResult:
         """Look-up, then network."""
         plan = network.plan(batch, wanted)
         with plan.held():
@@ -261,7 +261,7 @@ class InferenceSession:
             num_unknown = plan.num_unknown(lookup)
         self._refuse_unknown(network, num_unknown)
         self._stats.count_keys(network.tables, lookup.num_keys, num_unknown)
-        return Ran(outputs, num_unknown)
+        return RunResult(outputs, num_unknown)
 
     def _count(self, requests: Sequence[CheckedRequest], num_reused: int) -> None:
         num_samples = sum(request.num_samples for request in requests)

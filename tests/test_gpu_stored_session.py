@@ -502,7 +502,7 @@ def test_any_look_up_answers_as_numpy_and_the_processor(
     several parts, where memory would not do for all at once.
     """
     if most_bytes is not None:
-        monkeypatch.setattr("inference_session.embedding_cache.gpu_missed._MOST_BYTES", most_bytes)
+        monkeypatch.setattr("inference_session.embedding_cache.gpu_misses._MOST_BYTES", most_bytes)
     store, known = memory_store()
     on_gpu = gpu_rows(ParameterServer([Tier("memory", store)]))
     cache = CpuEmbeddingCache({spec.folder: spec.embedding_dim for spec in SPECS}, 1 << 14)

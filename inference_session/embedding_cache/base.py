@@ -3,9 +3,9 @@
 How a request uses one that stands over a parameter server (rows/stored.py):
 
     num_missing = cache.look_up(lookup)          # vectors go straight into the dense network's inputs
-    for missed in cache.missed(lookup):          # what the cache lacks, each key once per table
-        …                                        # fetched from the parameter server into missed.rows
-        missed.complete()                        # and written to the places left open
+    for misses in cache.misses(lookup):          # what the cache lacks, each key once per table
+        …                                        # fetched from the parameter server into misses.rows
+        misses.complete()                        # and written to the places left open
     cache.insert(table, keys, vectors)           # now, or later from another thread
 """
 
@@ -35,7 +35,7 @@ _FLOAT16_END = 65520.0
 """The least that float16 rounds to infinity."""
 
 
-class Missed(ABC):
+class Misses(ABC):
     """Missing keys of a look-up, whose outputs are open."""
 
     rows: MissingRows
@@ -46,7 +46,7 @@ class Missed(ABC):
         return nullcontext()
 
     @abstractmethod
-    def complete(self) -> Missed | None:
+    def complete(self) -> Misses | None:
         """Write the rows to the outputs, and the keys that were not found to `Lookup.num_unknown`.
 
         Returns what is missing still, because the cache has dropped rows meanwhile; that is completed for good.
@@ -90,7 +90,7 @@ class EmbeddingCache(ABC):
         """
 
     @abstractmethod
-    def missed(self, lookup: Lookup) -> Iterator[Missed]:
+    def misses(self, lookup: Lookup) -> Iterator[Misses]:
         """What `look_up` found missing, in parts that are completed one after the other."""
 
     @abstractmethod

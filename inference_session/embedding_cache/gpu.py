@@ -26,7 +26,7 @@ from inference_session.embedding_cache.gpu_budget import (
     fixed_bytes,
     table_bytes,
 )
-from inference_session.embedding_cache.gpu_missed import GpuMissed, parts_within
+from inference_session.embedding_cache.gpu_misses import GpuMisses, parts_within
 from inference_session.embedding_cache.stats import CacheStats, RowCounts
 from inference_session.errors import ConfigurationError, UnavailableError
 from inference_session.kernels.cuda import launch as gpu
@@ -117,11 +117,11 @@ class GpuEmbeddingCache(EmbeddingCache):
         self._cuda.wait()
         return int(lookup.num_unknown.sum())
 
-    def missed(self, lookup: Lookup) -> Iterator[GpuMissed]:
+    def misses(self, lookup: Lookup) -> Iterator[GpuMisses]:
         """See EmbeddingCache: in parts that need a bounded amount of device memory."""
         for places in parts_within(lookup, self._dims):
             with self._cuda.scratch():
-                yield GpuMissed(self._cuda, self._dims, self._uncounted.data.ptr, lookup, places)
+                yield GpuMisses(self._cuda, self._dims, self._uncounted.data.ptr, lookup, places)
 
     def insert(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
         """See EmbeddingCache."""

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.device.host import HOST
-from inference_session.embedding_cache.base import EmbeddingCache, Missed
+from inference_session.embedding_cache.base import EmbeddingCache, Misses
 from inference_session.embedding_cache.missing_rows import MissingRows, empty_tables
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.cpu.lookup import NO_POSITIONS
@@ -40,7 +40,7 @@ class HostCache(EmbeddingCache):
         """See EmbeddingCache."""
         positions = np.empty(lookup.num_keys.sum(), np.int64)
         with self.reading() as records:
-            num_missing = cpu.lookup(records, lookup.segments, lookup.num_unknown, positions, self.num_threads)
+            num_missing = cpu.look_up(records, lookup.segments, lookup.num_unknown, positions, self.num_threads)
         lookup.missing_positions = positions[:num_missing]
         self._count_keys(lookup)
         if num_missing:
@@ -49,18 +49,18 @@ class HostCache(EmbeddingCache):
                 self._num_missing += counts
         return num_missing
 
-    def missed(self, lookup: Lookup) -> Iterator[Missed]:
+    def misses(self, lookup: Lookup) -> Iterator[Misses]:
         """See EmbeddingCache: all of it at once."""
         positions = lookup.missing_positions
         if positions is not None and len(positions):
-            yield _HostMissed(self, lookup, positions)
+            yield _HostMisses(self, lookup, positions)
 
     def _lookup_counts(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         with self._count_lock:
             return self._num_keys.copy(), self._num_missing.copy()
 
 
-class _HostMissed(Missed):
+class _HostMisses(Misses):
     """The missing keys of a look-up in host memory."""
 
     def __init__(self, cache: HostCache, lookup: Lookup, positions: NDArray[np.int64]) -> None:
@@ -69,14 +69,14 @@ class _HostMissed(Missed):
         self._dims = np.array(list(cache.dims.values()), np.int64)
         self.rows = MissingRows(self._dims, lookup.segments, lookup.num_unknown.copy(), positions)
 
-    def complete(self) -> Missed | None:
-        """See Missed."""
+    def complete(self) -> Misses | None:
+        """See Misses."""
         lookup, rows = self._lookup, self.rows
         lookup.num_unknown[:] = 0
         rows.write(lookup.num_unknown)
         pooled = np.flatnonzero((lookup.segments["pooling"] != PoolingCode.NONE) & (rows.counts > 0))
         if len(pooled) and self._pool_again(lookup.segments[pooled]):
-            return _MissedBags(self._cache, self._dims, lookup, pooled)
+            return _PooledMisses(self._cache, self._dims, lookup, pooled)
         return None
 
     def _pool_again(self, segments: NDArray[np.void]) -> int:
@@ -87,10 +87,10 @@ class _HostMissed(Missed):
             tables = np.concatenate([records, self.rows.records])
             tables["next_table"][: len(records)] = np.arange(len(records), len(tables))
             num_missing = np.zeros(len(segments), np.int64)
-            return cpu.lookup(tables, segments, num_missing, NO_POSITIONS, self._cache.num_threads)
+            return cpu.look_up(tables, segments, num_missing, NO_POSITIONS, self._cache.num_threads)
 
 
-class _MissedBags(Missed):
+class _PooledMisses(Misses):
     """Pooled segments, without the cache: all their keys are fetched, and then nothing can vanish in between."""
 
     def __init__(self, cache: HostCache, dims: NDArray[np.int64], lookup: Lookup, segments: NDArray[np.intp]) -> None:
@@ -99,12 +99,12 @@ class _MissedBags(Missed):
         self._segments, num_keys = lookup.segments[segments], lookup.num_keys[segments]
         positions = np.empty(num_keys.sum(), np.int64)
         counts = np.zeros_like(num_keys)
-        cpu.lookup(empty_tables(dims), self._segments, counts, positions, self._num_threads)
+        cpu.look_up(empty_tables(dims), self._segments, counts, positions, self._num_threads)
         self.rows = MissingRows(dims, self._segments, num_keys, positions)
 
     def complete(self) -> None:
-        """See Missed."""
+        """See Misses."""
         num_unknown = np.zeros(len(self._segments), np.int64)
         self.rows.write(num_unknown)
-        cpu.lookup(self.rows.records, self._segments, np.zeros_like(num_unknown), NO_POSITIONS, self._num_threads)
+        cpu.look_up(self.rows.records, self._segments, np.zeros_like(num_unknown), NO_POSITIONS, self._num_threads)
         self._lookup.num_unknown[self._places] = num_unknown

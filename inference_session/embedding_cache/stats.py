@@ -21,7 +21,7 @@ class RowCounts(NamedTuple):
     bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TableStats:
     """The counts of one table since the cache was made."""
 
@@ -45,22 +45,13 @@ class TableStats:
     """Memory allocated, whether in use or not."""
 
 
-@dataclass(frozen=True)
-class CacheStats:
+@dataclass(frozen=True, kw_only=True)
+class CacheStats(TableStats):
     """The counts of all tables, in all and by table."""
 
-    hits: int
-    misses: int
-    inserts: int
-    updates: int
-    evictions: int
-    erases: int
     tables: Mapping[str, TableStats]
     cache_bytes: int = gauge()
     """What the cache may allocate in all."""
-    rows: int = gauge()
-    capacity: int = gauge()
-    bytes: int = gauge()
 
     @classmethod
     def of(cls, cache_bytes: int, tables: Mapping[str, TableStats]) -> CacheStats:

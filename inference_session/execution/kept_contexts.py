@@ -20,7 +20,7 @@ from inference_session.config import SessionConfig
 from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine
 from inference_session.errors import ConfigurationError
 from inference_session.execution.context_parts import ContextParts, divide
-from inference_session.execution.network import Network, Ran
+from inference_session.execution.network import Network, RunResult
 from inference_session.model_spec import RANKING_FILE, RANKING_KEYS_FILE, LookupSpec, ModelSpec
 from inference_session.parameter_server.write_log import WriteLog
 from inference_session.requests.batch import CheckedRequest, JoinedBatch, Ragged
@@ -129,7 +129,7 @@ class KeptContexts:
         """The inputs of the contexts that are missing, for `contexts` to compute `values` of."""
         return self._layout.of_contexts(list(wanted.missing.values()))
 
-    def add(self, wanted: WantedContexts, batch: JoinedBatch, ran: Ran) -> None:
+    def add(self, wanted: WantedContexts, batch: JoinedBatch, ran: RunResult) -> None:
         """Take, and keep, what was computed of the batch of missing contexts."""
         values = {**ran.outputs, **{name: batch.array(name) for name in self._vectors}}
         places = self._places(batch, len(wanted.missing))

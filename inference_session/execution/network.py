@@ -19,7 +19,7 @@ from inference_session.requests.outputs import Answer
 from inference_session.rows.base import Rows
 
 
-class Ran(NamedTuple):
+class RunResult(NamedTuple):
     """What a run of a network gave."""
 
     outputs: Answer

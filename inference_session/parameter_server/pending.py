@@ -63,7 +63,7 @@ class Touch(NamedTuple):
     """Of the write log, when the fetch began."""
 
 
-class Unverified(NamedTuple):
+class UnverifiedPromotion(NamedTuple):
     """Rows that were promoted from a tier which may show older ones than it has."""
 
     tier: Tier
@@ -78,7 +78,7 @@ class PendingPromotions:
         self.num_dropped = 0
         """Rows."""
         self._queue: queue.Queue[Promotion] = queue.Queue(MAX_PENDING_PROMOTIONS)
-        self._unverified: list[Unverified] = []
+        self._unverified: list[UnverifiedPromotion] = []
         self._num_bytes = 0  # of both
         self._lock = threading.Lock()  # also held while the queue is added to
 
@@ -117,13 +117,13 @@ class PendingPromotions:
         while promotions := self.take():
             self.finish(len(promotions))
 
-    def keep(self, unverified: Sequence[Unverified]) -> None:
+    def keep(self, unverified: Sequence[UnverifiedPromotion]) -> None:
         """Keep promotions that were done until `take_unverified`."""
         with self._lock:
             self._unverified += unverified
             self._num_bytes += sum(one.promotion.vectors.nbytes for one in unverified)
 
-    def take_unverified(self) -> list[Unverified]:
+    def take_unverified(self) -> list[UnverifiedPromotion]:
         """All that have been kept."""
         with self._lock:
             unverified, self._unverified = self._unverified, []

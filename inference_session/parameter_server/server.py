@@ -15,6 +15,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -30,7 +31,6 @@ from inference_session.parameter_server.stats import ServerStats
 from inference_session.parameter_server.tier import Tier
 from inference_session.parameter_server.unknown_keys import UnknownKeys
 from inference_session.parameter_server.upkeep import Upkeep
-from inference_session.parameter_server.wanted_rows import WantedRows
 from inference_session.parameter_server.write_log import WriteLog
 from inference_session.tables.base import Rows
 from inference_session.tables.ordered_keys import contains
@@ -39,6 +39,41 @@ OnStoreFailure = Literal["default_vector", "error"]
 
 MAX_WRITTEN_KEYS = 1 << 18
 """Different keys of a table that are remembered for the case that a volatile store loses what was written to it."""
+
+
+@dataclass
+class _WantedRows:
+    """The rows of one table that a request asks for, each key once."""
+
+    table: str
+    keys: NDArray[np.int64]
+    """[n]"""
+    vectors: NDArray[np.float32]
+    """[n, embedding_dim]; what is not found may hold anything, such as rows of a tier that failed half way."""
+    found: NDArray[np.bool_]
+    """[n]"""
+    left: NDArray[np.int64]
+    """Positions of the keys that no tier has had so far; those known to be unknown are not among them."""
+    moment: int
+    """Of the write log, when the fetch began."""
+
+    def missing(self) -> FetchRequest:
+        """A request for the keys that are left, straight to their place as long as these are all."""
+        if len(self.left) == len(self.keys):
+            return FetchRequest(self.table, self.keys, self.vectors)
+        vectors = np.empty((len(self.left), self.vectors.shape[1]), np.float32)
+        return FetchRequest(self.table, self.keys[self.left], vectors)
+
+    def take(self, fetched: FetchRequest, hits: NDArray[np.bool_]) -> None:
+        """Enter what a tier had of the missing keys."""
+        if hits.all() and fetched.out is self.vectors:  # as a rule
+            self.found[:], self.left = True, self.left[:0]
+            return
+        positions = self.left[hits]
+        if fetched.out is not self.vectors:
+            self.vectors[positions] = fetched.out[hits]
+        self.found[positions] = True
+        self.left = self.left[~hits]
 
 
 class ParameterServer:
@@ -203,13 +238,13 @@ class ParameterServer:
         tiers = ", ".join(f"{tier.name}{' (out)' if tier.failure else ''}" for tier in self._tiers)
         return f"<ParameterServer [{tiers or 'no tiers'}]>"
 
-    def _wanted(self, request: FetchRequest) -> WantedRows:
+    def _wanted(self, request: FetchRequest) -> _WantedRows:
         table, keys, vectors = request
         unknown = self._unknown.holds(table, keys)
         left = np.arange(len(keys)) if unknown is None else np.flatnonzero(~unknown)
-        return WantedRows(table, keys, vectors, np.zeros(len(keys), np.bool_), left, self.log.moment)
+        return _WantedRows(table, keys, vectors, np.zeros(len(keys), np.bool_), left, self.log.moment)
 
-    def _fetch_from(self, tier: Tier, above: Sequence[Tier], wanted: Sequence[WantedRows]) -> bool:
+    def _fetch_from(self, tier: Tier, above: Sequence[Tier], wanted: Sequence[_WantedRows]) -> bool:
         """Fetch what is missing from one tier; whether it answered."""
         asking = [want for want in wanted if len(want.left)]
         if not asking:
@@ -226,7 +261,7 @@ class ParameterServer:
         return True
 
     def _settle(
-        self, wanted: Sequence[WantedRows], failed: Sequence[Tier], on_store_failure: OnStoreFailure, now: float
+        self, wanted: Sequence[_WantedRows], failed: Sequence[Tier], on_store_failure: OnStoreFailure, now: float
     ) -> None:
         """Remember keys that no tier has; count, or refuse, those that a tier which is out might have had."""
         num_unknown = sum(len(want.left) for want in wanted)
@@ -244,7 +279,7 @@ class ParameterServer:
             raise UnavailableError(f"{num_unknown} keys cannot be fetched while a store is out ({reasons})")
 
     def _promote(
-        self, source: Tier, above: Sequence[Tier], want: WantedRows, request: FetchRequest, hits: NDArray[np.bool_]
+        self, source: Tier, above: Sequence[Tier], want: _WantedRows, request: FetchRequest, hits: NDArray[np.bool_]
     ) -> None:
         """Queue rows for the tiers above that keep what they missed; a full queue drops them, until the next miss."""
         tiers = [tier for tier in above if tier.cache_missed_keys and tier.failure is None]

@@ -28,7 +28,7 @@ from inference_session.parameter_server.pending import (
     PendingTouches,
     Promotion,
     Touch,
-    Unverified,
+    UnverifiedPromotion,
     joined,
 )
 from inference_session.parameter_server.tier import Tier
@@ -128,7 +128,7 @@ class Upkeep:
         with self._writing:
             current = joined([part for part in map(self._not_written_since, promotions) if len(part.keys)])
             inserted = [(tier, part) for part in current for tier in part.tiers if self._insert_into(tier, part)]
-        self.promotions.keep([Unverified(tier, part) for tier, part in inserted if part.source.store.lags])
+        self.promotions.keep([UnverifiedPromotion(tier, part) for tier, part in inserted if part.source.store.lags])
 
     def _not_written_since(self, promotion: Promotion) -> Promotion:
         return promotion.rows(~self._log.written(promotion.table, promotion.keys, promotion.moment))
@@ -155,7 +155,7 @@ class Upkeep:
                 touched = tier.write_if_welcome(lambda store, t=table, k=used: store.touch(t, k))  # type: ignore[misc]
                 tier.touched += len(used) if touched else 0
 
-    def _drop_outdated(self, inserted: Sequence[Unverified]) -> None:
+    def _drop_outdated(self, inserted: Sequence[UnverifiedPromotion]) -> None:
         """Take rows back that another process has changed or erased, which the tier they came from showed too late.
 
         That process writes the lower tier first: what it changes after this look, it will change above as well. Done

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.device.host import HOST
-from inference_session.embedding_cache.base import EmbeddingCache, Missed
+from inference_session.embedding_cache.base import EmbeddingCache, Misses
 from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.kernels.cpu.lookup import NO_POSITIONS
 from inference_session.kernels.records import Lookup
@@ -77,8 +77,8 @@ class StoredRows(Rows):
         num_missing = self._cache.look_up(lookup)
         if num_missing:
             waits = num_missing > (1 - self._async_from) * lookup.num_keys.sum()
-            for missed in self._cache.missed(lookup):
-                self._complete(missed, waits)
+            for misses in self._cache.misses(lookup):
+                self._complete(misses, waits)
 
     def scan(self, table: str) -> Iterator[RowBatch]:
         """See Rows."""
@@ -111,19 +111,19 @@ class StoredRows(Rows):
         self._server.close()
         self._cache.close()
 
-    def _complete(self, missed: Missed, waits: bool) -> None:
+    def _complete(self, misses: Misses, waits: bool) -> None:
         """Answer keys that the cache lacks: with their rows, or where the look-up does not wait, by default."""
-        rows = missed.rows
+        rows = misses.rows
         if waits:
-            with missed.paused():
+            with misses.paused():
                 self._fetch(rows)
         else:
             for t, part in rows.parts.items():
                 part.vectors[:] = self._defaults[t]
-        still_missed = missed.complete()
-        if still_missed is not None:
-            self._fetch(still_missed.rows)
-            still_missed.complete()
+        still_missing = misses.complete()
+        if still_missing is not None:
+            self._fetch(still_missing.rows)
+            still_missing.complete()
         if not rows.parts:  # others have brought in all of it since it was missed
             return
         if self._late is not None and (self._cache.inserts_at_once or not waits):

@@ -153,7 +153,7 @@ class StoredWriter(RowWriter):
             current = found & ~self.log.written(table, keys, moment)
             self._cache.update(table, keys[current], vectors[current])
             self._cache.erase(table, keys[~current])
-            self.log.add(table, keys)
+            self.log.add(table, aliases_of(self._specs[table], keys)[0])
 
     def _write(self, table: str, keys: NDArray[np.int64], write: Callable[[], None], then: Callable[[], None]) -> None:
         """Write to the stores, then to the cache: one write after the other, so that both see them in the same order.

@@ -45,7 +45,7 @@ class UpdatedRows(Rows):
         """See Rows."""
         self._row_numbers.count_from_start(lookup)
         with self.changes.reading() as state:
-            cpu.lookup(state.records, lookup.segments, lookup.num_unknown, NO_POSITIONS, self._num_threads)
+            cpu.look_up(state.records, lookup.segments, lookup.num_unknown, NO_POSITIONS, self._num_threads)
             if state.deleted_addresses.any():
                 count_deleted(lookup.segments, state.records, state.deleted_addresses, lookup.num_unknown)
 

@@ -26,7 +26,7 @@ class HostTables(DeviceTables):
 
     def look_up(self, lookup: Lookup) -> None:
         """See DeviceTables."""
-        cpu.lookup(self.records, lookup.segments, lookup.num_unknown, NO_POSITIONS, self._num_threads)
+        cpu.look_up(self.records, lookup.segments, lookup.num_unknown, NO_POSITIONS, self._num_threads)
 
     def close(self) -> None:
         """See DeviceTables. Look-ups under way go on: files stay mapped as long as something refers to them."""

@@ -237,7 +237,7 @@ def _fetch(record: np.void, keys: NDArray[np.int64], out: NDArray[np.float32]) -
     table["default_address"] = 0
     segment = key_segment(0, keys, out)
     missing = np.empty(len(keys), np.int64)
-    num_missing = cpu.lookup(table, segment, np.zeros(1, np.int64), missing)
+    num_missing = cpu.look_up(table, segment, np.zeros(1, np.int64), missing)
     found = np.ones(len(keys), np.bool_)
     found[missing[:num_missing]] = False
     return found

@@ -47,9 +47,9 @@ from inference_session.update_stream.kafka_client import (
     create_client,
     topic_ids,
 )
+from inference_session.update_stream.message_batch import MessageBatch
 from inference_session.update_stream.positions import LastMessage, Partition, Positions
 from inference_session.update_stream.stream_stats import StreamSnapshot, StreamStats
-from inference_session.update_stream.taken_messages import TakenMessages
 from inference_session.update_stream.topics import table_of
 from inference_session.update_stream.update_applier import UpdateApplier, WritableRows
 from inference_session.urls.kafka_url import KafkaUrl
@@ -261,9 +261,9 @@ class KafkaUpdateStream:
         begins = self._positions.assign()
         assign(self._consumer, [TopicPartition(*one, _BEGINNING if at is None else at) for one, at in begins.items()])
 
-    def _consume(self) -> tuple[dict[str, TakenMessages], int, dict[Partition, int]]:
+    def _consume(self) -> tuple[dict[str, MessageBatch], int, dict[Partition, int]]:
         """Messages by topic; the time in ms at which the oldest was published; where partitions have their end."""
-        by_topic: defaultdict[str, TakenMessages] = defaultdict(TakenMessages)
+        by_topic: defaultdict[str, MessageBatch] = defaultdict(MessageBatch)
         ends: dict[Partition, int] = {}
         oldest_ms: list[int] = []
         for consumed in self._take():
@@ -318,7 +318,7 @@ class KafkaUpdateStream:
                 return
             self._rests.rest()
 
-    def _apply_all(self, by_topic: Mapping[str, TakenMessages], oldest_ms: int) -> None:
+    def _apply_all(self, by_topic: Mapping[str, MessageBatch], oldest_ms: int) -> None:
         self._stats.begin(oldest_ms / 1000 if oldest_ms > 0 else time.time())
         for topic, messages in by_topic.items():
             topic_id = self._positions.topic_ids.get(topic, "")

@@ -14,10 +14,10 @@ from inference_session.errors import StoreError, UnavailableError
 from inference_session.model_spec import TableSpec
 from inference_session.platform.pacing import Rests
 from inference_session.update_stream.encodings import Refusal, Updates, decode
+from inference_session.update_stream.message_batch import MessageBatch
 from inference_session.update_stream.offset_notes import is_of_a_push, is_push_unfinished, read_applied, with_applied
 from inference_session.update_stream.positions import Applied, Partition
 from inference_session.update_stream.stream_stats import StreamStats
-from inference_session.update_stream.taken_messages import TakenMessages
 from inference_session.update_stream.topics import table_of
 
 _ROWS_AT_ONCE = 1024
@@ -68,7 +68,7 @@ class UpdateApplier:
         self._noted: set[str] = set()
         """Tables in whose notes this has kept how far they are applied."""
 
-    def apply(self, topic: str, topic_id: str, messages: TakenMessages, while_waiting: Callable[[], None]) -> None:
+    def apply(self, topic: str, topic_id: str, messages: MessageBatch, while_waiting: Callable[[], None]) -> None:
         """Write the rows in messages of a topic, and set aside what are none.
 
         No update is ever passed over: what the stores refuse is tried until they take it, and `while_waiting` called
@@ -174,7 +174,7 @@ class UpdateApplier:
                 return result
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _refuse(self, topic: str, messages: TakenMessages, refusals: Iterable[Refusal]) -> None:
+    def _refuse(self, topic: str, messages: MessageBatch, refusals: Iterable[Refusal]) -> None:
         """Set messages aside."""
         for refusal in refusals:
             at = refusal.position

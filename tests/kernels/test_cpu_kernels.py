@@ -80,7 +80,7 @@ def run(tables: list[TableFile], segments: NDArray[np.void], positions: int = 0,
     """Look up; returns (missing in all, missing per segment, positions)."""
     counts, noted = np.full(len(segments), -7, np.int64), np.full(positions, -7, np.int64)
     records = np.array([table.record() for table in tables], TABLE)
-    return cpu.lookup(records, segments, counts, noted, threads), counts, noted
+    return cpu.look_up(records, segments, counts, noted, threads), counts, noted
 
 
 any_key = st.integers(INT64.min, INT64.max)
@@ -259,7 +259,7 @@ def test_a_key_not_in_a_table_is_searched_in_the_next(tmp_path: Path) -> None:
     keys = np.array([[1], [2], [3], [4]])
     output = np.zeros((4, 1), np.float32)
 
-    missing = cpu.lookup(records, segment(keys, output), np.zeros(1, np.int64), NO_POSITIONS)
+    missing = cpu.look_up(records, segment(keys, output), np.zeros(1, np.int64), NO_POSITIONS)
 
     assert output[:, 0].tolist() == [1, 2, 30, 0.5]
     assert missing == 1
@@ -272,9 +272,9 @@ def test_without_a_default_vector_unknown_keys_leave_the_output_alone(tmp_path: 
     records["default_address"] = 0
     keys = np.array([[9, 1]])
     output = np.full((1, 4), 5, np.float32)
-    cpu.lookup(records, segment(keys, output), np.zeros(1, np.int64), NO_POSITIONS)
+    cpu.look_up(records, segment(keys, output), np.zeros(1, np.int64), NO_POSITIONS)
     assert output.tolist() == [[5, 5, 1, -1]]
-    cpu.lookup(records, segment(keys, output, pooling=PoolingCode.MAX), np.zeros(1, np.int64), NO_POSITIONS)
+    cpu.look_up(records, segment(keys, output, pooling=PoolingCode.MAX), np.zeros(1, np.int64), NO_POSITIONS)
     assert output.tolist() == [[1, 0, 1, -1]]
 
 

@@ -11,7 +11,7 @@ from inference_session.parameter_server.pending import (
     PendingTouches,
     Promotion,
     Touch,
-    Unverified,
+    UnverifiedPromotion,
     joined,
 )
 from inference_session.parameter_server.tier import Tier
@@ -57,7 +57,7 @@ def test_what_is_to_be_verified_counts_as_waiting(tiers: tuple[Tier, Tier], monk
     monkeypatch.setattr(pending, "MAX_PENDING_BYTES", 4 * DIM * 10)
     promotions = PendingPromotions()
 
-    promotions.keep([Unverified(tiers[0], promotion(tiers, 11))])
+    promotions.keep([UnverifiedPromotion(tiers[0], promotion(tiers, 11))])
     promotions.put(promotion(tiers, 1))
     assert promotions.num_dropped == 1
 

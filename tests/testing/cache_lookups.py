@@ -39,8 +39,8 @@ def look_up(cache: EmbeddingCache, keys: Mapping[str, ArrayLike], fill: float = 
         num_missing = cache.look_up(lookup)
         vectors = {table: output.copy() for table, output in outputs.items()}
         missing = {table: np.empty(0, np.int64) for table in asked}
-        for missed in cache.missed(lookup):
-            rows = missed.rows
+        for misses in cache.misses(lookup):
+            rows = misses.rows
             positions = np.split(rows.positions, np.cumsum(rows.counts)[:-1])
             for number, found in zip(rows.segments["table"].tolist(), positions, strict=True):
                 missing[list(cache.dims)[number]] = found

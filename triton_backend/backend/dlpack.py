@@ -42,7 +42,7 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 _NAME = ctypes.c_char_p(b"dltensor")
 
 
-class Exported:
+class ExportedTensor:
     """A contiguous array as an object with `__dlpack__`, consumed once."""
 
     def __init__(self, array: NDArray[Any]) -> None:
@@ -62,7 +62,7 @@ class Exported:
         return _new_capsule(ctypes.addressof(managed), _NAME, None)
 
 
-class Imported:
+class ImportedTensor:
     """A tensor of the Python backend for `np.from_dlpack`, which passes arguments that the stub does not know."""
 
     def __init__(self, tensor: Any) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from inference_session.errors import UnsupportedModelError
 from inference_session.model_spec import TensorSpec
-from triton_backend.backend.dlpack import Exported, Imported
+from triton_backend.backend.dlpack import ExportedTensor, ImportedTensor
 
 
 def read_array(tensor: Any) -> NDArray[Any]:
@@ -21,14 +21,14 @@ def read_array(tensor: Any) -> NDArray[Any]:
         return _downloaded(tensor)
     if _knows_numpy():
         return tensor.as_numpy()  # type: ignore[no-any-return]
-    return np.from_dlpack(Imported(tensor))
+    return np.from_dlpack(ImportedTensor(tensor))
 
 
 def write_tensor(name: str, array: NDArray[Any]) -> Any:
     """A `pb_utils.Tensor` of the array's values."""
     if _knows_numpy():
         return pb_utils.Tensor(name, array)
-    return pb_utils.Tensor.from_dlpack(name, Exported(array))
+    return pb_utils.Tensor.from_dlpack(name, ExportedTensor(array))
 
 
 def check_types(tensors: Iterable[TensorSpec]) -> None:
@@ -52,4 +52,4 @@ def _downloaded(tensor: Any) -> NDArray[Any]:
 def _knows_numpy() -> bool:
     """Whether the stub reads this NumPy's arrays rightly."""
     values = np.array([1, 2], np.int32)
-    return bool(np.array_equal(pb_utils.Tensor.from_dlpack("probe", Exported(values)).as_numpy(), values))
+    return bool(np.array_equal(pb_utils.Tensor.from_dlpack("probe", ExportedTensor(values)).as_numpy(), values))

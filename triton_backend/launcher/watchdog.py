@@ -82,7 +82,7 @@ class Server(Protocol):
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedVersions:
     """What is served of a model: enough to load it again as it was."""
 
     versions: tuple[int, ...]
@@ -105,7 +105,7 @@ class Watchdog:
         """The state of each, and when it was first seen in it."""
         self._suspected: set[int] = set()
         self._examined: set[int] = set()
-        self._loaded: dict[str, Loaded] = {}
+        self._loaded: dict[str, LoadedVersions] = {}
         self._loading: set[str] = set()
         """Models of which a version was being loaded when last looked."""
         self._missing: set[str] = set()
@@ -264,7 +264,7 @@ class Watchdog:
             for model, versions in ready.items():
                 path = f"v2/models/{quote(model, safe='')}/config"
                 config = json.loads(self._server.request("GET", path, timeout=patience_s))
-                self._loaded[model] = Loaded(tuple(sorted(versions)), config)
+                self._loaded[model] = LoadedVersions(tuple(sorted(versions)), config)
 
 
 def _end(stub: Stub) -> None:

@@ -40,10 +40,10 @@ class _Workspace(threading.local):
 _workspace = _Workspace()
 
 NO_POSITIONS = np.empty(0, np.int64)
-"""For `lookup`, where nobody asks which keys are unknown."""
+"""For `look_up`, where nobody asks which keys are unknown."""
 
 
-def lookup(
+def look_up(
     tables: NDArray[np.void],
     segments: NDArray[np.void],
     missing_counts: NDArray[np.int64],
@@ -76,9 +76,9 @@ def lookup(
 
 
 def compile_kernels() -> None:
-    """Compile what `lookup` runs, or load it from Numba's cache, so that no request waits for a compiler."""
+    """Compile what `look_up` runs, or load it from Numba's cache, so that no request waits for a compiler."""
     nothing = np.zeros(0, np.int64)
-    lookup(np.zeros(1, TABLE), np.zeros(0, SEGMENT), nothing, nothing, num_threads=2)
+    look_up(np.zeros(1, TABLE), np.zeros(0, SEGMENT), nothing, nothing, num_threads=2)
 
 
 def _lookup_parts(

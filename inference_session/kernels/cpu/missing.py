@@ -22,7 +22,7 @@ _NONE, _FLOAT32 = int(PoolingCode.NONE), int(VectorCode.FLOAT32)
 
 @kernel
 def collect_keys(segments: Any, counts: Any, positions: Any, overlay: Any, rows: Any) -> None:
-    """Enter the keys at `positions` (counts[s] of them of segment s, as `cpu.lookup` gives them) into the overlay.
+    """Enter the keys at `positions` (counts[s] of them of segment s, as `cpu.look_up` gives them) into the overlay.
 
     overlay[t] belongs to the segments of table t: an empty index with room for all its keys, at keys_address room for
     as many, num_rows 0. rows[i] receives the row of the key at positions[i].

@@ -9,7 +9,7 @@ from inference_session.update_stream.encodings import Message
 from inference_session.update_stream.positions import LastMessage
 
 
-class TakenMessages:
+class MessageBatch:
     """Messages of one topic, in their order.
 
     The client's own objects do not live on: by the thousand, they would have the garbage collector look through all of

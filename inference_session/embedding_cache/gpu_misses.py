@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.device.cuda import CudaDevice
-from inference_session.embedding_cache.base import Missed
+from inference_session.embedding_cache.base import Misses
 from inference_session.embedding_cache.missing_rows import MissingRows
 from inference_session.kernels.cuda import launch as gpu
 from inference_session.kernels.cuda.records import Tiles, divide, numbered_tables
@@ -43,7 +43,7 @@ def parts_within(lookup: Lookup, dims: NDArray[np.int64]) -> Sequence[NDArray[np
     return np.split(places, np.flatnonzero(np.diff(part)) + 1)
 
 
-class GpuMissed(Missed):
+class GpuMisses(Misses):
     """The missing keys of some segments of a look-up, within `CudaDevice.scratch`."""
 
     def __init__(
@@ -77,11 +77,11 @@ class GpuMissed(Missed):
         self.rows = self._collect()
 
     def paused(self) -> AbstractContextManager[None]:
-        """See Missed."""
+        """See Misses."""
         return self._device.paused()
 
     def complete(self) -> None:
-        """See Missed: launched, not waited for."""
+        """See Misses: launched, not waited for."""
         fills, pools = self._alone.copy(), self._segments[self._pooled]
         rows, numbers = self._row_numbers(), self._device.pinned((int(self._num_keys.max()),), np.int64)
         numbers[:] = np.arange(len(numbers))
