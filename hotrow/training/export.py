@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from onnx import ModelProto
 from torch import Tensor, nn
 
 from hotrow.training.assembly import assemble, folder_of
@@ -22,7 +24,7 @@ from hotrow.training.dense_network import TableFile, flat_outputs, table_names, 
 from hotrow.training.inputs import Form, ServedInputs
 from hotrow.training.ranks import Ranks
 from hotrow.training.state import exporting
-from hotrow.training.tables import Table, as_vectors, create_file, write_at, write_table
+from hotrow.training.tables import FileWriter, Table, as_vectors, create_file, write_table
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, UnavailableError, UnsupportedModelError
 from inference_session.model_spec import KEY_FILE, TABLES_FOLDER, VECTOR_FILE, ModelSpec, TableSpec, folder_names
@@ -196,9 +198,9 @@ class _Export:
             rows = self.ranks.gather(self._stored_rows())
             files = self._files(rows)
             self.ranks.first(lambda: self._create(staging, files))
-            checksums = self.ranks.gather(self.ranks.together(lambda: self._write(staging, files, rows)))
-            known = {name: checksum for of_rank in checksums for name, checksum in of_rank.items()}
-            self.ranks.first(lambda: self._finish(staging, target, files, rows, expected, known))
+            network, checksums = self.ranks.together(lambda: self._write_and_trace(staging, files, rows))
+            known = {name: checksum for of_rank in self.ranks.gather(checksums) for name, checksum in of_rank.items()}
+            self.ranks.first(lambda: self._finish(staging, target, network, files, rows, expected, known))
             self.ranks.first(stack.close)  # the version appears
         return int(target.name)
 
@@ -245,33 +247,45 @@ class _Export:
             if file.table.has_keys:
                 create_file((staging / file.location).with_name(KEY_FILE), file.num_rows * 8)
 
+    def _write_and_trace(
+        self, staging: Path, files: list[TableFile], rows: list[list[_Rows | None]]
+    ) -> tuple[Any, dict[str, str]]:
+        """Write this rank's rows while rank 0 traces the network.
+
+        Returns the network on rank 0, None elsewhere, and the checksums of files that this rank wrote alone.
+        """
+        plan = self.plan
+        with ThreadPoolExecutor(1) as background:
+            checksums = background.submit(self._write, staging, files, rows)
+            is_traced = self.ranks.is_first
+            traced = (plan.network, plan.cuts, plan.inputs, plan.chosen, plan.outputs, files)
+            return (trace(*traced) if is_traced else None), checksums.result()
+
     def _write(self, staging: Path, files: list[TableFile], rows: list[list[_Rows | None]]) -> dict[str, str]:
         """Write the rows of this rank; returns the checksums of files that it wrote alone."""
-        checksums: dict[str, str] = {}
+        checksums: dict[str, str | None] = {}
         with torch.no_grad():
             for number, file in enumerate(files):
                 if file.table.has_keys:
                     before = [of_rank[number] for of_rank in rows[: self.ranks.rank]]
-                    _write_stored(staging / file.location, file.table, sum(part.count for part in before if part))
+                    checksums.update(_write_stored(staging, file, sum(part.count for part in before if part)))
                 elif self.ranks.is_first or not file.table.is_replicated():
-                    checksum = write_table(staging / file.location, file.table, file.table.shards())
-                    if checksum is not None:
-                        checksums[file.location] = checksum
-        return checksums
+                    checksums[file.location] = write_table(staging / file.location, file.table, file.table.shards())
+        return {name: checksum for name, checksum in checksums.items() if checksum is not None}
 
     def _finish(
         self,
         staging: Path,
         target: Path,
+        network: ModelProto,
         files: list[TableFile],
         rows: list[list[_Rows | None]],
         expected: list[NDArray[Any]],
         checksums: dict[str, str],
     ) -> None:
-        """Trace, take apart, describe and verify, in the staging folder."""
+        """Take the network apart, describe and verify, in the staging folder."""
         (staging / _SHARED_FILE).unlink()
         plan = self.plan
-        network = trace(plan.network, plan.cuts, plan.inputs, plan.chosen, plan.outputs, files)
         found = assemble(staging, target, network, dict(zip(table_names(files), files, strict=True)))
         spec = self._spec(found, files, rows)
         spec.write(staging)
@@ -324,13 +338,20 @@ def _rows_at(table: Table, rows: Tensor) -> NDArray[Any]:
     raise UnsupportedModelError(f"{table.path}: table {table.name!r} has rows on another rank than its ids")
 
 
-def _write_stored(path: Path, table: Table, first: int) -> None:
+def _write_stored(staging: Path, file: TableFile, first: int) -> dict[str, str | None]:
+    """Write keys and rows of this rank, from that row of the file on; returns the files' checksums, if known."""
+    table = file.table
     known = table.known_keys()
+    hashed = len(known.keys) == file.num_rows
+    keys, vectors = (staging / file.location).with_name(KEY_FILE), staging / file.location
+    with FileWriter(keys, hashed=hashed) as writer:
+        writer.write(first * 8, known.keys.cpu().numpy())
+        checksums = {keys.relative_to(staging).as_posix(): writer.finish()}
     step = max(1, (32 << 20) // table.row_bytes)
-    write_at(path.with_name(KEY_FILE), first * 8, known.keys.cpu().numpy())
-    for begin in range(0, len(known.keys), step):
-        vectors = _rows_at(table, known.rows[begin : begin + step])
-        write_at(path, (first + begin) * table.row_bytes, vectors)
+    with FileWriter(vectors, hashed=hashed) as writer:
+        for begin in range(0, len(known.keys), step):
+            writer.write((first + begin) * table.row_bytes, _rows_at(table, known.rows[begin : begin + step]))
+        return {**checksums, file.location: writer.finish()}
 
 
 def _default_vector(table: Table, parts: list[_Rows | None]) -> tuple[float, ...]:

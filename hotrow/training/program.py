@@ -22,7 +22,7 @@ from torch import Tensor
 from hotrow.training.assembly import assemble
 from hotrow.training.checkpoint_files import CheckpointReader
 from hotrow.training.dense_network import TableFile, external_tensor, first_lines, quiet
-from hotrow.training.tables import Shard, Table, create_file, write_shard
+from hotrow.training.tables import Shard, Table, create_file, write_table
 from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError
 from inference_session.importers.onnx import ImportReport
 from inference_session.model_source import create_source
@@ -302,7 +302,7 @@ def _write_tables(
         path = staging / files[name].location
         create_file(path, table.num_rows * table.row_bytes)
         for shard in weights.shards(name):
-            write_shard(path, table, shard)
+            write_table(path, table, [shard])
             if progress:
                 progress(shard.tensor.numel() * shard.tensor.element_size())
     return files

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -157,30 +157,64 @@ def create_file(path: Path, num_bytes: int) -> None:
         file.truncate(num_bytes)
 
 
+class FileWriter:
+    """Writes parts of a file that is there. Computes their checksum and brings them to the disk meanwhile."""
+
+    def __init__(self, path: Path, *, hashed: bool = False) -> None:
+        """`hashed`: whether all of the file will be written here, in order, so that its checksum can be told."""
+        self._path = path
+        self._digest = hashlib.sha256() if hashed else None
+        self._background = ThreadPoolExecutor(2)
+        self._hashing: Future[Any] = self._background.submit(int)
+        self._flushing: Future[Any] = self._hashing
+
+    def __enter__(self) -> FileWriter:
+        self._handle = os.open(self._path, os.O_WRONLY)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._background.shutdown()
+        os.close(self._handle)
+
+    def write(self, offset: int, array: NDArray[Any]) -> None:
+        """Write an array from that byte on; the array must not change before the next call."""
+        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+        self._hashing.result()  # one piece at a time, so that few are held
+        if self._digest is not None:
+            self._hashing = self._background.submit(self._digest.update, content)
+        while content:
+            written = os.pwrite(self._handle, content, offset)
+            content, offset = content[written:], offset + written
+        if self._flushing.done():
+            self._flushing.result()
+            self._flushing = self._background.submit(os.fdatasync, self._handle)
+
+    def finish(self) -> str | None:
+        """Wait until all is written; returns the SHA-256 if it was to be computed."""
+        self._hashing.result()
+        self._flushing.result()
+        return None if self._digest is None else self._digest.hexdigest()
+
+
 def write_table(path: Path, table: Table, shards: Sequence[Shard]) -> str | None:
-    """Write the parts of a table that this rank holds; returns the file's SHA-256 where that is all of it.
-
-    The checksum is computed beside the writing, so that the file need not be read for it.
-    """
-    if len(shards) != 1 or tuple(shards[0].tensor.shape) != (table.num_rows, table.embedding_dim):
+    """Write the parts of a table that this rank holds; returns the file's SHA-256 where that is all of it."""
+    whole = (table.num_rows, table.embedding_dim)
+    with FileWriter(path, hashed=[tuple(shard.tensor.shape) for shard in shards] == [whole]) as file:
         for shard in shards:
-            write_shard(path, table, shard)
-        return None
-    digest = hashlib.sha256()
-    with ThreadPoolExecutor(1) as hashing:
-        done = hashing.submit(digest.update, b"")
-        for first_row, vectors in _pieces(table, shards[0]):
-            done.result()  # one piece at a time, so that few are held
-            done = hashing.submit(digest.update, vectors.data)
-            write_at(path, first_row * table.row_bytes, vectors)
-        done.result()
-    return digest.hexdigest()
+            if shard.tensor.shape[1] == table.embedding_dim:
+                for first_row, vectors in _pieces(table, shard):
+                    file.write((shard.first_row + first_row) * table.row_bytes, vectors)
+            else:
+                _write_columns(path, table, shard)
+        return file.finish()
 
 
-def write_shard(path: Path, table: Table, shard: Shard) -> None:
-    """Write a part of a table into its file, a piece at a time."""
+def _write_columns(path: Path, table: Table, shard: Shard) -> None:
+    mapped = np.memmap(path, table.file_type, "r+", shape=(table.num_rows, table.embedding_dim))
+    columns = slice(shard.first_column, shard.first_column + shard.tensor.shape[1])
     for first_row, vectors in _pieces(table, shard):
-        _write_rows(path, table, shard.first_row + first_row, shard.first_column, vectors)
+        begin = shard.first_row + first_row
+        mapped[begin : begin + len(vectors), columns] = vectors
 
 
 def _pieces(table: Table, shard: Shard) -> Iterator[tuple[int, NDArray[Any]]]:
@@ -193,24 +227,3 @@ def as_vectors(rows: Tensor, table: Table) -> NDArray[Any]:
     """Rows as the file holds them."""
     vectors: NDArray[Any] = rows.detach().to("cpu", getattr(torch, table.file_type)).contiguous().numpy()
     return vectors
-
-
-def _write_rows(path: Path, table: Table, first_row: int, first_column: int, vectors: NDArray[Any]) -> None:
-    if vectors.shape[1] == table.embedding_dim:
-        write_at(path, first_row * table.row_bytes, vectors)
-        return
-    shape = (table.num_rows, table.embedding_dim)
-    mapped = np.memmap(path, table.file_type, "r+", shape=shape)
-    mapped[first_row : first_row + len(vectors), first_column : first_column + vectors.shape[1]] = vectors
-
-
-def write_at(path: Path, offset: int, array: NDArray[Any]) -> None:
-    """Write an array into a file that is there, from that byte on."""
-    left = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-    handle = os.open(path, os.O_WRONLY)
-    try:
-        while left:
-            written = os.pwrite(handle, left, offset)
-            left, offset = left[written:], offset + written
-    finally:
-        os.close(handle)
