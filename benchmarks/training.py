@@ -44,7 +44,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hotrow import training
 from inference_session import InferenceSession
 from inference_session.importers.onnx import import_onnx
-from tests.hotrow.training import jobs, models
+from tests.testing import trainer
+from tests.testing import training_jobs as jobs
+from tests.testing import training_models as models
 from tests.testing.broker import Broker
 
 warnings.simplefilter("ignore")
@@ -365,17 +367,15 @@ def _peak_rss(process: Any) -> Iterator[Callable[[], int]]:
 
 def t6(kills: int = 20) -> None:
     """Kills at random moments."""
-    from tests.hotrow.training import test_checkpoint as scenario
-
     random = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as name, Broker() as broker:
         folder = Path(name)
-        model, _ = scenario._job("SGD")
-        directory = scenario._exported(model, folder, "killed")
+        model, _ = trainer.job("SGD")
+        directory = models.exported(model, folder, "killed")
         place, lost, reached = str(folder / "checkpoints"), [], 0
         with InferenceSession.open(directory, device="cpu", update_stream=broker.url) as session:
             for _ in range(kills):
-                with scenario._trainer(place, broker.url, 10**6) as process:
+                with trainer.trainer(place, broker.url, 10**6) as process:
                     start = int(process.stdout.readline().split()[1])  # type: ignore[union-attr]
                     lost.append(reached - start)
                     reached = start
@@ -384,10 +384,10 @@ def t6(kills: int = 20) -> None:
                     time.sleep(float(random.random() / 50))
                     process.send_signal(signal.SIGKILL)
             last = reached + 5
-            with scenario._trainer(place, broker.url, last) as process:
+            with trainer.trainer(place, broker.url, last) as process:
                 assert process.wait(300) == 0
             model.load_state_dict(torch.load(place + ".final", weights_only=True))
-            same = _becomes(lambda: scenario._serves(session, scenario._rows(model)))
+            same = _becomes(lambda: models.serves(session, models.table_rows(model)))
     print(
         f"T6  {kills} kills: steps repeated at most {max(lost)} (a checkpoint every 5), servers end "
         f"{'bit-equal' if same else 'OTHERWISE'}"

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from tests.testing.example_models import ExampleModels
     from tests.testing.hadoop import Hdfs
 
-ROOT = Path(__file__).resolve().parent.parent
+pytest.register_assert_rewrite("tests.testing")  # so that contracts say what they found, as tests do
+
 REAL_DATA = "HOTROW_REAL_DATA"
 _skipped: list[str] = []
 

@@ -8,7 +8,7 @@ import pytest
 
 from inference_session.config import SessionConfig
 from inference_session.errors import ConfigurationError
-from tests.conftest import ROOT
+from tests.testing import ROOT
 
 
 def test_the_first_source_wins() -> None:

@@ -30,12 +30,12 @@ from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
 from inference_session.rows import Rows, StoredRows, fetch
 from inference_session.rows.hot_keys import read_hot_keys
-from tests.test_stored_session import DIMS, HASHED_DEFAULT, assert_answers, push, url_of
 from tests.testing import small_model
 from tests.testing.faulty_stores import FaultStore
 from tests.testing.hooked_store import HookedStore
 from tests.testing.memory_store import MemoryStore
 from tests.testing.servers import PATIENCE_S, wait_until
+from tests.testing.stored_model import DIMS, HASHED_DEFAULT, assert_answers, push, url_of
 
 NO_GPU = unusable_for_sessions(0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_GPU is not None, reason=f"no GPU: {NO_GPU}")]

@@ -124,3 +124,31 @@ def test_the_library_imports_neither_triton_nor_a_framework() -> None:
                 assert name.split(".")[0] not in {"triton_backend", "triton_python_backend_utils", "torch", "hotrow"}, (
                     path
                 )
+
+
+def imports_of_tests() -> Iterator[tuple[Path, str, str]]:
+    """Each name that a test or a benchmark imports from a module: the file, the module, the name."""
+    for path in (*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{path}: relative imports hide where a module is"
+                yield from ((path, node.module or "", alias.name) for alias in node.names)
+            elif isinstance(node, ast.Import):
+                yield from ((path, alias.name, "") for alias in node.names)
+
+
+def test_what_tests_share_lies_in_testing() -> None:
+    """No test or benchmark imports from a test. The campaign and the fuzzer are programs, with modules of their own."""
+    for path, module, name in imports_of_tests():
+        parts = [*module.split("."), name]
+        if parts[0] == "tests":
+            assert not any(part.startswith("test_") or part == "conftest" for part in parts), f"{path} imports {module}"
+            own = parts[1] in {"campaign", "fuzz"} and ROOT / "tests" / parts[1] in path.parents
+            assert own or parts[1] == "testing", f"{path} imports {module}"
+
+
+def test_tests_import_no_private_names() -> None:
+    """What a test needs of the product has a public name."""
+    for path, module, name in imports_of_tests():
+        if module.split(".")[0] in PACKAGES:
+            assert not name.startswith("_"), f"{path} imports {name} from {module}"

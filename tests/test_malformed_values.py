@@ -18,9 +18,9 @@ from inference_session.parameter_server.redis import layout
 from inference_session.parameter_server.rocksdb.store import RocksDbStore
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
-from tests.parameter_server.contract import packed
 from tests.testing import small_model
 from tests.testing.servers import PATIENCE_MS, RedisServer, wait_until
+from tests.testing.store_contract import packed
 
 DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
 NAMESPACE = Namespace("small", "1")

@@ -17,9 +17,9 @@ from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.redis import client as redis_client
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
-from tests.parameter_server.contract import assert_same_bits, fetch, random_keys, random_vectors
 from tests.testing import small_model
 from tests.testing.servers import PATIENCE_MS, RedisServer, slowed, wait_until
+from tests.testing.store_contract import assert_same_bits, fetch, random_keys, random_vectors
 
 DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
 EVERY = np.arange(50)

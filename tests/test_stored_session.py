@@ -28,19 +28,17 @@ from inference_session.model_spec import TABLES_FOLDER
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
-from inference_session.parameter_server.table_push import TablePush
 from inference_session.parameter_server.tier import Tier
 from inference_session.rows import StoredRows, fetch
 from tests.testing import small_model
 from tests.testing.faulty_stores import FaultStore
 from tests.testing.hooked_store import HookedStore
 from tests.testing.memory_store import MemoryStore
-from tests.testing.servers import PATIENCE_MS, PATIENCE_S, wait_until
+from tests.testing.servers import PATIENCE_S, wait_until
+from tests.testing.stored_model import DIMS, HASHED_DEFAULT, assert_answers, push, url_of
 
-DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
 TINY_CACHE_BYTES = 2000
 """Room for some eight rows of each table."""
-HASHED_DEFAULT = [0.5, -0.5]
 
 
 @pytest.fixture(scope="module")
@@ -54,30 +52,12 @@ def version(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, small_model
     return directory, tables
 
 
-def push(directory: Path, url: str) -> None:
-    with create_store(
-        url, Namespace(directory.parent.name, directory.name), DIMS, writable=True, timeout_ms=PATIENCE_MS
-    ) as store:
-        for table in small_model.TABLES:
-            TablePush(directory, table, store).run()
-
-
-def url_of(directory: Path) -> str:
-    return f"rocksdb://{directory.parent.parent.parent}/db"
-
-
 @pytest.fixture(scope="module", params=[0, TINY_CACHE_BYTES, 1 << 20], ids=["no cache", "tiny cache", "all cached"])
 def session(version: tuple[Path, small_model.Arrays], request: pytest.FixtureRequest) -> Iterator[InferenceSession]:
     with InferenceSession.open(
         version[0], persistent_store=url_of(version[0]), cache_bytes=request.param, lookup_threads=2
     ) as opened:
         yield opened
-
-
-def assert_answers(answer: object, expected: small_model.Arrays) -> None:
-    assert isinstance(answer, dict), answer
-    for name, array in answer.items():
-        np.testing.assert_allclose(array, expected[name], atol=1e-5, rtol=1e-5, err_msg=name)
 
 
 @settings(max_examples=60)

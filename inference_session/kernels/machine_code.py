@@ -127,13 +127,13 @@ def open_to_others(path: Path) -> str | None:
         return open_to_others(path.resolve())
     if state.st_mode & stat.S_IWOTH:
         return f"all users may write to {path}"
-    if state.st_mode & stat.S_IWGRP and not _is_private_group(state.st_gid):
+    if state.st_mode & stat.S_IWGRP and not is_private_group(state.st_gid):
         return f"users of group {state.st_gid} may write to {path}"
     return None
 
 
 @functools.cache
-def _is_private_group(group: int) -> bool:
+def is_private_group(group: int) -> bool:
     """Whether nobody but root and our user is in a group, as in those that many systems make for each user."""
     ours = {"root", *(user.pw_name for user in pwd.getpwall() if user.pw_uid == os.geteuid())}
     with suppress(KeyError):  # a group without a name lists no members

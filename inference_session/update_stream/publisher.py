@@ -260,12 +260,12 @@ _REFUSALS = (
 
 def _partition(keys: NDArray[np.int64], count: int) -> list[int]:
     """The partition of each key."""
-    partitions: list[int] = (_crc32(keys) % np.uint32(count)).tolist()
+    partitions: list[int] = (crc32(keys) % np.uint32(count)).tolist()
     return partitions
 
 
 def _batches(keys: NDArray[np.int64], vectors: NDArray[np.float32], count: int) -> Iterator[tuple[None, bytes, int]]:
-    partitions = _crc32(keys) % np.uint32(count)
+    partitions = crc32(keys) % np.uint32(count)
     step = max(1, _BATCH_BYTES // (8 + 4 * vectors.shape[1]))
     for partition in range(count):
         members = np.flatnonzero(partitions == partition)
@@ -277,7 +277,7 @@ def _batches(keys: NDArray[np.int64], vectors: NDArray[np.float32], count: int) 
 _CRC_TABLE = np.array([zlib.crc32(bytes([i])) ^ zlib.crc32(b"\0") for i in range(256)], np.uint32)
 
 
-def _crc32(keys: NDArray[np.int64]) -> NDArray[np.uint32]:
+def crc32(keys: NDArray[np.int64]) -> NDArray[np.uint32]:
     """zlib.crc32 of the 8 bytes of each key, of all keys at once."""
     remainder = np.full(len(keys), 0xFFFFFFFF, np.uint32)
     for column in keys.astype("<i8", copy=False).view(np.uint8).reshape(-1, 8).T:

@@ -104,7 +104,7 @@ class VersionManager:
                 self._active.session.save_hot_keys()
                 session, served = self._load()
                 with _closed_on_error(session):
-                    _check_same(self.spec, session.spec)
+                    check_same(self.spec, session.spec)
                     if session.config.has_store:
                         _check_same_tables(self._served, served)
             except BaseException:
@@ -210,7 +210,7 @@ def _closed_on_error(session: InferenceSession) -> Iterator[None]:
         raise
 
 
-def _check_same(served: ModelSpec, new: ModelSpec) -> None:
+def check_same(served: ModelSpec, new: ModelSpec) -> None:
     """Refuse what clients, or Triton's config.pbtxt, would see. What is not listed as content must be the same."""
     before, after = _without_content(served), _without_content(new)
     for name, value in after.items():

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 from playwright.sync_api import Browser
 
-from tests.conftest import ROOT
+from tests.testing import ROOT
 from tests.testing.browser import Look
 
 

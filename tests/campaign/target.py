@@ -18,7 +18,7 @@ from inference_session import InferenceSession
 from inference_session.errors import HotrowError, SessionClosedError
 from inference_session.versions import VersionManager
 from tests.campaign.contents import MODEL, SPEC, TABLES, Arrays, every_key
-from tests.integration.conftest import Served, start
+from tests.testing.served import Served, start
 from tests.testing.servers import PATIENCE_S, free_port, wait_until
 from triton_backend.client.server import RemoteServer
 from triton_backend.repository.model_config import write_model_config

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from inference_session.errors import HotrowError
-from tests.conftest import ROOT
+from tests.testing import ROOT
+from tests.testing.programs import run_program
 from triton_backend.launcher.installation import find_installation
 from triton_backend.launcher.server import ServerOptions, TritonServer
 
@@ -33,14 +33,6 @@ def endpoints() -> Iterator[dict[str, str]]:
         yield server.endpoints
 
 
-def run(*command: str | Path) -> str:
-    """What a program prints; it must succeed and complain of nothing."""
-    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout
-
-
 @pytest.mark.triton
 @pytest.mark.parametrize(
     ("program", "endpoint"),
@@ -55,7 +47,7 @@ def test_a_client_prints_plausible_predictions(endpoints: dict[str, str], progra
     """A good movie comes before a bad one, whatever the protocol."""
     url = endpoints[endpoint].removeprefix("http://")
 
-    assert_plausible(run(sys.executable, EXAMPLES / program, "--url", url))
+    assert_plausible(run_program(sys.executable, EXAMPLES / program, "--url", url))
 
 
 @pytest.mark.triton
@@ -63,7 +55,7 @@ def test_plain_json_prints_plausible_predictions(endpoints: dict[str, str]) -> N
     """The same answer without any Triton library."""
     pytest.importorskip("requests")
 
-    assert_plausible(run(sys.executable, EXAMPLES / "json_requests.py", "--url", endpoints["HTTP"]))
+    assert_plausible(run_program(sys.executable, EXAMPLES / "json_requests.py", "--url", endpoints["HTTP"]))
 
 
 @pytest.mark.triton
@@ -72,7 +64,7 @@ def test_curl_gets_both_tasks(endpoints: dict[str, str]) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
 
-    answer = json.loads(run(EXAMPLES / "json_curl.sh", endpoints["HTTP"]))
+    answer = json.loads(run_program(EXAMPLES / "json_curl.sh", endpoints["HTTP"]))
 
     outputs = {output["name"]: output["data"] for output in answer["outputs"]}
     assert outputs.keys() == {"liked", "loved"}
@@ -83,7 +75,7 @@ def test_perf_analyzer_gets_ids_that_the_tables_hold(tmp_path: Path) -> None:
     """Entries are without the dimension of samples, and below the size of each table."""
     path = tmp_path / "movielens.json"
 
-    run(
+    run_program(
         *(sys.executable, EXAMPLES / "perf_analyzer_input.py", REPOSITORY / "movielens"),
         *("--output", path, "--entries", "20"),
     )

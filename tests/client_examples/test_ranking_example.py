@@ -12,8 +12,9 @@ import pytest
 
 from inference_session.errors import HotrowError
 from inference_session.importers.onnx import import_onnx
-from tests.client_examples.test_examples import EXAMPLES, run
+from tests.testing import ROOT
 from tests.testing.onnx_models import model_of, table
+from tests.testing.programs import run_program
 from triton_backend.launcher.installation import find_installation
 from triton_backend.launcher.server import ServerOptions, TritonServer
 from triton_backend.repository.model_config import write_model_config
@@ -49,10 +50,10 @@ def test_items_are_ranked_for_each_user(repository: Path) -> None:
         pytest.skip(str(error))
     options = ServerOptions(repository, ("ranker",), http_port=0, grpc_port=0, metrics_port=0)
     with TritonServer.start(options) as server:
-        command = (sys.executable, EXAMPLES / "rank_candidates.py", "--url", server.endpoints["gRPC"])
+        command = (sys.executable, ROOT / "client_examples" / "rank_candidates.py", "--url", server.endpoints["gRPC"])
         context = ("--model", "ranker", "--context", "user_id", "--context", "clicks")
         for num_users in ("1", "3"):
-            lines = run(*command, *context, "--users", num_users).splitlines()
+            lines = run_program(*command, *context, "--users", num_users).splitlines()
             assert [line.partition(":")[0] for line in lines] == [f"user {i}" for i in range(int(num_users))]
             for line in lines:
                 scores = [float(score) for score in line.split()[4::3]]
@@ -63,8 +64,8 @@ def test_items_are_ranked_for_each_user(repository: Path) -> None:
 def test_perf_analyzer_sends_one_context_with_many_candidates(repository: Path, tmp_path: Path) -> None:
     """An entry is a whole request."""
     path = tmp_path / "ranker.json"
-    command = (sys.executable, EXAMPLES / "perf_analyzer_input.py", repository / "ranker")
-    run(*command, "--output", path, "--entries", "3", "--candidates", "500")
+    command = (sys.executable, ROOT / "client_examples" / "perf_analyzer_input.py", repository / "ranker")
+    run_program(*command, "--output", path, "--entries", "3", "--candidates", "500")
 
     entries = json.loads(path.read_text(encoding="utf-8"))["data"]
     assert len(entries) == 3

@@ -17,7 +17,7 @@ from inference_session.errors import ConfigurationError, InvalidRequestError
 from inference_session.kernels.cpu import cache as cpu_cache
 from inference_session.kernels.records import Lookup, PoolingCode, key_segment
 from inference_session.sizing.hit_rate import LruCurve
-from tests.embedding_cache.contract import AMPLE_BYTES, EmbeddingCacheContract, vectors_of
+from tests.testing.cache_contract import AMPLE_BYTES, EmbeddingCacheContract, vectors_of
 from tests.testing.cache_lookups import look_up
 from tests.testing.traces import made_up_trace, real_trace
 

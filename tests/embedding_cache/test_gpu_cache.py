@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from inference_session.device.discovery import unusable
 from inference_session.errors import ConfigurationError
-from tests.embedding_cache.contract import AMPLE_BYTES, HIGHEST, LOWEST, EmbeddingCacheContract, vectors_of
+from tests.testing.cache_contract import AMPLE_BYTES, HIGHEST, LOWEST, EmbeddingCacheContract, vectors_of
 from tests.testing.cache_lookups import look_up
 
 if TYPE_CHECKING:

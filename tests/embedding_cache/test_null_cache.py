@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inference_session.embedding_cache.base import EmbeddingCache
 from inference_session.embedding_cache.null import NullEmbeddingCache
-from tests.embedding_cache.contract import AMPLE_BYTES, EmbeddingCacheContract
+from tests.testing.cache_contract import AMPLE_BYTES, EmbeddingCacheContract
 
 
 class TestNullEmbeddingCache(EmbeddingCacheContract):

@@ -22,10 +22,9 @@ from tritonclient.utils import InferenceServerException
 
 from hotrow.command_line import cli
 from inference_session.errors import ConfigurationError
-from tests.integration.conftest import Serve, Served, is_running, name_of, start
-from tests.integration.test_requests import DENSE, IDS, ask, post
-from tests.integration.test_serve import shared_memory
-from tests.integration.test_tls import Authority, authority, flags  # noqa: F401  a fixture
+from tests.testing.certificates import Authority, tls_flags
+from tests.testing.served import Serve, Served, is_running, name_of, shared_memory, start
+from tests.testing.served_requests import DENSE, IDS, ask, post
 from tests.testing.servers import PATIENCE_S, wait_until
 from tests.testing.triton_models import ctr_answer, write_bags, write_ctr
 from triton_backend.launcher import front
@@ -263,11 +262,11 @@ def test_commands_work_through_it(fronted: Served) -> None:
     assert_answers(fronted)
 
 
-def test_the_front_speaks_tls(serve: Serve, tmp_path: Path, authority: Authority) -> None:  # noqa: F811
+def test_the_front_speaks_tls(serve: Serve, tmp_path: Path, authority: Authority) -> None:
     """Towards clients, who show certificates if they have to; the server behind it need not."""
     write_ctr(tmp_path / "repository" / "ctr" / "1")
     server, client = authority.issue("localhost"), authority.issue("client.example.org")
-    served = serve(tmp_path / "repository", "--front", *flags(server), "--tls-client-ca", str(authority.file))
+    served = serve(tmp_path / "repository", "--front", *tls_flags(server), "--tls-client-ca", str(authority.file))
     known = {"private_key": str(client.key), "certificate_chain": str(client.file)}
 
     for options, is_answered in ((known, True), ({}, False)):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tritonclient.utils import np_to_triton_dtype
 
 from inference_session.device.discovery import unusable, unusable_for_sessions
-from tests.integration.conftest import Served, start
+from tests.testing.served import Served, start
 from tests.testing.triton_models import NUM_ROWS, ctr_answer, write_ctr
 
 NO_GPU = unusable_for_sessions(0)

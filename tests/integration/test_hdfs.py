@@ -20,12 +20,12 @@ from inference_session.importers.hugectr import import_hugectr
 from inference_session.model_source import Copy, create_source
 from inference_session.model_source.fetch import fetch
 from inference_session.version_directory.manifest import verify
-from tests.importers.onnx.test_files import KEYS, _model, _redirect, _split
-from tests.integration.conftest import Serve
-from tests.integration.test_hugectr import ask, place_small
-from tests.model_source.test_sources import put
 from tests.testing.hadoop import Hdfs
-from tests.testing.hugectr_source import Source
+from tests.testing.hugectr_source import Source, place_small
+from tests.testing.onnx_models import KEYS, redirect, two_lookups, write_split
+from tests.testing.served import Serve
+from tests.testing.served_requests import ask
+from tests.testing.sources import put
 from tests.testing.triton_models import ctr_answer, write_ctr
 
 _numbers = itertools.count()
@@ -57,14 +57,14 @@ def run(*arguments: str) -> None:
 def test_an_onnx_model_with_external_data_is_imported(remote: str, tmp_path: Path, cache: Path) -> None:
     """The model and the files beside it that it names, and no others; nothing of it stays in the cache."""
     (tmp_path / "model").mkdir()
-    path = _split(tmp_path / "model")
+    path = write_split(tmp_path / "model")
     (tmp_path / "model" / "unrelated").write_bytes(b"1" * 100)
     upload(path.parent, remote)
 
     run("import", "onnx", f"{remote}/model.onnx", "--name", "m", "--repository", str(tmp_path / "r"))
 
     assert not [file for file in cache.rglob("*") if file.is_file() and file.name != "lock"]
-    expected = ReferenceEvaluator(_model()).run(None, {"keys": KEYS})
+    expected = ReferenceEvaluator(two_lookups()).run(None, {"keys": KEYS})
     with InferenceSession.open(tmp_path / "r" / "m" / "1", verify="full") as session:
         np.testing.assert_allclose(session.run({"keys": KEYS})["y"], expected[0], rtol=1e-6)
 
@@ -74,7 +74,7 @@ def test_a_damaged_copy_in_the_cache_is_copied_again(
 ) -> None:
     """What lies in the cache is read before it is used: a file without a manifest of its own has no other guard."""
     (tmp_path / "model").mkdir()
-    upload(_split(tmp_path / "model").parent, remote)
+    upload(write_split(tmp_path / "model").parent, remote)
     copy = fetch(f"{remote}/model.onnx")
     assert fetch(f"{remote}/model.onnx") == copy
     assert not caplog.records
@@ -88,8 +88,8 @@ def test_a_damaged_copy_in_the_cache_is_copied_again(
 def test_external_data_elsewhere_are_not_fetched(remote: str, tmp_path: Path) -> None:
     """A model that names files outside of its folder is refused, and nothing is imported."""
     (tmp_path / "model").mkdir()
-    path = _split(tmp_path / "model")
-    _redirect(path, location="../secret")
+    path = write_split(tmp_path / "model")
+    redirect(path, location="../secret")
     upload(path.parent, remote)
     with pytest.raises(ModelFormatError, match=r"hdfs://.*'\.\./secret', outside the model's folder"):
         run("import", "onnx", f"{remote}/model.onnx", "--name", "m", "--repository", str(tmp_path / "r"))
@@ -189,8 +189,10 @@ def test_a_repository_on_hdfs_is_served(serve: Serve, remote: str, tmp_path: Pat
     with serve(remote, "--model", "ctr", "--model", "small").grpc_client() as client:
         ids, dense = np.array([[0, 1, 2]]), np.ones((1, 2), np.float32)
         np.testing.assert_allclose(
-            ask(client, "ctr", {"ids": ids, "dense": dense}), ctr_answer(ids, dense, scale=3.0), rtol=1e-5
+            ask(client, "ctr", {"ids": ids, "dense": dense}).as_numpy("OUTPUT0"),
+            ctr_answer(ids, dense, scale=3.0),
+            rtol=1e-5,
         )
-        assert ask(client, "small", source.request()).shape[0] > 0
+        assert ask(client, "small", source.request()).as_numpy("OUTPUT0").shape[0] > 0
     with pytest.raises(AssertionError, match="emb_vector: damaged, its checksum"):
         serve(remote)

@@ -15,8 +15,8 @@ import psutil
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from tests.integration.conftest import Serve, Served, is_ready, is_running
-from tests.integration.test_requests import DENSE, IDS, ask, counters
+from tests.testing.served import Serve, Served, is_ready, is_running
+from tests.testing.served_requests import DENSE, IDS, ask, counters
 from tests.testing.servers import wait_until
 from tests.testing.triton_models import ctr_answer, write_ctr, write_flat
 from triton_backend.backend.heartbeat import FOLDER_VARIABLE, INTERVAL_S, last_beat

@@ -13,19 +13,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tritonclient.grpc
-import tritonclient.http
 from numpy.typing import NDArray
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from tritonclient.utils import InferenceServerException
 
 from inference_session.importers.hugectr import import_hugectr
-from tests.integration.conftest import Serve, Served, is_ready, start
-from tests.integration.test_requests import settled
-from tests.integration.test_stores import hotrow
+from tests.testing import served_requests
 from tests.testing.broker import Broker
+from tests.testing.command_line import hotrow
 from tests.testing.example_models import ExampleModels
 from tests.testing.hugectr_evaluator import Evaluator
-from tests.testing.hugectr_source import Requests, Source, array_of, requests_of
+from tests.testing.hugectr_source import Requests, Source, array_of, place_small, requests_of
+from tests.testing.served import Serve, Served, is_ready, start
+from tests.testing.served_requests import settled
 from tests.testing.servers import PATIENCE_S, wait_until
 from tests.testing.triton_models import write_ctr
 from triton_backend.repository.model_config import write_model_config
@@ -33,16 +32,6 @@ from triton_backend.repository.model_config import write_model_config
 pytestmark = pytest.mark.triton
 
 NUM_ROWS = (0, 1, 2, 63, 64, 65)
-CONFIG = """
-name: "NAME"
-backend: "hugectr"
-max_batch_size: 16,
-input [ { name: "DES" data_type: TYPE_FP32 dims: [ -1 ] }, { name: "CATCOLUMN" data_type: KEYS dims: [ -1 ] },
-        { name: "ROWINDEX" data_type: TYPE_INT32 dims: [ -1 ] } ]
-output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1 ] } ]
-instance_group [ { count: 1 kind: KIND_GPU gpus: [ 0 ] } ]
-parameters [ { key: "config" value: { string_value: "graph.json" } } ]
-"""
 
 
 def place(source: Path, folder: Path, *, prefix: str = "") -> Path:
@@ -52,17 +41,6 @@ def place(source: Path, folder: Path, *, prefix: str = "") -> Path:
         path.chmod(0o755 if path.is_dir() else 0o644)
     for name in ("config.pbtxt", "ps.json"):
         shutil.copyfile(source / f"{prefix}{name}", folder / name)
-    (folder / "1").mkdir()
-    return folder
-
-
-def place_small(folder: Path, source: Source) -> Path:
-    """A small model in a folder of its own name."""
-    source.model["model"] = folder.name
-    source.ps_json()
-    keys = "TYPE_INT64" if source.settings["supportlonglong"] else "TYPE_UINT32"
-    config = CONFIG.replace("NAME", folder.name).replace("KEYS", keys)
-    (folder / "config.pbtxt").write_text(config, encoding="utf-8")
     (folder / "1").mkdir()
     return folder
 
@@ -91,15 +69,8 @@ def in_place(tritonserver: None, models: ExampleModels, tmp_path_factory: pytest
 
 
 def ask(client: Any, model: str, arrays: Mapping[str, NDArray[Any]], outputs: list[str] | None = None) -> Any:
-    """OUTPUT0 of one request, over gRPC or HTTP, whichever the client speaks."""
-    module = tritonclient.grpc if "grpc" in type(client).__module__ else tritonclient.http
-    tensors = []
-    for name, array in arrays.items():
-        tensor = module.InferInput(name, list(array.shape), np_to_triton_dtype(array.dtype))
-        tensor.set_data_from_numpy(array)
-        tensors.append(tensor)
-    wanted = [module.InferRequestedOutput(name) for name in outputs or ["OUTPUT0"]]
-    return client.infer(model, tensors, outputs=wanted).as_numpy("OUTPUT0")
+    """OUTPUT0 of one request."""
+    return served_requests.ask(client, model, arrays, outputs or ["OUTPUT0"]).as_numpy("OUTPUT0")
 
 
 def counted(client: Any, model: str) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import yaml
 from click.testing import CliRunner
 
 from hotrow.command_line import cli
-from tests.integration.conftest import Serve
+from tests.testing.served import Serve
 from tests.testing.servers import wait_until
 from tests.testing.triton_models import write_ctr
 

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from tritonclient.utils import InferenceServerException
 
 from hotrow.command_line import cli
-from tests.integration.conftest import Serve, Served, is_ready
+from tests.testing.served import Serve, Served, is_ready
 from tests.testing.servers import RedisServer, free_port, wait_until
 from tests.testing.triton_models import write_ctr
 

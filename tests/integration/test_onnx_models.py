@@ -14,14 +14,14 @@ import tritonclient.http as http_client
 from numpy.typing import NDArray
 
 from inference_session.importers.onnx import import_onnx
-from tests.integration.conftest import Served, start
 from tests.testing.example_models import ExampleModels
+from tests.testing.served import Served, start
+from tests.testing.served_requests import ask
 from triton_backend.repository.model_config import write_model_config
 
 pytestmark = pytest.mark.triton
 
 MODELS = ("multi_task", "pairwise")
-_DATA_TYPES = {"int64": "INT64", "int32": "INT32", "float32": "FP32"}
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +37,6 @@ def served_models(
     yield served
     assert served.stop() == 0
     served.close()
-
-
-def ask(client: Any, protocol: Any, model: str, inputs: dict[str, NDArray[Any]], output: str) -> NDArray[np.float32]:
-    """One request over either protocol."""
-    tensors = []
-    for name, array in inputs.items():
-        tensor = protocol.InferInput(name, array.shape, _DATA_TYPES[str(array.dtype)])
-        tensor.set_data_from_numpy(array)
-        tensors.append(tensor)
-    answer: NDArray[np.float32] = client.infer(model, tensors).as_numpy(output)
-    return answer
 
 
 def area_under_curve(labels: NDArray[np.float32], scores: NDArray[np.float32]) -> float:
@@ -70,9 +59,9 @@ def test_answers_are_those_of_the_original(
     client = served_models.grpc_client() if protocol is grpc_client else served_models.http_client()
 
     for name in expected.files:
-        answer = ask(client, protocol, model, inputs, name)
+        answer = ask(client, model, inputs).as_numpy(name)
         np.testing.assert_allclose(answer, expected[name], rtol=0, atol=1e-6)
-    together = ask(client, protocol, model, inputs, "OUTPUT0")
+    together = ask(client, model, inputs).as_numpy("OUTPUT0")
     client.close()
 
     np.testing.assert_allclose(together, np.concatenate([expected[n] for n in expected.files], axis=1), atol=1e-6)
@@ -89,7 +78,7 @@ def test_the_auc_is_the_published_one(served_models: Served, models: ExampleMode
     client = served_models.grpc_client()
 
     parts = [
-        ask(client, grpc_client, model, {k: v[i : i + 1000] for k, v in inputs.items()}, "OUTPUT0")
+        ask(client, model, {k: v[i : i + 1000] for k, v in inputs.items()}).as_numpy("OUTPUT0")
         for i in range(0, 20_000, 1000)
     ]
     client.close()

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException
 
 from inference_session.importers.onnx import import_onnx
-from tests.integration.conftest import Served, start
-from tests.integration.test_requests import ask, counters
 from tests.testing.onnx_models import model_of, table
+from tests.testing.served import Served, start
+from tests.testing.served_requests import ask, counters
 from tests.testing.servers import PATIENCE_S, wait_until
 from triton_backend.repository.model_config import write_model_config
 

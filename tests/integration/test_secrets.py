@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from hotrow.command_line import cli
-from tests.integration.conftest import Serve
-from tests.integration.test_stores import hotrow
+from tests.testing.command_line import hotrow
+from tests.testing.served import Serve
 from tests.testing.servers import RedisServer, wait_until
 from tests.testing.triton_models import NUM_ROWS, ctr_answer, write_ctr
 

@@ -20,7 +20,7 @@ import tritonclient.grpc
 import tritonclient.http
 from tritonclient.utils import InferenceServerException
 
-from tests.integration.conftest import Serve, Served, is_running
+from tests.testing.served import Serve, Served, is_running, shared_memory
 from tests.testing.servers import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.triton
@@ -84,11 +84,6 @@ def assert_nothing_left(family: list[psutil.Process], launcher: int) -> None:
     """No process of the family runs, and no shared memory of theirs is left."""
     assert [process for process in family if is_running(process)] == []
     assert shared_memory(launcher) == []
-
-
-def shared_memory(launcher: int) -> list[Path]:
-    """The shared memory of the server that a process started."""
-    return list(Path("/dev/shm").glob(f"hotrow_{launcher}_*"))  # noqa: S108
 
 
 def test_serves_every_model_on_every_endpoint(serve: Serve, repository: Path) -> None:

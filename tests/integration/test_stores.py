@@ -4,39 +4,23 @@ from __future__ import annotations
 
 import re
 import shutil
-import urllib.request
 from pathlib import Path
 
 import numpy as np
 import pytest
-import tritonclient.grpc as grpc_client
-from click.testing import CliRunner
 
-from hotrow.command_line import cli
 from inference_session.importers.onnx import import_onnx
 from inference_session.model_spec import TABLES_FOLDER
-from tests.integration.conftest import Serve, Served
-from tests.integration.test_onnx_models import ask
+from tests.testing.command_line import hotrow
 from tests.testing.example_models import ExampleModels
-from tests.testing.servers import PATIENCE_S, RedisServer, wait_until
+from tests.testing.served import Serve, metric
+from tests.testing.served_requests import ask
+from tests.testing.servers import RedisServer, wait_until
 from triton_backend.repository.model_config import write_model_config
 
 pytestmark = pytest.mark.triton
 
 MODEL = "multi_task"
-
-
-def hotrow(*arguments: object) -> None:
-    result = CliRunner().invoke(cli, [str(argument) for argument in arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-
-
-def metric(served: Served, line: str) -> float:
-    """The value of the one line of /metrics that begins so."""
-    with urllib.request.urlopen(served.metrics, timeout=PATIENCE_S) as page:  # noqa: S310  a page of ours
-        lines = [text for text in page.read().decode().splitlines() if text.startswith(line)]
-    assert len(lines) == 1, (line, lines)
-    return float(lines[0].rpartition(" ")[2])
 
 
 def test_a_model_is_served_from_stores_alone(models: ExampleModels, serve: Serve, tmp_path: Path) -> None:
@@ -61,7 +45,7 @@ def test_a_model_is_served_from_stores_alone(models: ExampleModels, serve: Serve
 
         def check() -> None:
             for name in expected.files:
-                answer = ask(client, grpc_client, MODEL, inputs, name)
+                answer = ask(client, MODEL, inputs).as_numpy(name)
                 np.testing.assert_allclose(answer, expected[name], rtol=0, atol=1e-6)
 
         check()

@@ -25,11 +25,11 @@ from inference_session import InferenceSession
 from inference_session.importers.onnx import import_onnx
 from inference_session.rows.hot_keys import read_hot_keys
 from inference_session.version_directory.manifest import write_manifest
-from tests.integration.conftest import Serve, Served
-from tests.integration.test_requests import DENSE, IDS, ask, counters
-from tests.integration.test_stores import hotrow
+from tests.testing.command_line import hotrow
 from tests.testing.example_models import ExampleModels
 from tests.testing.hugectr_source import requests_of
+from tests.testing.served import Serve, Served
+from tests.testing.served_requests import DENSE, IDS, ask, counters
 from tests.testing.servers import PATIENCE_MS, PATIENCE_S, RedisServer, wait_until
 from tests.testing.triton_models import ctr_answer, write_ctr
 from triton_backend.backend.metric_records import NUM_KEPT

@@ -3,63 +3,19 @@
 from __future__ import annotations
 
 import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import tritonclient.grpc as grpc_client
-import trustme
 from click.testing import CliRunner, Result
 
 from hotrow.command_line import cli
 from inference_session.errors import ConfigurationError, UnavailableError
-from tests.integration.conftest import Serve, Served
+from tests.testing.certificates import Authority, new_authority, tls_flags
+from tests.testing.served import Serve, Served
 from tests.testing.servers import wait_until
 from tests.testing.triton_models import write_ctr
 from triton_backend.client.tls import ClientTls, ServerTls
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """A certificate and its key, in files."""
-
-    file: Path
-    key: Path
-
-
-@dataclass(frozen=True)
-class Authority:
-    """Somebody who signs certificates."""
-
-    folder: Path
-    ca: trustme.CA
-
-    @property
-    def file(self) -> Path:
-        """Its own certificate."""
-        return self.folder / "ca.pem"
-
-    def issue(self, name: str) -> Certificate:
-        """A certificate for a host."""
-        issued = self.ca.issue_cert(name)
-        made = Certificate(self.folder / f"{name}.pem", self.folder / f"{name}.key")
-        made.file.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
-        made.key.write_bytes(issued.private_key_pem.bytes())
-        return made
-
-
-@pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    """The one that servers' and clients' certificates come from."""
-    return new_authority(tmp_path / "authority")
-
-
-def new_authority(folder: Path) -> Authority:
-    """One that nobody knows yet."""
-    folder.mkdir()
-    authority = Authority(folder, trustme.CA())
-    authority.ca.cert_pem.write_to_path(str(authority.file))
-    return authority
 
 
 @pytest.fixture
@@ -67,11 +23,6 @@ def repository(tmp_path: Path) -> Path:
     """A repository with one model."""
     write_ctr(tmp_path / "repository" / "ctr" / "1")
     return tmp_path / "repository"
-
-
-def flags(certificate: Certificate) -> tuple[str, ...]:
-    """Options that show a certificate, of `serve` and of commands that ask a server."""
-    return ("--tls-certificate", str(certificate.file), "--tls-key", str(certificate.key))
 
 
 def ask(served: Served, *options: object, host: str = "localhost") -> Result:
@@ -109,7 +60,7 @@ def test_a_server_with_tls_answers_those_who_know_its_authority(
     serve: Serve, repository: Path, authority: Authority, tmp_path: Path
 ) -> None:
     """Only TLS is spoken over gRPC, HTTP stays on this machine, and whoever is refused is told why."""
-    served = serve(repository, "--host", "0.0.0.0", *flags(authority.issue("localhost")))  # noqa: S104  of this test
+    served = serve(repository, "--host", "0.0.0.0", *tls_flags(authority.issue("localhost")))  # noqa: S104  of this test
     stranger = new_authority(tmp_path / "stranger")
 
     wait_until(lambda: "serves" in ask(served, "--tls-ca", authority.file).output, "an answer")
@@ -137,8 +88,8 @@ def test_a_server_with_mutual_tls_wants_a_certificate_and_heals_itself(
     serve: Serve, repository: Path, authority: Authority
 ) -> None:
     """Clients need a certificate of the authority's; the launcher has one, and reloads a model whose process died."""
-    known = flags(authority.issue("client.example.org"))
-    served = serve(repository, *flags(authority.issue("localhost")), "--tls-client-ca", str(authority.file))
+    known = tls_flags(authority.issue("client.example.org"))
+    served = serve(repository, *tls_flags(authority.issue("localhost")), "--tls-client-ca", str(authority.file))
 
     assert isinstance(ask(served, "--tls-ca", authority.file).exception, UnavailableError)
     wait_until(lambda: "serves" in ask(served, "--tls-ca", authority.file, *known).output, "an answer")
@@ -155,7 +106,7 @@ def test_the_launcher_is_not_locked_out_by_an_authority_of_clients_only(
 ) -> None:
     """Where clients' certificates come from elsewhere than the server's, the launcher takes its own HTTP endpoint."""
     of_clients = new_authority(tmp_path / "clients")
-    served = serve(repository, *flags(authority.issue("127.0.0.1")), "--tls-client-ca", str(of_clients.file))
+    served = serve(repository, *tls_flags(authority.issue("127.0.0.1")), "--tls-client-ca", str(of_clients.file))
 
     lose_backend_process(served)
     wait_until(lambda: is_ready(served), "the model to be ready")
@@ -175,7 +126,7 @@ def test_what_cannot_be_used_is_said_before_the_start(authority: Authority, tmp_
         ClientTls(authority.file, one.file)
     serving = CliRunner().invoke(cli, ["serve", "--repository", str(tmp_path), "--tls-certificate", str(one.file)])
     assert "both --tls-certificate and --tls-key" in str(serving.exception)
-    asking = CliRunner().invoke(cli, ["versions", "ctr", *flags(one)])
+    asking = CliRunner().invoke(cli, ["versions", "ctr", *tls_flags(one)])
     assert "need --tls-ca" in str(asking.exception)
 
 

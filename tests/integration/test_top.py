@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc_client
 
-from tests.integration.conftest import Serve, Served
+from tests.testing.served import Serve, Served
 from tests.testing.servers import PATIENCE_S, free_port, wait_until
 from tests.testing.triton_models import write_ctr
 

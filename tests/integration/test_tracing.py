@@ -13,7 +13,7 @@ import pytest
 import tritonclient.grpc as grpc_client
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from tests.integration.conftest import Serve
+from tests.testing.served import Serve
 from tests.testing.servers import wait_until
 from tests.testing.triton_models import write_ctr
 

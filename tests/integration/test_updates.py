@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from inference_session.version_directory import manifest
-from tests.integration.conftest import Serve, Served
-from tests.integration.test_stores import hotrow, metric
 from tests.testing import small_model
 from tests.testing.broker import Broker
+from tests.testing.command_line import hotrow
+from tests.testing.served import Serve, Served, metric
 from tests.testing.servers import wait_until
 from triton_backend.client.server import RemoteServer
 from triton_backend.repository.model_config import write_model_config

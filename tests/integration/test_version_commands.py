@@ -18,8 +18,8 @@ from tritonclient.utils import InferenceServerException
 
 from hotrow.command_line import main
 from inference_session.version_directory import manifest
-from tests.integration.conftest import NUMPY_1, Served, start
-from tests.integration.test_requests import DENSE, IDS, ask
+from tests.testing.served import NUMPY_1, Served, start
+from tests.testing.served_requests import DENSE, IDS, ask
 from tests.testing.servers import wait_until
 from tests.testing.triton_models import ctr_answer, write_bags, write_ctr, write_flat, write_types
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from tests.integration.conftest import Serve
-from tests.integration.test_requests import DENSE, IDS, ask, counters
+from tests.testing.served import Serve
+from tests.testing.served_requests import DENSE, IDS, ask, counters
 from tests.testing.servers import wait_until
 from tests.testing.triton_models import ctr_answer, flat_answer, write_ctr, write_flat
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_session.kernels.machine_code import _is_private_group, open_to_others
+from inference_session.kernels.machine_code import is_private_group, open_to_others
 
 ROOT = Path(__file__).parents[2]
 HEAD = "from inference_session.kernels.cpu.intrinsics import kernel\n"
@@ -153,14 +153,14 @@ def test_who_may_write_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert open_to_others(tmp_path / "file") is None
     assert open_to_others(tmp_path / "absent") is None
     monkeypatch.setattr(grp, "getgrgid", lambda group: grp.struct_group(("shared", "x", group, ["root", "mallory"])))
-    _is_private_group.cache_clear()
+    is_private_group.cache_clear()
     (tmp_path / "file").chmod(0o664)
     assert "users of group" in str(open_to_others(tmp_path / "file"))
     monkeypatch.undo()
-    _is_private_group.cache_clear()
+    is_private_group.cache_clear()
     monkeypatch.setattr(pwd, "getpwall", list)
     assert open_to_others(tmp_path / "file") is None
-    _is_private_group.cache_clear()
+    is_private_group.cache_clear()
     (tmp_path / "file").chmod(0o602)
     assert "all users" in str(open_to_others(tmp_path / "file"))
     owner = (tmp_path / "file").stat().st_uid

@@ -22,7 +22,7 @@ from inference_session.kernels.cuda.records import (
     request_of,
 )
 from inference_session.kernels.records import SEGMENT, PoolingCode
-from tests.kernels import cuda_model as gpu_model
+from tests.testing import cuda_model as gpu_model
 
 CUDA = Path(gpu_layout.__file__).parent
 SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "write.cu")

@@ -10,7 +10,7 @@ import pytest
 
 from inference_session import InferenceSession
 from inference_session.version_directory import manifest
-from tests.conftest import ROOT
+from tests.testing import ROOT
 from triton_backend.repository.model_config import CONFIG_FILE, ModelConfig
 
 MODEL = ROOT / "model_repository" / "movielens"

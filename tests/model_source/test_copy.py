@@ -18,10 +18,10 @@ from inference_session.model_source import Copy, ModelSource, create_source, tra
 from inference_session.model_source.staged_copy import StagedCopy
 from inference_session.tables.table_file import write_table
 from inference_session.version_directory import manifest
-from tests.model_source.test_sources import put
 from tests.testing import small_model
 from tests.testing.hadoop import Hdfs
 from tests.testing.servers import wait_until
+from tests.testing.sources import put
 
 _numbers = itertools.count()
 _BIG = 5_000_000

@@ -15,9 +15,9 @@ import pytest
 from inference_session.errors import ConfigurationError, HotrowError, SourceError, UnavailableError
 from inference_session.model_source import Copy, create_source, hdfs_source, transfer
 from inference_session.model_source.hdfs_url import HdfsUrl
-from tests.model_source.test_sources import CONTENT, put
 from tests.testing.hadoop import Hdfs
 from tests.testing.servers import PATIENCE_S, answering, free_port, serving, wait_until
+from tests.testing.sources import CONTENT, put
 
 
 @pytest.fixture

@@ -15,10 +15,9 @@ from inference_session.errors import ConfigurationError
 from inference_session.model_source import ModelSource, create_source
 from tests.testing.hadoop import Hdfs
 from tests.testing.servers import wait_until
+from tests.testing.sources import CONTENT, put
 
 _numbers = itertools.count()
-CONTENT = bytes(range(256)) * 40_000
-"""More than two of the test cluster's blocks."""
 
 
 class SourceContract:
@@ -148,7 +147,3 @@ class TestHdfsSource(SourceContract):
         with create_source(f"{hdfs.url}/contract/{next(_numbers)}/{os.getpid()}") as source:
             source.make_folder("")
             yield source
-
-
-def put(source: ModelSource, path: str, content: bytes) -> None:
-    source.write(path, lambda begin: [content[begin:]])

@@ -21,10 +21,10 @@ from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
 from inference_session.tables.table_file import write_table
 from inference_session.version_directory import manifest
-from tests.parameter_server.contract import assert_same_bits, fetch, random_keys, random_vectors
 from tests.testing.faulty_stores import FaultStore
 from tests.testing.memory_store import MemoryStore
 from tests.testing.servers import PATIENCE_MS, RedisClusterServers, RedisServer
+from tests.testing.store_contract import assert_same_bits, fetch, random_keys, random_vectors
 
 NUM_ROWS = 5000
 DIMS = {"hashed": 16, "numbered": 4, "halved": 3}

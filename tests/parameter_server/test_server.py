@@ -23,12 +23,12 @@ from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
-from tests.parameter_server.contract import DIMS, assert_same_bits, fetch, keys_of, random_keys, random_vectors
 from tests.testing.faulty_stores import FaultStore
 from tests.testing.hooked_store import HookedStore
 from tests.testing.memory_store import MemoryStore
 from tests.testing.server_calls import await_promotions, fetch_any
 from tests.testing.servers import PATIENCE_MS, RedisServer, wait_until
+from tests.testing.store_contract import DIMS, assert_same_bits, fetch, keys_of, random_keys, random_vectors
 
 KEYS, VECTORS = random_keys(200), random_vectors(200, 4)
 

@@ -19,9 +19,9 @@ from inference_session.parameter_server.wrappers import WrapperStore
 from inference_session.tables.table_file import write_table
 from inference_session.version_directory import manifest
 from inference_session.version_directory.version import VersionDirectory
-from tests.parameter_server.contract import DIMS, ReadContract, StoreContract, fetch, keys_of, random_vectors
 from tests.testing.faulty_stores import FaultStore, LatencyStore
 from tests.testing.memory_store import MemoryStore
+from tests.testing.store_contract import DIMS, ReadContract, StoreContract, fetch, keys_of, random_vectors
 
 
 class MemoryContract(StoreContract):

@@ -14,10 +14,10 @@ from inference_session.embedding_cache.cpu import CpuEmbeddingCache
 from inference_session.platform.state_file import read_state, write_state
 from inference_session.rows.hot_keys import read_hot_keys, write_hot_keys
 from inference_session.version_directory.verified_files import VerifiedFiles
-from tests.test_stored_session import push
 from tests.testing import small_model
 from tests.testing.cache_lookups import look_up
 from tests.testing.servers import PATIENCE_S, wait_until
+from tests.testing.stored_model import push
 
 
 @pytest.fixture

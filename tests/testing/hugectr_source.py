@@ -100,3 +100,26 @@ class Source:
     def some(self, table: int, count: int) -> list[int]:
         known = self.keys[table].tolist()
         return [known[i % len(known)] if known and i % 2 == 0 else 5000 + i for i in range(count)]
+
+
+CONFIG = """
+name: "NAME"
+backend: "hugectr"
+max_batch_size: 16,
+input [ { name: "DES" data_type: TYPE_FP32 dims: [ -1 ] }, { name: "CATCOLUMN" data_type: KEYS dims: [ -1 ] },
+        { name: "ROWINDEX" data_type: TYPE_INT32 dims: [ -1 ] } ]
+output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1 ] } ]
+instance_group [ { count: 1 kind: KIND_GPU gpus: [ 0 ] } ]
+parameters [ { key: "config" value: { string_value: "graph.json" } } ]
+"""
+
+
+def place_small(folder: Path, source: Source) -> Path:
+    """A small model in a folder of its own name."""
+    source.model["model"] = folder.name
+    source.ps_json()
+    keys = "TYPE_INT64" if source.settings["supportlonglong"] else "TYPE_UINT32"
+    config = CONFIG.replace("NAME", folder.name).replace("KEYS", keys)
+    (folder / "config.pbtxt").write_text(config, encoding="utf-8")
+    (folder / "1").mkdir()
+    return folder

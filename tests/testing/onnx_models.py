@@ -59,3 +59,25 @@ def check(tmp_path: Path, model: ModelProto, *feeds: Arrays, **options: Any) -> 
     for inputs in feeds:
         assert_same(report, tmp_path / "model.onnx", inputs)
     return report
+
+
+KEYS = np.array([[0, 1], [999, -1], [-1000, 7]], np.int64)
+TWO_LOOKUPS = """m (int64[b, 2] keys) => (float[b, 2, 3] y) { v = Gather(w, keys)  y = MatMul(v, d) }"""
+
+
+def two_lookups() -> ModelProto:
+    return model_of(TWO_LOOKUPS, {"w": table(), "d": table(4, 3)})
+
+
+def write_split(tmp_path: Path, threshold: int = 0) -> Path:
+    path = tmp_path / "model.onnx"
+    onnx.save(two_lookups(), path, save_as_external_data=True, location="model.data", size_threshold=threshold)
+    return path
+
+
+def redirect(path: Path, **entries: str) -> None:
+    """Change what the model says of its table's external data."""
+    model = onnx.load(path, load_external_data=False)
+    for entry in model.graph.initializer[0].external_data:
+        entry.value = entries.get(entry.key, entry.value)
+    path.write_bytes(model.SerializeToString())

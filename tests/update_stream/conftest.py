@@ -4,28 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
 from tests.testing import small_model
 from tests.testing.broker import Broker
-
-
-class SmallVersion(NamedTuple):
-    """The small model in a version directory."""
-
-    directory: Path
-    tables: small_model.Arrays
-
-    @property
-    def model(self) -> str:
-        """Its name."""
-        return self.directory.parent.name
-
-    def topic(self, table: str, prefix: str = "hps_et") -> str:
-        """The topic of a table."""
-        return f"{prefix}.{self.model}.{table}"
+from tests.testing.small_version import SmallVersion
 
 
 @pytest.fixture(scope="session")

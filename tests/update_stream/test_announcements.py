@@ -11,8 +11,8 @@ from inference_session.update_stream.announcements import Announcements
 from inference_session.urls.kafka_url import KafkaUrl
 from tests.testing.broker import Broker
 from tests.testing.servers import wait_until
-from tests.update_stream.conftest import SmallVersion
-from tests.update_stream.test_kafka_stream import _FIRST_THAT_ABORTS
+from tests.testing.small_version import SmallVersion
+from tests.testing.streamed_rows import FIRST_THAT_ABORTS
 
 
 def follow(broker: Broker, small: SmallVersion) -> Announcements:
@@ -87,7 +87,7 @@ def test_a_broker_that_comes_back_empty_hides_no_announcement(small: SmallVersio
 
 
 @pytest.mark.skipif(
-    confluent_kafka.libversion()[1] >= _FIRST_THAT_ABORTS,
+    confluent_kafka.libversion()[1] >= FIRST_THAT_ABORTS,
     reason="this librdkafka aborts the process on what the broker of these tests says of a deleted topic",
 )
 def test_a_topic_made_anew_hides_no_announcement(broker: Broker, small: SmallVersion) -> None:

@@ -19,10 +19,10 @@ from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.store_url import create_store
 from inference_session.update_stream import Publisher
-from tests.test_stored_session import DIMS, push
 from tests.testing.broker import Broker
 from tests.testing.servers import PATIENCE_MS, RedisServer
-from tests.update_stream.conftest import SmallVersion
+from tests.testing.small_version import SmallVersion
+from tests.testing.stored_model import DIMS, push
 
 NUM_KILLS = 50
 NUM_KEYS = 4000

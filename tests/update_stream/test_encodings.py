@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from inference_session.errors import ConfigurationError
 from inference_session.update_stream.encodings import Message, decode, encode_batch, encode_keys, encode_vectors
-from inference_session.update_stream.publisher import _crc32
+from inference_session.update_stream.publisher import crc32
 from inference_session.update_stream.topics import table_of, topic_name
 from inference_session.urls.kafka_url import KafkaUrl
 
@@ -155,7 +155,7 @@ def test_keys_go_where_librdkafka_would_send_them(keys: list[int]) -> None:
     import zlib
 
     array = np.array(keys, np.int64)
-    assert _crc32(array).tolist() == [zlib.crc32(key.tobytes()) for key in array]
+    assert crc32(array).tolist() == [zlib.crc32(key.tobytes()) for key in array]
 
 
 def test_topics_belong_to_one_table() -> None:

@@ -18,12 +18,12 @@ from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.store_url import create_store
 from inference_session.update_stream import Publisher
 from inference_session.update_stream.encodings import decode, encode_batch
-from inference_session.update_stream.publisher import _crc32
-from tests.test_stored_session import DIMS, push
+from inference_session.update_stream.publisher import crc32
 from tests.testing.broker import Broker
 from tests.testing.servers import PATIENCE_MS, PATIENCE_S, RedisServer, wait_until
-from tests.update_stream.conftest import SmallVersion
-from tests.update_stream.test_kafka_stream import _FIRST_THAT_ABORTS, DEFAULT, packed
+from tests.testing.small_version import SmallVersion
+from tests.testing.stored_model import DIMS, push
+from tests.testing.streamed_rows import DEFAULT, FIRST_THAT_ABORTS, packed
 
 NUM_KEYS = 300
 NUM_STEPS = 25
@@ -107,7 +107,7 @@ class Hostile:
         """Most of a megabyte in one message, of rows of one partition."""
         count = self.topics().get(self.topic, 0)
         if count:
-            keys = np.arange(NUM_KEYS)[_crc32(np.arange(NUM_KEYS)) % np.uint32(count) == 0]
+            keys = np.arange(NUM_KEYS)[crc32(np.arange(NUM_KEYS)) % np.uint32(count) == 0]
             keys = np.tile(keys, 50_000 // max(len(keys), 1))
             self.broker.send(self.topic, (None, encode_batch(keys, self.rows(keys))), partition=0)
 
@@ -206,7 +206,7 @@ class Hostile:
 
 
 @pytest.mark.skipif(
-    confluent_kafka.libversion()[1] >= _FIRST_THAT_ABORTS,
+    confluent_kafka.libversion()[1] >= FIRST_THAT_ABORTS,
     reason="this librdkafka aborts the process on what the broker of these tests says of a deleted topic",
 )
 @pytest.mark.parametrize("seed", range(2))

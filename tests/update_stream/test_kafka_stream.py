@@ -9,7 +9,6 @@ from pathlib import Path
 import confluent_kafka
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError
@@ -18,32 +17,12 @@ from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.store_url import create_store
 from inference_session.update_stream import Publisher, kafka_stream, update_applier
 from inference_session.update_stream.encodings import encode_batch
-from tests.test_stored_session import DIMS, push
 from tests.testing import small_model
 from tests.testing.broker import Broker
 from tests.testing.servers import PATIENCE_MS, PATIENCE_S, RedisServer, wait_until
-from tests.update_stream.conftest import SmallVersion
-
-DEFAULT = [0.5, -0.5]
-_FIRST_THAT_ABORTS = 0x02050000
-"""A version of librdkafka, 2.5.0; pyproject.toml asks for an older one where there is any."""
-
-
-def packed(*keys: int) -> list[bytes]:
-    return [key.to_bytes(8, "little", signed=True) for key in keys]
-
-
-def vectors(value: float, *, rows: int = 1, dim: int = 4) -> NDArray[np.float32]:
-    return np.full((rows, dim), value, np.float32)
-
-
-def await_rows(session: InferenceSession, table: str, keys: object, expected: object) -> None:
-    wait_until(
-        lambda: np.array_equal(
-            session.lookup(table, keys), np.broadcast_to(expected, np.shape(session.lookup(table, keys)))
-        ),
-        f"rows of {table} to be served ({session.stats()['updates']})",
-    )
+from tests.testing.small_version import SmallVersion
+from tests.testing.stored_model import DIMS, push
+from tests.testing.streamed_rows import DEFAULT, FIRST_THAT_ABORTS, await_rows, packed, vectors
 
 
 def rejected(session: InferenceSession) -> dict[str, int]:
@@ -234,7 +213,7 @@ def test_duplicates_and_old_rows_that_come_again_do_no_harm(broker: Broker, smal
 
 
 @pytest.mark.skipif(
-    confluent_kafka.libversion()[1] >= _FIRST_THAT_ABORTS,
+    confluent_kafka.libversion()[1] >= FIRST_THAT_ABORTS,
     reason="this librdkafka aborts the process on what the broker of these tests says of a deleted topic",
 )
 def test_a_vanished_topic_is_survived(broker: Broker, small: SmallVersion) -> None:

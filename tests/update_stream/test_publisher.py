@@ -29,7 +29,7 @@ from inference_session.urls.kafka_url import KafkaUrl
 from inference_session.version_directory import manifest
 from tests.testing import small_model
 from tests.testing.broker import Broker
-from tests.update_stream.conftest import SmallVersion
+from tests.testing.small_version import SmallVersion
 
 
 def published(broker: Broker, topic: str, dim: int) -> Updates:

@@ -16,17 +16,17 @@ from inference_session import InferenceSession
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.store_url import create_store
 from inference_session.update_stream import kafka_stream
-from tests.test_stored_session import DIMS, push
 from tests.testing.broker import Broker
 from tests.testing.servers import wait_until
-from tests.update_stream.conftest import SmallVersion
-from tests.update_stream.test_kafka_stream import _FIRST_THAT_ABORTS, await_rows, packed, vectors
+from tests.testing.small_version import SmallVersion
+from tests.testing.stored_model import DIMS, push
+from tests.testing.streamed_rows import FIRST_THAT_ABORTS, await_rows, packed, vectors
 
 NUM_OLD, NUM_NEW = 20, 30
 """Messages of the first topic, and of the one that takes its place, which so has more."""
 
 pytestmark = pytest.mark.skipif(
-    confluent_kafka.libversion()[1] >= _FIRST_THAT_ABORTS,
+    confluent_kafka.libversion()[1] >= FIRST_THAT_ABORTS,
     reason="this librdkafka aborts the process on what the broker of these tests says of a deleted topic",
 )
 

@@ -23,10 +23,10 @@ from inference_session import InferenceSession
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError
 from inference_session.model_spec import ModelSpec, RankingSpec, TableSpec
 from inference_session.versions import VersionManager
-from inference_session.versions.version_manager import _check_same
-from tests.test_stored_session import push
+from inference_session.versions.version_manager import check_same
 from tests.testing import small_model
 from tests.testing.servers import wait_until
+from tests.testing.stored_model import push
 
 RENAME_EXCHANGE = 2
 REQUEST = small_model.random_inputs(4, np.random.default_rng(0))
@@ -230,7 +230,7 @@ def test_every_field_that_requests_depend_on_must_be_the_same(name: str) -> None
     new = dataclasses.replace(small_model.SPEC, **{name: OTHER[name]})
     is_content = name in ("source", "ranking")
     with nullcontext() if is_content else pytest.raises(ConfigurationError, match=f"has other {name} than"):
-        _check_same(small_model.SPEC, new)
+        check_same(small_model.SPEC, new)
 
 
 @pytest.mark.parametrize("name", [field.name for field in fields(TableSpec)])
@@ -240,7 +240,7 @@ def test_rows_may_differ_but_not_what_a_table_is(name: str) -> None:
     new = dataclasses.replace(small_model.SPEC, tables=(table, *small_model.TABLES[1:]))
     is_content = name in ("num_rows", "dtype", "default_vector")
     with nullcontext() if is_content else pytest.raises(ConfigurationError, match="has other tables than"):
-        _check_same(small_model.SPEC, new)
+        check_same(small_model.SPEC, new)
 
 
 def test_other_rows_are_refused_where_stores_hold_the_old_ones(directory: Path) -> None:

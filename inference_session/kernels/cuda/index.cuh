@@ -1,4 +1,4 @@
-// The hash index on the device: where a key is found. tests/kernels/cuda_model.py is its model in NumPy.
+// The hash index on the device: where a key is found. tests/testing/cuda_model.py is its model in NumPy.
 //
 // A bucket is 64 bytes: 62 tags, then two that say nothing. Slot s of bucket b is row 62 b + s of `keys`. A tag of 1…254 says
 // that the slot holds a key of that tag, 0 that it is free, 255 that a writer is filling it. A key has one bucket: where

@@ -1,6 +1,6 @@
 """What the CUDA kernels read beside SEGMENT records, field by field as in cuda/layout.cuh; how a request is cut up.
 
-Nothing here needs a GPU: tests/kernels/cuda_model.py computes what the kernels do from the same records.
+Nothing here needs a GPU: tests/testing/cuda_model.py computes what the kernels do from the same records.
 """
 
 from __future__ import annotations

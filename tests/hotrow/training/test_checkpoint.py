@@ -7,7 +7,6 @@ import pickle
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,15 @@ from torch import nn  # noqa: E402
 from hotrow import training  # noqa: E402
 from inference_session import InferenceSession  # noqa: E402
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError  # noqa: E402
+from tests.testing import training_jobs as jobs  # noqa: E402
+from tests.testing import training_models as models  # noqa: E402
 from tests.testing.broker import Broker  # noqa: E402
 from tests.testing.hadoop import Hdfs  # noqa: E402
 from tests.testing.servers import wait_until  # noqa: E402
-
-from . import jobs, models  # noqa: E402
-from .test_updates import _bags, _exported, _rows, _serves, _train  # noqa: E402
+from tests.testing.trainer import job, trainer  # noqa: E402
+from tests.testing.training_models import bag_collection, exported, serves, table_rows, train  # noqa: E402
 
 pytestmark = [pytest.mark.training, pytest.mark.filterwarnings("ignore")]
-
-
-def _job(kind: str = "Adam") -> tuple[Any, Any]:
-    torch.manual_seed(0)
-    model = models.Clicks(_bags(), 16)
-    return model, getattr(torch.optim, kind)(model.parameters(), lr=0.1)
 
 
 def _same(one: nn.Module, other: nn.Module) -> bool:
@@ -45,33 +39,33 @@ def _same(one: nn.Module, other: nn.Module) -> bool:
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "Adagrad"])
 def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, kind: str) -> None:
     """Weights, optimizer states and learning rates: bit-equal after further steps."""
-    model, optimizer = _job(kind)
+    model, optimizer = job(kind)
     checkpoint = training.Checkpoint(model, optimizer, tmp_path / "checkpoints")
     assert checkpoint.restore() == 0
     torch.manual_seed(1)
     for step in range(3):
-        _train(model.eval(), optimizer, step)
+        train(model.eval(), optimizer, step)
     optimizer.param_groups[0]["lr"] = 0.05
     checkpoint.save(2)
     for step in range(3, 6):
-        _train(model, optimizer, step)
+        train(model, optimizer, step)
 
-    again, its_optimizer = _job(kind)
+    again, its_optimizer = job(kind)
     start = training.Checkpoint(again, its_optimizer, tmp_path / "checkpoints").restore()
 
     assert start == 3
     assert its_optimizer.param_groups[0]["lr"] == 0.05
     for step in range(start, 6):
-        _train(again.eval(), its_optimizer, step)
+        train(again.eval(), its_optimizer, step)
     assert _same(again, model)
 
 
 def test_the_newest_are_kept_and_any_of_them_restored(tmp_path: Path) -> None:
     """Older ones go when a new one is in place."""
-    model, optimizer = _job()
+    model, optimizer = job()
     checkpoint = training.Checkpoint(model, optimizer, tmp_path, keep=2)
     for step in (5, 10, 15):
-        _train(model, optimizer, step)
+        train(model, optimizer, step)
         checkpoint.save(step)
 
     assert checkpoint.steps() == [10, 15]
@@ -103,7 +97,7 @@ def _save_on_ranks(rank: int, place: str, folder: Path) -> None:
     model, optimizer = _sharded("rows")
     checkpoint = training.Checkpoint(model, optimizer, place)
     for _ in range(3):
-        _train(model, optimizer, 7)  # the same on all ranks, so that their number makes no difference
+        train(model, optimizer, 7)  # the same on all ranks, so that their number makes no difference
     checkpoint.save(2)
     _gather_after_steps(rank, model, optimizer, folder / "first.npz")
 
@@ -117,7 +111,7 @@ def _restore_on_ranks(rank: int, place: str, folder: Path) -> None:
 def _gather_after_steps(rank: int, model: Any, optimizer: Any, path: Path) -> None:
     """Two steps on, all rows, which Adagrad's state decides, and dense weights, which Adam's does."""
     for _ in range(2):
-        _train(model, optimizer, 7)
+        train(model, optimizer, 7)
     rows = {name: jobs.gathered(model, f"bags.embedding_bags.{name}.weight") for name in ("t0", "t1")}
     dense = {name: value.numpy() for name, value in model.state_dict().items() if "layers" in name}
     if rank == 0:
@@ -147,9 +141,9 @@ def test_tables_come_back_on_ranks_that_shard_them_otherwise(
 
 
 def _saved(tmp_path: Path) -> tuple[Any, Path]:
-    model, optimizer = _job()
+    model, optimizer = job()
     checkpoint = training.Checkpoint(model, optimizer, tmp_path)
-    _train(model, optimizer, 0)
+    train(model, optimizer, 0)
     checkpoint.save(0)
     return checkpoint, tmp_path / "0"
 
@@ -173,7 +167,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     _saved(tmp_path)
     for model, text in (
         (nn.Linear(3, 1), "holds no 'model.weight'"),
-        (models.Clicks(_bags(), 24), "layers.0.weight.*has shape"),
+        (models.Clicks(bag_collection(), 24), "layers.0.weight.*has shape"),
     ):
         model_layers = model
         with pytest.raises(ConfigurationError, match=text):
@@ -212,49 +206,21 @@ def test_a_half_written_checkpoint_does_not_count(tmp_path: Path) -> None:
 # Killed
 
 
-KILLED = """
-import sys
-import torch
-from hotrow import training
-from tests.hotrow.training.test_checkpoint import _job, _train
-
-place, url, last = sys.argv[1], sys.argv[2], int(sys.argv[3])
-model, optimizer = _job("SGD")
-updates = training.UpdatePublisher(model, url, "killed", every_steps=2)
-checkpoint = training.Checkpoint(model, optimizer, place)
-start = checkpoint.restore()
-print("start", start, flush=True)
-for step in range(start, last):
-    _train(model.eval(), optimizer, step)
-    updates.step()
-    if step % 5 == 0:
-        checkpoint.save(step)
-    print("step", step, flush=True)
-updates.close()
-torch.save(model.state_dict(), place + ".final")
-"""
-
-
 def test_a_killed_trainer_goes_on_and_the_servers_end_with_its_rows(tmp_path: Path, broker: Broker) -> None:
     """Rows of steps that were lost are published anew as they are in the restored model."""
-    model, _ = _job("SGD")
-    directory = _exported(model, tmp_path, "killed")
+    model, _ = job("SGD")
+    directory = exported(model, tmp_path, "killed")
     place = str(tmp_path / "checkpoints")
     with InferenceSession.open(directory, device="cpu", update_stream=broker.url) as session:
         for kill_at, expected_start in ((8, 0), (13, 6)):
-            with _trainer(place, broker.url, 10_000) as process:
+            with trainer(place, broker.url, 10_000) as process:
                 assert _lines_until(process, f"step {kill_at}\n")[0] == f"start {expected_start}\n"
                 process.send_signal(signal.SIGKILL)
-        with _trainer(place, broker.url, 12) as process:
+        with trainer(place, broker.url, 12) as process:
             assert _lines_until(process, "start 11\n")
             assert process.wait(120) == 0
         model.load_state_dict(torch.load(place + ".final", weights_only=True))
-        wait_until(lambda: _serves(session, _rows(model)), "the rows of the restored model")
-
-
-def _trainer(place: str, url: str, last: int) -> subprocess.Popen[str]:
-    arguments = [sys.executable, "-W", "ignore", "-c", KILLED, place, url, str(last)]
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+        wait_until(lambda: serves(session, table_rows(model)), "the rows of the restored model")
 
 
 def _lines_until(process: subprocess.Popen[str], line: str) -> list[str]:

@@ -19,8 +19,8 @@ from torch import nn  # noqa: E402
 from hotrow import training  # noqa: E402
 from inference_session import InferenceSession  # noqa: E402
 from inference_session.errors import ConfigurationError, UnsupportedModelError  # noqa: E402
-
-from . import models  # noqa: E402
+from tests.testing import training_models as models  # noqa: E402
+from tests.testing.training_models import managed_collisions  # noqa: E402
 
 # Exporters and TorchRec warn of their own future; that is not ours to mend.
 pytestmark = [pytest.mark.training, pytest.mark.filterwarnings("ignore")]
@@ -247,44 +247,12 @@ def test_plain_modules_of_torch(tmp_path: Path) -> None:
         assert {table.name for table in session.spec.tables} == {"users", "ages", "words"}
 
 
-def _collisions(*, bags: bool = True) -> Any:
-    from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
-    from torchrec.modules.mc_embedding_modules import (
-        ManagedCollisionEmbeddingBagCollection,
-        ManagedCollisionEmbeddingCollection,
-    )
-    from torchrec.modules.mc_modules import (
-        DistanceLFU_EvictionPolicy,
-        ManagedCollisionCollection,
-        MCHManagedCollisionModule,
-    )
-
-    configs: Any = models.bag_configs()
-    if not bags:
-        configs = [
-            EmbeddingConfig(c.num_embeddings, c.embedding_dim, c.name, feature_names=c.feature_names) for c in configs
-        ]
-    collisions = {
-        config.name: MCHManagedCollisionModule(
-            zch_size=config.num_embeddings,
-            device=torch.device("cpu"),
-            eviction_policy=DistanceLFU_EvictionPolicy(),
-            eviction_interval=1,
-        )
-        for config in configs
-    }
-    collection = ManagedCollisionCollection(collisions, configs)
-    if bags:
-        return ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(configs), collection)
-    return ManagedCollisionEmbeddingCollection(EmbeddingCollection(configs), collection)
-
-
 @pytest.mark.parametrize("form", list(FORMS))
 @pytest.mark.parametrize("steps", [0, 3])
 def test_managed_collisions_answer_raw_ids(tmp_path: Path, form: str, steps: int) -> None:
     """Ids that the module has mapped, ids that it has evicted, ids it never saw: as the live model answers them."""
     torch.manual_seed(0)
-    model = models.Clicks(_collisions(), 16).train()
+    model = models.Clicks(managed_collisions(), 16).train()
     extremes = [0, 2**62 + 7, 2**63 - 2, 2**63 - 1]
 
     def batch(seed: int, num_samples: int) -> tuple[Any, dict[str, list[list[int]]]]:

@@ -14,8 +14,8 @@ pytest.importorskip("torchrec")
 from hotrow import training  # noqa: E402
 from inference_session import InferenceSession  # noqa: E402
 from inference_session.errors import HotrowError  # noqa: E402
-
-from . import jobs, models  # noqa: E402
+from tests.testing import training_jobs as jobs  # noqa: E402
+from tests.testing import training_models as models  # noqa: E402
 
 pytestmark = [pytest.mark.training, pytest.mark.filterwarnings("ignore")]
 

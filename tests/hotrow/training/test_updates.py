@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ pytest.importorskip("torchrec")
 
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
-from torch import nn  # noqa: E402
 
 from hotrow import training  # noqa: E402
 from hotrow.training.outbox import Changes, merge  # noqa: E402
@@ -21,56 +19,27 @@ from inference_session import InferenceSession  # noqa: E402
 from inference_session.errors import ConfigurationError, SessionClosedError, UnavailableError  # noqa: E402
 from inference_session.update_stream.announcements import Announcements  # noqa: E402
 from inference_session.urls.kafka_url import KafkaUrl  # noqa: E402
+from tests.testing import training_jobs as jobs  # noqa: E402
+from tests.testing import training_models as models  # noqa: E402
 from tests.testing.broker import Broker  # noqa: E402
 from tests.testing.servers import PATIENCE_S, wait_until  # noqa: E402
-
-from . import jobs, models  # noqa: E402
+from tests.testing.training_models import (  # noqa: E402
+    bag_collection,
+    batch,
+    exported,
+    managed_collisions,
+    serves,
+    table_rows,
+    train,
+)
 
 pytestmark = [pytest.mark.training, pytest.mark.filterwarnings("ignore")]
 
 
-def _bags(num_tables: int = 2) -> Any:
-    from torchrec import EmbeddingBagCollection
-
-    return EmbeddingBagCollection(models.bag_configs(num_tables))
-
-
-def _batch(seed: int, num_samples: int = 6, num_tables: int = 2, rows: int = 40) -> tuple[Any, Any]:
-    random = np.random.default_rng(seed)
-    lists = {f"f{i}": models.random_lists(random, num_samples, rows) for i in range(num_tables)}
-    return torch.from_numpy(random.random((num_samples, 3)).astype(np.float32)), models.features(lists)
-
-
-def _train(model: nn.Module, optimizer: Any, seed: int, **options: Any) -> None:
-    model(*_batch(seed, **options)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _exported(model: nn.Module, folder: Path, name: str, **options: Any) -> Path:
-    version = training.export(
-        model,
-        example=_batch(0, **options),
-        inputs=training.padded(max_len=5),
-        outputs=["click"],
-        repository=folder,
-        name=name,
-    )
-    return folder / name / str(version)
-
-
-def _serves(session: InferenceSession, expected: dict[str, Any]) -> bool:
-    return all(np.array_equal(session.lookup(name, np.arange(len(rows))), rows) for name, rows in expected.items())
-
-
-def _rows(model: Any) -> dict[str, Any]:
-    return {name: bag.weight.detach().numpy() for name, bag in model.bags.embedding_bags.items()}
-
-
 def test_touched_rows_arrive_bit_equal(tmp_path: Path, broker: Broker) -> None:
     """Every few steps, what is left at the end, and in a name of their own."""
-    model = models.Clicks(_bags(), 16)
-    directory = _exported(model, tmp_path, "touched")
+    model = models.Clicks(bag_collection(), 16)
+    directory = exported(model, tmp_path, "touched")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     with (
@@ -78,20 +47,20 @@ def test_touched_rows_arrive_bit_equal(tmp_path: Path, broker: Broker) -> None:
         training.UpdatePublisher(model, broker.url, "touched", every_steps=3) as updates,
     ):
         for seed in range(8):
-            _train(model, optimizer, seed)
+            train(model, optimizer, seed)
             updates.step()
         updates.close()
 
-        wait_until(lambda: _serves(session, _rows(model)), "all rows to be served")
+        wait_until(lambda: serves(session, table_rows(model)), "all rows to be served")
         assert 0 < updates.stats.num_rows <= 3 * (40 + 50)
 
 
 def test_what_is_only_read_is_not_published(broker: Broker, tmp_path: Path) -> None:
     """Not by an evaluation, nor by an export."""
-    model = models.Clicks(_bags(), 16)
+    model = models.Clicks(bag_collection(), 16)
     with training.UpdatePublisher(model, broker.url, "only_read") as updates:
-        models.live(model, *_batch(0))
-        _exported(model, tmp_path, "only_read")
+        models.live(model, *batch(0))
+        exported(model, tmp_path, "only_read")
         updates.step()
         updates.close()
 
@@ -101,21 +70,19 @@ def test_what_is_only_read_is_not_published(broker: Broker, tmp_path: Path) -> N
 
 def test_ids_that_lose_their_rows_are_deleted(tmp_path: Path, broker: Broker) -> None:
     """Managed collisions: raw ids are published, and evicted ones answered as unknown again."""
-    from .test_export import _collisions
-
     torch.manual_seed(0)
-    model = models.Clicks(_collisions(), 16).train()
+    model = models.Clicks(managed_collisions(), 16).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for seed in range(3):
-        _train(model, optimizer, seed, num_samples=20, rows=60)
-    directory = _exported(model, tmp_path, "collisions")
+        train(model, optimizer, seed, num_samples=20, rows=60)
+    directory = exported(model, tmp_path, "collisions")
 
     with (
         InferenceSession.open(directory, device="cpu", update_stream=broker.url) as session,
         training.UpdatePublisher(model, broker.url, "collisions", every_steps=2) as updates,
     ):
         for seed in range(3, 20):
-            _train(model, optimizer, seed, num_samples=20, rows=10**6)
+            train(model, optimizer, seed, num_samples=20, rows=10**6)
             updates.step()
         updates.close()
 
@@ -141,13 +108,14 @@ WAYS = ["row_wise", "table_wise", "column_wise", "data_parallel"]
 def _train_on_ranks(rank: int, folder: Path, url: str) -> None:
     """Train differently sharded tables; whole tables, as they are at the end, lie beside the version."""
     torch.manual_seed(0)
-    model = jobs.distributed(models.Clicks(_bags(4), 32), {"bags": {f"t{i}": way for i, way in enumerate(WAYS)}})
-    _exported(model, folder, "ranks", num_tables=4)
+    ways = {f"t{i}": way for i, way in enumerate(WAYS)}
+    model = jobs.distributed(models.Clicks(bag_collection(4), 32), {"bags": ways})
+    exported(model, folder, "ranks", num_tables=4)
     updates = training.UpdatePublisher(model, url, "ranks", every_steps=2)
     dense = [p for name, p in model.named_parameters() if "layers" in name or "t3" in name]
     optimizer = torch.optim.SGD(dense, lr=0.1)
     for step in range(5):
-        _train(model, optimizer, 10 * step + rank, num_tables=4)
+        train(model, optimizer, 10 * step + rank, num_tables=4)
         updates.step()
     updates.announce(1)
     updates.close()
@@ -163,7 +131,7 @@ def test_rows_of_all_ranks_arrive_whole(tmp_path: Path, broker: Broker) -> None:
     expected = dict(np.load(tmp_path / "live.npz"))
     directory = tmp_path / "ranks" / "1"
     with InferenceSession.open(directory, device="cpu", update_stream=broker.url) as session:
-        wait_until(lambda: _serves(session, expected), "all rows to be served")
+        wait_until(lambda: serves(session, expected), "all rows to be served")
     with InferenceSession.open(directory, device="cpu") as session:
         changed = [
             (session.lookup(name, np.arange(len(rows))) != rows).any(axis=1).sum() for name, rows in expected.items()
@@ -175,21 +143,21 @@ def test_rows_of_all_ranks_arrive_whole(tmp_path: Path, broker: Broker) -> None:
 
 def test_a_broker_that_goes_away_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
     """`step` raises; what was not confirmed is sent when the brokers are back."""
-    model = models.Clicks(_bags(), 16)
-    directory = _exported(model, tmp_path, "outage")
+    model = models.Clicks(bag_collection(), 16)
+    directory = exported(model, tmp_path, "outage")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Broker() as broker:
         updates = training.UpdatePublisher(model, broker.url, "outage", timeout_s=2.0)
         broker.stop()
-        _train(model, optimizer, 1)
+        train(model, optimizer, 1)
         with pytest.raises(UnavailableError, match="rows that were not confirmed are kept"):
             _step_until_it_fails(updates)
-        _train(model, optimizer, 2)
+        train(model, optimizer, 2)
         broker.start()  # empty, so that all has to come anew
         wait_until(lambda: _closes(updates), "the brokers to take the rows")
 
         with InferenceSession.open(directory, device="cpu", update_stream=broker.url) as session:
-            wait_until(lambda: _serves(session, _rows(model)), "all rows to be served")
+            wait_until(lambda: serves(session, table_rows(model)), "all rows to be served")
     with pytest.raises(SessionClosedError):
         updates.step()
 
@@ -213,7 +181,7 @@ def _closes(updates: training.UpdatePublisher) -> bool:
 
 def test_bad_arguments_are_refused(broker: Broker) -> None:
     """And leave no hooks behind."""
-    model = models.Clicks(_bags(), 16)
+    model = models.Clicks(bag_collection(), 16)
     with pytest.raises(ConfigurationError, match="every_steps"):
         training.UpdatePublisher(model, broker.url, "ctr", every_steps=0)
     with Broker() as other:

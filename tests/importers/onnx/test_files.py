@@ -7,38 +7,26 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from onnx import ModelProto, TensorProto, helper
+from onnx import TensorProto, helper
 
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
 from inference_session.importers.onnx import evaluation, import_onnx
 from inference_session.version_directory.manifest import verify
-from tests.testing.onnx_models import assert_same, import_model, model_of, table
-
-KEYS = np.array([[0, 1], [999, -1], [-1000, 7]], np.int64)
-GRAPH = """m (int64[b, 2] keys) => (float[b, 2, 3] y) { v = Gather(w, keys)  y = MatMul(v, d) }"""
-
-
-def _model() -> ModelProto:
-    return model_of(GRAPH, {"w": table(), "d": table(4, 3)})
-
-
-def _split(tmp_path: Path, threshold: int = 0) -> Path:
-    path = tmp_path / "model.onnx"
-    onnx.save(_model(), path, save_as_external_data=True, location="model.data", size_threshold=threshold)
-    return path
-
-
-def _redirect(path: Path, **entries: str) -> None:
-    """Change what the model says of its table's external data."""
-    model = onnx.load(path, load_external_data=False)
-    for entry in model.graph.initializer[0].external_data:
-        entry.value = entries.get(entry.key, entry.value)
-    path.write_bytes(model.SerializeToString())
+from tests.testing.onnx_models import (
+    KEYS,
+    TWO_LOOKUPS,
+    assert_same,
+    import_model,
+    model_of,
+    redirect,
+    table,
+    two_lookups,
+    write_split,
+)
 
 
 def _left(tmp_path: Path) -> list[str]:
@@ -48,7 +36,7 @@ def _left(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize("threshold", [0, 1024])
 def test_external_data_are_read(tmp_path: Path, threshold: int) -> None:
     """Tables and small weights in a file beside the model are found."""
-    path = _split(tmp_path, threshold)
+    path = write_split(tmp_path, threshold)
 
     report = import_onnx(path, tmp_path / "repository", "m")
 
@@ -58,7 +46,7 @@ def test_external_data_are_read(tmp_path: Path, threshold: int) -> None:
 
 def test_the_staged_version_holds_no_more_than_it_should(tmp_path: Path) -> None:
     """No trace of the verification stays, and the manifest vouches for the rest."""
-    report = import_model(tmp_path, _model())
+    report = import_model(tmp_path, two_lookups())
 
     verify(report.version_dir, checksums=True)
     files = sorted(p.relative_to(report.version_dir).as_posix() for p in report.version_dir.rglob("*") if p.is_file())
@@ -69,7 +57,7 @@ def test_the_staged_version_holds_no_more_than_it_should(tmp_path: Path) -> None
 def test_networks_too_large_for_one_file_are_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond protobuf's 2 GB the dense weights lie beside dense.onnx (here the limit is lower)."""
     monkeypatch.setattr(evaluation, "_MAX_INLINE_BYTES", 1000)
-    graph = GRAPH.replace("2, 3] y", "2, 512] y")
+    graph = TWO_LOOKUPS.replace("2, 3] y", "2, 512] y")
 
     report = import_model(tmp_path, model_of(graph, {"w": table(), "d": table(4, 512)}))
 
@@ -84,8 +72,8 @@ def test_networks_too_large_for_one_file_are_split(tmp_path: Path, monkeypatch: 
 def test_external_data_outside_the_folder_are_refused(tmp_path: Path, location: str) -> None:
     """A model may not name files of the rest of the machine."""
     (tmp_path / "inner").mkdir()
-    path = _split(tmp_path / "inner")
-    _redirect(path, location=location)
+    path = write_split(tmp_path / "inner")
+    redirect(path, location=location)
 
     with pytest.raises(ModelFormatError, match="outside the model's folder"):
         import_onnx(path, tmp_path / "repository", "m")
@@ -96,7 +84,7 @@ def test_external_data_outside_the_folder_are_refused(tmp_path: Path, location: 
 def test_links_that_leave_the_folder_are_refused(tmp_path: Path) -> None:
     """A symbolic link is no way out of the folder."""
     (tmp_path / "inner").mkdir()
-    path = _split(tmp_path / "inner")
+    path = write_split(tmp_path / "inner")
     (tmp_path / "inner/model.data").rename(tmp_path / "model.data")
     (tmp_path / "inner/model.data").symlink_to(tmp_path / "model.data")
 
@@ -106,7 +94,7 @@ def test_links_that_leave_the_folder_are_refused(tmp_path: Path) -> None:
 
 def test_missing_and_short_external_data_are_named(tmp_path: Path) -> None:
     """A data file that is cut short, and one that is not there, are refused by name."""
-    path = _split(tmp_path)
+    path = write_split(tmp_path)
     data = tmp_path / "model.data"
     data.write_bytes(data.read_bytes()[:100])
     with pytest.raises(ModelFormatError, match=r"model\.data: 100 bytes"):
@@ -120,8 +108,8 @@ def test_missing_and_short_external_data_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("entries", [{"offset": "-1"}, {"length": "12"}, {"offset": "many"}, {"length": "99999999999"}])
 def test_external_data_that_do_not_fit_the_shape_are_refused(tmp_path: Path, entries: dict[str, str]) -> None:
     """Offset and length must agree with the file and the tensor."""
-    path = _split(tmp_path)
-    _redirect(path, **entries)
+    path = write_split(tmp_path)
+    redirect(path, **entries)
 
     with pytest.raises(ModelFormatError, match=r"model\.(onnx|data)"):
         import_onnx(path, tmp_path / "repository", "m")
@@ -144,7 +132,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path, content: bytes) -> None:
 def test_damaged_models_end_in_our_own_errors(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """A byte changed or bytes cut off lead to an error of ours or to a working model, and never leave a mess."""
     tmp_path = tmp_path_factory.mktemp("damaged")
-    content = bytearray(model_of(GRAPH, {"w": table(10), "d": table(4, 3)}).SerializeToString())
+    content = bytearray(model_of(TWO_LOOKUPS, {"w": table(10), "d": table(4, 3)}).SerializeToString())
     at = data.draw(st.integers(0, len(content) - 1))
     if data.draw(st.booleans()):
         content[at] ^= 1 << data.draw(st.integers(0, 7))
@@ -203,19 +191,19 @@ def test_outputs_that_are_no_tensors_are_refused(tmp_path: Path) -> None:
 
 def test_versions_count_up(tmp_path: Path) -> None:
     """Without a number the next one is taken; 1 comes first, and gaps are not filled."""
-    assert import_model(tmp_path, _model()).version_dir.name == "1"
-    assert import_model(tmp_path, _model(), version=7).version_dir.name == "7"
-    assert import_model(tmp_path, _model()).version_dir.name == "8"
+    assert import_model(tmp_path, two_lookups()).version_dir.name == "1"
+    assert import_model(tmp_path, two_lookups(), version=7).version_dir.name == "7"
+    assert import_model(tmp_path, two_lookups()).version_dir.name == "8"
 
 
 @pytest.mark.parametrize("options", [{"version": 1}, {"version": 0}, {"min_rows": 0}])
 def test_bad_arguments_are_refused(tmp_path: Path, options: dict[str, int]) -> None:
     """An existing version, and numbers that make no sense, change nothing."""
-    before = import_model(tmp_path, _model()).version_dir
+    before = import_model(tmp_path, two_lookups()).version_dir
     files = _left(tmp_path)
 
     with pytest.raises(ConfigurationError):
-        import_model(tmp_path, _model(), **options)
+        import_model(tmp_path, two_lookups(), **options)
 
     assert _left(tmp_path) == files
     verify(before, checksums=True)
@@ -224,7 +212,7 @@ def test_bad_arguments_are_refused(tmp_path: Path, options: dict[str, int]) -> N
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", ".hidden"])
 def test_names_that_are_no_folder_are_refused(tmp_path: Path, name: str) -> None:
     """A model's name is the name of its folder."""
-    onnx.save(_model(), tmp_path / "model.onnx")
+    onnx.save(two_lookups(), tmp_path / "model.onnx")
 
     with pytest.raises(ConfigurationError, match="cannot be the name of a model"):
         import_onnx(tmp_path / "model.onnx", tmp_path / "repository", name)
@@ -236,7 +224,7 @@ def test_a_leftover_of_a_killed_import_is_replaced(tmp_path: Path) -> None:
     stale.mkdir(parents=True)
     (stale / "half").write_text("written")
 
-    report = import_model(tmp_path, _model())
+    report = import_model(tmp_path, two_lookups())
 
     assert not stale.exists()
     assert not (report.version_dir / "half").exists()
@@ -246,7 +234,7 @@ def test_progress_tells_the_bytes_written_and_checked(tmp_path: Path) -> None:
     """Each table is counted when it is written and when its checksum is taken."""
     seen: list[int] = []
 
-    report = import_model(tmp_path, _model(), progress=seen.append)
+    report = import_model(tmp_path, two_lookups(), progress=seen.append)
 
     listed = sum(p.stat().st_size for p in report.version_dir.rglob("*") if p.is_file() and p.name != "MANIFEST.json")
     assert sum(seen) == table().nbytes + listed

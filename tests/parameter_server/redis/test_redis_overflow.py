@@ -17,10 +17,10 @@ from inference_session.parameter_server.redis.store import RedisStore
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.tier import Tier
-from tests.parameter_server.contract import DIMS, assert_same_bits, fetch, keys_of, packed, random_keys, random_vectors
 from tests.testing.memory_store import MemoryStore
 from tests.testing.server_calls import fetch_any
 from tests.testing.servers import PATIENCE_MS, RedisClusterServers, RedisServer, wait_until
+from tests.testing.store_contract import DIMS, assert_same_bits, fetch, keys_of, packed, random_keys, random_vectors
 
 KEYS, VECTORS = random_keys(400), random_vectors(400, 4)
 POLICIES = ("evict_oldest", "evict_random", "evict_least_used")

@@ -25,17 +25,7 @@ from inference_session.parameter_server.redis import layout
 from inference_session.parameter_server.redis.store import RedisStore, list_redis_tables
 from inference_session.parameter_server.store_url import create_store
 from inference_session.urls.store_url import StoreUrl
-from tests.parameter_server.contract import (
-    DIMS,
-    EXTREMES,
-    SharedStoreContract,
-    assert_same_bits,
-    fetch,
-    keys_of,
-    packed,
-    random_keys,
-    random_vectors,
-)
+from tests.testing.redis_contract import RedisContract, partition_in_plain_python
 from tests.testing.servers import (
     PATIENCE_MS,
     RedisClusterServers,
@@ -47,23 +37,18 @@ from tests.testing.servers import (
     valkey_binary,
     wait_until,
 )
+from tests.testing.store_contract import (
+    DIMS,
+    EXTREMES,
+    assert_same_bits,
+    fetch,
+    keys_of,
+    packed,
+    random_keys,
+    random_vectors,
+)
 
-MASK = 2**64 - 1
 _numbers = itertools.count()
-
-
-def partition_in_plain_python(key: int, num_partitions: int) -> int:
-    """HPS's rule, with Python's integers."""
-
-    def rotated(value: int, by: int) -> int:
-        return (value >> by | value << (64 - by)) & MASK
-
-    x = key & MASK
-    x ^= rotated(x, 25) ^ rotated(x, 50)
-    x = x * 0xA24BAED4963EE407 & MASK
-    x ^= rotated(x, 24) ^ rotated(x, 49)
-    x = x * 0x9FB21C651E98DF25 & MASK
-    return (x ^ x >> 28) % num_partitions
 
 
 Answer = TypeVar("Answer")
@@ -111,25 +96,6 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem"]
     subprocess.run([*openssl, *names], cwd=folder, check=True, capture_output=True)
     return folder
-
-
-class RedisContract(SharedStoreContract):
-    """The contract, with plain `redis` clients as the way past the store."""
-
-    PARTITIONS = 8
-    client: redis.Redis | redis.RedisCluster
-    bound: RedisStore
-
-    def put(self, table: str, key: int, row: bytes) -> None:
-        self.client.hset(self._hash(table, key), packed(key), row)
-
-    def get(self, table: str, key: int) -> bytes | None:
-        row: bytes | None = self.client.hget(self._hash(table, key), packed(key))
-        return row
-
-    def _hash(self, table: str, key: int) -> str:
-        tag = self.bound.namespace.tag(table)
-        return f"hps_et{{{tag}/p{partition_in_plain_python(key, self.PARTITIONS)}}}v"
 
 
 class TestRedis(RedisContract):

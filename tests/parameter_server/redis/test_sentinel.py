@@ -19,9 +19,8 @@ from inference_session.parameter_server.redis.store import RedisStore, list_redi
 from inference_session.parameter_server.store_url import create_store
 from inference_session.parameter_server.table_push import TablePush
 from inference_session.urls.store_url import StoreUrl
-from tests.parameter_server.contract import DIMS, assert_same_bits, fetch, random_keys, random_vectors
-from tests.parameter_server.redis.test_redis_store import RedisContract
 from tests.testing import small_model
+from tests.testing.redis_contract import RedisContract
 from tests.testing.servers import (
     MASTER_NAME,
     PATIENCE_MS,
@@ -32,6 +31,7 @@ from tests.testing.servers import (
     valkey_binary,
     wait_until,
 )
+from tests.testing.store_contract import DIMS, assert_same_bits, fetch, random_keys, random_vectors
 
 KEYS, VECTORS = random_keys(500), random_vectors(500, 4)
 EVERY = np.arange(50)

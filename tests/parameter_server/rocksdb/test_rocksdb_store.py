@@ -24,7 +24,8 @@ from inference_session.errors import SessionClosedError, StoreError, Unavailable
 from inference_session.parameter_server.namespace import Namespace, StoredTable
 from inference_session.parameter_server.rocksdb.database import translated
 from inference_session.parameter_server.rocksdb.store import RocksDbStore, list_rocksdb_tables
-from tests.parameter_server.contract import (
+from tests.testing.servers import wait_until
+from tests.testing.store_contract import (
     DIMS,
     SharedStoreContract,
     assert_same_bits,
@@ -34,7 +35,6 @@ from tests.parameter_server.contract import (
     random_keys,
     random_vectors,
 )
-from tests.testing.servers import wait_until
 
 NAMESPACE = Namespace("ctr", "7")
 

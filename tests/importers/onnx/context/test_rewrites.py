@@ -7,33 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
-from tests.testing.onnx_evaluation import Arrays
 from tests.testing.onnx_models import model_of, table
+from tests.testing.ranking import DIM, check_ranking, matrix, operators, requests
 
-from .ranking import check_ranking, operators
-
-COUNTS = ((6,), (2, 2, 2), (4, 1), (1, 1, 1), (1, 40, 0, 3))
-DIM, LENGTH, WIDTH = 4, 5, 3
-
-
-def matrix(*shape: int, seed: int = 7) -> NDArray[np.float32]:
-    """Random weights."""
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-
-
-def requests(**shapes: tuple[int, ...]) -> list[tuple[Arrays, tuple[int, ...]]]:
-    """Random requests: `u_…` is the context's; names in `_f` are numbers, others keys."""
-    found = []
-    for seed, counts in enumerate(COUNTS):
-        random, inputs = np.random.default_rng(seed), {}
-        for name, shape in shapes.items():
-            size = (len(counts) if name.startswith("u") else sum(counts), *shape)
-            is_number = name.endswith("_f")
-            inputs[name] = random.standard_normal(size, np.float32) if is_number else random.integers(0, 1000, size)
-        found.append((inputs, counts))
-    return found
+LENGTH, WIDTH = 5, 3
 
 
 def check(

@@ -10,9 +10,7 @@ import pytest
 
 from inference_session.errors import ConfigurationError, UnsupportedModelError
 from tests.testing.onnx_models import import_model, model_of, table
-
-from .ranking import check_ranking
-from .test_rewrites import DIM, matrix, requests
+from tests.testing.ranking import DIM, check_ranking, matrix, requests
 
 SHAPES: dict[str, tuple[int, ...]] = {"u_f": (4,), "v_f": (4,)}
 CONSTANTS: dict[str, Any] = {

@@ -103,3 +103,80 @@ def export(model: nn.Module, folder: Path, **options: Any) -> Path:
     options = {"outputs": ["click"], **options}
     version = training.export(model, repository=folder, name="ctr", **options)
     return folder / "ctr" / str(version)
+
+
+def bag_collection(num_tables: int = 2) -> Any:
+    """An EmbeddingBagCollection of several tables."""
+    from torchrec import EmbeddingBagCollection
+
+    return EmbeddingBagCollection(bag_configs(num_tables))
+
+
+def batch(seed: int, num_samples: int = 6, num_tables: int = 2, rows: int = 40) -> tuple[Any, Any]:
+    """Random dense features and ids of some samples."""
+    random = np.random.default_rng(seed)
+    lists = {f"f{i}": random_lists(random, num_samples, rows) for i in range(num_tables)}
+    return torch.from_numpy(random.random((num_samples, 3)).astype(np.float32)), features(lists)
+
+
+def train(model: nn.Module, optimizer: Any, seed: int, **options: Any) -> None:
+    """One step on a random batch."""
+    model(*batch(seed, **options)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def exported(model: nn.Module, folder: Path, name: str, **options: Any) -> Path:
+    """Export a model with padded inputs under a name; returns the version directory."""
+    version = training.export(
+        model,
+        example=batch(0, **options),
+        inputs=training.padded(max_len=5),
+        outputs=["click"],
+        repository=folder,
+        name=name,
+    )
+    return folder / name / str(version)
+
+
+def serves(session: InferenceSession, expected: dict[str, Any]) -> bool:
+    """Whether a session serves these rows, by table, bit by bit."""
+    return all(np.array_equal(session.lookup(name, np.arange(len(rows))), rows) for name, rows in expected.items())
+
+
+def table_rows(model: Any) -> dict[str, Any]:
+    """The rows of all tables of a live model."""
+    return {name: bag.weight.detach().numpy() for name, bag in model.bags.embedding_bags.items()}
+
+
+def managed_collisions(*, bags: bool = True) -> Any:
+    """A collection whose ids are mapped to rows as they come."""
+    from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
+    from torchrec.modules.mc_embedding_modules import (
+        ManagedCollisionEmbeddingBagCollection,
+        ManagedCollisionEmbeddingCollection,
+    )
+    from torchrec.modules.mc_modules import (
+        DistanceLFU_EvictionPolicy,
+        ManagedCollisionCollection,
+        MCHManagedCollisionModule,
+    )
+
+    configs: Any = bag_configs()
+    if not bags:
+        configs = [
+            EmbeddingConfig(c.num_embeddings, c.embedding_dim, c.name, feature_names=c.feature_names) for c in configs
+        ]
+    collisions = {
+        config.name: MCHManagedCollisionModule(
+            zch_size=config.num_embeddings,
+            device=torch.device("cpu"),
+            eviction_policy=DistanceLFU_EvictionPolicy(),
+            eviction_interval=1,
+        )
+        for config in configs
+    }
+    collection = ManagedCollisionCollection(collisions, configs)
+    if bags:
+        return ManagedCollisionEmbeddingBagCollection(EmbeddingBagCollection(configs), collection)
+    return ManagedCollisionEmbeddingCollection(EmbeddingCollection(configs), collection)

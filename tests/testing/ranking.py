@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+from numpy.typing import NDArray
 from onnx import ModelProto
 
 from inference_session.importers.onnx import ImportReport
@@ -75,3 +76,25 @@ def network(report: ImportReport) -> ModelProto:
 def operators(report: ImportReport) -> list[str]:
     """The operators of the ranking network, in their order."""
     return [node.op_type for node in network(report).graph.node]
+
+
+COUNTS = ((6,), (2, 2, 2), (4, 1), (1, 1, 1), (1, 40, 0, 3))
+DIM = 4
+
+
+def matrix(*shape: int, seed: int = 7) -> NDArray[np.float32]:
+    """Random weights."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def requests(**shapes: tuple[int, ...]) -> list[tuple[Arrays, tuple[int, ...]]]:
+    """Random requests: `u_…` is the context's; names in `_f` are numbers, others keys."""
+    found = []
+    for seed, counts in enumerate(COUNTS):
+        random, inputs = np.random.default_rng(seed), {}
+        for name, shape in shapes.items():
+            size = (len(counts) if name.startswith("u") else sum(counts), *shape)
+            is_number = name.endswith("_f")
+            inputs[name] = random.standard_normal(size, np.float32) if is_number else random.integers(0, 1000, size)
+        found.append((inputs, counts))
+    return found

@@ -1,0 +1,50 @@
+"""Certificates for servers with TLS, of an authority that no one else knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import trustme
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """A certificate and its key, in files."""
+
+    file: Path
+    key: Path
+
+
+@dataclass(frozen=True)
+class Authority:
+    """Somebody who signs certificates."""
+
+    folder: Path
+    ca: trustme.CA
+
+    @property
+    def file(self) -> Path:
+        """Its own certificate."""
+        return self.folder / "ca.pem"
+
+    def issue(self, name: str) -> Certificate:
+        """A certificate for a host."""
+        issued = self.ca.issue_cert(name)
+        made = Certificate(self.folder / f"{name}.pem", self.folder / f"{name}.key")
+        made.file.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+        made.key.write_bytes(issued.private_key_pem.bytes())
+        return made
+
+
+def new_authority(folder: Path) -> Authority:
+    """One that nobody knows yet."""
+    folder.mkdir()
+    authority = Authority(folder, trustme.CA())
+    authority.ca.cert_pem.write_to_path(str(authority.file))
+    return authority
+
+
+def tls_flags(certificate: Certificate) -> tuple[str, ...]:
+    """Options that show a certificate, of `serve` and of commands that ask a server."""
+    return ("--tls-certificate", str(certificate.file), "--tls-key", str(certificate.key))

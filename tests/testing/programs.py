@@ -1,0 +1,14 @@
+"""Programs that tests run as a user would."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+
+def run_program(*command: str | Path) -> str:
+    """What a program prints; it must succeed and complain of nothing."""
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout

@@ -1,0 +1,12 @@
+"""Files that are put into a source by itself."""
+
+from __future__ import annotations
+
+from inference_session.model_source import ModelSource
+
+CONTENT = bytes(range(256)) * 40_000
+"""More than two of the test cluster's blocks."""
+
+
+def put(source: ModelSource, path: str, content: bytes) -> None:
+    source.write(path, lambda begin: [content[begin:]])
