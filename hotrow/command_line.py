@@ -16,30 +16,30 @@ from inference_session.errors import HotrowError
 
 _SECTIONS = {
     "Models": {
-        "import": "Bring a trained model, of ONNX, HugeCTR or PyTorch, into a model repository.",
-        "inspect": "Show what a version directory or a store holds; verify it.",
-        "quantize": "Write a version again with tables in float16 or int8.",
+        "import": "Import a trained ONNX, HugeCTR or PyTorch model into a model repository.",
+        "inspect": "Show the contents of a version directory or a store, and verify them.",
+        "quantize": "Create a smaller version, with tables in float16 or int8.",
         "publish-version": "Publish a version directory in a repository.",
-        "record-canary": "Record what a good version answers, to refuse bad ones.",
-        "size": "Tell the memory a model needs, and how large its cache should be.",
+        "record-canary": "Record the answers of a good version, to reject bad versions.",
+        "size": "Estimate the memory that a model needs, and recommend a cache size.",
     },
     "Serving": {
-        "serve": "Serve the models of a repository by a tritonserver.",
+        "serve": "Serve the models of a repository with tritonserver.",
         "load": "Load a version, or a new model, and wait until it serves.",
-        "smoke-test": "Send recorded requests to a version that is loaded beside another.",
-        "roll-back": "Serve the version before the one that serves.",
+        "smoke-test": "Send recorded requests to a version that was loaded with --beside.",
+        "roll-back": "Go back to the previous version.",
         "versions": "List a model's versions and their states.",
-        "health": "Have a model answer a request: a probe.",
+        "health": "Check that a model answers a request, as a probe.",
         "top": "Watch a running server.",
-        "doctor": "Find what on this machine would keep models from being served.",
+        "doctor": "Check this machine for problems that prevent serving.",
     },
     "Rows": {
         "push": "Fill a store with the rows of a version.",
         "publish": "Publish changed rows to the servers that follow a model's updates.",
-        "announce": "Tell those who follow a model that it has a new version.",
-        "follow": "Load each new version of a model that is announced.",
-        "dump": "Write the rows as they are served, as sparse folders of HugeCTR.",
-        "copy": "Copy version directories and tables, to and from HDFS as well.",
+        "announce": "Announce a new version to the servers that follow a model.",
+        "follow": "Load each announced version of a model.",
+        "dump": "Write the rows that are served, as HugeCTR sparse folders.",
+        "copy": "Copy version directories and tables, also to and from HDFS.",
     },
 }
 """The commands and what `--help` says of each, here so that it need not load them."""
@@ -79,7 +79,7 @@ class _Commands(click.Group):
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="hotrow")
 def cli() -> None:
-    """Serve recommender models on Triton Inference Server, tables and dense network together.
+    """Serve recommender models on Triton Inference Server: embedding tables and dense network together.
 
     \b
       hotrow import onnx model.onnx --name ctr --repository model_repository

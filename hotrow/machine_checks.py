@@ -118,8 +118,10 @@ def _whatever_happens(check: str, findings: Iterator[Finding]) -> Iterator[Findi
     try:
         yield from findings
     except (OSError, subprocess.SubprocessError) as error:
-        message = f"cannot be looked at by user {os.geteuid()}: {_in_words(error)}"
-        yield Finding(check, "problem", message, "run this as the user that serves, or let this one read what is named")
+        message = f"cannot be read by user {os.geteuid()}: {_in_words(error)}"
+        yield Finding(
+            check, "problem", message, ("run `hotrow doctor` as the user that serves, or give this user read access")
+        )
 
 
 def _in_words(error: Exception) -> str:
@@ -132,7 +134,7 @@ def _python() -> Iterator[Finding]:
     if _OLDEST_PYTHON <= version <= _NEWEST_PYTHON:
         yield Finding("Python", "ok", text)
     else:
-        yield Finding("Python", "warning", f"{text}; tested are 3.10 to 3.13", "use one of these")
+        yield Finding("Python", "warning", f"{text}; tested versions: 3.10 to 3.13", "use one of these versions")
     try:
         yield Finding("libpython", "ok", str(libpython_directory()))
     except ServerNotFoundError as error:
@@ -149,7 +151,7 @@ def _server() -> Iterator[Finding]:
         return
     complaint = _try_to_start(installation)
     if complaint:
-        fix = f"run it to see what it lacks: {installation.executable} --help"
+        fix = f"run it to see what is missing: {installation.executable} --help"
         yield Finding("tritonserver", "problem", f"{installation.executable} does not start: {complaint}", fix)
     else:
         yield Finding("tritonserver", "ok", f"{_server_version(installation)} at {installation.executable}")
@@ -189,7 +191,7 @@ def _numpy() -> Iterator[Finding]:
     except ServerNotFoundError:
         bundled = False
     if bundled and not np.__version__.startswith("1."):
-        message = f"{np.__version__}, but the bundled server is built for NumPy 1: models with strings are refused"
+        message = f"{np.__version__}, but the bundled server is built for NumPy 1: models with strings cannot be loaded"
         yield Finding("NumPy", "warning", message, "if you have such models: pip install 'numpy<2'")
     else:
         yield Finding("NumPy", "ok", np.__version__)
@@ -198,15 +200,15 @@ def _numpy() -> Iterator[Finding]:
 def _gpu() -> Iterator[Finding]:
     driver = Path("/proc/driver/nvidia/version")
     if not any(Path("/dev").glob("nvidia[0-9]*")):
-        yield Finding("GPU", "ok", "none; models are served by the CPU")
+        yield Finding("GPU", "ok", "none; models are served on the CPU")
         if driver.exists():
             fix = "give the container its GPUs: docker run --gpus all, or nvidia.com/gpu in Kubernetes"
-            yield Finding("GPU", "warning", "the machine has NVIDIA's driver, but no GPU can be seen from here", fix)
+            yield Finding("GPU", "warning", "the machine has an NVIDIA driver, but this process sees no GPU", fix)
         return
     text = driver.read_text(encoding="utf-8").splitlines()[0] if driver.exists() else "NVIDIA, driver unknown"
     yield Finding("GPU", "ok", text)
     if find_spec("cupy") is None:
-        yield Finding("CuPy", "warning", "not installed: the GPU is left unused", 'pip install "hotrow[gpu]"')
+        yield Finding("CuPy", "warning", "not installed; the GPU is not used", 'pip install "hotrow[gpu]"')
     else:
         yield _cuda()
         yield _network_on_gpu()
@@ -218,7 +220,7 @@ def _network_on_gpu() -> Finding:
     if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
         return Finding("ONNX Runtime", "ok", f"{onnxruntime.__version__} with CUDA")
     fix = "pip uninstall -y onnxruntime onnxruntime-gpu && pip install onnxruntime-gpu"
-    return Finding("ONNX Runtime", "warning", "has no CUDA provider: the GPU is left unused", fix)
+    return Finding("ONNX Runtime", "warning", "has no CUDA provider; the GPU is not used", fix)
 
 
 def _cuda() -> Finding:
@@ -229,7 +231,7 @@ def _cuda() -> Finding:
         return Finding("CUDA", "ok", f"{result.stdout.split()[0]} usable")
     reason = (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
     fix = (
-        "install the CuPy that fits the driver: cupy-cuda12x or cupy-cuda13x, with [ctk] behind it where there is no"
+        "install the CuPy that matches the driver: cupy-cuda12x or cupy-cuda13x, with [ctk] behind it where there is no"
         " CUDA toolkit; nvidia-smi shows the driver's CUDA"
     )
     return Finding("CUDA", "problem", f"CuPy cannot use it: {reason}", fix)
@@ -238,9 +240,7 @@ def _cuda() -> Finding:
 def _shared_memory() -> Iterator[Finding]:
     name = str(SHARED_MEMORY)
     if not _may(SHARED_MEMORY, os.W_OK | os.X_OK):
-        yield Finding(
-            name, "problem", "is not there or cannot be written to", "mount a tmpfs there that you may write to"
-        )
+        yield Finding(name, "problem", "does not exist or is not writable", "mount a writable tmpfs there")
         return
     usage = shutil.disk_usage(SHARED_MEMORY)
     text = f"{in_units(usage.free)} free of {in_units(usage.total)}"
@@ -253,7 +253,7 @@ def _shared_memory() -> Iterator[Finding]:
     if leftovers := sorted(path for path in SHARED_MEMORY.glob("hotrow_*") if _is_left_over(path)):
         size = in_units(sum(path.stat().st_size for path in leftovers))
         fix = "rm " + " ".join(sorted({f"{SHARED_MEMORY}/hotrow_{path.name.split('_')[1]}_*" for path in leftovers}))
-        yield Finding(name, "warning", f"{len(leftovers)} files, {size}, of servers that are gone", fix)
+        yield Finding(name, "warning", f"{len(leftovers)} files, {size}, of servers that no longer run", fix)
 
 
 def _is_left_over(path: Path) -> bool:
@@ -272,18 +272,18 @@ def _port(host: str, flag: str, port: int) -> Finding:
         resolve_ports({flag: (host, port)})
     except ConfigurationError as error:
         message, _, fix = str(error).partition("; ")
-        return Finding(f"port {port}", "problem", message, f"{fix}, or end what listens there (ss -ltnp)")
+        return Finding(f"port {port}", "problem", message, f"{fix}, or stop the process that listens there (ss -ltnp)")
     return Finding(f"port {port}", "ok", f"free on {host}")
 
 
 def _limits() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < LEAST_OPEN_FILES:
-        message = f"{soft} at most: each connection and each table takes some"
+        message = f"at most {soft}; each connection and each table needs some"
         fix = f"ulimit -n {hard if hard != resource.RLIM_INFINITY else 65536}"
         yield Finding("open files", "warning", message, fix)
     else:
-        yield Finding("open files", "ok", "no limit" if soft == resource.RLIM_INFINITY else f"{soft} at most")
+        yield Finding("open files", "ok", "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft}")
 
 
 def _kernel_cache() -> Iterator[Finding]:
@@ -297,7 +297,7 @@ def _kernel_cache() -> Iterator[Finding]:
     candidates = [Path(chosen)] if chosen else [package / "__pycache__", package, user]
     for folder in candidates:
         if _may_write(folder) and (reason := open_to_others(folder)):
-            message = f"{reason}, and they are code: every process compiles its own, about a minute"
+            message = f"{reason}, so every process compiles its own, which takes about a minute"
             yield Finding(
                 "compiled kernels",
                 "warning",
@@ -306,10 +306,10 @@ def _kernel_cache() -> Iterator[Finding]:
             )
             return
         if _may_write(folder):
-            yield Finding("compiled kernels", "ok", f"kept below {folder}")
+            yield Finding("compiled kernels", "ok", f"kept in {folder}")
             return
-    message = f"cannot be kept in {candidates[0]}: every process compiles its own, about a minute"
-    yield Finding("compiled kernels", "warning", message, "set NUMBA_CACHE_DIR to a folder that can be written to")
+    message = f"cannot be kept in {candidates[0]}, so every process compiles its own, which takes about a minute"
+    yield Finding("compiled kernels", "warning", message, "set NUMBA_CACHE_DIR to a writable folder")
 
 
 def _may_write(folder: Path) -> bool:
@@ -325,7 +325,7 @@ def _repository(repository: Path) -> Iterator[Finding]:
         needs = [_needs(repository.absolute(), model) for model in models]
     except (HotrowError, OSError) as error:
         yield Finding(
-            "repository", "problem", _in_words(error), "mend or remove what is named; `hotrow import` makes models"
+            "repository", "problem", _in_words(error), "fix or remove the named file; `hotrow import` creates models"
         )
         yield from _packages(set())
         return
@@ -350,8 +350,10 @@ def _permissions(repository: Path) -> Iterator[Finding]:
         message = f"{closed[0]} cannot be read by user {os.geteuid()}{_others(closed)}"
         yield Finding("permissions", "problem", message, f"chmod -R a+rX {repository}")
     if unwritable:
-        message = f"{unwritable[0]} has no index and takes none, so each process builds its own{_others(unwritable)}"
-        fix = "open the version once where its folder can be written to: InferenceSession.open leaves the index there"
+        message = (
+            f"{unwritable[0]} has no index and is not writable, so each process builds its own{_others(unwritable)}"
+        )
+        fix = "open the version once where its folder is writable; InferenceSession.open writes the index there"
         yield Finding("permissions", "warning", message, fix)
     if not closed and not unwritable:
         yield Finding("permissions", "ok", f"all of {len(paths)} files and folders can be read")
@@ -389,14 +391,14 @@ def _may(path: Path, mode: int) -> bool:
 
 
 def _others(paths: list[Path]) -> str:
-    return f"; {len(paths) - 1} others likewise" if len(paths) > 1 else ""
+    return f"; {len(paths) - 1} more have the same problem" if len(paths) > 1 else ""
 
 
 def _memory(items: list[MemoryItem]) -> Finding:
     available = available_bytes()
     private, files = bytes_in(items, "process"), bytes_in(items, "page cache")
     text = f"{in_units(available)} available; processes need {in_units(private)}, tables {in_units(files)}"
-    fix = "more memory, a smaller cache_bytes, or fewer models on this machine; `hotrow size` tells what takes it"
+    fix = "more memory, a smaller cache_bytes, or fewer models on this machine; `hotrow size` shows what needs it"
     if private > available:
         return Finding("memory", "problem", f"{text}: too little", fix)
     if private + files > available:
@@ -441,9 +443,9 @@ def _packages(urls: set[str]) -> Iterator[Finding]:
     for module, (extra, purpose, schemes) in _PACKAGES.items():
         needed = any(url.startswith(scheme) for url in urls for scheme in schemes)
         if find_spec(module) is not None:
-            yield Finding(module, "ok", f"there, for {purpose}")
+            yield Finding(module, "ok", f"installed, for {purpose}")
         elif needed:
-            message = f"not installed, but models of the repository need it for {purpose}"
+            message = f"not installed, but models in the repository need it for {purpose}"
             yield Finding(module, "problem", message, f'pip install "hotrow[{extra}]"')
         else:
             yield Finding(module, "ok", f'not installed; for {purpose}: pip install "hotrow[{extra}]"')

@@ -44,7 +44,7 @@ class MetricsPage:
             error.close()
             raise
         except http.client.HTTPException as error:
-            raise ValueError(f"no answer in HTTP: {error!r}") from error
+            raise ValueError(f"no HTTP answer: {error!r}") from error
         return cls.parse(text, time.monotonic())
 
     @classmethod

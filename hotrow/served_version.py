@@ -57,6 +57,7 @@ def _folder_and_version(directory: Path) -> tuple[Path, str]:
     versions = sorted(int(path.name) for path in directory.iterdir() if path.is_dir() and is_version(path.name))
     if not versions:
         raise ModelFormatError(
-            f"{directory}: neither a version directory, which holds {SESSION_FILE}, nor a model's folder with versions"
+            f"{directory}: neither a version directory, which holds {SESSION_FILE}, nor the folder of a model "
+            "with versions"
         )
     return directory, str(versions[-1])

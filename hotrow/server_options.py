@@ -58,8 +58,10 @@ def access_options(command: Callable[..., Any]) -> Callable[..., Any]:
     decorated: Callable[..., Any] = with_address
     for option in (
         click.option("--tls-key", type=PEM_FILE, help="The key of --tls-certificate."),
-        click.option("--tls-certificate", type=PEM_FILE, help="A certificate of ours, for a server that asks for one."),
-        click.option("--tls-ca", type=PEM_FILE, help="Speak TLS; who may have signed the server's certificate."),
+        click.option(
+            "--tls-certificate", type=PEM_FILE, help=("The client's certificate, for a server that requires one.")
+        ),
+        click.option("--tls-ca", type=PEM_FILE, help="Use TLS, and accept server certificates of this authority."),
         click.option(
             "--key-file", type=PEM_FILE, help="The key of a server started with `hotrow serve --restrict-apis`."
         ),
@@ -73,6 +75,6 @@ def _client_tls(ca: Path | None, certificate: Path | None, key: Path | None) -> 
         return ClientTls(ca, certificate, key)
     if certificate or key:
         raise ConfigurationError(
-            "--tls-certificate and --tls-key need --tls-ca: the authority of the server's certificate"
+            "--tls-certificate and --tls-key need --tls-ca, the authority that signed the server's certificate"
         )
     return None

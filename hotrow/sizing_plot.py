@@ -86,7 +86,7 @@ def _figure(report: SizingReport) -> Figure:
     from matplotlib.figure import Figure
 
     if not report.tables:
-        raise ConfigurationError("--plot draws hit rates, which only a trace tells: give one with --trace")
+        raise ConfigurationError("--plot needs --trace: hit rates are computed from a trace")
     tables = sorted(report.tables.values(), key=lambda table: -table.num_keys)[:_MOST_TABLES]
     tables = tables if len(report.spec.tables) > 1 else []
     num_rows = math.ceil(len(tables) / _COLUMNS)

@@ -175,7 +175,7 @@ def show(report: SizingReport) -> None:
     for line in memory_lines(report):
         console.print(line)
     if not report.tables:
-        console.print("With --trace, a cache size is recommended from the keys that the model is really asked for.")
+        console.print("Give --trace to get a recommended cache size, computed from the keys of real requests.")
         return
     for table in report.tables.values():
         console.print(f"\n[b]Table {as_cell(table.spec.name)}[/b]: {facts(table)}")
@@ -212,7 +212,7 @@ def memory_lines(report: SizingReport) -> Iterator[str]:
         return
     yield (
         f"Table files: {in_units(files)} on disk, mapped and shared by all processes; "
-        "as much page cache keeps them from being read again."
+        "they need as much page cache to stay in memory."
     )
     if not report.cache_bytes and not device:
         yield "No cache: look-ups read the table files, which a cache on the CPU would not make faster."
@@ -224,9 +224,9 @@ def facts(table: TableReport) -> str:
     if table.rate < 1:
         parts.append(f"from a sample of 1 in {round(1 / table.rate)}, error up to {table.error.errors.max():.3f}")
     if table.lru.num_distinct > table.spec.num_rows:
-        parts.append(f"more than the table's {table.spec.num_rows:,} rows: some of these keys are not its own")
+        parts.append(f"more than the table's {table.spec.num_rows:,} rows: some of these keys belong to other tables")
     if table.num_unknown:
-        parts.append(f"{table.num_unknown:,} further keys left out, which the table does not have")
+        parts.append(f"{table.num_unknown:,} further keys left out because the table does not have them")
     return "; ".join(parts)
 
 
@@ -267,11 +267,11 @@ def conclusions(report: SizingReport) -> Iterator[str]:
     yield f"Best hit rate possible: {best:.4f}; the first use of a key is always a miss."
     yield (
         f"Knee: {knee.cache_bytes} bytes ({in_units(knee.cache_bytes)}), hit rate {knee.hit_rate:.4f}; "
-        "every further byte gains less than the average one does."
+        "beyond this size a byte adds less than the average byte."
     )
     if report.cache_bytes:
         rate = report.ours.hit_rate(report.cache_bytes)
-        yield f"As asked: cache_bytes {report.cache_bytes} ({in_units(report.cache_bytes)}), hit rate {rate:.4f}."
+        yield f"As requested: cache_bytes {report.cache_bytes} ({in_units(report.cache_bytes)}), hit rate {rate:.4f}."
     error = f" ± {report.error(chosen.cache_bytes):.4f}" if report.is_sampled else ""
     yield (
         f"Recommended: cache_bytes {chosen.cache_bytes} ({in_units(chosen.cache_bytes)}), hit rate "

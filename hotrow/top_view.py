@@ -23,9 +23,9 @@ _LEAST_NAME = 5
 _MOST_EVENTS = 8
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _COUNTED_EVENTS = (
-    ("hotrow_backend_restarts_total", "its process died and was started again"),
-    ("hotrow_in_place_updates_total", "new content of its folder has taken over"),
-    ("hotrow_failed_in_place_updates_total", "new content of its folder is not fit to serve"),
+    ("hotrow_backend_restarts_total", "its process died and was restarted"),
+    ("hotrow_in_place_updates_total", "now serving new content of its folder"),
+    ("hotrow_failed_in_place_updates_total", "new content of its folder was rejected"),
 )
 _FAILURES = ("nv_inference_request_failure", "hotrow_failed_requests_total")
 _GOOD, _BAD, _DIM, _HEAD = "green", "bold red", "dim", "bold cyan"
@@ -186,7 +186,7 @@ class TopView:
         for version in self._versions():
             cells = zip(_MODEL_COLUMNS, self._model_row(version), strict=True)
             table.add_row(*_names(version), *(cell for column, cell in cells if column.from_width <= width))
-        return table if table.row_count else Text("No model that is loaded.", style=_DIM)
+        return table if table.row_count else Text("No model is loaded.", style=_DIM)
 
     def _model_row(self, version: _Version) -> Iterator[str | Text]:
         window, labels = self._window, version.labels

@@ -32,7 +32,7 @@ def read_traces(
     samples, num_unknown = _sample(spec, _parts(spec, traces, trace_format), sampled_keys)
     traced = {folder: sample for folder, sample in samples.items() if sample.num_keys > 0}
     if not traced:
-        raise TraceFormatError("the traces hold no key that any of the tables has")
+        raise TraceFormatError("the traces contain no key of any table")
     with key_progress("Computing LRU", sum(len(sample.keys) for sample in traced.values())) as progress:
         curves = {folder: _lru(sample, progress) for folder, sample in traced.items()}
     total = sum(num_simulated_keys(sample, curves[folder].num_distinct) for folder, sample in traced.items())
@@ -88,7 +88,9 @@ def _table_of(spec: ModelSpec, file: Path, table: str | None) -> TableSpec:
     if len(spec.tables) == 1:
         return spec.tables[0]
     known = ", ".join(repr(table.name) for table in spec.tables) or "none"
-    raise ConfigurationError(f"--trace {file}: whose keys are these? Write --trace TABLE={file}; tables: {known}")
+    raise ConfigurationError(
+        f"--trace {file}: name the table whose keys these are: --trace TABLE={file}; tables: {known}"
+    )
 
 
 def _known_keys(table: TableSpec, keys: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -114,7 +114,7 @@ def _device(value: Any) -> str:
     kind, _, number = str(value).partition(":")
     if kind == "cuda" and number.isdecimal():
         return str(value)
-    raise ValueError("allowed: auto, cpu, cuda:N (N the number of the GPU)")
+    raise ValueError("allowed: auto, cpu, cuda:N (N is the number of the GPU)")
 
 
 def _folder(value: Any) -> str:
@@ -239,7 +239,7 @@ class SessionConfig:
         values: dict[str, Any] = {}
         for name, value in ((name, value) for source in reversed(sources) for name, value in source.items()):
             if name not in parsers:
-                raise ConfigurationError(f"unknown setting {name!r}; there are: {', '.join(sorted(parsers))}")
+                raise ConfigurationError(f"unknown setting {name!r}; known settings: {', '.join(sorted(parsers))}")
             try:
                 values[name] = parsers[name](value)
             except ConfigurationError as error:  # of a URL, which is not to be shown

@@ -186,7 +186,7 @@ class InferenceParams:
     def __post_init__(self) -> None:
         missing = [name for name, value in vars(self).items() if value is _REQUIRED]
         if missing:
-            raise TypeError(f"InferenceParams of model {self.model_name!r} lacks {', '.join(missing)}")
+            raise TypeError(f"InferenceParams of model {self.model_name!r} needs {', '.join(missing)}")
 
     def document(self) -> dict[str, Any]:
         """The model's entry in ps.json."""
@@ -223,7 +223,9 @@ class ParameterServerConfig:
             models.append({**params.document(), **{key: value for key, value in tables.items() if value is not None}})
         kinds = {params.i64_input_key for params in self.inference_params_array}
         if len(kinds) > 1:
-            raise ConfigurationError("i64_input_key differs between the models; all of them have one type of keys")
+            raise ConfigurationError(
+                "i64_input_key differs between the models; use the same type of keys for all of them"
+            )
         return _parsed("ParameterServerConfig", models, self, i64_input_key=kinds != {False})
 
 
@@ -309,10 +311,12 @@ class HPS:
         """
         session = self._sessions.get(model_name)
         if session is None:
-            raise ConfigurationError(f"no model {model_name!r}; there are: {', '.join(map(repr, self._sessions))}")
+            raise ConfigurationError(f"no model {model_name!r}; known models: {', '.join(map(repr, self._sessions))}")
         tables = session.spec.tables
         if not isinstance(table_id, (int, np.integer)) or not 0 <= table_id < len(tables):
-            raise TableNotFoundError(f"model {model_name!r} has no table {table_id!r}; it has {len(tables)}, from 0")
+            raise TableNotFoundError(
+                f"model {model_name!r} has no table {table_id!r}; it has {len(tables)}, numbered from 0"
+            )
         return session.lookup(tables[table_id].name, _integers("keys", keys, np.dtype(np.int64)))
 
     def lookup_fromdlpack(self, keys: Any, out_tensor: Any, model_name: str, table_id: int, device_id: int = 0) -> None:
@@ -324,7 +328,9 @@ class HPS:
         vectors = self.lookup(borrowed_array("keys", keys, np.int64), model_name, table_id, device_id)
         room = borrowed_array("out_tensor", out_tensor, np.float32)
         if len(room) < vectors.size:
-            raise InvalidRequestError(f"out_tensor has room for {len(room)} elements; the vectors have {vectors.size}")
+            raise InvalidRequestError(
+                f"out_tensor has room for {len(room)} elements, but the vectors need {vectors.size}"
+            )
         room[: vectors.size] = vectors.ravel()
 
     def __repr__(self) -> str:
@@ -352,9 +358,9 @@ def _floats(name: str, values: ArrayLike) -> NDArray[np.float32]:
     try:
         array = np.asarray(values).ravel()
     except ValueError as error:
-        raise InvalidRequestError(f"{name} cannot become a flat array of float32: {error}") from error
+        raise InvalidRequestError(f"{name} cannot be converted to a flat array of float32: {error}") from error
     if array.dtype.kind not in "fiu":
-        raise InvalidRequestError(f"{name} holds something but numbers")
+        raise InvalidRequestError(f"{name} holds a value that is not a number")
     with np.errstate(over="ignore"):  # what is too large for float32 is infinite, as over Triton
         return array.astype(np.float32)
 
@@ -364,8 +370,8 @@ def _integers(name: str, values: ArrayLike, dtype: np.dtype[Any]) -> NDArray[Any
     try:
         array = np.asarray(values).ravel()
     except ValueError as error:
-        raise InvalidRequestError(f"{name} cannot become a flat array of {dtype}: {error}") from error
+        raise InvalidRequestError(f"{name} cannot be converted to a flat array of {dtype}: {error}") from error
     limits = np.iinfo(dtype)
     if array.size and (array.dtype.kind not in "iu" or int(array.min()) < limits.min or int(array.max()) > limits.max):
-        raise InvalidRequestError(f"{name} holds something but whole numbers from {limits.min} to {limits.max}")
+        raise InvalidRequestError(f"{name} holds a value that is not a whole number from {limits.min} to {limits.max}")
     return array.astype(dtype)

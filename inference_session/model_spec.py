@@ -155,12 +155,12 @@ class RankingSpec:
     def described(self) -> list[str]:
         """Lines for people."""
         saved = (
-            f"of one candidate's cost, once per context: {self.multiply_adds_fraction:.0%} of the multiply-adds, "
-            f"{self.lookups_fraction:.0%} of the look-ups, {self.bytes_fraction:.0%} of the bytes sent"
+            f"of one candidate's cost, computed once per context: {self.multiply_adds_fraction:.0%} of the "
+            f"multiply-adds, {self.lookups_fraction:.0%} of the look-ups, {self.bytes_fraction:.0%} of the bytes sent"
         )
         lines = [saved, *(f"for every candidate: {reason}" for reason in self.tiled)]
         if not self.may_pad:
-            lines.append("requests are answered one by one: an answer may depend on the other samples of its batch")
+            lines.append("requests are not joined into batches: an answer may depend on the other samples of its batch")
         return lines
 
 
@@ -234,7 +234,7 @@ class ModelSpec:
             if table.folder == folder:
                 return table
         known = ", ".join(repr(table.folder) for table in self.tables) or "none"
-        raise TableNotFoundError(f"the model has no table in folder {folder!r}; its folders: {known}")
+        raise TableNotFoundError(f"the model has no table in folder {folder!r}; its table folders: {known}")
 
     def write(self, directory: Path) -> None:
         """Write session.json into a version directory that is being staged."""
@@ -249,7 +249,7 @@ class ModelSpec:
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
-            raise ModelFormatError(f"{path}: no such file; a version directory holds one") from error
+            raise ModelFormatError(f"{path}: no such file; every version directory needs one") from error
         except (OSError, ValueError, RecursionError) as error:
             raise ModelFormatError(f"{path}: not readable as JSON: {error}") from error
         try:
@@ -262,7 +262,7 @@ def _parse(document: object) -> ModelSpec:
     if not isinstance(document, dict):
         raise ValueError(f"expected an object, found {type(document).__name__}")
     if document.pop("format", None) != FORMAT:
-        raise ValueError(f"field 'format' must be {FORMAT}; this hotrow reads no other")
+        raise ValueError(f"field 'format' must be {FORMAT}; this version of hotrow reads no other format")
     document["inputs"] = tuple(_record(TensorSpec, item, "inputs") for item in _list(document, "inputs"))
     document["outputs"] = tuple(_record(TensorSpec, item, "outputs") for item in _list(document, "outputs"))
     document["tables"] = tuple(_record(TableSpec, item, "tables") for item in _list(document, "tables"))
@@ -287,7 +287,7 @@ def _ranking(value: object) -> RankingSpec:
 def _dimensions(group: Any) -> tuple[tuple[str, int], ...]:
     is_list = isinstance(group, list) and len(group) > 1
     if not is_list or not all(isinstance(pair, list) and len(pair) == 2 for pair in group):
-        raise ValueError(f"equal_sizes: expected a list of pairs, each of an input and an axis, found {group!r}")
+        raise ValueError(f"field 'equal_sizes': expected a list of [input, axis] pairs, found {group!r}")
     return tuple((name, axis) for name, axis in group)
 
 
@@ -316,13 +316,13 @@ def _check(spec: ModelSpec) -> None:
     _check_tensors(spec.inputs)
     _check_tensors(spec.outputs)
     if spec.batched and spec.has_own_inputs and any(tensor.shape[:1] != (-1,) for tensor in spec.inputs):
-        raise ValueError("field 'batched': true, but the first dimension of an input is not -1")
+        raise ValueError("field 'batched' is true, but the first dimension of an input is not -1")
     if not isinstance(spec.settings, Mapping):
         raise ValueError(f"field 'settings': expected an object, found {spec.settings!r}")
     axes = {tensor.name: range(len(tensor.shape)) for tensor in spec.inputs}
     for name, axis in itertools.chain(*spec.equal_sizes):
         if not isinstance(name, str) or type(axis) is not int or axis not in axes.get(name, ()):
-            raise ValueError(f"equal_sizes: no input {name!r} has an axis {axis!r}")
+            raise ValueError(f"field 'equal_sizes': no input {name!r} has an axis {axis!r}")
     folders: set[str] = set()
     for table in spec.tables:
         _check_table(table)
@@ -339,16 +339,20 @@ def _check_ranking(spec: ModelSpec) -> None:
         raise ValueError("an input's field 'context' must be true or false")
     names = {tensor.name for tensor in spec.inputs}
     if (spec.ranking is None) != (not spec.context) or len(spec.context) == len(names) > 0:
-        raise ValueError("field 'ranking' belongs to models of which some inputs, and not all, are the context's")
+        raise ValueError("field 'ranking' is for models where some inputs, but not all, belong to the context")
     if spec.ranking is None:
         return
     fractions = spec.ranking.multiply_adds_fraction, spec.ranking.lookups_fraction, spec.ranking.bytes_fraction
     if not all(isinstance(fraction, (int, float)) for fraction in fractions) or type(spec.ranking.may_pad) is not bool:
-        raise ValueError(f"field 'ranking': fractions must be numbers, and may_pad true or false: {spec.ranking!r}")
+        raise ValueError(
+            f"field 'ranking': fractions must be numbers and may_pad must be true or false, found {spec.ranking!r}"
+        )
     if not isinstance(spec.ranking.tiled, tuple) or not all(isinstance(line, str) for line in spec.ranking.tiled):
-        raise ValueError(f"field 'ranking': tiled must be a list of texts, found {spec.ranking.tiled!r}")
+        raise ValueError(f"field 'ranking': tiled must be a list of strings, found {spec.ranking.tiled!r}")
     if not spec.batched or not spec.has_own_inputs or CANDIDATES in names:
-        raise ValueError(f"field 'ranking': a model that is batched, of layout 'tensors', without input {CANDIDATES!r}")
+        raise ValueError(
+            f"field 'ranking': the model must be batched, have the layout 'tensors', and have no input {CANDIDATES!r}"
+        )
 
 
 def _check_tensors(tensors: tuple[TensorSpec, ...]) -> None:
@@ -357,11 +361,11 @@ def _check_tensors(tensors: tuple[TensorSpec, ...]) -> None:
         if not isinstance(tensor.name, str) or not isinstance(tensor.dtype, str):
             raise ValueError(f"tensor {tensor.name!r}: name and dtype must be strings")
         if not _is_type_name(tensor.dtype):
-            raise ValueError(f"tensor {tensor.name!r}: dtype {tensor.dtype!r} is none of NumPy's")
+            raise ValueError(f"tensor {tensor.name!r}: dtype {tensor.dtype!r} is not a NumPy dtype")
         if not all(type(d) is int and d >= -1 for d in tensor.shape):
-            raise ValueError(f"tensor {tensor.name!r}: shape {tensor.shape} holds something but sizes and -1")
+            raise ValueError(f"tensor {tensor.name!r}: shape {tensor.shape} may hold only sizes and -1")
         if tensor.name in names:
-            raise ValueError(f"two inputs, or two outputs, are called {tensor.name!r}")
+            raise ValueError(f"two inputs or two outputs have the name {tensor.name!r}")
         names.add(tensor.name)
 
 
@@ -383,15 +387,11 @@ def _check_lookup(lookup: LookupSpec, spec: ModelSpec, folders: set[str]) -> Non
     if not all(isinstance(name, str) for name in (lookup.keys, lookup.dense_input, lookup.weights or "")):
         raise ValueError(f"{where}: keys, dense_input and weights must be strings")
     if lookup.pooling not in get_args(Pooling):
-        raise ValueError(f"{where}: pooling {lookup.pooling!r} is none of {get_args(Pooling)}")
+        raise ValueError(f"{where}: pooling {lookup.pooling!r} is not one of {get_args(Pooling)}")
     if lookup.weights is not None and lookup.pooling not in ("sum", "mean"):
-        raise ValueError(
-            f"{where}: weights {lookup.weights!r} are for pooling 'sum' and 'mean', not {lookup.pooling!r}"
-        )
+        raise ValueError(f"{where}: weights {lookup.weights!r} need pooling 'sum' or 'mean', found {lookup.pooling!r}")
     if lookup.bags is not None and (lookup.pooling == "none" or lookup.joined or not _is_pair(lookup.bags)):
-        raise ValueError(
-            f"{where}: bags {lookup.bags!r} must be two names, of a pooled lookup with an input of its own"
-        )
+        raise ValueError(f"{where}: bags {lookup.bags!r} must be two names, and need pooling and an input of its own")
     if lookup.columns is not None:
         _check_columns(lookup, spec)
 
@@ -404,26 +404,28 @@ def _check_columns(lookup: LookupSpec, spec: ModelSpec) -> None:
     begin, end = lookup.columns or (0, 0)
     shapes = [tensor.shape for tensor in spec.inputs if tensor.name == lookup.keys]
     if not lookup.joined or not shapes or len(shapes[0]) != 2 or not 0 <= begin < end <= shapes[0][1]:
-        raise ValueError(f"lookup of {lookup.table!r}: columns {lookup.columns} of {lookup.keys!r} cannot be read")
+        raise ValueError(
+            f"lookup of {lookup.table!r}: columns {lookup.columns} of {lookup.keys!r} are not a valid range"
+        )
 
 
 def _check_table(table: TableSpec) -> None:
     where = f"table {table.name!r}"
     if not isinstance(table.folder, str) or not is_folder_name(table.folder):
-        raise ValueError(f"{where}: folder {table.folder!r} may hold letters, digits, '_' and '-' only")
+        raise ValueError(f"{where}: folder {table.folder!r} may contain only letters, digits, '_' and '-'")
     if type(table.num_rows) is not int or table.num_rows < 0:
         raise ValueError(f"{where}: num_rows must be a whole number, found {table.num_rows!r}")
     if type(table.embedding_dim) is not int or table.embedding_dim < 1:
         raise ValueError(f"{where}: embedding_dim must be at least 1, found {table.embedding_dim!r}")
     if table.dtype not in get_args(VectorType):
-        raise ValueError(f"{where}: dtype {table.dtype!r} is none of {get_args(VectorType)}")
+        raise ValueError(f"{where}: dtype {table.dtype!r} is not one of {get_args(VectorType)}")
     if table.keys not in get_args(KeyKind):
-        raise ValueError(f"{where}: keys {table.keys!r} is none of {get_args(KeyKind)}")
+        raise ValueError(f"{where}: keys {table.keys!r} is not one of {get_args(KeyKind)}")
     if table.row_shape is not None and math.prod(table.row_shape) != table.embedding_dim:
-        raise ValueError(f"{where}: row_shape {table.row_shape} does not hold embedding_dim {table.embedding_dim}")
+        raise ValueError(f"{where}: row_shape {table.row_shape} does not match embedding_dim {table.embedding_dim}")
     default = table.default_vector if isinstance(table.default_vector, tuple) else (table.default_vector,)
     if not all(isinstance(element, (int, float)) for element in default):
-        raise ValueError(f"{where}: default_vector {table.default_vector!r} holds something but numbers")
+        raise ValueError(f"{where}: default_vector {table.default_vector!r} holds a value that is not a number")
     if isinstance(table.default_vector, tuple) and len(table.default_vector) != table.embedding_dim:
         raise ValueError(f"{where}: default_vector has {len(table.default_vector)} elements, not {table.embedding_dim}")
 

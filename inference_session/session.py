@@ -192,7 +192,9 @@ class InferenceSession:
             UnsupportedModelError: the model has no output of shape [samples] or [samples, k].
         """
         if not self.spec.label_outputs:
-            raise UnsupportedModelError("no output of this model is [samples] or [samples, k]: use run() instead")
+            raise UnsupportedModelError(
+                "no output of this model has the shape [samples] or [samples, k]; use run() instead"
+            )
         return self._outputs.predictions(self.run(inputs, self.spec.label_outputs))
 
     def run(self, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] | None = None) -> Answer:
@@ -416,7 +418,9 @@ class InferenceSession:
         if not self.config.context_cache_bytes or not isinstance(self._layout, RankingLayout):
             return None
         if self._rows.device is not HOST:
-            raise ConfigurationError("setting 'context_cache_bytes': contexts are kept on a CPU only; set device=cpu")
+            raise ConfigurationError(
+                "setting 'context_cache_bytes': contexts can be kept only on the CPU; set device=cpu"
+            )
         # Imported where needed: ONNX takes a while to load.
         from inference_session.execution.kept_contexts import open_kept_contexts
 
@@ -429,7 +433,7 @@ class InferenceSession:
         except ConfigurationError as error:
             if self.config.device != "auto" or self._device is HOST:
                 raise
-            _log.warning("device auto: the CPU is used: %s", error)
+            _log.warning("Using the CPU: %s", error)
             self._device = HOST
             return create_engine(path, self.config, HOST)
 

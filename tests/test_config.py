@@ -46,7 +46,7 @@ def test_a_bad_value_is_explained(name: str, value: object) -> None:
 
 def test_an_unknown_setting_lists_the_known_ones() -> None:
     """A typing error is not ignored."""
-    with pytest.raises(ConfigurationError, match=r"unknown setting 'devise'; there are: .*device"):
+    with pytest.raises(ConfigurationError, match=r"unknown setting 'devise'; known settings: .*device"):
         SessionConfig.resolve({"devise": "cpu"})
 
 

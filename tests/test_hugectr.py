@@ -185,7 +185,7 @@ def test_a_table_may_be_called_as_the_folder_of_another(source: Source) -> None:
 
 def test_parameters_without_a_default_must_be_given() -> None:
     """Although `device_id`, which stands before them, has one."""
-    with pytest.raises(TypeError, match="of model 'm' lacks cache_size_percentage, i64_input_key"):
+    with pytest.raises(TypeError, match="of model 'm' needs cache_size_percentage, i64_input_key"):
         InferenceParams("m", 1, 1.0, "", [], use_gpu_embedding_cache=True)
 
 
@@ -204,9 +204,9 @@ def test_capsules_are_read_and_filled(source: Source) -> None:
 @pytest.mark.parametrize(
     ("keys", "out", "message"),
     [
-        (np.arange(2), np.empty(3, np.float32), "out_tensor has room for 3 elements; the vectors have 8"),
-        (np.arange(2, dtype=np.int32), np.empty(8, np.float32), "keys holds elements 'i4'; int64 is expected"),
-        (np.arange(2), np.empty(8), "out_tensor holds elements 'f8'; float32 is expected"),
+        (np.arange(2), np.empty(3, np.float32), "out_tensor has room for 3 elements, but the vectors need 8"),
+        (np.arange(2, dtype=np.int32), np.empty(8, np.float32), "keys holds elements 'i4'; expected int64"),
+        (np.arange(2), np.empty(8), "out_tensor holds elements 'f8'; expected float32"),
         (np.arange(4)[::2], np.empty(8, np.float32), "keys has gaps between its elements"),
     ],
 )
@@ -220,22 +220,25 @@ def test_capsules_of_other_tensors_are_refused(
 
 def test_what_is_no_capsule_is_refused(source: Source) -> None:
     """An array in a capsule's place."""
-    with pytest.raises(HotrowError, match="keys is no DLPack capsule that is still unused, found"):
+    with pytest.raises(HotrowError, match="keys is not an unused DLPack capsule, found"):
         HPS(source.ps_json()).lookup_fromdlpack(np.arange(2), None, "small", 1)
 
 
 BAD: list[tuple[Callable[[Source], Any], str]] = [
     (lambda s: session_of(s).predict([1.0], [1], [0]), "ROWINDEX"),
-    (lambda s: session_of(s).predict(flat(s)[0], [0.5] * 9, flat(s)[2]), "embeddingcolumns holds something but whole"),
-    (lambda s: session_of(s).predict(["x"], [1], [0]), "dense_feature holds something but numbers"),
-    (lambda s: session_of(s).predict([None], [1], [0]), "dense_feature holds something but numbers"),
-    (lambda s: session_of(s).predict([[1], [2, 3]], [1], [0]), "dense_feature cannot become"),
+    (
+        lambda s: session_of(s).predict(flat(s)[0], [0.5] * 9, flat(s)[2]),
+        ("embeddingcolumns holds a value that is not a whole"),
+    ),
+    (lambda s: session_of(s).predict(["x"], [1], [0]), "dense_feature holds a value that is not a number"),
+    (lambda s: session_of(s).predict([None], [1], [0]), "dense_feature holds a value that is not a number"),
+    (lambda s: session_of(s).predict([[1], [2, 3]], [1], [0]), "dense_feature cannot be converted to a flat array of"),
     (lambda s: session_of(s).predict(flat(s)[0], [2**63] * 9, flat(s)[2]), "embeddingcolumns holds"),
-    (lambda s: HPS(s.ps_json()).lookup([1], "other", 0), "no model 'other'; there are: 'small'"),
+    (lambda s: HPS(s.ps_json()).lookup([1], "other", 0), "no model 'other'; known models: 'small'"),
     (lambda s: HPS(s.ps_json()).lookup([1], "small", 2), "has no table 2; it has 2"),
     (lambda s: HPS(s.ps_json()).lookup([1], "small", -1), "has no table -1"),
     (lambda s: HPS(s.ps_json()).lookup([1], "small", "0"), "has no table '0'"),  # type: ignore[arg-type]
-    (lambda s: HPS(s.ps_json()).lookup(["a"], "small", 0), "keys holds something but whole numbers"),
+    (lambda s: HPS(s.ps_json()).lookup(["a"], "small", 0), "keys holds a value that is not a whole number"),
     (lambda s: HPS(s.folder / "absent.json"), r"absent\.json"),
     (lambda s: session_of(s, volatile_db=VolatileDatabaseParams(type="floppy")), "volatile_db.type"),
     (lambda s: CreateInferenceSession("absent.json", params_of(s)), r"absent\.json"),

@@ -64,7 +64,7 @@ def test_a_table_is_found_by_its_folder_alone() -> None:
     clash = replace(SPEC, tables=(TableSpec("a.b", "a_b", 1, 1), TableSpec("a_b", "a_b_2", 1, 1)))
 
     assert [clash.table_in(folder).name for folder in ("a_b", "a_b_2")] == ["a.b", "a_b"]
-    with pytest.raises(TableNotFoundError, match=r"no table in folder 'a\.b'; its folders: 'a_b', 'a_b_2'"):
+    with pytest.raises(TableNotFoundError, match=r"no table in folder 'a\.b'; its table folders: 'a_b', 'a_b_2'"):
         clash.table_in("a.b")
 
 
@@ -100,23 +100,23 @@ def _set(path: str, value: Any) -> Any:
         (_set("tables.1.default_vector", [1.0]), "default_vector"),
         (_set("lookups.0.table", "nowhere"), "nowhere"),
         (_set("lookups.0.pooling", "median"), "median"),
-        (_set("lookups.0.weights", "factors"), "weights 'factors' are for pooling 'sum' and 'mean', not 'none'"),
+        (_set("lookups.0.weights", "factors"), "weights 'factors' need pooling 'sum' or 'mean', found 'none'"),
         (_set("inputs.0.shape", [-2]), "shape"),
         (_set("inputs.0.name", 5), "name"),
-        (_set("inputs.0.dtype", "word"), "'word' is none of NumPy's"),
-        (_set("inputs.0.dtype", "(2 3)f4,f4"), "is none of NumPy's"),
+        (_set("inputs.0.dtype", "word"), "'word' is not a NumPy dtype"),
+        (_set("inputs.0.dtype", "(2 3)f4,f4"), "is not a NumPy dtype"),
         (_set("inputs.0.shape", []), "batched"),
         (_set("inputs.0.shape", [True]), "shape"),
         (
             _set("outputs", 2 * [{"name": "twice", "dtype": "float32", "shape": [-1]}]),
-            "two outputs, are called 'twice'",
+            "two outputs have the name 'twice'",
         ),
         (_set("tables.1.default_vector", "zero"), "default_vector"),
         (_set("lookups.0.keys", 3), "must be strings"),
         (_set("settings", []), "settings"),
-        (_set("equal_sizes", [[["user", 0]]]), "equal_sizes: expected a list of pairs"),
-        (_set("equal_sizes", [[["user", 0], ["nowhere", 0]]]), "equal_sizes: no input 'nowhere' has an axis 0"),
-        (_set("equal_sizes", [[["user", 0], ["user", True]]]), "equal_sizes: no input 'user' has an axis True"),
+        (_set("equal_sizes", [[["user", 0]]]), "expected a list of .input, axis. pairs"),
+        (_set("equal_sizes", [[["user", 0], ["nowhere", 0]]]), "field 'equal_sizes': no input 'nowhere' has an axis 0"),
+        (_set("equal_sizes", [[["user", 0], ["user", True]]]), "field 'equal_sizes': no input 'user' has an axis True"),
     ],
 )
 def test_a_bad_field_is_named(tmp_path: Path, change: Any, message: str) -> None:

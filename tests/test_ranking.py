@@ -141,11 +141,11 @@ def test_joined_requests_are_one_batch(session: InferenceSession) -> None:
 
 NUMBERS = {"clicks": np.zeros((3, 5), np.int64), "user": np.zeros(3, np.int64), "age": np.zeros((3, 2), np.float32)}
 BAD = {
-    "has to say how many of these belong to each context": NUMBERS,
+    "must say how many of these belong to each context": NUMBERS,
     "has 2 contexts, but 'user' has 1": {"clicks": np.zeros((2, 5), np.int64)},
     "has 3 samples, but 'item' has 4": {"price": np.zeros((3, 1), np.float32)},
     "has the sum 3, expected 4": {CANDIDATES: np.array([3], np.int32)},
-    "holds -1, expected numbers from 0 on": {**NUMBERS, CANDIDATES: np.array([3, 2, -1], np.int32)},
+    "holds -1, expected numbers of at least 0": {**NUMBERS, CANDIDATES: np.array([3, 2, -1], np.int32)},
     r"is int32 \[2\], expected int32 \[1\]": {CANDIDATES: np.array([2, 2], np.int32)},
     r"is int64 \[1\], expected int32 \[1\]": {CANDIDATES: np.array([4])},
     r"is int32 \[1, 1\], expected int32 \[1\]": {CANDIDATES: np.array([[4]], np.int32)},

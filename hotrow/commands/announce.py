@@ -13,8 +13,10 @@ from inference_session.update_stream.topics import announcement_topic
 @click.argument("version", type=click.IntRange(1, MAX_VERSION))
 @click.option("--to", "url", required=True, metavar="KAFKA_URL", help="kafka://HOST:PORT[,HOST:PORT]")
 def command(model: str, version: int, url: str) -> None:
-    """Announce that VERSION of MODEL is to be served, network and rows, to every server beside which `hotrow follow`
-    runs. Returns when the brokers have confirmed it. The version's files have to be where those look for them.
+    """Announce VERSION of MODEL, network and rows, to every server for which `hotrow follow` runs.
+
+    Returns when the brokers have confirmed the announcement. The files of the version must be where the followers
+    look for them.
 
     \b
     Example:
@@ -24,4 +26,4 @@ def command(model: str, version: int, url: str) -> None:
 
     with Publisher(url, model) as publisher:
         publisher.announce(version)
-    click.echo(f"{announcement_topic(model)}: version {version} is announced")
+    click.echo(f"{announcement_topic(model)}: version {version} was announced")

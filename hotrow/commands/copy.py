@@ -15,10 +15,10 @@ from hotrow.progress import byte_progress
 def command(source: str, target: str) -> None:
     """Copy a version directory, a table folder or any other folder or file: SOURCE becomes TARGET itself.
 
-    Both are paths or hdfs://HOST:PORT/path, where PORT is that of the NameNode's WebHDFS (9870 if absent) and the user
-    is HADOOP_USER_NAME. TARGET must not exist, unless it is the same, byte by byte; it appears when it is whole,
-    and every byte has been read back and compared. A copy that failed goes on where it stopped when the same command is
-    run again.
+    Both are paths or hdfs://HOST:PORT/path, where PORT is that of the NameNode's WebHDFS (default 9870) and the
+    user is HADOOP_USER_NAME. TARGET must not exist, unless it is identical byte by byte. It appears only when it
+    is complete and every byte has been read back and compared. To resume a failed copy, run the same command
+    again.
 
     \b
     Examples:
@@ -31,5 +31,5 @@ def command(source: str, target: str) -> None:
     with Copy(source, target) as copy, byte_progress(f"Copying {source}", copy.num_bytes) as progress:
         report = copy.run(progress)
     seconds = time.perf_counter() - begin
-    resumed = f" ({report.num_resumed_bytes} of them by an earlier run)" if report.num_resumed_bytes else ""
+    resumed = f" ({report.num_resumed_bytes} of them copied by an earlier run)" if report.num_resumed_bytes else ""
     click.echo(f"{target}: {report.num_files} files, {report.num_bytes} bytes{resumed} in {seconds:.1f} s, verified")

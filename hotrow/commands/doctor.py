@@ -24,25 +24,31 @@ _MARKS = {"ok": ("ok", "green"), "warning": ("warning", "yellow"), "problem": ("
 class _Folder(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if "://" in str(value):
-            self.fail(f"{str(value)!r} is not on this machine; `hotrow copy` brings models here", param, ctx)
+            self.fail(f"{str(value)!r} is not on this machine; copy it here with `hotrow copy`", param, ctx)
         return super().convert(value, param, ctx)
 
 
 @click.command()
 @click.option(
-    "--repository", type=_Folder(path_type=Path), help="A model repository to be served: what its models need, too."
+    "--repository", type=_Folder(path_type=Path), help="A model repository; what its models need is checked too."
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address that `hotrow serve` would listen on.")
-@click.option("--http-port", type=_PORT, default=8000, show_default=True, help="0: any free port, here and below.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address on which `hotrow serve` would listen.")
+@click.option(
+    "--http-port",
+    type=_PORT,
+    default=8000,
+    show_default=True,
+    help=("0 for any free port; the same holds for the other ports."),
+)
 @click.option("--grpc-port", type=_PORT, default=8001, show_default=True)
 @click.option("--metrics-port", type=_PORT, default=8002, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 def command(
     repository: Path | None, host: str, http_port: int, grpc_port: int, metrics_port: int, as_json: bool
 ) -> None:
-    """Look for what usually goes wrong on a machine, and say how to mend it. Nothing is changed.
+    """Check a machine for common problems and say how to fix them. Nothing is changed.
 
-    The exit code is 1 if there is a problem, that is, something that keeps models from being served.
+    The exit code is 1 if there is a problem that prevents models from being served.
 
     \b
     Example:

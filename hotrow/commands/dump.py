@@ -27,7 +27,9 @@ _READING_ONLY = {
 @click.option("--volatile-store", metavar="STORE_URL", help="[default: as in config.pbtxt]")
 @click.option("--persistent-store", metavar="STORE_URL", help="[default: as in config.pbtxt]")
 @click.option(
-    "--namespace", type=click.Choice(["version", "shared"]), help="Whose rows of the stores.  [default: as there]"
+    "--namespace",
+    type=click.Choice(["version", "shared"]),
+    help=("Which rows of the stores to read.  [default: as in config.pbtxt]"),
 )
 def command(
     version_dir: Path,
@@ -39,8 +41,9 @@ def command(
     """Write the rows of VERSION_DIR, <repository>/<model>/<version>, as they are served: a folder per table with `key`
     and `emb_vector`, which HugeCTR loads and `hotrow import hugectr` imports.
 
-    Rows come from the model's stores, those that they have not from its files; the model may be served meanwhile. Of a
-    RocksDB they are those of one moment. Redis has no such moment: what is written to it meanwhile may be in or not.
+    Rows come from the model's stores; rows that the stores lack come from its files. The model may be served at
+    the same time. A RocksDB is read as of one moment. Redis has no such snapshot: rows written to it during the
+    dump may or may not be included.
 
     \b
     Example:
@@ -57,7 +60,7 @@ def command(
     config = configured_session(spec, version_dir, **settings, **_READING_ONLY)
     if config.update_stream is not None and not config.has_store:
         raise ConfigurationError(
-            f"{version_dir}: what its update stream has changed is in the memory of the process that serves it;"
+            f"{version_dir}: the changes of its update stream are only in the memory of the process that serves it;"
             " dump it there with InferenceSession.dump(), or serve it with a persistent_store"
         )
     num_rows = sum(table.num_rows for table in spec.tables)

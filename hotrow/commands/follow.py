@@ -32,22 +32,23 @@ _RETRY_S = 5.0
     "--source",
     required=True,
     metavar="DIR|URL",
-    help="Where the model's versions come from: a folder, here or hdfs://HOST:PORT/path, with one for each number.",
+    help="Where to copy versions from: a folder, local or hdfs://HOST:PORT/path, with a subfolder per version number.",
 )
 @click.option(
     "--repository",
     required=True,
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="The server's model repository, which holds the model.",
+    help="The server's model repository, which contains the model.",
 )
 @server_options
 def command(model: str, brokers: str, source: str, repository: Path, address: ServerAddress) -> None:
-    """Serve the versions of MODEL that `hotrow announce` announces, beside a running server, until SIGTERM or Ctrl-C.
+    """Load the versions of MODEL that `hotrow announce` announces into a running server, until SIGTERM or Ctrl-C.
 
-    A version that the repository lacks is copied from --source, verified, whole or not at all; then it is loaded as by
-    `hotrow load`. An announcement is a number: it cannot name another place. The last one counts, also one from before
-    the start. What cannot be fetched or reached is tried again; a version that the server refuses is not, and the old
-    one goes on.
+    A version that the repository lacks is first copied from --source and verified; it appears completely or not at
+    all. Then it is loaded as by `hotrow load`. An announcement contains only a version number, so it cannot name
+    another place. The last announcement counts, even if it was made before this command started. If a version
+    cannot be fetched or the server cannot be reached, the command tries again. If the server rejects a version,
+    the old version stays active.
 
     \b
     Example:
@@ -57,7 +58,7 @@ def command(model: str, brokers: str, source: str, repository: Path, address: Se
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     if not (repository / model).is_dir():
-        raise ConfigurationError(f"{repository}: there is no model {model!r}; its config.pbtxt has to be there")
+        raise ConfigurationError(f"{repository}: no model {model!r}; the repository must contain its config.pbtxt")
     with Announcements(KafkaUrl.parse(brokers), model) as announcements:
         click.echo(f"{model}: following {announcements.topic}")
         follower = _Follower(announcements, lambda version: _serve(model, version, source, repository, address))
@@ -100,7 +101,7 @@ def _serve(model: str, version: int, source: str, repository: Path, address: Ser
             copy.run(progress)
     with address.connect() as server:
         if server.has_model(model) and server.ready_versions(model) == [version]:
-            click.echo(f"{model}: version {version} serves already")
+            click.echo(f"{model}: version {version} already serves")
             return
         server.load_versions(model, [version])
         if version not in server.ready_versions(model):

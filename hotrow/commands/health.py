@@ -10,21 +10,22 @@ from hotrow.server_options import ServerAddress, server_options
 
 
 @click.command()
-@click.option("--model", required=True, help="The model that has to answer.")
+@click.option("--model", required=True, help="The model that must answer.")
 @click.option(
     "--timeout",
     "timeout_s",
     type=click.FloatRange(min=0.1),
     default=6.0,
     show_default=True,
-    help="Seconds that the answer may take, in all.",
+    help="Time limit for the answer, in seconds.",
 )
 @server_options
 def command(model: str, timeout_s: float, address: ServerAddress) -> None:
-    """Have a model answer a small request of our own making, and exit with 0 if it does.
+    """Send a small generated request to a model, and exit with 0 if it is answered.
 
     Otherwise one line says what is wrong, and the exit code is 1: no server, no such model, no version loaded, a
-    backend process that is dead or hung, an error for an answer. The server's own readiness does not notice all that.
+    backend process that is dead or hung, or an error as the answer. The server's own readiness does not detect all
+    of these.
 
     \b
     Example, as a readiness probe of Kubernetes:

@@ -27,7 +27,9 @@ class FileOrUrl(click.Path):
 
 def model_name(ctx: click.Context, parameter: click.Parameter, value: str) -> str:
     if not is_folder_name(value.replace(".", "_")) or value.startswith("."):
-        raise click.BadParameter(f"{value!r} may hold letters, digits, '_', '-' and '.' only, and not begin with '.'")
+        raise click.BadParameter(
+            f"{value!r} may contain only letters, digits, '_', '-' and '.', and must not start with '.'"
+        )
     return value
 
 
@@ -35,7 +37,7 @@ _repository = click.option(
     "--repository",
     required=True,
     type=click.Path(file_okay=False, path_type=Path),
-    help="Model repository; made if there is none.",
+    help="Model repository; created if it does not exist.",
 )
 _version = click.option(
     "--version", type=click.IntRange(1, MAX_VERSION), help="Version number.  [default: one above the highest]"
@@ -45,18 +47,18 @@ _tables = click.option(
     type=click.Choice(["float32", "float16", "int8"]),
     default="float32",
     show_default=True,
-    help="How tables are stored, each where that makes it smaller; int8 with a scale and an offset for each row.",
+    help="How to store tables that become smaller this way; int8 has a scale and an offset for each row.",
 )
 
 
 @click.group()
 def command() -> None:
-    """Bring a trained model into a model repository that `hotrow serve` serves."""
+    """Import a trained model into a model repository that `hotrow serve` serves."""
 
 
 @command.command()
 @click.argument("model", type=FileOrUrl(), metavar="MODEL.onnx")
-@click.option("--name", required=True, callback=model_name, help="Name that clients will ask for.")
+@click.option("--name", required=True, callback=model_name, help="Name by which clients request the model.")
 @_repository
 @_version
 @click.option(
@@ -70,13 +72,13 @@ def command() -> None:
     "--context",
     multiple=True,
     metavar="INPUT",
-    help="An input that requests may give once for many candidates, as a user's; may be repeated.",
+    help="An input that requests may give once for many candidates, such as the user's; may be repeated.",
 )
 @_tables
 @click.option(
     "--max-batch-size",
     type=click.IntRange(1, MAX_BATCH_SIZE),
-    help="Most samples in one request; written to config.pbtxt.  [default: 1024; 16384 with --context]",
+    help="Largest number of samples in one request; written to config.pbtxt.  [default: 1024; 16384 with --context]",
 )
 @click.option(
     "--standalone", is_flag=True, help="For a Triton without hotrow's backend folder: adds a one-line model.py."
@@ -92,16 +94,16 @@ def onnx(
     max_batch_size: int | None,
     standalone: bool,
 ) -> None:
-    """Import an ONNX model: its embedding tables become table files, the rest a dense network.
+    """Import an ONNX model: its embedding tables become table files, the rest becomes a dense network.
 
-    The imported model keeps its own inputs and outputs. Tables are initializers that the graph only ever reads by
-    rows; what cannot be taken out safely stays in the network, and the report says why.
+    The imported model keeps its own inputs and outputs. A table is an initializer that the graph reads only by
+    rows. What cannot be taken out safely stays in the network, and the report says why.
 
-    With --context, requests may give some inputs once for all candidates that are to be ranked; the report says what
-    is then looked up and computed once.
+    With --context, requests may give some inputs once for all candidates that are to be ranked. The report says
+    what is then looked up and computed once.
 
-    With --tables int8, rows of 128 elements take 0.27 of the bytes and answers change a little: `hotrow quantize` does
-    the same to an imported version, and tells by how much.
+    With --tables int8, rows of 128 elements take 0.27 of the bytes and answers change a little. `hotrow quantize`
+    does the same to an imported version, and reports by how much its answers change.
 
     \b
     Examples:
@@ -133,15 +135,15 @@ def onnx(
 
 @command.command()
 @click.argument("ps_json", type=FileOrUrl(), metavar="PS_JSON")
-@click.option("--model", metavar="NAME", help="Import this model of ps.json only.  [default: all of them]")
+@click.option("--model", metavar="NAME", help="Import only this model of ps.json.  [default: all of them]")
 @_repository
 @_version
 @click.option(
     "--keep-rows-of",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     metavar="VERSION_DIR",
-    help="An earlier version of the model: its rows stay where the new one has no row of that key, as HugeCTR's "
-    "own update does it.  [default: a key that the new version does not have is unknown]",
+    help="An earlier version of the model, whose rows are kept for keys that the new version lacks, as in HugeCTR's "
+    "own update.  [default: keys that the new version lacks are unknown]",
 )
 @_tables
 def hugectr(
@@ -154,9 +156,10 @@ def hugectr(
 ) -> None:
     """Import models of HugeCTR or HPS: graph JSON, dense weights and sparse folders, as ps.json names them.
 
-    Sparse folders become tables as they are, by hard links where the file system allows. Clients keep their requests:
-    DES, CATCOLUMN, ROWINDEX to OUTPUT0, or KEYS, NUMKEYS to OUTPUT0 for a model of tables alone. PS_JSON and the files
-    that it names may be on HDFS, hdfs://HOST:PORT/path, where PORT is that of the NameNode's WebHDFS.
+    Sparse folders become tables without conversion, by hard links where the file system allows them. Clients keep
+    their requests: DES, CATCOLUMN and ROWINDEX to OUTPUT0, or KEYS and NUMKEYS to OUTPUT0 for a model that
+    consists only of tables. PS_JSON and the files that it names may be on HDFS, hdfs://HOST:PORT/path, where PORT
+    is that of the NameNode's WebHDFS.
 
     \b
     Example:
@@ -189,14 +192,14 @@ def hugectr(
 @click.option(
     "--checkpoint",
     metavar="DIR",
-    help="Distributed checkpoint, a folder or hdfs:// URL, whose weights are taken in place of the program's own.",
+    help="Distributed checkpoint, a folder or hdfs:// URL, whose weights replace those in the program.",
 )
-@click.option("--name", required=True, callback=model_name, help="Name that clients will ask for.")
+@click.option("--name", required=True, callback=model_name, help="Name by which clients request the model.")
 @_repository
 @_version
 def from_torch(program: Path, checkpoint: str | None, name: str, repository: Path, version: int | None) -> None:
-    """Import a program that torch.export.save wrote; tables may be in a torch distributed checkpoint. Needs
-    hotrow[torch]. From a live model, hotrow.training.export does it, TorchRec's tables included.
+    """Import a program written by torch.export.save; its tables may be in a torch distributed checkpoint. Needs
+    hotrow[torch]. To import a live model, TorchRec tables included, use hotrow.training.export.
 
     \b
     Examples:
@@ -229,13 +232,13 @@ def from_torch(program: Path, checkpoint: str | None, name: str, repository: Pat
 
 @command.command()
 @click.argument("dump", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--name", required=True, callback=model_name, help="Name that clients will ask for.")
+@click.option("--name", required=True, callback=model_name, help="Name by which clients request the model.")
 @_repository
 @_version
 def dynamicemb(dump: Path, name: str, repository: Path, version: int | None) -> None:
     """Import the tables that DynamicEmb (recsys-examples) dumped, of all ranks; needs no CUDA.
 
-    They become a model of tables alone, served as HPS serves them: KEYS, NUMKEYS to OUTPUT0.
+    They become a model that consists only of tables, served as HPS serves them: KEYS and NUMKEYS to OUTPUT0.
 
     \b
     Example:

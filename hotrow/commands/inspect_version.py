@@ -43,8 +43,8 @@ def _target(ctx: click.Context, parameter: click.Parameter, value: str) -> Path 
 def command(target: Path | StoreUrl, as_json: bool, verify: bool) -> None:
     """Show the inputs, tasks and tables of a version directory, or the tables in a store.
 
-    Sizes are always checked against the manifest. With --verify every byte is read; a damaged or missing file is named,
-    and the exit code is 1.
+    Sizes are always checked against the manifest. With --verify every byte is read. A damaged or missing file is
+    named, and the exit code is 1.
 
     \b
     Examples:
@@ -54,7 +54,7 @@ def command(target: Path | StoreUrl, as_json: bool, verify: bool) -> None:
     if isinstance(target, Path):
         _inspect_version(target, as_json=as_json, verify=verify)
     elif verify:
-        raise ConfigurationError("a store has no checksums to verify: `hotrow push --verify` compares it with files")
+        raise ConfigurationError("a store has no checksums to verify; `hotrow push --verify` compares it with files")
     else:
         _inspect_store(target, as_json=as_json)
 
@@ -91,7 +91,7 @@ def _inspect_version(version_dir: Path, *, as_json: bool, verify: bool) -> None:
     else:
         _show(description)
         _show_ranking(spec)
-        click.echo(f"{'Checksums' if verify else 'Sizes'} of all files agree with {manifest.MANIFEST_FILE}.")
+        click.echo(f"{'Checksums' if verify else 'Sizes'} of all files match {manifest.MANIFEST_FILE}.")
 
 
 def _check_files(version_dir: Path, *, checksums: bool) -> None:

@@ -16,17 +16,17 @@ from triton_backend.client.server import RemoteError, RemoteServer
 @click.option(
     "--version",
     type=click.IntRange(1, MAX_VERSION),
-    help="Serve exactly this one.  [default: the newest, or what the version policy in config.pbtxt says]",
+    help="Serve exactly this version.  [default: the newest, or as the version policy in config.pbtxt says]",
 )
 @click.option(
-    "--beside", is_flag=True, help="Keep the versions that are loaded, to compare --version with them before it serves."
+    "--beside", is_flag=True, help="Keep the loaded versions, to compare --version with them before it serves."
 )
 @server_options
 def command(model: str, version: int | None, beside: bool, address: ServerAddress) -> None:
     """Load a version of MODEL and wait until it serves; a new model is loaded in the same way.
 
-    The old version answers until the new one is ready, and goes on if the new one cannot be loaded: the reason is
-    printed, and the exit code is 1.
+    The old version answers until the new one is ready. If the new one cannot be loaded, the old one stays active,
+    the reason is printed, and the exit code is 1.
 
     \b
     Examples:
@@ -35,7 +35,7 @@ def command(model: str, version: int | None, beside: bool, address: ServerAddres
       hotrow load ctr --version 3 --beside && hotrow smoke-test ctr --version 3 --requests sample.jsonl
     """
     if beside and version is None:
-        raise ConfigurationError("--beside needs --version: which one is to be loaded beside those that are")
+        raise ConfigurationError("--beside needs --version, the version to load in addition to the loaded ones")
     with address.connect() as server:
         before = server.ready_versions(model) if server.has_model(model) else []
         with waiting(f"Loading {model}" + (f" version {version}" if version else "")):
@@ -51,7 +51,7 @@ def _report(server: RemoteServer, model: str, version: int | None, before: list[
     ready = server.ready_versions(model)
     if not ready or (version is not None and version not in ready):
         found = ", ".join(map(str, ready)) or "none"
-        raise RemoteError(f"{model}: version {version or 'asked for'} is not loaded; loaded: {found}")
-    others = "".join(f", {other} is loaded beside it" for other in ready[:-1])
+        raise RemoteError(f"{model}: version {version or 'requested'} is not loaded; loaded: {found}")
+    others = "".join(f", {other} stays loaded" for other in ready[:-1])
     was = f" (before: {before[-1]})" if before and before[-1] != ready[-1] else ""
     click.echo(f"{model}: version {ready[-1]} serves{was}{others}")

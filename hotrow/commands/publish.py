@@ -25,21 +25,21 @@ _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.argument("source", metavar="VERSION_DIR|TABLE_FOLDER", type=_FOLDER)
 @click.option("--to", "url", required=True, metavar="KAFKA_URL", help="kafka://HOST:PORT[,HOST:PORT]")
 @click.option("--model", required=True, help="The model's name in the repository that serves it.")
-@click.option("--table", help="Publish this table alone; needed with a table folder.")
+@click.option("--table", help="Publish only this table; required with a table folder.")
 @click.option("--since", metavar="OLD_VERSION", type=_FOLDER, help="Publish only what differs from this version.")
 @click.option(
     "--encoding",
     type=click.Choice(["row", "batch"]),
     default="row",
     show_default=True,
-    help="A message for each row, which brokers can compact, or many rows to a message, which is faster.",
+    help="`row`: a message per row, which brokers can compact; `batch`: many rows per message, which is faster.",
 )
 def command(source: Path, url: str, model: str, table: str | None, since: Path | None, encoding: Encoding) -> None:
     """Publish rows to the servers that follow a model's update stream, and wait until the brokers have confirmed them.
 
-    SOURCE is a version directory, or with --table a folder with the files `key` and `emb_vector`. With --since, rows
-    that are equal in both versions are left out, and rows that are gone are deleted. Of a version directory sizes are
-    checked, checksums not. Publishing once more is harmless.
+    SOURCE is a version directory, or with --table a folder with the files `key` and `emb_vector`. With --since,
+    rows that are equal in both versions are left out, and rows that no longer exist are deleted. The sizes of a
+    version directory are checked, its checksums are not. Publishing again does no harm.
 
     \b
     Examples:
@@ -74,7 +74,7 @@ def _sources(source: Path, table: str | None, since: Path | None) -> list[_Sourc
     if not (source / SESSION_FILE).exists():
         if table is None or since is not None:
             raise ConfigurationError(
-                f"{source}: no version directory, it has no {SESSION_FILE}; a folder with a table's files"
+                f"{source}: not a version directory, because it has no {SESSION_FILE}; a folder with a table's files"
                 " needs --table, and cannot be compared by --since"
             )
         return [_whole(open_folder(source, table))]

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--name", required=True, callback=model_name, help="The model that it becomes a version of.")
+@click.option("--name", required=True, callback=model_name, help="The model to which the version belongs.")
 @click.option(
     "--repository",
     required=True,
     type=click.Path(file_okay=False, path_type=Path),
-    help="Model repository; made if there is none.",
+    help="Model repository; created if it does not exist.",
 )
 @click.option(
     "--version", type=click.IntRange(1, MAX_VERSION), help="Version number.  [default: one above the highest]"
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 @click.option(
     "--max-batch-size",
     type=click.IntRange(1, MAX_BATCH_SIZE),
-    help="Most samples in one request; written to the config.pbtxt of a new model.  [default: 1024; 16384 where it has "
-    "context inputs]",
+    help="Largest number of samples in one request; written to the config.pbtxt of a new model.  "
+    "[default: 1024; 16384 where it has context inputs]",
 )
 def command(folder: Path, name: str, repository: Path, version: int | None, max_batch_size: int | None) -> None:
     """Publish FOLDER, a version directory, as <repository>/<name>/<version>.
 
-    It is verified, byte by byte, and appears whole or not at all. Files that another version of the model has too are
-    shared with it by hard links. Servers do not serve it until they are told to: `hotrow load`.
+    Every byte is verified, and the version appears completely or not at all. Files that are identical in another
+    version of the model are shared with it by hard links. Servers serve the version after `hotrow load`.
 
     \b
     Example:
@@ -77,8 +77,8 @@ def _report_memory(report: PublishReport) -> None:
     private = bytes_in(memory_items(report.spec, report.version_dir, cache_bytes=cache_bytes), "process")
     available = available_bytes()
     click.echo(
-        f"Memory to load it beside the version that serves: {private} bytes of its own, {report.copied_bytes} bytes of "
-        f"files that no other version has; available here: {available} bytes"
+        f"Memory needed to load it in addition to the active version: {private} bytes of its own and "
+        f"{report.copied_bytes} bytes of files that no other version has; available here: {available} bytes"
     )
     if private > available:
-        click.echo("hotrow: this machine has too little memory left to load it", err=True)
+        click.echo("hotrow: this machine has too little free memory to load it", err=True)

@@ -23,7 +23,7 @@ _TIMEOUT_MS = 30_000
 
 def _version_dir(ctx: click.Context, parameter: click.Parameter, value: str) -> Path:
     if "://" in value:  # not to be repeated in an error: it may hold a password
-        raise click.BadParameter("a URL, where a directory is expected; a store goes behind --to")
+        raise click.BadParameter("expected a directory, found a URL; give the store with --to")
     path: Path = click.Path(exists=True, file_okay=False, path_type=Path).convert(value, parameter, ctx)
     return path
 
@@ -38,19 +38,24 @@ def _version_dir(ctx: click.Context, parameter: click.Parameter, value: str) -> 
     help="redis://, redis+cluster://, redis+sentinel://, rocksdb:///…",
 )
 @click.option("--verify", is_flag=True, help="Read all rows back and compare them.")
-@click.option("--verify-sample", type=click.IntRange(min=1), metavar="N", help="Read back N random rows of each table.")
+@click.option(
+    "--verify-sample",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help=("Read N random rows of each table back and compare them."),
+)
 @click.option(
     "--namespace",
     type=click.Choice(["version", "shared"]),
     default="version",
     show_default=True,
-    help="`shared`: HPS's own name space, the same for all versions.",
+    help="`shared`: the namespace of HPS, the same for all versions.",
 )
 def command(version_dir: Path, store_url: str, verify: bool, verify_sample: int | None, namespace: str) -> None:
     """Fill a store with the rows of a version directory, <repository>/<model>/<version>.
 
-    All files are compared with the version's checksums first: a damaged version is refused, and nothing is written.
-    A push that was interrupted goes on where it stopped when it is started again. Pushing once more is harmless.
+    All files are compared with the version's checksums first; if one is damaged, nothing is written. To resume an
+    interrupted push, run the command again. Pushing again does no harm.
 
     \b
     Example:
@@ -78,7 +83,7 @@ def _push(pushes: list[TablePush]) -> None:
         with row_progress(f"Pushing {push.spec.folder}", push.spec.num_rows) as progress:
             report = push.run(progress)
         num_written += report.num_rows - report.num_resumed
-        resumed = f" ({report.num_resumed} of them by an earlier push)" if report.num_resumed else ""
+        resumed = f" ({report.num_resumed} of them pushed by an earlier run)" if report.num_resumed else ""
         click.echo(f"{report.table}: {report.num_rows} rows{resumed}")
     seconds = time.perf_counter() - begin
     click.echo(f"{num_written} rows pushed in {seconds:.1f} s, {num_written / max(seconds, 1e-9):.0f} rows/s")
@@ -89,4 +94,4 @@ def _verify(pushes: list[TablePush], num_samples: int | None) -> None:
     for push in pushes:
         with row_progress(f"Verifying {push.spec.folder}", num_samples or push.spec.num_rows) as progress:
             num_rows += push.verify(num_samples, progress)
-    click.echo(f"{num_rows} rows read back, all as in the files")
+    click.echo(f"{num_rows} rows read back, all equal to the files")

@@ -26,19 +26,19 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     "--tables",
     type=click.Choice(["float16", "int8"]),
     required=True,
-    help="How rows are stored: int8 with a scale and an offset for each row.",
+    help="How to store rows; int8 has a scale and an offset for each row.",
 )
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
     metavar="VERSION_DIR",
-    help="The version directory to write.  [default: the next version beside this one]",
+    help="The version directory to write.  [default: the next version of the model]",
 )
 @click.option(
     "--requests",
     type=_FILE,
     metavar="FILE.npz",
-    help="A request to compare answers with, as record-canary takes or writes it.  [default: the model's "
+    help="The request whose answers are compared, as record-canary reads or writes it.  [default: the model's "
     "canary_requests, else random keys of its tables]",
 )
 @click.option(
@@ -63,14 +63,14 @@ def command(
     max_error: float | None,
     as_json: bool,
 ) -> None:
-    """Write a version again with smaller tables, and tell how far its answers are from the old ones.
+    """Create a version with smaller tables, and report how much its answers differ from the old ones.
 
-    A row of float16 takes half the bytes of float32. A row of int8 takes a byte for each element and 8 bytes more: 0.27
-    of float32 for 128 elements; each element is off by at most half a step of 1/255 of its row's range. Tables that
-    would not become smaller stay as they are. Look-ups answer float32 as before.
+    A float16 row takes half the bytes of a float32 row. An int8 row takes one byte per element and 8 more: 0.27 of
+    float32 for 128 elements; each element is off by at most half a step of 1/255 of its row's range. Tables that
+    would not become smaller stay as they are. Look-ups still return float32.
 
-    The new version appears whole or not at all. Files that stay the same are shared by hard links. Servers do not serve
-    it until they are told to: `hotrow load`.
+    The new version appears completely or not at all. Unchanged files are shared by hard links. Servers serve it
+    after `hotrow load`.
 
     \b
     Examples:
@@ -78,10 +78,10 @@ def command(
       hotrow quantize model_repository/ctr/1 --tables int8 --requests test.npz --labels test_labels.npz
     """
     if labels and not requests:
-        raise click.UsageError("--labels belong to the samples of --requests: give both")
+        raise click.UsageError("--labels needs --requests, whose samples the labels belong to")
     version_dir = version_dir.absolute()
     if output is None and not version_dir.name.isdecimal():
-        raise click.UsageError(f"{version_dir} is no numbered version of a model: give --output")
+        raise click.UsageError(f"{version_dir} is not a numbered version of a model; give --output")
     target = output.absolute() if output else version_dir.parent / str(next_version(version_dir.parent))
     # What these import takes seconds to load.
     from hotrow.answer_quality import compare
@@ -93,7 +93,7 @@ def command(
         found.append(compare(version_dir, staging, requests or _canary(version_dir), labels))
         if max_error is not None and not found[0].largest <= max_error:
             click.echo(str(found[0]), err=True)
-            raise CanaryError(f"{_too_far(found[0], max_error)}; nothing is written")
+            raise CanaryError(f"{_too_far(found[0], max_error)}; nothing was written")
 
     with byte_progress(f"Quantizing {version_dir.name}") as progress:
         versions = quantize_version(version_dir, target, tables, progress=progress, accept=accept)

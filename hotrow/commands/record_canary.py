@@ -14,11 +14,11 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.argument("requests", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--to", "target", type=_FILE, required=True, help="The file to write.")
 def command(version_dir: Path, requests: Path, target: Path) -> None:
-    """Record what a version that is known to be good answers to REQUESTS.
+    """Record the answers of a version that is known to be good to REQUESTS.
 
-    REQUESTS is an .npz file of one request: an array for each input of the model, by its name. The file that is written
-    holds it and all answers. A model with the setting canary_requests refuses versions that answer it with NaN, or
-    further off than canary_tolerance allows; the old version goes on.
+    REQUESTS is an .npz file with one request: an array for each input of the model, by its name. The written file
+    contains the request and all answers. A model with the setting canary_requests rejects versions whose answers
+    contain NaN or differ by more than canary_tolerance; the old version stays active.
 
     \b
     Example:

@@ -13,10 +13,10 @@ from triton_backend.client.roll_back import roll_back
 @click.argument("model")
 @server_options
 def command(model: str, address: ServerAddress) -> None:
-    """Serve the version of MODEL before the one that serves: the next lower number in the model's folder.
+    """Go back to the previous version of MODEL: the next lower number in the model's folder.
 
-    The version that serves now answers until the other is ready. It stays in the repository: `hotrow load MODEL` brings
-    it back. Rolled back twice, a model goes down two versions; where there is no lower one, that is an error.
+    The active version answers until the other one is ready. It stays in the repository, and `hotrow load MODEL`
+    brings it back. Rolling back twice goes down two versions. It is an error if there is no lower version.
 
     \b
     Example:

@@ -25,9 +25,17 @@ _PORT = click.IntRange(0, 65535)
 
 @click.command(context_settings={"ignore_unknown_options": False})
 @click.option("--repository", required=True, metavar="DIR|URL", help="The model repository, a folder per model.")
-@click.option("--model", "models", multiple=True, metavar="NAME", help="Serve this model only; may be repeated.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
-@click.option("--http-port", type=_PORT, default=8000, show_default=True, help="0: any free port, here and below.")
+@click.option("--model", "models", multiple=True, metavar="NAME", help="Serve only this model; may be repeated.")
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help=("Address to listen on; 0.0.0.0 for all interfaces.")
+)
+@click.option(
+    "--http-port",
+    type=_PORT,
+    default=8000,
+    show_default=True,
+    help=("0 for any free port; the same holds for the other ports."),
+)
 @click.option("--grpc-port", type=_PORT, default=8001, show_default=True)
 @click.option("--metrics-port", type=_PORT, default=8002, show_default=True)
 @click.option(
@@ -37,23 +45,23 @@ _PORT = click.IntRange(0, 65535)
     help="Allow loading, configuration, statistics, logging and shared memory only to clients that send the key in "
     "this file as header `hotrow-key` (gRPC: `triton-grpc-protocol-hotrow-key`).",
 )
-@click.option("--tls-certificate", type=PEM_FILE, help="Have gRPC speak TLS, with this certificate; needs --tls-key.")
-@click.option("--tls-key", type=PEM_FILE, help="The certificate's key, not encrypted.")
+@click.option("--tls-certificate", type=PEM_FILE, help="Use TLS for gRPC with this certificate; needs --tls-key.")
+@click.option("--tls-key", type=PEM_FILE, help="The unencrypted key of the certificate.")
 @click.option(
-    "--tls-client-ca", type=PEM_FILE, help="Let gRPC clients in only if this authority signed their certificate."
+    "--tls-client-ca", type=PEM_FILE, help="Accept only gRPC clients whose certificate this authority signed."
 )
 @click.option(
     "--http-host",
     metavar="ADDRESS",
-    help="Where HTTP listens, which has no TLS.  [default: as --host; with --tls-certificate 127.0.0.1]",
+    help="Address for HTTP, which has no TLS.  [default: as --host; with --tls-certificate 127.0.0.1]",
 )
 @click.option(
     "--front",
     is_flag=True,
-    help="Have nginx take HTTP and gRPC requests, and keep from the server what would end it: cancelled requests, and "
-    "huge shapes in JSON. Requests of 64 MiB at most, no streams. Needs nginx (apt-get install nginx-light).",
+    help="Run nginx in front of the server, which protects it from requests that would end it: cancelled requests, "
+    "and huge shapes in JSON. Requests may have at most 64 MiB; no streams. Needs nginx (apt-get install nginx-light).",
 )
-@click.option("--verbose", is_flag=True, help="Show the server's informational log lines as well.")
+@click.option("--verbose", is_flag=True, help="Show the server's informational log lines too.")
 @click.argument("flags", nargs=-1, metavar="[-- TRITONSERVER FLAGS]")
 def command(
     repository: str,
@@ -71,13 +79,14 @@ def command(
     verbose: bool,
     flags: tuple[str, ...],
 ) -> None:
-    """Serve the models of a repository by a tritonserver in the foreground.
+    """Serve the models of a repository with tritonserver, in the foreground.
 
-    A repository on HDFS, hdfs://HOST:PORT/path, is copied to the user's cache folder first, what has changed of it, and
-    verified; `copy` says where it is served from.
+    A repository on HDFS, hdfs://HOST:PORT/path, is first copied to the user's cache folder and verified; only
+    changed files are copied. The line `copy` shows the folder from which it is served.
 
-    The server is the one on PATH or in /opt/tritonserver, else the one of the nvidia-pytriton package. Prints a line
-    per endpoint and per model when all are ready; ends on SIGTERM or Ctrl-C. Flags behind `--` go to tritonserver.
+    The server is the one on PATH or in /opt/tritonserver, otherwise the one of the nvidia-pytriton package. When
+    all models are ready, the command prints one line per endpoint and per model. It ends on SIGTERM or Ctrl-C.
+    Flags after `--` are passed to tritonserver.
 
     \b
     Examples:

@@ -28,7 +28,7 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generi
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(?:i?b)?|b)?", str(value).strip().lower())
         if match is None:
-            self.fail(f"{value!r} is no number of bytes; examples: 1073741824, 512MiB, 1.5GiB", param, ctx)
+            self.fail(f"{value!r} is not a number of bytes; examples: 1073741824, 512MiB, 1.5GiB", param, ctx)
         return int(Decimal(match[1]) * _UNITS[match[2] or ""])
 
 
@@ -51,29 +51,35 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generi
     type=click.Choice(TRACE_FORMATS),
     default="auto",
     show_default=True,
-    help="auto goes by the file's ending; raw int64 is little endian, int64-be big endian.",
+    help="`auto` uses the file's extension; raw int64 is little endian, int64-be big endian.",
 )
 @click.option("--cache-bytes", type=_Bytes(), help="Size of the cache.  [default: as the model's settings say]")
-@click.option("--processes", type=click.IntRange(min=1), default=1, show_default=True, help="That serve the model.")
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help=("Number of processes that serve the model."),
+)
 @click.option(
     "--devices",
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="GPUs, each with a process, the tables and the network of its own; 0: on the CPU.",
+    help="Number of GPUs, each with its own process, tables and network; 0 for the CPU.",
 )
 @click.option(
     "--target",
     type=click.FloatRange(0, 1, min_open=True),
     default=_DEFAULT_TARGET,
     show_default=True,
-    help="Recommend the smallest cache with this part of the best hit rate possible.",
+    help="Recommend the smallest cache that reaches this fraction of the best possible hit rate.",
 )
 @click.option(
     "--sampled-keys",
     type=click.IntRange(min=1000),
     metavar="N",
-    help=f"Keys of the traces that are kept; of longer ones a sample.  [default: {_SAMPLED_KEYS}]",
+    help=f"Number of keys to keep of the traces; longer traces are sampled.  [default: {_SAMPLED_KEYS}]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 @click.option(
@@ -82,7 +88,7 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generi
     multiple=True,
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE.png|FILE.html",
-    help="Write the curves as a picture, or all as a page. May be repeated.",
+    help="Write the curves to a .png file, or the whole report to an .html file. May be repeated.",
 )
 def command(
     directory: Path,
@@ -96,10 +102,10 @@ def command(
     as_json: bool,
     plots: tuple[Path, ...],
 ) -> None:
-    """Tell how much memory a model needs, and from a trace of its keys, how large its cache should be.
+    """Estimate how much memory a model needs and, from a trace of its keys, how large its cache should be.
 
     The hit rate of every cache size is computed from the trace, exactly for LRU and by simulation for hotrow's own
-    cache; of very long traces from a sample, whose error is stated. The setting record_keys makes a served model
+    cache. Very long traces are sampled, and the error is stated. The setting record_keys makes a served model
     record its keys.
 
     \b
@@ -151,8 +157,8 @@ def _check_plots(plots: Iterable[Path]) -> None:
     """Before the work is done, that the files can be written."""
     for plot in plots:
         if plot.suffix not in (".png", ".html"):
-            raise click.BadParameter(f"{str(plot)!r} ends in neither .png nor .html", param_hint="'--plot'")
+            raise click.BadParameter(f"{str(plot)!r} must end in .png or .html", param_hint="'--plot'")
         if not plot.absolute().parent.is_dir():
-            raise click.BadParameter(f"{str(plot)!r}: there is no such folder", param_hint="'--plot'")
+            raise click.BadParameter(f"{str(plot)!r}: the folder does not exist", param_hint="'--plot'")
         if find_spec("matplotlib") is None:
             raise ConfigurationError('--plot needs matplotlib: pip install "hotrow[report]"')

@@ -24,8 +24,13 @@ _VERSION = click.IntRange(1, MAX_VERSION)
     required=True,
     help='A request per line, as JSON: {"inputs": [{"name": …, "shape": …, "datatype": …, "data": …}]}.',
 )
-@click.option("--compare-with", type=_VERSION, metavar="OLD", help="Ask this version too, and compare.")
-@click.option("--tolerance", type=click.FloatRange(min=0), help="Largest difference allowed.  [default: any]")
+@click.option(
+    "--compare-with",
+    type=_VERSION,
+    metavar="OLD",
+    help=("Send the requests to this version too, and compare the answers."),
+)
+@click.option("--tolerance", type=click.FloatRange(min=0), help="Largest difference allowed.  [default: no limit]")
 @server_options
 def command(
     model: str,
@@ -35,9 +40,10 @@ def command(
     tolerance: float | None,
     address: ServerAddress,
 ) -> None:
-    """Send recorded requests to one version of MODEL, loaded with `hotrow load --beside`, and look at the answers.
+    """Send recorded requests to one version of MODEL, loaded with `hotrow load --beside`, and check the answers.
 
-    An error, NaN or infinity, or a difference above --tolerance ends with exit code 1, naming the request.
+    An error, NaN, infinity, or a difference above --tolerance ends the command with exit code 1 and names the
+    request.
 
     \b
     Example:
@@ -70,5 +76,5 @@ def _test(
     except RemoteError as error:
         raise RemoteError(f"{where}: {error}") from error
     if names := not_finite(answer):
-        raise RemoteError(f"{where}: version {version} answers NaN or infinity in {', '.join(map(repr, names))}")
+        raise RemoteError(f"{where}: version {version} answered NaN or infinity in {', '.join(map(repr, names))}")
     return largest_difference(answer, old)

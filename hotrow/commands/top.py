@@ -27,17 +27,18 @@ _TIMEOUT_S = 5.0
 @click.option(
     "--url",
     metavar="HOST:PORT",
-    help="The server's gRPC endpoint: shows versions that do not serve, and why.  [default: not asked]",
+    help="The server's gRPC endpoint, which shows versions that do not serve and why.  [default: not used]",
 )
 @click.option(
-    "--interval", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, help="Seconds between two looks."
+    "--interval", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, help="Seconds between updates."
 )
-@click.option("--once", is_flag=True, help="Print what one interval shows, and end.")
+@click.option("--once", is_flag=True, help="Print one interval and exit.")
 @access_options
 def command(metrics_url: str, address: ServerAddress | None, interval: float, once: bool) -> None:
-    """Watch a running server: requests, latency, hit rates, tiers, updates, memory, versions that come and go.
+    """Watch a running server: requests, latency, hit rates, tiers, updates, memory, and versions that come and go.
 
-    Ctrl-C ends it. A server that goes away is waited for. In a pipe, one picture follows the other.
+    Stop it with Ctrl-C. If the server goes away, the command waits for it. When the output is a pipe, pictures are
+    printed one after the other.
 
     \b
     Examples:
@@ -115,7 +116,7 @@ def _print_once(view: TopView, metrics_url: str, index: _RepositoryIndex, interv
         time.sleep(interval)
         view.add(MetricsPage.fetch(metrics_url, timeout_s=_TIMEOUT_S), index.states())
     except (OSError, ValueError) as error:
-        raise UnavailableError(f"{metrics_url}: no metrics of a server: {error}") from error
+        raise UnavailableError(f"{metrics_url}: cannot read the metrics of a server: {error}") from error
     console = _plain_console()
     console.print(view.render(console.width))
 

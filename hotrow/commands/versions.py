@@ -24,9 +24,9 @@ _LEAST_WIDTH = 8
 @click.option("--metrics-url", metavar="URL", help="http://HOST:8002/metrics: adds age and hit rate.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")
 def command(model: str, address: ServerAddress, metrics_url: str | None, as_json: bool) -> None:
-    """List the versions of MODEL that the server has or had loaded, or failed to load: number, state, what is known.
+    """List the versions of MODEL that the server has loaded, had loaded, or failed to load, with their states.
 
-    Versions in the repository that nobody has asked this server to load yet are not known to it.
+    Versions in the repository that this server was never asked to load are not listed.
 
     \b
     Example:
@@ -59,7 +59,7 @@ def _metrics(url: str) -> MetricsPage:
     try:
         return MetricsPage.fetch(url)
     except (OSError, ValueError) as error:
-        raise UnavailableError(f"{url}: no metrics there: {error}") from error
+        raise UnavailableError(f"{url}: cannot read metrics: {error}") from error
 
 
 def _facts(

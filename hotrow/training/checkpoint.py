@@ -68,7 +68,7 @@ class Checkpoint:
             ConfigurationError: an argument is not allowed.
         """
         if not isinstance(keep, int) or keep < 1:
-            raise ConfigurationError(f"keep must be a whole number from 1 on, found {keep!r}")
+            raise ConfigurationError(f"keep must be a whole number of at least 1, found {keep!r}")
         self._model, self._place, self._keep = model, str(place), keep
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._state = TrainingState(model, optimizers)
@@ -85,7 +85,7 @@ class Checkpoint:
             OSError: it cannot be written.
         """
         if not isinstance(step, int) or step < 0:
-            raise ConfigurationError(f"a step is a whole number from 0 on, found {step!r}")
+            raise ConfigurationError(f"a step must be a whole number of at least 0, found {step!r}")
         moment = datetime.now(timezone.utc)
         with torch.no_grad():
             tensors, others = self._ranks.together(self._state.collect)
@@ -114,7 +114,7 @@ class Checkpoint:
             return 0
         chosen = steps[-1] if step is None else step
         if chosen not in steps:
-            raise ConfigurationError(f"{self._place}: no checkpoint of step {chosen}; there are: {steps}")
+            raise ConfigurationError(f"{self._place}: no checkpoint of step {chosen}; available: {steps}")
         restored = self._ranks.together(lambda: self._load(chosen))
         note_restored(self._model, restored)
         return chosen + 1
@@ -143,7 +143,7 @@ class Checkpoint:
 
             def begin() -> None:
                 if source.stat(target) is not None:
-                    raise ConfigurationError(f"{source.name_of(target)}: exists already; this step is saved")
+                    raise ConfigurationError(f"{source.name_of(target)}: already exists; this step was saved before")
                 source.remove(staged)
                 source.make_folder(staged)
 
@@ -218,7 +218,7 @@ def _description(source: ModelSource) -> dict[str, Any]:
     try:
         document = json.loads(_content(source, DESCRIPTION_FILE))
         if document["format"] != FORMAT:
-            raise ModelFormatError(f"{name}: format {document['format']!r}, this hotrow reads {FORMAT}")
+            raise ModelFormatError(f"{name}: format {document['format']!r}, but this version of hotrow reads {FORMAT}")
         datetime.fromisoformat(document["moment"])
         document["state"].items()
     except (ValueError, KeyError, TypeError, AttributeError) as error:

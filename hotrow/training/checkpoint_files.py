@@ -101,7 +101,7 @@ class _Files(FileSystemBase):
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
         """A file to read from."""
         if mode != "rb":
-            raise ValueError(f"checkpoints are only read here, not opened by mode {mode!r}")
+            raise ValueError(f"checkpoints can only be read, not opened with mode {mode!r}")
         raw = _File(self._source, str(path).lstrip("/"))
         with io.BufferedReader(raw, _BUFFER_BYTES) as stream:
             yield stream

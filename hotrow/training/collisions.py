@@ -17,8 +17,8 @@ def check_supported(module: Any, path: str) -> None:
     """UnsupportedModelError for a module whose mapping is not known here; it is named by its path."""
     if not hasattr(module, "_mch_sorted_raw_ids"):
         raise UnsupportedModelError(
-            f"{path}: a {type(module).__name__} cannot be cut out; of managed collision modules, "
-            "MCHManagedCollisionModule can"
+            f"{path}: a {type(module).__name__} is not supported; of managed collision modules, "
+            "only MCHManagedCollisionModule is"
         )
 
 

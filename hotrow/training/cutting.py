@@ -45,7 +45,7 @@ def find_cuts(model: nn.Module) -> list[Cut]:
     cuts = list(_find(model, "", set()))
     if not cuts:
         raise UnsupportedModelError(
-            "the model has no embedding table: export it by torch.onnx, and import that by `hotrow import onnx`"
+            "the model has no embedding table; export it with torch.onnx and import that with `hotrow import onnx`"
         )
     _name_apart(cuts)
     return cuts
@@ -72,7 +72,7 @@ def _cut(module: nn.Module, path: str) -> Cut | None:
     kind = _torchrec_kind(module)
     if kind is None:
         if type(module).__module__.startswith("torchrec.distributed.") and hasattr(module, "_lookups"):
-            raise UnsupportedModelError(f"{path}: a {type(module).__name__} cannot be cut out")
+            raise UnsupportedModelError(f"{path}: a {type(module).__name__} is not supported as an embedding table")
         return None
     if kind in ("mc_bags", "mc_lists"):
         return _cut_collisions(module, path, bags=kind == "mc_bags")
@@ -96,7 +96,9 @@ def _cut_plain(module: nn.Embedding | nn.EmbeddingBag, path: str) -> Cut:
     base = nn.Embedding if isinstance(module, nn.Embedding) else nn.EmbeddingBag
     _check_forward(module, base, path)
     if module.max_norm is not None:
-        raise UnsupportedModelError(f"{_where(module, path)} cannot be cut out: max_norm changes rows as they are read")
+        raise UnsupportedModelError(
+            f"{_where(module, path)} is not supported as an embedding table: max_norm changes rows as they are read"
+        )
     weight = module.weight
     table = Table(
         name=path or "embedding",
@@ -215,9 +217,9 @@ class BagStandIn(nn.Module):
 
     def _lists(self, keys: Tensor, begins: Tensor, ends: Tensor, factors: Tensor | None) -> Tensor:
         if self.mode == "max":
-            raise UnsupportedModelError(f"{self._table.path}: the maximum over lists with offsets cannot be cut out")
+            raise UnsupportedModelError(f"{self._table.path}: the maximum over lists with offsets is not supported")
         if factors is not None and self.mode == "mean":
-            raise UnsupportedModelError(f"{self._table.path}: a mean with offsets and padding_idx cannot be cut out")
+            raise UnsupportedModelError(f"{self._table.path}: a mean with offsets and padding_idx is not supported")
         pooled = pool_lists(_factored(functional.embedding(keys, self.weight), factors), begins, ends)
         return pooled if self.mode == "sum" else pooled / (ends - begins).clamp(min=1)[:, None]
 
@@ -286,7 +288,9 @@ def _cut_collection(module: Any, path: str, *, bags: bool) -> Cut:
 
 def _cut_collisions(module: Any, path: str, *, bags: bool) -> Cut:
     if module._return_remapped_features:
-        raise UnsupportedModelError(f"{path} cannot be cut out: return_remapped_features gives out numbers of rows")
+        raise UnsupportedModelError(
+            f"{path} is not supported as an embedding table: return_remapped_features returns row numbers"
+        )
     inner = module._embedding_module
     configs = table_configs(inner, bags=bags)
     tables = [_table(inner, config, f"{path}._embedding_module", bags=bags) for config in configs]
@@ -308,7 +312,9 @@ def _table(module: Any, config: Any, path: str, *, bags: bool) -> Table:
         return module.state_dict().get(name)
 
     if getattr(config, "use_virtual_table", False):
-        raise UnsupportedModelError(f"{path}: table {config.name!r} is virtual (use_virtual_table), and cannot be cut")
+        raise UnsupportedModelError(
+            f"{path}: table {config.name!r} is virtual (use_virtual_table), which is not supported"
+        )
     now = weight()
     device = next((shard.tensor.device for shard in local_shards(now, path)), torch.device("cpu"))
     dtype = torch.float32 if now is None else now.dtype

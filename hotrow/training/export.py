@@ -105,7 +105,7 @@ class _Plan:
         network = unwrapped(model)
         names = [outputs] if isinstance(outputs, str) else list(outputs)
         if not names or len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
-            raise ConfigurationError(f"outputs are {names!r}; give each a name of its own, at least one")
+            raise ConfigurationError(f"outputs are {names!r}; give at least one, each with a different name")
         cuts = find_cuts(network)
         return cls(network, cuts, ServedInputs(network, example, forms), names, [])
 
@@ -167,7 +167,7 @@ def _chosen(tensors: list[Tensor], names: list[str], inputs: ServedInputs) -> li
         return served
     shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors) or "none"
     raise ConfigurationError(
-        f"outputs names {len(names)} tensors ({', '.join(names)}), but forward gives out {len(tensors)}, of shapes "
+        f"outputs names {len(names)} tensors ({', '.join(names)}), but forward returns {len(tensors)}, of shapes "
         f"{shapes}; name each"
     )
 
@@ -241,7 +241,7 @@ class _Export:
         free = shutil.disk_usage(staging).free
         num_bytes = sum(file.num_rows * (file.table.row_bytes + 8 * file.table.has_keys) for file in files)
         if num_bytes > free:
-            raise UnavailableError(f"{self.repository}: the tables take {num_bytes} bytes, but {free} are free")
+            raise UnavailableError(f"{self.repository}: the tables need {num_bytes} bytes, but only {free} are free")
         for file in files:
             create_file(staging / file.location, file.num_rows * file.table.row_bytes)
             if file.table.has_keys:
@@ -317,7 +317,7 @@ def _check_shared(staging: Path, token: str) -> None:
         found = ""
     if found != token:
         raise ConfigurationError(
-            f"{staging} is not seen by all ranks: the repository must be in a file system that they share"
+            f"{staging} is not visible to all ranks; the repository must be in a file system that they share"
         )
 
 

@@ -51,7 +51,7 @@ def padded(max_len: int, pad: int = -1) -> Padded:
         ConfigurationError: max_len is no whole number above 0.
     """
     if not isinstance(max_len, int) or max_len < 1:
-        raise ConfigurationError(f"padded(max_len={max_len!r}): allowed are whole numbers from 1 on")
+        raise ConfigurationError(f"padded(max_len={max_len!r}): max_len must be a whole number of at least 1")
     return Padded(max_len, int(pad))
 
 
@@ -192,7 +192,8 @@ def _arguments(model: nn.Module, example: Any, found: _Found) -> tuple[tuple[Any
         inspect.signature(model.forward).bind(*values)
     except TypeError as error:
         raise ConfigurationError(
-            f"the example, of {len(values)} arguments, does not fit forward{inspect.signature(model.forward)}: {error}"
+            f"the example, of {len(values)} arguments, does not match "
+            f"forward{inspect.signature(model.forward)}: {error}"
         ) from error
     surplus = [f"input_{number}" for number in range(len(names), len(values))]
     together = [_take_apart(value, name, found) for value, name in zip(values, [*names, *surplus], strict=False)]
@@ -228,7 +229,9 @@ def _take_features(features: Any, found: _Found) -> Rebuild:
     from hotrow.training.jagged import ServedFeatures
 
     if features.variable_stride_per_key():
-        raise ConfigurationError("the example's KeyedJaggedTensor has another batch size for each key; served is one")
+        raise ConfigurationError(
+            "the example's KeyedJaggedTensor has a different batch size for each key; use the same for all"
+        )
     names = list(features.keys())
     for name in names:
         feature = features[name]
@@ -269,7 +272,7 @@ def _form(item: Jagged, forms: Form | Mapping[str, Form] | None) -> Form:
     if isinstance(form, (Padded, Lengths)):
         return form
     raise ConfigurationError(
-        f"feature {item.name!r} is a list of ids for each sample; say by `inputs` how it arrives when it is served: "
+        f"feature {item.name!r} is a list of ids for each sample; set `inputs` to the form in which requests send it: "
         f"training.padded(max_len=...), training.lengths(), or a dict of these by feature; found {form!r}"
     )
 
@@ -279,7 +282,7 @@ def _check_names(known: Mapping[str, Form], forms: Form | Mapping[str, Form] | N
     if unknown:
         has = ", ".join(map(repr, known)) or "none"
         raise ConfigurationError(
-            f"inputs names {unknown[0]!r}, which is no jagged feature of the example; it has: {has}"
+            f"inputs names {unknown[0]!r}, which is not a jagged feature of the example; features: {has}"
         )
 
 
@@ -303,12 +306,13 @@ def _check_jagged(item: Jagged, form: Form, num_samples: int) -> None:
     longest = int(item.lengths.max()) if len(item.lengths) else 0
     if longest > form.max_len:
         raise ConfigurationError(
-            f"feature {item.name!r} of the example has a list of {longest} ids, but padded(max_len={form.max_len}) "
-            "takes no more; raise max_len"
+            f"feature {item.name!r} of the example has a list of {longest} ids, more than "
+            f"padded(max_len={form.max_len}) allows; raise max_len"
         )
     if bool((item.values == form.pad).any()):
         raise ConfigurationError(
-            f"feature {item.name!r} of the example has the id {form.pad}, which padded(pad={form.pad}) fills up with; "
+            f"feature {item.name!r} of the example has the id {form.pad}, which padded(pad={form.pad}) uses "
+            "as padding; "
             "choose another pad"
         )
 
@@ -333,7 +337,7 @@ def padded_matrix(values: NDArray[Any], counts: NDArray[np.int64], pad: float) -
     width = max(1, int(counts.max(initial=0)))
     present = np.arange(width) < counts[:, None]
     if int(present.sum()) != len(values):
-        raise InvalidRequestError(f"{len(values)} values do not fit lists of {int(counts.sum())} in all")
+        raise InvalidRequestError(f"{len(values)} values do not match lists of {int(counts.sum())} in all")
     matrix = np.full(present.shape, pad, values.dtype)
     matrix[present] = values
     return matrix

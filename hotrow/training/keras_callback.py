@@ -60,7 +60,7 @@ class KerasCallback(keras.callbacks.Callback):
         if repository is None and url is None:
             raise ConfigurationError("KerasCallback needs a repository for versions, a url for rows, or both")
         if not isinstance(every_steps, int) or every_steps < 1:
-            raise ConfigurationError(f"every_steps must be a whole number from 1 on, found {every_steps!r}")
+            raise ConfigurationError(f"every_steps must be a whole number of at least 1, found {every_steps!r}")
         self._name, self._url, self._every_steps, self._timeout_s = name, url, every_steps, timeout_s
         self._repository = None if repository is None else Path(repository)
         self._outbox: Outbox | None = None
@@ -73,7 +73,7 @@ class KerasCallback(keras.callbacks.Callback):
         """Reach the brokers; raises UnavailableError where none answers."""
         layers = [layer for layer in self.model._flatten_layers() if isinstance(layer, keras.layers.Embedding)]
         if not layers:
-            raise UnsupportedModelError("the model has no Embedding layer, so that there are no rows to publish")
+            raise UnsupportedModelError("the model has no Embedding layer, so there are no rows to publish")
         folders = folder_names([layer.name for layer in layers])
         self._tables = [_LayerTable(layer, folder) for layer, folder in zip(layers, folders, strict=True)]
         if self._url is not None:

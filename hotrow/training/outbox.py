@@ -180,7 +180,7 @@ class Outbox:
             self._merge(changes)
         self._announced = [*announced, *self._announced]
         kind = type(error) if isinstance(error, (UnavailableError, StoreError)) else StoreError
-        self._error = kind(f"{error}; rows that were not confirmed are kept, and sent when the next ones are")
+        self._error = kind(f"{error}; unconfirmed rows are kept and sent together with the next ones")
 
 
 def merge(older: Changes, newer: Changes) -> Changes:

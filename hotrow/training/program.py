@@ -107,7 +107,7 @@ class _Archive:
             raise ModelFormatError(f"{path}: not readable: {error.strerror}") from error
         except (zipfile.BadZipFile, StopIteration, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelFormatError(
-                f"{path}: not a program that torch.export.save of torch 2.9 or newer wrote: {error!r}"
+                f"{path}: not a program written by torch.export.save of torch 2.9 or newer: {error!r}"
             ) from error
 
     def load(self, copy: Path) -> Any:
@@ -141,7 +141,9 @@ class _Archive:
 
     def _payload(self, name: str, item: dict[str, Any]) -> _Payload:
         if item["use_pickle"]:
-            raise ModelFormatError(f"{self._path}: {name!r} is pickled, which is not read; save the program on the CPU")
+            raise ModelFormatError(
+                f"{self._path}: {name!r} is pickled, and pickled data is never read; save the program on the CPU"
+            )
         meta = item["tensor_meta"]
         shape = tuple(size["as_int"] for size in meta["sizes"])
         strides = tuple(stride["as_int"] for stride in meta["strides"])
@@ -189,7 +191,7 @@ def _tables(program: Any, archive: _Archive) -> dict[str, Table]:
         )
     if not found:
         raise UnsupportedModelError(
-            "the program looks up no table of float32 or float16: write it by torch.onnx, and import that by "
+            "the program looks up no float32 or float16 table; export it with torch.onnx and import that with "
             "`hotrow import onnx`"
         )
     return found
@@ -217,7 +219,7 @@ class _Saved:
         ]
         names = [weight] if weight in names else names
         if len(names) > 1:
-            raise ConfigurationError(f"{self.place}: {weight!r} may be any of {', '.join(map(repr, names))}")
+            raise ConfigurationError(f"{self.place}: {weight!r} could be any of {', '.join(map(repr, names))}")
         return names[0] if names else None
 
     def pieces(self, name: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
@@ -259,7 +261,7 @@ class _Weights:
                     values[region] = shard.tensor
                 program.state_dict[name] = torch.nn.Parameter(values, requires_grad=False)
         if self.saved and not found:
-            raise ConfigurationError(f"{self.saved.place}: holds none of the program's weights")
+            raise ConfigurationError(f"{self.saved.place}: contains none of the program's weights")
 
     def shards(self, name: str) -> Iterator[Shard]:
         """The parts of a weight; of the checkpoint as ranks saved them, of the archive some megabytes at a time."""

@@ -138,7 +138,7 @@ def _shards_of_dtensor(weight: Any, path: str) -> list[Shard]:
         parts = zip(local.local_offsets(), local.local_shards(), strict=True)
         return [_shard(offsets, tensor) for offsets, tensor in parts]
     if any(placement.is_partial() for placement in weight.placements):
-        raise UnsupportedModelError(f"{path}: its weight is a partial DTensor, whose values no rank holds")
+        raise UnsupportedModelError(f"{path}: its weight is a partial DTensor, whose values are not on any one rank")
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offsets = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)

@@ -140,7 +140,7 @@ def _noting_kernel(kernel: Any, by_name: dict[str, TouchedRows]) -> Callable[[nn
     readings: list[tuple[TouchedRows, int]] = []
     for table in kernel._config.embedding_tables:
         if table.name not in by_name:
-            raise UnsupportedModelError(f"table {table.name!r} is looked up, but not among the model's tables")
+            raise UnsupportedModelError(f"table {table.name!r} is looked up, but is not a table of the model")
         first_row = table.local_metadata.shard_offsets[0] if table.local_metadata is not None else 0
         readings += [(by_name[table.name], int(first_row))] * len(table.feature_names)
 

@@ -104,11 +104,11 @@ class TrainingState:
             tensors.update(self._made(prefix, optimizer, saved))
         for name, value in tensors.items():
             if name not in saved:
-                raise ConfigurationError(f"{place}: holds no {name!r}; it is of another model or optimizer")
+                raise ConfigurationError(f"{place}: has no {name!r}; it belongs to another model or optimizer")
             size = getattr(saved[name], "size", None)
             if size is not None and tuple(size) != tuple(value.size()):
                 raise ConfigurationError(
-                    f"{place}: {name!r} has shape {list(size)} there, {list(value.size())} in the model"
+                    f"{place}: {name!r} has shape {list(size)} in the checkpoint, but {list(value.size())} in the model"
                 )
         return tensors
 

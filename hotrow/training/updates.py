@@ -74,7 +74,7 @@ class UpdatePublisher:
             UnavailableError: no broker answers.
         """
         if not isinstance(every_steps, int) or every_steps < 1:
-            raise ConfigurationError(f"every_steps must be a whole number from 1 on, found {every_steps!r}")
+            raise ConfigurationError(f"every_steps must be a whole number of at least 1, found {every_steps!r}")
         self._model, self._every_steps, self._url, self._name = model, every_steps, url, name
         self._ranks = Ranks()
         cuts = find_cuts(unwrapped(model))
@@ -156,7 +156,7 @@ class UpdatePublisher:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise SessionClosedError("the publisher is closed")
+            raise SessionClosedError("the publisher has been closed")
 
     def _end(self) -> None:
         if self._watch is not None:

@@ -42,7 +42,7 @@ def create_engine(path: Path, config: SessionConfig, device: Device) -> DenseEng
     from inference_session.dense_engine.float16 import in_float16, not_in_float16
 
     if device is HOST:
-        _log.warning("%s: dense_precision 'float16' makes nothing faster on the processor, only less exact", path)
+        _log.warning("%s: dense_precision 'float16' does not make the CPU faster, only less exact", path)
     content = in_float16(path)
     try:
         return _open(path, content, config, device)

@@ -106,13 +106,13 @@ class CudaEngine(OnnxEngine):
         except ModelFormatError as error:  # some node runs on the processor, which no graph can hold
             self._may_record = False
             self._open(path, content, num_threads, settings)
-            _log.info("%s: without CUDA graphs: %s", path, error)
+            _log.info("%s: CUDA graphs are off: %s", path, error)
         self._path = path
         self._gpu = gpu  # behind the network among our attributes: that has to go before the stream that it runs on
         if self.provider != PROVIDER:
             raise ConfigurationError(
                 f"device cannot be 'cuda:{gpu.device_id}': ONNX Runtime gave {self.provider} instead of {PROVIDER}:"
-                " it did not find the CUDA and cuDNN libraries it was built for, or they do not fit the driver"
+                " the CUDA and cuDNN libraries that it was built for are missing or do not match the driver"
             )
         self._declared = {output.name: (output.shape, output.type) for output in self._session.get_outputs()}
         self._input_shapes = {each.name: each.shape for each in self._session.get_inputs()}
@@ -261,7 +261,7 @@ class CudaEngine(OnnxEngine):
 
     def _give_up_graphs(self, reason: str) -> None:
         self._may_record, self._recorder = False, None
-        _log.warning("%s: without CUDA graphs from now on: %s", self._path, reason)
+        _log.warning("%s: CUDA graphs are off from now on: %s", self._path, reason)
 
     def _check_graphs(self, recorded: Sequence[_Bound]) -> None:
         """Give graphs up unless all compute what plain runs do: those of a network that reads host memory of its own
@@ -271,11 +271,13 @@ class CudaEngine(OnnxEngine):
             expected = [self._results_of(bound._replace(options=self._plain)) for bound in recorded]
             found = [self._results_of(bound) for bound in recorded]
         except VALUE_ERRORS as error:
-            self._give_up_graphs(f"they could not be checked: {error}")
+            self._give_up_graphs(f"the check failed: {error}")
             return
         differing = sum(not all(map(_are_close, *pair)) for pair in zip(expected, found, strict=True))
         if differing:
-            self._give_up_graphs(f"{differing} of {len(recorded)} do not compute what runs without them do")
+            self._give_up_graphs(
+                f"{differing} of {len(recorded)} outputs differ from those computed without CUDA graphs"
+            )
 
     def _results_of(self, bound: _Bound) -> list[np.ndarray[Any, Any]]:
         """What a run makes of certain numbers: fractions, and zeros for whole numbers, as these may be positions."""

@@ -41,5 +41,5 @@ def not_in_float16(path: Path, error: Exception) -> UnsupportedModelError:
     """That the network at `path` cannot be computed so, and what to do."""
     reason = str(error).removeprefix(f"{path}: ")
     return UnsupportedModelError(
-        f"{path}: dense_precision 'float16' does not suit this network, take 'float32' or 'tf32': {reason}"
+        f"{path}: dense_precision 'float16' cannot be used for this network, use 'float32' or 'tf32': {reason}"
     )

@@ -63,7 +63,7 @@ class CudaDevice(Device):
         self.name = f"cuda:{device_id}"
         self._broken: str | None = None
         self._is_open = False
-        with _opening, cupy.cuda.Device(device_id), memory_checked(device_id, "free some, or take another device"):
+        with _opening, cupy.cuda.Device(device_id), memory_checked(device_id, "free some memory or use another device"):
             self.stream = cupy.cuda.Stream(non_blocking=True)
             self._memory = _allocate_memory(0)
         self._free = [self._memory]
@@ -177,7 +177,7 @@ class CudaDevice(Device):
             self.stream.synchronize()
         except CUDARuntimeError as error:
             self._broken = (
-                f"cuda:{self.device_id} has failed ({error}); CUDA lets this process use it no more:"
+                f"cuda:{self.device_id} has failed ({error}); CUDA does not let this process use it any more;"
                 " load the model again"
             )
             _log.error("%s", self._broken)

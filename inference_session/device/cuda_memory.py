@@ -24,7 +24,7 @@ def check_free(num_bytes: int, device_id: int, setting: str) -> None:
     if num_bytes > free:
         raise ConfigurationError(
             f"{setting} needs {num_bytes} bytes on cuda:{device_id}, which has {free} free of {total}:"
-            " ask for less, or free some"
+            " set a smaller value or free some memory"
         )
 
 
@@ -41,6 +41,6 @@ def memory_checked(device_id: int, way_out: str) -> Iterator[None]:
             raise
         free, total = runtime.memGetInfo()
         raise ConfigurationError(
-            f"memory ran out on cuda:{device_id}, which has {free} bytes free of {total}, or the host's that can be"
-            f" pinned ({error}): {way_out}"
+            f"memory ran out on cuda:{device_id}, which has {free} bytes free of {total}, or in pinned host"
+            f" memory ({error}): {way_out}"
         ) from error

@@ -24,7 +24,7 @@ def open_device(device: str) -> Device:
     if device == "cpu":
         return HOST
     if device == "auto" and (reason := unusable_for_sessions(0)):
-        _log.info("device auto: the CPU is used: %s", reason)
+        _log.info("Using the CPU: %s", reason)
         return HOST
     device_id = 0 if device == "auto" else require_gpu(device)
     from inference_session.device.cuda import CudaDevice
@@ -34,7 +34,7 @@ def open_device(device: str) -> Device:
     except ConfigurationError as error:
         if device != "auto":
             raise
-        _log.warning("device auto: the CPU is used: %s", error)
+        _log.warning("Using the CPU: %s", error)
         return HOST
 
 
@@ -49,7 +49,7 @@ def unusable_network() -> str | None:
 
     preload = getattr(onnxruntime, "preload_dlls", None)
     if PROVIDER not in onnxruntime.get_available_providers():
-        return "this ONNX Runtime has no CUDA provider: pip install onnxruntime-gpu in place of onnxruntime"
+        return "this ONNX Runtime has no CUDA provider (pip install onnxruntime-gpu instead of onnxruntime)"
     if preload is not None:  # finds libraries that pip has installed
         preload()
     return None
@@ -77,11 +77,11 @@ def unusable(device_id: int) -> str | None:
     try:
         count: int = runtime.getDeviceCount()
         if device_id >= count:
-            return f"this machine shows {count} GPUs to this process, the first of which is cuda:0"
+            return f"this process sees {count} GPUs, numbered from cuda:0"
         with cupy.cuda.Device(device_id):
             runtime.memGetInfo()
     except runtime.CUDARuntimeError as error:
-        return f"CUDA says {error}"
+        return f"CUDA reports: {error}"
     try:
         nvrtc.getVersion()
     except RuntimeError as error:

@@ -90,7 +90,7 @@ def pinned_copy(array: NDArray[Any]) -> NDArray[Any]:
     if free and array.nbytes > free:
         raise ConfigurationError(
             f"{array.nbytes} bytes of rows must be pinned in host memory, which has {free} bytes free: use a smaller"
-            " table, or device memory (cache_bytes), or the device 'cpu', which reads files where they are"
+            " table, put it into device memory (cache_bytes), or use the device 'cpu'"
         )
     copy = pinned_empty(array.shape, array.dtype)
     copy[...] = array

@@ -68,7 +68,9 @@ class EmbeddingCache(ABC):
         """`dims`: the embedding_dim of each table by name."""
         for table, dim in dims.items():
             if not isinstance(dim, int) or dim < 1:
-                raise ConfigurationError(f"table {table!r}: embedding_dim must be a whole number from 1, found {dim!r}")
+                raise ConfigurationError(
+                    f"table {table!r}: embedding_dim must be a whole number of at least 1, found {dim!r}"
+                )
         self.dims = dict(dims)
         self.cache_bytes = 0
         self._dims = np.array(list(dims.values()), np.int64)
@@ -202,9 +204,9 @@ class EmbeddingCache(ABC):
 def check_range(table: str, vectors: NDArray[np.floating[Any]], dtype: VectorType) -> None:
     """InvalidRequestError for vectors with elements that rows of `dtype` cannot hold."""
     if dtype == "int8" and not (np.abs(vectors) <= LARGEST_INT8).all():
-        what = f"an element that is NaN, infinite or beyond {LARGEST_INT8:.3g}, which int8 cannot hold"
+        what = f"an element that is NaN, infinite or larger than {LARGEST_INT8:.3g}, which int8 cannot represent"
     elif dtype == "float16" and (np.abs(vectors) >= _FLOAT16_END)[np.isfinite(vectors)].any():
-        what = "an element beyond the range of float16 (65504)"
+        what = "an element outside the range of float16 (65504)"
     else:
         return
-    raise InvalidRequestError(f"table {table!r}: vectors hold {what}; a float32 cache can")
+    raise InvalidRequestError(f"table {table!r}: vectors contain {what}; use a float32 cache")

@@ -66,7 +66,7 @@ class CpuEmbeddingCache(HostCache):
         """
         super().__init__(dims, num_threads=num_threads)
         if dtype not in get_args(VectorType):
-            raise ConfigurationError(f"dtype {dtype!r} is none of {', '.join(get_args(VectorType))}")
+            raise ConfigurationError(f"dtype {dtype!r} is not one of {', '.join(get_args(VectorType))}")
         self.cache_bytes = cache_bytes
         self.dtype = dtype
         row_bytes = [bytes_per_row(dim, dtype) for dim in dims.values()]
@@ -75,7 +75,7 @@ class CpuEmbeddingCache(HostCache):
         try:
             self._arrays = {t: _allocate(n, size) for t, n, size in zip(dims, rows, row_bytes, strict=True)}
         except MemoryError as error:
-            message = f"cache_bytes asks for {cache_bytes} bytes, more than this process can get: {error}"
+            message = f"cache_bytes is {cache_bytes}, more memory than this process can allocate: {error}"
             raise ConfigurationError(message) from error
         self._capacities = {table: n - _spare_rows(n) for table, n in zip(dims, rows, strict=True)}
         self._records = _describe(self._arrays.values(), dims.values(), dtype)
@@ -225,7 +225,8 @@ def _rows_per_table(cache_bytes: int, row_bytes: Sequence[int], limits: Sequence
     least = sum(_num_bytes(2, size) for size in row_bytes)
     if cache_bytes < least:
         raise ConfigurationError(
-            f"cache_bytes is {cache_bytes}, too little for {len(row_bytes)} tables: at least {least}, or 0 for no cache"
+            f"cache_bytes is {cache_bytes}, too little for {len(row_bytes)} tables: set at least {least}, or 0 "
+            "for no cache"
         )
     rows = list(limits)
     low, high = 2, max(limits, default=2)

@@ -85,7 +85,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         """
         super().__init__(dims)
         if dtype not in get_args(VectorType):
-            raise ConfigurationError(f"dtype {dtype!r} is none of {', '.join(get_args(VectorType))}")
+            raise ConfigurationError(f"dtype {dtype!r} is not one of {', '.join(get_args(VectorType))}")
         self.cache_bytes = cache_bytes
         self.dtype = dtype
         self.device = self._cuda = device
@@ -94,7 +94,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         self._num_buckets = buckets_per_table(cache_bytes, self._row_bytes, limits)
         self._rests = Rests()
         self._seeds = itertools.count()
-        with device.request(), memory_checked(device.device_id, "ask for a smaller cache, or free some"):
+        with device.request(), memory_checked(device.device_id, "use a smaller cache or free some memory"):
             gpu.compile_kernels()
             self._allocate(VectorCode[dtype.upper()])
             self._upload_tables()

@@ -57,7 +57,7 @@ def buckets_per_table(cache_bytes: int, row_bytes: Sequence[int], limits: Sequen
 
     if cache_bytes < needed(1):
         raise ConfigurationError(
-            f"cache_bytes is {cache_bytes}, too little for {len(row_bytes)} tables on a GPU: at least {needed(1)},"
+            f"cache_bytes is {cache_bytes}, too little for {len(row_bytes)} tables on a GPU: set at least {needed(1)},"
             " or 0 for no cache"
         )
     low, high = 1, max(limits, default=1)

@@ -196,7 +196,10 @@ def open_kept_contexts(
     keys = divide(directory / RANKING_KEYS_FILE, spec.context) if (directory / RANKING_KEYS_FILE).exists() else None
     known = {*spec.context, *(keys.outputs if keys else ())}
     if (keys and keys.values) or any(lookup.bags for lookup in lookups):
-        raise ConfigurationError(f"setting 'context_cache_bytes': {directory} computes keys of both sides together")
+        raise ConfigurationError(
+            f"setting 'context_cache_bytes': {directory} computes the keys of the context and of the candidates "
+            "together, so contexts cannot be kept"
+        )
     own = tuple(lookup for lookup in lookups if known.issuperset(lookup.reads))
     vectors = {lookup.dense_input for lookup in own}
     parts = divide(directory / RANKING_FILE, {*spec.context, *vectors})

@@ -164,7 +164,7 @@ class ModelLookups:
             if keys[i][0] != keys[first][0]:
                 raise InvalidRequestError(
                     f"keys {self.lookups[i].keys!r} are of {keys[i][0]} samples, but {self.lookups[first].keys!r}, "
-                    f"whose vectors stand beside theirs, of {keys[first][0]}"
+                    f"whose vectors are joined to theirs, of {keys[first][0]}"
                 )
 
     def _describe_alone(self, i: int, segments: NDArray[np.void], keys: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

@@ -74,10 +74,12 @@ def check_network(
         (files[0], dense.input_names, known | looked_up),
     ):
         if missing := sorted(wanted - given):
-            raise ModelFormatError(f"{directory / SESSION_FILE}: {reader} reads {missing[0]!r}, which nothing provides")
+            raise ModelFormatError(
+                f"{directory / SESSION_FILE}: {reader} reads {missing[0]!r}, which no input, look-up or graph provides"
+            )
 
 
 def check_outputs(spec: ModelSpec, directory: Path, made: frozenset[str], file: str) -> None:
     """Refuse a network that lacks an output of the model, as `check_network` one that lacks an input."""
     if missing := [tensor.name for tensor in spec.outputs if tensor.name not in made]:
-        raise ModelFormatError(f"{directory / SESSION_FILE}: output {missing[0]!r} is none of {file}'s")
+        raise ModelFormatError(f"{directory / SESSION_FILE}: output {missing[0]!r} is not an output of {file}")

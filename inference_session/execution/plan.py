@@ -169,7 +169,7 @@ class FreshPlan(ExecutionPlan):
             keys, weights = batch.array(keys_name), batch.array(weights_name)
             if weights.shape != keys.shape:
                 raise InvalidRequestError(
-                    f"keys {keys_name!r} have shape {list(keys.shape)}, but their factors, {weights_name!r}, "
+                    f"keys {keys_name!r} have shape {list(keys.shape)}, but their weights, {weights_name!r}, "
                     f"have {list(weights.shape)}"
                 )
             segments["weights_address"][i] = self._stage(batch, (weights_name,), weights.astype(np.float32, copy=False))

@@ -83,7 +83,7 @@ class _Part:
         """By the size of the keys' file."""
         num_bytes = self.keys.stat().st_size
         if num_bytes % _KEY_BYTES:
-            raise ModelFormatError(f"{self.keys}: {num_bytes} bytes are no whole number of int64 keys")
+            raise ModelFormatError(f"{self.keys}: {num_bytes} bytes are not a whole number of int64 keys")
         return num_bytes // _KEY_BYTES
 
 
@@ -102,11 +102,13 @@ class _DumpedTable:
             num_bytes, num_rows = part.values.stat().st_size, part.num_rows
             dim, rest = divmod(num_bytes, max(num_rows, 1) * _FLOAT_BYTES)
             if rest or (num_rows == 0) != (num_bytes == 0):
-                raise ModelFormatError(f"{part.values}: {num_bytes} bytes are no float32 vectors of {num_rows} keys")
+                raise ModelFormatError(f"{part.values}: {num_bytes} bytes are not float32 vectors for {num_rows} keys")
             if num_rows:
                 dims[dim] = part.values
         if not dims:
-            raise ModelFormatError(f"{self.parts[0].values}: no rank has a row of {self.name!r} to tell its width")
+            raise ModelFormatError(
+                f"{self.parts[0].values}: no rank has a row of {self.name!r}, so its embedding_dim is unknown"
+            )
         if len(dims) > 1:
             raise ModelFormatError(f"{list(dims.values())[1]}: vectors of {self.name!r} have widths {sorted(dims)}")
         return next(iter(dims))
@@ -137,7 +139,9 @@ def _find(dump: Path) -> list[_DumpedTable]:
     for place, files in found.items():
         folder, name = place
         if len(sizes[place]) > 1:
-            raise ModelFormatError(f"{folder}: dumps of {sorted(sizes[place])} ranks of table {name!r} are mixed")
+            raise ModelFormatError(
+                f"{folder}: found dumps of table {name!r} from jobs of {sorted(sizes[place])} ranks; keep one"
+            )
         tables.append(_DumpedTable(name, [_part(folder, name, rank, files) for rank in range(sizes[place].pop())]))
     return tables
 

@@ -78,7 +78,7 @@ def compiled(function: Callable[..., Any], signature: str | None = None, **optio
 @functools.cache
 def _announce() -> None:
     """Say once why a process does nothing for a while."""
-    _log.info("compiling kernels for this machine, the first time only; this may take a minute")
+    _log.info("Compiling kernels for this machine. This happens once and may take a minute.")
 
 
 @functools.cache
@@ -104,9 +104,10 @@ def _is_ours(folder: Path) -> bool:
         for path in (*above, folder, *folder.rglob("*")):
             if reason := open_to_others(path):
                 _log.warning(
-                    "compiled kernels in %s are not used, as they are code, and %s: this process compiles its own, "
-                    "which may take a minute. Let the folder and its files belong to the user of this process, with "
-                    "mode 0755, or set %s to another folder",
+                    "The compiled kernels in %s are not used, because they are code and %s. This process "
+                    "compiles its own, "
+                    "which may take a minute. Give the folder and its files to the user of this process, with mode "
+                    "0755, or set %s to another folder.",
                     folder,
                     reason,
                     FOLDER,

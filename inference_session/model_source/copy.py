@@ -89,7 +89,7 @@ class Copy:
                     raise failure
                 self._staged.publish()
                 return CopyReport(len(self._inventory.files), self.num_bytes, num_resumed)
-        raise UnavailableError(f"{self._origin.name_of('')}: its files change while they are copied")
+        raise UnavailableError(f"{self._origin.name_of('')}: its files changed while they were copied")
 
     def close(self) -> None:
         """Give up connections."""
@@ -113,7 +113,9 @@ class Copy:
                     return True
             raise self._exists_already()
         if target.startswith(f"{self._origin.name_of('').rstrip('/')}/"):
-            raise ConfigurationError(f"{target}: lies in {self._origin.name_of('')}, which was to be copied there")
+            raise ConfigurationError(
+                f"{target}: is inside {self._origin.name_of('')}, the folder to be copied; choose another target"
+            )
         return False
 
     def _compare(self, progress: Progress) -> None:
@@ -128,7 +130,7 @@ class Copy:
 
     def _exists_already(self) -> ConfigurationError:
         target = self._place.name_of(self._name)
-        return ConfigurationError(f"{target}: exists already, with other contents; choose another target")
+        return ConfigurationError(f"{target}: already exists with other contents; choose another target")
 
     def _transfer(self, kept: dict[str, int], progress: Progress) -> OSError | ModelFormatError | None:
         """Copy all files, some at a time. Returns the error where the source itself may have caused it by a change."""

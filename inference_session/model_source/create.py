@@ -38,7 +38,7 @@ def split_place(place: str | Path) -> tuple[str, str]:
         return str(folder), name
     path = Path(place).absolute()
     if path.name in ("", ".."):
-        raise ConfigurationError(f"{str(place)!r} names no file or folder that could be made")
+        raise ConfigurationError(f"{str(place)!r} is not a path of a file or folder that can be created")
     return str(path.parent), path.name
 
 

@@ -90,7 +90,7 @@ def _is_whole(copy: Path) -> bool:
     try:
         manifest.verify(copy.parent, checksums=True)
     except ModelFormatError as error:
-        _log.warning("%s is copied again: %s", copy, error)
+        _log.warning("copying %s again: %s", copy, error)
         shutil.rmtree(copy) if copy.is_dir() else copy.unlink()
         return False
     return True

@@ -81,7 +81,7 @@ class HdfsSource(ModelSource):
         while folders:
             folder = folders.pop()
             if folder.count("/") >= MAX_DEPTH:
-                raise SourceError(f"{self.name_of('')}: more than {MAX_DEPTH} folders in each other")
+                raise SourceError(f"{self.name_of('')}: folders are nested more than {MAX_DEPTH} deep")
             children = self._try(folder, partial(self._children, folder))
             entries += children
             folders += [child.path for child in children if child.is_folder]
@@ -113,8 +113,13 @@ class HdfsSource(ModelSource):
         if left:
             end = self._status(path)
             if end is None or end["length"] < begin + num_bytes:
-                raise SourceError(f"{self.name_of(path)}: ends before byte {begin + num_bytes}; was it written to?")
-            raise UnavailableError(f"{self.name_of(path)}: the DataNode ended at byte {begin + num_bytes - left}")
+                raise SourceError(
+                    f"{self.name_of(path)}: the file ends before byte {begin + num_bytes}; it may have been "
+                    "changed while it was read"
+                )
+            raise UnavailableError(
+                f"{self.name_of(path)}: the DataNode stopped sending at byte {begin + num_bytes - left}"
+            )
 
     def write(self, path: str, chunks_from: ChunksFrom) -> None:
         """See ModelSource. One request carries all that is left: HDFS has one writer per file."""
@@ -146,7 +151,7 @@ class HdfsSource(ModelSource):
         if after is None or after["length"] != begin + sent.num_bytes:
             raise SourceError(
                 f"{self.name_of(path)}: {begin + sent.num_bytes} bytes were written, {after['length'] if after else 0}"
-                " are there; is the file system full, or its quota used up?"
+                " are there; the file system may be full or its quota used up"
             )
         return None
 
@@ -198,7 +203,7 @@ class HdfsSource(ModelSource):
 
     def _refuse_existing(self, target: str) -> None:
         if self.stat(target) is not None:
-            raise ConfigurationError(f"{self.name_of(target)}: exists already; choose another target")
+            raise ConfigurationError(f"{self.name_of(target)}: already exists; choose another target")
 
     def _try(self, path: str, work: Callable[[], Result]) -> Result:
         """The result of some work, which is done again where a failure may pass."""
@@ -234,7 +239,7 @@ class HdfsSource(ModelSource):
         if error.exception in _PASSING or "safe mode" in text:
             return UnavailableError(f"{self.name_of(path)}: {reason}")
         if "Authentication failure" in text:
-            return SourceError(f"{self.name_of(path)}: the NameNode refuses us; is {AUTHENTICATION} set as it wants?")
+            return SourceError(f"{self.name_of(path)}: the NameNode refuses access; check {AUTHENTICATION}")
         if error.exception is None:
             return SourceError(f"{self.name_of(path)}: {self._not_webhdfs()}")
         return SourceError(f"{self.name_of(path)}: {reason} ({error.exception})")
@@ -247,14 +252,14 @@ class HdfsSource(ModelSource):
         if isinstance(error, requests.exceptions.SSLError):
             return f"no TLS connection to the {what} at {node}"
         if isinstance(error, requests.Timeout):
-            return f"the {what} at {node} does not answer in time"
+            return f"the {what} at {node} did not answer in time"
         if "NewConnectionError" in repr(error) or "NameResolutionError" in repr(error):
             hint = "" if what == "DataNode" else "; PORT is that of its web page, 9870 unless it was changed"
             return f"no connection to the {what} at {node}{hint}"
-        return f"the {what} at {node} broke off the connection"
+        return f"the {what} at {node} closed the connection"
 
     def _not_webhdfs(self) -> str:
-        return f"{self.url.address} does not answer as WebHDFS does; is that the NameNode's HTTP port?"
+        return f"{self.url.address} does not answer as WebHDFS; check that this is the NameNode's HTTP port"
 
 
 class _LeasedError(UnavailableError):
@@ -323,7 +328,9 @@ def _token() -> str:
     """The delegation token in the file that the environment names."""
     path = os.environ.get(TOKEN_FILE)
     if not path:
-        raise ConfigurationError(f"{AUTHENTICATION}=token needs {TOKEN_FILE}, a file with a delegation token in it")
+        raise ConfigurationError(
+            f"{AUTHENTICATION}=token needs {TOKEN_FILE}, the path of a file that contains a delegation token"
+        )
     try:
         return Path(path).read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:

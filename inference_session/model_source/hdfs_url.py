@@ -57,7 +57,7 @@ class HdfsUrl:
         """The URL of the folder above, and the name in it."""
         folder, name = posixpath.split(self.path)
         if not name:
-            raise ConfigurationError(f"{str(self)!r} is the root folder, which cannot be made")
+            raise ConfigurationError(f"{str(self)!r} is the root folder, which cannot be created")
         return replace(self, path=folder), name
 
     def __str__(self) -> str:

@@ -62,7 +62,7 @@ class Inventory:
 def _promised(source: ModelSource, manifest: Entry, sizes: dict[str, int]) -> dict[str, str]:
     name = source.name_of(manifest.path)
     if manifest.num_bytes > _MAX_MANIFEST_BYTES:
-        raise ModelFormatError(f"{name}: {manifest.num_bytes} bytes; a manifest of that size is refused")
+        raise ModelFormatError(f"{name}: {manifest.num_bytes} bytes; the manifest is too large")
     folder = posixpath.dirname(manifest.path)
     listed = parse_manifest(name, source.read(manifest.path, 0, manifest.num_bytes))
     return {path: item.sha256 for item in listed if (path := _present(source, folder, item, sizes)) is not None}

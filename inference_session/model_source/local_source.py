@@ -42,12 +42,12 @@ class LocalSource(ModelSource):
     def _below(self, path: str, above: tuple[Path, ...]) -> list[Entry]:
         folder = (self.root / path).resolve()
         if folder in above:
-            raise SourceError(f"{self.name_of(path)}: a link to a folder above it; its files have no end")
+            raise SourceError(f"{self.name_of(path)}: a link to a folder above it, which would be followed endlessly")
         entries: list[Entry] = []
         for item in folder.iterdir():
             entry = self.stat(f"{path}/{item.name}".lstrip("/"))
             if entry is None:
-                raise SourceError(f"{item}: a link to nothing, or it has just vanished")
+                raise SourceError(f"{item}: a broken link, or the file was just removed")
             entries.append(entry if entry.is_folder else self._plain(entry))
             if entry.is_folder:
                 entries += self._below(entry.path, (*above, folder))
@@ -68,7 +68,10 @@ class LocalSource(ModelSource):
                 parts.append(part)
                 left -= len(part)
         if left:
-            raise SourceError(f"{self.name_of(path)}: ends at byte {begin + num_bytes - left}, before what was to come")
+            raise SourceError(
+                f"{self.name_of(path)}: the file ends at byte {begin + num_bytes - left}, too early; it may have "
+                "been changed while it was read"
+            )
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def write(self, path: str, chunks_from: ChunksFrom) -> None:
@@ -86,7 +89,7 @@ class LocalSource(ModelSource):
     def rename(self, path: str, target: str) -> None:
         """See ModelSource."""
         if os.path.lexists(self.root / target):
-            raise ConfigurationError(f"{self.name_of(target)}: exists already; choose another target")
+            raise ConfigurationError(f"{self.name_of(target)}: already exists; choose another target")
         flush_tree(self.root / path)
         (self.root / path).rename(self.root / target)
         flush((self.root / target).parent)

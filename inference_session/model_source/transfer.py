@@ -100,7 +100,9 @@ class FileTransfer:
         if self._expected not in (None, sent):
             name = self._origin.name_of(self._entry.path)
             raise ModelFormatError(f"{name}: damaged, its checksum is not the one in {MANIFEST_FILE}")
-        raise SourceError(f"{self._place.name_of(self._target)}: what is there is not what was written; run it again")
+        raise SourceError(
+            f"{self._place.name_of(self._target)}: the file there differs from what was written; copy it again"
+        )
 
     def _chunks_from(self, begin: int) -> Iterator[bytes]:
         self._report(begin)
@@ -109,7 +111,9 @@ class FileTransfer:
             self._num_hashed = begin
         for chunk in read_ahead(self._origin, self._entry, self._readers, begin=begin):
             if self._stopped.is_set():
-                raise UnavailableError(f"{self._origin.name_of(self._entry.path)}: not copied, as others failed")
+                raise UnavailableError(
+                    f"{self._origin.name_of(self._entry.path)}: not copied, because other files failed"
+                )
             self._sent.update(chunk)
             self._num_hashed += len(chunk)
             yield chunk
@@ -123,7 +127,7 @@ class FileTransfer:
         """Of the file as it is at the target."""
         stored = self._place.stat(self._target)
         if stored is None or stored.num_bytes != self._entry.num_bytes:
-            return "not of that size"
+            return "of another size"
         return self._hash_stored(stored.num_bytes).hexdigest()
 
     def _hash_stored(self, num_bytes: int) -> hashlib._Hash:

@@ -111,7 +111,7 @@ class EmbeddingStore(ABC):
 
     def clear(self, table: str) -> None:
         """Drop all rows of a table, and its note."""
-        raise StoreError(f"{self!r} cannot clear table {table!r}: it takes no writes")
+        raise StoreError(f"{self!r} cannot clear table {table!r}: the store is read-only")
 
     def touch(self, table: str, keys: NDArray[np.int64]) -> None:  # noqa: B027
         """Count these keys, which are held, as used now, where the store ranks its rows by use; elsewhere nothing."""
@@ -141,11 +141,11 @@ class EmbeddingStore(ABC):
 
     def note(self, table: str) -> str | None:
         """The text kept beside a table, None if there is none: how far a push has come."""
-        raise StoreError(f"{self!r} keeps no notes on table {table!r}: it takes no writes")
+        raise StoreError(f"{self!r} keeps no notes on table {table!r}: the store is read-only")
 
     def set_note(self, table: str, text: str) -> None:
         """Keep a text beside a table; what was inserted before it is there whenever the note is."""
-        raise StoreError(f"{self!r} keeps no notes on table {table!r}: it takes no writes ({text!r} was to be kept)")
+        raise StoreError(f"{self!r} keeps no notes on table {table!r}: the store is read-only (note: {text!r})")
 
     def versions(self) -> set[str]:
         """The versions of this store's model that have tables here."""

@@ -95,7 +95,9 @@ def _check(tiers: list[Tier]) -> None:
     if failures and len(failures) == len(tiers):
         raise failures[0][1]
     for tier, error in failures:
-        _log.warning("the version is opened without its %s store, which does not answer: %s", tier.name, error)
+        _log.warning(
+            "the version was opened without its %s store, because the store does not answer: %s", tier.name, error
+        )
         tier.begin_outage(str(error))
 
 

@@ -179,7 +179,7 @@ class ParameterServer:
         seen = np.empty(0, np.int64)
         for tier in self._tiers:
             if tier.failure is not None:
-                raise UnavailableError(f"table {table!r} cannot be read as a whole: {tier.name}: {tier.failure}")
+                raise UnavailableError(f"table {table!r} cannot be read completely: {tier.name}: {tier.failure}")
             found: list[NDArray[np.int64]] = []
             for keys, vectors in tier.store.scan(table):
                 if self._closed:
@@ -208,7 +208,7 @@ class ParameterServer:
     def save_note(self, table: str, text: str) -> None:
         """Keep a text beside a table in the persistent store; whoever reads it finds all that was written before it."""
         if self._durable is None:
-            raise StoreError(f"{self!r} has no persistent store that could keep a note on table {table!r}")
+            raise StoreError(f"{self!r} has no persistent store to keep a note on table {table!r} in")
         self._durable.store.set_note(table, text)
 
     def on_drop(self, tell: Callable[[str, NDArray[np.int64] | None], None]) -> None:
@@ -235,7 +235,7 @@ class ParameterServer:
             tier.store.close()
 
     def __repr__(self) -> str:
-        tiers = ", ".join(f"{tier.name}{' (out)' if tier.failure else ''}" for tier in self._tiers)
+        tiers = ", ".join(f"{tier.name}{' (unavailable)' if tier.failure else ''}" for tier in self._tiers)
         return f"<ParameterServer [{tiers or 'no tiers'}]>"
 
     def _wanted(self, request: FetchRequest) -> _WantedRows:
@@ -276,7 +276,7 @@ class ParameterServer:
             self._degraded_keys += num_unknown
         if on_store_failure == "error":
             reasons = "; ".join(f"{tier.name}: {tier.failure or tier.last_error}" for tier in failed)
-            raise UnavailableError(f"{num_unknown} keys cannot be fetched while a store is out ({reasons})")
+            raise UnavailableError(f"{num_unknown} keys cannot be fetched while a store is unavailable ({reasons})")
 
     def _promote(
         self, source: Tier, above: Sequence[Tier], want: _WantedRows, request: FetchRequest, hits: NDArray[np.bool_]
@@ -298,7 +298,7 @@ class ParameterServer:
         """Write to these tiers, all if there are none given. What none of them has kept is an error."""
         keepers = [tier for tier in self._tiers if tier.store.keeps_rows]
         if tiers is None and not keepers:
-            raise StoreError(f"table {table!r} cannot be written to: {self!r} has no store that takes writes")
+            raise StoreError(f"table {table!r} cannot be written to: {self!r} has no writable store")
         failures: dict[Tier, HotrowError] = {}
         with self._writing:
             try:

@@ -198,7 +198,7 @@ class Tier:
             self.failures += error is not None
             self.paused_until = 0.0 if error is None else time.monotonic() + PAUSE_S
         if is_news:
-            _log.warning("tier %s of the parameter server takes no rows at present: %s", self.name, error)
+            _log.warning("tier %s of the parameter server does not accept rows at the moment: %s", self.name, error)
         return error is None
 
     def miss_write(self, table: str, keys: NDArray[np.int64], error: HotrowError) -> None:

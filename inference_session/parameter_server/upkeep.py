@@ -45,8 +45,8 @@ BRING_BACK_S = 0.1
 _REST_S = 0.001
 """Between two pieces of that, for those who wait to write."""
 _MAY_HAVE_LOST = (
-    "tier %s of the parameter server is not the server any more that took the last writes, and may have lost some of"
-    " them: no tier below keeps them, write them again"
+    "tier %s of the parameter server is another server than the one that took the last writes, and may lack some of"
+    " them; no tier below has them, so write them again"
 )
 
 _log = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ class Upkeep:
             with contextlib.nullcontext() if self._known.misses_writes else contextlib.suppress(HotrowError):
                 self._known.save(tier.incarnation or "")
         elif self._known.misses_writes:
-            raise UnavailableError("rows that another process has written are missing there")
+            raise UnavailableError("rows that another process wrote are missing there")
 
     def _look_for_losses(self, tier: Tier) -> None:
         """Leave out a volatile tier whose store may have forgotten some of what was written to it, and show older rows,
@@ -239,7 +239,7 @@ class Upkeep:
                 written |= dict.fromkeys(table for table in tier.store.tables if not table.endswith(ERASED_SUFFIX))
             for table, keys in written.items():
                 tier.unwritten.add(table, keys)
-            tier.report(UnavailableError("it is not the server any more that took the last writes"), leave_out=True)
+            tier.report(UnavailableError("it is another server than the one that took the last writes"), leave_out=True)
             tier.is_returning = True
         for table, keys in written.items():
             self.on_drop(table, keys)

@@ -29,7 +29,9 @@ def stage_version(repository: Path, model: str, version: int | None = None) -> I
     """
     folder = repository / model
     if not model or Path(model).name != model or model.startswith("."):
-        raise ConfigurationError(f"{model!r} cannot be the name of a model: it names its folder in the repository")
+        raise ConfigurationError(
+            f"{model!r} cannot be the name of a model, because the name is also that of its folder in the repository"
+        )
     if version is not None:
         _check_number(folder, version)
     made = [path for path in (folder, repository) if not path.exists()]
@@ -87,13 +89,13 @@ def next_version(folder: Path) -> int:
 def _check_number(folder: Path, version: int) -> None:
     if not 0 < version <= MAX_VERSION:
         raise ConfigurationError(
-            f"{folder}: version {version} cannot be; allowed: whole numbers from 1 to {MAX_VERSION}"
+            f"{folder}: version {version} is not allowed; versions are whole numbers from 1 to {MAX_VERSION}"
         )
 
 
 def _refuse_existing(target: Path) -> None:
     if target.exists():
-        raise ConfigurationError(f"{target}: exists already; choose another version")
+        raise ConfigurationError(f"{target}: already exists; choose another version")
 
 
 @contextmanager

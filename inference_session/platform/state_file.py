@@ -48,11 +48,11 @@ def read_state(path: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        _log.warning("%s is ignored: %s", path, error.strerror)
+        _log.warning("ignoring %s: %s", path, error.strerror)
         return None
     begin = len(_MAGIC) + _DIGEST_BYTES
     content = data[begin:]
     if data[:begin] != _MAGIC + hashlib.sha256(content).digest():
-        _log.warning("%s is ignored: it is damaged, or not a state file of this hotrow", path)
+        _log.warning("%s is ignored: it is damaged, or not a state file of this version of hotrow", path)
         return None
     return content

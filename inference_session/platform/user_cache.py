@@ -38,7 +38,7 @@ def lock_file(folder: Path) -> Iterator[int]:
         handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise ConfigurationError(
-            f"{folder}: nothing can be kept there ({error.strerror}); set HOTROW_CACHE_DIR to a folder where it can"
+            f"{folder}: files cannot be written there ({error.strerror}); set HOTROW_CACHE_DIR to a writable folder"
         ) from error
     try:
         yield handle

@@ -34,7 +34,7 @@ def as_written_keys(keys: ArrayLike, spec: TableSpec) -> NDArray[np.int64]:
     wanted = as_keys(keys)
     if spec.keys == "row_number" and (wanted < 0).any():
         raise InvalidRequestError(
-            f"table {spec.name!r} has row numbers for keys, which are written from 0 on; found {int(wanted.min())}"
+            f"table {spec.name!r} uses row numbers as keys, so keys must be at least 0; found {int(wanted.min())}"
         )
     return wanted
 
@@ -54,7 +54,7 @@ def _as_array(what: str, value: ArrayLike) -> NDArray[Any]:
     try:
         return np.asarray(value)
     except ValueError as error:  # rows of different lengths
-        raise InvalidRequestError(f"{what} cannot become an array: {error}") from error
+        raise InvalidRequestError(f"{what} cannot be converted to an array: {error}") from error
 
 
 def _narrowed(array: NDArray[Any], expected: np.dtype[Any]) -> NDArray[Any]:

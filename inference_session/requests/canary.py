@@ -71,7 +71,7 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
             return dict(archive)
     except BROKEN as error:
         # NumPy's own words would advise to unpickle it.
-        raise ConfigurationError(f"canary requests {path}: cannot be read: no .npz file, or a damaged one") from error
+        raise ConfigurationError(f"canary requests {path}: cannot be read: not an .npz file, or damaged") from error
     except OSError as error:
         raise ConfigurationError(f"canary requests {path}: cannot be read: {error.strerror}") from error
 
@@ -83,7 +83,7 @@ def _split(arrays: Arrays, path: Path) -> tuple[Arrays, Arrays]:
         for kind in (INPUT, OUTPUT)
     )
     if not inputs:
-        raise ConfigurationError(f"canary requests {path}: holds no array {INPUT}NAME, so no request")
+        raise ConfigurationError(f"canary requests {path}: holds no array {INPUT}NAME, which a request needs")
     return inputs, outputs
 
 
@@ -96,12 +96,12 @@ def _check_finite(name: str, answer: NDArray[Any]) -> None:
 def _check_near(name: str, answer: NDArray[Any], recorded: NDArray[Any], tolerance: float) -> None:
     if answer.shape != recorded.shape:
         raise CanaryError(
-            f"canary requests: output {name!r} has shape {list(answer.shape)}, recorded was {list(recorded.shape)}"
+            f"canary requests: output {name!r} has shape {list(answer.shape)}, but {list(recorded.shape)} was recorded"
         )
     if np.issubdtype(answer.dtype, np.number) and answer.size:
         difference = float(np.abs(answer.astype(float) - recorded).mean())
         if not difference <= tolerance:
             raise CanaryError(
-                f"canary requests: output {name!r} differs from what was recorded by {difference:.4g} on average, "
+                f"canary requests: output {name!r} differs from the recorded one by {difference:.4g} on average, "
                 f"more than canary_tolerance {tolerance:g}"
             )

@@ -90,7 +90,7 @@ def decode_request(inputs: Inputs, form: RequestFormat) -> DecodedRequest:
     if dense.size != num_samples * form.dense_dim:
         raise InvalidRequestError(
             f"input {DENSE!r}: {dense.size} values, expected {num_samples * form.dense_dim} "
-            f"({num_samples} samples, by {OFFSETS!r}, of {form.dense_dim} dense features)"
+            f"({num_samples} samples according to {OFFSETS!r}, of {form.dense_dim} dense features)"
         )
     bags = _bags(offsets, keys.size, form.slots, num_samples)
     return DecodedRequest(
@@ -179,12 +179,13 @@ def _explain_offsets(
     for table, width in enumerate(slots):
         block = offsets[begin : begin + num_samples * width + 1]
         if block[0] != 0:
-            raise InvalidRequestError(f"input {OFFSETS!r}: the offsets of table {table} begin with {block[0]}, not 0")
+            raise InvalidRequestError(f"input {OFFSETS!r}: the offsets of table {table} start with {block[0]}, not 0")
         falls = np.flatnonzero(block[1:] < block[:-1])
         if falls.size:
             at = int(falls[0]) + 1
             raise InvalidRequestError(
-                f"input {OFFSETS!r}: offset {at} of table {table} is {block[at]}, less than {block[at - 1]} before it"
+                f"input {OFFSETS!r}: offset {at} of table {table} is {block[at]}, less than {block[at - 1]}, the "
+                "offset before it"
             )
         begin += block.size
         total += int(block[-1])

@@ -27,14 +27,12 @@ def borrowed_array(name: str, capsule: Any, dtype: type[np.generic]) -> NDArray[
     tensor = _tensor(name, capsule)
     shape = [tensor.shape[axis] for axis in range(tensor.ndim)]
     if tensor.device_type not in (CPU, CUDA_HOST):
-        raise InvalidRequestError(
-            f"{name} is on a device of DLPack's type {tensor.device_type}; host memory is expected"
-        )
+        raise InvalidRequestError(f"{name} is on a device of DLPack type {tensor.device_type}; expected host memory")
     found = f"{_KINDS.get(tensor.dtype.code, '?')}{tensor.dtype.bits // 8}"
     if found != np.dtype(dtype).str[1:] or tensor.dtype.lanes != 1:
-        raise InvalidRequestError(f"{name} holds elements {found!r}; {np.dtype(dtype).name} is expected")
+        raise InvalidRequestError(f"{name} holds elements {found!r}; expected {np.dtype(dtype).name}")
     if not _is_contiguous(tensor, shape):
-        raise InvalidRequestError(f"{name} has gaps between its elements; a contiguous tensor is expected")
+        raise InvalidRequestError(f"{name} has gaps between its elements; expected a contiguous tensor")
     size = math.prod(shape)
     if not size:
         return np.empty(0, dtype)
@@ -49,7 +47,7 @@ def _tensor(name: str, capsule: Any) -> Tensor:
     try:
         return ctypes.cast(address(capsule, b"dltensor"), ctypes.POINTER(Tensor)).contents
     except ValueError as error:
-        raise InvalidRequestError(f"{name} is no DLPack capsule that is still unused, found {capsule!r}") from error
+        raise InvalidRequestError(f"{name} is not an unused DLPack capsule, found {capsule!r}") from error
 
 
 def _is_contiguous(tensor: Tensor, shape: list[int]) -> bool:

@@ -90,7 +90,7 @@ def _num_candidates(given: NDArray[Any] | None, num_samples: int, num_contexts: 
         if num_contexts not in (1, num_samples):
             raise InvalidRequestError(
                 f"the context's inputs have {num_contexts} rows and the others {num_samples}: input {CANDIDATES!r}, "
-                f"int32 [{num_contexts}], has to say how many of these belong to each context"
+                f"int32 [{num_contexts}], must say how many of these belong to each context"
             )
         return np.full(num_contexts, num_samples if num_contexts == 1 else 1, np.int64)
     if given.dtype != np.int32 or given.shape != (num_contexts,):
@@ -100,10 +100,10 @@ def _num_candidates(given: NDArray[Any] | None, num_samples: int, num_contexts: 
         )
     counts = given.astype(np.int64)
     if (counts < 0).any():
-        raise InvalidRequestError(f"input {CANDIDATES!r} holds {counts.min()}, expected numbers from 0 on")
+        raise InvalidRequestError(f"input {CANDIDATES!r} holds {counts.min()}, expected numbers of at least 0")
     if counts.sum() != num_samples:
         raise InvalidRequestError(
-            f"input {CANDIDATES!r} has the sum {counts.sum()}, expected {num_samples}, the rows of the inputs that are "
-            "not the context's"
+            f"input {CANDIDATES!r} has the sum {counts.sum()}, expected {num_samples}, the number of rows of the "
+            "candidates' inputs"
         )
     return counts

@@ -173,7 +173,7 @@ def _decoded(name: str, array: NDArray[Any]) -> NDArray[Any]:
     try:
         texts = [_text(item) for item in array.reshape(-1)]
     except (UnicodeError, TypeError) as error:
-        raise InvalidRequestError(f"input {name!r} holds a string that is not UTF-8, or no string: {error}") from error
+        raise InvalidRequestError(f"input {name!r} holds a value that is not a UTF-8 string: {error}") from error
     return np.array(texts, dtype=object).reshape(array.shape)
 
 

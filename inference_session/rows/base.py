@@ -43,13 +43,15 @@ class RowWriter:
             UnavailableError: a store cannot take them at present.
         """
         raise StoreError(
-            "rows in table files are never changed; set volatile_store or persistent_store, or update_stream"
+            "rows in table files are read-only; to update rows, set volatile_store or persistent_store, or "
+            "update_stream"
         )
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:  # noqa: ARG002
         """Drop rows, as `update` writes them: their keys are answered with the default vector, whatever is in files."""
         raise StoreError(
-            "rows in table files are never erased; set volatile_store or persistent_store, or update_stream"
+            "rows in table files are read-only; to delete rows, set volatile_store or persistent_store, or "
+            "update_stream"
         )
 
     def forget(self, table: str, keys: NDArray[np.int64]) -> None:
@@ -68,7 +70,7 @@ class RowWriter:
 
     def save_note(self, table: str, text: str) -> None:
         """Keep a text beside the table's rows, once what was written before it is durable; errors of `update`."""
-        raise StoreError(f"a note on table {table!r} cannot be kept: no persistent store takes writes ({text!r})")
+        raise StoreError(f"a note on table {table!r} cannot be kept: there is no writable persistent store ({text!r})")
 
 
 class Rows(ABC):

@@ -69,7 +69,7 @@ def _refuse_existing(target: str | Path) -> None:
     folder, name = split_place(target)
     with create_source(folder) as place:
         if place.stat(name) is not None:
-            raise ConfigurationError(f"{place.name_of(name)}: exists already; choose another target")
+            raise ConfigurationError(f"{place.name_of(name)}: already exists; choose another target")
 
 
 @contextmanager

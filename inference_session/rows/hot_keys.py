@@ -48,7 +48,7 @@ def read_hot_keys(path: Path) -> dict[str, NDArray[np.int64]]:
         keys = np.frombuffer(data, "<i8").astype(np.int64, copy=False)
         return dict(zip(tables, np.split(keys, np.cumsum(list(tables.values()))), strict=False))
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # a whole file, but another one
-        _log.warning("%s is ignored: it holds no hot keys: %r", path, error)
+        _log.warning("ignoring %s: not a file of hot keys: %r", path, error)
         return {}
 
 
@@ -84,7 +84,7 @@ class HotKeysWriter:
             except (OSError, UnavailableError) as error:  # the disk, or the GPU whose cache it is
                 if str(error) != self._failure:
                     self._failure = str(error)
-                    _log.warning("hot keys are not kept for the next start: %s", error)
+                    _log.warning("hot keys could not be saved for the next start: %s", error)
 
     def close(self) -> None:
         """Write what is news, and end the thread. May be called more than once."""

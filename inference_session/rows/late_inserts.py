@@ -72,6 +72,6 @@ class LateInserts(Generic[Missing]):
         try:
             self._insert(missing)
         except HotrowError as error:
-            _log.debug("missing rows were not cached: %s", error)
+            _log.debug("fetched rows could not be cached: %s", error)
         except Exception:  # noqa: BLE001 - whatever it is, it is logged, and the next item has nothing to do with it
-            _log.exception("missing rows were not cached")
+            _log.exception("fetched rows could not be cached")

@@ -95,7 +95,7 @@ class KeyRecorder:
                 self._write_waiting()
             self._write_waiting()
         except OSError as error:
-            _log.warning("the recording of keys in %s ends: %s", self.folder, error)
+            _log.warning("recording of keys in %s stopped: %s", self.folder, error)
         finally:
             for file in self._files:
                 file.close()
@@ -200,7 +200,9 @@ def _newest_file(folder: Path, table: str) -> tuple[int, Path]:
     found = {path.name.split(".")[-2]: path for path in folder.glob(f"{table}.*{_KEYS_SUFFIX}")}
     numbered = [(int(number), path) for number, path in found.items() if number.isdecimal()]
     if not numbered or (newest := max(numbered))[0] > _MOST_HALVINGS:
-        raise TraceFormatError(f"{folder}: {RECORDING_FILE} names table {table!r}, but there is no file of its keys")
+        raise TraceFormatError(
+            f"{folder}: {RECORDING_FILE} names table {table!r}, but the file with its keys is missing"
+        )
     return newest
 
 
@@ -212,9 +214,11 @@ def _read_summary(folder: Path) -> list[tuple[str, int]]:
         summary = [(str(name), int(table["num_keys"])) for name, table in tables.items()]
     except FileNotFoundError as error:
         below = ", ".join(sorted(str(found.parent) for found in folder.glob(f"*/{RECORDING_FILE}"))) or "none"
-        raise TraceFormatError(f"{folder}: no recording, for it has no {RECORDING_FILE}; below it: {below}") from error
+        raise TraceFormatError(
+            f"{folder}: not a recording, because it has no {RECORDING_FILE}; recordings below it: {below}"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise TraceFormatError(f"{path}: not readable as a recording's summary: {error}") from error
+        raise TraceFormatError(f"{path}: not readable as the summary of a recording: {error}") from error
     if any(num_keys < 0 or not is_folder_name(name) for name, num_keys in summary):
-        raise TraceFormatError(f"{path}: a table's name or num_keys cannot be as it is")
+        raise TraceFormatError(f"{path}: invalid table name or num_keys")
     return summary

@@ -71,7 +71,7 @@ def read_trace(path: Path, trace_format: str = "auto") -> Iterator[TracePart]:
         try:
             yield from _READERS[trace_format](stream)
         except (*_BROKEN, ValueError, OverflowError, csv.Error) as error:
-            reason = "a number takes more than 64 bits" if isinstance(error, OverflowError) else error
+            reason = "a number is larger than 64 bits" if isinstance(error, OverflowError) else error
             raise TraceFormatError(f"{path}: not a trace of format {trace_format!r}: {reason}") from error
 
 
@@ -88,7 +88,7 @@ def _read_npy(stream: IO[bytes]) -> Iterator[TracePart]:
     version = np.lib.format.read_magic(stream)
     read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     if version not in read_header:
-        raise ValueError(f"version {version} of NumPy's format is none of (1, 0) and (2, 0)")
+        raise ValueError(f"version {version} of NumPy's format is not (1, 0) or (2, 0)")
     shape, _, dtype = read_header[version](stream)
     if dtype.kind not in "iu" or not np.can_cast(dtype, np.int64, "safe"):
         raise ValueError(f"its elements are {dtype}, expected int64 or narrower integers")
@@ -97,13 +97,13 @@ def _read_npy(stream: IO[bytes]) -> Iterator[TracePart]:
         num_keys += len(part.keys)
         yield part
     if num_keys != int(np.prod(shape, dtype=object)):
-        raise ValueError(f"it holds {num_keys} elements where its header says {list(shape)}")
+        raise ValueError(f"it holds {num_keys} elements, but its header says {list(shape)}")
 
 
 def _read_binary(stream: IO[bytes], dtype: np.dtype[np.integer]) -> Iterator[TracePart]:
     while data := _read_fully(stream, dtype.itemsize * _CHUNK_KEYS):
         if rest := len(data) % dtype.itemsize:
-            raise ValueError(f"{rest} bytes are left over where a key has {dtype.itemsize}")
+            raise ValueError(f"{rest} bytes are left over; a key has {dtype.itemsize}")
         yield TracePart(None, np.frombuffer(data, dtype).astype(np.int64))
 
 
@@ -122,7 +122,7 @@ def _read_text(stream: IO[bytes]) -> Iterator[TracePart]:
         # The last word may go on in the next piece.
         rest = words.pop() if words and not data[-1:].isspace() and data[-1:] != b"," else b""
         if len(rest) > _LONGEST_NUMBER:
-            raise ValueError(f"{rest[:16]!r}... is no number")
+            raise ValueError(f"{rest[:16]!r}... is not a number")
         yield TracePart(None, _parsed(words))
     if rest:
         yield TracePart(None, _parsed([rest]))
@@ -136,7 +136,7 @@ def _read_csv(stream: IO[bytes]) -> Iterator[TracePart]:
     rows = csv.reader(_lines(stream))
     header = [name.strip().lower() for name in next(rows, [])]
     if "key" not in header:
-        raise ValueError(f"its first line names no column 'key'; it has: {', '.join(map(repr, header)) or 'nothing'}")
+        raise ValueError(f"its first line has no column 'key'; columns: {', '.join(map(repr, header)) or 'nothing'}")
     key_column = header.index("key")
     table_column = header.index("table") if "table" in header else None
     keys: dict[str | None, list[int]] = {}

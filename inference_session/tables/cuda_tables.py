@@ -53,7 +53,7 @@ class CudaTables(DeviceTables):
         self._defaults: Any
         self._records: Any
         with cupy.cuda.Device(device.device_id), device.stream:
-            with memory_checked(device.device_id, "free some, or set cache_bytes, so that tables stay in host memory"):
+            with memory_checked(device.device_id, "free some memory, or set cache_bytes to keep tables in host memory"):
                 gpu.compile_kernels()
                 self._bases = _upload(files, _budget(files, cache_bytes, device.device_id))
                 self._records = self._describe(files)
@@ -61,7 +61,7 @@ class CudaTables(DeviceTables):
         on_host = [file.spec.folder for file, base in zip(files, self._bases, strict=True) if not base.on_device]
         if on_host and cache_bytes is None:  # else it was asked for
             names = ", ".join(map(repr, on_host))
-            _log.warning("%s had no room for tables %s: they are read from host memory", device.name, names)
+            _log.warning("%s has no room for tables %s; they are read from host memory", device.name, names)
         self._placement = Placement(device.name, sum(base.num_bytes for base in self._bases), on_host)
 
     @property

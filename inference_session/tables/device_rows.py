@@ -85,7 +85,7 @@ class BaseRows:
         """Index all keys in so many buckets; False where one found no place."""
         if num_buckets > MOST_BUCKETS:
             raise ConfigurationError(
-                f"{self.num_rows} rows with keys are more than an index on a GPU can hold: use the device 'cpu'"
+                f"{self.num_rows} rows with keys are too many for an index on a GPU; use the device 'cpu'"
             )
         self._memory = None  # of the attempt before
         self._memory = cupy.zeros(index_bytes(num_buckets, marks=False, numbers=True), np.uint8)

@@ -32,7 +32,7 @@ def quantize_rows(vectors: NDArray[np.floating], dtype: VectorType) -> NDArray[n
     with np.errstate(over="ignore"):
         stored = np.ascontiguousarray(vectors, dtype)
     if dtype == "float16" and not np.array_equal(np.isfinite(stored), np.isfinite(vectors)):
-        raise ModelFormatError("vectors hold an element beyond the range of float16 (65504); use float32")
+        raise ModelFormatError("vectors contain an element outside the range of float16 (65504); use float32")
     return stored
 
 
@@ -94,7 +94,7 @@ def from_fbgemm(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
     scale, _ = _factors(rows)
     moved = _moved(rows, _OFFSET)
     if not ((np.abs(scale) <= _LARGEST_SCALE) & np.isfinite(_factors(moved)[1])).all():
-        raise ModelFormatError("a row of FBGEMM has a scale or a bias that is NaN or too large for an int8 table")
+        raise ModelFormatError("an FBGEMM row has a scale or a bias that is NaN or too large for an int8 table")
     return moved
 
 

@@ -131,7 +131,7 @@ class TableFile:
             part = np.ascontiguousarray(keys[begin : begin + step])
             vectors = np.empty((len(part), self.spec.embedding_dim), np.float32)
             if not self.fetch(part, vectors).all():
-                raise ModelFormatError(f"table {self.spec.name!r}: the index does not find all keys, so it is damaged")
+                raise ModelFormatError(f"table {self.spec.name!r}: the index is damaged: it does not find all keys")
             yield part, vectors
 
     def close(self) -> None:

@@ -120,7 +120,7 @@ class TableIndex:
             raise ModelFormatError(f"{path}: has {len(self._content)} bytes, expected {size}")
         built_from = int(header["key_digest"]).to_bytes(_DIGEST_BYTES, "little").hex()
         if built_from != (key_sha256 or hashlib.sha256(keys.data).hexdigest())[: 2 * _DIGEST_BYTES]:
-            raise ModelFormatError(f"{path}: it was built from other keys than those of the `key` file")
+            raise ModelFormatError(f"{path}: it was built from keys other than those of the `key` file")
 
     def verify(self, keys: NDArray[np.int64], path: Path) -> None:
         """Raise ModelFormatError unless every byte is what was built from exactly these keys. Reads all of both."""
@@ -177,7 +177,9 @@ def ensure_index(
     try:
         return open_index(folder, keys, key_sha256=key_sha256, verify=verify)
     except ModelFormatError as error:
-        _log.log(logging.WARNING if (folder / INDEX_FILE).exists() else logging.INFO, "building an index: %s", error)
+        _log.log(
+            logging.WARNING if (folder / INDEX_FILE).exists() else logging.INFO, "building an index, because %s", error
+        )
     try:
         with _locked(folder):
             # Another process may have built it meanwhile, or the manifest be that of other keys. The keys decide.
@@ -239,7 +241,7 @@ def _fill(
     the keys.
     """
     if len(keys) > MAX_ROWS:
-        raise ModelFormatError(f"{len(keys)} rows; a table with a `key` file may have {MAX_ROWS} at most")
+        raise ModelFormatError(f"{len(keys)} rows; a table with a `key` file may have at most {MAX_ROWS}")
     header, buckets = content[: HEADER.itemsize].view(HEADER)[0], content[HEADER.itemsize :]
     num_buckets = len(buckets) // BUCKET_BYTES
     progress = progress or (lambda _: None)

@@ -109,7 +109,7 @@ class Announcements:
         """Log the last message that is refused, once."""
         if refused is not None and refused != self._refused:
             _log.warning(
-                "an announcement in topic %r, offset %d, is refused: it is no version's number",
+                "the announcement at offset %d of topic %r is rejected: it is not a version number",
                 self.topic,
                 refused.offset,
             )

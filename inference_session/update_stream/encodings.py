@@ -91,9 +91,9 @@ def decode(
         rows = _rows_one_by_one(messages, embedding_dim, refusals)
     if not allow_non_finite and not np.isfinite(rows.vectors).all():
         finite = np.logical_and.reduce(np.isfinite(rows.vectors), axis=1)
-        rows = _refuse(rows, finite, "not_finite", "a row has NaN or infinite elements", refusals)
+        rows = _refuse(rows, finite, "not_finite", "a row contains NaN or infinite elements", refusals)
     if min_key is not None:
-        rows = _refuse(rows, rows.keys >= min_key, "key_width", "a key below 0 is no row number", refusals)
+        rows = _refuse(rows, rows.keys >= min_key, "key_width", "a key is below 0, so it is not a row number", refusals)
     return _last_of_each_key(rows, refusals)
 
 
@@ -202,18 +202,20 @@ def _batch(value: bytes | None, embedding_dim: int) -> tuple[NDArray[np.int64], 
         raise _MalformedError("no_key", "a message has neither key nor value")
     if not value.startswith(MAGIC):
         raise _MalformedError(
-            "unknown_encoding", f"a message without a key begins with {value[:4]!r}, expected {MAGIC!r}"
+            "unknown_encoding", f"a message without a key starts with {value[:4]!r}, expected {MAGIC!r}"
         )
     if len(value) < HEADER_BYTES:
-        raise _MalformedError("truncated", f"a batch has {len(value)} bytes, its header alone has {HEADER_BYTES}")
+        raise _MalformedError(
+            "truncated", (f"a batch has {len(value)} bytes, fewer than the {HEADER_BYTES} of its header")
+        )
     vector_bytes, num_bytes = int.from_bytes(value[4:8], "little"), len(value) - HEADER_BYTES
     if num_bytes and vector_bytes != 4 * embedding_dim:
         raise _MalformedError(
-            "vector_width", f"a batch's vectors have {vector_bytes} bytes, expected {4 * embedding_dim}"
+            "vector_width", f"the vectors of a batch have {vector_bytes} bytes, expected {4 * embedding_dim}"
         )
     widths = [width for width in KEY_TYPES if num_bytes % (width + vector_bytes) == 0]
     if num_bytes and not widths:
-        raise _MalformedError("truncated", f"a batch ends within a row: {num_bytes} bytes behind its header")
+        raise _MalformedError("truncated", f"a batch ends within a row: {num_bytes} bytes after its header")
     if not num_bytes:
         return _no_rows(embedding_dim)[:2]
     readings = [np.frombuffer(value, _row_type(width, embedding_dim), offset=HEADER_BYTES) for width in widths]

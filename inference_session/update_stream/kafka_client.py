@@ -55,7 +55,9 @@ def create_client(
     try:
         return kind({**url.client_settings(), **quiet, **(settings or {})})
     except KafkaException as error:
-        raise ConfigurationError(f"settings of {str(url)!r} are refused: {error.args[0].str()}") from error
+        raise ConfigurationError(
+            f"the Kafka client rejects the settings of {str(url)!r}: {error.args[0].str()}"
+        ) from error
 
 
 def assign(consumer: Consumer, partitions: Sequence[TopicPartition]) -> None:

@@ -144,7 +144,7 @@ class KafkaUpdateStream:
         self._closing.set()
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
-            _log.warning("%r is still busy with its last messages; they come again at the next start", self)
+            _log.warning("%r is still applying its last messages; they are read again at the next start", self)
 
     def __repr__(self) -> str:
         return f"<KafkaUpdateStream of model {self._model!r} from {str(self._url)!r}>"
@@ -168,7 +168,7 @@ class KafkaUpdateStream:
             self._stats.fail(str(error))
         except Exception as error:  # noqa: BLE001 - whatever it is, it is logged, and the same messages come again
             self._stats.fail(f"{type(error).__name__}: {error}")
-            _log.exception("the update stream of model %r failed, and tries again", self._model)
+            _log.exception("the update stream of model %r failed and is trying again", self._model)
             self._suspect(self._positions.followed)
             self._closing.wait(_LONGEST_PAUSE_S)
 
@@ -231,7 +231,9 @@ class KafkaUpdateStream:
     def _leave(self, partitions: Collection[Partition]) -> None:
         for topic, partition in sorted(partitions):
             _log.warning(
-                "topic %r, partition %d, is gone; its rows stay, and it is followed when it is back", topic, partition
+                "topic %r, partition %d, does not exist any more; its rows stay, and reading resumes when it is back",
+                topic,
+                partition,
             )
             self._positions.leave((topic, partition))
 
@@ -242,14 +244,14 @@ class KafkaUpdateStream:
     def _follow(self, partitions: Collection[Partition]) -> None:
         for one in sorted(partitions):
             applied = self._positions.left(one) or self._updates.saved(*one, self._measure_lag)
-            _log.info("following topic %r, partition %d, applied: %s", *one, applied)
+            _log.info("reading topic %r, partition %d, applied: %s", *one, applied)
             self._note_doubt(one, self._positions.follow(one, applied))
 
     def _note_doubt(self, one: Partition, doubt: str | None) -> None:
         """Tell of a partition that is read again."""
         if doubt is not None:
             _log.warning(
-                "topic %r, partition %d, is read again from its oldest message, and rows may be older until that is"
+                "topic %r, partition %d, is read again from its oldest message, so rows may be older until that is"
                 " done: %s",
                 *one,
                 doubt,
@@ -372,7 +374,7 @@ class KafkaUpdateStream:
         for one in sorted(self._positions.followed) if pushed else ():
             if self._updates.table_of(one[0]) in pushed and self._positions.offset(one):
                 self._positions.restart(one)
-                self._note_doubt(one, "its table has been pushed anew")
+                self._note_doubt(one, "its table was pushed again")
 
 
 def _create_consumer(url: KafkaUrl, group: str) -> Consumer:

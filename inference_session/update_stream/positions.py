@@ -55,7 +55,7 @@ class Applied(NamedTuple):
         if self.topic_id and topic_id and self.topic_id != topic_id:
             return f"its id was {self.topic_id} and is {topic_id}"
         if self.last is None and not (self.topic_id and topic_id):
-            return "what was noted of it has neither the topic's id nor a fingerprint"
+            return "its saved position has neither the topic's id nor a fingerprint"
         return None
 
     def doubt_at(self, found: LastMessage | None, offset: int, topic_id: str) -> str | None:
@@ -67,12 +67,12 @@ class Applied(NamedTuple):
             topic_id: of the topic.
         """
         if self.last is not None and found is not None and offset == self.last.offset:
-            return None if found == self.last else f"its message at offset {offset} is another than was applied"
+            return None if found == self.last else f"its message at offset {offset} is not the one that was applied"
         if offset < self.offset:
             what = "ends at" if found is None else "has a message at"
-            return f"it {what} offset {offset}, and was applied up to {self.offset}"
+            return f"it {what} offset {offset}, but was applied up to {self.offset}"
         # The broker has dropped the message since, so that the id has to do.
-        return None if self.topic_id and self.topic_id == topic_id else "the last message that was applied is gone"
+        return None if self.topic_id and self.topic_id == topic_id else "the last applied message no longer exists"
 
 
 class Positions:

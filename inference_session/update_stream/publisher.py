@@ -67,9 +67,9 @@ class Publisher:
             ConfigurationError: the URL, the model or the encoding is not allowed.
         """
         if encoding not in get_args(Encoding):
-            raise ConfigurationError(f"encoding {encoding!r} is none of {', '.join(get_args(Encoding))}")
+            raise ConfigurationError(f"unknown encoding {encoding!r}; allowed: {', '.join(get_args(Encoding))}")
         if not model:
-            raise ConfigurationError(f"{model!r} is no name of a model")
+            raise ConfigurationError(f"{model!r} is not a valid model name")
         self.url = KafkaUrl.parse(url) if isinstance(url, str) else url
         self.model = model
         self.encoding = encoding
@@ -116,7 +116,7 @@ class Publisher:
     def announce(self, version: int) -> None:
         """Queue word that this version of the model is to be served (`hotrow follow`). Errors as of `publish`."""
         if not 0 < version <= MAX_VERSION:
-            raise InvalidRequestError(f"version {version!r} is none: allowed are numbers from 1 to {MAX_VERSION}")
+            raise InvalidRequestError(f"invalid version {version!r}; allowed: whole numbers from 1 to {MAX_VERSION}")
         topic = announcement_topic(self.model)
         self._partitions(topic)  # made if there is none
         self._produce(topic, [(KEY, b"%d" % version, 0)])
@@ -218,7 +218,7 @@ class Publisher:
             self._admin.create_topics([new], request_timeout=self._timeout_s)[topic].result()
         except KafkaException as error:
             if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
-                text = f"topic {topic!r} does not exist, and cannot be made at {self._where()}"
+                text = f"topic {topic!r} does not exist and cannot be created at {self._where()}"
                 raise StoreError(f"{text}: {error.args[0].str()}") from error
 
     def _await_topic(self, topic: str) -> int:
@@ -227,7 +227,7 @@ class Publisher:
             if found := self._topics().get(topic, 0):
                 return found
             time.sleep(0.05)
-        raise UnavailableError(f"topic {topic!r} was made at {self._where()}, but has no partitions yet")
+        raise UnavailableError(f"topic {topic!r} was created at {self._where()}, but has no partitions yet")
 
     def _topics(self) -> dict[str, int]:
         """All topics, with the number of their partitions."""
@@ -241,7 +241,7 @@ class Publisher:
 
     def _topic(self, table: str) -> str:
         if not table:
-            raise InvalidRequestError("a table's name is empty")
+            raise InvalidRequestError("the name of a table is empty")
         return topic_name(PREFIXES[0], self.model, folder_names([table])[0])
 
     def _where(self) -> str:

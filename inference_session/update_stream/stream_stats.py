@@ -89,7 +89,7 @@ class StreamStats:
             self._rejected[reason] += 1
             self._set_aside.append(f"{reason}: {text}")
         if is_first:
-            _log.warning("an update is refused (%s; further ones are only counted): %s", reason, text)
+            _log.warning("an update was rejected (%s; further ones are only counted): %s", reason, text)
 
     def fail(self, failure: str) -> None:
         """The stream cannot go on at present."""
@@ -98,7 +98,7 @@ class StreamStats:
             self._counts["failures"] += 1
             self._failure = failure
         if is_news:
-            _log.warning("the update stream of model %r waits: %s", self._model, failure)
+            _log.warning("the update stream of model %r is waiting: %s", self._model, failure)
 
     def recover(self) -> None:
         """The stream goes on, if it did not."""
@@ -106,7 +106,7 @@ class StreamStats:
             was_down, self._failure = self._failure is not None, None
         if was_down:
             # A warning like the one that it ends: whoever was shown that has to see this.
-            _log.warning("the update stream of model %r goes on", self._model)
+            _log.warning("the update stream of model %r continues", self._model)
 
     def snapshot(self, topics: Sequence[str] = ()) -> StreamSnapshot:
         """All of it at one moment; `topics`: those that are followed."""

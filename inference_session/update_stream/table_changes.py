@@ -107,7 +107,7 @@ def open_folder(folder: Path, table: str) -> Table:
     if key_bytes % 8 or row_bytes % 4 or not row_bytes or row_bytes * num_rows != vector_bytes:
         raise ModelFormatError(
             f"{folder}: {KEY_FILE} has {key_bytes} bytes and {VECTOR_FILE} {vector_bytes},"
-            " which are no int64 keys with as many float32 vectors"
+            " which do not match: expected int64 keys and one float32 vector per key"
         )
     spec = TableSpec(table, folder_names([table])[0], num_rows, row_bytes // 4)
     vectors = np.memmap(folder / VECTOR_FILE, "<f4", "r", shape=(num_rows, row_bytes // 4)) if num_rows else _NO_VECTORS

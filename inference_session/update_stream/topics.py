@@ -18,7 +18,7 @@ def topic_name(*parts: str) -> str:
     topic = ".".join(parts)
     if not _TOPIC.fullmatch(topic):
         raise ConfigurationError(
-            f"{topic!r} is no name for a Kafka topic: allowed are up to 249 letters, digits, '.', '_' and '-'"
+            f"{topic!r} is not a valid Kafka topic; allowed: up to 249 letters, digits, '.', '_' and '-'"
         )
     return topic
 

@@ -76,7 +76,7 @@ class UpdateApplier:
         """
         table = self.table_of(topic)
         if table is None:
-            text = f"the model has no table of that name, but {', '.join(map(repr, self._tables)) or 'none'}"
+            text = f"the model has no table of that name; its tables: {', '.join(map(repr, self._tables)) or 'none'}"
             self._refuse(topic, messages, [Refusal(i, "unknown_table", text) for i in range(len(messages.contents))])
             return
         spec = self._tables[table]

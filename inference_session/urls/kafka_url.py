@@ -59,7 +59,7 @@ class KafkaUrl:
         """Take a URL apart; ConfigurationError says what is wrong, without ever showing a password."""
         scheme, separator, rest = text.partition("://")
         if not separator or scheme != SCHEME:
-            found = f"scheme {scheme!r} is unknown" if separator else "it has no scheme"
+            found = f"scheme {scheme!r} is unknown" if separator else "no scheme"
             raise ConfigurationError(f"not an update stream's URL: {found}; allowed: kafka://HOST:PORT[,HOST:PORT]")
         place, _, query = rest.partition("?")
         login, separator, hosts = place.rpartition("@")

@@ -21,7 +21,7 @@ def url_password(given: str | None, options: Mapping[str, str]) -> str | None:
     if path is None:
         return given
     if given:
-        raise ConfigurationError(f"a URL has both a password and {OPTION} {path!r}; leave the password out of it")
+        raise ConfigurationError(f"a URL has both a password and {OPTION} {path!r}; remove the password from the URL")
     return read_secret(Path(path))
 
 
@@ -33,7 +33,7 @@ def read_secret(path: Path) -> str:
         with path.open("rb") as file:
             secret = file.read(MAX_BYTES + 1).decode("utf-8").rstrip("\r\n")
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it holds no text in UTF-8"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigurationError(f"{OPTION} {str(path)!r} cannot be read: {reason}") from None  # shows what was read
     if not secret or len(secret) > MAX_BYTES or not secret.isprintable():
         raise ConfigurationError(

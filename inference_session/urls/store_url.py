@@ -119,7 +119,7 @@ class StoreUrl:
         """Take a URL apart; ConfigurationError says what is wrong, without ever showing a password."""
         scheme, separator, rest = text.partition("://")
         if not separator or scheme not in OPTIONS:
-            found = f"scheme {scheme!r} is unknown" if separator else "it has no scheme"
+            found = f"scheme {scheme!r} is unknown" if separator else "no scheme"
             raise ConfigurationError(f"not a store's URL: {found}; allowed: {', '.join(f'{s}://' for s in OPTIONS)}")
         if scheme.endswith("+sentinel"):
             return cls._parse_sentinels(scheme, rest)
@@ -157,8 +157,8 @@ class StoreUrl:
         if not name or not (db or "0").isdecimal():
             # What was found is not shown: of a password with a slash in it, it might be the end.
             raise ConfigurationError(
-                f"a {scheme}:// URL names no master, or a database that is no whole number; allowed:"
-                f" {scheme}://host:port,host:port/NAME, with /N behind it for another database than 0"
+                f"a {scheme}:// URL names no master, or a database that is not a whole number; allowed:"
+                f" {scheme}://host:port,host:port/NAME, followed by /N for a database other than 0"
             )
         url = cls(
             scheme,
@@ -213,4 +213,4 @@ def _path(scheme: str, path: str, host: str | None) -> str:
 
 
 def _databases(scheme: str) -> str:
-    return "0, a Cluster has no other" if scheme.endswith("+cluster") else "whole numbers"
+    return "0, the only one of a Cluster" if scheme.endswith("+cluster") else "whole numbers"

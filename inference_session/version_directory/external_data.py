@@ -44,7 +44,7 @@ def external_files(network: Path) -> list[PurePosixPath]:
 
 def _locations(data: mmap.mmap, begin: int, end: int, message: str, depth: int) -> Iterator[str]:
     if depth == _MAX_DEPTH:
-        raise ValueError(f"byte {begin}: more than {_MAX_DEPTH} messages in each other")
+        raise ValueError(f"byte {begin}: messages are nested more than {_MAX_DEPTH} deep")
     for field in message_fields(data, begin, end):
         if field.kind != BYTES:
             continue
@@ -63,5 +63,5 @@ def _checked(network: Path, location: str) -> PurePosixPath:
     # ONNX Runtime takes a location with `*` for an address in its own memory.
     is_odd = not path.parts or any(character in location for character in "\0\\*")
     if escapes or is_odd or not (folder / path).resolve().is_relative_to(folder):
-        raise ModelFormatError(f"{network}: it reads {location!r}, outside its own folder")
+        raise ModelFormatError(f"{network}: it refers to {location!r}, outside its own folder")
     return path

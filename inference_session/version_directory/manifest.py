@@ -90,7 +90,7 @@ def parse_manifest(name: str, content: bytes) -> tuple[FileEntry, ...]:
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise ModelFormatError(f"{name}: not a manifest ({error!r})") from error
     if found != FORMAT:
-        raise ModelFormatError(f"{name}: format {found!r}, this hotrow reads {FORMAT}")
+        raise ModelFormatError(f"{name}: format {found!r}, but this version of hotrow reads format {FORMAT}")
     return entries
 
 
@@ -139,12 +139,12 @@ def _check_size(directory: Path, entry: FileEntry, absent: frozenset[str]) -> bo
         top = entry.path.parts[0]
         if top in absent and not (directory / top).exists():
             return False
-        raise ModelFormatError(f"{path}: no such file, though {MANIFEST_FILE} lists it") from error
+        raise ModelFormatError(f"{path}: no such file, although {MANIFEST_FILE} lists it") from error
     except (OSError, ValueError) as error:  # a ValueError where the name holds a zero byte
         raise ModelFormatError(f"{str(path)!r}, which {MANIFEST_FILE} lists, cannot be read: {error}") from error
     if not is_inside or not stat.S_ISREG(state.st_mode):
         found = "a link to a file outside its version" if not is_inside else "not a regular file"
-        raise ModelFormatError(f"{path}: {found}; put a copy of the file there")
+        raise ModelFormatError(f"{path}: {found}; replace it with a copy of the file")
     if state.st_size != entry.num_bytes:
         raise ModelFormatError(f"{path}: {state.st_size} bytes, {MANIFEST_FILE} says {entry.num_bytes}")
     return True
@@ -153,7 +153,9 @@ def _check_size(directory: Path, entry: FileEntry, absent: frozenset[str]) -> bo
 def _check_listed(directory: Path, listed: set[PurePosixPath]) -> None:
     """ModelFormatError where the manifest leaves out a file that is read: nobody would notice damage of it."""
     if not listed:
-        raise ModelFormatError(f"{directory / MANIFEST_FILE}: it lists no file, so it is not that of a version")
+        raise ModelFormatError(
+            f"{directory / MANIFEST_FILE}: it lists no files, so it is not the manifest of a version"
+        )
     networks = [name for name in NETWORK_FILES if (directory / name).exists()]
     external = [path for name in networks for path in external_files(directory / name)]
     tables = [path for name in (KEY_FILE, VECTOR_FILE) for path in directory.glob(f"{TABLES_FOLDER}/*/{name}")]
@@ -161,7 +163,7 @@ def _check_listed(directory: Path, listed: set[PurePosixPath]) -> None:
     needed = [*map(PurePosixPath, (*session, *networks)), *external]
     for path in (*needed, *(PurePosixPath(path.relative_to(directory)) for path in tables)):
         if path not in listed:
-            raise ModelFormatError(f"{directory / MANIFEST_FILE}: does not list {path}, which is read too")
+            raise ModelFormatError(f"{directory / MANIFEST_FILE}: does not list {path}, which hotrow also reads")
 
 
 def _check_sum(directory: Path, entry: FileEntry, known: VerifiedFiles | None, progress: Progress | None) -> None:

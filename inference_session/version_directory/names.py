@@ -12,7 +12,7 @@ def model_and_version(path: Path) -> tuple[str, str]:
     """The names of the model and of the version of a directory; ConfigurationError where it has no folder above."""
     named = absolute(path)
     if not named.parent.name:
-        raise ConfigurationError(f"{named} is not <repository>/<model>/<version>: it has no parent folder")
+        raise ConfigurationError(f"{named} is not a path of the form <repository>/<model>/<version>")
     return named.parent.name, named.name
 
 

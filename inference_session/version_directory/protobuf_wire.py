@@ -38,7 +38,7 @@ def message_fields(data: mmap.mmap | bytes, begin: int, end: int) -> Iterator[Fi
         else:
             raise ValueError(f"byte {position}: protobuf has no wire type {kind}")
         if stop > end:
-            raise ValueError(f"byte {position}: a field ends at byte {stop}, behind the {end} bytes there are")
+            raise ValueError(f"byte {position}: a field ends at byte {stop}, after the last of {end} bytes")
         yield Field(tag >> 3, kind, position, value, stop)
         position = stop
 
@@ -47,7 +47,7 @@ def _varint(data: mmap.mmap | bytes, position: int, end: int) -> tuple[int, int]
     value = 0
     for shift in range(0, 64, 7):
         if position >= end:
-            raise ValueError(f"byte {position}: the data end within a number")
+            raise ValueError(f"byte {position}: the data ends within a number")
         byte = data[position]
         position += 1
         value |= (byte & 0x7F) << shift

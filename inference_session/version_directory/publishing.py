@@ -90,12 +90,12 @@ class PublishedFiles:
             try:
                 checksum = manifest.sha256_of(target)
             except OSError as error:
-                _log.warning("%s: cannot be read, so it is not shared: %s", path, error.strerror)
+                _log.warning("%s: not shared, because it cannot be read: %s", path, error.strerror)
             else:
                 if checksum == entry.sha256:
                     self._linked[target] = state, checksum
                     return path
-                _log.warning("%s: damaged, its checksum is not the one in %s; it is not shared", path, MANIFEST_FILE)
+                _log.warning("%s: not shared, because its checksum is not the one in %s", path, MANIFEST_FILE)
             target.unlink()
         return None
 
@@ -192,7 +192,7 @@ def _check_table(folder: Path, table: TableSpec) -> None:
 def _check_space(repository: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(repository).free
     if num_bytes > free:
-        raise UnavailableError(f"{repository}: the version takes {num_bytes} bytes more, but {free} are free")
+        raise UnavailableError(f"{repository}: the version needs {num_bytes} bytes, but only {free} are free")
 
 
 def _check_networks(staging: Path) -> None:
@@ -261,6 +261,6 @@ def _is_good_index(path: Path, table: TableSpec) -> bool:
     try:
         TableFile.open(path.parent, table, must_have_index=True, verify_index=True).close()
     except ModelFormatError as error:
-        _log.warning("the index is left out, and built when the version is opened: %s", error)
+        _log.warning("the index is not published; it will be built when the version is opened: %s", error)
         return False
     return True

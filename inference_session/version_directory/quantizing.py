@@ -95,9 +95,9 @@ def quantize_version(
     after = narrowed(before, dtype)
     if after == before:
         kinds = ", ".join(sorted({f"{table.embedding_dim} x {table.dtype}" for table in before.tables})) or "none"
-        raise ConfigurationError(f"{version_dir}: no table would become smaller as {dtype}; its rows: {kinds}")
+        raise ConfigurationError(f"{version_dir}: no table would be smaller as {dtype}; tables: {kinds}")
     if target.exists():
-        raise ConfigurationError(f"{target}: exists already; choose another --output")
+        raise ConfigurationError(f"{target}: already exists; choose another --output")
     manifest.verify(version_dir, checksums=True, progress=progress)
     with stage_folder(target) as staging:
         _check_space(target.parent, before, after)
@@ -120,7 +120,7 @@ def _check_space(folder: Path, before: ModelSpec, after: ModelSpec) -> None:
     needed = sum(new.num_rows * new.row_bytes for _, new in _changed_tables(before, after))
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise UnavailableError(f"{folder}: the quantized tables take {needed} bytes, but {free} are free")
+        raise UnavailableError(f"{folder}: the quantized tables need {needed} bytes, but only {free} are free")
 
 
 def _share_other_files(version_dir: Path, staging: Path, before: ModelSpec, after: ModelSpec) -> None:

@@ -151,7 +151,7 @@ class VersionManager:
         session = self._open_session()
         with _closed_on_error(session):
             if manifest.file_states(self._directory) != before:
-                raise UnavailableError(f"{self._directory}: written to while it was opened")
+                raise UnavailableError(f"{self._directory}: changed while it was opened")
         return session, served
 
     def _activate(self, new: ModelVersion) -> None:
@@ -192,11 +192,11 @@ class VersionManager:
         try:
             if self.update():
                 level = logging.WARNING if last_failure else logging.INFO  # shown to whoever was shown the failure
-                _log.log(level, "%s: its new content serves", self._directory)
+                _log.log(level, "%s: now serving its new content", self._directory)
         except Exception as error:  # noqa: BLE001 - whatever it was, the old content serves, and the watch goes on
             failure = f"{type(error).__name__}: {error}"
             if failure != last_failure:
-                _log.error("%s: its new content is not served, the old one goes on: %s", self._directory, failure)
+                _log.error("%s: the new content was rejected, the old one stays active: %s", self._directory, failure)
             return failure
         return ""
 
@@ -216,8 +216,8 @@ def check_same(served: ModelSpec, new: ModelSpec) -> None:
     for name, value in after.items():
         if before[name] != value:
             raise ConfigurationError(
-                f"the new content has other {name} than what is served: {value!r}, not {before[name]!r}; "
-                "publish it as a version of its own"
+                f"field {name!r} of the new content is {value!r}, but {before[name]!r} is served; "
+                "publish it as a new version"
             )
 
 
@@ -236,6 +236,6 @@ def _check_same_tables(served: Iterable[FileEntry], new: Iterable[FileEntry]) ->
     if before != after:
         changed = min(str(entry.path) for entry in before ^ after)
         raise ConfigurationError(
-            f"the new content has other rows ({changed}), but the stores hold the old ones under the same version; "
-            "publish it as a version of its own"
+            f"the new content has different rows ({changed}), but the stores hold the old rows under the same version; "
+            "publish it as a new version"
         )

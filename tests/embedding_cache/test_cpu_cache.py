@@ -145,7 +145,7 @@ def test_rows_are_held_as_asked(dtype: str, error: float) -> None:
 def test_what_a_type_cannot_hold_is_refused(dtype: str, value: float) -> None:
     """A row that would come back as another is an error that names the way out."""
     cache = CpuEmbeddingCache({"t": 2}, AMPLE_BYTES, dtype=dtype)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match="a float32 cache can"):
+    with pytest.raises(InvalidRequestError, match="; use a float32 cache"):
         cache.insert("t", [1], np.array([[0.0, value]]))
 
 
@@ -232,9 +232,9 @@ def test_closing_waits_for_readers() -> None:
 
 def test_what_cannot_be_is_refused_clearly() -> None:
     """Memory, or a dtype, that cannot be: errors that say what can."""
-    with pytest.raises(ConfigurationError, match=r"cache_bytes asks for 10{15} bytes, more than this process can get"):
+    with pytest.raises(ConfigurationError, match=r"cache_bytes is 10{15}, more memory than this process can allocate"):
         CpuEmbeddingCache({"t": 4}, 10**15)
-    with pytest.raises(ConfigurationError, match="dtype 'float64' is none of float32, float16, int8"):
+    with pytest.raises(ConfigurationError, match="dtype 'float64' is not one of float32, float16, int8"):
         CpuEmbeddingCache({"t": 4}, 1 << 20, dtype="float64")  # type: ignore[arg-type]
 
 

@@ -143,7 +143,7 @@ def test_what_cannot_be_is_refused_clearly() -> None:
         cache_of({"t": 4}, 100)
     with pytest.raises(ConfigurationError, match=r"needs \d+ bytes on cuda:0, which has \d+ free of \d+"):
         cache_of({"t": 1024}, 1 << 44)
-    with pytest.raises(ConfigurationError, match="dtype 'float64' is none of"):
+    with pytest.raises(ConfigurationError, match="dtype 'float64' is not one of"):
         cache_of({"t": 4}, dtype="float64")
     with cache_of({"t": 4}) as cache:
         assert repr(cache).startswith("<GpuEmbeddingCache [1 tables, 0 of")

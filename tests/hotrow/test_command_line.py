@@ -101,7 +101,7 @@ def test_an_existing_version_is_refused_in_one_line(run: Run, model: Path, versi
     )
 
     assert (code, out) == (1, "")
-    assert err == f"hotrow: {version_dir}: exists already; choose another version\n"
+    assert err == f"hotrow: {version_dir}: already exists; choose another version\n"
 
 
 def test_a_damaged_model_is_one_line(run: Run, model: Path, tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_inspect_of_another_folder_says_what_is_missing(run: Run, tmp_path: Path
     code, _, err = run("inspect", tmp_path)
 
     assert code == 1
-    assert err == f"hotrow: {tmp_path / 'session.json'}: no such file; a version directory holds one\n"
+    assert err == f"hotrow: {tmp_path / 'session.json'}: no such file; every version directory needs one\n"
 
 
 def test_serve_names_what_cannot_be_served(run: Run, version_dir: Path) -> None:

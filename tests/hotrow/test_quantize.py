@@ -137,7 +137,7 @@ def test_a_version_that_is_too_far_off_is_not_written(version_dir: Path) -> None
 
     assert done.exit_code != 0
     assert isinstance(done.exception, HotrowError)
-    assert "more than --max-error 1e-09; nothing is written" in str(done.exception)
+    assert "more than --max-error 1e-09; nothing was written" in str(done.exception)
     assert "largest difference" in done.output
     assert [path.name for path in version_dir.parent.iterdir()] == ["1"]
 

@@ -199,7 +199,7 @@ def test_events_are_remembered() -> None:
         "the server does not answer: refused",
         "the server answers again",
         "ctr version 2: tier volatile answers again",
-        "ctr: its process died and was started again",
+        "ctr: its process died and was restarted",
     ):
         assert event in text
     assert "trying again" not in text
@@ -273,4 +273,4 @@ def test_once_fails_where_no_server_answers(failing_server: str) -> None:
     result = CliRunner().invoke(command, ["--metrics-url", failing_server, "--once", "--interval", "0.1"])
 
     assert isinstance(result.exception, UnavailableError)
-    assert "no metrics of a server: HTTP Error 503" in str(result.exception)
+    assert "cannot read the metrics of a server: HTTP Error 503" in str(result.exception)

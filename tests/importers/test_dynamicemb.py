@@ -69,7 +69,7 @@ def test_dumps_that_are_not_whole_are_refused(tmp_path: Path) -> None:
 
     texts = (
         "values of rank 1 of table 't' are missing",
-        "3 bytes are no float32",
+        "3 bytes are not float32 vectors for",
         "no whole number",
         "mixed",
         "no <table>",

@@ -215,7 +215,7 @@ def test_a_folder_that_no_server_starts_from_is_refused(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": "absent"}, "has no model 'absent'; it has: 'echo', 'other'"),
+        ({"model": "absent"}, "has no model 'absent'; models: 'echo', 'other'"),
         ({"remove": "echo/1/model.py"}, "Triton would wait for it for ever"),
         ({"remove": "echo/config.pbtxt"}, "config.pbtxt does not exist"),
         ({"rename": ("echo/1", "echo/1.tmp")}, "is no version number, but Triton would take it for one"),
@@ -223,7 +223,7 @@ def test_a_folder_that_no_server_starts_from_is_refused(
         ({"rename": ("echo/1", "echo/one")}, "holds no version"),
         ({"rename": ("echo", "my echo")}, "model 'my echo': Triton starts its process by a shell"),
         ({"rename": ("echo", "echo;exit")}, "model 'echo;exit': Triton starts its process by a shell"),
-        ({"config": 'backend: "onnxruntime"'}, "this server has no backend 'onnxruntime'; it has: 'hotrow'"),
+        ({"config": 'backend: "onnxruntime"'}, "this server has no backend 'onnxruntime'; backends: 'hotrow'"),
         ({"config": 'name: "x" backend: "python"'}, "name is 'x', but the folder is 'echo'"),
         ({"config": "backend: {"}, "not readable as a Triton model configuration: line 1"),
         ({"config": 'backend: "hotrow"'}, "session.json: no such file"),

@@ -133,5 +133,5 @@ def test_no_server_is_one_line() -> None:
     result = subprocess.run(run, capture_output=True, text=True, check=False)
 
     assert result.returncode == 1
-    assert result.stderr.startswith("hotrow: http://127.0.0.1:1/metrics: no metrics of a server: ")
+    assert result.stderr.startswith("hotrow: http://127.0.0.1:1/metrics: cannot read the metrics of a server: ")
     assert result.stderr.count("\n") == 1

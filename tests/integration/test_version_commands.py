@@ -118,7 +118,9 @@ def test_versions_may_be_dates(server: Served, model: str) -> None:
     assert succeed("load", model, *url) == f"{model}: version {date} serves\n"
     assert succeed("versions", model, *url).startswith(f"{date} READY")
 
-    assert "no lower one among those loaded before and the 100 numbers below it" in fail("roll-back", model, *url)
+    assert ("no lower one among the versions loaded before and the 100 numbers below it") in fail(
+        "roll-back", model, *url
+    )
     assert succeed("load", model, "--version", 2, *url) == f"{model}: version 2 serves (before: {date})\n"
     assert succeed("load", model, *url) == f"{model}: version {date} serves (before: 2)\n"
     assert succeed("roll-back", model, *url) == f"{model}: version 2 serves (before: {date})\n"
@@ -325,7 +327,7 @@ def _is_stopped(process: psutil.Process) -> bool:
 
 def test_what_a_server_does_not_know_is_one_line(server: Served) -> None:
     """Commands about a model that is not there say which are."""
-    assert "has no model 'absent'; it has: " in fail("versions", "absent", "--url", server.grpc)
+    assert "has no model 'absent'; models: " in fail("versions", "absent", "--url", server.grpc)
     assert "has no model 'absent'" in fail("roll-back", "absent", "--url", server.grpc)
     assert "'absent': the server finds no such folder" in fail("load", "absent", "--url", server.grpc)
 

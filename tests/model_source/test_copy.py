@@ -113,7 +113,7 @@ def test_a_single_file_is_copied(origin: str, target: str) -> None:
 def test_a_target_that_exists_is_refused(origin: str, target: str) -> None:
     """Nothing is ever replaced, and nothing put into a folder that is there."""
     copy(f"{origin}/key", target)
-    with pytest.raises(ConfigurationError, match="copy: exists already"):
+    with pytest.raises(ConfigurationError, match="copy: already exists"):
         copy(origin, target)
     assert contents(target) == {"": np.arange(1000).tobytes()}
 
@@ -125,7 +125,7 @@ def test_a_target_that_is_there_already_is_compared(origin: str, target: str) ->
     with create_source(target) as place:
         place.remove("key")
         put(place, "key", np.arange(1, 1001).tobytes())
-    with pytest.raises(ConfigurationError, match="copy: exists already, with other contents"):
+    with pytest.raises(ConfigurationError, match="copy: already exists with other contents"):
         copy(origin, target)
     assert contents(target)["key"] == np.arange(1, 1001).tobytes()
 

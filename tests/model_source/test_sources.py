@@ -92,7 +92,7 @@ class SourceContract:
         source.make_folder("two")
         put(source, "three", b"3")
         for target in ("two", "three"):
-            with pytest.raises(ConfigurationError, match=f"{target}.*exists already"):
+            with pytest.raises(ConfigurationError, match=f"{target}.*already exists"):
                 source.rename("one", target)
         source.rename("one", "four")
 

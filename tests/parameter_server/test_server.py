@@ -451,7 +451,7 @@ def test_a_write_that_the_persistent_tier_takes_in_part_leaves_no_older_rows_abo
 
 
 def test_background_work_survives_the_unexpected(make: Callable[..., Stack], caplog: pytest.LogCaptureFixture) -> None:
-    """An error that is none of ours ends one piece of work, not the worker."""
+    """An error that is not one of ours ends one piece of work, not the worker."""
     stack = make()
     stack.volatile.insert_absent = lambda *_: 1 / 0  # type: ignore[method-assign, assignment]
     stack.fetch(KEYS[:5])

@@ -93,7 +93,11 @@ WRONG: list[tuple[str, Any, str]] = [
     ("DES", np.zeros((2, 2), np.float32), r"input 'DES': shape \[2, 2\], expected \[1, n\]"),
     ("DES", np.zeros((1, 1, 4), np.float32), r"input 'DES': shape \[1, 1, 4\], expected \[1, n\]"),
     ("DES", np.float32(1), r"input 'DES': shape \[\], expected \[1, n\]"),
-    ("DES", np.zeros((1, 3), np.float32), r"input 'DES': 3 values, expected 4 \(2 samples, by 'ROWINDEX', of 2 dense"),
+    (
+        "DES",
+        np.zeros((1, 3), np.float32),
+        r"input 'DES': 3 values, expected 4 \(2 samples according to 'ROWINDEX', of 2 dense",
+    ),
     ("DES", np.zeros((1, 0), np.float32), "input 'DES': 0 values, expected 4"),
     ("CATCOLUMN", np.zeros((1, 5), np.uint32), "input 'CATCOLUMN': data type uint32, expected int64"),
     ("CATCOLUMN", np.zeros((1, 4), np.int64), "input 'CATCOLUMN': 4 keys, expected 5"),
@@ -102,10 +106,10 @@ WRONG: list[tuple[str, Any, str]] = [
     ("ROWINDEX", np.zeros((1, 7), np.int32), r"'ROWINDEX': 7 offsets, expected samples \* 3 \+ 2 \(2 tables with 1, 2"),
     ("ROWINDEX", np.zeros((1, 0), np.int32), "'ROWINDEX': 0 offsets"),
     ("ROWINDEX", np.zeros((1, 14), np.int32), "4 samples, more than the model's max_batch_size 3"),
-    ("ROWINDEX", np.int32([[1, 1, 1, 0, 2, 2, 3, 4]]), "the offsets of table 0 begin with 1, not 0"),
-    ("ROWINDEX", np.int32([[0, 1, 1, 1, 3, 3, 4, 5]]), "the offsets of table 1 begin with 1, not 0"),
-    ("ROWINDEX", np.int32([[0, 1, 1, 0, 2, 1, 3, 4]]), "offset 2 of table 1 is 1, less than 2 before it"),
-    ("ROWINDEX", np.int32([[0, -1, 1, 0, 2, 2, 3, 4]]), "offset 1 of table 0 is -1, less than 0 before it"),
+    ("ROWINDEX", np.int32([[1, 1, 1, 0, 2, 2, 3, 4]]), "the offsets of table 0 start with 1, not 0"),
+    ("ROWINDEX", np.int32([[0, 1, 1, 1, 3, 3, 4, 5]]), "the offsets of table 1 start with 1, not 0"),
+    ("ROWINDEX", np.int32([[0, 1, 1, 0, 2, 1, 3, 4]]), "offset 2 of table 1 is 1, less than 2, the offset before it"),
+    ("ROWINDEX", np.int32([[0, -1, 1, 0, 2, 2, 3, 4]]), "offset 1 of table 0 is -1, less than 0, the offset before it"),
     ("ROWINDEX", np.int32([[0, 1, 2**31 - 1, 0, 2, 2, 3, 2**31 - 1]]), "5 keys, expected 4294967294"),
 ]
 

@@ -143,7 +143,7 @@ def test_a_dump_goes_to_hdfs(version: Path, tmp_path: Path, hdfs: Hdfs, monkeypa
 def test_a_target_that_exists_is_refused(version: Path, tmp_path: Path) -> None:
     """Nothing is written over."""
     (tmp_path / "dump").mkdir()
-    with InferenceSession.open(version) as session, pytest.raises(ConfigurationError, match="dump: exists already"):
+    with InferenceSession.open(version) as session, pytest.raises(ConfigurationError, match="dump: already exists"):
         session.dump(tmp_path / "dump")
     assert not list((tmp_path / "dump").iterdir())
     with pytest.raises(SessionClosedError):

@@ -132,7 +132,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(
             ask(session, seed)
             session.save_hot_keys()
 
-    assert caplog.text.count("hot keys are not kept") == 1
+    assert caplog.text.count("hot keys could not be saved") == 1
 
 
 def test_the_hottest_keys_come_first(tmp_path: Path) -> None:

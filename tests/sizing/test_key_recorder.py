@@ -130,7 +130,7 @@ def test_keys_without_their_file(tmp_path: Path) -> None:
     KeyRecorder(tmp_path, ("t",), max_bytes=4096).close()
     (tmp_path / "t.0.keys").unlink()
 
-    with pytest.raises(TraceFormatError, match="names table 't', but there is no file of its keys"):
+    with pytest.raises(TraceFormatError, match="names table 't', but the file with its keys is missing"):
         list(read_recording(tmp_path))
 
 
@@ -139,5 +139,7 @@ def test_a_folder_of_recordings_names_them(tmp_path: Path) -> None:
     (tmp_path / "ctr-1-x").mkdir()
     KeyRecorder(tmp_path / "ctr-1-x", ("t",), max_bytes=4096).close()
 
-    with pytest.raises(TraceFormatError, match=r"no recording, for it has no trace\.json; below it: .*ctr-1-x"):
+    with pytest.raises(
+        TraceFormatError, match=r"not a recording, because it has no trace\.json; recordings below it: .*ctr-1-x"
+    ):
         list(read_recording(tmp_path))

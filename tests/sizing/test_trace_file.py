@@ -85,13 +85,13 @@ def test_csv_without_tables(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
-        ("t.bin", b"1234567", "7 bytes are left over where a key has 8"),
+        ("t.bin", b"1234567", "7 bytes are left over; a key has 8"),
         ("t.txt", b"1 2 x 3", "invalid literal"),
-        ("t.txt", b"9" * 30, "takes more than 64 bits"),
-        ("t.txt", b"9" * 3000, "is no number"),
+        ("t.txt", b"9" * 30, "is larger than 64 bits"),
+        ("t.txt", b"9" * 3000, "is not a number"),
         ("t.txt", b"1.5", "invalid literal"),
-        ("t.csv", b"user,item\n1,2\n", "no column 'key'; it has: 'user', 'item'"),
-        ("t.csv", b"", "no column 'key'; it has: nothing"),
+        ("t.csv", b"user,item\n1,2\n", "no column 'key'; columns: 'user', 'item'"),
+        ("t.csv", b"", "no column 'key'; columns: nothing"),
         ("t.csv", b"table,key\na,1\n2\n", "row 2 has 1 columns, the header 2"),
         ("t.csv", b"key\n1\n\xff\n", "codec can't decode"),
         ("t.npy", b"\x93NUMPY", "EOF"),
@@ -135,7 +135,7 @@ def test_an_npy_file_cut_short(tmp_path: Path) -> None:
     np.save(path, _KEYS)
     path.write_bytes(path.read_bytes()[:-8])
 
-    with pytest.raises(TraceFormatError, match="holds 5 elements where its header says"):
+    with pytest.raises(TraceFormatError, match="holds 5 elements, but its header says"):
         _keys(path)
 
 

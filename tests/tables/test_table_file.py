@@ -123,7 +123,7 @@ def test_a_changed_key_between_the_sampled_ones_is_found(tmp_path: Path) -> None
     spec = TableSpec("t", "t", 1000, 1)
     TableFile.open(tmp_path, spec, must_have_index=True, key_sha256=before)
     for settings in ({}, {"key_sha256": manifest.sha256_of(path)}, {"key_sha256": before, "verify_index": True}):
-        with pytest.raises(ModelFormatError, match="built from other keys"):
+        with pytest.raises(ModelFormatError, match="it was built from keys other than those of the `key` file"):
             TableFile.open(tmp_path, spec, must_have_index=True, **settings)  # type: ignore[arg-type]
 
 

@@ -143,7 +143,7 @@ class EmbeddingCacheContract:
         ],
     )
     def test_an_unknown_table_is_named(self, call: Any) -> None:
-        """A table that is none of the cache's is an error that names it and those there are."""
+        """A table that is not one of the cache's is an error that names it and those there are."""
         with self.create(DIMS) as cache, pytest.raises(TableNotFoundError, match=r"no table 'other'.*'narrow', 'wide'"):
             call(cache)
 
@@ -164,7 +164,9 @@ class EmbeddingCacheContract:
 
     def test_a_dim_must_be_positive(self) -> None:
         """A table without elements is refused when the cache is created."""
-        with pytest.raises(ConfigurationError, match="table 'flat': embedding_dim must be a whole number from 1"):
+        with pytest.raises(
+            ConfigurationError, match="table 'flat': embedding_dim must be a whole number of at least 1"
+        ):
             self.create({"flat": 0})
 
     def test_a_closed_cache_refuses_everything(self) -> None:

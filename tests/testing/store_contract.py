@@ -264,7 +264,7 @@ class StoreContract(ReadContract):
         assert (out[1::2] == -7777).all()
 
     def test_tables_are_apart(self, store: EmbeddingStore) -> None:
-        """A row of one table is none of another's."""
+        """A row of one table is not one of another's."""
         store.insert("user", keys_of(1, 2), random_vectors(2, 4))
         assert not fetch(store, "wide", keys_of(1, 2))[0].any()
         assert store.num_rows("odd") == 0

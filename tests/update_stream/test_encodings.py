@@ -101,7 +101,7 @@ WHOLE = batch([1, 2], np.ones((2, 3), np.float32), 8)
             "vectors have 16 bytes, expected 12",
         ),
         (row(1, [1, np.nan, 1]), "not_finite", "NaN or infinite"),
-        (row(-1, [1, 1, 1]), "key_width", "a key below 0 is no row number"),
+        (row(-1, [1, 1, 1]), "key_width", "a key is below 0, so it is not a row number"),
     ],
 )
 def test_what_cannot_be_applied_is_refused_alone(message: Message, reason: str, text: str) -> None:
@@ -159,7 +159,7 @@ def test_keys_go_where_librdkafka_would_send_them(keys: list[int]) -> None:
 
 
 def test_topics_belong_to_one_table() -> None:
-    """Of both generations; what lies deeper, or elsewhere, is none of ours."""
+    """Of both generations; what lies deeper, or elsewhere, is not one of ours."""
     assert topic_name("hps_et", "ctr", "user") == "hps_et.ctr.user"
     assert table_of("hps_et.ctr.user", "ctr") == table_of("hctr_et.ctr.user", "ctr") == "user"
     for topic in (

@@ -36,8 +36,8 @@ def test_a_failure_is_logged_when_it_begins_and_ends(stats: StreamStats, caplog:
     assert (during["failures"], during["failure"]) == (2, "still none")
     assert asdict(stats.snapshot())["failure"] is None
     assert said(caplog) == [
-        "the update stream of model 'ctr' waits: no broker",
-        "the update stream of model 'ctr' goes on",
+        "the update stream of model 'ctr' is waiting: no broker",
+        "the update stream of model 'ctr' continues",
     ]
 
 

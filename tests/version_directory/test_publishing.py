@@ -113,7 +113,7 @@ def test_a_damaged_file_of_an_earlier_version_is_not_shared(
 
     manifest.verify(report.version_dir, checksums=True)
     assert report.copied_bytes == (folder / name).stat().st_size
-    assert f"{first / name}: damaged" in caplog.text
+    assert f"{first / name}: not shared, because its checksum" in caplog.text
 
 
 def test_a_file_of_an_earlier_version_that_cannot_be_read_is_not_shared(
@@ -135,7 +135,7 @@ def test_a_file_of_an_earlier_version_that_cannot_be_read_is_not_shared(
 
     manifest.verify(report.version_dir, checksums=True)
     assert report.copied_bytes == unreadable.stat().st_size
-    assert f"{unreadable}: cannot be read" in caplog.text
+    assert f"{unreadable}: not shared, because it cannot be read" in caplog.text
 
 
 def test_publishing_again_heals_a_damaged_version(folder: Path, repository: Path) -> None:
@@ -240,7 +240,7 @@ def test_an_existing_version_is_refused(folder: Path, repository: Path) -> None:
     """Nothing is overwritten."""
     publish_version(folder, repository, "ctr", version=2)
 
-    with pytest.raises(ConfigurationError, match="2: exists already"):
+    with pytest.raises(ConfigurationError, match="2: already exists; choose another version"):
         publish_version(folder, repository, "ctr", version=2)
 
 
@@ -322,7 +322,7 @@ def test_a_full_disk_is_told_beforehand(folder: Path, repository: Path, monkeypa
     """What is needed and what is free are compared before anything is copied."""
     monkeypatch.setattr(publishing.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10})())
 
-    with pytest.raises(UnavailableError, match=r"takes \d+ bytes more, but 10 are free"):
+    with pytest.raises(UnavailableError, match=r"needs \d+ bytes, but only 10 are free"):
         publish_version(folder, repository, "ctr")
     assert not repository.exists()
 

@@ -30,7 +30,7 @@ def test_a_folder_without_one_above_is_no_version(tmp_path: Path) -> None:
     """It has no model."""
     small_model.write(tmp_path / "1")
     spec = VersionDirectory.read(tmp_path / "1").spec
-    with pytest.raises(ConfigurationError, match="it has no parent folder"):
+    with pytest.raises(ConfigurationError, match="is not a path of the form <repository>/<model>/<version>"):
         _ = VersionDirectory(Path("/"), spec).model
 
 

@@ -26,7 +26,7 @@ def triton_error(error: Exception) -> Any:
     for kind, code in _CODES:
         if isinstance(error, kind):
             return pb_utils.TritonError(str(error), getattr(pb_utils.TritonError, code))
-    message = f"the server failed ({type(error).__name__}); its log says more"
+    message = f"internal error ({type(error).__name__}); see the server's log"
     return pb_utils.TritonError(message, pb_utils.TritonError.INTERNAL)
 
 

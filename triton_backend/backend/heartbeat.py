@@ -89,5 +89,5 @@ def _start_guard() -> subprocess.Popen[bytes] | None:
             cwd="/",
         )
     except OSError as error:
-        _log.warning("this process has no guard, and may outlive a server that is killed: %s", error)
+        _log.warning("this process has no guard process and may outlive a server that is killed: %s", error)
         return None

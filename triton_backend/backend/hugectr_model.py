@@ -37,7 +37,7 @@ def _device(args: Mapping[str, str]) -> dict[str, str]:
         return {}
     device_id = int(args["model_instance_device_id"])
     if reason := unusable_for_sessions(device_id):
-        pb_utils.Logger.log_warn(f"{args['model_name']}: KIND_GPU, but on the CPU: {reason}")
+        pb_utils.Logger.log_warn(f"{args['model_name']}: KIND_GPU, but using the CPU: {reason}")
         return {"device": "cpu"}
     return {"device": f"cuda:{device_id}"}
 
@@ -46,6 +46,6 @@ def _warn(found: InPlaceModel, spec: ModelSpec, config: Mapping[str, Any], args:
     """Say once what in the user's files has another effect than with HugeCTR, or none."""
     name = args["model_name"]
     if found.ps_json.ignored:
-        pb_utils.Logger.log_warn(f"{name}: without effect in {found.ps_json.path}: {', '.join(found.ps_json.ignored)}")
+        pb_utils.Logger.log_warn(f"{name}: ignored fields of {found.ps_json.path}: {', '.join(found.ps_json.ignored)}")
     if contradicted := contradictions(found, spec, max_batch_size=config["max_batch_size"]):
-        pb_utils.Logger.log_warn(f"{name}: config.pbtxt is not the model's: {'; '.join(contradicted)}")
+        pb_utils.Logger.log_warn(f"{name}: config.pbtxt does not match the model: {'; '.join(contradicted)}")

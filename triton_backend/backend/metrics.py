@@ -36,59 +36,71 @@ StatsPath: TypeAlias = "tuple[str, ...]"
 _COUNTERS = {
     "failed_requests": ("hotrow_failed_requests_total", "Requests answered with an error"),
     "samples": ("hotrow_samples_total", "Samples (rows of requests) computed"),
-    "in_place_updates": ("hotrow_in_place_updates_total", "Times that new content of the version's folder took over"),
-    "failed_in_place_updates": ("hotrow_failed_in_place_updates_total", "Times that such content was not fit to serve"),
-    "contexts_total": ("hotrow_contexts_total", "Contexts that candidates were ranked for"),
+    "in_place_updates": (
+        "hotrow_in_place_updates_total",
+        ("Times that the version switched to new content of its folder"),
+    ),
+    "failed_in_place_updates": (
+        "hotrow_failed_in_place_updates_total",
+        ("Times that new content of the version's folder was rejected"),
+    ),
+    "contexts_total": ("hotrow_contexts_total", "Contexts for which candidates were ranked"),
     "candidates_total": ("hotrow_candidates_total", "Candidates that were ranked"),
-    "contexts_reused_total": ("hotrow_contexts_reused_total", "Contexts that were kept and not computed again"),
-    "batches": ("hotrow_batches_total", "Runs of the dense network; requests joined into one count once"),
+    "contexts_reused_total": (
+        "hotrow_contexts_reused_total",
+        ("Contexts reused from an earlier request instead of computed again"),
+    ),
+    "batches": ("hotrow_batches_total", "Runs of the dense network; joined requests count once"),
     "requests": ("hotrow_requests_total", "Requests answered, with predictions or with an error"),
 }
 _TABLE_COUNTERS = {
     "lookup_keys": ("hotrow_lookup_keys_total", "Keys looked up"),
-    "default_vectors": ("hotrow_default_vectors_total", "Keys unknown to their table, answered by its default vector"),
+    "default_vectors": ("hotrow_default_vectors_total", "Keys that are not in their table and get its default vector"),
 }
 _CACHE_COUNTERS = {
-    "hits": ("hotrow_cache_hits_total", "Keys looked up that were in the cache"),
-    "misses": ("hotrow_cache_misses_total", "Keys looked up that were not in the cache, and fetched from the stores"),
+    "hits": ("hotrow_cache_hits_total", "Keys looked up and found in the cache"),
+    "misses": ("hotrow_cache_misses_total", "Keys looked up, not found in the cache and fetched from the stores"),
     "evictions": ("hotrow_cache_evictions_total", "Rows dropped from the cache for space"),
 }
 _TIER_COUNTERS = {
-    "hits": ("hotrow_tier_hits_total", "Keys that a tier was asked for and had"),
-    "misses": ("hotrow_tier_misses_total", "Keys that a tier was asked for and had not"),
-    "skipped": ("hotrow_tier_skipped_total", "Keys that a tier was not asked for because it was down, or failed"),
+    "hits": ("hotrow_tier_hits_total", "Keys requested from the tier and found"),
+    "misses": ("hotrow_tier_misses_total", "Keys requested from the tier and not found"),
+    "skipped": ("hotrow_tier_skipped_total", "Keys not requested from the tier because it was down or failed"),
     "failures": ("hotrow_tier_failures_total", "Calls to a tier that failed"),
     "malformed": (
         "hotrow_tier_malformed_total",
-        "Keys counted as missing because a tier holds something else than a row of their table",
+        "Keys counted as not found because the tier's value is not a row of their table",
     ),
-    "promoted": ("hotrow_tier_promoted_total", "Rows inserted into a tier because one below had them"),
+    "promoted": ("hotrow_tier_promoted_total", "Rows copied into the tier from a tier below"),
 }
 _UPDATE_COUNTERS = {
-    "messages": ("hotrow_update_messages_total", "Messages of the update stream read, refused ones included"),
+    "messages": ("hotrow_update_messages_total", "Messages read from the update stream, rejected ones included"),
     "updated_rows": (
         "hotrow_update_rows_total",
-        "Rows of the update stream applied; of several of a key in one go the last",
+        "Rows applied from the update stream; several updates of one key in a batch count once",
     ),
     "deleted_rows": ("hotrow_update_deleted_rows_total", "Rows deleted by the update stream"),
-    "failures": ("hotrow_update_failures_total", "Times that brokers or stores kept the update stream waiting"),
+    "failures": ("hotrow_update_failures_total", "Times that the update stream waited for brokers or stores"),
 }
 _UPDATE_GAUGES = {
-    "lag_messages": ("hotrow_update_lag_messages", "Messages of the update stream published, and not applied yet"),
+    "lag_messages": (
+        "hotrow_update_lag_messages",
+        ("Messages of the update stream that are published but not applied yet"),
+    ),
     "staleness_s": (
         "hotrow_update_staleness_seconds",
         "Time from publishing to serving of the oldest row just applied",
     ),
 }
-_REJECTED = ("hotrow_update_messages_rejected_total", "Messages of the update stream set aside, by reason")
-_TIER_UP = ("hotrow_tier_up", "1 while the tier answers, 0 while it is down and requests go past it")
+_REJECTED = ("hotrow_update_messages_rejected_total", "Messages of the update stream rejected, by reason")
+_TIER_UP = ("hotrow_tier_up", "1 while the tier answers, 0 while it is down and skipped")
 _RESTARTS = ("hotrow_backend_restarts_total", "Times that a dead or hung backend process was replaced")
 _GAUGES = {
     "loaded_at": ("hotrow_loaded_timestamp_seconds", "When the version was loaded, in seconds since 1970"),
-    "load_s": ("hotrow_load_seconds", "Time it took to open the version"),
+    "load_s": ("hotrow_load_seconds", "Time taken to open the version"),
     "resident_memory": (
         "hotrow_resident_memory_bytes",
-        "Memory of the version's process, mapped pages of tables included",
+        "Memory of the version's process, including mapped pages of tables",
     ),
     "version_info": ("hotrow_model_version_info", "1 while this version is loaded"),
 }

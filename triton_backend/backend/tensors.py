@@ -36,7 +36,7 @@ def check_types(tensors: Iterable[TensorSpec]) -> None:
     for tensor in tensors:
         if tensor.dtype == "object" and not _knows_numpy():
             raise UnsupportedModelError(
-                f"tensor {tensor.name!r} holds strings, which this tritonserver passes to NumPy 1 only, and NumPy "
+                f"tensor {tensor.name!r} holds strings, for which this tritonserver needs NumPy 1, but NumPy "
                 f"{np.__version__} is installed: pip install 'numpy<2' for the server's Python"
             )
 

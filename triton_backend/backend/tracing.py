@@ -88,9 +88,9 @@ def create_tracing() -> Tracing | None:
         provider = TracerProvider()
         provider.add_span_processor(BatchSpanProcessor(_exporter(name)))
     except ImportError:
-        _log.warning("requests are not traced: OpenTelemetry is not installed: pip install 'hotrow[tracing]'")
+        _log.warning("Tracing is off: OpenTelemetry is not installed (pip install 'hotrow[tracing]')")
     except (ValueError, LookupError) as error:
-        _log.warning("requests are not traced: %s=%s: %s", EXPORTER_VARIABLE, name, error)
+        _log.warning("Tracing is off: %s=%s: %s", EXPORTER_VARIABLE, name, error)
     else:
         return Tracing(provider)
     return None
@@ -100,10 +100,10 @@ def _exporter(name: str) -> SpanExporter:
     if name == "otlp":
         protocol = next(filter(None, map(os.environ.get, _PROTOCOL_VARIABLES)), "http/protobuf")
         if protocol not in _OTLP:
-            raise ValueError(f"protocol {protocol!r} is none of {', '.join(_OTLP)}")
+            raise ValueError(f"unknown protocol {protocol!r}; allowed: {', '.join(_OTLP)}")
         name = _OTLP[protocol]
     found = entry_points(group="opentelemetry_traces_exporter", name=name)
     if not found:
-        raise LookupError(f"no package that is installed offers exporter {name!r}")
+        raise LookupError(f"no installed package provides the exporter {name!r}")
     exporter: SpanExporter = next(iter(found)).load()()
     return exporter

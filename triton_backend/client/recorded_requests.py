@@ -34,7 +34,7 @@ def read_requests(path: Path) -> Iterator[RecordedRequest]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise ModelFormatError(f"{path}: not text in UTF-8: {error}") from error
+        raise ModelFormatError(f"{path}: not UTF-8 text: {error}") from error
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -43,7 +43,7 @@ def read_requests(path: Path) -> Iterator[RecordedRequest]:
             inputs = {tensor["name"]: _array(tensor) for tensor in tensors}
             datatypes = {tensor["name"]: tensor["datatype"] for tensor in tensors}
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise ModelFormatError(f"{path}, line {number}: not a request as JSON: {error!r}") from error
+            raise ModelFormatError(f"{path}, line {number}: not a request in JSON: {error!r}") from error
         yield RecordedRequest(inputs, datatypes)
 
 

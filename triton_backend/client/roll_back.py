@@ -19,17 +19,17 @@ def roll_back(server: RemoteServer, model: str) -> tuple[int, int]:
     listed = [state.version for state in server.versions(model)]
     ready = server.ready_versions(model)
     if not ready:
-        raise RemoteError(f"{model}: no version serves, so there is none to go back from; `hotrow load` loads one")
+        raise RemoteError(f"{model}: no version is loaded, so there is nothing to roll back; `hotrow load` loads one")
     for candidate in _candidates(listed, ready[-1]):
         try:
             server.load_versions(model, [candidate])
         except NoSuchVersionError:
             continue
         return ready[-1], candidate
-    tried = "" if ready[-1] <= _MAX_GAP else f" among those loaded before and the {_MAX_GAP} numbers below it"
+    tried = "" if ready[-1] <= _MAX_GAP else f" among the versions loaded before and the {_MAX_GAP} numbers below it"
     raise RemoteError(
-        f"{model}: version {ready[-1]} serves, and there is no lower one{tried} to go back to; "
-        f"`hotrow load {model} --version N` loads any that you know of"
+        f"{model}: version {ready[-1]} is active, and there is no lower version{tried} to roll back to; "
+        f"`hotrow load {model} --version N` loads any other"
     )
 
 

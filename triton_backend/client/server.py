@@ -32,11 +32,13 @@ RESTRICTED_HEADER = "hotrow-key"
 _NO_SUCH_VERSION = "at least one version must be available"
 _NOT_POLLED = "failed to poll from model repository"
 _NOT_CONNECTED = {
-    "Hostname Verification": "the server's certificate is for another host name: call it by that in --url",
+    "Hostname Verification": "the server's certificate is for another host name; use that name in --url",
     "CERTIFICATE_VERIFY_FAILED": "the server's certificate was not signed by the authority of --tls-ca, or has expired",
-    "WRONG_VERSION_NUMBER": "the server speaks no TLS: leave --tls-ca out",
-    "Socket closed": "the server hung up: it has gone down, or this is not its gRPC port, or it wants TLS (--tls-ca, "
-    "--tls-certificate)",
+    "WRONG_VERSION_NUMBER": "the server does not use TLS; remove --tls-ca",
+    "Socket closed": (
+        "the server closed the connection: it stopped, or this is not its gRPC port, or it requires "
+        "TLS (--tls-ca, --tls-certificate)"
+    ),
 }
 """What gRPC says where somebody is there, and what that means."""
 
@@ -75,7 +77,7 @@ class RemoteServer:
 
     def __init__(self, url: str, *, restricted_key: str | None = None, tls: ClientTls | None = None) -> None:
         if "/" in url or ":" not in url:
-            raise ConfigurationError(f"{url!r} is no address of a server; wanted: HOST:GRPC_PORT")
+            raise ConfigurationError(f"{url!r} is not the address of a server; expected HOST:GRPC_PORT")
         try:
             from tritonclient import grpc
             from tritonclient.utils import InferenceServerException
@@ -115,7 +117,7 @@ class RemoteServer:
         entries = [entry for entry in index if entry["name"] == model]
         if not entries:
             known = ", ".join(sorted({repr(entry["name"]) for entry in index})) or "none"
-            raise RemoteError(f"the server at {self._url} has no model {model!r}; it has: {known}")
+            raise RemoteError(f"the server at {self._url} has no model {model!r}; models: {known}")
         return sorted((_state(entry) for entry in entries if entry.get("version")), key=lambda state: state.version)
 
     def ready_versions(self, model: str) -> list[int]:
@@ -229,8 +231,8 @@ class RemoteServer:
                 raise NoSuchVersionError(f"the folder of model {model!r} has no such version") from error
             if _NOT_POLLED in str(error):
                 raise RemoteError(
-                    f"model {model!r}: the server finds no such folder in its repository, or cannot read its "
-                    "config.pbtxt; its log says which"
+                    f"model {model!r}: the server does not find this folder in its repository or cannot read its "
+                    "config.pbtxt; see the server's log"
                 ) from error
             raise
 
@@ -256,7 +258,7 @@ def _why_not_connected(message: str) -> str:
     for sign, reason in _NOT_CONNECTED.items():
         if sign in message:
             return reason
-    return "no server answers there (--url takes the gRPC port)"
+    return "no server answers there (--url needs the gRPC port)"
 
 
 def _state(entry: Mapping[str, str]) -> VersionState:

@@ -29,7 +29,7 @@ class ClientTls:
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
-            raise ConfigurationError("a client's certificate and its key are needed together")
+            raise ConfigurationError("a client certificate needs its key, and the key its certificate")
         _context(ssl.PROTOCOL_TLS_CLIENT, self.certificate, self.key, self.ca)
 
     def client_options(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class ServerTls:
         try:
             return next(_names(_shake_hands(client, server)), None)
         except ssl.SSLError as error:  # such as one that has expired, which no client would take either
-            raise ConfigurationError(f"{self.certificate}: clients would refuse it: {error}") from error
+            raise ConfigurationError(f"{self.certificate}: clients would reject it: {error}") from error
 
 
 def _context(protocol: int, certificate: Path | None, key: Path | None, ca: Path | None) -> ssl.SSLContext:
@@ -106,7 +106,7 @@ def _context(protocol: int, certificate: Path | None, key: Path | None, ca: Path
 
 def _no_password() -> str:
     """In place of a prompt, which nobody would answer."""
-    raise ValueError("the key is encrypted; tritonserver takes plain ones only")
+    raise ValueError("the key is encrypted; tritonserver needs an unencrypted key")
 
 
 def _shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> Mapping[str, Any]:

@@ -94,13 +94,13 @@ class Front:
         self._process = subprocess.Popen(command, cwd=self._folder, stdin=subprocess.DEVNULL, start_new_session=True)
         while not all(self._listens(endpoint) for endpoint in ("http", "grpc")):
             if self._process.poll() is not None:
-                raise FrontError(f"nginx ended with exit status {self._process.returncode}; it has said why above")
+                raise FrontError(f"nginx ended with exit status {self._process.returncode}; see its messages above")
             time.sleep(_POLL_S)
 
     def look(self) -> None:
         """Start it again if it has ended."""
         if self._process is not None and self._process.poll() is not None:
-            print("hotrow: nginx ended, and is started again", file=sys.stderr)
+            print("hotrow: nginx ended and is being restarted", file=sys.stderr)
             self._end()
             self.start()
 

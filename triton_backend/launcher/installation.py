@@ -124,7 +124,7 @@ def _from_wheel() -> Installation:
     if not stub.exists():
         known = ", ".join(sorted(path.name for path in (root / "python_backend_stubs").glob("*"))) or "none"
         raise ServerNotFoundError(
-            f"nvidia-pytriton brings no stub for Python {_PYTHON} (it has: {known}); use one of these Pythons"
+            f"nvidia-pytriton has no stub for Python {_PYTHON} (available: {known}); use one of these Pythons"
         )
     libraries = (libpython_directory(), package.parent / "nvidia_pytriton.libs")
     return Installation(root / "bin/tritonserver", root / "backends", stub, libraries)

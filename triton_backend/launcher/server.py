@@ -221,7 +221,7 @@ class TritonServer:
     def _restart(self) -> None:
         """Start the server again on its ports, with no model loaded."""
         self._num_restarts += 1
-        print("hotrow: tritonserver went down with a backend process, and is started again", file=sys.stderr)
+        print("hotrow: tritonserver ended together with a backend process and is being restarted", file=sys.stderr)
         self._end()
         self._process = self._command.start([])
         self._log = ServerLog(self._process.stdout, verbose=self.options.verbose)  # type: ignore[arg-type]
@@ -324,8 +324,8 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
     """A folder for what the server is made of; ConfigurationError where it could not be started from there."""
     if not is_plain(tempfile.gettempdir()):
         raise ConfigurationError(
-            f"{tempfile.gettempdir()!r}, for temporary files: Triton starts processes by a shell, which that name "
-            "would not survive; set TMPDIR to another folder"
+            f"{tempfile.gettempdir()!r}, for temporary files: Triton starts processes through a shell, which would "
+            "misread this name; set TMPDIR to another folder"
         )
     return tempfile.TemporaryDirectory(prefix=SERVE_FOLDER_PREFIX)
 

@@ -220,11 +220,11 @@ class Watchdog:
             except (HotrowError, OSError, HTTPException) as error:
                 wait_s = RETRY_S[min(attempt, len(RETRY_S) - 1)]
                 attempt += 1
-                _say(f"model {model!r} cannot be loaded again, next attempt in {wait_s:.0f} s: {error}")
+                _say(f"model {model!r} could not be loaded again, next attempt in {wait_s:.0f} s: {error}")
                 time.sleep(wait_s)
         while self._replaced[model]:
             _end(self._replaced[model].pop())
-        _say(f"model {model!r} {'serves again' if model in self._loaded else 'has been unloaded, and stays so'}")
+        _say(f"model {model!r} {'serves again' if model in self._loaded else 'was unloaded and stays unloaded'}")
 
     def _load_once(self, model: str, number: int) -> None:
         self._await_loads_of_others(model)

@@ -82,8 +82,8 @@ class InPlaceModel:
         with kept_import(self.model.name, self.folder, version) as version_dir:
             if version_dir is None:
                 raise ConfigurationError(
-                    f"{self.folder}: the files that version {version} was made of are not kept; put its config.pbtxt "
-                    "back, and load the model without a version"
+                    f"{self.folder}: the files of version {version} are not kept; restore its config.pbtxt "
+                    "and load the model without a version"
                 )
             yield version_dir
 
@@ -137,12 +137,12 @@ def contradictions(model: InPlaceModel, spec: ModelSpec, *, max_batch_size: int)
         facts |= {"embeddingkey_long_type": str(options["key_type"] == "int64").lower()}
         facts |= {"embedding_vector_size": ", ".join(sorted({str(table.embedding_dim) for table in spec.tables}))}
     found = [
-        f"{key} is {said!r} there, {facts[key]} here"
+        f"{key} is {said!r} in config.pbtxt, but {facts[key]} in the model"
         for key, said in model.statements.items()
         if key in facts and said.strip().lower() not in facts[key].replace(" ", ",").split(",")
     ]
     if max_batch_size != model.model.max_batch_size:
-        found.append(f"max_batch_size is {max_batch_size} there, {model.model.max_batch_size} in ps.json, which holds")
+        found.append(f"max_batch_size is {max_batch_size}, but {model.model.max_batch_size} in ps.json, which is used")
     return found
 
 
@@ -157,7 +157,7 @@ def _find_ps_json(
     path = folder / "ps.json"
     if not path.exists():
         raise ConfigurationError(
-            f"{path}: no such file; put ps.json there, or say where it is by the parameter 'ps' in config.pbtxt or "
+            f"{path}: no such file; put ps.json there, or set its path by the parameter 'ps' in config.pbtxt or "
             f"the environment variable {PS_VARIABLE}"
         )
     return path

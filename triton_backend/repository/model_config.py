@@ -125,7 +125,7 @@ def configured_cache_bytes(spec: ModelSpec, version_dir: Path, *, on_device: boo
 
 def _tensor_config(message: object) -> TensorConfig:
     if not isinstance(message, dict):
-        raise ValueError(f"an input or output is a message, found {message!r}")
+        raise ValueError(f"an input or output must be a message, found {message!r}")
     dims = tuple(int(_scalar("dims", size)) for size in message.get("dims", []))
     return TensorConfig(_last(message, "name"), _last(message, "data_type"), dims)
 
@@ -136,7 +136,7 @@ def _last(message: text_format.Message, field: str, default: str = "") -> str:
 
 def _scalar(field: str, value: object) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"field {field!r} has a message for a value")
+        raise ValueError(f"field {field!r} has a message as its value")
     return value
 
 
@@ -248,8 +248,8 @@ def check_config(config: Mapping[str, Any], spec: ModelSpec) -> None:
         for name in {**there, **dict.fromkeys(needed)}:
             if not _suits(there.get(name), here.get(name), sizes=not packed):
                 raise ConfigurationError(
-                    f"{CONFIG_FILE} does not describe this version: {kind} {there.get(name, 'absent')} there, "
-                    f"{here.get(name, 'absent')} here"
+                    f"{CONFIG_FILE} does not describe this version: {kind} is {there.get(name, 'absent')}, "
+                    f"but {here.get(name, 'absent')} in the version"
                 )
 
 
@@ -282,11 +282,11 @@ def _check_fits(path: Path, wanted: ModelConfig, *, packed: bool) -> None:
         *_differences("output", there.outputs, here.outputs),
     )
     if present.backend != wanted.backend:
-        differences = (f"backend {present.backend!r} there, {wanted.backend!r} here", *differences)
+        differences = (f"the backend is {present.backend!r}, but the model needs {wanted.backend!r}", *differences)
     if differences:
         raise ConfigurationError(
             f"{path} does not describe this model: {differences[0]}. All versions of a model share one "
-            f"{CONFIG_FILE}: import under another name, or remove the file to have it written anew"
+            f"{CONFIG_FILE}: import under another name, or remove the file to have it written again"
         )
 
 
@@ -305,7 +305,7 @@ def _differences(kind: str, present: tuple[TensorConfig, ...], wanted: tuple[Ten
     there = {tensor.name: tensor for tensor in present}
     here = {tensor.name: tensor for tensor in wanted}
     return [
-        f"{kind} {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
+        f"{kind} is {there.get(name, 'absent')}, but {here.get(name, 'absent')} in the model"
         for name in {**there, **here}
         if not _serves(there.get(name), here.get(name), narrowed=kind == "output")
     ]
@@ -329,7 +329,7 @@ def _described(tensor: TensorSpec, by_samples: bool) -> TensorConfig:
         )
     if 0 in dims:
         raise UnsupportedModelError(
-            f"tensor {tensor.name!r} has shape {list(tensor.shape)}; Triton serves no empty dimensions"
+            f"tensor {tensor.name!r} has shape {list(tensor.shape)}; Triton does not allow empty dimensions"
         )
     return TensorConfig(tensor.name, _DATA_TYPES[tensor.dtype], dims, optional=tensor.name == CANDIDATES)
 

@@ -45,5 +45,5 @@ def _parts(url: str, models: Sequence[str]) -> list[str]:
     present = sorted({path.partition("/")[0] for path in paths if not path.startswith((".", "_"))})
     for name in models:
         if name not in present:
-            raise ConfigurationError(f"{url} has no model {name!r}; it has: {', '.join(present) or 'none'}")
+            raise ConfigurationError(f"{url} has no model {name!r}; models: {', '.join(present) or 'none'}")
     return [path for path in paths if path.partition("/")[0] in (models or present) and "/." not in path]

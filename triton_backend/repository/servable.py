@@ -75,10 +75,10 @@ def find_models(repository: Path, wanted: Sequence[str] = (), *, backends: Seque
     present = sorted(path.name for path in repository.iterdir() if path.is_dir() and not path.name.startswith("."))
     for name in wanted:
         if name not in present:
-            raise ConfigurationError(f"{repository} has no model {name!r}; it has: {_listed(present)}")
+            raise ConfigurationError(f"{repository} has no model {name!r}; models: {_listed(present)}")
     names = sorted(set(wanted)) or present
     if not names:
-        raise ConfigurationError(f"{repository} holds no model; `hotrow import` puts one there")
+        raise ConfigurationError(f"{repository} contains no model; `hotrow import` creates one")
     return [_check_model(repository / name, backends) for name in names]
 
 
@@ -91,11 +91,12 @@ def _check_model(folder: Path, backends: Sequence[str]) -> ServableModel:
         raise ConfigurationError(f"{config_file}: name is {config.name!r}, but the folder is {folder.name!r}")
     if backends and config.backend and config.backend not in backends:
         raise ConfigurationError(
-            f"model {folder.name!r}: this server has no backend {config.backend!r}; it has: {_listed(backends)}"
+            f"model {folder.name!r}: this server has no backend {config.backend!r}; backends: {_listed(backends)}"
         )
     if config.backend in _IN_STUBS and not is_plain(folder.name):
         raise ConfigurationError(
-            f"model {folder.name!r}: Triton starts its process by a shell, which that name would not survive; allowed: "
+            f"model {folder.name!r}: Triton starts its process through a shell, which would misread this "
+            "name; allowed: "
             f"letters, digits and any of .+@%,=_-; rename {folder}"
         )
     versions = _versions(folder, config.backend)
@@ -111,12 +112,14 @@ def _versions(folder: Path, backend: str) -> list[int]:
         # In a view of the folder it does not see HugeCTR's `0_sparse_2000.model`.
         if backend not in IN_PLACE_BACKENDS and name[0].isdigit() and not is_version(name):
             raise ConfigurationError(
-                f"model {folder.name!r}: {folder / name} is no version number, but Triton would take it for one; "
+                f"model {folder.name!r}: {folder / name} is not a version number, but Triton would treat it as one; "
                 f"rename it (`.tmp-{name}`) or remove it"
             )
     versions = sorted(int(name) for name in names if is_version(name))
     if not versions:
-        raise ConfigurationError(f"model {folder.name!r}: {folder} holds no version, a folder named by a whole number")
+        raise ConfigurationError(
+            f"model {folder.name!r}: {folder} contains no version; a version is a folder whose name is a whole number"
+        )
     return versions
 
 
@@ -124,7 +127,7 @@ def _check_version(version_dir: Path, config: ModelConfig) -> None:
     if config.backend == "python":
         code = version_dir / (config.default_model_filename or "model.py")
         if not code.is_file():
-            raise ConfigurationError(f'{code} does not exist; Triton would wait for it for ever (backend "python")')
+            raise ConfigurationError(f'{code} does not exist; Triton would wait for it forever (backend "python")')
     if config.backend == "hotrow" or (version_dir / SESSION_FILE).exists():
         ModelSpec.read(version_dir)
 

@@ -79,7 +79,7 @@ class DataSource:
             OSError, UnavailableError: HDFS cannot be read; run it again to go on.
         """
         if not self._params.is_hdfs:
-            raise ConfigurationError("DataSourceParams: use_hdfs is False, so that nothing can be moved here")
+            raise ConfigurationError("DataSourceParams: use_hdfs is False, so there is nothing to move")
         for source, target in self._pairs():
             with Copy(self._params.place_of(source), target) as copy:
                 copy.run()

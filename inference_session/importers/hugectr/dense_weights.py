@@ -52,8 +52,8 @@ class DenseWeights:
         left = self._elements.size - self._taken
         if count > left:
             raise ModelFormatError(
-                f"{self._path}: {layer}: {what} {list(shape)} takes {count} elements from element {self._taken}, "
-                f"but only {left} are left of {self._elements.size}; does the file belong to this graph?"
+                f"{self._path}: {layer}: {what} {list(shape)} needs {count} elements from element {self._taken} on, "
+                f"but only {left} of {self._elements.size} are left; check that the file belongs to this graph"
             )
         self._taken += count
         return self._elements[self._taken - count : self._taken].reshape(shape)
@@ -89,10 +89,10 @@ class BatchStatistics:
             return
         layers = self._file.document.get("layers")
         if not isinstance(layers, list):
-            self._file.fail(("layers",), f"a list is required, found {shown(layers)}")
+            self._file.fail(("layers",), f"expected a list, found {shown(layers)}")
         for position, item in enumerate(layers):
             if not isinstance(item, dict):
-                self._file.fail(("layers", position), f"an object is required, found {shown(item)}")
+                self._file.fail(("layers", position), f"expected an object, found {shown(item)}")
             if item.get("type", "BatchNorm") == "BatchNorm":
                 yield position
 
@@ -102,7 +102,7 @@ class BatchStatistics:
             layer.fail("its running mean and variance are missing; name their file as 'non_trainable_params_file'")
         position = next(self._positions, None)
         if position is None:
-            self._file.fail(("layers",), f"holds no statistics for {layer}; does the file belong to this graph?")
+            self._file.fail(("layers",), f"holds no statistics for {layer}; check that the file belongs to this graph")
         mean = _elements(self._file, position, "mean", width)
         variance = _elements(self._file, position, "var", width)
         if (variance < 0).any():
@@ -112,14 +112,16 @@ class BatchStatistics:
     def finish(self) -> None:
         """Check that nothing is left over."""
         if self._file is not None and (position := next(self._positions, None)) is not None:
-            self._file.fail(("layers", position), "the graph has no BatchNorm layer for this; do the files match?")
+            self._file.fail(
+                ("layers", position), ("the graph has no BatchNorm layer for this; check that the files match")
+            )
 
 
 def _elements(file: JsonFile, position: int, name: str, width: int) -> FloatArray:
     raw = file.document["layers"][position].get(name)
     numbers = isinstance(raw, list) and all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in raw)
     if not numbers or len(raw) != width:
-        file.fail(("layers", position, name), f"a list of {width} numbers is required, found {shown(raw)}")
+        file.fail(("layers", position, name), f"expected a list of {width} numbers, found {shown(raw)}")
     try:
         array = np.array(raw, np.float64)
     except OverflowError:

@@ -97,7 +97,7 @@ class Layer:
             if value is None:
                 return None
             if not isinstance(value, dict):
-                self.fail(f"an object is required, found {shown(value)}", *field[:depth])
+                self.fail(f"expected an object, found {shown(value)}", *field[:depth])
             value = value.get(name)
         return value
 
@@ -106,7 +106,7 @@ class Layer:
         if raw is None and default is not None:
             return default
         if raw is None:
-            self.fail("required, but not there", *field)
+            self.fail("required, but missing", *field)
         try:
             return _no_text(read)(raw)
         except ValueError as error:
@@ -151,9 +151,9 @@ class _Reader:
         self._file = file
         layers = file.document.get("layers")
         if not isinstance(layers, list) or not layers:
-            file.fail(("layers",), f"a list of layers is required, found {shown(layers)}")
+            file.fail(("layers",), f"expected a list of layers, found {shown(layers)}")
         if len(layers) > MAX_LAYERS:
-            file.fail(("layers",), f"{len(layers)} layers; more than {MAX_LAYERS} are refused")
+            file.fail(("layers",), f"{len(layers)} layers; at most {MAX_LAYERS} are allowed")
         self._layers = tuple(self._layer(position, raw) for position, raw in enumerate(layers))
 
     def read(self) -> Graph:
@@ -180,7 +180,7 @@ class _Reader:
     def _layer(self, position: int, raw: Any) -> Layer:
         at: FieldPath = ("layers", position)
         if not isinstance(raw, dict):
-            self._file.fail(at, f"an object is required, found {shown(raw)}")
+            self._file.fail(at, f"expected an object, found {shown(raw)}")
         kind = raw.get("type")
         return Layer(
             file=self._file,
@@ -197,7 +197,7 @@ class _Reader:
         except ValueError:
             names = ("",)
         if not all(names):
-            self._file.fail(at, f"layer {at[1]}: a name or a list of names is required, found {shown(raw)}")
+            self._file.fail(at, f"layer {at[1]}: expected a name or a list of names, found {shown(raw)}")
         return names
 
     def _name(self, at: FieldPath, owner: Any) -> str:
@@ -214,22 +214,26 @@ class _Reader:
         dims = data.wholes("label", "label_dim")
         names = self._names(("layers", 0, "label", "top"), tops)
         if len(dims) != len(names) or 0 in dims or not names:
-            data.fail(f"{len(names)} names, but the dimensions {list(dims)}; one from 1 each", "label", "label_dim")
+            data.fail(
+                f"{len(names)} names, but the dimensions {list(dims)}; each name needs one of at least 1",
+                "label",
+                "label_dim",
+            )
         return tuple(Label(name, dim) for name, dim in zip(names, dims, strict=True))
 
     def _slots(self, data: Layer) -> dict[str, int]:
         """The number of slots of each sparse input."""
         raw = data.parameters.get("sparse", [])
         if not isinstance(raw, list):
-            data.fail(f"a list is required, found {shown(raw)}", "sparse")
+            data.fail(f"expected a list, found {shown(raw)}", "sparse")
         slots: dict[str, int] = {}
         for position, item in enumerate(raw):
             at: FieldPath = ("layers", 0, "sparse", position)
             if not isinstance(item, dict):
-                self._file.fail(at, f"an object is required, found {shown(item)}")
+                self._file.fail(at, f"expected an object, found {shown(item)}")
             name = self._name(at, item)
             if name in slots:
-                self._file.fail((*at, "top"), f"the name {name!r} is there twice")
+                self._file.fail((*at, "top"), f"the name {name!r} is used twice")
             slots[name] = self._slot_num(at, item)
         return slots
 
@@ -248,11 +252,14 @@ class _Reader:
             known = ", ".join(map(repr, slots)) or "none"
             layer.fail(f"found {list(layer.bottoms)}; it must be one of the sparse inputs: {known}", "bottom")
         if len(layer.tops) != 1:
-            layer.fail(f"one name is required, found {list(layer.tops)}", "top")
+            layer.fail(f"expected one name, found {list(layer.tops)}", "top")
         embedding_dim = layer.whole("sparse_embedding_hparam", "embedding_vec_size")
         slot_num = slots[layer.bottoms[0]]
         if slot_num * embedding_dim > MAX_ELEMENTS:
-            layer.fail(f"{slot_num} slots of {embedding_dim} elements are refused; at most {MAX_ELEMENTS}")
+            layer.fail(
+                f"{slot_num} slots of {embedding_dim} elements are too many; at most {MAX_ELEMENTS} "
+                "elements are allowed"
+            )
         combiner = layer.parameters["sparse_embedding_hparam"].get("combiner")
         if combiner not in ("sum", "mean"):
             layer.fail(f"found {shown(combiner)}; allowed: 'sum', 'mean'", "sparse_embedding_hparam", "combiner")
@@ -275,21 +282,21 @@ def _check_names(graph: Graph) -> None:
     labels = {label.name for label in graph.labels}
     made = {graph.dense_name, *labels}
     if len(made) != 1 + len(graph.labels):
-        graph.file.fail(("layers", 0), "the label and the dense input need names of their own")
+        graph.file.fail(("layers", 0), "the label and the dense input need different names")
     tensors = {graph.dense_name}
     for position, embedding in enumerate(graph.embeddings, start=1):
         if embedding.name in made:
-            graph.file.fail(("layers", position, "top"), f"the name {embedding.name!r} is there twice")
+            graph.file.fail(("layers", position, "top"), f"the name {embedding.name!r} is used twice")
         made.add(embedding.name)
         tensors.add(embedding.name)
     for layer in graph.layers:
         if layer.type in EMBEDDING_LAYERS:
-            layer.fail("embedding layers must stand directly behind the data layer", "type")
+            layer.fail("embedding layers must follow the data layer directly", "type")
         for name in layer.bottoms:
             if name not in tensors and not (layer.type in LOSS_LAYERS and name in labels):
-                layer.fail(f"no layer before this one makes {name!r}", "bottom")
+                layer.fail(f"no layer before this one produces {name!r}", "bottom")
         for name in layer.tops if layer.type not in LOSS_LAYERS else ():
             if name in made:
-                layer.fail(f"the name {name!r} is there twice", "top")
+                layer.fail(f"the name {name!r} is used twice", "top")
             made.add(name)
             tensors.add(name)

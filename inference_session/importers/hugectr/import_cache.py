@@ -156,7 +156,7 @@ def _states(sources: Sequence[Path]) -> list[tuple[Path, int, int, int]]:
 def _refuse_changes(before: Sequence[tuple[Path, int, int, int]], after: Sequence[tuple[Path, int, int, int]]) -> None:
     for old, new in zip(before, after, strict=True):
         if old != new:
-            raise UnavailableError(f"{new[0]}: written to while it was imported; load the model again")
+            raise UnavailableError(f"{new[0]}: the file changed while it was imported; load the model again")
 
 
 @cache

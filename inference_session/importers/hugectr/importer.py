@@ -57,14 +57,16 @@ class ImportReport:
         if self.spec.labels:
             lines.append(f"Predictions: {', '.join(self.spec.labels)} ({self.num_dense_parameters} dense parameters)")
         if self.ignored:
-            lines.append(f"Note: fields of ps.json without effect here: {', '.join(self.ignored)}")
+            lines.append(f"Note: fields of ps.json that hotrow ignores: {', '.join(self.ignored)}")
         if self.unknown:
             lines.append(f"Note: unknown fields of ps.json: {', '.join(self.unknown)}")
         return "\n".join(lines)
 
     @staticmethod
     def _line(table: TableSpec, num_duplicates: int) -> str:
-        duplicates = f"; {num_duplicates} are never found, as a later row has their key" if num_duplicates else ""
+        duplicates = (
+            (f"; {num_duplicates} are never found, because a later row has the same key") if num_duplicates else ""
+        )
         return f"  {table.name!r}: {table.num_rows} rows x {table.embedding_dim} {table.dtype}{duplicates}"
 
 
@@ -164,8 +166,8 @@ def write_version(
     """
     if len(keep_rows_of) % len(model.sparse_files):
         raise ConfigurationError(
-            f"model {model.name!r} has {len(model.sparse_files)} tables, but {len(keep_rows_of)} folders whose rows "
-            "are to be kept; one per table is required"
+            f"model {model.name!r} has {len(model.sparse_files)} tables, but {len(keep_rows_of)} folders in "
+            "keep_rows_of; give one per table"
         )
     job = _Job(settings, model, directory, keep_rows_of, may_link, progress)
     spec, num_parameters = _write_network(job) if model.graph_file else (_tables_alone(job), 0)
@@ -181,7 +183,7 @@ def _write_network(job: _Job) -> tuple[ModelSpec, int]:
     if len(graph.embeddings) != len(model.sparse_files):
         raise ConfigurationError(
             f"{settings.path}: model {model.name!r} has {len(model.sparse_files)} sparse_files, but "
-            f"{model.graph_file} has {len(graph.embeddings)} embedding layers; one folder each"
+            f"{model.graph_file} has {len(graph.embeddings)} embedding layers; give one folder for each"
         )
     statistics = Path(model.statistics_file) if model.statistics_file else None
     network = build_dense_network(graph, Path(model.dense_file), statistics)
@@ -258,7 +260,7 @@ def _embedding_dim(settings: PsJson, model: PsModel, folder: Path) -> int:
     if dim := stored_embedding_dim(folder):
         return dim
     raise ConfigurationError(
-        f"{settings.path}: model {model.name!r} needs 'embedding_vecsize_per_table', as {folder} has no row to tell"
+        f"{settings.path}: model {model.name!r} needs 'embedding_vecsize_per_table', because {folder} has no rows"
     )
 
 

@@ -53,7 +53,7 @@ def read_json(path: Path, error: type[HotrowError]) -> JsonFile:
     """Read a file whose top is an object; `error` names the file and, where known, the line."""
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise error(f"{path}: {path.stat().st_size} bytes; a JSON file of more than {MAX_FILE_BYTES} is refused")
+            raise error(f"{path}: {path.stat().st_size} bytes; at most {MAX_FILE_BYTES} are allowed for a JSON file")
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as cause:
         raise error(f"{path}: cannot be read as text: {cause}") from cause

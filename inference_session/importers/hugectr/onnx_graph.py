@@ -119,14 +119,14 @@ def _emit_layers(build: Builder, graph: Graph, tensors: dict[str, Tensor]) -> li
         emit = emitter(layer)
         tops = emit(build, layer, [_tensor(layer, tensors, name) for name in layer.bottoms])
         if len(tops) != len(layer.tops):
-            layer.fail(f"makes {len(tops)} tensors, found {len(layer.tops)} names", "top")
+            layer.fail(f"produces {len(tops)} tensors, found {len(layer.tops)} names", "top")
         tensors.update((name, check_size(layer, top)) for name, top in zip(layer.tops, tops, strict=True))
     return losses or [_last_tensor(graph, tensors)]
 
 
 def _tensor(layer: Layer, tensors: dict[str, Tensor], name: str) -> Tensor:
     if name not in tensors:
-        layer.fail(f"{name!r} is empty, as dense_dim is 0", "bottom")
+        layer.fail(f"{name!r} is empty, because dense_dim is 0", "bottom")
     return tensors[name]
 
 
@@ -135,20 +135,20 @@ def _loss(graph: Graph, layer: Layer, tensors: dict[str, Tensor]) -> _Prediction
     labels = {label.name: label for label in graph.labels}
     if len(layer.bottoms) != 2 or layer.bottoms[0] in labels or layer.bottoms[1] not in labels:
         layer.fail(
-            f"takes a tensor and a label ({', '.join(map(repr, labels))}), found {list(layer.bottoms)}", "bottom"
+            f"needs a tensor and a label ({', '.join(map(repr, labels))}), found {list(layer.bottoms)}", "bottom"
         )
     tensor = _tensor(layer, tensors, layer.bottoms[0])
     label = labels[layer.bottoms[1]]
     width = _width(layer, tensor)
     if width != label.dim and layer.type != "CrossEntropyLoss":
-        layer.fail(f"{tensor} does not fit label {label.name!r} of {label.dim} columns", "bottom")
+        layer.fail(f"{tensor} does not match label {label.name!r}, which has {label.dim} columns", "bottom")
     return _Prediction(layer, tensor, label, layer.type)
 
 
 def _last_tensor(graph: Graph, tensors: dict[str, Tensor]) -> _Prediction:
     """Without a loss, the last layer's tensor is the prediction."""
     if not graph.layers or not graph.layers[-1].tops:
-        graph.file.fail(("layers",), "no layer makes a prediction")
+        graph.file.fail(("layers",), "no layer produces a prediction")
     layer = graph.layers[-1]
     tensor = tensors[layer.tops[-1]]
     _width(layer, tensor)
@@ -166,7 +166,7 @@ def _emit_outputs(build: Builder, graph: Graph, predictions: Sequence[_Predictio
     for label in graph.labels:
         found = [prediction for prediction in predictions if prediction.label is label]
         if len(found) > 1:
-            found[1].layer.fail(f"label {label.name!r} has a loss already", "bottom")
+            found[1].layer.fail(f"label {label.name!r} already has a loss", "bottom")
         for prediction in found:
             op, attributes = _ACTIVATIONS.get(prediction.activation, ("Identity", {}))
             build.output(op, prediction.tensor.name, label.name, **attributes)

@@ -256,7 +256,7 @@ class PsJson:
             if model.name == name:
                 return model
         known = ", ".join(repr(model.name) for model in self.models)
-        raise ConfigurationError(f"{self.path}: holds no model {name!r}; its models: {known}")
+        raise ConfigurationError(f"{self.path}: has no model {name!r}; its models: {known}")
 
     def session_settings(self, model: PsModel) -> dict[str, str]:
         """ps.json in the words of hotrow's own settings, those of `acting_settings`."""

@@ -45,7 +45,7 @@ def parse_ps_json(file: JsonFile, *, folder: str | None = None) -> PsJson:
     """The same for what has been read already. `folder`: where relative files count from; None: the file's own."""
     parsed = _Parser(file, folder or str(file.path.parent)).parse()
     if parsed.unknown:
-        _log.warning("%s: unknown fields are ignored: %s", file.path, ", ".join(parsed.unknown))
+        _log.warning("%s: ignoring unknown fields: %s", file.path, ", ".join(parsed.unknown))
     return parsed
 
 
@@ -107,12 +107,12 @@ class _Parser:
     def _models(self) -> tuple[PsModel, ...]:
         raw_models = self._file.document.get("models")
         if not isinstance(raw_models, list) or not raw_models:
-            self._file.fail(("models",), f"a list of one model or more is required, found {_shown(raw_models)}")
+            self._file.fail(("models",), f"expected a list of at least one model, found {_shown(raw_models)}")
         models = tuple(self._model(("models", i), raw) for i, raw in enumerate(raw_models))
         names = [model.name for model in models]
         for i, name in enumerate(names):
             if name in names[:i]:
-                self._file.fail(("models", i, "model"), f"{name!r} is there twice; every model needs its own name")
+                self._file.fail(("models", i, "model"), f"{name!r} is used twice; every model needs its own name")
         return models
 
     def _model(self, at: FieldPath, raw: Any) -> PsModel:
@@ -122,23 +122,23 @@ class _Parser:
                 (*at, "model"), f"{model.name!r}; allowed: 1 to 120 letters, digits, '_' and '-' (the model's name)"
             )
         if not 1 <= len(model.sparse_files) <= _MAX_TABLES:
-            self._file.fail((*at, "sparse_files"), "a list of one folder per embedding table is required")
+            self._file.fail((*at, "sparse_files"), "expected a list of one folder per embedding table")
         for name in ("embedding_vecsize_per_table", "embedding_table_names"):
             found = len(raw.get(name) or model.sparse_files)
             if found != len(model.sparse_files):
                 self._file.fail(
-                    (*at, name), f"{found} values, but sparse_files has {len(model.sparse_files)}; one per table"
+                    (*at, name), f"{found} values, but sparse_files has {len(model.sparse_files)}; give one per table"
                 )
         if len(set(model.table_names)) < len(model.table_names):
-            self._file.fail((*at, "embedding_table_names"), "a name is there twice; every table needs its own")
+            self._file.fail((*at, "embedding_table_names"), "a name is used twice; every table needs its own")
         if model.graph_file and not model.dense_file:
-            self._file.fail((*at, "dense_file"), "required beside network_file")
+            self._file.fail((*at, "dense_file"), "required together with network_file")
         return model
 
     def _required(self, at: FieldPath, read: values.Reader[Any]) -> Any:
         raw = self._file.document.get(str(at[0]))
         if raw is None:
-            self._file.fail(at, "required, but not there")
+            self._file.fail(at, "required, but missing")
         return self._value(at, read, raw)
 
     def _value(self, at: FieldPath, read: values.Reader[Any], raw: Any) -> Any:
@@ -152,7 +152,7 @@ class _Parser:
         if not isinstance(raw, dict):
             # What is there may be a password, in the wrong place.
             what = "a string" if isinstance(raw, str) else "a list" if isinstance(raw, list) else repr(raw)
-            self._file.fail(at, f"an object is required, found {what}")
+            self._file.fail(at, f"expected an object, found {what}")
         known = {name for item in fields(kind) for name in item.metadata["names"]}
         self._unknown += [field_name((*at, name)) for name in raw if name not in known]
         found: dict[str, Any] = {}

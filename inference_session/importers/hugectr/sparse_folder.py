@@ -42,7 +42,7 @@ class SparseFolder:
         key_bytes, vector_bytes = _size(self.path / KEY_FILE), _size(self.path / VECTOR_FILE)
         num_rows, rest = divmod(key_bytes, _KEY_BYTES)
         if rest:
-            raise ModelFormatError(f"{self.path / KEY_FILE}: {key_bytes} bytes are no whole number of int64 keys")
+            raise ModelFormatError(f"{self.path / KEY_FILE}: {key_bytes} bytes are not a whole number of int64 keys")
         expected = num_rows * self.embedding_dim * _FLOAT_BYTES
         if vector_bytes != expected:
             raise ModelFormatError(

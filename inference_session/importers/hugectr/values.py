@@ -21,7 +21,7 @@ def text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError("allowed: a string")
     if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
-        raise ValueError("allowed: a string without NUL and lone surrogates")
+        raise ValueError("allowed: a string without NUL characters and unpaired surrogates")
     return value
 
 

@@ -19,7 +19,7 @@ from inference_session.importers.onnx.tables import StaysDenseError, TableSearch
 from inference_session.importers.onnx.types import Dims, Types
 from inference_session.importers.onnx.weights import Weight
 
-CONSTANT_KEYS_ONLY = "is read by constant keys only; those rows are in the dense network"
+CONSTANT_KEYS_ONLY = "is read with constant keys only; those rows are in the dense network"
 """Why a table stays dense that could be cut out: no request says which of its rows are read."""
 
 

@@ -317,7 +317,7 @@ class Hoister:
         tainted = self._tainted()
         nodes = needed_nodes(body.node, targets)
         if tainted.intersection(targets) or any(tainted & reads(node) for node in nodes):
-            reason = f"is read inside a body by keys that depend on looked-up vectors ({gather.input[1]!r})"
+            reason = f"is read inside a loop or branch with keys that depend on looked-up vectors ({gather.input[1]!r})"
             raise StaysDenseError(gather.input[0], reason)
         copy = GraphProto(name=f"{body.name}_keys", node=nodes)
         copy.input.extend(value for value in body.input if value.name in inputs)
@@ -333,7 +333,7 @@ class Hoister:
 
     def _check_untainted(self, table: str, node: NodeProto) -> None:
         if self._tainted() & reads(node):
-            raise StaysDenseError(table, "is read inside a body whose course depends on looked-up vectors")
+            raise StaysDenseError(table, "is read inside a loop or branch whose condition depends on looked-up vectors")
 
     def _vectors_before(self, graph: GraphProto, node: NodeProto, table: str, keys: str) -> str:
         vectors = self.names.fresh(f"{keys}_vectors")

@@ -203,16 +203,16 @@ class _Import:
         """The findings, joinable only where it is proved that no sample has an influence on another."""
         if not findings.joinable:
             return findings
-        culprit = "the model could not be run on made-up inputs"
+        culprit = "the model could not be run on generated inputs"
         if len(findings.primes) == len(PRIME_SIZES):
             spec = self._spec(carved, findings)[0]
             path = self.staging / f"{_ORIGINAL_FILE}.observed"
             found = samples_are_independent(carved, spec, Replay(self.staging, spec), findings.primes, path)
             if found.is_proved:
                 return findings
-            culprit = f"{found.culprit} may look along them"
+            culprit = f"{found.culprit} may mix them"
         note = (
-            f"it is not proved that the samples of a batch are independent ({culprit}); requests are served one by one"
+            f"the samples of a batch could not be shown to be independent ({culprit}); requests are served one by one"
         )
         return replace(findings, joinable=False, notes=(*findings.notes, note))
 
@@ -223,7 +223,7 @@ class _Import:
         carved = carve(model, weights, names, self.min_rows, merge=False)
         if self._is_faithful(carved, findings, original):
             return carved
-        carved = keep_whole(model, weights, names, self.min_rows, "cannot be taken out without a change of the answers")
+        carved = keep_whole(model, weights, names, self.min_rows, "cannot be taken out without changing the answers")
         if not self._is_faithful(carved, findings, original):
             raise UnsupportedModelError(f"{self.source.path}: the imported model answers differently")
         shutil.rmtree(self.staging / TABLES_FOLDER)
@@ -292,7 +292,7 @@ class _Import:
         except Exception as error:
             # ONNX Runtime raises its own types, which share no base but this.
             reason = " ".join(str(error).replace(str(path), "it").split())
-            raise ModelFormatError(f"{self.source.path}: ONNX Runtime does not take this model: {reason}") from error
+            raise ModelFormatError(f"{self.source.path}: ONNX Runtime cannot load this model: {reason}") from error
         prober = Prober(network, self.source.inputs, self._rows(carved))
         return prober.find(), prober
 

@@ -123,10 +123,10 @@ def take_lookups(surgery: Surgery) -> list[Lookup]:
 
 def _check_keys(graph: GraphProto, table: str, keys: str, tainted: set[str]) -> None:
     if keys in tainted:
-        raise StaysDenseError(table, f"is read by keys ({keys!r}) that depend on looked-up vectors")
+        raise StaysDenseError(table, f"is read with keys ({keys!r}) that depend on looked-up vectors")
     for node in needed_nodes(graph.node, [keys]):
         if node.op_type in _RANDOM_OPS:
-            raise StaysDenseError(table, f"is read by keys ({keys!r}) that are drawn at random")
+            raise StaysDenseError(table, f"is read with keys ({keys!r}) that are drawn at random")
 
 
 def _is_fixed(graph: GraphProto, keys: str) -> bool:
@@ -139,9 +139,9 @@ def _fixed_rows(surgery: Surgery, table: Weight, keys: str, output: str) -> Node
     fixed_keys = evaluate(surgery.model, surgery.graph, keys).astype(np.int64)
     num_rows = table.dims[0]
     if fixed_keys.size * (table.num_bytes // num_rows) > _MAX_FIXED_BYTES:
-        raise StaysDenseError(table.name, f"is read by the same {fixed_keys.size} keys for every request")
+        raise StaysDenseError(table.name, f"is read with the same {fixed_keys.size} keys for every request")
     if fixed_keys.size and not -num_rows <= fixed_keys.min() <= fixed_keys.max() < num_rows:
-        raise StaysDenseError(table.name, f"is read by constant keys beyond its {num_rows} rows")
+        raise StaysDenseError(table.name, f"is read with constant keys outside its {num_rows} rows")
     rows = table.rows(fixed_keys)
     tensor = TensorProto(name=surgery.names.fresh(f"{output}_rows"), data_type=table.elem_type, dims=rows.shape)
     tensor.raw_data = little_endian(rows)

@@ -137,9 +137,7 @@ class Prober:
             kind.dims and not isinstance(kind.dims[0], int) for kind in self.inputs.values()
         )
         if recipe is None:
-            note = (
-                "the original could not be run on made-up inputs: what its shapes say is trusted, nothing is verified"
-            )
+            note = "the original could not be run on generated inputs, so the imported model is not verified against it"
             batched = may_be_batched and len(self._first_symbols()) == 1
             return Findings(batched, batched, None, (note,))
         batched = may_be_batched and not self._takes_unequal(recipe) and self._follows_samples(recipe)
@@ -257,7 +255,12 @@ class Prober:
     @staticmethod
     def _notes(batched: bool, joinable: bool) -> tuple[str, ...]:
         if not batched:
-            return ("not every input and output counts samples in its first dimension; requests are served one by one",)
+            return (
+                (
+                    "the first dimension of some input or output is not the number of samples; requests are "
+                    "served one by one"
+                ),
+            )
         if not joinable:
             return ("an answer depends on the other samples of its batch; requests are served one by one",)
         return ()

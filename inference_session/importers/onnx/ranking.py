@@ -69,13 +69,15 @@ class RankingImport:
             UnsupportedModelError: the model cannot be divided.
         """
         if CANDIDATES in {tensor.name for tensor in spec.inputs}:
-            raise UnsupportedModelError(f"--context: the model has an input {CANDIDATES!r} of its own")
+            raise UnsupportedModelError(f"--context: the model already has an input {CANDIDATES!r}")
         if not spec.batched:
             raise UnsupportedModelError(
-                "--context: not every input and output of the model counts samples in its first dimension"
+                "--context: the first dimension of some input or output of the model is not the number of samples"
             )
         if self.findings.recipe is None:
-            raise UnsupportedModelError("--context: the original could not be run on made-up inputs, to prove it")
+            raise UnsupportedModelError(
+                "--context: the original could not be run on generated inputs, so the result cannot be verified"
+            )
         for cut, merge in product(Cut, (True, False)):
             split = split_context(self.model, self.weights, self.names, context, cut)
             try:
@@ -87,8 +89,8 @@ class RankingImport:
             self.write(carved)
             if self._is_faithful(found, context, self.findings.recipe, cut):
                 return found
-            logger.debug("divided %s, the model answers differently", cut.value)
-        raise UnsupportedModelError("--context: the divided model answers differently")
+            logger.debug("split %s, the model answers differently", cut.value)
+        raise UnsupportedModelError("--context: the split model answers differently")
 
     def _spec(self, spec: ModelSpec, context: Sequence[str], carved: Carved, split: ContextSplit) -> ModelSpec:
         ranking = RankingSpec(
@@ -115,7 +117,7 @@ class RankingImport:
                 for arrays, counts in _requests(recipe, context, large=cut is not Cut.NONE)
             )
         except Exception as error:  # noqa: BLE001  ONNX Runtime's errors share no other base; all mean "no"
-            logger.debug("the divided model does not run: %s", error)
+            logger.debug("the split model does not run: %s", error)
             return False
 
     def _answers_alike(

@@ -55,7 +55,7 @@ def _external_files(path: Path, name: str) -> list[str]:
     locations = sorted({location for tensor in _tensors(model) if (location := _location(tensor))})
     for location in locations:
         if posixpath.isabs(location) or ".." in location.split("/"):
-            raise ModelFormatError(f"{name}: external data are in {location!r}, outside the model's folder")
+            raise ModelFormatError(f"{name}: external data is in {location!r}, outside the model's folder")
     return locations
 
 

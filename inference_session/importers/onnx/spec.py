@@ -134,9 +134,9 @@ def lookup_spec(lookup: Lookup, folder: str) -> LookupSpec:
 def _notes(spec: ModelSpec, carved: Carved) -> list[str]:
     notes: list[str] = []
     if not spec.tables:
-        notes.append("no table was taken out: everything is in the dense network")
+        notes.append("no table was taken out; everything is in the dense network")
     if not spec.labels:
-        notes.append(f"{PREDICTIONS} is left out: no output is a float tensor of shape [batch] or [batch, k]")
+        notes.append(f"there is no {PREDICTIONS}: no output is a float tensor of shape [batch] or [batch, k]")
     poolings = {
         lookup.pooling for lookup in carved.lookups if lookup.keys_dims and not isinstance(lookup.keys_dims[-1], int)
     }

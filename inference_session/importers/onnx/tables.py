@@ -95,16 +95,16 @@ def _uses(graph: GraphProto, weights: dict[str, Weight]) -> dict[str, _Uses]:
     for scope in all_graphs(graph):
         for value in scope.output:
             if value.name in aliases:
-                uses[aliases[value.name]].otherwise = f"is given out as a whole, as output {value.name!r} of a graph"
+                uses[aliases[value.name]].otherwise = f"is an output of a graph, {value.name!r}"
     return uses
 
 
 def _count_other_read(uses: _Uses, node: NodeProto, *, is_first: bool, read_by_rows: set[str]) -> None:
     reader = f"{node.op_type} {node.name or node.output[0]!r}"
     if is_first and node.op_type in _OTHER_ROW_READS:
-        uses.by_rows, uses.otherwise = True, f"is read by {reader}, no Gather"
+        uses.by_rows, uses.otherwise = True, f"is read by {reader}, which is not a Gather"
     else:
-        uses.otherwise = f"is read as a whole by {reader}"
+        uses.otherwise = f"is read completely by {reader}"
         # Rows of what is made of it are read, as of a quantized table: whoever trained it calls it a table.
         uses.by_rows |= is_first and node.output[0] in read_by_rows
 

@@ -59,7 +59,7 @@ class Weight:
             while left:
                 chunk = file.read(min(left, _CHUNK_BYTES))
                 if not chunk:
-                    raise ModelFormatError(f"{path}: ends {left} bytes before the data of {self.name!r} do")
+                    raise ModelFormatError(f"{path}: ends {left} bytes before the end of the data of {self.name!r}")
                 left -= len(chunk)
                 yield chunk
 
@@ -89,7 +89,7 @@ def tensor_bytes(elem_type: int, dims: tuple[int, ...]) -> int:
     """Bytes that the raw values take; ValueError for a type that has none, as strings."""
     name = TensorProto.DataType.Name(elem_type)
     if name not in _BITS and not name.startswith("FLOAT8"):
-        raise ValueError(f"{name} has no raw values")
+        raise ValueError(f"{name} has no raw data")
     return (math.prod(dims) * _BITS.get(name, 8) + 7) // 8
 
 
@@ -123,12 +123,12 @@ def _external_blob(model: Path, tensor: TensorProto) -> Blob:
     try:
         file_bytes = path.stat().st_size
     except OSError as error:
-        raise ModelFormatError(f"{path}: not readable, though {tensor.name!r} lies there: {error.strerror}") from error
+        raise ModelFormatError(f"{path}: not readable, although it holds {tensor.name!r}: {error.strerror}") from error
     offset = int(entries.get("offset", 0))
     num_bytes = int(entries.get("length", tensor_bytes(tensor.data_type, tuple(tensor.dims))))
     if offset < 0 or num_bytes < 0 or offset + num_bytes > file_bytes:
         raise ModelFormatError(
-            f"{path}: {file_bytes} bytes, but {tensor.name!r} takes {num_bytes} from byte {offset} on"
+            f"{path}: {file_bytes} bytes, but {tensor.name!r} needs {num_bytes} from byte {offset} on"
         )
     return Blob(path, offset, num_bytes)
 
@@ -139,5 +139,5 @@ def _inside(model: Path, name: str, location: str) -> Path:
     path = folder / location
     escapes = Path(location).is_absolute() or PureWindowsPath(location).is_absolute() or ".." in Path(location).parts
     if not location or escapes or not path.resolve().is_relative_to(folder):
-        raise ModelFormatError(f"{model}: external data of {name!r} are in {location!r}, outside the model's folder")
+        raise ModelFormatError(f"{model}: external data of {name!r} is in {location!r}, outside the model's folder")
     return path

@@ -164,7 +164,7 @@ def refuse_misfit(command: tuple[bytes | str | int, ...], reply: Any) -> None:
     verb = as_argument(command[0]).decode()
     fits = _FITS.get(verb)
     if fits is not None and not isinstance(reply, HotrowError) and not fits(reply, command):
-        raise UnavailableError(f"what answers to {verb} does not speak as Redis does: {str(reply)[:60]}")
+        raise UnavailableError(f"the reply to {verb} is not valid in the Redis protocol: {str(reply)[:60]}")
 
 
 def _is_bytes_list(reply: Any) -> bool:

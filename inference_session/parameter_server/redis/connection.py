@@ -229,7 +229,7 @@ class RedisConnection:
         if isinstance(role, HotrowError):
             raise role
         if not isinstance(role, list) or role[:1] != [b"master"]:
-            raise DisconnectedError(f"Redis at {self.name} is not the master any more")
+            raise DisconnectedError(f"Redis at {self.name} is no longer the master")
 
     def _receive(self, deadline: Deadline, needed_bytes: int = 0) -> None:
         """Wait for more, with room for a piece of so many bytes and its head."""
@@ -305,7 +305,7 @@ class RedisConnection:
         """The error that stands for a reply which is one, or which is nothing that Redis says."""
         text = line[1:200].decode(errors="replace")
         if line[:1] != b"-":
-            return UnavailableError(f"what answers at {self.name} does not speak as Redis does: {line[:60]!r}")
+            return UnavailableError(f"the server at {self.name} does not speak the Redis protocol: {line[:60]!r}")
         code = text.partition(" ")[0]
         if code in ("MOVED", "ASK"):
             return self._redirection(text)
@@ -318,7 +318,7 @@ class RedisConnection:
         """What `MOVED <slot> <host>:<port>` and `ASK ...` mean; without a host it is that which says so."""
         if not self._url.is_cluster:
             scheme = f"{self._url.scheme}+cluster://"
-            return StoreError(f"Redis at {self.name} is a node of a Cluster ({text}); write {scheme} for its URL")
+            return StoreError(f"Redis at {self.name} is a node of a Cluster ({text}); use {scheme} in its URL")
         code, _, place = text.partition(" ")
         host, _, port = place.rpartition(" ")[2].rpartition(":")
         address = (host or self._address[0], int(port)) if port.isdecimal() else None
@@ -431,8 +431,8 @@ class BorrowedConnections:
             connection = self._taken[address, number] = self._pool.take(address, self._deadline)
             if trusted and self._pool.trusted and connection.run_id(self._deadline) not in self._pool.trusted:
                 raise UnavailableError(
-                    f"Redis at {connection.name} is not the process that took the last writes: what it lacks of them "
-                    "has to be found out first"
+                    f"Redis at {connection.name} is not the process that took the last writes; "
+                    "the writes that it lacks must be determined first"
                 )
         return connection
 

@@ -268,7 +268,7 @@ class RedisStore(BoundStore):
         fitting = layout.fitting_partitionings(samples) or layout.fitting_partitionings(samples, _MAX_MISPLACED)
         if not fitting:
             raise StoreError(
-                f"table {tag!r} in {str(self.url)!r}: its rows fit no number of partitions up to"
+                f"table {tag!r} in {str(self.url)!r}: its rows match no number of partitions up to"
                 f" {layout.MAX_PROBED_PARTITIONS}; add ?partitions=N to the URL if you know it"
             )
         if len(fitting) == 1:
@@ -297,7 +297,7 @@ class RedisStore(BoundStore):
         steps: list[tuple[int, dict[bytes, bytes]]] = []
         for (name, _), reply in zip(cursors, replies, strict=True):
             if isinstance(reply, WrongTypeError):
-                self._malformed.add(self, table, f"{name.decode(errors='replace')} is no hash")
+                self._malformed.add(self, table, f"{name.decode(errors='replace')} is not a Redis hash")
                 steps.append((0, {}))
             else:
                 steps.append(layout.scanned(reply))
@@ -370,7 +370,7 @@ class RedisStore(BoundStore):
             return
         read.found[read.order[begin:end]] = False
         name = layout.rows_name(read.tag, partition).decode(errors="replace")
-        self._malformed.add(self, table, f"{name} is no hash", end - begin)
+        self._malformed.add(self, table, f"{name} is not a Redis hash", end - begin)
 
     @staticmethod
     def _read_numbers(connection: RedisConnection, writes: Sequence[Write | WriteAbsent], deadline: Deadline) -> None:
@@ -407,5 +407,5 @@ def _rows_and_bytes(client: RedisClient, name: bytes) -> tuple[int, int]:
     try:
         scan, count = client.replies([("HSCAN", name, 0, "COUNT", 1), ("HLEN", name)])
     except WrongTypeError as error:
-        raise StoreError(f"{name!r}, which is named as a table's rows: {error}") from None
+        raise StoreError(f"{name!r}, whose name is that of a table's rows: {error}") from None
     return int(count), len(next(iter(layout.scanned(scan)[1].values()), b""))

@@ -72,7 +72,7 @@ class Cluster(Topology):
                 self.refresh(deadline)
             address = self._slots[slot_of(name)]
             if address is None:
-                raise RedirectedError(f"no node of {self._name!r} has the slot of {name!r}")
+                raise RedirectedError(f"no node of {self._name!r} serves the slot of {name!r}")
             self._addresses[name] = address
         return address
 
@@ -158,7 +158,7 @@ def ask_one_of(
     """The answer of the first server that gives one, and which it was. Each has half of the time that is left, so that
     some may hang.
     """
-    failure: HotrowError = UnavailableError("no server was asked: there was no time left")
+    failure: HotrowError = UnavailableError("no server was asked, because the time limit had passed")
     for number, address in enumerate(addresses):
         share = Deadline(max(1, (deadline.end_ns - time.monotonic_ns()) // 2_000_000))
         try:
@@ -182,7 +182,7 @@ def _slot_ranges(reply: Any, asked: Address) -> list[tuple[int, int, list[Addres
             (int(first), int(last), [_address(node, asked) for node in nodes]) for first, last, *nodes in reply if nodes
         ]
     except (TypeError, ValueError) as error:
-        raise UnavailableError(f"Redis at {asked[0]}:{asked[1]} says nothing sensible of its slots") from error
+        raise UnavailableError(f"Redis at {asked[0]}:{asked[1]} sent an invalid reply to CLUSTER SLOTS") from error
 
 
 def _address(node: Any, asked: Address) -> Address:

@@ -109,7 +109,7 @@ def hold_identity(path: Path) -> int:
 def _identity_file(path: Path) -> Path:
     """The database's own file; where a copy lacks it, its folder."""
     if not (path / CURRENT_FILE).exists():
-        raise UnavailableError(f"the RocksDB at {str(path)!r} is gone")
+        raise UnavailableError(f"the RocksDB at {str(path)!r} does not exist any more")
     file = path / _IDENTITY_FILE
     return file if file.exists() else path
 
@@ -166,7 +166,7 @@ def refuse_absent(path: Path) -> None:
     """Raise a StoreError where there is no RocksDB."""
     if not (path / CURRENT_FILE).exists():
         raise StoreError(
-            f"there is no RocksDB at {str(path)!r}; `hotrow push VERSION_DIR --to rocksdb://{path}` makes one"
+            f"there is no RocksDB at {str(path)!r}; `hotrow push VERSION_DIR --to rocksdb://{path}` creates one"
         )
 
 
@@ -180,7 +180,7 @@ def translated(path: Path) -> Iterator[None]:
     except OSError as error:
         text = str(error.strerror or error)  # what rocksdict raises has no number
         if any(os.strerror(number) in text for number in (errno.EROFS, errno.EACCES)):
-            text += " (readers too must be allowed to write to its folder, where rocksdict keeps a file)"
+            text += " (readers also need write access to its folder, where rocksdict keeps a file)"
         raise UnavailableError(f"the RocksDB at {str(path)!r} cannot be used: {text}") from error
     except Exception as error:
         if type(error) is not Exception:  # which is all that rocksdict raises

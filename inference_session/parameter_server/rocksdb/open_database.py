@@ -113,7 +113,7 @@ class OpenDatabase:
     def write(self, tag: str, fill: Any) -> None:
         """Write a batch, which `fill` fills, to a table at once: all of it or nothing; UnavailableError if replaced."""
         if self.is_replaced():
-            raise UnavailableError(f"the RocksDB at {str(self._path)!r} has been replaced by another")
+            raise UnavailableError(f"the RocksDB at {str(self._path)!r} was replaced by another database")
         batch = write_batch()
         with translated(self._path):
             batch.set_default_column_family(self._db.get_column_family_handle(tag))
@@ -155,7 +155,7 @@ class OpenDatabase:
                     handle.flush()
                 handle.close()
         except UnavailableError as error:
-            _log.warning("rows stay in the log until the database is opened again: %s", error)
+            _log.warning("rows stay in the write-ahead log until the database is opened again: %s", error)
 
 
 def _note_name(tag: str) -> bytes:

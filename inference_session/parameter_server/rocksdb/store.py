@@ -135,7 +135,7 @@ class RocksDbStore(BoundStore):
         good = [(key, row) for key, row in items if len(key) == 8]
         if len(good) < len(items):
             num_other = len(items) - len(good)
-            self._malformed.add(self, table, f"{num_other} keys have not the 8 bytes of an int64", num_other)
+            self._malformed.add(self, table, f"{num_other} keys are not 8 bytes long, as an int64 is", num_other)
         keys = np.frombuffer(b"".join(key for key, _ in good), "<i8").astype(np.int64)
         vectors = np.empty((len(keys), self.embedding_dim(table)), np.float32)
         found = self._place(table, keys, [row for _, row in good], vectors)
@@ -232,7 +232,7 @@ class RocksDbStore(BoundStore):
         opened = self._database()
         if opened.is_replaced():
             _log.warning(
-                "the RocksDB at %r has been replaced by another, which is opened now; cached rows stay until they are"
+                "the RocksDB at %r was replaced by another database, which is open now; cached rows stay until they are"
                 " refreshed",
                 str(self.path),
             )
@@ -241,7 +241,7 @@ class RocksDbStore(BoundStore):
 
     def _open_reader(self) -> OpenDatabase:
         if self._reader_folder is None:
-            raise UnavailableError(f"the RocksDB at {str(self.path)!r} was replaced while it was written to")
+            raise UnavailableError(f"the RocksDB at {str(self.path)!r} was replaced during a write")
         try:
             return OpenDatabase(self.path, self._reader_folder.path)
         except StoreError as error:
@@ -259,7 +259,7 @@ class RocksDbStore(BoundStore):
         """Take the database's one place for a writer, if it is to be had and not ours already."""
         if not self._may_write:
             self._refuse_if_closed()
-            raise StoreError(f"{self!r} takes no writes: it was not opened as the database's writer")
+            raise StoreError(f"{self!r} is read-only: it was not opened as the database's writer")
         with self._lock:
             self._refuse_if_closed()
             if not self._may_write_now:
@@ -282,7 +282,7 @@ class RocksDbStore(BoundStore):
             if self._reader_folder is not None:
                 with suppress(UnavailableError):
                     self._reopen(opened)
-            raise UnavailableError(f"table {table!r} cannot be made, which may be tried again: {error}") from error
+            raise UnavailableError(f"table {table!r} cannot be created; the next write tries again: {error}") from error
 
     def _family(self, table: str) -> Any:
         """The table's column family, None if it has none (yet)."""

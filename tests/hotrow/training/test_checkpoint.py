@@ -72,7 +72,7 @@ def test_the_newest_are_kept_and_any_of_them_restored(tmp_path: Path) -> None:
     assert checkpoint.restore(step=10) == 11
     with pytest.raises(ConfigurationError, match="no checkpoint of step 5"):
         checkpoint.restore(step=5)
-    with pytest.raises(ConfigurationError, match="exists already"):
+    with pytest.raises(ConfigurationError, match="already exists"):
         checkpoint.save(15)
 
 

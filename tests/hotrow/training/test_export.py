@@ -321,7 +321,7 @@ def test_examples_and_names_that_do_not_fit(tmp_path: Path) -> None:
     long = models.features({"f0": [[1] * 9] * 3, "f1": [[]] * 3})
     for options, text in (
         ({"example": example}, "feature 'f0'.*training.padded"),
-        ({"example": dense, "inputs": padded}, "does not fit forward"),
+        ({"example": dense, "inputs": padded}, "does not match forward"),
         ({"example": (dense, long), "inputs": padded}, "a list of 9 ids"),
         (
             {"example": example, "inputs": training.padded(max_len=5, pad=lists["f0"][0][0] if lists["f0"][0] else 1)},
@@ -342,7 +342,7 @@ def test_a_version_that_exists_is_refused(tmp_path: Path) -> None:
     directory = models.export(model, tmp_path, version=3, **options)
     before = (directory / "MANIFEST.json").read_bytes()
 
-    with pytest.raises(ConfigurationError, match="exists already"):
+    with pytest.raises(ConfigurationError, match="already exists"):
         models.export(model, tmp_path, version=3, **options)
 
     assert (directory / "MANIFEST.json").read_bytes() == before

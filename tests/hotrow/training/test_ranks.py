@@ -78,7 +78,7 @@ def _fail_on_one_rank(rank: int, folder: Path) -> None:
     model = _model()
     dense, lists = _batch(rank)
     example = (dense, models.features(lists)) if rank == 0 else dense
-    with pytest.raises(HotrowError, match="does not fit forward"):
+    with pytest.raises(HotrowError, match="does not match forward"):
         training.export(
             model,
             example=example,

@@ -89,37 +89,49 @@ def _drop(*field: str | int) -> Callable[[Document], None]:
 
 
 DAMAGES: list[tuple[Callable[[Document], None], str]] = [
-    (_set("layers", value={}), "'layers': a list of layers is required"),
-    (_set("layers", value=[]), "'layers': a list of layers is required"),
-    (_set("layers", 3, value=7), r"'layers\[3\]': an object is required, found 7"),
-    (_drop("layers", 3, "type"), r"'layers\[3\].type': layer 3: a name or a list"),
+    (_set("layers", value={}), "'layers': expected a list of layers, found"),
+    (_set("layers", value=[]), "'layers': expected a list of layers, found"),
+    (_set("layers", 3, value=7), r"'layers\[3\]': expected an object, found 7"),
+    (_drop("layers", 3, "type"), r"'layers\[3\]\.type': layer 3: expected a name or a list of names, found"),
     (_set("layers", 0, "type", value="Add"), "the first layer must be of type 'Data'"),
-    (_drop("layers", 0, "dense"), "dense.top': layer 0: a name or a list of names is required"),
-    (_set("layers", 3, "top", value="\ud800"), r"layers\[3\].top': layer 3: a name or a list of names"),
-    (_set("layers", 3, "top", value=["ok", ""]), r"layers\[3\].top': layer 3: a name or a list of names"),
+    (_drop("layers", 0, "dense"), r"dense\.top': layer 0: expected a name or a list of names, found"),
+    (
+        _set("layers", 3, "top", value="\ud800"),
+        r"layers\[3\]\.top': layer 3: expected a name or a list of names, found",
+    ),
+    (
+        _set("layers", 3, "top", value=["ok", ""]),
+        r"layers\[3\]\.top': layer 3: expected a name or a list of names, found",
+    ),
     (_set("layers", 0, "dense", "dense_dim", value=-1), "dense_dim': layer 0 Data: found -1; allowed: whole"),
     (_set("layers", 0, "dense", "dense_dim", value=1e30), "dense_dim"),
     (_set("layers", 0, "dense", "dense_dim", value=True), "dense_dim"),
     (_set("layers", 0, "label", "label_dim", value=0), "label_dim': layer 0 Data: found 0"),
     (_set("layers", 0, "label", value={"top": ["a", "b"], "label_dim": [1]}), "2 names, but the dimensions"),
-    (_set("layers", 0, "label", "top", value="dense"), "need names of their own"),
-    (_set("layers", 0, "sparse", value="x"), "sparse': layer 0 Data: a list is required"),
-    (_set("layers", 0, "sparse", 0, value=[]), r"sparse\[0\]': an object is required"),
-    (_set("layers", 0, "sparse", 0, "top", value="data_emb2"), "'data_emb2' is there twice"),
-    (_set("layers", 0, "sparse", 0, "top", value=[1]), r"sparse\[0\].top': layer 0: a name"),
+    (_set("layers", 0, "label", "top", value="dense"), "the label and the dense input need different names"),
+    (_set("layers", 0, "sparse", value="x"), "sparse': layer 0 Data: expected a list, found"),
+    (_set("layers", 0, "sparse", 0, value=[]), r"sparse\[0\]': expected an object, found"),
+    (_set("layers", 0, "sparse", 0, "top", value="data_emb2"), "'data_emb2' is used twice"),
+    (_set("layers", 0, "sparse", 0, "top", value=[1]), r"sparse\[0\].top': layer 0: expected a name"),
     (_set("layers", 0, "sparse", 0, "slot_num", value=0), "slot_num': found 0"),
     (_set("layers", 0, "sparse", 0, "slot_num", value="2"), "slot_num': found '2'"),
     (_set("layers", 1, "bottom", value="nothing"), "must be one of the sparse inputs: 'data_emb', 'data_emb2'"),
-    (_set("layers", 1, "top", value=["a", "b"]), "one name is required"),
-    (_set("layers", 2, "top", value="emb"), "the name 'emb' is there twice"),
+    (_set("layers", 1, "top", value=["a", "b"]), "expected one name, found"),
+    (_set("layers", 2, "top", value="emb"), "the name 'emb' is used twice"),
     (_drop("layers", 1, "sparse_embedding_hparam"), "embedding_vec_size': layer 1"),
     (_set("layers", 1, "sparse_embedding_hparam", "combiner", value="max"), "found 'max'; allowed: 'sum', 'mean'"),
-    (_set("layers", 1, "sparse_embedding_hparam", "embedding_vec_size", value=16_000_000), "are refused; at most"),
-    (_set("layers", 3, "bottom", value="later"), "no layer before this one makes 'later'"),
-    (_set("layers", 3, "bottom", value="reshape3"), "no layer before this one makes 'reshape3'"),
-    (_set("layers", 3, "bottom", value=[["x"]]), r"'layers\[3\].bottom': layer 3: a name or a list"),
-    (_set("layers", 4, "top", value="dense"), "the name 'dense' is there twice"),
-    (_set("layers", 4, "bottom", value=["dense", "label"]), "no layer before this one makes 'label'"),
+    (
+        _set("layers", 1, "sparse_embedding_hparam", "embedding_vec_size", value=16_000_000),
+        "elements are too many; at most",
+    ),
+    (_set("layers", 3, "bottom", value="later"), "no layer before this one produces 'later'"),
+    (_set("layers", 3, "bottom", value="reshape3"), "no layer before this one produces 'reshape3'"),
+    (
+        _set("layers", 3, "bottom", value=[["x"]]),
+        r"'layers\[3\]\.bottom': layer 3: expected a name or a list of names, found",
+    ),
+    (_set("layers", 4, "top", value="dense"), "the name 'dense' is used twice"),
+    (_set("layers", 4, "bottom", value=["dense", "label"]), "no layer before this one produces 'label'"),
 ]
 
 
@@ -154,7 +166,7 @@ def test_an_embedding_behind_a_dense_layer_is_an_error(tmp_path: Path) -> None:
     content = document()
     content["layers"].insert(4, content["layers"].pop(2))
 
-    with pytest.raises(ModelFormatError, match="must stand directly behind the data layer"):
+    with pytest.raises(ModelFormatError, match="embedding layers must follow the data layer directly"):
         read(content, tmp_path)
 
 
@@ -180,7 +192,7 @@ def test_too_many_layers_are_refused(tmp_path: Path) -> None:
     content = document()
     content["layers"] += [{"type": "ReLU", "bottom": "emb", "top": "x"}] * 10_001
 
-    with pytest.raises(ModelFormatError, match="more than 10000 are refused"):
+    with pytest.raises(ModelFormatError, match="at most 10000 are allowed"):
         read(content, tmp_path)
 
 
@@ -194,9 +206,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 LOSSES: list[tuple[Document, str]] = [
-    ({"bottom": ["logit"]}, "takes a tensor and a label"),
-    ({"bottom": ["label", "logit"]}, "takes a tensor and a label"),
-    ({"bottom": ["wide", "label"]}, "does not fit label 'label' of 1 columns"),
+    ({"bottom": ["logit"]}, r"needs a tensor and a label"),
+    ({"bottom": ["label", "logit"]}, "needs a tensor and a label"),
+    ({"bottom": ["wide", "label"]}, "does not match label 'label', which has 1 columns"),
     ({"bottom": ["emb", "label"]}, r"one row per sample, \[samples, columns\], found \[samples, 2, 4\]"),
 ]
 
@@ -218,7 +230,7 @@ def test_a_label_with_two_losses_is_an_error(tmp_path: Path) -> None:
     content["layers"].append(content["layers"][-1])
     (tmp_path / "dense.model").write_bytes(bytes(4 * 12))
 
-    with pytest.raises(ModelFormatError, match="label 'label' has a loss already"):
+    with pytest.raises(ModelFormatError, match="label 'label' already has a loss"):
         build_dense_network(read(content, tmp_path), tmp_path / "dense.model")
 
 
@@ -228,7 +240,7 @@ def test_a_graph_without_layers_predicts_nothing(tmp_path: Path) -> None:
     content["layers"] = content["layers"][:3]
     (tmp_path / "dense.model").write_bytes(b"")
 
-    with pytest.raises(ModelFormatError, match="no layer makes a prediction"):
+    with pytest.raises(ModelFormatError, match="no layer produces a prediction"):
         build_dense_network(read(content, tmp_path), tmp_path / "dense.model")
 
 
@@ -238,17 +250,17 @@ def test_dense_features_that_are_not_there_cannot_be_used(tmp_path: Path) -> Non
     content["layers"][0]["dense"]["dense_dim"] = 0
     (tmp_path / "dense.model").write_bytes(bytes(4 * 12))
 
-    with pytest.raises(ModelFormatError, match="'dense' is empty, as dense_dim is 0"):
+    with pytest.raises(ModelFormatError, match="'dense' is empty, because dense_dim is 0"):
         build_dense_network(read(content, tmp_path), tmp_path / "dense.model")
 
 
 @pytest.mark.parametrize(
     ("num_bytes", "expected"),
     [
-        (44, "logit.*bias.*takes 1 elements from element 11, but only 0 are left of 11"),
+        (44, "logit.*bias.*needs 1 elements from element 11 on, but only 0 of 11 are left"),
         (52, r"take 12 elements \(48 bytes\), the file has 13 \(52 bytes\)"),
         (46, "46 bytes are not a whole number of float32"),
-        (0, "weight.*takes 11 elements"),
+        (0, "weight.*needs 11 elements"),
     ],
 )
 def test_a_dense_file_of_another_size_is_an_error(num_bytes: int, expected: str, tmp_path: Path) -> None:
@@ -271,11 +283,11 @@ def test_a_dense_file_beyond_onnx_is_refused(tmp_path: Path) -> None:
 
 
 STATISTICS: list[tuple[Any, str]] = [
-    ({"layers": 3}, "a list is required, found 3"),
-    ({"layers": [3]}, "an object is required, found 3"),
+    ({"layers": 3}, "expected a list, found 3"),
+    ({"layers": [3]}, "expected an object, found 3"),
     ({"layers": []}, "holds no statistics for layer 3 BatchNorm"),
-    ({"layers": [{"mean": [1, 2], "var": [1, 1, 1]}]}, "mean': a list of 3 numbers is required"),
-    ({"layers": [{"mean": [1, 2, "x"], "var": [1, 1, 1]}]}, "mean': a list of 3 numbers is required"),
+    ({"layers": [{"mean": [1, 2], "var": [1, 1, 1]}]}, "mean': expected a list of 3 numbers"),
+    ({"layers": [{"mean": [1, 2, "x"], "var": [1, 1, 1]}]}, "mean': expected a list of 3 numbers"),
     ({"layers": [{"mean": [1, 2, 3], "var": [1, -1, 1]}]}, "a variance cannot be negative"),
     ({"layers": [{"mean": [1, 2, 1e39], "var": [1, 1, 1]}]}, "too large for float32"),
     ({"layers": [{"mean": [1, 2, 10**400], "var": [1, 1, 1]}]}, "too large for float32"),

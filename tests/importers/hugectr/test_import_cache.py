@@ -184,7 +184,7 @@ def test_rows_of_earlier_versions_are_kept_where_they_are_gone(source: Source, t
 
 def test_rows_are_kept_of_whole_versions_only(source: Source, tmp_path: Path) -> None:
     """One folder for two tables is a mistake."""
-    with pytest.raises(ConfigurationError, match=r"has 2 tables, but 1 folders whose rows are to be kept"):
+    with pytest.raises(ConfigurationError, match=r"has 2 tables, but 1 folders in keep_rows_of; give one per table"):
         imported(source, tmp_path / "cache", keep_rows_of=[source.table_folder(0)])
 
 

@@ -130,7 +130,7 @@ def test_duplicate_keys_are_reported(source: Source, tmp_path: Path) -> None:
 
     (report,) = import_hugectr(source.ps_json(), tmp_path / "repository")
 
-    assert "'deep': 9 rows x 4 float32; 2 are never found, as a later row has their key\n" in str(report)
+    assert "'deep': 9 rows x 4 float32; 2 are never found, because a later row has the same key\n" in str(report)
     assert report.num_duplicates == (0, 2)
 
 
@@ -222,9 +222,9 @@ def test_one_model_of_several_is_imported_by_name(source: Source, tmp_path: Path
     assert [report.model for report in import_hugectr(source.ps_json(), repository)] == ["small", "other"]
     (report,) = import_hugectr(source.ps_json(), repository, model="other")
     assert report.version_dir == repository / "other/2"
-    with pytest.raises(ConfigurationError, match=r"other/2: exists already"):
+    with pytest.raises(ConfigurationError, match=r"other/2: already exists"):
         import_hugectr(source.ps_json(), repository, model="other", version=2)
-    with pytest.raises(ConfigurationError, match="holds no model 'none'"):
+    with pytest.raises(ConfigurationError, match="has no model 'none'"):
         import_hugectr(source.ps_json(), repository, model="none")
 
 
@@ -276,7 +276,7 @@ def _cut_graph(source: Source) -> None:
 
 
 DAMAGES: list[tuple[Callable[[Source], None], type[Exception], str]] = [
-    (_truncate("1_sparse.model/key", 71), ModelFormatError, "key: 71 bytes are no whole number of int64 keys"),
+    (_truncate("1_sparse.model/key", 71), ModelFormatError, "key: 71 bytes are not a whole number of int64 keys"),
     (
         _truncate("1_sparse.model/emb_vector", 140),
         ModelFormatError,

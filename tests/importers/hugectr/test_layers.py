@@ -201,27 +201,27 @@ def test_a_chain_of_fused_layers_ignores_what_only_training_reads(tmp_path: Path
 
 
 WRONG: list[tuple[str, list[str], dict[str, Any], str]] = [
-    ("ReLU", ["dense", "dense"], {}, "takes one tensor, found 2"),
-    ("Add", ["dense", "emb"], {}, "takes tensors of one shape"),
-    ("Add", ["dense"], {}, "takes two or more tensors, found 1"),
-    ("Sub", ["dense"] * 3, {}, "takes two tensors, found 3"),
+    ("ReLU", ["dense", "dense"], {}, "needs one tensor, found 2"),
+    ("Add", ["dense", "emb"], {}, "needs tensors of one shape"),
+    ("Add", ["dense"], {}, "needs two or more tensors, found 1"),
+    ("Sub", ["dense"] * 3, {}, "needs two tensors, found 3"),
     ("InnerProduct", ["dense"], {"fc_param": {"num_output": 0}}, "num_output"),
     ("InnerProduct", ["dense"], {"fc_param": {"num_output": "4"}}, "found '4'; allowed: whole numbers"),
-    ("InnerProduct", ["dense"], {"fc_param": 5}, "an object is required, found 5"),
-    ("FmOrder2", ["dense"], {"out_dim": 5}, "no multiple of 5"),
+    ("InnerProduct", ["dense"], {"fc_param": 5}, "expected an object, found 5"),
+    ("FmOrder2", ["dense"], {"out_dim": 5}, "not a multiple of 5"),
     ("Reshape", ["dense"], {"selected": [0]}, "3 dimensions, found [samples, 6]"),
     ("Reshape", ["emb"], {"selected": [9]}, "slot 9 is beyond the 4 slots"),
     ("Slice", ["dense"], {"ranges": [[3, 3]]}, "range [3, 3]"),
     ("Slice", ["dense"], {"ranges": [[0, 7]]}, "range [0, 7]"),
     ("Slice", ["dense"], {"ranges": [[0, 1], [1, 2]]}, "2 ranges for 1 tops"),
-    ("Concat", ["emb", "emb2"], {"axis": 1}, "do not fit together"),
+    ("Concat", ["emb", "emb2"], {"axis": 1}, "do not match"),
     ("Concat", ["emb", "emb2"], {"axis": 3}, "axis 3"),
     ("Scale", ["dense"], {"scale_param": {"axis": 2, "factor": 2}}, "allowed: 0, 1"),
     ("Scale", ["dense"], {"scale_param": {"axis": 1, "factor": 16_000_000}}, "elements per sample"),
-    ("Reshape", ["emb"], {"selected": [0] * 3_000_000}, "makes 18000000 elements per sample"),
+    ("Reshape", ["emb"], {"selected": [0] * 3_000_000}, "produces 18000000 elements per sample"),
     ("WeightMultiply", ["dense"], {"weight_dims": [5, 2]}, "width 6"),
-    ("FusedReshapeConcat", ["emb", "emb2"], {}, "two slots or more"),
-    ("Interaction", ["dense", "emb2"], {}, "differ in their vectors"),
+    ("FusedReshapeConcat", ["emb", "emb2"], {}, "two slots"),
+    ("Interaction", ["dense", "emb2"], {}, "have vectors of different sizes"),
     ("MatrixMultiply", ["emb", "emb2"], {}, "cannot be multiplied"),
     ("ReduceSum", ["dense"], {"axis": 2}, "axis 2 of [samples, 6]"),
     ("ELU", ["dense"], {"elu_param": {"alpha": 1e39}}, "found 1e+39; allowed: numbers from"),
@@ -256,7 +256,7 @@ def test_an_interaction_of_too_many_slots_is_an_error(tmp_path: Path) -> None:
     graph.layers.append({"type": "Interaction", "bottom": ["dense", "many"], "top": "bad"})
     graph_file, dense_file, _ = graph.write(tmp_path)
 
-    with pytest.raises(ModelFormatError, match="makes 25010001 elements per sample"):
+    with pytest.raises(ModelFormatError, match="produces 25010001 elements per sample"):
         build_dense_network(read_graph(graph_file), dense_file)
 
 

@@ -259,19 +259,19 @@ def test_urls_stay_as_they_are(tmp_path: Path) -> None:
 
 
 WRONG: list[tuple[Document, str]] = [
-    (changed(WDL, "supportlonglong", value=None), "'supportlonglong': required, but not there"),
+    (changed(WDL, "supportlonglong", value=None), "'supportlonglong': required, but missing"),
     (changed(WDL, "supportlonglong", value="yes"), "'supportlonglong': value 'yes'; allowed: true or false"),
-    (changed(WDL, "models", value={}), "'models': a list of one model or more is required, found {}"),
-    (changed(WDL, "models", value=[]), r"'models': a list of one model or more is required, found \[\]"),
-    (changed(WDL, "models", 0, value=5), r"'models\[0\]': an object is required, found 5"),
+    (changed(WDL, "models", value={}), "'models': expected a list of at least one model, found {}"),
+    (changed(WDL, "models", value=[]), r"'models': expected a list of at least one model, found \[\]"),
+    (changed(WDL, "models", 0, value=5), r"'models\[0\]': expected an object, found 5"),
     (changed(WDL, "models", 0, "model", value="a/b"), r"model': 'a/b'; allowed: 1 to 120 letters"),
     (changed(WDL, "models", 0, "model", value=""), "allowed: 1 to 120 letters"),
-    (changed(WDL, "models", value=WDL["models"] * 2), r"'models\[1\].model': 'wdl' is there twice"),
-    (changed(WDL, "models", 0, "sparse_files", value=[]), "one folder per embedding table is required"),
+    (changed(WDL, "models", value=WDL["models"] * 2), r"'models\[1\]\.model': 'wdl' is used twice"),
+    (changed(WDL, "models", 0, "sparse_files", value=[]), "expected a list of one folder per embedding table"),
     (changed(WDL, "models", 0, "sparse_files", value="x"), "sparse_files': value 'x'; allowed: a list"),
     (changed(WDL, "models", 0, "sparse_files", value=[1]), r"sparse_files': value \[1\]; allowed: a string"),
     (changed(WDL, "models", 0, "network_file", value="a\0b"), "allowed: a string without NUL"),
-    (changed(WDL, "models", 0, "dense_file", value=""), "dense_file': required beside network_file"),
+    (changed(WDL, "models", 0, "dense_file", value=""), "dense_file': required together with network_file"),
     (changed(WDL, "models", 0, "max_batch_size", value=0), "max_batch_size': value 0; allowed: whole numbers from 1"),
     (changed(WDL, "models", 0, "max_batch_size", value="1.5"), "value '1.5'; allowed: whole numbers"),
     (changed(WDL, "models", 0, "max_batch_size", value=True), "value True; allowed: whole numbers"),
@@ -283,8 +283,8 @@ WRONG: list[tuple[Document, str]] = [
     (changed(WDL, "models", 0, "gpucache", value=2), "value 2; allowed: true or false"),
     (changed(HPS, "models", 0, "embedding_vecsize_per_table", value=[1]), "1 values, but sparse_files has 2"),
     (changed(HPS, "models", 0, "embedding_vecsize_per_table", value=3), "value 3; allowed: a list"),
-    (changed(HPS, "models", 0, "embedding_table_names", value=["a", "a"]), "a name is there twice"),
-    (changed(HPS, "volatile_db", value=[]), "'volatile_db': an object is required, found a list"),
+    (changed(HPS, "models", 0, "embedding_table_names", value=["a", "a"]), "a name is used twice"),
+    (changed(HPS, "volatile_db", value=[]), "'volatile_db': expected an object, found a list"),
     (
         changed(HPS, "volatile_db", "type", value="memcached"),
         "'volatile_db.type': value 'memcached'; allowed: disabled, ",
@@ -341,7 +341,7 @@ def test_a_missing_file_or_model_is_named(tmp_path: Path) -> None:
     """With the models that are there."""
     with pytest.raises(ConfigurationError, match=r"none.json: cannot be read"):
         read_ps_json(tmp_path / "none.json")
-    with pytest.raises(ConfigurationError, match="holds no model 'dcn'; its models: 'wdl'"):
+    with pytest.raises(ConfigurationError, match="has no model 'dcn'; its models: 'wdl'"):
         read(WDL, tmp_path).model("dcn")
 
 

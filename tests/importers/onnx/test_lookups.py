@@ -44,8 +44,8 @@ def test_a_table_may_be_called_as_the_folder_of_another(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reading", "reason"),
     [
-        ("t = Mul(w, s)  y = Gather(t, keys)", "is read as a whole by Mul 't'"),
-        ("y = GatherND(w, keys)", "is read by GatherND 'y', no Gather"),
+        ("t = Mul(w, s)  y = Gather(t, keys)", "is read completely by Mul 't'"),
+        ("y = GatherND(w, keys)", "is read by GatherND 'y', which is not a Gather"),
         ("t = DequantizeLinear(q, s)  y = Gather(t, keys)", "holds int8; tables hold float32 or float16"),
     ],
 )
@@ -230,8 +230,8 @@ def test_constant_keys_are_read_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("graph", "reason"),
     [
-        ("v = Gather(w, keys)  t = Transpose(w)  y = MatMul(v, t)", "as a whole by Transpose"),
-        ("y = Gather(w, keys)  out = Identity(w)", "as a whole"),
+        ("v = Gather(w, keys)  t = Transpose(w)  y = MatMul(v, t)", "is read completely by Transpose"),
+        ("y = Gather(w, keys)  out = Identity(w)", "is an output of a graph"),
     ],
 )
 def test_tied_weights_stay_dense(tmp_path: Path, graph: str, reason: str) -> None:

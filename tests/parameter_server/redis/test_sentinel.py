@@ -113,7 +113,7 @@ def test_a_replica_is_never_read(servers: RedisSentinelServers) -> None:
     said = b"*2\r\n$9\r\n127.0.0.1\r\n$%d\r\n%d\r\n" % (len(str(port)), port)
     with answering(said) as sentinel, open_store(f"redis+sentinel://127.0.0.1:{sentinel}/rows") as store:
         for call in (store.check, lambda: fetch(store, "user", KEYS)):
-            with pytest.raises(UnavailableError, match=f"{port} is not the master any more"):
+            with pytest.raises(UnavailableError, match=f"{port} is no longer the master"):
                 call()
 
 

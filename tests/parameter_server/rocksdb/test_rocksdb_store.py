@@ -155,7 +155,7 @@ class TestReaders:
                 lambda: reader.clear("user"),
                 lambda: reader.set_note("user", "x"),
             ):
-                with pytest.raises(StoreError, match="takes no writes"):
+                with pytest.raises(StoreError, match="is read-only"):
                     call()
 
     def test_a_readers_folder_goes_with_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

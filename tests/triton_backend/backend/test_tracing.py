@@ -95,8 +95,8 @@ def test_spans_are_made_of_what_fails(tracing: Tracing, exporter: InMemorySpanEx
         ({}, None),
         ({EXPORTER_VARIABLE: "none", ENDPOINT_VARIABLES[1]: "http://127.0.0.1:1"}, None),
         ({"OTEL_SDK_DISABLED": "TRUE", EXPORTER_VARIABLE: "otlp"}, None),
-        ({EXPORTER_VARIABLE: "odd"}, "no package that is installed offers exporter 'odd'"),
-        ({EXPORTER_VARIABLE: "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "odd"}, "protocol 'odd' is none of"),
+        ({EXPORTER_VARIABLE: "odd"}, "no installed package provides the exporter 'odd'"),
+        ({EXPORTER_VARIABLE: "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "odd"}, "unknown protocol 'odd'; allowed: "),
     ],
 )
 def test_without_an_exporter_nothing_is_traced(

@@ -122,9 +122,9 @@ def test_contradictions_are_told_and_the_files_hold(
     spec = spec_of(found, tmp_path, monkeypatch)
 
     assert contradictions(found, spec, max_batch_size=64) == [
-        "des_feature_num is '99' there, 2 here",
-        "mixed_precision is 'true' there, false (computed in float32) here",
-        "max_batch_size is 64 there, 16 in ps.json, which holds",
+        "des_feature_num is '99' in config.pbtxt, but 2 in the model",
+        "mixed_precision is 'true' in config.pbtxt, but false (computed in float32) in the model",
+        "max_batch_size is 64, but 16 in ps.json, which is used",
     ]
 
 

@@ -136,7 +136,7 @@ def test_a_config_of_other_tensors_is_an_error(version_dir: Path) -> None:
     before = path.read_text(encoding="utf-8")
     wider = TensorSpec("ids", "int64", (-1, 27))
 
-    with pytest.raises(ConfigurationError, match=r"input 'ids' TYPE_INT64 \[26\] there, 'ids' TYPE_INT64 \[27\] here"):
+    with pytest.raises(ConfigurationError, match=r"'ids' TYPE_INT64 \[26\], but 'ids' TYPE_INT64 \[27\] in the"):
         write_model_config(version_dir, spec_of([wider], [CLICK]), "ctr")
 
     assert path.read_text(encoding="utf-8") == before
@@ -146,7 +146,7 @@ def test_what_differs_is_named_where_triton_counts_samples_no_more(version_dir: 
     """An output of one dimension changes how all tensors are described, and is the only one that is new."""
     write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr")
 
-    with pytest.raises(ConfigurationError, match=r"output absent there, 'like' TYPE_FP32 \[-1\] here"):
+    with pytest.raises(ConfigurationError, match=r"output is absent, but 'like' TYPE_FP32 \[-1\] in the"):
         write_model_config(version_dir, spec_of([IDS], [CLICK, LIKE]), "ctr")
 
 
@@ -177,7 +177,7 @@ def test_an_input_that_takes_more_than_the_config_says_is_an_error(version_dir: 
     write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr")
 
     with pytest.raises(
-        ConfigurationError, match=r"'ids' TYPE_INT64 \[-1, 26\] there, 'ids' TYPE_INT64 \[-1, -1\] here"
+        ConfigurationError, match=r"'ids' TYPE_INT64 \[-1, 26\], but 'ids' TYPE_INT64 \[-1, -1\] in the"
     ):
         write_model_config(version_dir, spec_of([TensorSpec("ids", "int64", (-1, -1))], [CLICK]), "ctr")
 
@@ -224,7 +224,7 @@ def test_a_message_in_a_values_place_is_an_error_that_names_the_file(text: str, 
     path = tmp_path / "config.pbtxt"
     path.write_text(text, encoding="utf-8")
 
-    with pytest.raises(ConfigurationError, match=r"config\.pbtxt: not readable .* has a message for a value"):
+    with pytest.raises(ConfigurationError, match=r"config\.pbtxt: not readable .* has a message as its value"):
         ModelConfig.read(path)
 
 
@@ -265,14 +265,14 @@ def test_a_version_that_config_pbtxt_describes_is_served(inputs: Any, outputs: A
         (
             {"ids": ("TYPE_INT64", [25])},
             {},
-            r"input 'ids' TYPE_INT64 \[-1, 25\] there, 'ids' TYPE_INT64 \[-1, 26\] here",
+            r"input is 'ids' TYPE_INT64 \[-1, 25\], but 'ids' TYPE_INT64 \[-1, 26\] in the",
         ),
-        ({"ids": ("TYPE_INT64", [26, 1])}, {}, "input 'ids'"),
-        ({"ids": ("TYPE_INT32", [26])}, {}, "input 'ids' TYPE_INT32"),
-        ({"keys": ("TYPE_INT64", [26])}, {}, "input 'keys' .* there, absent here"),
-        ({}, {}, "input absent there, 'ids'"),
-        ({"ids": ("TYPE_INT64", [26])}, {"like": ("TYPE_FP32", [1])}, "output 'like' .* there, absent here"),
-        ({"ids": ("TYPE_INT64", [26])}, {"click": ("TYPE_FP32", [2])}, r"output 'click' TYPE_FP32 \[-1, 2\]"),
+        ({"ids": ("TYPE_INT64", [26, 1])}, {}, "input is 'ids'"),
+        ({"ids": ("TYPE_INT32", [26])}, {}, "input is 'ids' TYPE_INT32"),
+        ({"keys": ("TYPE_INT64", [26])}, {}, "input is 'keys' .*, but absent in the"),
+        ({}, {}, "input is absent, but 'ids'"),
+        ({"ids": ("TYPE_INT64", [26])}, {"like": ("TYPE_FP32", [1])}, "output is 'like' .*, but absent in the"),
+        ({"ids": ("TYPE_INT64", [26])}, {"click": ("TYPE_FP32", [2])}, r"output is 'click' TYPE_FP32 \[-1, 2\]"),
     ],
 )
 def test_a_version_that_config_pbtxt_does_not_describe_is_refused(inputs: Any, outputs: Any, difference: str) -> None:

@@ -39,8 +39,10 @@ _EMITTERS: dict[str, Emitter] = {
 }
 
 _REASONS = {
-    "GRU": "it reads the rows of a whole batch as steps of time, so that samples mix, by weights as cuDNN packs them",
-    "Gather": "it picks rows of the whole batch by number, so that an answer would depend on its neighbours",
+    "GRU": (
+        "it treats the rows of a whole batch as time steps, which mixes samples, and its weights are packed by cuDNN"
+    ),
+    "Gather": "it selects rows of the whole batch by number, so an answer would depend on other samples",
 }
 
 

@@ -130,7 +130,7 @@ Emitter = Callable[[Builder, Layer, Sequence[Tensor]], Sequence[Tensor]]
 def only(layer: Layer, bottoms: Sequence[Tensor], *, rank: int | None = None) -> Tensor:
     """The single bottom of a layer; with `rank`, of that many dimensions (the first included)."""
     if len(bottoms) != 1:
-        layer.fail(f"takes one tensor, found {len(bottoms)}", "bottom")
+        layer.fail(f"needs one tensor, found {len(bottoms)}", "bottom")
     if rank is not None:
         require_rank(layer, bottoms[0], rank)
     return bottoms[0]
@@ -139,19 +139,19 @@ def only(layer: Layer, bottoms: Sequence[Tensor], *, rank: int | None = None) ->
 def require_rank(layer: Layer, tensor: Tensor, rank: int) -> None:
     """Fail unless the tensor has that many dimensions."""
     if len(tensor.dims) + 1 != rank:
-        layer.fail(f"takes a tensor of {rank} dimensions, found {tensor}", "bottom")
+        layer.fail(f"needs a tensor of {rank} dimensions, found {tensor}", "bottom")
 
 
 def alike(layer: Layer, bottoms: Sequence[Tensor]) -> Tensor:
     """The first of several bottoms, all of one shape."""
     for tensor in bottoms[1:]:
         if (tensor.rows, tensor.dims) != (bottoms[0].rows, bottoms[0].dims):
-            layer.fail(f"takes tensors of one shape, found {bottoms[0]} and {tensor}", "bottom")
+            layer.fail(f"needs tensors of one shape, found {bottoms[0]} and {tensor}", "bottom")
     return bottoms[0]
 
 
 def check_size(layer: Layer, tensor: Tensor) -> Tensor:
     """The tensor, if one sample of it is of a sane size."""
     if tensor.num_elements > MAX_ELEMENTS:
-        layer.fail(f"makes {tensor.num_elements} elements per sample; at most {MAX_ELEMENTS} are served")
+        layer.fail(f"produces {tensor.num_elements} elements per sample; at most {MAX_ELEMENTS} are allowed")
     return tensor

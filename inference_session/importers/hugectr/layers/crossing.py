@@ -17,7 +17,7 @@ def reduction(op: str) -> Emitter:
         x = only(layer, bottoms)
         axis = layer.whole("axis", low=0, default=1)
         if axis == 0:
-            layer.refuse("axis 0 reduces over the samples of a batch; an answer would depend on its neighbours")
+            layer.refuse("axis 0 reduces over the samples of a batch; an answer would depend on other samples")
         if axis > len(x.dims):
             layer.fail(f"axis {axis} of {x}", "axis")
         dims = (*x.dims[: axis - 1], 1, *x.dims[axis:])
@@ -36,10 +36,10 @@ def _reduce(build: Builder, op: str, source: str, axis: int) -> str:
 def matrix_multiply(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """Products of matrices, one per row of the first dimension: [n, k, l] @ [n, l, m] = [n, k, m]."""
     if len(bottoms) != 2:
-        layer.fail(f"takes two tensors, found {len(bottoms)}", "bottom")
+        layer.fail(f"needs two tensors, found {len(bottoms)}", "bottom")
     a, b = bottoms
     if len(a.dims) == 1:
-        layer.refuse("a product over the samples of a batch lets an answer depend on its neighbours")
+        layer.refuse("a product over the samples of a batch makes an answer depend on other samples")
     require_rank(layer, a, 3)
     require_rank(layer, b, 3)
     if a.rows != b.rows or a.dims[1] != b.dims[0]:
@@ -52,7 +52,7 @@ def fm_order2(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequen
     x = only(layer, bottoms, rank=2)
     width = layer.whole("out_dim")
     if x.dims[0] % width:
-        layer.fail(f"the tensor's width {x.dims[0]} is no multiple of {width}", "out_dim")
+        layer.fail(f"the tensor's width {x.dims[0]} is not a multiple of {width}", "out_dim")
     slots = build.reshape(x.name, x.dims[0] // width, width)
     axis = build.indices(1)
     total = build.node("ReduceSum", slots, axis, keepdims=0)
@@ -68,13 +68,13 @@ def interaction(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequ
     Pairs (i, j), i < j, in the order of j, then i; vector 0 is the dense one.
     """
     if len(bottoms) != 2:
-        layer.fail(f"takes two tensors, found {len(bottoms)}", "bottom")
+        layer.fail(f"needs two tensors, found {len(bottoms)}", "bottom")
     dense, slots = bottoms
     require_rank(layer, dense, 2)
     require_rank(layer, slots, 3)
     width = dense.dims[0]
     if slots.dims[1] != width or slots.rows != dense.rows:
-        layer.fail(f"{dense} and {slots} differ in their vectors", "bottom")
+        layer.fail(f"{dense} and {slots} have vectors of different sizes", "bottom")
     count = slots.dims[0] + 1
     vectors = build.node("Concat", build.reshape(dense.name, 1, width), slots.name, axis=1)
     turned = build.node("Transpose", vectors, perm=[0, 2, 1])

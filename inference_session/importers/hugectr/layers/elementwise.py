@@ -23,7 +23,7 @@ def chain(op: str) -> Emitter:
 
     def emit(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
         if len(bottoms) < 2:
-            layer.fail(f"takes two or more tensors, found {len(bottoms)}", "bottom")
+            layer.fail(f"needs two or more tensors, found {len(bottoms)}", "bottom")
         first = alike(layer, bottoms)
         name = first.name
         for tensor in bottoms[1:]:
@@ -36,7 +36,7 @@ def chain(op: str) -> Emitter:
 def subtract(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """The first less the second."""
     if len(bottoms) != 2:
-        layer.fail(f"takes two tensors, found {len(bottoms)}", "bottom")
+        layer.fail(f"needs two tensors, found {len(bottoms)}", "bottom")
     return chain("Sub")(build, layer, bottoms)
 
 

@@ -15,7 +15,7 @@ def reshape(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence
     if layer.has("selected"):
         return [_select(build, layer, x)]
     if layer.has("shape"):
-        layer.refuse("the parameter 'shape' is not supported; 'leading_dim' and 'time_step' are")
+        layer.refuse("the parameter 'shape' is not supported; use 'leading_dim' and 'time_step'")
     leading_dim = layer.whole("leading_dim", default=math.prod(x.dims))
     time_step = layer.whole("time_step", low=0, default=0)
     dims = (time_step, leading_dim) if time_step else (leading_dim,)
@@ -41,14 +41,14 @@ def slices(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[
     x = only(layer, bottoms)
     ranges = layer.ranges("ranges")
     if len(ranges) != len(layer.tops):
-        layer.fail(f"{len(ranges)} ranges for {len(layer.tops)} tops; one each", "ranges")
+        layer.fail(f"{len(ranges)} ranges for {len(layer.tops)} tops; give one range per top", "ranges")
     return [_slice(build, layer, x, span) for span in ranges]
 
 
 def _slice(build: Builder, layer: Layer, x: Tensor, span: tuple[int, ...]) -> Tensor:
     width = x.dims[-1]
     if len(span) != 2 or not span[0] < span[1] <= width:
-        layer.fail(f"range {list(span)}; two numbers are required, start < end <= {width}", "ranges")
+        layer.fail(f"range {list(span)}; expected two numbers, start < end <= {width}", "ranges")
     axis = len(x.dims)
     name = build.node("Slice", x.name, build.indices(span[0]), build.indices(span[1]), build.indices(axis))
     return Tensor(name, (*x.dims[:-1], span[1] - span[0]), x.rows)
@@ -57,7 +57,7 @@ def _slice(build: Builder, layer: Layer, x: Tensor, span: tuple[int, ...]) -> Te
 def concat(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
     """Tensors side by side: along the last dimension, or along `axis` where they have three."""
     if not bottoms:
-        layer.fail("takes one tensor or more, found none", "bottom")
+        layer.fail("needs at least one tensor, found none", "bottom")
     first = bottoms[0]
     last = len(first.dims)
     axis = layer.whole("axis", default=last) if last > 1 and layer.parameters.get("axis") != -1 else last
@@ -68,7 +68,7 @@ def concat(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[
         if not fits or any(
             a != b for i, (a, b) in enumerate(zip(tensor.dims, first.dims, strict=True), 1) if i != axis
         ):
-            layer.fail(f"{first} and {tensor} do not fit together along dimension {axis}", "bottom")
+            layer.fail(f"{first} and {tensor} do not match along dimension {axis}", "bottom")
     dims = list(first.dims)
     dims[axis - 1] = sum(tensor.dims[axis - 1] for tensor in bottoms)
     name = build.node("Concat", *(tensor.name for tensor in bottoms), axis=axis)
@@ -95,7 +95,7 @@ def fused_reshape_concat(build: Builder, layer: Layer, bottoms: Sequence[Tensor]
     joined = _join_slots(build, layer, bottoms)
     slots, width = joined.dims
     if slots < 2 or len(layer.tops) != 2:
-        layer.fail(f"takes two slots or more and makes two tops, found {slots} slots, {len(layer.tops)} tops")
+        layer.fail(f"needs at least two slots and two tops, found {slots} slots, {len(layer.tops)} tops")
     history, item = build.nodes_of("Split", (joined.name, build.indices(slots - 1, 1)), 2, axis=1)
     return [
         Tensor(build.reshape(history, width), (width,), joined.rows * (slots - 1)),
@@ -112,12 +112,12 @@ def fused_reshape_concat_general(build: Builder, layer: Layer, bottoms: Sequence
 
 def _join_slots(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Tensor:
     if not bottoms:
-        layer.fail("takes one tensor or more, found none", "bottom")
+        layer.fail("needs at least one tensor, found none", "bottom")
     first = bottoms[0]
     for tensor in bottoms:
         require_rank(layer, tensor, 3)
         if (tensor.rows, tensor.dims[0]) != (first.rows, first.dims[0]):
-            layer.fail(f"takes tensors of one number of slots, found {first} and {tensor}", "bottom")
+            layer.fail(f"needs tensors with the same number of slots, found {first} and {tensor}", "bottom")
     dims = (first.dims[0], sum(tensor.dims[1] for tensor in bottoms))
     name = build.node("Concat", *(tensor.name for tensor in bottoms), axis=2)
     return Tensor(name, dims, first.rows)

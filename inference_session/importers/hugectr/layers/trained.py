@@ -19,7 +19,7 @@ def fused_inner_product(build: Builder, layer: Layer, bottoms: Sequence[Tensor])
     In a chain by `position` it has three further tops and bottoms that only training reads; they repeat the first.
     """
     if not bottoms:
-        layer.fail("takes a tensor, found none", "bottom")
+        layer.fail("needs a tensor, found none", "bottom")
     activation = layer.parameters.get("activation", "Relu")
     if activation not in ("Relu", "None"):
         layer.refuse(f"activation {activation!r} is not supported")
@@ -60,7 +60,10 @@ def weight_multiply(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> 
     x = only(layer, bottoms, rank=2)
     dims = layer.wholes("weight_dims")
     if len(dims) != 2 or dims[0] != x.dims[0] or dims[1] < 1:
-        layer.fail(f"found {list(dims)}; two numbers, the first the tensor's width {x.dims[0]}", "weight_dims")
+        layer.fail(
+            f"found {list(dims)}; expected two numbers, the first of which is the tensor's width {x.dims[0]}",
+            "weight_dims",
+        )
     slots, width = dims
     weight = build.parameter(layer, "weight", slots, width)
     product = build.node("Mul", build.reshape(x.name, slots, 1), weight)

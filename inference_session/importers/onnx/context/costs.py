@@ -122,5 +122,5 @@ def unproven_readers(graph: GraphProto, rows: RowAnalysis) -> list[str]:
     for node in graph.node:
         is_first = not any(rows.state(name) is Other.UNKNOWN for name in reads(node))
         if is_first and any(rows.state(name) is Other.UNKNOWN for name in node.output if name):
-            found.append(f"{node.op_type} {node.output[0]!r} may look along the samples")
+            found.append(f"{node.op_type} {node.output[0]!r} may mix samples")
     return found

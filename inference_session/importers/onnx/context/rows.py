@@ -23,7 +23,7 @@ class Other(Enum):
     """What values are that have no part for each sample."""
 
     FREE = "the same for every batch"
-    SIZES = "depends on the sizes of the batch, on no element of it"
+    SIZES = "depends only on the size of the batch"
     UNKNOWN = "may depend on the other samples of the batch"
 
 

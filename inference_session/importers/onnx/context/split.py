@@ -72,13 +72,15 @@ def split_context(
 def _check(graph: GraphProto, context: Sequence[str]) -> None:
     inputs = [value.name for value in graph.input]
     if not context:
-        raise ConfigurationError("--context names no input")
+        raise ConfigurationError("--context: no input was given")
     for name in context:
         if name not in inputs:
             known = ", ".join(map(repr, inputs))
             raise ConfigurationError(f"--context {name!r}: the model has no such input; its inputs: {known}")
     if set(inputs) <= set(context):
-        raise ConfigurationError("--context names all inputs of the model: none is left for the candidates")
+        raise ConfigurationError(
+            "--context: all inputs of the model were given; at least one must be left for the candidates"
+        )
     for value in graph.input:
         dims = value_type(value).dims
         if not dims or isinstance(dims[0], int):
