@@ -242,7 +242,7 @@ def test_a_rocksdb_is_damaged(tmp_path: Path) -> None:
         np.testing.assert_array_equal(session.lookup("code", [0, 1]), expected)
         with server.client() as client:
             client.flushall()
-        with pytest.raises(UnavailableError, match="cannot be fetched while a store is out"):
+        with pytest.raises(UnavailableError, match="cannot be fetched while a store is unavailable"):
             session.lookup("code", [0, 1, 30])
         assert session.stats()["tiers"]["persistent"]["failures"] > 0
         assert is_up(session)

@@ -330,7 +330,7 @@ def test_the_cache_takes_a_part_of_the_rows(version: tuple[Path, small_model.Arr
 
 def test_a_cache_that_does_not_fit_is_refused(version: tuple[Path, small_model.Arrays]) -> None:
     """Too little for a row of each table, and more than the device has: both name the bytes needed."""
-    with pytest.raises(ConfigurationError, match="cache_bytes is 100, too little for 3 tables on a GPU: at least"):
+    with pytest.raises(ConfigurationError, match="cache_bytes is 100, too little for 3 tables on a GPU: set at least"):
         open_on_gpu(version[0], cache_bytes=100)
     from inference_session.device.cuda import CudaDevice
     from inference_session.embedding_cache.gpu import GpuEmbeddingCache

@@ -115,7 +115,7 @@ def test_rows_are_written_by_row_numbers_from_0(tmp_path: Path) -> None:
             lambda: session.update("code", [3, -1], np.ones((2, 3))),
             lambda: session.erase("code", [-1]),
         ):
-            with pytest.raises(InvalidRequestError, match=r"'code' has row numbers for keys.* from 0 on; found -1"):
+            with pytest.raises(InvalidRequestError, match=r"'code' uses row numbers as keys.* at least 0; found -1"):
                 write()
         session.update("hashed", [-1], np.ones((1, 2)))
 

@@ -148,7 +148,7 @@ def test_names_that_are_no_folders_are_usage_errors(run: Run, model: Path, tmp_p
     code, _, err = run("import", "onnx", model, "--name", name, "--repository", tmp_path / "new")
 
     assert code == 2
-    assert f"{name!r} may hold letters" in err
+    assert f"{name!r} may contain only letters" in err
     assert not (tmp_path / "new").exists()
 
 

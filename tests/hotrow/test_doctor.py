@@ -260,7 +260,7 @@ def test_a_repository_that_cannot_be_served(repository: Path) -> None:
 
     shutil.rmtree(repository / "ctr" / "1")
     (finding,) = _findings("repository", repository=repository)
-    assert "holds no version" in finding.message
+    assert "contains no version" in finding.message
 
 
 def test_as_a_process(repository: Path) -> None:

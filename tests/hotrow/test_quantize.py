@@ -187,8 +187,8 @@ def test_auc_counts_ties_as_one_half_and_needs_both_labels() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--labels", "labels.npy"), "give both"),
-        (("--requests", "broken.npz"), "no .npz file"),
+        (("--labels", "labels.npy"), "--labels needs --requests"),
+        (("--requests", "broken.npz"), "not an .npz file"),
         (("--requests", "other.npz"), "is missing"),
         (("--requests", "requests.npz", "--labels", "short.npy"), r"shape [3, 2], expected [5, 2]"),
         (("--requests", "requests.npz", "--labels", "broken.npz"), "expected 0 and 1"),

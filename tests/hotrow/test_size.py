@@ -235,9 +235,9 @@ def test_the_page_in_a_browser(browser: Browser, version_dir: Path, keys: Path, 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--trace", "{keys}"], "whose keys are these\\? Write --trace TABLE=.*; tables: 'user.weight'"),
+        (["--trace", "{keys}"], "name the table whose keys these are: --trace TABLE=.*; tables: 'user.weight'"),
         (["--trace", "nobody={keys}"], "nobody=.*"),
-        (["--plot", "x.png"], "only a trace tells"),
+        (["--plot", "x.png"], "--plot needs --trace"),
     ],
 )
 def test_mistakes_are_explained(version_dir: Path, keys: Path, arguments: list[str], complaint: str) -> None:
@@ -251,7 +251,7 @@ def test_mistakes_are_explained(version_dir: Path, keys: Path, arguments: list[s
 @pytest.mark.parametrize("value", ["x", "-1", "1.5.2", "3 zebras"])
 def test_bytes_that_are_none(version_dir: Path, value: str) -> None:
     """Sizes are whole numbers, or numbers of KiB, MiB, GiB, TiB."""
-    assert "is no number of bytes" in _run(version_dir, f"--cache-bytes={value}").stderr
+    assert "is not a number of bytes" in _run(version_dir, f"--cache-bytes={value}").stderr
 
 
 def test_as_a_process(version_dir: Path, keys: Path) -> None:

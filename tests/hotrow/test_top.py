@@ -237,7 +237,7 @@ def test_what_speaks_no_http_is_said() -> None:
         thread.join()
 
     assert isinstance(result.exception, UnavailableError)
-    assert "no answer in HTTP" in str(result.exception)
+    assert "no HTTP answer" in str(result.exception)
 
 
 class _Endings(BaseHTTPRequestHandler):

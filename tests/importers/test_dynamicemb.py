@@ -70,7 +70,7 @@ def test_dumps_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     texts = (
         "values of rank 1 of table 't' are missing",
         "3 bytes are not float32 vectors for",
-        "no whole number",
+        "bytes are not a whole number of int64 keys",
         "mixed",
         "no <table>",
     )

@@ -9,10 +9,10 @@ import pytest
 import tritonclient.grpc
 
 from inference_session.dense_engine.openvino import unusable_bfloat16
-from tests.integration.conftest import Serve
-from tests.integration.test_requests import ask
 from tests.testing.onnx_evaluation import run_network
 from tests.testing.onnx_models import import_model, model_of, table
+from tests.testing.served import Serve
+from tests.testing.served_requests import ask
 from triton_backend.repository.model_config import write_model_config
 
 pytestmark = pytest.mark.triton

@@ -309,7 +309,7 @@ def test_a_front_that_was_killed_is_started_again(serve: Serve, tmp_path: Path) 
 
     first.kill()
 
-    wait_until(lambda: any("nginx ended, and is started again" in line for line in served.errors), "the log")
+    wait_until(lambda: any("nginx ended and is being restarted" in line for line in served.errors), "the log")
     wait_until(lambda: not any(is_running(process) for process in [first, *workers]), "the end of the old one")
     wait_until(lambda: answers(served), "an answer")
 

@@ -90,7 +90,7 @@ def test_a_lost_backend_process_is_replaced(serve: Serve, repository: Path, numb
     await_scale(served, 3)
     wait_until(lambda: is_healthy(served), "health")
     wait_until(lambda: restarts(served, "ctr") >= 1, "the loss to be counted")
-    went_down = any("went down" in line for line in served.errors)
+    went_down = any("ended together" in line for line in served.errors)
     assert went_down or restarts(served, "flat") == 0
     wait_until(lambda: not is_running(lost), "the end of the lost process")
     launcher = psutil.Process(served.process.pid)
@@ -134,15 +134,15 @@ def test_a_model_that_cannot_be_loaded_again_can_be_unloaded(serve: Serve, repos
     lost = served.stub("ctr")
     network = (repository / "ctr" / "2" / "dense.onnx").rename(repository / "dense.onnx")
     lost.kill()
-    await_line(served, "model 'ctr' cannot be loaded again")
+    await_line(served, "model 'ctr' could not be loaded again")
 
     with served.grpc_client() as client:
         with suppress(InferenceServerException):  # it may have gone down with the process, and its models with it
             client.unload_model("ctr")
-        wait_until(lambda: any("stays so" in line or "went down" in line for line in served.errors), "either")
+        wait_until(lambda: any("stays so" in line or "ended together" in line for line in served.errors), "either")
 
         network.rename(repository / "ctr" / "2" / "dense.onnx")
-        if not any("went down" in line for line in served.errors):
+        if not any("ended together" in line for line in served.errors):
             assert not is_ready(client, "ctr")
             client.load_model("ctr")
     await_scale(served, 3)
@@ -175,7 +175,7 @@ def test_a_server_that_goes_down_with_a_backend_process_is_started_again(serve: 
 
     with suppress(psutil.NoSuchProcess):  # it may have gone down by itself
         server.send_signal(signal.SIGABRT)
-    await_line(served, "tritonserver went down")
+    await_line(served, "tritonserver ended together")
     await_scale(served, 1)
 
     wait_until(lambda: restarts(served, "ctr") >= 1, "the loss to be counted")

@@ -104,7 +104,7 @@ def test_a_new_model_goes_live_and_back(server: Served, model: str) -> None:
 
     assert succeed("roll-back", model, *url) == f"{model}: version 1 serves (before: 2)\n"
     assert serves(server, model, 1)
-    assert "version 1 serves, and there is no lower one" in fail("roll-back", model, *url)
+    assert "version 1 is active, and there is no lower version" in fail("roll-back", model, *url)
     assert serves(server, model, 1)
 
     assert succeed("load", model, *url) == f"{model}: version 2 serves (before: 1)\n"
@@ -305,7 +305,7 @@ def test_health_of_what_is_not_there(server: Served, model: str) -> None:
     assert model in fail("health", "--model", model, "--url", server.grpc)
     assert "no server answers" in fail("health", "--model", model, "--url", "127.0.0.1:1")
     assert "not its gRPC port" in fail("health", "--model", model, "--url", server.http)
-    assert "wanted: HOST:GRPC_PORT" in fail("health", "--model", model, "--url", "http://localhost:8001")
+    assert "expected HOST:GRPC_PORT" in fail("health", "--model", model, "--url", "http://localhost:8001")
 
 
 def test_health_of_a_stopped_server(server: Served) -> None:
@@ -329,7 +329,7 @@ def test_what_a_server_does_not_know_is_one_line(server: Served) -> None:
     """Commands about a model that is not there say which are."""
     assert "has no model 'absent'; models: " in fail("versions", "absent", "--url", server.grpc)
     assert "has no model 'absent'" in fail("roll-back", "absent", "--url", server.grpc)
-    assert "'absent': the server finds no such folder" in fail("load", "absent", "--url", server.grpc)
+    assert "'absent': the server does not find this folder" in fail("load", "absent", "--url", server.grpc)
 
 
 def test_a_restricted_server_wants_its_key(tritonserver: None, tmp_path: Path) -> None:

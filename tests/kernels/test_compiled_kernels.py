@@ -60,7 +60,7 @@ def test_whoever_compiles_says_so_once(tmp_path: Path) -> None:
     for _ in range(2):
         run = [sys.executable, "-c", "import outer; outer.outer(1); outer.outer(1.5)"]
         done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
-        times.append(done.stderr.count("compiling kernels"))
+        times.append(done.stderr.count("Compiling kernels"))
     assert times == [1, 0]
 
 

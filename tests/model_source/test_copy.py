@@ -203,7 +203,7 @@ def test_a_source_that_never_rests_is_an_error(origin: str, target: str) -> None
         def change(num_bytes: int) -> None:
             put(source, f"inner/file-{next(_numbers)}", b"")
 
-        with pytest.raises(UnavailableError, match="change while they are copied"):
+        with pytest.raises(UnavailableError, match="changed while they were copied"):
             copy(f"{origin}/inner", target, change)
     with create_source(target) as place:
         assert place.stat("") is None

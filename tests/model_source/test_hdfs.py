@@ -67,14 +67,14 @@ def test_nobody_at_the_port(impatient: None) -> None:
 
 def test_the_wrong_port(hdfs: Hdfs) -> None:
     """The NameNode's RPC port, which Hadoop's own hdfs:// URLs have, is told from the one that is needed."""
-    with pytest.raises(SourceError, match=f"127.0.0.1:{hdfs.rpc_port} does not answer as WebHDFS does"):
+    with pytest.raises(SourceError, match=f"127.0.0.1:{hdfs.rpc_port} does not answer as WebHDFS"):
         create_source(f"hdfs://127.0.0.1:{hdfs.rpc_port}/a").stat("")
 
 
 @pytest.mark.parametrize("body", [b"[]", b'{"FileStatus": 5}', b"<html>", b"", b"[" * 100_000])
 def test_another_web_server(body: bytes) -> None:
     """A server that answers something else is no HDFS, whatever it says."""
-    with saying(body) as port, pytest.raises(SourceError, match="does not answer as WebHDFS does"):
+    with saying(body) as port, pytest.raises(SourceError, match="does not answer as WebHDFS"):
         create_source(f"hdfs://127.0.0.1:{port}/a").stat("")
 
 
@@ -94,7 +94,7 @@ def test_a_folder_holds_plain_files(child: dict[str, object]) -> None:
     with (
         saying(json.dumps(body).encode()) as port,
         create_source(f"hdfs://127.0.0.1:{port}/a") as source,
-        pytest.raises(SourceError, match="does not answer as WebHDFS does"),
+        pytest.raises(SourceError, match="does not answer as WebHDFS"),
     ):
         source.entries()
 
@@ -176,9 +176,7 @@ def test_a_full_target_is_named(hdfs: Hdfs) -> None:
     with create_source(hdfs.url + "/small") as source:
         source.make_folder("")
         hdfs.admin("-setSpaceQuota", "6m", "/small")
-        with pytest.raises(
-            SourceError, match=r"small/file: 10240000 bytes were written, \d+ are there; is the .* full"
-        ):
+        with pytest.raises(SourceError, match=r"small/file: 10240000 bytes were written, \d+ are there; the .* full"):
             put(source, "file", CONTENT)
 
 

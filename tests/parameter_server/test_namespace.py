@@ -35,5 +35,5 @@ def test_names_are_those_of_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_folder_without_a_model_is_refused() -> None:
     """A version's folder has a model's folder above it."""
-    with pytest.raises(ConfigurationError, match="no parent folder"):
+    with pytest.raises(ConfigurationError, match="is not a path of the form <repository>/<model>/<version>"):
         Namespace.of(Path("/1"), shared=False)

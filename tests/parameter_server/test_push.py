@@ -200,7 +200,7 @@ def test_mistakes_are_told_in_one_line(server: RedisServer, version_dir: Path) -
         run("inspect", server.url, "--verify")
     swapped = CliRunner().invoke(cli, ["push", "redis://:secret@host", "--to", str(version_dir)])
     assert swapped.exit_code == 2
-    assert "behind --to" in swapped.output
+    assert "give the store with --to" in swapped.output
     assert "secret" not in swapped.output
 
 

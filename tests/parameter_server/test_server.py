@@ -205,7 +205,7 @@ def test_a_tier_that_is_down_is_left_out_and_comes_back(
             assert found.all()
             assert_same_bits(out, VECTORS)
         assert stack.tier("volatile")["failure"] == "Redis is gone"
-        assert "volatile (out)" in repr(stack.server)
+        assert "volatile (unavailable)" in repr(stack.server)
         assert stack.server.stats().degraded_keys == 0
         del stack.faults["volatile"]
         wait_until(lambda: stack.tier("volatile")["failure"] is None, "the tier to come back")
@@ -408,7 +408,7 @@ def test_the_only_store_keeps_its_rows_when_it_is_another_one(
     volatile.incarnation = lambda: next(names, "second")  # type: ignore[method-assign]
     server = ParameterServer([Tier("volatile", volatile, volatile=True)])
     server.insert("user", KEYS, VECTORS)
-    wait_until(lambda: "may have lost some of them" in caplog.text, "the change to be noticed")
+    wait_until(lambda: "may lack some of them" in caplog.text, "the change to be noticed")
     assert fetch_any(server, [FetchRequest("user", KEYS, np.empty((200, 4), np.float32))])[0].all()
     server.close()
 

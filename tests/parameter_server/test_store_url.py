@@ -44,7 +44,7 @@ def test_a_url_is_taken_apart(text: str, expected: StoreUrl) -> None:
         ("redis://host:port", r"malformed host or port"),
         ("redis://host:99999", r"malformed host or port"),
         ("redis://host/users", r"database 'users'"),
-        ("redis+cluster://host/1", r"a Cluster has no other"),
+        ("redis+cluster://host/1", r"0, the only one of a Cluster"),
         ("redis://host?conections=3", r"unknown option 'conections'; allowed: partitions, connections"),
         ("rocksdb://folder/db", r"absolute path and no host"),
         ("rocksdb://", r"absolute path"),
@@ -118,7 +118,7 @@ def test_a_password_may_stand_in_a_file(tmp_path: Path) -> None:
         (None, "No such file"),
         (b"", "one line with a password"),
         (b"hidden\nhidden", "one line with a password"),
-        (b"hidden\xff", "no text in UTF-8"),
+        (b"hidden\xff", "it is not UTF-8 text"),
         (b"hidden" * 1000, "one line with a password"),
     ],
 )

@@ -92,13 +92,13 @@ WHOLE = batch([1, 2], np.ones((2, 3), np.float32), 8)
         (row(1, [1, 2]), "vector_width", "a vector has 8 bytes, expected 12"),
         (row(1, []), "vector_width", "a vector has 0 bytes"),
         ((None, b"\0" * 12), "unknown_encoding", "expected b'HCTR'"),
-        ((None, b""), "unknown_encoding", "begins with b''"),
-        ((None, WHOLE[:7]), "truncated", "its header alone has 8"),
+        ((None, b""), "unknown_encoding", "starts with b''"),
+        ((None, WHOLE[:7]), "truncated", "fewer than the 8 of its header"),
         ((None, WHOLE[:-1]), "truncated", "ends within a row"),
         (
             (None, batch([1], np.ones((1, 4), np.float32), 8)),
             "vector_width",
-            "vectors have 16 bytes, expected 12",
+            "vectors of a batch have 16 bytes, expected 12",
         ),
         (row(1, [1, np.nan, 1]), "not_finite", "NaN or infinite"),
         (row(-1, [1, 1, 1]), "key_width", "a key is below 0, so it is not a row number"),
@@ -171,7 +171,7 @@ def test_topics_belong_to_one_table() -> None:
         "x.hps_et.ctr.user",
     ):
         assert table_of(topic, "ctr") is None, topic
-    with pytest.raises(ConfigurationError, match="is no name for a Kafka topic"):
+    with pytest.raises(ConfigurationError, match="is not a valid Kafka topic; allowed: up to 249 letters"):
         topic_name("hps_et", "a model", "user")
 
 

@@ -155,7 +155,7 @@ def test_poison_is_set_aside(broker: Broker, small: SmallVersion, caplog: pytest
         np.testing.assert_array_equal(
             session.lookup("user.weight", [2, 3, -4]), small.tables["user_weight"][[2, 3, -4]]
         )
-    refusals = [record for record in caplog.records if "an update is refused" in record.getMessage()]
+    refusals = [record for record in caplog.records if "an update was rejected" in record.getMessage()]
     assert len(refusals) == 7
 
 

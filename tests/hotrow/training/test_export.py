@@ -286,7 +286,7 @@ def _refused(model: Any, tmp_path: Path, error: type[Exception], text: str, **op
 
 
 def test_what_cannot_be_cut_is_named_by_its_path(tmp_path: Path) -> None:
-    """max_norm, a table that is used otherwise than by rows, a forward of its own."""
+    """max_norm, a table that is used otherwise than by rows, a overrides forward."""
 
     class Own(nn.Embedding):  # type: ignore[misc]
         def forward(self, input: Any) -> Any:  # noqa: A002
@@ -305,8 +305,8 @@ def test_what_cannot_be_cut_is_named_by_its_path(tmp_path: Path) -> None:
     item = torch.tensor([1, 2, 3])
     for network, text in (
         (Network(nn.Embedding(9, 4, max_norm=1.0)), "tower.item .*max_norm"),
-        (Network(Own(9, 4)), "tower.item .*forward of its own"),
-        (Network(nn.Embedding(9, 4), tied=True), "tower.item: .*read as a whole"),
+        (Network(Own(9, 4)), "tower.item .*overrides forward"),
+        (Network(nn.Embedding(9, 4), tied=True), "tower.item: .*read completely"),
         (nn.Linear(3, 1), "no embedding table"),
     ):
         _refused(network, tmp_path, UnsupportedModelError, text, example=item)

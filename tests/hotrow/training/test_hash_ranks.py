@@ -14,8 +14,7 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from hotrow import training  # noqa: E402
-
-from . import jobs  # noqa: E402
+from tests.testing import training_jobs as jobs  # noqa: E402
 
 pytestmark = [pytest.mark.training, pytest.mark.filterwarnings("ignore")]
 

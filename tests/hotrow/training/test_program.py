@@ -100,7 +100,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         import_program(broken, tmp_path / "repository", "ctr")
     program = torch.export.export(other, (torch.zeros(2, 3),))
     torch.export.save(program, tmp_path / "dense.pt2")
-    with pytest.raises(UnsupportedModelError, match="looks up no table"):
+    with pytest.raises(UnsupportedModelError, match="looks up no float32 or float16 table"):
         import_program(tmp_path / "dense.pt2", tmp_path / "repository", "ctr")
     assert not list(tmp_path.glob("repository/**/session.json"))
 
@@ -116,5 +116,5 @@ def test_nothing_of_a_program_is_unpickled(tmp_path: Path) -> None:
                 content = content.replace(b'"use_pickle": false', b'"use_pickle": true', 1)
             target.writestr(name, content)
 
-    with pytest.raises(ModelFormatError, match="is pickled, which is not read"):
+    with pytest.raises(ModelFormatError, match="is pickled, and pickled data is never read"):
         import_program(changed, tmp_path / "repository", "ctr")

@@ -150,7 +150,7 @@ def test_a_broker_that_goes_away_is_an_error_and_loses_nothing(tmp_path: Path) -
         updates = training.UpdatePublisher(model, broker.url, "outage", timeout_s=2.0)
         broker.stop()
         train(model, optimizer, 1)
-        with pytest.raises(UnavailableError, match="rows that were not confirmed are kept"):
+        with pytest.raises(UnavailableError, match="unconfirmed rows are kept"):
             _step_until_it_fails(updates)
         train(model, optimizer, 2)
         broker.start()  # empty, so that all has to come anew

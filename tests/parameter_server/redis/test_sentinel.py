@@ -180,7 +180,7 @@ def test_passwords_of_servers_and_sentinels_are_apart(tmp_path: Path) -> None:
         ("redis+sentinel:///rows", "needs hosts"),
         ("redis+sentinel://a:1,:2/rows", "needs hosts"),
         ("redis+sentinel://a:1,b:x/rows", "malformed host or port"),
-        ("redis+sentinel://a:1/rows/one", "a database that is no whole number"),
+        ("redis+sentinel://a:1/rows/one", "a database that is not a whole number"),
         ("redis+sentinel://a:1/rows?tls_server_name=x", "unknown option 'tls_server_name'"),
         ("redis+sentinel://a:1/rows?sentinel_password_file=relative", "allowed: an absolute path"),
     ],
@@ -232,7 +232,7 @@ def test_a_version_is_served_through_a_fail_over(
             session.update("user.weight", EVERY, rows)
             np.testing.assert_array_equal(session.lookup("user.weight", EVERY), rows)
             if not has_rocksdb:
-                wait_until(lambda: "may have lost some of them" in caplog.text, "the warning")
+                wait_until(lambda: "may lack some of them" in caplog.text, "the warning")
 
 
 def test_the_redis_package_agrees(servers: RedisSentinelServers) -> None:

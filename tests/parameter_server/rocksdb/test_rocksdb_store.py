@@ -243,7 +243,7 @@ class TestReaders:
             path.rename(tmp_path / "old")
             if not gone:
                 new.rename(path)
-                with pytest.raises(UnavailableError, match="has been replaced"):
+                with pytest.raises(UnavailableError, match="was replaced"):
                     store.insert("user", keys_of(5), np.ones((1, 4), np.float32))
         if gone:
             new.rename(path)
@@ -387,7 +387,7 @@ def test_a_path_that_cannot_be_a_database_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["Read-only file system (os error 30)", "Permission denied (os error 13)"])
 def test_a_folder_that_may_not_be_written_to_is_an_error_that_says_so(text: str) -> None:
     """For readers too, which one would not expect; root may write anywhere, so the error is raised here."""
-    with pytest.raises(UnavailableError, match="readers too must be allowed to write"), translated(Path("/rows")):
+    with pytest.raises(UnavailableError, match="readers also need write access"), translated(Path("/rows")):
         raise OSError(text)
 
 

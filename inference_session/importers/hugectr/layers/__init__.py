@@ -53,7 +53,7 @@ def supported_layers() -> tuple[str, ...]:
 
 def reason_against(kind: str) -> str:
     """Why a type of dense layer cannot be served; empty where it can."""
-    return "" if kind in _EMITTERS else _REASONS.get(kind, f"supported are {', '.join(_EMITTERS)}")
+    return "" if kind in _EMITTERS else _REASONS.get(kind, f"supported: {', '.join(_EMITTERS)}")
 
 
 def emitter(layer: Layer) -> Emitter:

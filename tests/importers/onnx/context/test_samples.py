@@ -86,7 +86,10 @@ def test_what_cannot_be_a_context_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="at least one must be left for the candidates"):
         import_model(tmp_path, model, context=["u", "v"])
     fixed = model_of(PLAIN.replace("int64[n] v", "int64[3] v"), {"items": table(dim=DIM)})
-    with pytest.raises(UnsupportedModelError, match="counts samples"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match="--context: the first dimension of some input or output of the model is not the number of samples",
+    ):
         import_model(tmp_path, fixed, context=["u"])
     taken = model_of(
         PLAIN.replace("int64[n] u", "int64[n] CANDIDATES").replace(", u)", ", CANDIDATES)"), {"items": table(dim=DIM)}
