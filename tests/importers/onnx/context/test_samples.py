@@ -88,7 +88,7 @@ def test_what_cannot_be_a_context_is_refused(tmp_path: Path) -> None:
     fixed = model_of(PLAIN.replace("int64[n] v", "int64[3] v"), {"items": table(dim=DIM)})
     with pytest.raises(
         UnsupportedModelError,
-        match="--context: the first dimension of some input or output of the model is not the number of samples",
+        match="some input or output of the model is not the number of samples",
     ):
         import_model(tmp_path, fixed, context=["u"])
     taken = model_of(
