@@ -115,7 +115,9 @@ def _cut_plain(module: nn.Embedding | nn.EmbeddingBag, path: str) -> Cut:
 
 def _check_forward(module: nn.Module, base: type[nn.Module], path: str) -> None:
     if type(module).forward is not base.forward:
-        raise UnsupportedModelError(f"{_where(module, path)} cannot be cut out: its class has a forward of its own")
+        raise UnsupportedModelError(
+            f"{_where(module, path)} is not supported as an embedding table: its class overrides forward"
+        )
 
 
 def _where(module: nn.Module, path: str) -> str:
