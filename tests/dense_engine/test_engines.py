@@ -10,7 +10,7 @@ import pytest
 from inference_session.config import SessionConfig
 from inference_session.dense_engine import DenseEngine, OnnxEngine, create_engine
 from inference_session.device.host import HOST
-from tests.dense_engine.contract import DenseEngineContract
+from tests.testing.dense_engine_contract import DenseEngineContract
 
 
 class TestOnnxEngine(DenseEngineContract):

@@ -18,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from hotrow import training  # noqa: E402
 from inference_session import InferenceSession  # noqa: E402
 from inference_session.errors import ConfigurationError, UnsupportedModelError  # noqa: E402
+from tests.testing import training_jobs as jobs  # noqa: E402
+from tests.testing import training_models as models  # noqa: E402
 from tests.testing.broker import Broker  # noqa: E402
 from tests.testing.servers import wait_until  # noqa: E402
-
-from . import jobs, models  # noqa: E402
 
 pytestmark = [pytest.mark.training, pytest.mark.filterwarnings("ignore")]
 

@@ -15,7 +15,7 @@ from hotrow.training.hugectr.enums import Check_t, DataReaderType_t, Distributio
 from hotrow.training.hugectr.readers.batches import DataReader, batches
 from hotrow.training.hugectr.readers.block import Bags
 from inference_session.errors import ConfigurationError, ModelFormatError
-from tests.hotrow.training.hugectr.records import Records, make_records, samples_of, shape, source
+from tests.testing.hugectr_training_records import Records, make_records, samples_of, shape, source
 
 pytestmark = pytest.mark.training
 

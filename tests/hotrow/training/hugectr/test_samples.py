@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from hotrow.training.hugectr import DenseLayer, Layer_t, Model
 from inference_session import InferenceSession
 from inference_session.errors import UnsupportedModelError
 from inference_session.importers.hugectr import import_hugectr
-from tests.hotrow.training.hugectr.samples import SAMPLES, Sample, make_data, make_model
+from tests.testing.hugectr_training_samples import SAMPLES, Sample, losses, make_data, make_model
 
 pytestmark = pytest.mark.training
 
@@ -24,10 +23,6 @@ pytestmark = pytest.mark.training
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-def losses(printed: str) -> list[float]:
-    return [float(text) for text in re.findall(r"^Iter: \d+ .*Loss: (\S+)", printed, re.MULTILINE)]
 
 
 def write_ps_json(folder: Path, sample: Sample, prefix: str, iteration: int, *, max_batch: int) -> Path:

@@ -29,8 +29,7 @@ from hotrow.training.hugectr.metrics import Metrics, auc
 from hotrow.training.hugectr.optimizers import dense_rule
 from hotrow.training.hugectr.readers.block import Bags
 from inference_session.errors import ConfigurationError, ModelFormatError, UnsupportedModelError
-from tests.hotrow.training.hugectr.samples import SAMPLES, Sample, binary, layer, make_data, make_model
-from tests.hotrow.training.hugectr.test_samples import losses
+from tests.testing.hugectr_training_samples import SAMPLES, Sample, binary, layer, losses, make_data, make_model
 
 pytestmark = pytest.mark.training
 Array = NDArray[np.float64]

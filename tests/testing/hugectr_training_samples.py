@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -359,3 +360,7 @@ def make_model(sample: Sample, folder: Path, **solver: Any) -> Model:
     else:
         model.compile()
     return model
+
+
+def losses(printed: str) -> list[float]:
+    return [float(text) for text in re.findall(r"^Iter: \d+ .*Loss: (\S+)", printed, re.MULTILINE)]
