@@ -109,12 +109,12 @@ def _item(width: int, num_keys: int) -> Input:
 
 
 def din(rows: int) -> RankingModel:
-    """A deep interest network: an MLP with one hidden layer of 64 weighs every click by the candidate."""
+    """A deep interest network: an MLP of 80 and 40 units weighs every click by the candidate."""
     weights, dim = _Weights(0), 64
     for name in ("users", "items"):
         weights.table(name, rows, dim)
-    weights.layer("a0", 4 * dim, 64)
-    weights.layer("a1", 64, 1)
+    for name, width, units in (("a0", 4 * dim, 80), ("a1", 80, 40), ("a2", 40, 1)):
+        weights.layer(name, width, units)
     text = f"""din (int64[n] user, int64[n, {NUM_CLICKS}] clicks, float[n, 16] profile, int64[n] item)
         => (float[n, 1] click) {{
         u = Gather(users, user)
@@ -130,7 +130,10 @@ def din(rows: int) -> RankingModel:
         a0_z = Add(a0_x, a0_b)
         a0_y = Sigmoid(a0_z)
         a1_x = MatMul(a0_y, a1_w)
-        scores = Add(a1_x, a1_b)
+        a1_z = Add(a1_x, a1_b)
+        a1_y = Sigmoid(a1_z)
+        a2_x = MatMul(a1_y, a2_w)
+        scores = Add(a2_x, a2_b)
         weights = Softmax<axis = 1>(scores)
         weighted = Mul(h, weights)
         interest = ReduceSum<keepdims = 0>(weighted, one)
@@ -148,7 +151,7 @@ def din(rows: int) -> RankingModel:
 
 def mmoe(rows: int) -> RankingModel:
     """Two tasks over four experts, and three histories that are pooled."""
-    weights, dim = _Weights(1), 64
+    weights, dim = _Weights(1), 32
     for name in ("users", "items"):
         weights.table(name, rows, dim)
     width = 13 * dim
@@ -274,7 +277,7 @@ def dcn(rows: int) -> RankingModel:
         {lines[0]}
         {lines[1]}
         crossed = Gemm(x2, cross_w, cross_b)
-        {weights.mlp("d", "x0", "deep", (width, 256, 128, 1))}
+        {weights.mlp("d", "x0", "deep", (width, 512, 128, 1))}
         total = Add(crossed, deep)
         click = Sigmoid(total)
     }}"""

@@ -393,6 +393,8 @@ def _gather_nd(step: _Step) -> list[Kind]:
     num_batch_dims = step.attribute("batch_dims", 0)
     if (at := step.only(1)) is not None and num_batch_dims == 0 and at.axis < step.rank(1) - 1:
         return step.outputs(at.axis, at.outer)
+    if (at := step.only(0)) is not None and num_batch_dims == 0 and at.axis >= step.shape(1)[-1]:
+        return step.outputs(step.rank(1) - 1 + at.axis - step.shape(1)[-1], at.outer)
     places = {at for _, at in step.per_sample}
     shared = places.pop() if len(places) == 1 and len(step.per_sample) == len(step.kinds) else None
     if shared is not None and 0 <= shared.axis < num_batch_dims:

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from onnx import NodeProto
 
 from inference_session.importers.onnx.context.work import Work
+from inference_session.importers.onnx.graph import attribute, axes_of
 from inference_session.importers.onnx.weights import Weight
 
 _ROUNDING = 2.0**-24
@@ -77,7 +78,33 @@ class Bounds:
             **dict.fromkeys(("MatMul", "Gemm"), self._multiplied),
             **dict.fromkeys(("Flatten", "Reshape"), self._flattened),
             "Concat": self._joined,
+            "LayerNormalization": self._normalized,
+            "ReduceSum": self._summed,
         }
+
+    def _normalized(self, node: NodeProto) -> float | None:
+        """At most the root of the width long, times the largest factor, plus the row that is added."""
+        width, rank = (self._work.dims(node.output[0]) or (0,))[-1], self._work.rank(node.output[0]) or 0
+        scale = self._work.constant(node.input[1])
+        shift = self.length(node.input[2]) if len(node.input) > 2 else 0.0
+        if scale is None or shift is None or attribute(node, "axis", -1) not in (-1, rank - 1):
+            return None
+        return math.sqrt(width) * float(np.abs(scale).max(initial=0.0)) + shift
+
+    def _summed(self, node: NodeProto) -> float | None:
+        """As many vectors, at most."""
+        length, dims, axes = self.length(node.input[0]), self._work.dims(node.input[0]), axes_of(self._work.graph, node)
+        sizes, kept = self._work.sizes(node.input[0]), attribute(node, "keepdims", 1)
+        if length is None or dims is None or not axes or sizes is None:
+            return None
+        summed = {axis % len(dims) for axis in axes}
+        if (
+            len(dims) - 1 in summed
+            or None in (counts := [sizes[axis] for axis in summed])
+            or (not kept and 0 in summed)
+        ):
+            return None
+        return length * math.prod(count or 0 for count in counts)
 
     def _flattened(self, node: NodeProto) -> float | None:
         """All rows of a sample behind each other, at most."""

@@ -7,9 +7,10 @@ from inference_session.importers.onnx.context.columns import cut_products
 from inference_session.importers.onnx.context.concatenations import delay_concatenations
 from inference_session.importers.onnx.context.contractions import contract_sums
 from inference_session.importers.onnx.context.elementwise import broadcast_elementwise, drop_expansions
-from inference_session.importers.onnx.context.folding import answer_shapes, fold_constants
+from inference_session.importers.onnx.context.folding import answer_shapes, fold_constants, write_plainly
 from inference_session.importers.onnx.context.pairs import divide_pairs
 from inference_session.importers.onnx.context.products import multiply_blocks
+from inference_session.importers.onnx.context.reductions import reduce_by_parts
 from inference_session.importers.onnx.context.sharing import share_equal_nodes
 from inference_session.importers.onnx.context.work import Work
 
@@ -18,11 +19,15 @@ def rewrite(work: Work, *, sums: bool) -> None:
     """Remove tiles, as many as can be.
 
     Args:
-        sums: take sums of a context's and a candidate's value apart where their rounding allows it.
+        sums: take sums of a context's and a candidate's value apart where their rounding allows it, and add fields in
+            another order.
     """
     fold_constants(work)
     answer_shapes(work)
+    write_plainly(work)
     delay_concatenations(work)
+    if sums:
+        reduce_by_parts(work)
     divide_pairs(work)
     delay_concatenations(work)
     drop_expansions(work)

@@ -1,0 +1,57 @@
+"""Reduces a Concat of the context's and the candidates' vectors part by part: sums of fields, as in an FM.
+
+ReduceSum(Concat(u, t)) along the concatenated axis is the context's sum, which is computed once, plus the candidate's;
+of a mean, both have their share.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from onnx import NodeProto
+
+from inference_session.importers.onnx.context.work import Builder, Work
+from inference_session.importers.onnx.graph import attribute, axes_of
+
+
+def reduce_by_parts(work: Work) -> None:
+    """Change the graph."""
+    replaced = {i: nodes for i, node in enumerate(work.graph.node) if (nodes := _divided(work, node))}
+    if replaced:
+        work.replace(replaced)
+
+
+def _divided(work: Work, node: NodeProto) -> list[NodeProto] | None:
+    if node.op_type not in ("ReduceSum", "ReduceMean") or node.domain:
+        return None
+    concat, axes = work.made_by.get(node.input[0]), axes_of(work.graph, node)
+    rank = work.rank(node.input[0])
+    if concat is None or concat.op_type != "Concat" or concat.domain or axes is None or rank is None:
+        return None
+    axis = attribute(concat, "axis", 0) % rank
+    tiled = [work.tiled(name) for name in concat.input]
+    if [item % rank for item in axes] != [axis] or axis == 0 or not any(tiled) or all(tiled):
+        return None
+    if not work.is_float(node.input[0]) or any(
+        (work.sizes(name) or [None] * rank)[axis] is None for name in concat.input
+    ):
+        return None
+    builder = Builder(work, node.output[0])
+    contexts = [source for source in tiled if source]
+    candidates = [name for name, source in zip(concat.input, tiled, strict=True) if not source]
+    parts = [_reduced(work, builder, node, group, axis) for group in (contexts, candidates)]
+    builder.add("Add", [builder.tile(parts[0]), parts[1]], node.output[0])
+    return builder.nodes
+
+
+def _reduced(work: Work, builder: Builder, node: NodeProto, names: list[str], axis: int) -> str:
+    """The share of some of the parts in the sum, or in the mean."""
+    value = names[0] if len(names) == 1 else builder.add("Concat", names, axis=axis)
+    copy = NodeProto()
+    copy.CopyFrom(node)
+    copy.input[0], copy.output[0] = value, work.fresh(f"{node.output[0]}_part")
+    copy.name = f"hotrow_{copy.output[0]}"
+    builder.extend([copy])
+    if node.op_type == "ReduceSum":
+        return str(copy.output[0])
+    sizes = [(work.sizes(name) or [None] * (axis + 1))[axis] or 0 for name in (*names, node.input[0])]
+    return builder.add("Mul", [copy.output[0], builder.weight(np.array(sum(sizes[:-1]) / sizes[-1]))])
