@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inference_session.importers.onnx.context.biases import fold_biases
+from inference_session.importers.onnx.context.biases import carry_biases
 from inference_session.importers.onnx.context.columns import cut_products
 from inference_session.importers.onnx.context.concatenations import delay_concatenations
 from inference_session.importers.onnx.context.contractions import contract_sums
@@ -32,8 +32,8 @@ def rewrite(work: Work, *, sums: bool) -> None:
     delay_concatenations(work)
     drop_expansions(work)
     contract_sums(work)
+    carry_biases(work)
     cut_products(work, sums=sums)
     multiply_blocks(work)
     broadcast_elementwise(work)
-    fold_biases(work)
     share_equal_nodes(work)

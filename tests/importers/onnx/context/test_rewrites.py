@@ -453,3 +453,129 @@ def test_pairs_as_jax_writes_them(tmp_path: Path) -> None:
     )
     assert_nothing_tiled(report)
     assert report.spec.ranking.multiply_adds_fraction > 0
+
+
+@pytest.mark.parametrize("op_type", ["ReduceSum", "ReduceMean"])
+@pytest.mark.parametrize("keepdims", [0, 1])
+def test_sums_of_fields_are_added_by_parts(tmp_path: Path, op_type: str, keepdims: int) -> None:
+    """A sum or mean over the context's and the candidate's fields, as in a factorisation machine."""
+    report = check(
+        tmp_path,
+        f"""g (int64[n, 5] u, int64[n, 2] v, int64[n, 3] u2) => (float[n, k, m] y) {{
+            c = Gather(items, u)
+            t = Gather(items, v)
+            d = Gather(items, u2)
+            x = Concat<axis = 1>(c, t, d)
+            s = {op_type}<keepdims = {keepdims}>(x, one)
+            q = Mul(s, s)
+            y = Reshape(q, shape)
+        }}""",
+        {"items": table(dim=DIM) * np.float32(0.1), "one": np.array([1]), "shape": np.array([-1, 1, DIM])},
+        {"u": (5,), "v": (2,), "u2": (3,)},
+    )
+    assert_nothing_tiled(report)
+
+
+def test_sums_over_other_axes_stay(tmp_path: Path) -> None:
+    """The sum of each field's vector is no sum of fields."""
+    check(
+        tmp_path,
+        """g (int64[n, 5] u, int64[n, 2] v) => (float[n, 7] y) {
+            c = Gather(items, u)
+            t = Gather(items, v)
+            x = Concat<axis = 1>(c, t)
+            y = ReduceSum<keepdims = 0>(x, last)
+        }""",
+        {"last": np.array([-1])},
+        {"u": (5,), "v": (2,)},
+    )
+
+
+HISTORY_LAYERS = """g (int64[n, 5] u, int64[n] v) => (float[n, 5, 1] y) {
+    h = Gather(items, u)
+    t0 = Gather(items, v)
+    t = Unsqueeze(t0, one)
+    p = Mul(h, t)
+    a0 = MatMul(p, w0)
+    b0 = Add(a0, c0)
+    f0 = ACTIVATION(b0)
+    a1 = MatMul(f0, w1)
+    b1 = Add(c1, a1)
+    f1 = ACTIVATION(b1)
+    a2 = MatMul(f1, w2)
+    y = Add(a2, c2)
+}"""
+
+
+@pytest.mark.parametrize("activation", ["Relu", "Sigmoid", "Tanh", "LeakyRelu", "Gelu", "Softplus", "Neg"])
+def test_columns_of_ones_carry_biases(tmp_path: Path, activation: str) -> None:
+    """Layers behind an attention over a history add no bias in a pass of its own."""
+    report = check(
+        tmp_path,
+        HISTORY_LAYERS.replace("ACTIVATION", activation),
+        {
+            "one": np.array([1]),
+            "w0": matrix(DIM, 6),
+            "c0": matrix(6, seed=1),
+            "w1": matrix(6, 3, seed=2),
+            "c1": matrix(3, seed=3),
+            "w2": matrix(3, 1, seed=4),
+            "c2": matrix(1, seed=5),
+        },
+        {"u": (5,), "v": ()},
+        opset=20,
+    )
+    assert "Add" not in operators(report)[operators(report).index(activation) :]
+    assert_nothing_tiled(report)
+
+
+def test_an_activation_of_which_nothing_is_left_carries_no_bias(tmp_path: Path) -> None:
+    """Log makes zero of one; a value that is read twice keeps its width."""
+    weights = {f"w{i}": np.abs(matrix(*shape, seed=i)) + 0.5 for i, shape in enumerate([(DIM, 6), (6, 3), (3, 1)])}
+    biases = {f"c{i}": np.full(width, 30, np.float32) for i, width in enumerate((6, 3, 1))}
+    report = check(
+        tmp_path,
+        HISTORY_LAYERS.replace("ACTIVATION", "Log"),
+        {"items": np.abs(table(dim=DIM)) * np.float32(0.1), "one": np.array([1]), **weights, **biases},
+        {"u": (5,), "v": ()},
+    )
+    assert operators(report).count("Add") >= 2
+
+
+@pytest.mark.parametrize("slope", [np.array([0.3]), np.array([[-0.2]]), np.array([0.1, 0.2, 0.3, 1.7])])
+def test_one_slope_for_all_is_no_tensor(tmp_path: Path, slope: NDArray[np.float64]) -> None:
+    """PRelu with one slope becomes LeakyRelu; with a slope for each column it stays."""
+    report = check(
+        tmp_path,
+        """g (int64[n] u, int64[n] v) => (float[n, 4] y) {
+            c = Gather(items, u)
+            t = Gather(items, v)
+            x = Sub(c, t)
+            y = PRelu(x, slope)
+        }""",
+        {"slope": slope.astype(np.float32)},
+        {"u": (), "v": ()},
+    )
+    assert ("PRelu" in operators(report)) == (slope.size > 1)
+
+
+@pytest.mark.parametrize("indices", [[[1, 0], [2, 1], [3, 0]], [[3, 3], [0, 2], [2, 2]]])
+def test_pairs_picked_by_gather_nd(tmp_path: Path, indices: list[list[int]]) -> None:
+    """As PyTorch's exporter writes pairs[:, rows, columns]: each sample's own pairs, so that requests are joined."""
+    report = check(
+        tmp_path,
+        """g (int64[n, 2] u, int64[n, 2] v) => (float[n, 6] y) {
+            c = Gather(items, u)
+            t = Gather(items, v)
+            x = Concat<axis = 1>(c, t)
+            x_t = Transpose<perm = [0, 2, 1]>(x)
+            z = MatMul(x, x_t)
+            turned = Transpose<perm = [1, 2, 0]>(z)
+            picked = GatherND(turned, indices)
+            pairs = Transpose<perm = [1, 0]>(picked)
+            y = MatMul(pairs, w)
+        }""",
+        {"indices": np.array(indices), "w": matrix(3, 6)},
+        {"u": (2,), "v": (2,)},
+    )
+    assert report.spec.joinable
