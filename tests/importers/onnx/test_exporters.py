@@ -12,6 +12,7 @@ import pytest
 
 from inference_session.importers.onnx import ImportReport, import_onnx
 from tests.testing.onnx_models import assert_same
+from tests.testing.torch_export import export_torch
 
 # Exporters warn of their own future; that is not ours to mend.
 pytestmark = [pytest.mark.exporters, pytest.mark.filterwarnings("ignore")]
@@ -25,19 +26,6 @@ FACTORS = RANDOM.random((4, 3)).astype(np.float32)
 Export = Callable[..., ImportReport]
 
 
-def _export_torch(path: Path, module: Any, inputs: dict[str, Any], dims: dict[str, Any], *, dynamo: bool) -> None:
-    torch = pytest.importorskip("torch")
-    arguments = tuple(torch.from_numpy(array) for array in inputs.values())
-    if dynamo:
-        pytest.importorskip("onnxscript")
-        known = {symbol: torch.export.Dim(symbol) for symbol in dims.values()}
-        shapes = tuple({0: known[dims[name]]} for name in inputs)
-        options: dict[str, Any] = {"dynamic_shapes": (shapes,), "external_data": False, "verbose": False}
-    else:
-        options = {"dynamic_axes": {name: {0: symbol} for name, symbol in dims.items()}, "opset_version": 17}
-    torch.onnx.export(module.eval(), arguments, str(path), input_names=list(inputs), dynamo=dynamo, **options)
-
-
 @pytest.fixture(params=["dynamo", "legacy"])
 def export(request: pytest.FixtureRequest, tmp_path: Path) -> Export:
     """Export a PyTorch module by one of its exporters, import it, and compare on other batch sizes too."""
@@ -45,7 +33,7 @@ def export(request: pytest.FixtureRequest, tmp_path: Path) -> Export:
     def run(module: Any, inputs: dict[str, Any], *more: dict[str, Any], **dims: str) -> ImportReport:
         path = tmp_path / "model.onnx"
         dims = dims or dict.fromkeys(inputs, "batch")
-        _export_torch(path, module, inputs, dims, dynamo=request.param == "dynamo")
+        export_torch(path, module, inputs, dims, dynamo=request.param == "dynamo")
         report = import_onnx(path, tmp_path / "repository", "m")
         for arrays in (inputs, *more):
             assert_same(report, path, arrays)
@@ -136,7 +124,7 @@ def test_bags_of_fixed_size_with_padding(tmp_path: Path, mode: str, padding: int
     inputs["x"][0, :2] = inputs["x"][1] = padding % NUM_ROWS
     bag = _embedding("EmbeddingBag", mode=mode, padding_idx=padding)
     network = _prepared(_network(bag, lambda e, x: e(x)), inputs)
-    _export_torch(tmp_path / "m.onnx", network, inputs, {"x": "batch"}, dynamo=True)
+    export_torch(tmp_path / "m.onnx", network, inputs, {"x": "batch"}, dynamo=True)
 
     report = import_onnx(tmp_path / "m.onnx", tmp_path / "repository", "m")
 
@@ -164,7 +152,7 @@ def test_bags_with_padding(tmp_path: Path, mode: str) -> None:
     inputs = {"x": FLAT % 5, "o": OFFSETS}
     bag = _embedding("EmbeddingBag", mode=mode, padding_idx=0)
     network = _prepared(_network(bag, lambda e, x, o: e(x, o)), inputs)
-    _export_torch(tmp_path / "m.onnx", network, inputs, {"x": "keys", "o": "bags"}, dynamo=True)
+    export_torch(tmp_path / "m.onnx", network, inputs, {"x": "keys", "o": "bags"}, dynamo=True)
 
     report = import_onnx(tmp_path / "m.onnx", tmp_path / "repository", "m")
 

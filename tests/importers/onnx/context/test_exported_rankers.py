@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from inference_session.importers.onnx import import_onnx
-from tests.importers.onnx.test_exporters import _export_torch
-
-from .ranking import assert_alike
+from tests.testing.ranking import assert_alike
+from tests.testing.torch_export import export_torch
 
 pytestmark = [pytest.mark.exporters, pytest.mark.filterwarnings("ignore")]
 NUM_ROWS, NUM_USER, NUM_CLICKS, NUM_ITEM = 1200, 6, 12, 3
@@ -43,7 +42,7 @@ ONCE = {
 def test_exported_rankers_are_divided(tmp_path: Path, kind: str, exporter: str) -> None:
     """Requests of one context, of several, and with one candidate each."""
     torch = pytest.importorskip("torch")
-    from .torch_rankers import RANKERS
+    from tests.testing.torch_rankers import RANKERS
 
     random = np.random.default_rng(0)
     widths = {"user": NUM_USER, "clicks": NUM_CLICKS, "item": NUM_ITEM}
@@ -64,7 +63,7 @@ def test_exported_rankers_are_divided(tmp_path: Path, kind: str, exporter: str) 
     torch.manual_seed(0)
     inputs = keys(dict.fromkeys(widths, 4))
     path = tmp_path / "model.onnx"
-    _export_torch(path, Network().eval(), inputs, dict.fromkeys(widths, "batch"), dynamo=exporter == "dynamo")
+    export_torch(path, Network().eval(), inputs, dict.fromkeys(widths, "batch"), dynamo=exporter == "dynamo")
 
     report = import_onnx(path, tmp_path / "repository", "m", context=_given(path))
 
