@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tests.testing.onnx_models import model_of, table
 from tests.testing.ranking import DIM, check_ranking, matrix, operators, requests
