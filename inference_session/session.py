@@ -29,6 +29,7 @@ from inference_session.errors import (
     UnsupportedModelError,
 )
 from inference_session.execution.network import Network, RunResult, check_network, check_outputs
+from inference_session.execution.staged import Arrays, stage_model
 from inference_session.execution.stages import Mark, unmarked
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.records import Lookup
@@ -162,6 +163,7 @@ class InferenceSession:
             for own, (dense, keys) in zip(specs, engines, strict=True)
         ]
         self._network, self._ranking = networks[0], networks[-1]
+        self._staged = stage_model(spec, self._layout, self._network, self._rows)
         self._kept = self._keep_contexts()
         self._may_join = spec.joins_requests
         self._recorder: KeyRecorder | None = None
@@ -203,6 +205,8 @@ class InferenceSession:
         Raises:
             InvalidRequestError: an input is missing, unknown or malformed, or an output unknown.
         """
+        if answers := self._run_staged([Request(inputs, outputs)], unmarked):  # type: ignore[arg-type]  # it looks
+            return answers[0]
         arrays = {name: as_input(name, value, self._input_types.get(name)) for name, value in inputs.items()}
         answer = self.run_many([Request(arrays, outputs)])[0]
         if isinstance(answer, HotrowError):
@@ -216,6 +220,8 @@ class InferenceSession:
         the stages from `look-up` on.
         """
         self._check_open()
+        if answers := self._run_staged(requests, mark):
+            return [*answers]
         grouped = GroupedRequests(requests, self._layout, may_join=self._may_join)
         for group in grouped:
             try:
@@ -225,8 +231,58 @@ class InferenceSession:
         self._stats.count_requests(len(requests), grouped.num_failed)
         return grouped.answers
 
+    def run_arrays(
+        self, arrays: Arrays, num_requests: int, outputs: Sequence[str] | None = None, mark: Mark = unmarked
+    ) -> list[Answer] | None:
+        """Answer requests that are as the model's inputs describe them, by one look-up and one run of the network.
+
+        Args:
+            arrays: a list: those of the first request in the order of `spec.inputs`, then those of the next.
+            num_requests: how many requests these are.
+            outputs: what each of them asks for; None: all outputs.
+            mark: see `run_many`.
+
+        Returns:
+            None where `run_many` has to be asked: it takes any request, and says what is wrong with it.
+        """
+        self._check_open()
+        if self._staged is None or (num_requests > 1 and not self._may_join):
+            return None
+        mark("look-up")
+        staging = self._staged.take()
+        try:
+            wanted = self._outputs.wanted(outputs)
+            batch = staging.fill(arrays, num_requests, wanted.computed)
+            if batch is None:
+                return None
+            self._rows.look_up(batch.lookup)
+            self._record_keys(batch.lookup)
+            mark("network")
+            computed = dict(zip(wanted.computed, batch.run.run(), strict=True))
+            if self.config.unknown_keys == "reject" and batch.lookup.num_unknown.any():
+                return None
+            self._stats.count_staged(batch.lookup, batch.counts)
+            mark("answer")
+            return self._outputs.split(computed, [wanted.names] * num_requests, batch.counts)
+        except HotrowError:
+            return None
+        finally:
+            self._staged.give_back(staging)
+
+    def _run_staged(self, requests: Sequence[Request], mark: Mark) -> list[Answer] | None:
+        """As `run_arrays`, where all ask for the same outputs."""
+        arrays: Arrays = []
+        for request in requests:
+            if len(request.inputs) != len(self._input_types) or request.outputs != requests[0].outputs:
+                return None
+            try:
+                arrays.extend(map(request.inputs.__getitem__, self._input_types))
+            except KeyError:
+                return None
+        return self.run_arrays(arrays, len(requests), requests[0].outputs, mark) if requests else None
+
     def _answer(self, requests: Sequence[CheckedRequest], mark: Mark = unmarked) -> list[Answer]:
-        """The path of every request: keys, look-up, dense network, split."""
+        """The path of every other request: keys, look-up, dense network, split."""
         if self.spec.batched and not any(request.num_samples for request in requests):
             return [self._outputs.of_no_samples(request.outputs) for request in requests]
         mark("look-up")
@@ -472,6 +528,8 @@ class InferenceSession:
         # Zeros need not be a sensible request, nor need all stores be up; a batch that fails is no request's end.
         with contextlib.suppress(HotrowError):
             self._answer([self._layout.check(request)] * times)
+            for _ in range(2):  # the first run of a shape binds it, the second is what requests will do
+                self._run_staged([request] * times, unmarked)
 
     def _start_counting(self) -> None:
         """What comes from now on is counted, makes rows hot, and is recorded if so wished."""

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from inference_session.kernels.cpu.keys import count_keys
+from inference_session.kernels.records import SEGMENT, Lookup
 from inference_session.model_spec import ModelSpec
 
 Stats = TypeVar("Stats")
@@ -87,6 +89,9 @@ class SessionStats:
         self._num_keys = np.zeros(len(self._names), np.int64)
         self._num_unknown = np.zeros(len(self._names), np.int64)
         self.load_s = 0.0
+        count_keys(
+            np.zeros(0, SEGMENT), self._num_keys[:0], self._num_unknown[:0], self._num_keys, self._num_unknown
+        )  # compiles
 
     def count_requests(self, num_requests: int, num_failed: int) -> None:
         """Requests that have been answered, with predictions or with an error."""
@@ -106,6 +111,14 @@ class SessionStats:
             self._num_keys += np.bincount(tables, num_keys, len(self._names)).astype(np.int64)
             if num_unknown.any():
                 self._num_unknown += np.bincount(tables, num_unknown, len(self._names)).astype(np.int64)
+
+    def count_staged(self, lookup: Lookup, num_samples: Sequence[int]) -> None:
+        """A batch of requests, with so many samples each, that has been answered whole."""
+        with self._lock:
+            self._requests += len(num_samples)
+            self._batches += 1
+            self._samples += sum(num_samples)
+            count_keys(lookup.segments, lookup.num_keys, lookup.num_unknown, self._num_keys, self._num_unknown)
 
     def count_contexts(self, num_contexts: int, num_candidates: int, num_reused: int) -> None:
         """What a batch of a model with context inputs has ranked, and how many of its contexts were kept before."""

@@ -19,8 +19,8 @@ LIBRARY = {
     "platform": "errors",
     "urls": "errors",
     "model_spec": "errors",
-    "stats": "model_spec",
     "kernels": "errors",
+    "stats": "kernels model_spec",
     "config": "errors urls",
     "requests": "errors kernels model_spec platform",
     "device": "errors kernels model_spec platform",
@@ -34,7 +34,7 @@ LIBRARY = {
     "rows": "config device embedding_cache errors kernels model_source model_spec parameter_server platform stats"
     " tables version_directory",
     "execution": "config dense_engine device embedding_cache errors kernels model_spec parameter_server platform"
-    " requests rows tables",
+    " requests rows stats tables",
     "sizing": "config device embedding_cache errors kernels model_spec tables version_directory",
     "importers": "config errors kernels model_source model_spec platform requests tables version_directory",
     "session": "config dense_engine device errors execution kernels model_spec requests rows sizing stats update_stream"

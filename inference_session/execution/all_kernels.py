@@ -11,21 +11,25 @@ from pathlib import Path
 import numpy as np
 
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
-from inference_session.model_spec import TableSpec
+from inference_session.kernels.cpu import staging
+from inference_session.model_spec import ModelSpec, TableSpec
 from inference_session.parameter_server.redis import layout as redis_layout
 from inference_session.parameter_server.redis import replies as redis_replies
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.rows.base import fetch
 from inference_session.rows.stored import StoredRows
 from inference_session.rows.updated import UpdatedRows
+from inference_session.stats import SessionStats
 from inference_session.tables.table_file import TableFile, write_table
 
 _TABLE = TableSpec("table", "table", num_rows=2, embedding_dim=1)
 
 
 def compile_all() -> None:
-    """Look-ups, caches, updates, Redis, table files, and HugeCTR's bags; what is compiled already is loaded."""
+    """Look-ups, requests, caches, updates, Redis, files, and HugeCTR's bags; what is compiled already is loaded."""
     import_module("inference_session.kernels.cpu.bags")  # compiled when it is imported
+    staging.compile_kernels()
+    SessionStats(ModelSpec((), (), (), ()))
     redis_layout.compile_kernels()
     redis_replies.compile_kernels()
     _use_a_cache()

@@ -144,7 +144,7 @@ class RequestLayout(ABC):
             max_elements: elements of one input of a request, at most.
         """
         self._outputs = outputs
-        self._max_elements = max_elements
+        self.max_elements = max_elements
 
     @abstractmethod
     def check(self, request: Request) -> CheckedRequest:
@@ -168,8 +168,8 @@ class RequestLayout(ABC):
         return self._outputs.split(computed, wanted, [request.num_samples for request in requests])
 
     def _check_size(self, name: str, array: NDArray[Any]) -> None:
-        if array.size > self._max_elements:
+        if array.size > self.max_elements:
             raise InvalidRequestError(
-                f"input {name!r} has {array.size} elements, above the limit of {self._max_elements} "
+                f"input {name!r} has {array.size} elements, above the limit of {self.max_elements} "
                 "(max_keys_per_request)"
             )

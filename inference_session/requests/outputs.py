@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,15 @@ from inference_session.errors import HotrowError, InvalidRequestError
 from inference_session.model_spec import PREDICTIONS, ModelSpec
 
 Answer = dict[str, NDArray[Any]]
+_MAX_KNOWN = 256
+
+
+class Wanted(NamedTuple):
+    """What requests ask for."""
+
+    names: Sequence[str]
+    computed: tuple[str, ...]
+    """What the network has to compute for it."""
 
 
 class Outputs:
@@ -25,6 +34,7 @@ class Outputs:
         # A model's own output of that name is not ours to replace.
         self._has_predictions = bool(spec.label_outputs) and PREDICTIONS not in self._specs
         self.names = (*self._specs, PREDICTIONS) if self._has_predictions else tuple(self._specs)
+        self._known: dict[tuple[str, ...] | None, Wanted] = {}
 
     def resolve(self, wanted: Sequence[str] | None) -> Sequence[str]:
         """The wanted outputs, all of them for None; InvalidRequestError for a name that is none."""
@@ -33,6 +43,17 @@ class Outputs:
                 known = ", ".join(repr(name) for name in self.names)
                 raise InvalidRequestError(f"the model has no output {name!r}; its outputs: {known}")
         return self.names if wanted is None else wanted
+
+    def wanted(self, outputs: Sequence[str] | None) -> Wanted:
+        """What requests with these outputs, None: all, ask for; remembered. Errors are those of `resolve`."""
+        key = None if outputs is None else tuple(outputs)
+        known = self._known.get(key)
+        if known is None:
+            names = self.resolve(key)
+            known = Wanted(names, tuple(self.of_network([names])))
+            if len(self._known) < _MAX_KNOWN:
+                self._known[key] = known
+        return known
 
     def of_network(self, wanted: Sequence[Sequence[str]]) -> list[str]:
         """What the dense network has to compute to satisfy several requests."""

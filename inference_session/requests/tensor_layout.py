@@ -41,8 +41,9 @@ class TensorLayout(RequestLayout):
         super().__init__(spec, outputs, network_inputs=network_inputs, max_elements=max_elements)
         self._batched = spec.batched
         self._equal_sizes = spec.equal_sizes
-        ragged = _ragged_inputs(spec, network_inputs)
-        self._inputs = tuple(_expected(tensor, tensor.name in ragged) for tensor in spec.inputs)
+        self.ragged = _ragged_inputs(spec, network_inputs)
+        """Inputs whose last dimension may differ between the requests of one batch."""
+        self._inputs = tuple(_expected(tensor, tensor.name in self.ragged) for tensor in spec.inputs)
 
     def check(self, request: Request) -> CheckedRequest:
         inputs, shapes, (num_samples, _) = self._check_inputs(request.inputs)
@@ -64,7 +65,7 @@ class TensorLayout(RequestLayout):
                 continue
             if not expected.rank and array.shape == (1,):
                 array = array.reshape(())  # a scalar, as servers without scalars send it
-            if array.dtype != expected.dtype or array.ndim != expected.rank or array.size > self._max_elements:
+            if array.dtype != expected.dtype or array.ndim != expected.rank or array.size > self.max_elements:
                 self._explain_array(expected, array)
             shape = array.shape
             for axis, size in expected.fixed:

@@ -27,8 +27,10 @@ def load_quietly(module: str, name: str) -> Any:
 
 def _load_kernels() -> None:
     from inference_session.kernels.cpu import lookup as cpu
+    from inference_session.kernels.cpu import staging
 
     cpu.compile_kernels()
+    staging.compile_kernels()
 
 
 @contextmanager

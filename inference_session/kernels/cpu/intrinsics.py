@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic as numba_intrinsic
 
 from inference_session.kernels.machine_code import compiled
@@ -123,6 +124,19 @@ def _copier(num_floats: int) -> Callable[..., Any]:
 
 copy_16_floats, copy_4_floats = _copier(16), _copier(4)
 """copy_16_floats(target, source): one move of 16 float32; neither address need be aligned."""
+
+
+@_intrinsic
+def copy_bytes(_context: Any, _target: Any, _source: Any, _count: Any) -> Any:
+    """copy_bytes(target, source, count): the two do not overlap."""
+
+    def build(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        byte = ir.IntType(8)
+        target, source = (_pointer(builder, address, byte) for address in arguments[:2])
+        cgutils.raw_memcpy(builder, target, source, arguments[2], 1)  # type: ignore[no-untyped-call]
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64, types.int64), build
 
 
 @_intrinsic

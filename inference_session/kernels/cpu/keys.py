@@ -1,4 +1,4 @@
-"""The keys of a request, copied out of wherever they lie."""
+"""The keys of a request: copied out of wherever they lie, and counted."""
 
 from __future__ import annotations
 
@@ -20,3 +20,11 @@ def copy_keys(segments: Any, keys: Any) -> int:
                 keys[count] = load_key(address + column * segment.key_stride, segment.key_bytes)
                 count += 1
     return count
+
+
+@kernel
+def count_keys(segments: Any, num_keys: Any, num_unknown: Any, keys_of: Any, unknown_of: Any) -> None:
+    """Add the keys of SEGMENT records, and how many of these are unknown, to the counts of their tables."""
+    for s in range(len(segments)):
+        keys_of[segments[s].table] += num_keys[s]
+        unknown_of[segments[s].table] += num_unknown[s]

@@ -17,6 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.kernels.cpu.blocks import BLOCK, CURSOR, NUM_STAGES, Span, look_up_blocks
+from inference_session.kernels.cpu.interleaved import (
+    CELL,
+    MAX_CELLS,
+    end_of_interleaved,
+    look_up_interleaved,
+    new_ring,
+)
 from inference_session.kernels.cpu.intrinsics import kernel
 from inference_session.kernels.cpu.rows import bag_length
 from inference_session.kernels.cpu.stream import RING, is_stream, look_up_stream
@@ -35,6 +42,8 @@ class _Workspace(threading.local):
         self.blocks = np.zeros(NUM_STAGES, BLOCK)
         self.ring = np.zeros(2 * RING, np.int64)
         self.vector = np.zeros(CHUNK, np.float32)
+        self.cells = np.zeros(MAX_CELLS, CELL)
+        self.hashes = new_ring()
 
 
 _workspace = _Workspace()
@@ -130,15 +139,16 @@ def _lookup_range(
     """Look up from one (segment, row) up to, not including, another."""
     own = _workspace
     return int(
-        _look_up(
+        look_up_range(
             *(tables, segments, *begin, *end),
-            *(own.cursor, own.blocks, own.ring, own.vector, missing_counts, missing_positions),
+            *(own.cursor, own.blocks, own.ring, own.vector, own.cells, own.hashes),
+            *(missing_counts, missing_positions),
         )
     )
 
 
 @kernel
-def _look_up(
+def look_up_range(
     tables: Any,
     segments: Any,
     segment: int,
@@ -149,14 +159,23 @@ def _look_up(
     blocks: Any,
     ring: Any,
     scratch: Any,
+    cells: Any,
+    hashes: Any,
     missing_counts: Any,
     missing_positions: Any,
 ) -> Any:
+    """Look up from one (segment, row) up to, not including, another; see `lookup`."""
     missing_counts[:] = 0
     num_missing = 0
     whole = Span(segment, row, last_segment, last_row)
     while segment < last_segment or (segment == last_segment and row < last_row):
-        if _is_stream(tables, segments, segment, row, whole):
+        end = end_of_interleaved(segments, segment, last_segment) if row == 0 else segment
+        if end > segment:
+            part = Span(segment, row, end, 0)
+            missing = look_up_interleaved(
+                tables, segments, segment, end, cells, hashes, missing_counts, missing_positions, num_missing
+            )
+        elif _is_stream(tables, segments, segment, row, whole):
             part = Span(segment, row, segment + 1, 0)
             table, num_rows = tables[segments[segment].table], _num_rows(segments, segment, whole)
             missing = look_up_stream(table, segments[segment], row, num_rows, ring, missing_positions, num_missing)

@@ -31,22 +31,21 @@ _MEAN, _MAX = int(PoolingCode.MEAN), int(PoolingCode.MAX)
 @kernel
 def prefetch_vector(vector: int, row_bytes: int) -> None:
     """Ask for all lines of a vector, or the first ones of a long vector."""
-    num_bytes = min(row_bytes, MAX_PREFETCH_BYTES)
-    for line in range((num_bytes + LINE_BYTES - 1) // LINE_BYTES):
-        prefetch(vector + LINE_BYTES * line)
-    if (vector | row_bytes) & (LINE_BYTES - 1) != 0:
-        # Not at a line's edge, so that it may reach into one line more.
-        prefetch(vector + num_bytes - 1)
+    prefetch(vector)
+    if (vector & (LINE_BYTES - 1)) + row_bytes > LINE_BYTES:  # a test costs less than a loop that runs once
+        end = vector + min(row_bytes, MAX_PREFETCH_BYTES)
+        for line in range((vector | (LINE_BYTES - 1)) + 1, end, LINE_BYTES):
+            prefetch(line)
 
 
 @kernel
 def prefetch_vector_near(vector: int, row_bytes: int) -> None:
     """As `prefetch_vector`, into the first-level cache."""
-    num_bytes = min(row_bytes, MAX_PREFETCH_BYTES)
-    for line in range((num_bytes + LINE_BYTES - 1) // LINE_BYTES):
-        prefetch_near(vector + LINE_BYTES * line)
-    if (vector | row_bytes) & (LINE_BYTES - 1) != 0:
-        prefetch_near(vector + num_bytes - 1)
+    prefetch_near(vector)
+    if (vector & (LINE_BYTES - 1)) + row_bytes > LINE_BYTES:
+        end = vector + min(row_bytes, MAX_PREFETCH_BYTES)
+        for line in range((vector | (LINE_BYTES - 1)) + 1, end, LINE_BYTES):
+            prefetch_near(line)
 
 
 @kernel
@@ -63,10 +62,12 @@ def _copy_floats(output: int, source: int, count: int) -> None:
     """The last of several wide moves overlaps the one before, so that no tail is left."""
     end = 4 * count
     if count >= 16:
-        for i in range(count // 16):
-            copy_16_floats(output + 64 * i, source + 64 * i)
-        if count % 16 != 0:
-            copy_16_floats(output + end - 64, source + end - 64)
+        copy_16_floats(output, source)
+        if count > 16:  # a test costs less than a loop that runs once
+            for i in range(1, count // 16):
+                copy_16_floats(output + 64 * i, source + 64 * i)
+            if count % 16 != 0:
+                copy_16_floats(output + end - 64, source + end - 64)
     elif count >= 4:
         for i in range(count // 4):
             copy_4_floats(output + 16 * i, source + 16 * i)

@@ -1,0 +1,404 @@
+"""Requests that compiled code stages are answered as those that take the way of all others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_session import InferenceSession, Request
+from inference_session.dense_engine.onnx import OnnxEngine
+from inference_session.errors import HotrowError, InvalidRequestError
+from inference_session.execution import staged
+from inference_session.kernels import array_headers
+from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.store_url import create_store
+from inference_session.parameter_server.table_push import TablePush
+from inference_session.rows import UpdatedRows
+from tests.testing import staged_model
+from tests.testing.onnx_models import import_model, model_of, table
+from tests.testing.servers import PATIENCE_MS
+
+KINDS = ("files", "threads", "updates", "cache", "tiny cache")
+
+
+def open_plain(directory: Path, **options: Any) -> InferenceSession:
+    """A session that stages nothing: the oracle."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("inference_session.session.stage_model", lambda *_: None)
+        return InferenceSession.open(directory, **options)
+
+
+def open_updated(directory: Path) -> InferenceSession:
+    """A session whose rows an update stream could change."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "inference_session.session.create_rows",
+            lambda version, config, device: UpdatedRows(version.open_tables(), num_threads=1),
+        )
+        return InferenceSession.open(directory)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("staged")
+    version = root / "repository" / "staged" / "1"
+    staged_model.write(version)
+    dims = {table.folder: table.embedding_dim for table in staged_model.TABLES}
+    store_url, space = f"rocksdb://{root}/db", Namespace("staged", "1")
+    with create_store(store_url, space, dims, writable=True, timeout_ms=PATIENCE_MS) as store:
+        for each in staged_model.TABLES:
+            TablePush(version, each, store).run()
+    return version
+
+
+@pytest.fixture(scope="module")
+def plain(directory: Path) -> Iterator[InferenceSession]:
+    with open_plain(directory) as session:
+        yield session
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def session(directory: Path, request: pytest.FixtureRequest) -> Iterator[InferenceSession]:
+    """Sessions over rows of all kinds, that answer the same."""
+    store = {"persistent_store": f"rocksdb://{directory.parents[2]}/db"}
+    options: dict[str, dict[str, Any]] = {
+        "files": {},
+        "threads": {"lookup_threads": 2},
+        "cache": {**store, "cache_bytes": 1 << 20},
+        "tiny cache": {**store, "cache_bytes": 4000},
+    }
+    kind = request.param
+    with open_updated(directory) if kind == "updates" else InferenceSession.open(directory, **options[kind]) as opened:
+        yield opened
+
+
+def arrays_of(requests: list[dict[str, Any]]) -> list[Any]:
+    return [request[tensor.name] for request in requests for tensor in staged_model.SPEC.inputs]
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Equal to the last bit."""
+    assert isinstance(expected, dict), expected
+    assert isinstance(found, dict), found
+    assert list(found) == list(expected)
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype, name
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+batches = st.tuples(
+    st.lists(st.tuples(st.integers(1, 90), st.integers(0, 6)), min_size=1, max_size=6),
+    st.integers(0, 4),
+    st.integers(0, 2**32 - 1),
+)
+
+
+@settings(max_examples=60)
+@given(batch=batches, again=st.booleans())
+def test_staged_requests_are_answered_as_any_others(
+    session: InferenceSession, plain: InferenceSession, batch: Any, again: bool
+) -> None:
+    """Joined or alone, of any sizes, with bags of other lengths in each request."""
+    sizes, length, seed = batch
+    rng = np.random.default_rng(seed)
+    requests = [staged_model.inputs(n, rng, length=length, num_items=items) for n, items in sizes]
+    before = session.stats()
+
+    for _ in range(1 + again):  # the second time over what the first has bound
+        found = session.run_arrays(arrays_of(requests), len(requests))
+
+    expected = plain.run_many([Request(request) for request in requests])
+    assert found is not None
+    for answer, wanted in zip(found, expected, strict=True):
+        assert_same(answer, wanted)
+    after = session.stats()
+    assert after["requests"] - before["requests"] == len(requests) * (1 + again)
+    assert after["samples"] - before["samples"] == sum(n for n, _ in sizes) * (1 + again)
+    assert after["batches"] - before["batches"] == 1 + again
+    assert after["failed_requests"] == before["failed_requests"]
+
+
+def test_what_is_counted_per_table_is_what_the_plain_way_counts(directory: Path) -> None:
+    requests = [staged_model.inputs(n, np.random.default_rng(n)) for n in (1, 7, 30)]
+    counts = []
+    for opened in (InferenceSession.open, open_plain):
+        with opened(directory) as session:
+            session.run_many([Request(request) for request in requests])
+            counts.append(session.stats()["tables"])
+    assert counts[0] == counts[1]
+    assert sum(each["default_vectors"] for each in counts[0].values())
+
+
+def test_every_way_of_asking_takes_it(
+    directory: Path, plain: InferenceSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name in any order; all outputs, some, or the predictions."""
+    inputs = staged_model.inputs(5, np.random.default_rng(0))
+    shuffled = dict(reversed(inputs.items()))
+    expected = plain.run(inputs)
+    with InferenceSession.open(directory) as session:
+        monkeypatch.setattr(session._layout, "check", lambda _: pytest.fail("took the way of other requests"))
+        assert_same(session.run(shuffled), expected)
+        assert_same(session.run(inputs, ["OUTPUT0"]), {"OUTPUT0": expected["OUTPUT0"]})
+        assert_same(
+            session.run_many([Request(inputs, ("click", "flags_out"))] * 2)[1],
+            plain.run(inputs, ["click", "flags_out"]),
+        )
+        np.testing.assert_array_equal(session.predict(inputs), expected["OUTPUT0"])
+
+
+def misaligned(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    memory = np.zeros(array.nbytes + 1, np.uint8)
+    copy = memory[1:].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
+def read_only(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize("form", [misaligned, read_only])
+@pytest.mark.parametrize("name", ["packed", "codes", "items", "factors", "steps", "flags"])
+def test_memory_of_any_kind_is_read(directory: Path, plain: InferenceSession, form: Any, name: str) -> None:
+    inputs = staged_model.inputs(9, np.random.default_rng(1))
+    with InferenceSession.open(directory) as session:
+        found = session.run_arrays(arrays_of([{**inputs, name: form(inputs[name])}]), 1)
+    assert found is not None
+    assert_same(found[0], plain.run(inputs))
+
+
+class Kind(np.ndarray[Any, Any]):
+    """A type of arrays of somebody else's."""
+
+
+UNFIT = {
+    "strided": lambda a: np.repeat(a, 2, axis=0)[::2],
+    "column by column": lambda a: np.asfortranarray(np.stack([a, a]))[0],
+    "other bytes": lambda a: a.astype(a.dtype.newbyteorder(">")),
+    "other type": lambda a: a.astype(np.float64),
+    "unsigned": lambda a: a.astype(np.uint64),
+    "more dimensions": lambda a: a[None],
+    "fewer dimensions": lambda a: a[:, 0],
+    "more columns": lambda a: np.concatenate([a, a], axis=1),
+    "more samples": lambda a: np.concatenate([a, a]),
+    "no samples": lambda a: a[:0],
+    "a subclass": lambda a: a.view(Kind),
+    "a list": lambda a: a.tolist(),
+    "none": lambda _: None,
+    "text": lambda _: "text",
+    "objects": lambda a: a.astype(object),
+    "huge": lambda a: np.zeros((len(a), 0, 2**40), a.dtype),
+}
+
+
+@pytest.mark.parametrize("name", ["packed", "codes", "bag"])
+@pytest.mark.parametrize("form", UNFIT.values(), ids=UNFIT)
+def test_what_does_not_fit_is_left_to_the_plain_way(
+    directory: Path, plain: InferenceSession, form: Any, name: str
+) -> None:
+    """Which answers it, or says what is wrong; other requests of the batch are not concerned."""
+    good = staged_model.inputs(6, np.random.default_rng(2))
+    bad = {**good, name: form(good[name])}
+    with InferenceSession.open(directory) as session:
+        assert session.run_arrays(arrays_of([good, bad]), 2) is None
+        outcomes = [outcome(lambda each=each: each.run(bad)) for each in (session, plain)]
+        assert type(outcomes[0]) is type(outcomes[1])
+        if isinstance(outcomes[0], Exception):
+            assert str(outcomes[0]) == str(outcomes[1])
+        else:
+            assert_same(*outcomes)
+        if isinstance(bad[name], np.ndarray):
+            answers = [each.run_many([Request(good), Request(bad)]) for each in (session, plain)]
+            assert_same(answers[0][0], answers[1][0])
+            assert str(answers[0][1]) == str(answers[1][1])
+
+
+def outcome(call: Any) -> Any:
+    try:
+        return call()
+    except (HotrowError, AttributeError, TypeError) as error:
+        return error
+
+
+def test_names_that_do_not_fit_get_their_messages(directory: Path) -> None:
+    inputs = staged_model.inputs(2, np.random.default_rng(0))
+    with InferenceSession.open(directory) as session:
+        with pytest.raises(InvalidRequestError, match="no input 'more'"):
+            session.run({**inputs, "more": inputs["bag"]})
+        with pytest.raises(InvalidRequestError, match="'bag' is missing"):
+            session.run({("bags" if name == "bag" else name): array for name, array in inputs.items()})
+        with pytest.raises(InvalidRequestError, match="no output 'x'"):
+            session.run(inputs, ["x"])
+        assert session.run_arrays(arrays_of([inputs])[:-1], 1) is None
+        assert session.stats()["failed_requests"] == 3
+
+
+def test_sizes_that_have_to_agree(directory: Path) -> None:
+    """The lengths of requests in a batch, where they are no bags."""
+    rng = np.random.default_rng(0)
+    first, second = staged_model.inputs(2, rng, length=3), staged_model.inputs(2, rng, length=4)
+    with InferenceSession.open(directory) as session:
+        assert session.run_arrays(arrays_of([first, second]), 2) is None
+        answers = session.run_many([Request(first), Request(second)])
+        assert [answer["alone_out"].shape[1] for answer in answers] == [3, 4]  # type: ignore[call-overload]
+
+
+def test_batches_that_are_too_large_take_the_plain_way(
+    directory: Path, plain: InferenceSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = staged_model.inputs(50, np.random.default_rng(0))
+    monkeypatch.setattr(staged, "_MAX_BYTES", 10_000)
+    monkeypatch.setattr(staged, "_MAX_REQUESTS", 3)
+    with InferenceSession.open(directory) as session:
+        assert session.run_arrays(arrays_of([inputs]), 1) is None
+        assert_same(session.run(inputs), plain.run(inputs))
+        one = staged_model.inputs(1, np.random.default_rng(0))
+        assert session.run_arrays(arrays_of([one] * 20), 20) is None
+
+
+def test_more_elements_than_allowed_are_refused(directory: Path) -> None:
+    inputs = staged_model.inputs(50, np.random.default_rng(0))
+    with (
+        InferenceSession.open(directory, max_keys_per_request=249) as session,
+        pytest.raises(InvalidRequestError, match="250 elements"),
+    ):
+        session.run(inputs)
+
+
+def test_unknown_keys_are_refused_where_they_have_to_be(directory: Path) -> None:
+    inputs = staged_model.inputs(5, np.random.default_rng(0))
+    known = {name: np.zeros_like(array) for name, array in inputs.items()}
+    with InferenceSession.open(directory, unknown_keys="reject") as session:
+        assert session.run_arrays(arrays_of([known]), 1) is not None
+        with pytest.raises(HotrowError, match="keys are unknown"):
+            session.run(inputs)
+        assert session.stats()["failed_requests"] == 1
+
+
+def test_updates_are_answered_at_once(directory: Path) -> None:
+    """Rows that change, come and go between two batches of one shape."""
+    inputs = {name: np.ones_like(array) for name, array in staged_model.inputs(3, np.random.default_rng(0)).items()}
+    with open_updated(directory) as session:
+        assert session.run_arrays(arrays_of([inputs]), 1) is not None
+        session._rows.writer.update(0, np.array([1]), np.full((1, 16), 7, np.float32))
+        answer = session.run(inputs)
+        np.testing.assert_array_equal(answer["alone_out"], np.full((3, 3, 16), 7))
+        session._rows.writer.erase(0, np.array([1]))
+        unknown = session.stats()["tables"]["wide"]["default_vectors"]
+        answer = session.run(inputs)
+        np.testing.assert_array_equal(answer["alone_out"], np.full((3, 3, 16), 2))
+        assert session.stats()["tables"]["wide"]["default_vectors"] - unknown == 3 + 9
+
+
+def test_threads_have_memory_of_their_own(directory: Path, plain: InferenceSession) -> None:
+    """Also while rows come and go in a cache."""
+    requests = [staged_model.inputs(n, np.random.default_rng(n)) for n in range(1, 9)]
+    expected = [plain.run(request) for request in requests]
+    wrong: list[int] = []
+    store = f"rocksdb://{directory.parents[2]}/db"
+    with InferenceSession.open(directory, persistent_store=store, cache_bytes=4000) as session:
+
+        def ask(number: int) -> None:
+            for i in range(40):
+                at = (number + i) % len(requests)
+                found = session.run_arrays(arrays_of([requests[at]]), 1)
+                same = found and all(np.array_equal(found[0][name], array) for name, array in expected[at].items())
+                wrong.extend([] if same else [at])
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+
+
+def test_answers_stay_as_they_are(directory: Path) -> None:
+    """Later batches do not write over them."""
+    first, second = (staged_model.inputs(4, np.random.default_rng(seed)) for seed in (0, 1))
+    with InferenceSession.open(directory) as session:
+        answers = [session.run(first) for _ in range(3)]
+        kept = [{name: array.copy() for name, array in answer.items()} for answer in answers]
+        for _ in range(3):
+            session.run(second)
+        for answer, copy in zip(answers, kept, strict=True):
+            assert_same(answer, copy)
+
+
+def test_where_headers_cannot_be_read_nothing_is_staged(
+    directory: Path, plain: InferenceSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = staged_model.inputs(4, np.random.default_rng(0))
+    monkeypatch.setattr(staged, "can_read_arrays", lambda: False)
+    with InferenceSession.open(directory) as session:
+        assert session.run_arrays(arrays_of([inputs]), 1) is None
+        assert_same(session.run(inputs), plain.run(inputs))
+
+
+def test_headers_are_where_they_are_looked_for() -> None:
+    """On every Python and NumPy that is tested; else hotrow is slower than it need be."""
+    assert array_headers.can_read_arrays()
+
+
+@pytest.mark.parametrize("place", ["DATA", "RANK", "SIZES", "STRIDES", "DTYPE", "FLAGS", "LIST_ITEMS", "OBJECT_TYPE"])
+def test_headers_that_lie_elsewhere_are_not_read(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each place is compared with what Python says."""
+    monkeypatch.setattr(array_headers, place, getattr(array_headers, place) - 8)
+    assert not array_headers.can_read_arrays.__wrapped__()
+
+
+def test_networks_may_refuse_values(tmp_path: Path) -> None:
+    """The one request gets the error, the others their answers."""
+    graph = (
+        "g (int64[n, 1] ids, int64[n] at) => (float[n, 4] y)"
+        " { e = Gather(emb, ids) f = Flatten(e) s = Gather(few, at) y = Add(f, s) }"
+    )
+    few = table(3, 4)
+    version = import_model(tmp_path, model_of(graph, {"emb": table(), "few": few})).version_dir
+    good, bad = ({"ids": np.array([[1]]), "at": np.array([at])} for at in (2, 3))
+    with InferenceSession.open(version) as session:
+        answers = session.run_many([Request(good), Request(bad)])
+        assert isinstance(answers[1], InvalidRequestError)
+        np.testing.assert_allclose(answers[0]["y"], table()[[1]] + few[[2]])  # type: ignore[call-overload]
+
+
+def test_outputs_whose_shapes_follow_from_values(tmp_path: Path) -> None:
+    """Are not bound to memory of one size for long."""
+    onnx.save(model_of("g (float[n] x) => (int64[1, m] y) { y = NonZero(x) }", {}), tmp_path / "m.onnx")
+    engine = OnnxEngine(tmp_path / "m.onnx", num_threads=1)
+    x = np.zeros(5, np.float32)
+    run = engine.bind({"x": x}, ["y"])
+    assert run is not None
+    for places in ([1, 3], [0, 4], [2], [0, 1, 2], [2], [], [1, 3]):
+        x[:] = 0
+        x[places] = 1
+        np.testing.assert_array_equal(run.run()[0], [places])
+    assert engine.bind({"x": x}, []) is None
+
+
+def test_a_bound_run_says_what_the_network_refuses(tmp_path: Path) -> None:
+    onnx.save(
+        model_of("g (int64[n] x) => (float[n, 4] y) { y = Gather(emb, x) }", {"emb": table(3)}), tmp_path / "m.onnx"
+    )
+    engine = OnnxEngine(tmp_path / "m.onnx", num_threads=1)
+    x = np.array([1, 5])
+    run = engine.bind({"x": x}, ["y"])
+    assert run is not None
+    for at in (0, 5, 1, 7, 2):  # before and after the outputs are bound
+        x[1] = at
+        if at > 2:
+            with pytest.raises(InvalidRequestError, match="cannot compute these values"):
+                run.run()
+        else:
+            np.testing.assert_array_equal(run.run()[0], table(3)[[1, at]])
