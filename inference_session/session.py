@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -186,6 +186,11 @@ class InferenceSession:
         """Names of the tables, as in the original model."""
         return tuple(table.name for table in self.spec.tables)
 
+    @property
+    def stages_arrays(self) -> bool:
+        """Whether `run_arrays` answers any requests to this model."""
+        return self._staged is not None
+
     def predict(self, inputs: Mapping[str, ArrayLike]) -> NDArray[np.float32]:
         """All tasks side by side: float32 [samples, number of labels].
 
@@ -232,7 +237,7 @@ class InferenceSession:
         return grouped.answers
 
     def run_arrays(
-        self, arrays: Arrays, num_requests: int, outputs: Sequence[str] | None = None, mark: Mark = unmarked
+        self, arrays: Arrays, num_requests: int, outputs: Collection[str] | None = None, mark: Mark = unmarked
     ) -> list[Answer] | None:
         """Answer requests that are as the model's inputs describe them, by one look-up and one run of the network.
 

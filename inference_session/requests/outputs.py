@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +44,7 @@ class Outputs:
                 raise InvalidRequestError(f"the model has no output {name!r}; its outputs: {known}")
         return self.names if wanted is None else wanted
 
-    def wanted(self, outputs: Sequence[str] | None) -> Wanted:
+    def wanted(self, outputs: Collection[str] | None) -> Wanted:
         """What requests with these outputs, None: all, ask for; remembered. Errors are those of `resolve`."""
         key = None if outputs is None else tuple(outputs)
         known = self._known.get(key)

@@ -13,9 +13,11 @@ from inference_session.execution.stages import Mark, unmarked
 from inference_session.model_spec import ModelSpec
 from inference_session.requests.batch import Request
 from inference_session.requests.outputs import Answer
+from inference_session.session import InferenceSession
 from inference_session.versions import VersionManager
 from triton_backend.backend.errors import triton_error
 from triton_backend.backend.packed import packed_response
+from triton_backend.backend.plain_requests import PlainRequests
 from triton_backend.backend.tensors import read_array, write_tensor
 from triton_backend.backend.tracing import Tracing
 from triton_backend.client.probe import is_probe, probe_request
@@ -42,6 +44,7 @@ class Answering:
         self._device_id = device_id
         self._max_samples = max_samples
         self._tracing = tracing
+        self._plain = PlainRequests(versions.spec, max_samples=max_samples)
         self._num_failed = 0
 
     def stats(self) -> dict[str, Any]:
@@ -66,14 +69,30 @@ class Answering:
     def _answer(self, requests: Sequence[TritonRequest], mark: Mark) -> list[TritonResponse]:
         mark("check")
         try:
-            read = [self._read(request) for request in requests]
             with self._versions.lease() as session:
+                if responses := self._answer_plain(session, requests, mark):
+                    return responses
+                read = [self._read(request) for request in requests]
                 return [self._response(answer, session.spec) for answer in session.run_many(read, mark)]
         except Exception as error:  # noqa: BLE001  whatever it was, no request may go without an answer
             if len(requests) > 1:
                 return [self._answer([request], mark)[0] for request in requests]
             self._num_failed += 1
             return [_failure(error)]
+
+    def _answer_plain(
+        self, session: InferenceSession, requests: Sequence[TritonRequest], mark: Mark
+    ) -> list[TritonResponse] | None:
+        """The way of most requests: one list of arrays in, the tensors of each answer out. None: it is not theirs."""
+        if not session.stages_arrays or (plain := self._plain.read(requests)) is None:
+            return None
+        answers = session.run_arrays(plain.arrays, len(requests), plain.outputs, mark)
+        if answers is None:
+            return None
+        return [
+            pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in answer.items()])
+            for answer in answers
+        ]
 
     def _read(self, request: TritonRequest) -> Request:
         if is_probe(request.parameters()):

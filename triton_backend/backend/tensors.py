@@ -19,14 +19,14 @@ def read_array(tensor: Any) -> NDArray[Any]:
     """A view of the tensor's memory: keep the request as long as the array. Of one on a GPU, a copy."""
     if not tensor.is_cpu():
         return _downloaded(tensor)
-    if _knows_numpy():
+    if knows_numpy():
         return tensor.as_numpy()  # type: ignore[no-any-return]
     return np.from_dlpack(ImportedTensor(tensor))
 
 
 def write_tensor(name: str, array: NDArray[Any]) -> Any:
     """A `pb_utils.Tensor` of the array's values."""
-    if _knows_numpy():
+    if knows_numpy():
         return pb_utils.Tensor(name, array)
     return pb_utils.Tensor.from_dlpack(name, ExportedTensor(array))
 
@@ -34,7 +34,7 @@ def write_tensor(name: str, array: NDArray[Any]) -> Any:
 def check_types(tensors: Iterable[TensorSpec]) -> None:
     """UnsupportedModelError for strings where the stub would crash on them: DLPack has none."""
     for tensor in tensors:
-        if tensor.dtype == "object" and not _knows_numpy():
+        if tensor.dtype == "object" and not knows_numpy():
             raise UnsupportedModelError(
                 f"tensor {tensor.name!r} holds strings, for which this tritonserver needs NumPy 1, but NumPy "
                 f"{np.__version__} is installed: pip install 'numpy<2' for the server's Python"
@@ -49,7 +49,7 @@ def _downloaded(tensor: Any) -> NDArray[Any]:
 
 
 @cache
-def _knows_numpy() -> bool:
+def knows_numpy() -> bool:
     """Whether the stub reads this NumPy's arrays rightly."""
     values = np.array([1, 2], np.int32)
     return bool(np.array_equal(pb_utils.Tensor.from_dlpack("probe", ExportedTensor(values)).as_numpy(), values))
