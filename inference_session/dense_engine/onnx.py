@@ -149,7 +149,8 @@ class OnnxBoundRun(BoundRun):
         return self.run()
 
     def _results_of_first_run(self) -> list[np.ndarray[Any, Any]]:
-        found: list[np.ndarray[Any, Any]] = self._binding.copy_outputs_to_cpu()
+        # Arrays of ONNX Runtime's may lie in the memory of the inputs, which the next run overwrites.
+        found = [array.copy() for array in self._binding.copy_outputs_to_cpu()]
         if not self._may_bind_results or not all(array.size and array.dtype != object for array in found):
             self._bind_outputs()  # else the next run would write over arrays that somebody has
             return found

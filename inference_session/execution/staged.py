@@ -42,6 +42,9 @@ _MAX_BYTES = 64 << 20
 _FIRST_REQUESTS, _MAX_REQUESTS = 16, 4096
 _ARRAY_TYPE = id(np.ndarray)
 
+_Records: TypeAlias = "tuple[NDArray[np.void], NDArray[np.int64], NDArray[np.int64]]"
+"""Segments, keys and unknown keys of each, of a Lookup."""
+
 Arrays: TypeAlias = "list[NDArray[Any]]"
 """Of several requests, one request after the other, those of each in the order of the model's inputs."""
 
@@ -114,8 +117,8 @@ class Staging:
         if run is None:
             return None
         num_segments = num_requests * len(self._lookups)
-        lookup = self._lookup_of.get(num_segments) or self._new_lookup(num_segments)
-        return StagedBatch(lookup, run, self._counts[:num_requests].tolist())
+        records = self._records_of.get(num_segments) or self._first_records(num_segments)
+        return StagedBatch(Lookup(*records), run, self._counts[:num_requests].tolist())
 
     def _stage(self, arrays: Arrays, num_requests: int) -> int:
         return stage(
@@ -124,17 +127,18 @@ class Staging:
             *(self._open_sizes, self._counts, self._segments, self._num_keys),
         )
 
-    def _new_lookup(self, num_segments: int) -> Lookup:
+    def _first_records(self, num_segments: int) -> _Records:
+        """What a Lookup of so many segments is made of; remembered, for cutting arrays takes as long as staging."""
         unknown = np.zeros(num_segments, np.int64)
-        lookup = Lookup(self._segments[:num_segments], self._num_keys[:num_segments], unknown)
-        self._lookup_of[num_segments] = lookup
-        return lookup
+        records = self._segments[:num_segments], self._num_keys[:num_segments], unknown
+        self._records_of[num_segments] = records
+        return records
 
     def _make_room(self, num_requests: int) -> None:
         self._counts = np.zeros(num_requests, np.int64)
         self._segments = np.zeros(num_requests * len(self._lookups), SEGMENT)
         self._num_keys = np.zeros(len(self._segments), np.int64)
-        self._lookup_of: dict[int, Lookup] = {}
+        self._records_of: dict[int, _Records] = {}
 
     def _grow(self, num_requests: int) -> bool:
         """Make room for the batch that lacked some; False: it is too large."""

@@ -402,3 +402,17 @@ def test_a_bound_run_says_what_the_network_refuses(tmp_path: Path) -> None:
                 run.run()
         else:
             np.testing.assert_array_equal(run.run()[0], table(3)[[1, at]])
+
+
+def test_what_passes_through_a_network_is_not_the_memory_that_it_was_in(tmp_path: Path) -> None:
+    """The first run's outputs neither, which ONNX Runtime allocates."""
+    onnx.save(model_of("g (float[n] x) => (float[n] y) { y = Identity(x) }", {}), tmp_path / "m.onnx")
+    x = np.zeros(5, np.float32)
+    run = OnnxEngine(tmp_path / "m.onnx", num_threads=1).bind({"x": x}, ["y"])
+    assert run is not None
+    answers = []
+    for i in range(4):
+        x[:] = i
+        answers.append(run.run()[0])
+    x[:] = 9
+    np.testing.assert_array_equal(answers, np.repeat(np.arange(4), 5).reshape(4, 5))
