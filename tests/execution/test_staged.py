@@ -291,10 +291,10 @@ def test_updates_are_answered_at_once(directory: Path) -> None:
     inputs = {name: np.ones_like(array) for name, array in staged_model.inputs(3, np.random.default_rng(0)).items()}
     with open_updated(directory) as session:
         assert session.run_arrays(arrays_of([inputs]), 1) is not None
-        session._rows.writer.update(0, np.array([1]), np.full((1, 16), 7, np.float32))
+        session._rows.writer.update("wide", np.array([1]), np.full((1, 16), 7, np.float32))
         answer = session.run(inputs)
         np.testing.assert_array_equal(answer["alone_out"], np.full((3, 3, 16), 7))
-        session._rows.writer.erase(0, np.array([1]))
+        session._rows.writer.erase("wide", np.array([1]))
         unknown = session.stats()["tables"]["wide"]["default_vectors"]
         answer = session.run(inputs)
         np.testing.assert_array_equal(answer["alone_out"], np.full((3, 3, 16), 2))
