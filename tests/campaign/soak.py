@@ -15,8 +15,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,7 @@ _WARM_FRACTION = 0.25
 """Of the time, in which caches fill and is not looked at."""
 LIMITS = {"private_mib": 24.0, "handles": 6.0, "threads": 3.0, "disk_mib": 24.0, "shared_mib": 4.0}
 """By how much each may grow in an hour: what the measure itself varies by, not a leak per swap, request or outage."""
+_FAILURES = "failed requests", "failed threads"
 
 
 @dataclass
@@ -49,6 +51,8 @@ class Load:
     """How much is done, and has been done."""
 
     num_clients: int
+    pause_s: float
+    """Of a client, between two requests."""
     rows_per_s: int
     swap_s: float
     outage_s: float
@@ -60,15 +64,31 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="A served model under steady load: does anything grow?")
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--pause-s", type=float, default=0.05, help="Of a client, between two requests.")
     parser.add_argument("--rows-per-s", type=int, default=5000)
     parser.add_argument("--swap-s", type=float, default=60)
     parser.add_argument("--outage-s", type=float, default=45, help="Between two ends of Redis.")
     options = parser.parse_args()
-    load = Load(options.clients, options.rows_per_s, options.swap_s, options.outage_s, Counter())
+    load = Load(options.clients, options.pause_s, options.rows_per_s, options.swap_s, options.outage_s, Counter())
     samples = _Soak(load).run(60 * options.minutes)
     grown = _report(samples)
     print(f"soak: {dict(load.done)}; {'flat' if not grown else 'grows: ' + ', '.join(grown)}")
-    return bool(grown or load.done["failed requests"])
+    return bool(grown or any(load.done[kind] for kind in _FAILURES))
+
+
+class _LearnedStores(Stores):
+    """Each version has learned from what was published before it, as a trainer's has: its database does not grow with
+    the age of the topics, of which this broker forgets nothing.
+    """
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        super().__init__(plan, folder)
+        self._learned: dict[int, str] = {}
+
+    def settings(self, version: int) -> Mapping[str, str]:
+        """See Stores."""
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        return {**super().settings(version), "update_since": self._learned.setdefault(version, now)}
 
 
 class _Soak:
@@ -77,7 +97,7 @@ class _Soak:
     def __init__(self, load: Load) -> None:
         self._load = load
         self._folder = Path(tempfile.mkdtemp(prefix="hotrow-soak-"))
-        self._stores = Stores(PLAN, self._folder)
+        self._stores = _LearnedStores(PLAN, self._folder)
         settings = {"cache_bytes": PLAN.cache_bytes, "keep_versions": 2, "store_timeout_ms": 5000}
         self._target = TritonTarget(self._folder / "repository", settings)
         self._ending = threading.Event()
@@ -110,7 +130,7 @@ class _Soak:
     def _threads(self, operator: Operator):  # type: ignore[no-untyped-def]
         works: list[Callable[[], None]] = [self._ask] * self._load.num_clients
         works += [self._publish, lambda: self._swap(operator), self._break_redis]
-        threads = [threading.Thread(target=work) for work in works]
+        threads = [threading.Thread(target=self._counted, args=(work,)) for work in works]
         for thread in threads:
             thread.start()
         try:
@@ -120,9 +140,16 @@ class _Soak:
             for thread in threads:
                 thread.join()
 
+    def _counted(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception:
+            self._load.done["failed threads"] += 1
+            raise
+
     def _ask(self) -> None:
         rng = np.random.default_rng()
-        while not self._ending.wait(0.05):
+        while not self._ending.wait(self._load.pause_s):
             try:
                 self._target.ask(random_question(rng).inputs)
             except HotrowError as error:
@@ -179,14 +206,30 @@ class _Soak:
         """Of launcher, server and backend processes together."""
         assert self._target.served is not None
         found: Counter[str] = Counter()
+        shared: dict[str, int] = {}
         for process in self._target.served.family():
             with contextlib.suppress(psutil.Error):
                 found["private_mib"] += process.memory_full_info().uss / _MIB  # type: ignore[assignment]
                 found["handles"] += process.num_fds()
                 found["threads"] += process.num_threads()
+                shared.update(_shared_bytes(process))
         found["disk_mib"] = _size(self._folder) / _MIB  # type: ignore[assignment]
-        found["shared_mib"] = _size(Path("/dev/shm")) / _MIB  # type: ignore[assignment]  # noqa: S108
+        found["shared_mib"] = sum(shared.values()) / _MIB  # type: ignore[assignment]
         return dict(found)
+
+
+def _shared_bytes(process: psutil.Process) -> dict[str, int]:
+    """What the regions of shared memory take that a process has mapped, by their paths; other servers have some too."""
+    paths = {one.path for one in process.memory_maps() if one.path.startswith("/dev/shm/")}  # noqa: S108
+    return {path: _size_of(Path(path)) for path in paths}
+
+
+def _size_of(file: Path) -> int:
+    """0 where it has been removed: what is mapped of it is private memory by then."""
+    try:
+        return file.stat().st_blocks * 512
+    except OSError:
+        return 0
 
 
 def _size(folder: Path) -> int:
