@@ -62,6 +62,7 @@ from inference_session.version_directory.version import VersionDirectory
 if TYPE_CHECKING:
     from inference_session.execution.kept_contexts import KeptContexts
     from inference_session.update_stream.kafka_stream import KafkaUpdateStream
+    from inference_session.update_stream.positions import AppliedPartitions
     from inference_session.update_stream.stream_stats import StreamSnapshot
 
 _log = logging.getLogger(__name__)
@@ -424,6 +425,25 @@ class InferenceSession:
         """What `stats` says, as objects."""
         updates = None if self._updates is None else self._updates.stats()
         return SessionSnapshot(self._stats.snapshot(), self._row_stats(), updates)
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether what its update stream writes is seen by other sessions, none of which is in charge."""
+        return self._updates is not None and self.config.has_store and not self._rows.writer.is_durable
+
+    @contextlib.contextmanager
+    def updates_held(self) -> Iterator[AppliedPartitions]:
+        """Apply nothing of the update stream until the context ends; gives how far it is applied."""
+        if self._updates is None:
+            yield {}
+        else:
+            with self._updates.held() as applied:
+                yield applied
+
+    def catch_up_with(self, applied: AppliedPartitions) -> None:
+        """Wait until what another session has applied is applied here as well, for `catch_up_s` at most."""
+        if self._updates is not None:
+            self._updates.wait_until_applied(applied, self.config.catch_up_s)
 
     def close(self) -> None:
         """Answer no more: requests and changes are a SessionClosedError from now on. May be called twice.

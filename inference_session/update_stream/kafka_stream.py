@@ -48,7 +48,7 @@ from inference_session.update_stream.kafka_client import (
     topic_ids,
 )
 from inference_session.update_stream.message_batch import MessageBatch
-from inference_session.update_stream.positions import LastMessage, Partition, Positions
+from inference_session.update_stream.positions import AppliedPartitions, LastMessage, Partition, Positions
 from inference_session.update_stream.stream_stats import StreamSnapshot, StreamStats
 from inference_session.update_stream.topics import table_of
 from inference_session.update_stream.update_applier import UpdateApplier, WritableRows
@@ -68,6 +68,9 @@ _BROKER_S = 2.0
 _BEGINNING: int = OFFSET_BEGINNING
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _CLOSE_S = 10.0
+_HELD_POLL_S = 0.005
+_HOLD_S = 1.0
+"""How long `held` waits for what is being applied; while a store is down that may take for ever."""
 
 _log = logging.getLogger(__name__)
 
@@ -113,6 +116,7 @@ class KafkaUpdateStream:
         self._stats = StreamStats(model)
         self._current = threading.Event()
         self._closing = threading.Event()
+        self._holding, self._is_held = threading.Event(), threading.Event()
         self._updates = UpdateApplier(
             model,
             tables,
@@ -135,6 +139,26 @@ class KafkaUpdateStream:
         """
         return self._current.wait(timeout_s)
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[AppliedPartitions]:
+        """Apply nothing until the context ends; gives how far the partitions are applied."""
+        self._holding.set()
+        try:
+            self._is_held.wait(_HOLD_S)
+            yield self._positions.applied()
+        finally:
+            self._holding.clear()
+
+    def wait_until_applied(self, wanted: AppliedPartitions, timeout_s: float) -> bool:
+        """Wait until as much is applied as another stream of the same topics has applied; returns whether that was in
+        time. Does not wait for topics that are not followed here, or were made anew.
+        """
+        end = time.monotonic() + timeout_s
+        while not self._positions.include(wanted):
+            if time.monotonic() > end or self._closing.wait(_HELD_POLL_S):
+                return False
+        return True
+
     def stats(self) -> StreamSnapshot:
         """What has been done so far."""
         return self._stats.snapshot(sorted(self._positions.topics))
@@ -152,10 +176,17 @@ class KafkaUpdateStream:
     def _work(self) -> None:
         try:
             while not self._closing.is_set():
+                self._rest_while_held()
                 self._survive(self._step)
             self._survive(self._save)
         finally:
             self._consumer.close()
+
+    def _rest_while_held(self) -> None:
+        while self._holding.is_set() and not self._closing.is_set():
+            self._is_held.set()
+            self._closing.wait(_HELD_POLL_S)
+        self._is_held.clear()
 
     def _survive(self, work: Callable[[], None]) -> None:
         """Do a piece of work; what goes wrong in it is logged, and must not end all that comes after."""
@@ -197,7 +228,8 @@ class KafkaUpdateStream:
         except KafkaException as error:
             self._stats.fail(f"no broker answers at {self._url}: {error.args[0].str()}")
             self._after_outage = True
-            self._current.set()
+            if error.args[0].code() != KafkaError._TIMED_OUT:  # a broker that is there, and busy, is waited for
+                self._current.set()
             return
         self._stats.recover()
         # A topic that bears an error is there, but its partitions are not told.

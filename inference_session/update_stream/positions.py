@@ -44,9 +44,13 @@ class Applied(NamedTuple):
     """Empty: the broker gives none."""
     last: LastMessage | None = None
 
+    def is_of_another(self, other: Applied | None) -> bool:
+        """Whether the topics are two: one was made anew."""
+        return other is not None and bool(self.topic_id and other.topic_id) and self.topic_id != other.topic_id
+
     def is_within(self, other: Applied | None) -> bool:
         """Whether what is applied up to the other is applied up to this; a topic made anew is another."""
-        if other is None or (self.topic_id and other.topic_id and self.topic_id != other.topic_id):
+        if other is None or self.is_of_another(other):
             return False
         return other.offset > self.offset or (other.offset == self.offset and other.last in (None, self.last))
 
@@ -73,6 +77,10 @@ class Applied(NamedTuple):
             return f"it {what} offset {offset}, but was applied up to {self.offset}"
         # The broker has dropped the message since, so that the id has to do.
         return None if self.topic_id and self.topic_id == topic_id else "the last applied message no longer exists"
+
+
+AppliedPartitions: TypeAlias = "Mapping[Partition, Applied | None]"
+"""How far partitions are applied; None: nothing is."""
 
 
 class Positions:
@@ -191,8 +199,18 @@ class Positions:
         return {one: self._begin(one, applied) for one, applied in self._applied.items()}
 
     def applied(self) -> dict[Partition, Applied | None]:
-        """How far all partitions are applied that have been followed (None: nothing is)."""
+        """How far the partitions are applied that have been followed (None: nothing is). Any thread may call it."""
         return {**self._left, **self._applied}
+
+    def include(self, wanted: AppliedPartitions) -> bool:
+        """Whether all is applied that another stream has applied, of the topics that are followed here and are the same
+        to both. May be called from any thread.
+        """
+        mine = self._applied.copy()
+        return all(
+            how_far is None or one not in mine or how_far.is_of_another(mine[one]) or how_far.is_within(mine[one])
+            for one, how_far in wanted.items()
+        )
 
     def _begin(self, one: Partition, applied: Applied | None) -> int | None:
         if applied is None:

@@ -97,16 +97,11 @@ class VersionManager:
         Raises:
             HotrowError: the new content cannot be served; the old one goes on.
         """
-        with self._replacing:
+        with self._replacing, contextlib.ExitStack() as held:
             if self._served == manifest.read_manifest(self._directory):
                 return False
             try:
-                self._active.session.save_hot_keys()
-                session, served = self._load()
-                with _closed_on_error(session):
-                    check_same(self.spec, session.spec)
-                    if session.config.has_store:
-                        _check_same_tables(self._served, served)
+                session, served = self._load_beside(self._active.session, held)
             except BaseException:
                 self._num_failed_updates += 1
                 raise
@@ -143,6 +138,24 @@ class VersionManager:
 
     def __repr__(self) -> str:
         return f"<VersionManager of {self._active!r}>"
+
+    def _load_beside(
+        self, old: InferenceSession, held: contextlib.ExitStack
+    ) -> tuple[InferenceSession, tuple[FileEntry, ...]]:
+        """Load what may take over from the old content, with all updates that this one answers: which applies no more
+        of them from some moment until `held` is closed, so that no row is answered older than it was.
+        """
+        old.save_hot_keys()
+        if old.shares_rows:  # it must not write older ones over those that the new content writes
+            held.enter_context(old.updates_held())
+        session, served = self._load()
+        with _closed_on_error(session):
+            check_same(self.spec, session.spec)
+            if session.config.has_store:
+                _check_same_tables(self._served, served)
+            else:
+                session.catch_up_with(held.enter_context(old.updates_held()))
+        return session, served
 
     def _load(self) -> tuple[InferenceSession, tuple[FileEntry, ...]]:
         """Open the directory, and make sure that it was one and the same content all along."""

@@ -21,8 +21,8 @@ from tests.campaign.contents import TABLES, random_question
 from tests.campaign.expectations import Expectations, WrongAnswerError
 from tests.campaign.faults import Faults
 from tests.campaign.journal import Journal
-from tests.campaign.operator import CATCH_UP_S, Operator
-from tests.campaign.plan import Plan
+from tests.campaign.operator import Operator
+from tests.campaign.plan import CATCH_UP_S, Plan
 from tests.campaign.settling import settle
 from tests.campaign.stores import Stores
 from tests.campaign.target import SessionTarget, Target, TritonTarget

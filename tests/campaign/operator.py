@@ -18,13 +18,12 @@ from inference_session.version_directory.publishing import publish_version
 from tests.campaign.contents import MODEL, write_version
 from tests.campaign.expectations import Content, Expectations, Permit, Writer
 from tests.campaign.faults import Faults
-from tests.campaign.plan import Plan
+from tests.campaign.plan import CATCH_UP_S, Plan
 from tests.campaign.settling import await_none, differing, raise_any
 from tests.campaign.stores import Stores
 from tests.campaign.target import Target, rows_of
 from tests.campaign.writers import RowWriter
 
-CATCH_UP_S = 20
 _SEEN_S = 2.0
 """Within so long the launcher has surely seen what serves, on a busy machine too."""
 

@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass
 
 from tests.campaign.expectations import Writer
 
+CATCH_UP_S = 20
+"""The setting of all deployments."""
+
 
 @dataclass(frozen=True)
 class Plan:

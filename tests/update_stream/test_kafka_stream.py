@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
 import threading
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,6 +19,7 @@ from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.store_url import create_store
 from inference_session.update_stream import Publisher, kafka_stream, update_applier
 from inference_session.update_stream.encodings import encode_batch
+from inference_session.versions import VersionManager
 from tests.testing import small_model
 from tests.testing.broker import Broker
 from tests.testing.servers import PATIENCE_MS, PATIENCE_S, RedisServer, wait_until
@@ -83,7 +86,9 @@ def test_updates_never_tear_or_hide_rows(broker: Broker, small: SmallVersion) ->
     with InferenceSession.open(small.directory, update_stream=broker.url) as session:
         source = session._rows.writer
         source.update(
-            0, np.arange(num_keys), np.repeat(np.arange(1, 2, dtype=np.float32), num_keys)[:, None] * vectors(1)
+            "user_weight",
+            np.arange(num_keys),
+            np.repeat(np.arange(1, 2, dtype=np.float32), num_keys)[:, None] * vectors(1),
         )
         done, failures = threading.Event(), []
 
@@ -99,8 +104,8 @@ def test_updates_never_tear_or_hide_rows(broker: Broker, small: SmallVersion) ->
         for reader in readers:
             reader.start()
         for value in range(2, 60):
-            source.update(0, np.arange(num_keys), vectors(value, rows=num_keys))
-            source.update(0, np.arange(num_keys * value, num_keys * value + 500), vectors(value, rows=500))
+            source.update("user_weight", np.arange(num_keys), vectors(value, rows=num_keys))
+            source.update("user_weight", np.arange(num_keys * value, num_keys * value + 500), vectors(value, rows=500))
         done.set()
         for reader in readers:
             reader.join()
@@ -351,3 +356,67 @@ def test_a_table_that_is_pushed_while_it_is_served_gets_its_updates_again(broker
                 wait_until(lambda: "offsets" in (store.note("user_weight") or ""), "the updates to come again")
                 await_rows(session, "user.weight", [1], value)
             assert session.stats()["updates"]["replays"] == 2
+
+
+def test_updates_that_are_held_wait(broker: Broker, small: SmallVersion) -> None:
+    """While another session applies them; afterwards they are applied as ever."""
+    with (
+        InferenceSession.open(small.directory, update_stream=broker.url) as session,
+        InferenceSession.open(small.directory, update_stream=broker.url) as other,
+        Publisher(broker.url, small.model) as publisher,
+    ):
+        publisher.publish("user.weight", [3], vectors(1))
+        for each in (session, other):
+            await_rows(each, "user.weight", [3], 1)
+        with session.updates_held() as applied:
+            other.catch_up_with(applied)
+            publisher.publish("user.weight", [3], vectors(2))
+            await_rows(other, "user.weight", [3], 2)
+            np.testing.assert_array_equal(session.lookup("user.weight", [3]), vectors(1))
+        await_rows(session, "user.weight", [3], 2)
+
+
+def test_rows_do_not_grow_older_when_new_content_takes_over(broker: Broker, small: SmallVersion) -> None:
+    """A row is published again and again; who has seen one sees none before it, whichever content answers."""
+    ending = threading.Event()
+    failed: list[tuple[float, float]] = []
+
+    def publish() -> None:
+        with Publisher(broker.url, small.model) as publisher:
+            for value in itertools.takewhile(lambda _: not ending.is_set(), itertools.count(1.0)):
+                publisher.publish("user.weight", np.arange(50), vectors(value, rows=50))
+                publisher.flush()
+
+    def ask(versions: VersionManager) -> None:
+        seen = -np.inf
+        while not ending.is_set():
+            with versions.lease() as session:
+                found = float(session.lookup("user.weight", [3])[0, 0])
+            failed.extend([(seen, found)] if found < seen else [])
+            seen = max(seen, found)
+
+    settings = {"update_stream": broker.url, "catch_up_s": PATIENCE_S}
+    with VersionManager(small.directory, lambda: InferenceSession.open(small.directory, **settings)) as versions:
+        threads = [threading.Thread(target=publish), threading.Thread(target=ask, args=(versions,))]
+        for thread in threads:
+            thread.start()
+        for seed in range(2, 7):
+            write_in_place(small.directory, seed)
+            assert versions.update()
+        ending.set()
+        for thread in threads:
+            thread.join()
+
+    assert failed == []
+
+
+def write_in_place(directory: Path, seed: int) -> None:
+    """Replace what a version directory holds, file by file, MANIFEST.json last."""
+    beside = directory.with_name(".tmp-beside")
+    small_model.write(beside, seed=seed)
+    files = sorted(
+        (file for file in beside.rglob("*") if file.is_file()), key=lambda file: file.name == "MANIFEST.json"
+    )
+    for file in files:
+        file.replace(directory / file.relative_to(beside))
+    shutil.rmtree(beside)
