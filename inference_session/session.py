@@ -19,7 +19,7 @@ from inference_session.config import SessionConfig
 from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine, check_precision, create_engine
 from inference_session.device.base import Device
 from inference_session.device.discovery import open_device
-from inference_session.device.host import HOST
+from inference_session.device.host import HOST, vectors_at_line
 from inference_session.errors import (
     ConfigurationError,
     HotrowError,
@@ -358,7 +358,7 @@ class InferenceSession:
         self._check_open()
         spec = self.spec.table(table)
         wanted = as_keys(keys)
-        vectors = np.empty((len(wanted), spec.embedding_dim), np.float32)
+        vectors = vectors_at_line(len(wanted), spec.embedding_dim)
         fetch(self._rows, self.spec.tables.index(spec), wanted, vectors)
         return vectors
 

@@ -140,6 +140,35 @@ def copy_bytes(_context: Any, _target: Any, _source: Any, _count: Any) -> Any:
 
 
 @_intrinsic
+def write_line(_context: Any, _target: Any, _source: Any) -> Any:
+    """write_line(target, source): one move of a cache line, to memory and not to the caches; both begin at a line.
+
+    Other threads are told of it after `finish_lines`.
+    """
+    line = ir.VectorType(ir.FloatType(), 16)
+
+    def build(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
+        target, source = (_pointer(builder, address, line) for address in arguments)
+        written = builder.store(builder.load(source, align=64), target, align=64)
+        yes = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+        written.set_metadata("nontemporal", yes)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64), build
+
+
+@_intrinsic
+def finish_lines(_context: Any) -> Any:
+    """finish_lines(): what `write_line` has written is in memory before anything that this thread stores later."""
+
+    def build(context: Any, builder: Any, _signature: Any, _arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.none(), build
+
+
+@_intrinsic
 def match_bytes(_context: Any, _address: Any, _value: Any) -> Any:
     """match_bytes(address, value) → int64 with bit i set where byte i of the 16 at the address equals the value."""
 

@@ -18,9 +18,16 @@ from inference_session.kernels.cpu.hash_index import (
     hash_key,
     home_bucket,
 )
-from inference_session.kernels.cpu.intrinsics import kernel, load, prefetch_near
+from inference_session.kernels.cpu.intrinsics import (
+    copy_16_floats,
+    finish_lines,
+    kernel,
+    load,
+    prefetch_near,
+    write_line,
+)
 from inference_session.kernels.cpu.rows import load_key, mark_hit, row_of_number
-from inference_session.kernels.cpu.vectors import copy_vector, prefetch_vector_near
+from inference_session.kernels.cpu.vectors import LINE_BYTES, MAX_PREFETCH_BYTES, copy_vector, prefetch_vector_near
 from inference_session.kernels.records import PoolingCode, VectorCode
 
 MIN_STREAM_KEYS = 256
@@ -29,6 +36,10 @@ RING = 256
 """Keys remembered until they are used, a power of 2 beyond twice the farthest `ahead`."""
 _AHEAD_BYTES = 8192
 _MIN_AHEAD, _MAX_AHEAD = 16, 64
+
+PAST_CACHES_BYTES = 4 << 20
+"""Output of this size would push from the caches what is read next, and is itself pushed out before it is read."""
+MAX_PREFETCH_LINES = MAX_PREFETCH_BYTES // LINE_BYTES
 
 _NONE, _FLOAT32 = int(PoolingCode.NONE), int(VectorCode.FLOAT32)
 
@@ -44,6 +55,8 @@ class Stream(NamedTuple):
     output_step: int
     position: int
     """Of the first key in its segment."""
+    past_caches: bool
+    """Whether vectors are written to memory at once."""
 
 
 class Source(NamedTuple):
@@ -62,6 +75,8 @@ class Source(NamedTuple):
     vector_code: int
     default_address: int
     marks_address: int
+    lines: int
+    """Cache lines of a row of float32 that begins and ends at such; 0: rows are others."""
 
 
 @kernel
@@ -88,8 +103,12 @@ def look_up_stream(
     """
     source, stream = _source(table), _stream(table, segment, first_row, last_row)
     if source.index_address == 0:
-        return _look_up_numbered(source, stream, missing_positions, num_noted)
-    return _look_up_hashed(source, stream, ring, missing_positions, num_noted)
+        num_missing = _look_up_numbered(source, stream, missing_positions, num_noted)
+    else:
+        num_missing = _look_up_hashed(source, stream, ring, missing_positions, num_noted)
+    if stream.past_caches:
+        finish_lines()
+    return num_missing
 
 
 @kernel
@@ -105,20 +124,31 @@ def _source(table: Any) -> Any:
         table.vector_code,
         table.default_address,
         table.marks_address,
+        _lines(table),
     )
+
+
+@kernel
+def _lines(table: Any) -> Any:
+    is_even = (table.vectors_address | table.row_bytes) & (LINE_BYTES - 1) == 0
+    return table.row_bytes // LINE_BYTES if is_even and table.vector_code == _FLOAT32 else 0
 
 
 @kernel
 def _stream(table: Any, segment: Any, first_row: int, last_row: int) -> Any:
     single = segment.keys_per_row == 1
+    num_keys = (last_row - first_row) * segment.keys_per_row
+    output_step = segment.output_stride if single else 4 * table.embedding_dim
+    output = segment.output_address + first_row * segment.output_stride
     return Stream(
-        (last_row - first_row) * segment.keys_per_row,
+        num_keys,
         segment.keys_address + first_row * segment.row_stride,
         segment.key_bytes,
         segment.row_stride if single else segment.key_stride,
-        segment.output_address + first_row * segment.output_stride,
-        segment.output_stride if single else 4 * table.embedding_dim,
+        output,
+        output_step,
         first_row * segment.keys_per_row,
+        (output | output_step) & (LINE_BYTES - 1) == 0 and num_keys * 4 * table.embedding_dim >= PAST_CACHES_BYTES,
     )
 
 
@@ -134,14 +164,13 @@ def _key(stream: Any, i: int) -> Any:
 
 @kernel
 def _look_up_numbered(table: Any, stream: Any, missing_positions: Any, num_noted: int) -> Any:
-    num_rows, vectors, row_bytes = table.num_rows, table.vectors_address, table.row_bytes
-    ahead, num_missing = _ahead(row_bytes), 0
+    ahead, num_missing = _ahead(table.row_bytes), 0
     for i in range(min(ahead, stream.num_keys)):
-        _ask_for_number(stream, i, num_rows, vectors, row_bytes)
+        _ask_for_number(table, stream, i)
     for i in range(stream.num_keys):
         if i + ahead < stream.num_keys:
-            _ask_for_number(stream, i + ahead, num_rows, vectors, row_bytes)
-        row = row_of_number(_key(stream, i), num_rows)
+            _ask_for_number(table, stream, i + ahead)
+        row = row_of_number(_key(stream, i), table.num_rows)
         _write(table, stream, i, row)
         if row < 0:
             _note(missing_positions, num_noted + num_missing, stream.position + i)
@@ -150,10 +179,10 @@ def _look_up_numbered(table: Any, stream: Any, missing_positions: Any, num_noted
 
 
 @kernel
-def _ask_for_number(stream: Any, i: int, num_rows: int, vectors: int, row_bytes: int) -> None:
-    row = row_of_number(_key(stream, i), num_rows)
+def _ask_for_number(table: Any, stream: Any, i: int) -> None:
+    row = row_of_number(_key(stream, i), table.num_rows)
     if row >= 0:
-        prefetch_vector_near(vectors + row * row_bytes, row_bytes)
+        _ask_for_vector(table, row)
 
 
 @kernel
@@ -190,7 +219,7 @@ def _ask_for_row(table: Any, i: int, ring: Any) -> None:
     ring[RING + (i & (RING - 1))] = row
     if row >= 0:
         prefetch_near(table.keys_address + 8 * row)
-        prefetch_vector_near(table.vectors_address + row * table.row_bytes, table.row_bytes)
+        _ask_for_vector(table, row)
         if table.marks_address != 0:
             prefetch_near(table.marks_address + row)
 
@@ -209,11 +238,33 @@ def _write(table: Any, stream: Any, i: int, row: int) -> None:
     output = stream.output_address + i * stream.output_step
     if row >= 0:
         vector = table.vectors_address + row * table.row_bytes
-        copy_vector(output, vector, table.vector_code, table.embedding_dim)
+        _copy(table, stream, output, vector)
         if table.marks_address != 0:
             mark_hit(table.marks_address, row)
     elif table.default_address != 0:
         copy_vector(output, table.default_address, _FLOAT32, table.embedding_dim)
+
+
+@kernel
+def _ask_for_vector(table: Any, row: int) -> None:
+    vector = table.vectors_address + row * table.row_bytes
+    if table.lines > 0:
+        for line in range(min(table.lines, MAX_PREFETCH_LINES)):
+            prefetch_near(vector + LINE_BYTES * line)
+    else:
+        prefetch_vector_near(vector, table.row_bytes)
+
+
+@kernel
+def _copy(table: Any, stream: Any, output: int, vector: int) -> None:
+    if table.lines == 0:
+        copy_vector(output, vector, table.vector_code, table.embedding_dim)
+    elif stream.past_caches:
+        for line in range(table.lines):
+            write_line(output + LINE_BYTES * line, vector + LINE_BYTES * line)
+    else:
+        for line in range(table.lines):
+            copy_16_floats(output + LINE_BYTES * line, vector + LINE_BYTES * line)
 
 
 @kernel
