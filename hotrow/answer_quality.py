@@ -116,7 +116,7 @@ def _inputs_of(path: Path) -> Arrays:
 def _in_parts(spec: ModelSpec, request: Arrays) -> list[Arrays]:
     """Requests of at most 1024 samples, where samples can be told apart."""
     sizes = {len(array) if array.ndim else 1 for array in request.values()}
-    if not (spec.batched and spec.layout == "tensors" and not spec.context and len(sizes) == 1):
+    if not (spec.batched and spec.has_own_inputs and not spec.context and len(sizes) == 1):
         return [request]
     begins = range(0, max(sizes.pop(), 1), _SAMPLES_PER_RUN)
     return [{name: array[begin : begin + _SAMPLES_PER_RUN] for name, array in request.items()} for begin in begins]

@@ -60,7 +60,7 @@ def _random_request(session: InferenceSession, random: np.random.Generator, boun
     spec, tables = session.spec, session.directory / TABLES_FOLDER
     layout = layout_of(spec)(spec, Outputs(spec), network_inputs=frozenset(), max_elements=_MOST_ELEMENTS)
     zeros = layout.made_up(min(_NUM_SAMPLES, spec.layout_options.get("max_samples") or _NUM_SAMPLES)).inputs
-    if spec.layout == "tensors":
+    if spec.has_own_inputs:
         zeros = {name: _opened(spec, name, array) for name, array in zeros.items()}
         filled = {name: _random_values(random, array, bound) for name, array in zeros.items()}
         _fill_keys(spec, tables, filled, random)

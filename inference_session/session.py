@@ -505,7 +505,7 @@ class InferenceSession:
         # Imported where needed: ONNX takes a while to load.
         from inference_session.execution.kept_contexts import open_kept_contexts
 
-        return open_kept_contexts(self.spec, self.config, self.directory, self._rows, self._layout)
+        return open_kept_contexts(self.version, self.config, self._rows, self._layout)
 
     def _create_engine(self, path: Path) -> DenseEngine:
         """The dense engine: where nobody insists on a GPU, on the CPU if ONNX Runtime cannot use it after all."""

@@ -109,7 +109,7 @@ def flat_outputs(value: Any) -> list[Tensor]:
     return []
 
 
-class _Traced(nn.Module):
+class _TracedNetwork(nn.Module):
     """What is traced: tables and served arrays in, the chosen outputs out."""
 
     def __init__(self, model: nn.Module, tables: list[Table], inputs: ServedInputs, chosen: Sequence[int]) -> None:
@@ -167,7 +167,7 @@ def trace(
     Raises:
         UnsupportedModelError: the network cannot be traced, or cannot be written as ONNX.
     """
-    network = _Traced(cut_copy(model, cuts), [file.table for file in files], inputs, chosen)
+    network = _TracedNetwork(cut_copy(model, cuts), [file.table for file in files], inputs, chosen)
     tables = [file.table.stand_in(file.num_rows) for file in files]
     arrays, shapes = _example(inputs, files[0].table.device)
     with quiet():

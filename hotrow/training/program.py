@@ -65,7 +65,7 @@ def import_program(
     with tempfile.TemporaryDirectory(prefix="hotrow-program-") as folder:
         archive = _Archive(program)
         loaded = archive.load(Path(folder) / "program.pt2")
-        weights = _Weights(archive, None if checkpoint is None else _Saved(checkpoint))
+        weights = _Weights(archive, None if checkpoint is None else _SavedWeights(checkpoint))
         tables = _tables(loaded, archive)
         weights.fill(loaded, set(tables))
         with stage_version(repository, name, version) as (staging, target):
@@ -200,7 +200,7 @@ def _tables(program: Any, archive: _Archive) -> dict[str, Table]:
 # The weights
 
 
-class _Saved:
+class _SavedWeights:
     """A distributed checkpoint."""
 
     def __init__(self, place: str | Path) -> None:
@@ -239,7 +239,7 @@ class _Weights:
     """The values of a program's weights: of the checkpoint where it has them, else of the archive."""
 
     archive: _Archive
-    saved: _Saved | None
+    saved: _SavedWeights | None
 
     def fill(self, program: Any, tables: set[str]) -> None:
         """Put the values of all that is no table into the program."""

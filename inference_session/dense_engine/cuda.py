@@ -39,7 +39,7 @@ _GRAPH_TOLERANCE = 1e-3
 _log = logging.getLogger(__name__)
 
 
-class _Bound(NamedTuple):
+class _Binding(NamedTuple):
     """Arrays in certain places, bound to the network."""
 
     binding: Any
@@ -49,7 +49,7 @@ class _Bound(NamedTuple):
     results: Mapping[str, Any]
 
 
-class _Placed(NamedTuple):
+class _PlacedInput(NamedTuple):
     """An input where the network can read it."""
 
     array: Any
@@ -62,14 +62,14 @@ class _Placed(NamedTuple):
         return self.staged is not None and self.array is not self.staged
 
 
-_Bindings: TypeAlias = "BoundedMemory[Hashable, _Bound]"
+_Bindings: TypeAlias = "BoundedMemory[Hashable, _Binding]"
 """By names, shapes and addresses of inputs and outputs."""
 
 
 class CudaBoundRun(BoundRun):
     """A run of the network over certain places in pinned and device memory."""
 
-    def __init__(self, engine: CudaEngine, bound: _Bound, inputs: Mapping[str, _Placed]) -> None:
+    def __init__(self, engine: CudaEngine, bound: _Binding, inputs: Mapping[str, _PlacedInput]) -> None:
         self._engine = engine
         self._bound = bound
         self._uploads = [placed for placed in inputs.values() if placed.is_copied]
@@ -119,7 +119,7 @@ class CudaEngine(OnnxEngine):
         self._can_bind = all(map(_is_numeric, (*self._session.get_inputs(), *self._session.get_outputs())))
         self._trusted: set[str] = set()
         """Outputs whose shapes were seen to be what the file declares."""
-        self._graphs: list[_Bound] = []
+        self._graphs: list[_Binding] = []
         """What has been recorded while the session warms up."""
         self._recorder: threading.Thread | None = threading.current_thread()
         """The thread that may record graphs, which are known in it alone; None: no longer."""
@@ -148,7 +148,7 @@ class CudaEngine(OnnxEngine):
         bound = self._bound(self._session, arrays, outputs, self._predicted_shapes(arrays, outputs), self.prepare())
         return None if bound is None else CudaBoundRun(self, bound, placed)
 
-    def run_again(self, bound: _Bound, uploads: Sequence[_Placed]) -> list[np.ndarray[Any, Any]]:
+    def run_again(self, bound: _Binding, uploads: Sequence[_PlacedInput]) -> list[np.ndarray[Any, Any]]:
         """See BoundRun.run."""
         session = self.opened()
         for placed in uploads:
@@ -198,7 +198,7 @@ class CudaEngine(OnnxEngine):
         outputs: Sequence[str],
         shapes: Mapping[str, tuple[int, ...]],
         bindings: _Bindings,
-    ) -> _Bound | None:
+    ) -> _Binding | None:
         """The binding of inputs in their places, and of results in theirs; None where their shapes are not sure."""
         if not (self._trusted & shapes.keys()).issuperset(outputs) or any(map(_is_large, shapes.values())):
             return None
@@ -210,25 +210,25 @@ class CudaEngine(OnnxEngine):
             bindings.put(case, bound)
         return bound
 
-    def _answer(self, session: Any, bound: _Bound) -> list[np.ndarray[Any, Any]]:
+    def _answer(self, session: Any, bound: _Binding) -> list[np.ndarray[Any, Any]]:
         self._run_bound(session, bound)
         self._gpu.wait()
         return [array.copy() for array in bound.results.values()]
 
-    def _place(self, array: Any) -> _Placed:
+    def _place(self, array: Any) -> _PlacedInput:
         if not isinstance(array, np.ndarray):
-            return _Placed(array, None)
+            return _PlacedInput(array, None)
         staged = self._gpu.stage(array)
         if staged.nbytes <= _MAX_IN_PLACE_BYTES:
-            return _Placed(staged, staged)
-        placed = _Placed(self._gpu.empty(array.shape, array.dtype), staged)
+            return _PlacedInput(staged, staged)
+        placed = _PlacedInput(self._gpu.empty(array.shape, array.dtype), staged)
         self._upload(placed)
         return placed
 
-    def _upload(self, placed: _Placed) -> None:
+    def _upload(self, placed: _PlacedInput) -> None:
         placed.array.set(placed.staged, stream=self._gpu.stream)
 
-    def _bind(self, session: Any, placed: Mapping[str, Any], results: Mapping[str, Any]) -> _Bound:
+    def _bind(self, session: Any, placed: Mapping[str, Any], results: Mapping[str, Any]) -> _Binding:
         """The binding of arrays in these places, with a graph of its own while the session warms up."""
         binding = session.io_binding()
         for name, array in placed.items():
@@ -238,7 +238,7 @@ class CudaEngine(OnnxEngine):
         options = self._plain
         if self._may_record and threading.current_thread() is self._recorder:
             options = _run_options(str(len(self._graphs) + 1))
-        bound = _Bound(binding, options, placed, results)
+        bound = _Binding(binding, options, placed, results)
         if options is not self._plain:
             self._graphs.append(bound)
             self._may_record = len(self._graphs) < _MAX_GRAPHS
@@ -248,7 +248,7 @@ class CudaEngine(OnnxEngine):
         address = _address(array)
         binding.bind_input(name, "cuda", self._gpu.device_id, array.dtype.type, array.shape, address)
 
-    def _run_bound(self, session: Any, bound: _Bound) -> None:
+    def _run_bound(self, session: Any, bound: _Binding) -> None:
         if bound.options is self._plain or threading.current_thread() is not self._recorder:
             _run(session, bound.binding, self._plain)
             return
@@ -263,7 +263,7 @@ class CudaEngine(OnnxEngine):
         self._may_record, self._recorder = False, None
         _log.warning("%s: CUDA graphs are off from now on: %s", self._path, reason)
 
-    def _check_graphs(self, recorded: Sequence[_Bound]) -> None:
+    def _check_graphs(self, recorded: Sequence[_Binding]) -> None:
         """Give graphs up unless all compute what plain runs do: those of a network that reads host memory of its own
         may not, once that memory holds what another run has left there.
         """
@@ -279,7 +279,7 @@ class CudaEngine(OnnxEngine):
                 f"{differing} of {len(recorded)} outputs differ from those computed without CUDA graphs"
             )
 
-    def _results_of(self, bound: _Bound) -> list[np.ndarray[Any, Any]]:
+    def _results_of(self, bound: _Binding) -> list[np.ndarray[Any, Any]]:
         """What a run makes of certain numbers: fractions, and zeros for whole numbers, as these may be positions."""
         generator = np.random.default_rng(0)
         for array in bound.inputs.values():

@@ -26,6 +26,7 @@ from inference_session.parameter_server.write_log import WriteLog
 from inference_session.requests.batch import CheckedRequest, JoinedBatch, Ragged
 from inference_session.requests.ranking_layout import RankingLayout
 from inference_session.rows.base import Rows
+from inference_session.version_directory.version import VersionDirectory
 
 _ENTRY_BYTES = 500
 """What an entry takes beside its arrays."""
@@ -185,13 +186,14 @@ def _bytes(array: NDArray[Any]) -> bytes:
 
 
 def open_kept_contexts(
-    spec: ModelSpec, config: SessionConfig, directory: Path, rows: Rows, layout: RankingLayout
+    version: VersionDirectory, config: SessionConfig, rows: Rows, layout: RankingLayout
 ) -> KeptContexts:
     """Divide the ranking network of a version.
 
     Raises:
         ConfigurationError: the network cannot be divided so.
     """
+    spec, directory = version.spec, version.path
     lookups = spec.ranking.lookups if spec.ranking else ()
     keys = divide(directory / RANKING_KEYS_FILE, spec.context) if (directory / RANKING_KEYS_FILE).exists() else None
     known = {*spec.context, *(keys.outputs if keys else ())}

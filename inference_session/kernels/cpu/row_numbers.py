@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from inference_session.kernels.cpu.intrinsics import kernel, load, store
-from inference_session.kernels.cpu.rows import bag_length, load_key
+from inference_session.kernels.cpu.rows import bag_length, keys_of_row, load_key
 
 
 @kernel
@@ -76,8 +76,4 @@ def _copy_keys(segment: Any, num_rows: int, address: int) -> None:
 
 @kernel
 def _key(segment: Any, row: int, column: int) -> Any:
-    if segment.begins_address == 0:
-        address = segment.keys_address + row * segment.row_stride
-    else:
-        address = segment.keys_address + load(segment.begins_address, np.int64, row) * segment.key_stride
-    return load_key(address + column * segment.key_stride, segment.key_bytes)
+    return load_key(keys_of_row(segment, row) + column * segment.key_stride, segment.key_bytes)
