@@ -26,9 +26,9 @@ def _divided(work: Work, node: NodeProto) -> list[NodeProto] | None:
     if node.op_type != "MatMul" or node.domain or not _are_batches(work, node):
         return None
     left, right = node.input
-    if (source := work.tiled(right)) is not None and _has_rows(work, left):
+    if (source := work.tiled(right)) is not None and work.has_rows(left):
         return _multiply(work, left, source, node.output[0])
-    if (source := work.tiled(left)) is not None and _has_rows(work, right):
+    if (source := work.tiled(left)) is not None and work.has_rows(right):
         return _multiply_turned(work, source, right, node.output[0])
     return None
 
@@ -37,10 +37,6 @@ def _are_batches(work: Work, node: NodeProto) -> bool:
     """Whether each sample has its matrices, and the dimensions before those, as heads, are equal: none is stretched."""
     dims = [work.dims(name) or () for name in node.input]
     return len(dims[0]) == len(dims[1]) > 2 and dims[0][1:-2] == dims[1][1:-2]
-
-
-def _has_rows(work: Work, name: str) -> bool:
-    return (work.dims(name) or (0,))[0] == (work.dims_of_rows or 0)
 
 
 class _Sizes:

@@ -98,6 +98,10 @@ class Work:
         """The number of candidates under the first probe, which is no other size."""
         return _PROBES[0][0]
 
+    def has_rows(self, name: str) -> bool:
+        """Whether the first dimension counts candidates."""
+        return (self.dims(name) or (0,))[0] == self.dims_of_rows
+
     def rank(self, name: str) -> int | None:
         """The number of dimensions, where known."""
         dims = self.dims(name)

@@ -24,7 +24,7 @@ ONCE = {
     "PLE": 0.5,
     "DCN-v2": 0.2,
     "DCN-v2, low rank": 0.3,
-    "DLRM": 0.0,
+    "DLRM": 0.2,
     "two towers": 0.5,
     "TransformerEncoderLayer": 0.9,
     "MultiheadAttention": 0.8,

@@ -579,4 +579,6 @@ def test_pairs_picked_by_gather_nd(tmp_path: Path, indices: list[list[int]]) -> 
         {"indices": np.array(indices), "w": matrix(3, 6)},
         {"u": (2,), "v": (2,)},
     )
+    assert_nothing_tiled(report)
+    assert report.spec.ranking.multiply_adds_fraction > 0
     assert report.spec.joinable
