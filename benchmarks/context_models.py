@@ -202,9 +202,8 @@ def self_attention(rows: int) -> RankingModel:
     weights, dim, heads = _Weights(2), 64, 4
     for name in ("users", "items"):
         weights.table(name, rows, dim)
-    for name, width, units in (("q", dim, dim), ("k", dim, dim), ("v", dim, dim), ("o", dim, dim)):
-        weights.layer(name, width, units)
-    for name, width, units in (("f0", dim, 128), ("f1", 128, dim)):
+    layers = [(name, dim, dim) for name in "qkvo"]
+    for name, width, units in (*layers, ("f0", dim, 128), ("f1", 128, dim)):
         weights.layer(name, width, units)
     weights.arrays["heads"] = np.array([0, NUM_CLICKS, heads, dim // heads])
     weights.arrays["whole"] = np.array([0, NUM_CLICKS, dim])
@@ -233,17 +232,14 @@ def self_attention(rows: int) -> RankingModel:
         c4 = Add(c3, o_b)
         r0 = Add(h, c4)
         r1 = LayerNormalization(r0, n0_w, n0_b)
-        f0_x = MatMul(r1, f0_w)
-        f0_z = Add(f0_x, f0_b)
+        f0_x = MatMul(r1, f0_w)  f0_z = Add(f0_x, f0_b)
         f0_y = Relu(f0_z)
-        f1_x = MatMul(f0_y, f1_w)
-        f1_z = Add(f1_x, f1_b)
+        f1_x = MatMul(f0_y, f1_w)  f1_z = Add(f1_x, f1_b)
         r2 = Add(r1, f1_z)
         keys = LayerNormalization(r2, n1_w, n1_b)
         t_row = Unsqueeze(t, one)
         keys_t = Transpose<perm = [0, 2, 1]>(keys)
-        scores = MatMul(t_row, keys_t)
-        weights = Softmax<axis = -1>(scores)
+        scores = MatMul(t_row, keys_t)  weights = Softmax<axis = -1>(scores)
         interest_row = MatMul(weights, keys)
         interest = Squeeze(interest_row, one)
         x = Concat<axis = 1>(u, interest, t)

@@ -109,12 +109,16 @@ def command(
         verbose=verbose,
         extra_flags=flags,
     )
+    _serve(options, repository)
+
+
+def _serve(options: ServerOptions, repository: str) -> None:
     signal.signal(signal.SIGTERM, _interrupt)
     signal.signal(signal.SIGINT, _interrupt)
     adopt_orphans()
     try:
         with ExitStack() as stack:
-            folder = _enter_repository(stack, repository, models)
+            folder = _enter_repository(stack, repository, options.models)
             server = stack.enter_context(TritonServer.start(replace(options, repository=folder)))
             _announce(server)
             server.wait()

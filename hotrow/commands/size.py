@@ -8,12 +8,16 @@ from collections.abc import Iterable
 from decimal import Decimal
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from inference_session.errors import ConfigurationError
 from inference_session.model_spec import ModelSpec
 from inference_session.sizing.trace_file import TRACE_FORMATS
+
+if TYPE_CHECKING:
+    from inference_session.sizing.memory import MemoryItem
 
 _DEFAULT_TARGET = 0.95
 _SAMPLED_KEYS = 1 << 24
@@ -114,10 +118,31 @@ def command(
       hotrow size model_repository/ctr/1 --trace user=users.npy --trace item=items.txt.gz --plot curves.html
     """
     _check_plots(plots)
-    # What these import takes seconds to load, which --help and bad options should not.
-    from hotrow.served_version import served_version
+    # These imports take seconds, which --help and bad options should not.
     from hotrow.sizing_report import SizingReport, show
     from hotrow.traced_tables import read_traces
+
+    spec, named, cache_bytes, items = _memory(directory, cache_bytes, processes, devices)
+    kept = sampled_keys or _SAMPLED_KEYS
+    tables = read_traces(spec, traces, trace_format, sampled_keys=kept) if traces else {}
+    report = SizingReport(
+        version_dir=named, spec=spec, cache_bytes=cache_bytes, items=items, target=target, tables=tables
+    )
+    for plot in plots:
+        from hotrow.sizing_plot import write_plot  # imports Matplotlib
+
+        write_plot(report, plot)
+    if as_json:
+        click.echo(json.dumps(report.as_json(), indent=1, ensure_ascii=False))
+    else:
+        show(report)
+
+
+def _memory(
+    directory: Path, cache_bytes: int | None, processes: int, devices: int
+) -> tuple[ModelSpec, Path, int, list[MemoryItem]]:
+    """The model, its version as it was named, the size of its cache, and what needs memory."""
+    from hotrow.served_version import served_version
     from inference_session.sizing.memory import memory_items
     from triton_backend.repository.model_config import configured_cache_bytes, configured_session
 
@@ -135,22 +160,7 @@ def command(
             cache_on_device=devices > 0 and config.has_store,
             **copies,
         )
-    report = SizingReport(
-        version_dir=version.named,
-        spec=spec,
-        cache_bytes=cache_bytes,
-        items=items,
-        target=target,
-        tables=read_traces(spec, traces, trace_format, sampled_keys=sampled_keys or _SAMPLED_KEYS) if traces else {},
-    )
-    for plot in plots:
-        from hotrow.sizing_plot import write_plot  # imports Matplotlib
-
-        write_plot(report, plot)
-    if as_json:
-        click.echo(json.dumps(report.as_json(), indent=1, ensure_ascii=False))
-    else:
-        show(report)
+    return spec, version.named, cache_bytes, items
 
 
 def _check_plots(plots: Iterable[Path]) -> None:

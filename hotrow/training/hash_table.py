@@ -80,16 +80,13 @@ class HashTable(nn.Module):
         """
         super().__init__()
         self.embedding_dim, self.padding_idx = _whole("embedding_dim", embedding_dim), padding_idx
-        self.optimizer = _optimizer(optimizer)
-        self.key_dtype = _key_type(key_dtype)
+        self.optimizer, self.key_dtype = _optimizer(optimizer), _key_type(key_dtype)
         self.max_rows = None if max_rows is None else _whole("max_rows", max_rows)
         self.max_age = None if max_age is None else _whole("max_age", max_age)
         self.evict_by = _one_of("evict_by", evict_by, ("age", "count"))
         self.gradients = _one_of("gradients", gradients, ("sum", "mean", None))
         self.grad_scaler = grad_scaler
-        initial = torch.empty((INITIAL_ROWS, embedding_dim), device="cpu")
-        with torch.no_grad():
-            initializer(initial)
+        initial = _initial(initializer, embedding_dim)
         place = torch.get_default_device() if device is None else torch.device(device)
         counts_use = max_rows is not None or max_age is not None
         self._rows = HashRows(initial, self.optimizer, place, counts_use=counts_use)
@@ -393,6 +390,13 @@ def _place() -> _Place:
     if not (dist.is_available() and dist.is_initialized()):
         return _Place(0, 1)
     return _Place(dist.get_rank(), dist.get_world_size())
+
+
+def _initial(initializer: Callable[[Tensor], Any], embedding_dim: int) -> Tensor:
+    initial = torch.empty((INITIAL_ROWS, embedding_dim), device="cpu")
+    with torch.no_grad():
+        initializer(initial)
+    return initial
 
 
 def _whole(name: str, value: int) -> int:

@@ -118,13 +118,7 @@ class KafkaUpdateStream:
         self._closing = threading.Event()
         self._holding, self._is_held = threading.Event(), threading.Event()
         self._updates = UpdateApplier(
-            model,
-            tables,
-            rows,
-            self._stats,
-            self._rests,
-            allow_non_finite=allow_non_finite,
-            closing=self._closing,
+            model, tables, rows, self._stats, self._rests, allow_non_finite=allow_non_finite, closing=self._closing
         )
         self._consumer = _create_consumer(url, f"hotrow.{model}.{version}.{socket.gethostname()}")
         self._admin = create_client(AdminClient, url)

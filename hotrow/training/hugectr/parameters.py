@@ -158,9 +158,8 @@ class DataReaderParams:
         *,
         data_source_params: DataSourceParams | None = None,
     ) -> None:
-        missing = [
-            name for name, value in (("eval_source", eval_source), ("check_type", check_type)) if value is _REQUIRED
-        ]
+        required = {"eval_source": eval_source, "check_type": check_type}
+        missing = [name for name, value in required.items() if value is _REQUIRED]
         if missing:
             raise TypeError(f"DataReaderParams lacks {', '.join(missing)}")
         self.data_reader_type = member(DataReaderType_t, data_reader_type, "DataReaderParams", "data_reader_type")
@@ -180,10 +179,9 @@ class DataReaderParams:
             raise ConfigurationError("DataReaderParams: source and eval_source name the data, and are required")
         self.check_type = member(Check_t, check_type, "DataReaderParams", "check_type")
         self.num_samples, self.eval_num_samples = num_samples, eval_num_samples
-        self.float_label_dense = float_label_dense
+        self.float_label_dense, self.data_source_params = float_label_dense, data_source_params
         self.num_workers, self.cache_eval_data, self.async_param = num_workers, cache_eval_data, async_param
         self.slot_size_array = list(slot_size_array)
-        self.data_source_params = data_source_params
 
 
 class DataReaderSparseParam:
@@ -272,6 +270,8 @@ class SparseEmbedding:
 class DenseLayer:
     """A dense layer or a loss. Which arguments count depends on its type, as in HugeCTR."""
 
+    layer_type: Layer_t
+
     def __init__(
         self,
         layer_type: Layer_t,
@@ -311,7 +311,6 @@ class DenseLayer:
         values = {name: value for name, value in locals().items() if name not in ("self", "later", "__class__")}
         values["lambda_"] = later.pop("lambda", lambda_)
         values["layer_type"] = member(Layer_t, layer_type, "DenseLayer", "layer_type")
-        self.layer_type: Layer_t
         vars(self).update(values)
         self.bottom_names: list[str] = _names(bottom_names)
         self.top_names: list[str] = _names(top_names)

@@ -126,17 +126,8 @@ def import_hugectr(
             share_unchanged(staging)
             if complete:
                 complete(staging, spec, item)
-        reports.append(
-            ImportReport(
-                item.name,
-                version_dir,
-                spec,
-                num_parameters,
-                settings.ignored,
-                settings.unknown,
-                _num_duplicates(version_dir, spec),
-            )
-        )
+        found = num_parameters, settings.ignored, settings.unknown, _num_duplicates(version_dir, spec)
+        reports.append(ImportReport(item.name, version_dir, spec, *found))
         for url in remote_files(item):
             forget(url)
     return reports

@@ -110,6 +110,13 @@ def _copy(source: int, target: int, num_bytes: int) -> None:
 
 
 @kernel
+def _skip(begin: int, num_bytes: int, skip_bytes: int) -> tuple[int, int]:
+    """Where to read on, and how many bytes are left to be skipped."""
+    skipped = min(skip_bytes, num_bytes - begin)
+    return begin + skipped, skip_bytes - skipped
+
+
+@kernel
 def read_rows(replies: NDArray[np.void], cursor: NDArray[np.void], buffer: int, num_bytes: int) -> int:
     """Go on reading the replies; returns how many of the bytes at address `buffer` are done with.
 
@@ -120,9 +127,7 @@ def read_rows(replies: NDArray[np.void], cursor: NDArray[np.void], buffer: int, 
     begin = 0
     while state.reply < len(replies):
         if state.skip_bytes > 0:
-            skipped = min(state.skip_bytes, num_bytes - begin)
-            state.skip_bytes -= skipped
-            begin += skipped
+            begin, state.skip_bytes = _skip(begin, num_bytes, state.skip_bytes)
         reply: Any = replies[state.reply]
         if state.key == reply.num_keys:
             state.reply += 1
