@@ -11,15 +11,17 @@ T1  differences between served answers and the live model's, and tables that dif
 T2  a TorchRec DLRM: its own ONNX export, imported as it is, beside `training.export`; 512 samples, 3 tables
 T3  20,000 touched rows a second: from the end of a step to the row being served by a real Triton
 T4  steps a second with and without an UpdatePublisher of about 100,000 rows a second, beside broker and server
-T5  export of a table of 5 M x 64 float32, beyond the same network's export with a small one
+T5  export of a table of 5 M x 64 float32, beyond the same network's export with a small one, in memory and on disk
 T6  the trainer killed 20 times: restored, is anything lost, and what do the servers end with
 T7  AUC of the online-learning demo, three seeds
+T8  keys a second of one core through a HashEmbedding, beside torch.nn.EmbeddingBag(sparse) of known size
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
 import os
 import signal
 import statistics
@@ -31,6 +33,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -306,37 +309,59 @@ def _rate(steps: Any, seconds: float) -> float:
 # T5
 
 
-def t5() -> None:
-    """How fast tables are written, and what memory that takes."""
+def t5(rounds: int = 3) -> None:
+    """How fast tables are written, and what memory that takes; beside what file system and checksum allow alone."""
+    for place in ("/dev/shm", tempfile.gettempdir()):  # noqa: S108  the memory of this machine, and its disk
+        large, small = _Lookups(5_000_000, 64), _Lookups(1000, 64)
+        content = large.items.weight.detach().numpy()
+        _export_s(small, place)  # what is imported first takes its time
+        found: dict[str, list[float]] = {"beyond": [], "write": [], "hash": [], "processor": []}
+        peak = 0
+        for _ in range(rounds):
+            seconds, processor, peak = _export_s(large, place)
+            seconds_small, processor_small, _ = _export_s(small, place)
+            found["beyond"].append(seconds - seconds_small)
+            found["processor"].append(processor - processor_small)
+            found["write"].append(_seconds(partial(_write, content, place)))
+            found["hash"].append(_seconds(partial(hashlib.sha256, content.data)))
+        rates = {name: (1.28 / min(times), 1.28 / statistics.median(times)) for name, times in found.items()}
+        print(
+            f"T5  {place}: 1.28 GB beyond the network's own: {_both(rates['beyond'])} GB/s best/median (goal 1); "
+            f"by processor time, on two threads, {_both(rates['processor'])}; "
+            f"writing alone {_both(rates['write'])}, SHA-256 alone {_both(rates['hash'])}; "
+            f"{peak / 2**20:.0f} MiB of memory beyond the model (goal 256)",
+            flush=True,
+        )
+
+
+def _both(rates: tuple[float, float]) -> str:
+    return " / ".join(f"{rate:.2f}" for rate in rates)
+
+
+def _export_s(model: nn.Module, place: str) -> tuple[float, float, int]:
+    """Seconds of an export, by the clock and of the processor, and bytes of memory that it took."""
     import psutil
 
-    seconds, peak = {}, 0
-    for rows in (1000, 1000, 5_000_000):
-        model = _Lookups(rows, 64)
-        with tempfile.TemporaryDirectory() as name, _peak_rss(psutil.Process()) as measured:
-            begin = time.perf_counter()
-            training.export(
-                model, example=torch.zeros(2, 2, dtype=torch.int64), outputs=["score"], repository=name, name="lookups"
-            )
-            seconds[rows] = time.perf_counter() - begin
-            peak = measured()
-    beyond, disk = seconds[5_000_000] - seconds[1000], _disk_s(5_000_000 * 256)
-    print(
-        f"T5  1.28 GB in {seconds[5_000_000]:.1f} s, {beyond:.1f} s beyond the network's own: {1.28 / beyond:.2f} GB/s "
-        f"(goal 1; writing alone: {1.28 / disk:.2f}); {peak / 2**20:.0f} MiB of memory beyond the model (goal 256)"
-    )
+    example = torch.zeros(2, 2, dtype=torch.int64)
+    with tempfile.TemporaryDirectory(dir=place) as name, _peak_rss(psutil.Process()) as measured:
+        options: dict[str, Any] = {"example": example, "outputs": ["score"], "repository": name, "name": "lookups"}
+        processor = time.process_time()
+        seconds = _seconds(lambda: training.export(model, **options))
+        return seconds, time.process_time() - processor, measured()
 
 
-def _disk_s(num_bytes: int) -> float:
-    """How long the disk alone takes for as many bytes."""
-    chunk = np.random.default_rng(0).bytes(32 << 20)
+def _seconds(work: Callable[[], Any]) -> float:
     begin = time.perf_counter()
-    with tempfile.NamedTemporaryFile() as file:
-        for _ in range(num_bytes // len(chunk)):
-            file.write(chunk)
+    work()
+    return time.perf_counter() - begin
+
+
+def _write(content: Any, place: str) -> None:
+    """As many bytes into a file, as NumPy writes them, and to the disk."""
+    with tempfile.NamedTemporaryFile(dir=place) as file:
+        content.tofile(file)
         file.flush()
         os.fsync(file.fileno())
-        return time.perf_counter() - begin
 
 
 @contextmanager
@@ -417,12 +442,79 @@ def t7() -> None:
 
 
 _WAYS = ("frozen", "reloaded", "streamed")
-GOALS: dict[str, Callable[[], None]] = {name.__name__.upper(): name for name in (t1, t2, t3, t4, t5, t6, t7)}
+
+
+# T8
+
+
+def t8(rounds: int = 16, num_keys: int = 1_000_000) -> None:
+    """Keys a second of one core: hash embeddings beside torch's bags over a vocabulary, in turns; processor time."""
+    torch.set_num_threads(1)
+    known = torch.from_numpy((np.arange(num_keys, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)).view(np.int64))
+    batches = _skewed_batches(rounds, num_keys)
+    distinct = statistics.mean(len(torch.unique(numbers)) for numbers in batches)
+    print(f"T8  {num_keys:,} rows, batches of 4096 bags of 16 keys, of which {distinct:,.0f} distinct; M keys/s a core")
+    for dim in (16, 64, 128):
+        options: dict[str, Any] = {"optimizer": training.SGD(0.01), "initializer": nn.init.zeros_}
+        bags, single = training.HashEmbeddingBag(dim, mode="sum", **options), training.HashEmbedding(dim, **options)
+        for keys in known.split(100_000):
+            for table in (bags, single):
+                table.put(training.Rows(keys, torch.zeros(len(keys), dim)))
+        ways: dict[str, tuple[Any, Any]] = {
+            "nn.EmbeddingBag(sparse=True)": (nn.EmbeddingBag(num_keys, dim, mode="sum", sparse=True), lambda ids: ids),
+            "HashEmbeddingBag": (bags, lambda ids: known[ids]),
+            "HashEmbedding": (single, lambda ids: known[ids].reshape(-1)),
+        }
+        for name, times in _in_turns(ways, batches).items():
+            rates = [f"{batches[0].numel() / 1e6 / value:5.1f}" for value in times]
+            print(
+                f"T8  dim {dim:3} {name:29} forward {' / '.join(rates[:2])}, all of a step {' / '.join(rates[2:])}",
+                flush=True,
+            )
+
+
+def _in_turns(ways: dict[str, tuple[Any, Any]], batches: list[Any]) -> dict[str, tuple[float, ...]]:
+    """Best and median seconds of forward, and of forward, backward and SGD."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    optimizer = torch.optim.SGD(next(iter(ways.values()))[0].parameters(), 0.01)
+    for number, batch in enumerate([batches[0], *batches]):
+        for name, (module, keys_of) in ways.items():
+            times = _forward_backward(module, keys_of(batch), optimizer)
+            if number:  # the first one warms up
+                found[name].append(times)
+    columns = {name: list(zip(*times, strict=True)) for name, times in found.items()}
+    return {
+        name: tuple(value for column in both for value in (min(column), statistics.median(column)))
+        for name, both in columns.items()
+    }
+
+
+def _skewed_batches(num_batches: int, num_keys: int) -> list[Any]:
+    """int64 [4096, 16] of numbers of keys, Zipf 1.05."""
+    random = np.random.default_rng(0)
+    weights = np.arange(1, num_keys + 1, dtype=np.float64) ** -1.05
+    cumulated = np.cumsum(weights / weights.sum())
+    order = random.permutation(num_keys)
+    chosen = [np.searchsorted(cumulated, random.random((4096, 16))) for _ in range(num_batches)]
+    return [torch.from_numpy(order[np.minimum(ids, num_keys - 1)]) for ids in chosen]
+
+
+def _forward_backward(module: Any, keys: Any, optimizer: Any) -> tuple[float, float]:
+    begin = time.process_time()
+    vectors = module(keys)
+    forward = time.process_time() - begin
+    vectors.backward(torch.ones_like(vectors))
+    optimizer.step()
+    optimizer.zero_grad()
+    return forward, time.process_time() - begin
+
+
+GOALS: dict[str, Callable[[], None]] = {name.__name__.upper(): name for name in (t1, t2, t3, t4, t5, t6, t7, t8)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="From training to serving.")
-    parser.add_argument("goals", nargs="*", metavar="GOAL", help="T1 to T7; all of them if none is named")
+    parser.add_argument("goals", nargs="*", metavar="GOAL", help="T1 to T8; all of them if none is named")
     for name in parser.parse_args().goals or GOALS:
         GOALS[name]()
 
