@@ -42,12 +42,16 @@ class HostCache(EmbeddingCache):
         with self.reading() as records:
             num_missing = cpu.look_up(records, lookup.segments, lookup.num_unknown, positions, self.num_threads)
         lookup.missing_positions = positions[:num_missing]
-        self._count_keys(lookup)
-        if num_missing:
-            counts = self._by_table(lookup.segments, lookup.num_unknown)
-            with self._count_lock:
-                self._num_missing += counts
+        self._count(lookup, num_missing)
         return num_missing
+
+    def _count(self, lookup: Lookup, num_missing: int) -> None:
+        """Count keys and missing ones in one step: between two, all of them would be hits, and fewer after that."""
+        asked = self._by_table(lookup.segments, lookup.num_keys)
+        missing = self._by_table(lookup.segments, lookup.num_unknown) if num_missing else 0
+        with self._count_lock:
+            self._num_keys += asked
+            self._num_missing += missing
 
     def misses(self, lookup: Lookup) -> Iterator[Misses]:
         """See EmbeddingCache: all of it at once."""
