@@ -110,8 +110,8 @@ class Announcements:
         if refused is not None and refused != self._refused:
             _log.warning(
                 "the announcement at offset %d of topic %r is rejected: it is not a version number",
-                self.topic,
                 refused.offset,
+                self.topic,
             )
         self._refused = refused
 
