@@ -17,6 +17,7 @@ from inference_session.errors import HotrowError
 _SECTIONS = {
     "Models": {
         "import": "Import a trained ONNX, HugeCTR or PyTorch model into a model repository.",
+        "train": "Train a model from HugeCTR's JSON configuration.",
         "inspect": "Show the contents of a version directory or a store, and verify them.",
         "quantize": "Create a smaller version, with tables in float16 or int8.",
         "publish-version": "Publish a version directory in a repository.",

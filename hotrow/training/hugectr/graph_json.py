@@ -231,7 +231,7 @@ def read_dense(document: Mapping[str, Any]) -> DenseLayer:
         UnsupportedModelError: the layer cannot be served.
     """
     kind = _member(Layer_t, _get(document, "type"))
-    layer: Any = DenseLayer(kind, _get(document, "bottom"), document.get("top", []))
+    layer: Any = DenseLayer(kind, _get(document, "bottom"), _get(document, "top"))
     layer.selected = "selected" in document
     layer.use_regularizer = "regularizer" in document
     layer.target_weight_vec = document.get("target_weight", ())

@@ -1,0 +1,26 @@
+"""`hotrow train`: train a model from HugeCTR's JSON configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="CONFIG.json")
+def command(config: Path) -> None:
+    """Train a model from HugeCTR's JSON configuration: solver, optimizer and layers in one file.
+
+    Paths count from the working directory. In the end the weights are written as `<snapshot_prefix>_dense_<N>.model`
+    and so on, N being the iterations, and the graph as `<snapshot_prefix>_graph.json`: what `hotrow import hugectr`
+    takes. Needs `pip install 'hotrow[torch]'`.
+
+    \b
+    Examples:
+      hotrow train dcn.json
+      torchrun --nproc-per-node 4 -m hotrow train dcn.json
+    """
+    from hotrow.training.hugectr.json_config import read_configuration, train
+
+    train(read_configuration(config))

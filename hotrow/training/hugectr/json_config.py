@@ -1,0 +1,185 @@
+"""HugeCTR's JSON configuration: solver, optimizer and layers in one file, as releases before 3.1 take it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hotrow.training.hugectr.enums import Check_t, DataReaderType_t, MetricsType
+from hotrow.training.hugectr.graph_json import read_optimizer
+from hotrow.training.hugectr.model import Model
+from hotrow.training.hugectr.parameters import DataReaderParams, OptParamsPy, Solver
+from inference_session.errors import ConfigurationError, HotrowError
+from inference_session.importers.hugectr.json_file import JsonFile, read_json
+
+_SOLVER = frozenset(
+    {
+        "batchsize", "batchsize_eval", "dense_model_file", "dense_opt_states_file", "display", "eval_batches",
+        "eval_interval", "eval_metrics", "gpu", "input_key_type", "lr_policy", "max_eval_batches", "max_eval_samples",
+        "max_iter", "mixed_precision", "model_name", "num_epochs", "seed", "snapshot", "snapshot_prefix",
+        "sparse_model_file", "sparse_opt_states_file",
+    }
+)  # fmt: skip
+_WITHOUT_EFFECT = frozenset(
+    {"algorithm_search", "all_reduce_algo", "cuda_graph", "device_layout", "enable_tf32_compute", "gen_loss_summary"}
+)
+_SCHEDULE = ("warmup_steps", "decay_start", "decay_steps", "decay_power", "end_lr")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A file that was read and checked."""
+
+    file: JsonFile
+    solver: Solver
+    reader: DataReaderParams
+    optimizer: OptParamsPy
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The section `solver`."""
+        return self.file.document["solver"]
+
+    @property
+    def prefix(self) -> str:
+        """What the names of files begin with."""
+        return str(self.settings.get("snapshot_prefix", ""))
+
+
+def read_configuration(path: Path) -> Configuration:
+    """Read a configuration.
+
+    Raises:
+        ConfigurationError: names the file, the line, the field and what is allowed.
+    """
+    file = read_json(path, ConfigurationError)
+    for section, kind in (("solver", dict), ("optimizer", dict), ("layers", list)):
+        if not isinstance(file.document.get(section), kind):
+            file.fail((section,), "a list of layers is required" if kind is list else "an object is required")
+    solver = file.document["solver"]
+    for name in solver:
+        if name not in _SOLVER | _WITHOUT_EFFECT:
+            file.fail(("solver", name), f"unknown; allowed: {', '.join(sorted(_SOLVER | _WITHOUT_EFFECT))}")
+    if ("max_iter" in solver) == ("num_epochs" in solver):
+        file.fail(("solver",), "one of max_iter and num_epochs is required")
+    return Configuration(file, _solver(file, solver), _reader(file), _within(file, "optimizer", _optimizer, file))
+
+
+def train(configuration: Configuration) -> Model:
+    """Train as the file says; in the end write the weights, and the graph as `<snapshot_prefix>_graph.json`.
+
+    Raises:
+        as `Model.add_document`, `Model.compile` and `Model.fit`.
+    """
+    settings = configuration.settings
+    model = Model(configuration.solver, configuration.reader, configuration.optimizer)
+    model.add_document(configuration.file, dense=True)
+    model.compile()
+    _load(model, settings)
+    model.summary()
+    model.fit(
+        num_epochs=settings.get("num_epochs", 0),
+        max_iter=settings.get("max_iter", 0),
+        display=settings.get("display", 200),
+        eval_interval=settings.get("eval_interval", 1000),
+        snapshot=settings.get("snapshot", 10000),
+        snapshot_prefix=configuration.prefix,
+    )
+    model.save_params_to_files(configuration.prefix, model.get_learning_rate_scheduler().get_step())
+    model.graph_to_json(f"{configuration.prefix}_graph.json")
+    return model
+
+
+def _load(model: Model, settings: Mapping[str, Any]) -> None:
+    """Go on from files, where the solver names them."""
+    loads: dict[str, Callable[[Any], None]] = {
+        "dense_model_file": model.load_dense_weights,
+        "sparse_model_file": lambda files: model.load_sparse_weights(_listed(files)),
+        "dense_opt_states_file": model.load_dense_optimizer_states,
+        "sparse_opt_states_file": lambda files: model.load_sparse_optimizer_states(_listed(files)),
+    }
+    for name, load in loads.items():
+        if name in settings:
+            load(settings[name])
+
+
+def _listed(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else list(value)
+
+
+def _solver(file: JsonFile, settings: Mapping[str, Any]) -> Solver:
+    gpus = settings.get("gpu", [0])
+    size = settings.get("batchsize", 2048)
+    size_eval = settings.get("batchsize_eval", size)
+    batches = settings.get("max_eval_batches", settings.get("eval_batches", 100))
+    if "max_eval_samples" in settings:
+        batches = -(-settings["max_eval_samples"] // size_eval)
+    metrics: dict[MetricsType, float] = _within(file, "solver", _metrics, settings.get("eval_metrics", ["AUC"]))
+    arguments: dict[str, Any] = {
+        "model_name": settings.get("model_name", ""),
+        "seed": settings.get("seed", 0),
+        "max_eval_batches": batches,
+        "batchsize": size,
+        "batchsize_eval": size_eval,
+        "vvgpu": gpus if all(isinstance(item, list) for item in gpus) else [gpus],
+        "repeat_dataset": "max_iter" in settings,
+        "use_mixed_precision": "mixed_precision" in settings,
+        "scaler": settings.get("mixed_precision", 1.0),
+        "metrics_spec": metrics,
+        "i64_input_key": settings.get("input_key_type", "I32") == "I64",
+        **_rates(file),
+    }
+    return _within(file, "solver", Solver, **arguments)
+
+
+def _rates(file: JsonFile) -> dict[str, Any]:
+    """The learning rate and its schedule, which stand in the optimizer's own section."""
+    optimizer = file.document["optimizer"]
+    given: dict[str, Any] = {}
+    for name, section in optimizer.items():
+        if name.endswith("_hparam") and isinstance(section, dict):
+            given.update(section)
+    rates = {name: given[name] for name in _SCHEDULE if name in given}
+    return {**rates, "lr": given["learning_rate"]} if "learning_rate" in given else rates
+
+
+def _metrics(names: list[str]) -> dict[MetricsType, float]:
+    found = {}
+    for text in names:
+        name, _, target = text.partition(":")
+        if name not in MetricsType.__members__:
+            raise ConfigurationError(
+                f"eval_metrics: no metric {name!r}; there are {', '.join(MetricsType.__members__)}"
+            )
+        found[MetricsType[name]] = float(target) if target else 1.0
+    return found
+
+
+def _optimizer(file: JsonFile) -> OptParamsPy:
+    return read_optimizer(file.document["optimizer"])
+
+
+def _reader(file: JsonFile) -> DataReaderParams:
+    data = file.document["layers"][0] if file.document["layers"] else {}
+    if not isinstance(data, dict) or data.get("type") != "Data":
+        file.fail(("layers", 0), "the first layer must be of type 'Data'")
+    kind, check = data.get("format", "Norm"), data.get("check", "None")
+    if kind not in DataReaderType_t.__members__:
+        file.fail(("layers", 0, "format"), f"found {kind!r}; allowed: Norm, Raw, Parquet")
+    if check not in [item.value for item in Check_t]:
+        file.fail(("layers", 0, "check"), f"found {check!r}; allowed: Sum, None")
+    names = ("num_samples", "eval_num_samples", "float_label_dense", "num_workers", "slot_size_array")
+    return _within(
+        file, "layers", DataReaderParams, DataReaderType_t[kind], data.get("source", ""),
+        eval_source=data.get("eval_source", ""), check_type=Check_t(check), **{n: data[n] for n in names if n in data},
+    )  # fmt: skip
+
+
+def _within(file: JsonFile, section: str, make: Any, *arguments: Any, **named: Any) -> Any:
+    """Call, and say of an error where in the file it comes from."""
+    try:
+        return make(*arguments, **named)
+    except (HotrowError, TypeError, ValueError) as error:
+        file.fail((section,), str(error))

@@ -1,0 +1,130 @@
+"""`hotrow train`, and the JSON configurations that it reads."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotrow.training.hugectr.json_config import read_configuration, train
+from inference_session.errors import ConfigurationError
+from inference_session.importers.hugectr import import_hugectr
+from tests.hotrow.training.hugectr.samples import SAMPLES, make_data
+from tests.hotrow.training.hugectr.test_samples import losses, write_ps_json
+
+pytestmark = pytest.mark.training
+
+
+def dcn_configuration() -> dict[str, Any]:
+    """As a configuration of release 3.0, without a name for its graph."""
+
+    def dense(kind: str, bottom: Any, top: Any, **fields: Any) -> dict[str, Any]:
+        return {"name": f"{top}", "type": kind, "bottom": bottom, "top": top, **fields}
+
+    return {
+        "solver": {
+            "lr_policy": "fixed", "display": 5, "max_iter": 31, "gpu": [0], "batchsize": 100, "batchsize_eval": 100,
+            "snapshot": 20, "snapshot_prefix": "./dcn", "eval_interval": 10, "max_eval_batches": 2,
+            "input_key_type": "I64", "eval_metrics": ["AUC:0.99", "AverageLoss"],
+        },
+        "optimizer": {
+            "type": "Adam", "update_type": "Global",
+            "adam_hparam": {"learning_rate": 0.01, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-7, "warmup_steps": 2},
+        },
+        "layers": [
+            {
+                "name": "data", "type": "Data", "source": "train.txt", "eval_source": "eval.txt", "check": "Sum",
+                "label": {"top": "label", "label_dim": 1}, "dense": {"top": "dense", "dense_dim": 13},
+                "sparse": [
+                    {"top": "data1", "type": "DistributedSlot", "max_feature_num_per_sample": 30, "slot_num": 26}
+                ],
+            },
+            {
+                "name": "sparse_embedding1", "type": "DistributedSlotSparseEmbeddingHash", "bottom": "data1",
+                "top": "sparse_embedding1",
+                "sparse_embedding_hparam": {
+                    "max_vocabulary_size_per_gpu": 1447751, "embedding_vec_size": 4, "combiner": "sum"
+                },
+            },
+            dense("Reshape", "sparse_embedding1", "reshape1", leading_dim=104),
+            dense("Concat", ["reshape1", "dense"], "concat1"),
+            dense("MultiCross", "concat1", "multicross1", mc_param={"num_layers": 3}),
+            dense("InnerProduct", "concat1", "fc1", fc_param={"num_output": 16, "weight_init": "XavierUniform"}),
+            dense("ReLU", "fc1", "relu1"),
+            dense("Dropout", "relu1", "dropout1", rate=0.5),
+            dense("Concat", ["dropout1", "multicross1"], "concat2"),
+            dense("InnerProduct", "concat2", "fc3", fc_param={"num_output": 1}),
+            dense("BinaryCrossEntropyLoss", ["fc3", "label"], "loss"),
+        ],
+    }  # fmt: skip
+
+
+def test_a_configuration_trains_and_its_files_are_imported(tmp_path: Path) -> None:
+    make_data(SAMPLES["dcn"], tmp_path)
+    (tmp_path / "dcn.json").write_text(json.dumps(dcn_configuration(), indent=2))
+    command = [sys.executable, "-m", "hotrow", "train", "dcn.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert len(losses(done.stdout)) == 6
+    assert re.search(r"^Evaluation, AverageLoss: 0\.\d+$", done.stdout, re.MULTILINE)
+    for name in ("dcn_dense_20.model", "dcn_dense_31.model", "dcn0_sparse_31.model/key", "dcn_opt_dense_31.model"):
+        assert (tmp_path / name).exists()
+    (tmp_path / "dcn_graph.json").rename(tmp_path / "graph.json")
+    ps_json = write_ps_json(tmp_path, SAMPLES["dcn"], "dcn", 31, max_batch=64)
+    (report,) = import_hugectr(ps_json, tmp_path / "repository")
+    assert report.num_dense_parameters > 0
+
+
+def test_training_goes_on_from_the_files_that_the_solver_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_data(SAMPLES["dcn"], tmp_path)
+    document = dcn_configuration()
+    Path("a.json").write_text(json.dumps(document))
+    train(read_configuration(Path("a.json")))
+    document["solver"] |= {
+        "dense_model_file": "dcn_dense_31.model", "sparse_model_file": ["dcn0_sparse_31.model"],
+        "dense_opt_states_file": "dcn_opt_dense_31.model", "sparse_opt_states_file": "dcn0_opt_sparse_31.model",
+        "snapshot_prefix": "more/dcn",
+    }  # fmt: skip
+    Path("b.json").write_text(json.dumps(document))
+    model = train(read_configuration(Path("b.json")))
+    assert model._compiled("").dense_optimizer.num_steps == 62
+    assert Path("more/dcn_dense_31.model").exists()
+    assert Path("more/dcn_graph.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"solver": {"batch": 1, "max_iter": 1}}, r"config\.json:\d+: field 'solver.batch': unknown; allowed: "),
+        ({"solver": {}}, "one of max_iter and num_epochs is required"),
+        ({"solver": {"max_iter": 1, "mixed_precision": 3}}, "scaler is 3; allowed"),
+        ({"solver": {"max_iter": 1, "eval_metrics": ["Best"]}}, "no metric 'Best'"),
+        ({"optimizer": {"type": "Best"}}, "'Best' is no Optimizer_t; allowed: 'Adam'"),
+        ({"layers": []}, "the first layer must be of type 'Data'"),
+        ({"layers": [{"type": "Data", "format": "Text"}]}, "found 'Text'; allowed: Norm, Raw, Parquet"),
+        ({"layers": [{"type": "Data"}]}, "source and eval_source name the data"),
+        ({"optimizer": 3}, "field 'optimizer': an object is required"),
+    ],
+)
+def test_what_is_wrong_with_a_configuration_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**dcn_configuration(), **change}, indent=1))
+    with pytest.raises(ConfigurationError, match=message):
+        read_configuration(path)
+
+
+def test_a_layer_that_is_refused_is_named_with_its_line(tmp_path: Path) -> None:
+    document = dcn_configuration()
+    document["layers"][5] = {"type": "InnerProduct", "bottom": "concat1"}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(document, indent=1))
+    make_data(SAMPLES["dcn"], tmp_path)
+    message = r"config\.json:\d+: field 'layers\[5\]': layer 'InnerProduct': field 'top' is required"
+    with pytest.raises(ConfigurationError, match=message):
+        train(read_configuration(path))
