@@ -1,0 +1,173 @@
+"""HugeCTR's wdl and dcn, trained by hotrow.training.hugectr and by the same network written directly in PyTorch.
+
+python -m benchmarks.hugectr_training [--batch-size N] [--rounds N]
+
+Both train on one thread, in turns, a few steps each; what counts is processor time, so that other work on the machine
+does not. hotrow reads its batches from files in Norm format meanwhile; PyTorch's are ready in memory.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hotrow.training import hugectr
+from hotrow.training.hugectr import DenseLayer, Layer_t
+
+SLOT_SIZE = 4000
+STEPS = 4
+EMBEDDING_DIM = 16
+
+
+def write_data(folder: Path) -> None:
+    params = hugectr.DataGeneratorParams(
+        hugectr.DataReaderType_t.Norm, 1, 13, 28, True, str(folder / "train.txt"), str(folder / "eval.txt"),
+        [SLOT_SIZE] * 28, check_type=hugectr.Check_t.Non, num_files=2, eval_num_files=1, num_samples_per_file=40_000,
+    )  # fmt: skip
+    hugectr.DataGenerator(params).generate()
+
+
+def hugectr_model(folder: Path, network: str, batch_size: int, update: hugectr.Update_t) -> hugectr.Model:
+    solver = hugectr.CreateSolver(batchsize=batch_size, batchsize_eval=batch_size, i64_input_key=True)
+    reader = hugectr.DataReaderParams(
+        hugectr.DataReaderType_t.Norm, str(folder / "train.txt"), eval_source=str(folder / "eval.txt"),
+        check_type=hugectr.Check_t.Non,
+    )  # fmt: skip
+    model = hugectr.Model(solver, reader, hugectr.CreateOptimizer(update_type=update))
+    inputs = [
+        hugectr.DataReaderSparseParam("wide_data", 1, True, 2),
+        hugectr.DataReaderSparseParam("deep_data", 1, True, 26),
+    ]
+    model.add(hugectr.Input(1, "label", 13, "dense", inputs))
+    kind = hugectr.Embedding_t.DistributedSlotSparseEmbeddingHash
+    model.add(hugectr.SparseEmbedding(kind, 1, 1, "sum", "wide", "wide_data"))
+    model.add(hugectr.SparseEmbedding(kind, 1, EMBEDDING_DIM, "sum", "deep", "deep_data"))
+    model.add(DenseLayer(Layer_t.Reshape, ["deep"], ["flat"], leading_dim=26 * EMBEDDING_DIM))
+    model.add(DenseLayer(Layer_t.Concat, ["flat", "dense"], ["features"]))
+    bottom = "features"
+    for i in (1, 2):
+        model.add(DenseLayer(Layer_t.InnerProduct, [bottom], [f"fc{i}"], num_output=1024))
+        model.add(DenseLayer(Layer_t.ReLU, [f"fc{i}"], [f"relu{i}"]))
+        model.add(DenseLayer(Layer_t.Dropout, [f"relu{i}"], [f"dropout{i}"], dropout_rate=0.5))
+        bottom = f"dropout{i}"
+    if network == "dcn":
+        model.add(DenseLayer(Layer_t.MultiCross, ["features"], ["crossed"], num_layers=6))
+        model.add(DenseLayer(Layer_t.Concat, [bottom, "crossed"], ["both"]))
+        bottom = "both"
+    model.add(DenseLayer(Layer_t.InnerProduct, [bottom], ["fc3"], num_output=1))
+    model.add(DenseLayer(Layer_t.Reshape, ["wide"], ["wide_flat"], leading_dim=2))
+    model.add(DenseLayer(Layer_t.ReduceSum, ["wide_flat"], ["wide_sum"], axis=1))
+    model.add(DenseLayer(Layer_t.Add, ["fc3", "wide_sum"], ["logit"]))
+    model.add(DenseLayer(Layer_t.BinaryCrossEntropyLoss, ["logit", "label"], ["loss"]))
+    model.compile()
+    model.start_data_reading()
+    return model
+
+
+class Direct(nn.Module):
+    """The same network as one would write it; the sizes of the tables are known."""
+
+    def __init__(self, network: str, *, sparse: bool) -> None:
+        super().__init__()
+        self.wide = nn.Embedding(28 * SLOT_SIZE, 1, sparse=sparse)
+        self.deep = nn.Embedding(28 * SLOT_SIZE, EMBEDDING_DIM, sparse=sparse)
+        width = 26 * EMBEDDING_DIM + 13
+        self.layers = nn.Sequential(
+            nn.Linear(width, 1024), nn.ReLU(), nn.Dropout(0.5), nn.Linear(1024, 1024), nn.ReLU(), nn.Dropout(0.5)
+        )
+        num_crosses = 6 if network == "dcn" else 0
+        self.crosses = nn.ModuleList(nn.Linear(width, 1, bias=False) for _ in range(num_crosses))
+        self.biases = nn.ParameterList(torch.zeros(width) for _ in range(num_crosses))
+        self.last = nn.Linear(1024 + (width if num_crosses else 0), 1)
+
+    def forward(self, dense: Tensor, keys: Tensor) -> Tensor:
+        x = torch.cat([self.deep(keys[:, 2:]).flatten(1), dense], dim=1)
+        y, crossed = self.layers(x), x
+        for cross, bias in zip(self.crosses, self.biases, strict=True):
+            crossed = x * cross(crossed) + bias + crossed
+        top = self.last(torch.cat([y, crossed], dim=1) if len(self.crosses) else y)
+        return top + self.wide(keys[:, :2]).sum(dim=1)
+
+
+def direct_step(folder: Path, network: str, batch_size: int, update: hugectr.Update_t) -> Callable[[], None]:
+    reader = hugectr_model(folder, "wdl", batch_size, update).get_data_reader_train()
+    batches = []
+    for _ in range(8):
+        block = reader.next_batch()
+        assert block is not None
+        keys = np.concatenate([bags.keys.reshape(batch_size, -1) for bags in block.bags], axis=1)
+        batches.append(
+            (torch.from_numpy(block.dense.copy()), torch.from_numpy(keys), torch.from_numpy(block.labels.copy()))
+        )
+    reader.stop()
+    is_sparse = update is hugectr.Update_t.Local
+    model = Direct(network, sparse=is_sparse)
+    tables = [*model.wide.parameters(), *model.deep.parameters()]
+    others = [p for p in model.parameters() if not any(p is table for table in tables)]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.Adam(others if is_sparse else model.parameters(), lr=0.001)]
+    if is_sparse:
+        optimizers.append(torch.optim.SparseAdam(tables, lr=0.001))
+    state = {"i": 0}
+
+    def step() -> None:
+        dense, keys, labels = batches[state["i"] % len(batches)]
+        state["i"] += 1
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        nn.functional.binary_cross_entropy_with_logits(model(dense, keys), labels).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+    return step
+
+
+def seconds(step: Callable[[], object]) -> float:
+    """Processor time of a step, over a few."""
+    began = time.process_time()
+    for _ in range(STEPS):
+        step()
+    return (time.process_time() - began) / STEPS
+
+
+@click.command()
+@click.option("--batch-size", default=2048, show_default=True)
+@click.option("--rounds", default=7, show_default=True)
+def main(batch_size: int, rounds: int) -> None:
+    """Print samples a second of both, and the ratio, by the median and the best round."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_data(folder)
+        for network in ("wdl", "dcn"):
+            for update in (hugectr.Update_t.Local, hugectr.Update_t.Global):
+                model = hugectr_model(folder, network, batch_size, update)
+                steps: dict[str, Callable[[], object]] = {
+                    "hotrow": model.train,
+                    "PyTorch": direct_step(folder, network, batch_size, update),
+                }
+                times: dict[str, list[float]] = {way: [] for way in steps}
+                for round_number in range(rounds + 1):
+                    for way, step in steps.items():
+                        taken = seconds(step)
+                        if round_number:  # the first warms up
+                            times[way].append(taken)
+                model.get_data_reader_train().stop()
+                model.get_data_reader_eval().stop()
+                best = min(times["PyTorch"]) / min(times["hotrow"])
+                ours, theirs = (batch_size / statistics.median(times[way]) for way in steps)
+                print(
+                    f"{network}, Adam {update.value}, batch {batch_size}: hotrow {ours:,.0f} samples/s, "
+                    f"PyTorch {theirs:,.0f}; ratio {ours / theirs:.2f} (best {best:.2f})"
+                )
+
+
+if __name__ == "__main__":
+    main()

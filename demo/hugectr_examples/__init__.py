@@ -1,0 +1,1 @@
+"""HugeCTR's training API end to end: train, import, serve on a real Triton, score. One program per model."""
