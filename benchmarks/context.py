@@ -83,7 +83,7 @@ def _measure(kind: str, options: argparse.Namespace) -> float | None:
         repository = Path(folder) / "repository"
         _import(ranking, Path(folder) / f"{kind}.onnx", repository, kind)
         case = _open(opened, Path(folder), kind, ranking, options)
-        print(ranking.name)
+        print(ranking.name, flush=True)
         if options.device == "cpu":
             _rank_for_one(case, options.rounds)
         _rank_for_many(case, options.rounds, time.process_time if options.device == "cpu" else time.perf_counter)
