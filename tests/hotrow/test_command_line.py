@@ -158,7 +158,7 @@ def test_inspect_shows_full_digits(run: Run, version_dir: Path) -> None:
     _, text, _ = run("inspect", version_dir, "--json")
 
     assert "16000" in out
-    assert "Checksums of all files agree" in out
+    assert "Checksums of all files match" in out
     described = json.loads(text)
     assert described["inputs"] == [{"name": "x", "dtype": "int64", "shape": [-1, 3]}]
     assert described["tables"][0]["rows"] == 1000

@@ -82,7 +82,7 @@ def test_a_damaged_copy_in_the_cache_is_copied_again(
     copy.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
     assert fetch(f"{remote}/model.onnx").read_bytes() == content
-    assert "model.onnx is copied again" in caplog.text
+    assert "model.onnx: damaged" in caplog.text
 
 
 def test_external_data_elsewhere_are_not_fetched(remote: str, tmp_path: Path) -> None:

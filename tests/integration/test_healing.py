@@ -139,7 +139,9 @@ def test_a_model_that_cannot_be_loaded_again_can_be_unloaded(serve: Serve, repos
     with served.grpc_client() as client:
         with suppress(InferenceServerException):  # it may have gone down with the process, and its models with it
             client.unload_model("ctr")
-        wait_until(lambda: any("stays so" in line or "ended together" in line for line in served.errors), "either")
+        wait_until(
+            lambda: any("stays unloaded" in line or "ended together" in line for line in served.errors), "either"
+        )
 
         network.rename(repository / "ctr" / "2" / "dense.onnx")
         if not any("ended together" in line for line in served.errors):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 
 from tests.testing.broker import Broker
+
+# These import PyTorch as they are collected.
+collect_ignore = [] if find_spec("torch") else ["hugectr"]
 
 
 @pytest.fixture(scope="session")
