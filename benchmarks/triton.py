@@ -1,12 +1,14 @@
-"""Whole requests through a real Triton, beside three peers in the same server and run: goal G7.
+"""Whole requests through a real Triton, in rounds, beside peers on the same server: goal G7.
 
-    python benchmarks/triton.py            4 M rows, a few minutes
-    python benchmarks/triton.py --quick    400 k rows, one round
+    python benchmarks/triton.py            4 M rows, four rounds, about six minutes
+    python benchmarks/triton.py --quick    400 k rows, one round, about two minutes
 
-The model: 26 features x 64 samples, a table each, dim 16, MLP 64-1. Its peers are Python models as well:
-`null` answers zeros, `take` is written by hand (NumPy's take and ONNX Runtime), `plain` runs the whole graph. As in
-the Python backend's examples they answer request by request; `take_joined` joins those of one call.
-perf_analyzer sends over gRPC; rounds are interleaved, medians shown.
+The model: 26 features x 64 samples, a table each, dim 16, MLP 64-1, with one packed input and with 26 separate ones;
+and the packed model with an MLP of 512-256-1, where hotrow computes in bfloat16 as well if this machine can. Peers are
+Python models with one thread that join the requests of a call: `null` reads all inputs and answers zeros, `plain` runs
+the whole graph in ONNX Runtime. `take` (NumPy's take, then ONNX Runtime) answers one by one, `take_joined` joins.
+perf_analyzer sends over gRPC and HTTP. In a round each combination is measured once, peers next to each other. What is
+printed are the medians over the rounds, the best, and the spread, in Markdown.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ import argparse
 import itertools
 import json
 import math
-import statistics
+import os
 import tempfile
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -29,12 +32,18 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 from perf_analyzer import input_data, measure, perf_analyzer
 
+from inference_session.dense_engine.openvino import unusable_bfloat16
 from inference_session.importers.onnx import import_onnx
 from triton_backend.launcher.server import ServerOptions, TritonServer
 from triton_backend.repository.model_config import write_model_config
 
 FEATURES, SAMPLES = 26, 64
 MODELS = ("null", "hotrow", "take", "take_joined", "plain")
+BFLOAT16 = "hotrow_bfloat16"
+MAX_PREPARED = 21_000
+"""Inputs of samples in a file of requests: all 20 requests of one input, 12 of 26."""
+QUIET_FRACTION = 0.1
+"""Of the processors that others may use on a machine that is called quiet."""
 
 
 class Network(NamedTuple):
@@ -44,12 +53,33 @@ class Network(NamedTuple):
     dim: int = 16
     hidden: tuple[int, ...] = (64,)
     """Widths of the layers between the vectors and the one output."""
+    separate: bool = False
+    """Whether each feature is an input of its own."""
 
+
+QUICK_CONCURRENCIES = {"grpc": (1, 16), "http": (16,)}
+
+
+class Series(NamedTuple):
+    """Models of one network that are measured next to each other, and how they are asked."""
+
+    name: str
+    models: tuple[str, ...]
+    protocol: str
+    concurrencies: tuple[int, ...]
+
+
+SERIES = (
+    Series("packed", ("null", "hotrow", "plain", "take_joined"), "grpc", (1, 16, 64)),
+    Series("separate", ("null", "hotrow", "plain"), "grpc", (1, 16)),
+    Series("wide", ("null", "hotrow", BFLOAT16, "plain"), "grpc", (16,)),
+    Series("packed", ("null", "hotrow", "plain"), "http", (1, 16)),
+)
 
 CONFIG = """
 backend: "python"
 max_batch_size: 1024
-input [ { name: "ids" data_type: TYPE_INT64 dims: [ 26 ] } ]
+input [ %s ]
 output [ { name: "click" data_type: TYPE_FP32 dims: [ 1 ] } ]
 instance_group [ { count: 1 kind: KIND_CPU } ]
 dynamic_batching { }
@@ -66,30 +96,31 @@ class TritonPythonModel:
         options.intra_op_num_threads = 1
         folder = {folder!r}
         kind = {kind!r}
-        kind, _, joins = kind.partition("_")
-        self.joins = bool(joins)
+        kind, _, joined = kind.partition("_")
+        self.joins = bool(joined) or kind != "take"
         if kind == "take":
             self.tables = [np.load(f"{{folder}}/{{i}}.npy", mmap_mode="r") for i in range(26)]
         if kind != "null":
             self.network = onnxruntime.InferenceSession(f"{{folder}}/{{kind}}.onnx", options)
         self.predict = getattr(self, kind)
 
-    def null(self, ids):
-        return np.zeros((len(ids), 1), np.float32)
+    def null(self, inputs):
+        return np.zeros((len(next(iter(inputs.values()))), 1), np.float32)
 
-    def take(self, ids):
+    def take(self, inputs):
+        ids = inputs["ids"]
         vectors = np.concatenate([table.take(ids[:, i], axis=0) for i, table in enumerate(self.tables)], axis=1)
-        return self.network.run(None, {{"vectors": vectors}})[0]
+        return self.network.run(["click"], {{"vectors": vectors}})[0]
 
-    def plain(self, ids):
-        return self.network.run(None, {{"ids": ids}})[0]
+    def plain(self, inputs):
+        return self.network.run(["click"], inputs)[0]
 
     def execute(self, requests):
-        arrays = [read_array(request.inputs()[0]) for request in requests]
-        if not self.joins:
-            return [self.respond(self.predict(array)) for array in arrays]
-        answer = self.predict(np.concatenate(arrays) if len(arrays) > 1 else arrays[0])
-        ends = np.cumsum([len(array) for array in arrays])
+        given = [{{tensor.name(): read_array(tensor) for tensor in request.inputs()}} for request in requests]
+        if len(given) == 1 or not self.joins:
+            return [self.respond(self.predict(inputs)) for inputs in given]
+        answer = self.predict({{name: np.concatenate([inputs[name] for inputs in given]) for name in given[0]}})
+        ends = np.cumsum([len(next(iter(inputs.values()))) for inputs in given])
         return [self.respond(part) for part in np.split(answer, ends[:-1])]
 
     def respond(self, answer):
@@ -97,26 +128,50 @@ class TritonPythonModel:
 """
 
 
-def write_models(repository: Path, folder: Path, network: Network) -> None:
-    """All models, of the same weights."""
+def input_names(network: Network) -> dict[str, int]:
+    """The inputs of a model, with their widths."""
+    return {f"ids{i}": 1 for i in range(FEATURES)} if network.separate else {"ids": FEATURES}
+
+
+def write_models(
+    repository: Path, folder: Path, network: Network, models: Sequence[str] = MODELS, suffix: str = ""
+) -> None:
+    """These models, of the same weights; their names end in `suffix`."""
     rng = np.random.default_rng(0)
     tables = [rng.standard_normal((network.rows_per_table, network.dim), np.float32) for _ in range(FEATURES)]
+    folder.mkdir(exist_ok=True)
     for i, table in enumerate(tables):
         np.save(folder / f"{i}.npy", table)
     widths = (FEATURES * network.dim, *network.hidden, 1)
     layers = [rng.standard_normal(shape, np.float32) / math.sqrt(shape[0]) for shape in itertools.pairwise(widths)]
-    onnx.save(graph(tables, layers), folder / "plain.onnx")
+    onnx.save(graph(tables, layers, separate=network.separate), folder / "plain.onnx")
     onnx.save(graph(None, layers), folder / "take.onnx")
-    report = import_onnx(folder / "plain.onnx", repository, "hotrow")
-    write_model_config(report.version_dir, report.spec, "hotrow")
-    for kind in [model for model in MODELS if model != "hotrow"]:
-        version = repository / kind / "1"
+    wanted = ", ".join(
+        f'{{ name: "{name}" data_type: TYPE_INT64 dims: [ {width} ] }}' for name, width in input_names(network).items()
+    )
+    for kind in models:
+        name = kind + suffix
+        if kind in ("hotrow", BFLOAT16):
+            write_ours(repository, folder / "plain.onnx", name, precision="bfloat16" if kind == BFLOAT16 else "float32")
+            continue
+        version = repository / name / "1"
         version.mkdir(parents=True)
         (version / "model.py").write_text(PEER.format(folder=str(folder), kind=kind), encoding="utf-8")
-        (version.parent / "config.pbtxt").write_text(CONFIG, encoding="utf-8")
+        (version.parent / "config.pbtxt").write_text(CONFIG % wanted, encoding="utf-8")
 
 
-def graph(tables: list[NDArray[np.float32]] | None, layers: list[NDArray[np.float32]]) -> onnx.ModelProto:
+def write_ours(repository: Path, source: Path, name: str, *, precision: str) -> None:
+    """An imported model with one thread for its network, as its peers have."""
+    report = import_onnx(source, repository, name)
+    write_model_config(report.version_dir, report.spec, name)
+    with (repository / name / "config.pbtxt").open("a", encoding="utf-8") as config:
+        for key, value in {"dense_threads": "1", "dense_precision": precision}.items():
+            config.write(f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n')
+
+
+def graph(
+    tables: list[NDArray[np.float32]] | None, layers: list[NDArray[np.float32]], *, separate: bool = False
+) -> onnx.ModelProto:
     """The whole model, or without tables the part behind the look-ups."""
     mlp, weights, activated = [], {}, "vectors"
     for i, layer in enumerate(layers):
@@ -128,87 +183,209 @@ def graph(tables: list[NDArray[np.float32]] | None, layers: list[NDArray[np.floa
     nodes = []
     inputs = [helper.make_tensor_value_info("vectors", TensorProto.FLOAT, ["n", len(layers[0])])]
     if tables is not None:
-        inputs = [helper.make_tensor_value_info("ids", TensorProto.INT64, ["n", FEATURES])]
+        shapes = {f"ids{i}": ["n", 1] for i in range(FEATURES)} if separate else {"ids": ["n", FEATURES]}
+        inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, shape) for name, shape in shapes.items()]
         for i, table in enumerate(tables):
-            weights |= {f"column{i}": np.array(i), f"table{i}": table}
-            nodes.append(helper.make_node("Gather", ["ids", f"column{i}"], [f"ids{i}"], axis=1))
+            weights[f"table{i}"] = table
+            if not separate:
+                weights[f"column{i}"] = np.array(i)
+                nodes.append(helper.make_node("Gather", ["ids", f"column{i}"], [f"ids{i}"], axis=1))
             nodes.append(helper.make_node("Gather", [f"table{i}", f"ids{i}"], [f"vectors{i}"], axis=0))
-        nodes.append(helper.make_node("Concat", [f"vectors{i}" for i in range(FEATURES)], ["vectors"], axis=1))
+        joined = "stacked" if separate else "vectors"
+        nodes.append(helper.make_node("Concat", [f"vectors{i}" for i in range(FEATURES)], [joined], axis=1))
+        if separate:
+            nodes.append(helper.make_node("Flatten", [joined], ["vectors"]))
     outputs = [helper.make_tensor_value_info("click", TensorProto.FLOAT, ["n", 1])]
     constants = [numpy_helper.from_array(array, name) for name, array in weights.items()]
     whole = helper.make_graph([*nodes, *mlp], "benchmark", inputs, outputs, constants)
     return helper.make_model(whole, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
-def check_answers(url: str, rows_per_table: int, models: Sequence[str] = MODELS) -> None:
+def check_answers(
+    url: str, rows_per_table: int, models: Sequence[str] = MODELS, suffix: str = "", *, separate: bool = False
+) -> None:
     """All models but the null one must agree before they are timed."""
     ids = np.random.default_rng(1).integers(0, rows_per_table, (SAMPLES, FEATURES))
+    given = {f"ids{i}": ids[:, i : i + 1] for i in range(FEATURES)} if separate else {"ids": ids}
+    tensors = []
+    for name, array in given.items():
+        tensors.append(tritonclient.grpc.InferInput(name, list(array.shape), "INT64"))
+        tensors[-1].set_data_from_numpy(np.ascontiguousarray(array))
     with tritonclient.grpc.InferenceServerClient(url) as client:
-        tensor = tritonclient.grpc.InferInput("ids", list(ids.shape), "INT64")
-        tensor.set_data_from_numpy(ids)
-        answers = [client.infer(model, [tensor]).as_numpy("click") for model in models if model != "null"]
-    for answer in answers:
-        np.testing.assert_allclose(answer, answers[-1], atol=1e-6)
+        answers = {
+            model: client.infer(model + suffix, tensors).as_numpy("click") for model in models if model != "null"
+        }
+    expected = answers["plain"]
+    for model, answer in answers.items():
+        np.testing.assert_allclose(answer, expected, atol=1e-2 if model == BFLOAT16 else 1e-6)
+
+
+def write_requests(data: Path, rows_per_table: int, samples: int, names: Mapping[str, int] | None = None) -> None:
+    """Random requests for perf_analyzer; `names`: the inputs with their widths."""
+    widths = names or {"ids": FEATURES}
+    metadata = {"inputs": [{"name": n, "datatype": "INT64", "shape": [-1, width]} for n, width in widths.items()]}
+    requests = input_data(metadata, samples=samples, length=1, max_key=rows_per_table, batched=True)
+    # perf_analyzer prepares every input of every entry for each of its connections before it begins.
+    entries = requests["data"][: MAX_PREPARED // len(widths) // samples * samples]
+    data.write_text(json.dumps({"data": entries}), encoding="utf-8")
+
+
+Key = tuple[str, str, str, int, str]
+"""Series, protocol, model, concurrency and what was measured."""
+
+
+class Figures:
+    """What was measured, round by round."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Key, list[float]] = defaultdict(list)
+
+    def add(self, series: Series, model: str, concurrency: int, found: Mapping[str, float]) -> None:
+        """Note one run."""
+        for name, value in found.items():
+            self._seen[series.name, series.protocol, model, concurrency, name].append(value)
+
+    def has(self, *key: Any) -> bool:
+        """Whether a model of a series was measured."""
+        return (*key, "requests/s") in self._seen
+
+    def median(self, *key: Any) -> float:
+        """Over the rounds."""
+        return float(np.median(self._seen[key]))
+
+    def row(self, series: Series, model: str, concurrency: int) -> str:
+        """A line of the table."""
+        rates, p50, p99 = (
+            self._seen[series.name, series.protocol, model, concurrency, name] for name in ("requests/s", "p50", "p99")
+        )
+        spread = (max(rates) - min(rates)) / float(np.median(rates))
+        cells = (series.name, series.protocol, model, concurrency)
+        return (
+            f"| {' | '.join(map(str, cells))} | {np.median(rates):,.0f} | {max(rates):,.0f} | {spread:.0%} |"
+            f" {np.median(p50):,.0f} | {min(p50):,.0f} | {np.median(p99):,.0f} |"
+        )
+
+    def ratio(self, series: str, protocol: str, first: str, second: str, concurrency: int = 16) -> str:
+        """Requests/s of one beside another: the median of the rounds' ratios, and their range."""
+        ours, others = (
+            self._seen.get((series, protocol, model, concurrency, "requests/s"), []) for model in (first, second)
+        )
+        if not ours or not others:
+            return "not measured"
+        ratios = np.array(ours) / np.array(others)
+        return f"{np.median(ratios):.2f} ({ratios.min():.2f} to {ratios.max():.2f})"
+
+
+def networks(rows_per_table: int) -> dict[str, Network]:
+    """By series."""
+    return {
+        "packed": Network(rows_per_table),
+        "separate": Network(rows_per_table, separate=True),
+        "wide": Network(rows_per_table, hidden=(512, 256)),
+    }
+
+
+def used_by_others(seconds: float = 2.0) -> float:
+    """How much of the processors is in use while this process sleeps."""
+
+    def times() -> NDArray[np.int64]:
+        first = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0]
+        return np.array(first.split()[1:9], np.int64)
+
+    before = times()
+    time.sleep(seconds)
+    spent = times() - before
+    return float(1 - (spent[3] + spent[4]) / max(spent.sum(), 1))  # idle, and waiting for disks
 
 
 def main() -> None:
-    """Serve the models, measure them in turn, and print the ratios of the goal."""
+    """Serve the models, measure them in turn, and print the ratios of the goals."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args().quick
     rows_per_table = (400_000 if quick else 4_000_000) // FEATURES
     perf_analyzer()
-    with tempfile.TemporaryDirectory() as folder:
-        repository = Path(folder) / "repository"
-        write_models(repository, Path(folder), Network(rows_per_table))
-        options = ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0)
+    others = used_by_others()
+    kinds = ("null", "hotrow", "plain", "take_joined")
+    lacking = unusable_bfloat16()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for series, network in networks(rows_per_table).items():
+            models = [kind for kind in kinds if series == "packed" or kind != "take_joined"]
+            if series == "wide" and lacking is None:
+                models.append(BFLOAT16)
+            write_models(folder / "repository", folder / series, network, models, f"_{series}")
+            write_requests(folder / f"{series}.json", rows_per_table, SAMPLES, input_names(network))
+        options = ServerOptions(folder / "repository", http_port=0, grpc_port=0, metrics_port=0)
         with TritonServer.start(options) as server:
-            url = server.endpoints["gRPC"]
-            check_answers(url, rows_per_table)
-            run_rounds(url, Path(folder) / "requests.json", rows_per_table, rounds=1 if quick else 5)
+            for series, network in networks(rows_per_table).items():
+                served = [k for k in (*kinds, BFLOAT16) if (folder / "repository" / f"{k}_{series}").exists()]
+                check_answers(server.endpoints["gRPC"], rows_per_table, served, f"_{series}", separate=network.separate)
+            all_series = [shortened(series) for series in SERIES] if quick else list(SERIES)
+            figures = run_rounds(server, folder, all_series, rounds=1 if quick else 4, seconds=0.5 if quick else 0.7)
+    print(f"{os.cpu_count()} processors, {rows_per_table * FEATURES:,} rows; others used {others:.0%} of them before,")
+    print(f"{used_by_others():.0%} after: {'quiet' if others < QUIET_FRACTION else 'NOT quiet'}.", end="\n\n")
+    if lacking is not None:
+        print(f"bfloat16 was not measured: {lacking}", end="\n\n")
+    report(figures, all_series)
 
 
-def write_requests(data: Path, rows_per_table: int, samples: int) -> None:
-    """Random requests for perf_analyzer."""
-    metadata = {"inputs": [{"name": "ids", "datatype": "INT64", "shape": [-1, FEATURES]}]}
-    requests = input_data(metadata, samples=samples, length=1, max_key=rows_per_table, batched=True)
-    data.write_text(json.dumps(requests), encoding="utf-8")
+def shortened(series: Series) -> Series:
+    """What a quick run measures of it."""
+    kept = [each for each in series.concurrencies if each in QUICK_CONCURRENCIES[series.protocol]]
+    return series._replace(concurrencies=tuple(kept))
 
 
-def run_rounds(url: str, data: Path, rows_per_table: int, *, rounds: int) -> None:
-    """Measure all models at all concurrencies, round by round, and report."""
-    write_requests(data, rows_per_table, SAMPLES)
-    seen: dict[tuple[str, int, str], list[float]] = defaultdict(list)
-    for _ in range(rounds):
-        for concurrency in (1, 16, 64):
-            for model in MODELS:
-                result = measure(model, url, "grpc", data=data, batch=SAMPLES, concurrency=concurrency, seconds=1.5)
-                for name, value in result.items():
-                    seen[model, concurrency, name].append(value)
-    report({key: statistics.median(values) for key, values in seen.items()})
+def run_rounds(
+    server: TritonServer, folder: Path, all_series: Sequence[Series], *, rounds: int, seconds: float
+) -> Figures:
+    """Measure everything once a round."""
+    figures = Figures()
+    urls = {"grpc": server.endpoints["gRPC"], "http": server.endpoints["HTTP"].removeprefix("http://")}
+    for turn in range(rounds):
+        for series in all_series:
+            models = [m for m in series.models if (folder / "repository" / f"{m}_{series.name}").exists()]
+            for concurrency in series.concurrencies:
+                for model in models[turn % len(models) :] + models[: turn % len(models)]:
+                    found = measure(
+                        f"{model}_{series.name}",
+                        urls[series.protocol],
+                        series.protocol,
+                        data=folder / f"{series.name}.json",
+                        batch=SAMPLES,
+                        concurrency=concurrency,
+                        seconds=seconds,
+                    )
+                    figures.add(series, model, concurrency, found)
+    return figures
 
 
-def report(median: dict[tuple[str, int, str], float]) -> None:
-    """The figures and the ratios of the goal."""
-    print(f"{'model':<12}{'concurrency':>12}{'requests/s':>12}{'p50 us':>9}{'p99 us':>9}")
-    for concurrency in (1, 16, 64):
-        for model in MODELS:
-            row = [median[model, concurrency, name] for name in ("requests/s", "p50", "p99")]
-            print(f"{model:<12}{concurrency:>12}{row[0]:>12.0f}{row[1]:>9.0f}{row[2]:>9.0f}")
-
-    def ratio(model: str, concurrency: int, other: str, other_concurrency: int) -> float:
-        return median[model, concurrency, "requests/s"] / median[other, other_concurrency, "requests/s"]
-
-    above = median["hotrow", 1, "p50"] - median["null", 1, "p50"]
-    print(f"p50 above the null model                     {above:6.0f} us  goal <= 150")
-    print(f"requests/s at 16, of the null model          {ratio('hotrow', 16, 'null', 16):6.2f}     goal >= 0.65")
-    print(f"requests/s at 16, of take + ONNX Runtime     {ratio('hotrow', 16, 'take', 16):6.2f}     goal >= 1.5")
-    print(f"requests/s at 16, of the same, joined        {ratio('hotrow', 16, 'take_joined', 16):6.2f}")
-    print(f"requests/s at 16, of plain ONNX Runtime      {ratio('hotrow', 16, 'plain', 16):6.2f}     goal >= 2")
-    print(
-        f"requests/s at 64 over 16                     {ratio('hotrow', 64, 'hotrow', 16):6.2f}     "
-        f"goal >= the null model's {ratio('null', 64, 'null', 16):.2f}"
-    )
+def report(figures: Figures, all_series: Sequence[Series]) -> None:
+    """All figures, and the ratios of the goals."""
+    print("| model | protocol | served by | concurrency | requests/s | best | spread | p50 us | best | p99 us |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for series in all_series:
+        for concurrency in series.concurrencies:
+            for model in series.models:
+                if figures.has(series.name, series.protocol, model, concurrency):
+                    print(figures.row(series, model, concurrency))
+    print("\n| goal | reached | wanted |\n| --- | --- | --- |")
+    for name, wanted in (("packed", 75), ("separate", 60)):
+        above = figures.median(name, "grpc", "hotrow", 1, "p50") - figures.median(name, "grpc", "null", 1, "p50")
+        print(f"| p50 above null, {name}, gRPC | {above:.0f} us | {wanted} us |")
+    for other, key, wanted_ratio in (
+        ("null, packed", ("packed", "grpc", "hotrow", "null"), "0.70"),
+        ("plain ONNX Runtime, packed", ("packed", "grpc", "hotrow", "plain"), "1.35"),
+        ("take + ONNX Runtime, joined, packed", ("packed", "grpc", "hotrow", "take_joined"), "-"),
+        ("plain ONNX Runtime, 26 inputs", ("separate", "grpc", "hotrow", "plain"), "1.9"),
+        ("plain ONNX Runtime, packed, HTTP", ("packed", "http", "hotrow", "plain"), "-"),
+        ("plain ONNX Runtime, 512-256", ("wide", "grpc", "hotrow", "plain"), "-"),
+        ("plain ONNX Runtime, 512-256, bfloat16", ("wide", "grpc", BFLOAT16, "plain"), "1.7"),
+    ):
+        print(f"| requests/s at 16 beside {other} | {figures.ratio(*key)} | {wanted_ratio} |")
+    for model in ("hotrow", "null") if figures.has("packed", "grpc", "hotrow", 64) else ():
+        rates = [figures.median("packed", "grpc", model, c, "requests/s") for c in (64, 16)]
+        print(f"| requests/s at 64 beside 16, {model}, packed | {rates[0] / rates[1]:.2f} | no fall beyond null's |")
 
 
 if __name__ == "__main__":
