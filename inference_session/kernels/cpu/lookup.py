@@ -38,12 +38,9 @@ class _Workspace(threading.local):
     """What one thread's look-ups write to on the way, made once."""
 
     def __init__(self) -> None:
-        self.cursor = np.zeros(1, CURSOR)
-        self.blocks = np.zeros(NUM_STAGES, BLOCK)
-        self.ring = np.zeros(2 * RING, np.int64)
-        self.vector = np.zeros(CHUNK, np.float32)
-        self.cells = np.zeros(MAX_CELLS, CELL)
-        self.hashes = new_ring()
+        cursor, blocks, ring = np.zeros(1, CURSOR), np.zeros(NUM_STAGES, BLOCK), np.zeros(2 * RING, np.int64)
+        vector, cells = np.zeros(CHUNK, np.float32), np.zeros(MAX_CELLS, CELL)
+        self.arrays = cursor, blocks, ring, vector, cells, new_ring()
 
 
 _workspace = _Workspace()
@@ -137,14 +134,8 @@ def _lookup_range(
     missing_positions: NDArray[np.int64],
 ) -> int:
     """Look up from one (segment, row) up to, not including, another."""
-    own = _workspace
-    return int(
-        look_up_range(
-            *(tables, segments, *begin, *end),
-            *(own.cursor, own.blocks, own.ring, own.vector, own.cells, own.hashes),
-            *(missing_counts, missing_positions),
-        )
-    )
+    arguments = (tables, segments, *begin, *end, *_workspace.arrays, missing_counts, missing_positions)
+    return int(look_up_range(*arguments))
 
 
 @kernel
