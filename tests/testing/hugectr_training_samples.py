@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -364,3 +365,25 @@ def make_model(sample: Sample, folder: Path, **solver: Any) -> Model:
 
 def losses(printed: str) -> list[float]:
     return [float(text) for text in re.findall(r"^Iter: \d+ .*Loss: (\S+)", printed, re.MULTILINE)]
+
+
+def write_ps_json(folder: Path, sample: Sample, prefix: str, iteration: int, *, max_batch: int) -> Path:
+    model = {
+        "model": "sample",
+        "network_file": str(folder / "graph.json"),
+        "dense_file": str(folder / f"{prefix}_dense_{iteration}.model"),
+        "sparse_files": [str(folder / f"{prefix}{i}_sparse_{iteration}.model") for i in range(len(sample.tables))],
+        "max_batch_size": max_batch,
+        "gpucache": False,
+        "num_of_worker_buffer_in_pool": 1,
+        "num_of_refresher_buffer_in_pool": 1,
+        "cache_refresh_percentage_per_iteration": 0.2,
+        "deployed_device_list": [0],
+        "default_value_for_each_table": [0.0] * len(sample.tables),
+    }
+    statistics = folder / f"{prefix}_dense_{iteration}.model.ntp.json"
+    if statistics.exists():
+        model["non_trainable_params_file"] = str(statistics)
+    path = folder / "ps.json"
+    path.write_text(json.dumps({"supportlonglong": sample.is_long, "models": [model]}))
+    return path

@@ -14,8 +14,7 @@ import pytest
 from hotrow.training.hugectr.json_config import read_configuration, train
 from inference_session.errors import ConfigurationError
 from inference_session.importers.hugectr import import_hugectr
-from tests.hotrow.training.hugectr.samples import SAMPLES, make_data
-from tests.hotrow.training.hugectr.test_samples import losses, write_ps_json
+from tests.testing.hugectr_training_samples import SAMPLES, losses, make_data, write_ps_json
 
 pytestmark = pytest.mark.training
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hotrow.training.hugectr.processes import start_command
-from tests.hotrow.training.hugectr.samples import SAMPLES, Sample, make_data, make_model
-from tests.hotrow.training.jobs import run_ranks
+from tests.testing.hugectr_training_samples import SAMPLES, Sample, make_data, make_model
+from tests.testing.training_jobs import run_ranks
 
 pytestmark = pytest.mark.training
 

@@ -15,7 +15,7 @@ from hotrow.training.hugectr import DenseLayer, Layer_t, Model
 from inference_session import InferenceSession
 from inference_session.errors import UnsupportedModelError
 from inference_session.importers.hugectr import import_hugectr
-from tests.testing.hugectr_training_samples import SAMPLES, Sample, losses, make_data, make_model
+from tests.testing.hugectr_training_samples import SAMPLES, Sample, losses, make_data, make_model, write_ps_json
 
 pytestmark = pytest.mark.training
 
@@ -23,28 +23,6 @@ pytestmark = pytest.mark.training
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
-
-
-def write_ps_json(folder: Path, sample: Sample, prefix: str, iteration: int, *, max_batch: int) -> Path:
-    model = {
-        "model": "sample",
-        "network_file": str(folder / "graph.json"),
-        "dense_file": str(folder / f"{prefix}_dense_{iteration}.model"),
-        "sparse_files": [str(folder / f"{prefix}{i}_sparse_{iteration}.model") for i in range(len(sample.tables))],
-        "max_batch_size": max_batch,
-        "gpucache": False,
-        "num_of_worker_buffer_in_pool": 1,
-        "num_of_refresher_buffer_in_pool": 1,
-        "cache_refresh_percentage_per_iteration": 0.2,
-        "deployed_device_list": [0],
-        "default_value_for_each_table": [0.0] * len(sample.tables),
-    }
-    statistics = folder / f"{prefix}_dense_{iteration}.model.ntp.json"
-    if statistics.exists():
-        model["non_trainable_params_file"] = str(statistics)
-    path = folder / "ps.json"
-    path.write_text(json.dumps({"supportlonglong": sample.is_long, "models": [model]}))
-    return path
 
 
 def served(session: InferenceSession, block: hugectr.readers.block.Block, sample: Sample) -> NDArray[np.float32]:
