@@ -209,7 +209,7 @@ def test_a_folder_that_no_server_starts_from_is_refused(
     result = run_serve(repository, *free_ports())
 
     assert result.returncode == 1
-    assert "of mine', for temporary files: Triton starts processes by a shell" in result.stderr
+    assert "of mine', for temporary files: Triton starts processes through a shell" in result.stderr
 
 
 @pytest.mark.parametrize(

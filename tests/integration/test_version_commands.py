@@ -118,7 +118,7 @@ def test_versions_may_be_dates(server: Served, model: str) -> None:
     assert succeed("load", model, *url) == f"{model}: version {date} serves\n"
     assert succeed("versions", model, *url).startswith(f"{date} READY")
 
-    assert ("no lower one among the versions loaded before and the 100 numbers below it") in fail(
+    assert ("no lower version among the versions loaded before and the 100 numbers below it") in fail(
         "roll-back", model, *url
     )
     assert succeed("load", model, "--version", 2, *url) == f"{model}: version 2 serves (before: {date})\n"
