@@ -64,6 +64,11 @@ class EmbeddingStore(ABC):
         """Whether what other processes write is seen only after `refresh`."""
         return False
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes may change rows: one that was read may have changed when it is inserted above."""
+        return self.lags
+
     @abstractmethod
     def embedding_dim(self, table: str) -> int:
         """Number of elements of the table's vectors."""

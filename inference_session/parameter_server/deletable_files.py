@@ -39,6 +39,11 @@ class DeletableFiles(WrapperStore):
         """Never: see `insert`."""
         return False
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes may erase rows."""
+        return self._memory.is_shared
+
     def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
         """See EmbeddingStore. While the store is down, what was erased from the files is there again."""
         found = self.store.fetch(table, keys, out)

@@ -128,7 +128,9 @@ class Upkeep:
         with self._writing:
             current = joined([part for part in map(self._not_written_since, promotions) if len(part.keys)])
             inserted = [(tier, part) for part in current for tier in part.tiers if self._insert_into(tier, part)]
-        self.promotions.keep([UnverifiedPromotion(tier, part) for tier, part in inserted if part.source.store.lags])
+        self.promotions.keep(
+            [UnverifiedPromotion(tier, part) for tier, part in inserted if part.source.store.is_shared]
+        )
 
     def _not_written_since(self, promotion: Promotion) -> Promotion:
         return promotion.rows(~self._log.written(promotion.table, promotion.keys, promotion.moment))
@@ -161,13 +163,16 @@ class Upkeep:
         That process writes the lower tier first: what it changes after this look, it will change above as well. Done
         once a round, for a tier that catches up may hold up all threads of this process meanwhile.
         """
+        if not inserted:
+            return
         sources = {promotion.source for _, promotion in inserted}
-        seen = {source for source in sources if source.attempt(lambda store: store.refresh()) is None}
+        # Also the tiers that lag: one of them may hold which rows of the files were erased.
+        read = [tier for tier in self._tiers if tier in sources or tier.store.lags]
+        failures = [tier.attempt(lambda store: store.refresh()) for tier in read]
         with self._writing:
             for tier, promotion in inserted:
                 keys = promotion.keys
-                outdated = keys[~promotion.are_current()] if promotion.source in seen else keys
-                tier.drop(promotion.table, outdated)
+                tier.drop(promotion.table, keys[~promotion.are_current()] if not any(failures) else keys)
 
     def _look_after(self, tier: Tier) -> None:
         """Bring a tier back if it answers; let one that is in use see what others have written."""

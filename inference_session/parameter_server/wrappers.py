@@ -45,6 +45,11 @@ class WrapperStore(EmbeddingStore):
         return self.store.lags
 
     @property
+    def is_shared(self) -> bool:
+        """See EmbeddingStore."""
+        return self.lags or self.store.is_shared
+
+    @property
     def num_malformed(self) -> int:
         """See EmbeddingStore."""
         return self.store.num_malformed

@@ -18,7 +18,8 @@ from inference_session.parameter_server import pending
 from inference_session.parameter_server import server as server_module
 from inference_session.parameter_server import tier as tier_module
 from inference_session.parameter_server import upkeep as upkeep_module
-from inference_session.parameter_server.base import EmbeddingStore, FetchRequest, LateError
+from inference_session.parameter_server.base import ERASED_SUFFIX, EmbeddingStore, FetchRequest, LateError
+from inference_session.parameter_server.deletable_files import DeletableFiles
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.server import ParameterServer
 from inference_session.parameter_server.store_url import create_store
@@ -115,8 +116,10 @@ def test_a_promotion_never_replaces_a_newer_row(make: Callable[..., Stack]) -> N
 class LaggingStore(HookedStore):
     """Shows what is written to the store inside when it is refreshed, as a RocksDB's reader does."""
 
-    def __init__(self, store: MemoryStore) -> None:
-        super().__init__(MemoryStore(DIMS))
+    def __init__(self, store: MemoryStore, table: str = "user") -> None:
+        self.table = table
+        self.dims = {name: store.embedding_dim(name) for name in store.tables}
+        super().__init__(MemoryStore(self.dims))
         self.behind = store
         self.refresh()
 
@@ -125,9 +128,9 @@ class LaggingStore(HookedStore):
         return True
 
     def refresh(self) -> None:
-        shown = MemoryStore(DIMS)
-        for keys, vectors in self.behind.scan("user"):
-            shown.insert("user", keys, vectors)
+        shown = MemoryStore(self.dims)
+        for keys, vectors in self.behind.scan(self.table):
+            shown.insert(self.table, keys, vectors)
         self.store = shown
 
 
@@ -167,6 +170,39 @@ def test_rows_that_another_process_has_changed_are_not_promoted() -> None:
 
     assert found.all()
     wait_until(lambda: held() == [False] * 8 + [True] * 12, "changed rows to be taken back")
+    server.close()
+
+
+class SharedStore(MemoryStore):
+    """What other processes write to it is seen at once, as in a Redis."""
+
+    @property
+    def is_shared(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("lags", [False, True])
+def test_rows_of_files_that_another_process_has_erased_are_not_promoted(*, lags: bool) -> None:
+    """A row that is on its way up from the files while another process erases it is taken back."""
+    erased = "user" + ERASED_SUFFIX
+    behind = SharedStore(DIMS | {table + ERASED_SUFFIX: 1 for table in DIMS})
+    marks = LaggingStore(behind, erased) if lags else behind
+    volatile, files = MemoryStore(DIMS), MemoryStore(DIMS)
+    files.insert("user", KEYS, VECTORS)
+    tiers = [
+        Tier("volatile", volatile, volatile=True, cache_missed_keys=True),
+        Tier("persistent", marks),
+        Tier("files", DeletableFiles(files, marks)),
+    ]
+    server = ParameterServer(tiers)
+    with server._writing:  # the promotion has to wait until the rows are erased
+        fetch_any(server, [FetchRequest("user", KEYS[:20], np.empty((20, 4), np.float32))])
+        behind.insert(erased, KEYS[:5], np.ones((5, 1), np.float32))
+
+    def held() -> list[bool]:
+        return volatile.fetch("user", KEYS[:20], np.empty((20, 4), np.float32)).tolist()
+
+    wait_until(lambda: held() == [False] * 5 + [True] * 15, "erased rows to be taken back")
     server.close()
 
 

@@ -81,6 +81,11 @@ class RedisStore(BoundStore):
         """Always, though a replica may refuse them."""
         return True
 
+    @property
+    def is_shared(self) -> bool:
+        """Always: any number of processes write to a Redis."""
+        return True
+
     def num_rows(self, table: str) -> int:
         """Number of rows, as Redis counts them."""
         counts = self._replies([("HLEN", name) for name in self._names(table, layout.rows_name)])
