@@ -218,7 +218,7 @@ class TestReaders:
             path.rename(old)
             if gap:
                 for call in (store.refresh, store.check):
-                    with pytest.raises(UnavailableError, match="is gone"):
+                    with pytest.raises(UnavailableError, match="does not exist any more"):
                         call()
             new.rename(path)
             store.check() if gap else store.refresh()
