@@ -166,7 +166,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     """With the name that it lacks, or the shapes that differ."""
     _saved(tmp_path)
     for model, text in (
-        (nn.Linear(3, 1), "holds no 'model.weight'"),
+        (nn.Linear(3, 1), "has no 'model.weight'"),
         (models.Clicks(bag_collection(), 24), "layers.0.weight.*has shape"),
     ):
         model_layers = model

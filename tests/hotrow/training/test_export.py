@@ -327,7 +327,7 @@ def test_examples_and_names_that_do_not_fit(tmp_path: Path) -> None:
             {"example": example, "inputs": training.padded(max_len=5, pad=lists["f0"][0][0] if lists["f0"][0] else 1)},
             "pad",
         ),
-        ({"example": example, "inputs": padded, "outputs": ["click", "like"]}, "names 2 tensors .*gives out 1"),
+        ({"example": example, "inputs": padded, "outputs": ["click", "like"]}, "names 2 tensors .*returns 1"),
         ({"example": example, "inputs": padded, "outputs": []}, "at least one"),
         ({"example": example, "inputs": {"f0": padded, "f1": padded, "f9": padded}}, "'f9'"),
     ):
