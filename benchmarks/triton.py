@@ -1,7 +1,7 @@
 """Whole requests through a real Triton, in rounds, beside peers on the same server: goal G7.
 
-    python benchmarks/triton.py            4 M rows, four rounds, about six minutes
-    python benchmarks/triton.py --quick    400 k rows, one round, about two minutes
+    python benchmarks/triton.py            4 M rows, four rounds, seven minutes and more
+    python benchmarks/triton.py --quick    400 k rows, one round, about a minute
 
 The model: 26 features x 64 samples, a table each, dim 16, MLP 64-1, with one packed input and with 26 separate ones;
 and the packed model with an MLP of 512-256-1, where hotrow computes in bfloat16 as well if this machine can. Peers are
