@@ -1,10 +1,12 @@
 """One plan per shape of batch: what follows from shapes alone, worked out once, and what each batch of that shape does.
 
-plan = plans.of(batch, outputs)
-with plan.held():                       # the device, until the answers are on the host
-lookup = plan.fill(batch)           # keys go where the device reads them
-rows.look_up(lookup)                # vectors go where the network reads them
-answers = plan.run_network(batch)
+    plan = plans.of(batch, outputs)
+    with plan.held():                       # the device, until the answers are on the host
+        lookup = plan.fill(batch)           # keys go where the device reads them
+        rows.look_up(lookup)                # vectors go where the network reads them
+        answers = plan.run_network(batch)
+
+Each plan keeps the memory that its batches pass through.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Dense networks in bfloat16: as exact as docs/configuration.md says, divided right, or refused."""
+"""Dense networks in bfloat16: as exact as docs/reference/settings.md says, divided right, or refused."""
 
 from __future__ import annotations
 
