@@ -48,6 +48,9 @@ class Publisher:
 
     Rows of one key arrive in the order in which they were published: all messages of a key go to one partition, by
     the CRC-32 of its 8 bytes, as librdkafka's own default does.
+
+    An error of `publish`, `delete`, `announce`, `flush` or `close` says that messages since the last `flush` may be
+    lost. The publisher stays usable: publish these rows again.
     """
 
     def __init__(
@@ -194,13 +197,19 @@ class Publisher:
         return True
 
     def _raise_failure(self) -> None:
+        """Raise what went wrong, once. Later messages go through a new producer, as the client library may have ended
+        the old one for good.
+        """
         if self._failure is None:
             return
-        reason = self._failure.str()
+        failure = self._failure
         self._producer.purge()
         self._serve(self._producer.flush, 0)
-        kind = StoreError if self._failure.code() in _REFUSALS else UnavailableError
-        raise kind(f"a message to {self._where()} was not delivered: {reason}")
+        self._producer = self._create_producer()
+        self._num_partitions.clear()  # brokers that lost their topics may have made them anew
+        self._failure = None
+        kind = StoreError if failure.code() in _REFUSALS else UnavailableError
+        raise kind(f"a message to {self._where()} was not delivered: {failure.str()}")
 
     def _partitions(self, topic: str) -> int:
         """How many partitions a topic has; one that does not exist is made."""
