@@ -69,8 +69,8 @@ _BEGINNING: int = OFFSET_BEGINNING
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _CLOSE_S = 10.0
 _HELD_POLL_S = 0.005
-_HOLD_S = 1.0
-"""How long `held` waits for what is being applied; while a store is down that may take for ever."""
+_HOLD_S = 10.0
+"""How long `held` waits for what is being applied: as long as a call of a store may take."""
 
 _log = logging.getLogger(__name__)
 
@@ -169,18 +169,26 @@ class KafkaUpdateStream:
 
     def _work(self) -> None:
         try:
-            while not self._closing.is_set():
-                self._rest_while_held()
+            while self._may_go_on():
                 self._survive(self._step)
             self._survive(self._save)
         finally:
             self._consumer.close()
 
-    def _rest_while_held(self) -> None:
+    def _may_go_on(self) -> bool:
+        """Wait while held; returns False once closing. What is applied after a hold that ends with closing would be
+        older than what a successor has written meanwhile.
+        """
         while self._holding.is_set() and not self._closing.is_set():
             self._is_held.set()
             self._closing.wait(_HELD_POLL_S)
         self._is_held.clear()
+        return not self._closing.is_set()
+
+    def _wait_for_stores(self) -> None:
+        """Called between attempts to write what the stores have refused, which are not made while held."""
+        self._measure_lag()
+        self._may_go_on()
 
     def _survive(self, work: Callable[[], None]) -> None:
         """Do a piece of work; what goes wrong in it is logged, and must not end all that comes after."""
@@ -269,7 +277,7 @@ class KafkaUpdateStream:
 
     def _follow(self, partitions: Collection[Partition]) -> None:
         for one in sorted(partitions):
-            applied = self._positions.left(one) or self._updates.saved(*one, self._measure_lag)
+            applied = self._positions.left(one) or self._updates.saved(*one, self._wait_for_stores)
             _log.info("reading topic %r, partition %d, applied: %s", *one, applied)
             self._note_doubt(one, self._positions.follow(one, applied))
 
@@ -350,7 +358,7 @@ class KafkaUpdateStream:
         self._stats.begin(oldest_ms / 1000 if oldest_ms > 0 else time.time())
         for topic, messages in by_topic.items():
             topic_id = self._positions.topic_ids.get(topic, "")
-            self._updates.apply(topic, topic_id, messages, self._measure_lag)
+            self._updates.apply(topic, topic_id, messages, self._wait_for_stores)
             # Not what the client says, which counts the end of a partition as a message.
             for partition, last in messages.reached.items():
                 self._positions.apply((topic, partition), last)

@@ -376,6 +376,48 @@ def test_updates_that_are_held_wait(broker: Broker, small: SmallVersion) -> None
         await_rows(session, "user.weight", [3], 2)
 
 
+def test_a_session_that_ends_while_it_is_held_writes_nothing_more(broker: Broker, small: SmallVersion) -> None:
+    """Messages that it had received by then are older than what its successor has written to the same store."""
+    with RedisServer() as redis:
+        settings = {"volatile_store": redis.url, "update_stream": broker.url, "store_timeout_ms": PATIENCE_MS}
+        with (
+            InferenceSession.open(small.directory, **settings, cache_bytes=0) as old,
+            InferenceSession.open(small.directory, **settings, cache_bytes=0) as new,
+            Publisher(broker.url, small.model) as publisher,
+        ):
+            publisher.publish("user.weight", [3], vectors(1))
+            for each in (old, new):
+                wait_until(lambda e=each: e.stats()["updates"]["updated_rows"] == 1, "the row to be applied")  # type: ignore[misc]
+            with old.updates_held():
+                for value in range(2, 10):
+                    publisher.publish("user.weight", [3], vectors(value))
+                await_rows(new, "user.weight", [3], 9)
+                old.close()
+                np.testing.assert_array_equal(new.lookup("user.weight", [3]), vectors(9))
+
+
+def test_a_session_that_is_held_does_not_write_what_a_store_has_refused(broker: Broker, small: SmallVersion) -> None:
+    """It waits for a store that is out, and is held all the same; its successor writes newer rows meanwhile."""
+    with RedisServer() as redis:
+        settings = {"volatile_store": redis.url, "update_stream": broker.url, "store_timeout_ms": 500}
+        with (
+            InferenceSession.open(small.directory, **settings, cache_bytes=0) as old,
+            Publisher(broker.url, small.model) as publisher,
+        ):
+            publisher.publish("user.weight", [3], vectors(1))
+            await_rows(old, "user.weight", [3], 1)
+            redis.stop()
+            publisher.publish("user.weight", [3], vectors(2))
+            wait_until(lambda: old.stats()["updates"]["failure"] is not None, "the outage to be noticed")
+            with old.updates_held():
+                publisher.publish("user.weight", [3], vectors(3))
+                redis.start()
+                with InferenceSession.open(small.directory, **settings, cache_bytes=0) as new:
+                    await_rows(new, "user.weight", [3], 3)
+                    old.close()
+                    np.testing.assert_array_equal(new.lookup("user.weight", [3]), vectors(3))
+
+
 def test_rows_do_not_grow_older_when_new_content_takes_over(broker: Broker, small: SmallVersion) -> None:
     """A row is published again and again; who has seen one sees none before it, whichever content answers."""
     ending = threading.Event()
