@@ -75,6 +75,8 @@ def _parts(spec: ModelSpec, traces: Iterable[str], trace_format: str) -> Iterato
         name, equals, path = argument.partition("=")
         table = name if equals and any(name in (table.name, table.folder) for table in spec.tables) else None
         file = Path(path if table else argument)
+        if equals and not table and not file.exists():
+            raise ConfigurationError(f"--trace {argument}: the model has no table {name!r}; tables: {_names(spec)}")
         if file.is_dir():  # a recording, which knows tables by their folders
             yield from ((spec.table_in(str(part.table)), part) for part in read_recording(file))
         else:
@@ -87,10 +89,13 @@ def _table_of(spec: ModelSpec, file: Path, table: str | None) -> TableSpec:
         return spec.table(table)
     if len(spec.tables) == 1:
         return spec.tables[0]
-    known = ", ".join(repr(table.name) for table in spec.tables) or "none"
     raise ConfigurationError(
-        f"--trace {file}: name the table whose keys these are: --trace TABLE={file}; tables: {known}"
+        f"--trace {file}: name the table whose keys these are: --trace TABLE={file}; tables: {_names(spec)}"
     )
+
+
+def _names(spec: ModelSpec) -> str:
+    return ", ".join(repr(table.name) for table in spec.tables) or "none"
 
 
 def _known_keys(table: TableSpec, keys: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,4 +1,8 @@
-"""The tutorials, run as they are written on a real Triton."""
+"""The tutorials, run as they are written on a real Triton.
+
+"Serve what you are training" is run by tests/hotrow/training/test_tutorial.py, where PyTorch is installed. "Run on
+Kubernetes" needs a cluster: tests/docs/test_names.py reads its commands, and tests/deploy validates its manifests.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.testing.tutorial import Tutorial
+from tests.testing.manual import ROOT
+from tests.testing.walkthrough import Walkthrough
 
-ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs/tutorials"
 
 
@@ -17,7 +21,7 @@ PAGES = ROOT / "docs/tutorials"
 @pytest.mark.parametrize("page", ["first-model", "migrate-hugectr", "rank-candidates"])
 def test_a_tutorial_reaches_its_end(page: str, tmp_path: Path) -> None:
     """Each command ends with status 0 and prints what the page shows."""
-    Tutorial(PAGES / f"{page}.md", tmp_path).run()
+    Walkthrough(PAGES / f"{page}.md", tmp_path).run()
 
 
 def test_manifests_that_the_tutorials_name_exist() -> None:
