@@ -165,6 +165,8 @@ def table_record(
     for field, value in (("cached", cached), ("cached_rows", cached_rows), ("base", base), ("base_rows", base_rows)):
         if value is not None:
             record[field] = value
+    if cached_rows is None:  # pooled look-ups expect rows of the type that cached ones have
+        record["cached_rows"]["vector_code"] = record["base_rows"]["vector_code"]
     record["base_numbers_address"], record["num_base_rows"] = base_numbers_address, num_base_rows
     record["base_by_number"], record["embedding_dim"] = base_by_number, dim
     record["default_address"], record["events_address"] = default_address, events_address

@@ -1,0 +1,165 @@
+"""MLPerf's LoadGen as the driver of a run; without it, a loop of our own for the Offline scenario."""
+
+from __future__ import annotations
+
+import array
+import queue
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from mlperf_samples import Samples
+from numpy.typing import NDArray
+
+try:
+    import mlperf_loadgen as loadgen
+except ImportError:
+    loadgen = None
+
+SERVER_P99_MS = 60
+_EXPECTED_MARGIN = 1.1
+
+Run = Callable[[list[int]], NDArray[np.float32]]
+"""Answers samples: their numbers → the answers of all their pairs, behind each other."""
+
+
+class Result(NamedTuple):
+    """What a run measured."""
+
+    samples_per_s: float
+    p99_ms: float
+    """Server: from the moment a sample is issued to its answer. Offline: of a batch."""
+    violated: str
+    """Which of its own rules LoadGen says that the run broke; empty: none."""
+
+
+def offline_loop(run: Run, samples: Samples, batch_pairs: int, seconds: float) -> Result:
+    """All samples in batches, over and over, for so long."""
+    batches = samples.batches(np.arange(len(samples)), batch_pairs)
+    times: list[float] = []
+    num_samples = 0
+    begin = time.perf_counter()
+    while not times or time.perf_counter() - begin < seconds:
+        batch = batches[len(times) % len(batches)]
+        started = time.perf_counter()
+        run(batch.tolist())
+        times.append(time.perf_counter() - started)
+        num_samples += len(batch)
+    return Result(num_samples / (time.perf_counter() - begin), 1e3 * float(np.quantile(times, 0.99)), "")
+
+
+def measure(run: Run, samples: Samples, *, batch_pairs: int, seconds: float, server_qps: float | None) -> Result:
+    """One run of LoadGen: Offline, or with `server_qps` Server at that many samples a second."""
+    if server_qps is None:
+        expected = offline_loop(run, samples, batch_pairs, min(1.0, seconds)).samples_per_s
+    else:
+        expected = server_qps
+    tested = _SystemUnderTest(run, samples, batch_pairs)
+    with tempfile.TemporaryDirectory() as folder:
+        tested.start(_settings(seconds, expected, is_server=server_qps is not None), Path(folder))
+        summary = (Path(folder) / "mlperf_log_summary.txt").read_text(encoding="utf-8")
+    return _result(summary, tested.batch_times, is_server=server_qps is not None)
+
+
+class _SystemUnderTest:
+    """Takes samples as LoadGen issues them; one thread answers them in batches of what is waiting."""
+
+    def __init__(self, run: Run, samples: Samples, batch_pairs: int) -> None:
+        self._run, self._samples, self._batch_pairs = run, samples, batch_pairs
+        self._waiting: queue.SimpleQueue[list[tuple[int, int]] | None] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self.batch_times: list[float] = []
+
+    def start(self, settings: Any, folder: Path) -> None:
+        """Run LoadGen to its end; what failed in a batch is raised here."""
+        logs = loadgen.LogSettings()
+        logs.log_output.outdir = str(folder)
+        logs.log_output.copy_summary_to_stdout = False
+        worker = threading.Thread(target=self._answer_all)
+        worker.start()
+        tested = loadgen.ConstructSUT(self._issue, _nothing)
+        library = loadgen.ConstructQSL(len(self._samples), len(self._samples), _nothing, _nothing)
+        try:
+            loadgen.StartTestWithLogSettings(tested, library, settings, logs)
+        finally:
+            loadgen.DestroyQSL(library)
+            loadgen.DestroySUT(tested)
+            self._waiting.put(None)
+            worker.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _issue(self, queries: Any) -> None:
+        self._waiting.put([(query.id, query.index) for query in queries])
+
+    def _answer_all(self) -> None:
+        while (issued := self._waiting.get()) is not None:
+            while not self._waiting.empty() and len(issued) * 2 * self._samples.counts.mean() < self._batch_pairs:
+                more = self._waiting.get()
+                if more is None:
+                    return
+                issued += more
+            indices = np.array([index for _, index in issued])
+            begin = 0
+            for batch in self._samples.batches(indices, self._batch_pairs):
+                self._answer(issued[begin : begin + len(batch)], batch.tolist())
+                begin += len(batch)
+
+    def _answer(self, issued: list[tuple[int, int]], batch: list[int]) -> None:
+        started = time.perf_counter()
+        try:
+            answers = self._run(batch) if self._failure is None else None
+        except Exception as error:  # noqa: BLE001  LoadGen waits for an answer to each sample, whatever happens
+            self._failure, answers = error, None
+        self.batch_times.append(time.perf_counter() - started)
+        data = array.array("B", b"" if answers is None else answers.tobytes())
+        address, size = data.buffer_info()
+        ends = 4 * np.cumsum(self._samples.counts[batch])
+        begins = ends - 4 * self._samples.counts[batch]
+        responses = [
+            loadgen.QuerySampleResponse(number, address + first, last - first if size else 0)
+            for (number, _), first, last in zip(issued, begins.tolist(), ends.tolist(), strict=True)
+        ]
+        loadgen.QuerySamplesComplete(responses)
+
+
+def _settings(seconds: float, expected: float, *, is_server: bool) -> Any:
+    settings = loadgen.TestSettings()
+    settings.mode = loadgen.TestMode.PerformanceOnly
+    settings.min_duration_ms = int(1000 * seconds)
+    settings.min_query_count = 1
+    if is_server:
+        settings.scenario = loadgen.TestScenario.Server
+        settings.server_target_qps = expected
+        settings.server_target_latency_ns = SERVER_P99_MS * 1_000_000
+        settings.server_target_latency_percentile = 0.99
+    else:
+        settings.scenario = loadgen.TestScenario.Offline
+        settings.offline_expected_qps = _EXPECTED_MARGIN * expected
+    return settings
+
+
+def _result(summary: str, batch_times: list[float], *, is_server: bool) -> Result:
+    """What LoadGen's own summary says."""
+    rate = "Completed samples per second" if is_server else "Samples per second"
+    p99_ms = _number(summary, r"99\.00 percentile latency \(ns\)") / 1e6
+    if not is_server:
+        p99_ms = 1e3 * float(np.quantile(batch_times, 0.99))
+    broken = re.findall(r"^\s*(.+?) satisfied\s*:\s*NO", summary, re.MULTILINE)
+    return Result(_number(summary, rate), p99_ms, ", ".join(broken).lower())
+
+
+def _number(summary: str, name: str) -> float:
+    found = re.search(rf"^\s*{name}\s*:\s*([0-9.eE+-]+)", summary, re.MULTILINE)
+    if found is None:
+        raise ValueError(f"LoadGen's summary has no {name!r}:\n{summary}")
+    return float(found[1])
+
+
+def _nothing(*_: Any) -> None:
+    """All samples are in memory all the time, and nothing is kept back to be flushed."""
