@@ -73,15 +73,31 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of a file in one process, which shares its fixtures; all that need HDFS share one cluster."""
+    """Keep the tests of a file in one process, which shares its fixtures; all that need HDFS share one cluster.
+
+    Slow tests are in no group, as they share no fixture. What takes longest comes first, so that no process is left
+    with it in the end.
+    """
     if not os.environ.get(REAL_DATA):
         without = [item for item in items if item.get_closest_marker("real_data")]
         config.hook.pytest_deselected(items=without)
         items[:] = [item for item in items if item not in without]
+    items.sort(key=_order)
     for item in items:
-        group = "hdfs" if "hdfs" in getattr(item, "fixturenames", ()) else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
+        if not item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
+def _group(item: pytest.Item) -> str:
+    return "hdfs" if "hdfs" in getattr(item, "fixturenames", ()) else item.nodeid.partition("::")[0]
+
+
+def _order(item: pytest.Item) -> int:
+    if item.get_closest_marker("slow"):
+        return 0
+    return 1 if item.get_closest_marker("triton") or _group(item) == "hdfs" else 2
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -25,6 +25,8 @@ from inference_session.parameter_server.table_push import TablePush
 from tests.testing import small_model
 from tests.testing.servers import PATIENCE_MS, RedisClusterServers, RedisServer, wait_until
 
+pytestmark = pytest.mark.slow
+
 DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
 NUM_ROWS, NUM_READERS = 50, 3
 EVERY = np.arange(NUM_ROWS)

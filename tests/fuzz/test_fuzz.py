@@ -22,6 +22,7 @@ MAX_FILES = 500
 LONGEST_START_S = 240.0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS + LONGEST_START_S + 60)
 @pytest.mark.parametrize("name", TARGETS)
 def test_damaged_files_end_in_errors_of_ours(name: str, tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ def test_backend_processes_do_not_outlive_a_server_of_others(serve: Serve, repos
     served.server().kill()
 
     wait_until(lambda: not any(is_running(stub) for stub in stubs), "the end of the backend processes")
-    assert not any(path.exists() for path in memory)
+    wait_until(lambda: not any(path.exists() for path in memory), "the end of their shared memory")
     launcher.kill()
     served.process.wait()
 

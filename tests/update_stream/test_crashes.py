@@ -51,6 +51,7 @@ for line in sys.stdin:
 """Starts a consumer for every line that it reads, when the last one has ended."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_fifty_kills_lose_nothing(broker: Broker, small: SmallVersion, tmp_path: Path) -> None:
     """Redis and RocksDB hold the last row published of every key, bit for bit, and none of a deleted key."""

@@ -205,6 +205,7 @@ class Hostile:
         return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     confluent_kafka.libversion()[1] >= FIRST_THAT_ABORTS,
     reason="this librdkafka aborts the process on what the broker of these tests says of a deleted topic",

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from hypothesis import given, settings
@@ -267,12 +268,12 @@ def test_tables_are_streamed(tmp_path: Path, external: bool) -> None:
             for key, value in (("location", "w.data"), ("offset", i * table_bytes), ("length", table_bytes)):
                 tensor.external_data.add(key=key, value=str(value))
         else:
-            tensor.raw_data = table(num_rows, dim, i).tobytes()
+            tensor.raw_data = np.random.default_rng(i).bytes(table_bytes)
         model.graph.initializer.append(tensor)
     if external:
         with (tmp_path / "w.data").open("wb") as file:
             for i in range(len(names)):
-                file.write(table(num_rows, dim, i).tobytes())
+                file.write(np.random.default_rng(i).bytes(table_bytes))
     (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
     del model
 
