@@ -58,8 +58,8 @@ $(CHECK_VENV)/.ready: pyproject.toml
 $(EXPORTERS_VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(EXPORTERS_VENV)
 	$(EXPORTERS_VENV)/bin/python $(INSTALL) "torch==2.13.0"
-	$(EXPORTERS_VENV)/bin/python $(INSTALL) --no-deps "torchrec==1.8.0" "fbgemm-gpu-cpu==1.8.0"
-	$(EXPORTERS_VENV)/bin/python $(INSTALL) --editable ".[test,exporters,torch,torchrec]"
+	$(EXPORTERS_VENV)/bin/python $(INSTALL) --no-deps "torchrec==1.8.0" "fbgemm-gpu-cpu==1.8.0" "nvidia-pytriton>=0.7,<0.8"
+	$(EXPORTERS_VENV)/bin/python $(INSTALL) --editable ".[client,test,exporters,torch,torchrec]"
 	@touch $@
 
 demo: $(VENV)/.demo
@@ -111,7 +111,7 @@ test-exporters: $(EXPORTERS_VENV)/.ready
 	$(EXPORTERS_VENV)/bin/python -m pytest -m exporters tests/importers/onnx $(PYTEST_ARGS)
 
 test-training: $(EXPORTERS_VENV)/.ready
-	$(EXPORTERS_VENV)/bin/python -m pytest -m training tests/hotrow/training $(PYTEST_ARGS)
+	$(EXPORTERS_VENV)/bin/python -m pytest -m "training and not gpu" tests/hotrow/training $(PYTEST_ARGS)
 
 $(DOCS_VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(DOCS_VENV)

@@ -1,6 +1,6 @@
 """DCN on Criteo's format, by HugeCTR's high-level API.
 
-python -m demo.hugectr_examples.dcn_criteo [--criteo DIR] [--rows N]
+python -m demo.hugectr_examples.dcn_criteo [--criteo DIR] [--rows N] [--iterations N]
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ import click
 
 from demo.hugectr_examples.from_movielens import read_movielens, write_criteo
 from demo.hugectr_examples.original_formats import CRITEO_SLOT_SIZE, Rows, read_criteo
-from demo.hugectr_examples.serving import BATCH_SIZE, serve_and_score, write_data
+from demo.hugectr_examples.serving import BATCH_SIZE, ITERATIONS, train_and_serve
 from hotrow.training import hugectr
 from hotrow.training.hugectr import DenseLayer, Layer_t
-
-NUM_ITERATIONS = 300
 
 
 def build(folder: Path) -> hugectr.Model:
@@ -58,16 +56,12 @@ def read(criteo: Path | None, folder: Path, max_rows: int) -> Rows:
     "--criteo", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Folder of train.txt or day_*."
 )
 @click.option("--rows", default=1_000_000, show_default=True, help="Rows to read at most.")
-def main(criteo: Path | None, rows: int) -> None:
+@ITERATIONS
+def main(criteo: Path | None, rows: int, iterations: int) -> None:
     """Train DCN, serve it on a real Triton, and score evaluation data; without --criteo on MovieLens."""
     with tempfile.TemporaryDirectory(prefix="hotrow-dcn-") as name:
         folder = Path(name)
-        write_data(read(criteo, folder, rows), folder)
-        model = build(folder)
-        model.compile()
-        model.summary()
-        model.fit(max_iter=NUM_ITERATIONS, display=50, eval_interval=100, snapshot=0)
-        serve_and_score(model, "dcn", NUM_ITERATIONS, folder, "dcn")
+        train_and_serve(build, read(criteo, folder, rows), folder, "dcn", iterations)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """DLRM on events of a shop, by HugeCTR's low-level API, from a JSON configuration.
 
-python -m demo.hugectr_examples.dlrm_rees46 [--rees46 FILE] [--rows N]
+python -m demo.hugectr_examples.dlrm_rees46 [--rees46 FILE] [--rows N] [--iterations N]
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import click
 
 from demo.hugectr_examples.from_movielens import read_movielens, write_rees46
 from demo.hugectr_examples.original_formats import Rows, read_rees46
-from demo.hugectr_examples.serving import serve_and_score, write_data
+from demo.hugectr_examples.serving import ITERATIONS, serve_and_score, write_data
 from hotrow.training import hugectr
 from hotrow.training.hugectr.json_config import Configuration, read_configuration
 
 CONFIGURATION = Path(__file__).with_suffix(".json")
 
 
-def train(configuration: Configuration) -> hugectr.Model:
+def train(configuration: Configuration, num_iterations: int) -> hugectr.Model:
     """A loop of one's own over steps and evaluations."""
     model = hugectr.Model(configuration.solver, configuration.reader, configuration.optimizer)
     model.add_document(configuration.file, dense=True)
@@ -28,7 +28,7 @@ def train(configuration: Configuration) -> hugectr.Model:
     model.summary()
     model.start_data_reading()
     schedule, settings = model.get_learning_rate_scheduler(), configuration.settings
-    for i in range(settings["max_iter"]):
+    for i in range(num_iterations):
         model.set_learning_rate(schedule.get_next())
         model.train(False)
         if i and i % settings["display"] == 0:
@@ -50,16 +50,16 @@ def read(rees46: Path | None, folder: Path, max_rows: int) -> Rows:
 @click.command()
 @click.option("--rees46", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="A CSV file of events.")
 @click.option("--rows", default=1_000_000, show_default=True, help="Rows to read at most.")
-def main(rees46: Path | None, rows: int) -> None:
+@ITERATIONS
+def main(rees46: Path | None, rows: int, iterations: int) -> None:
     """Train DLRM, serve it on a real Triton, and score evaluation data; without --rees46 on MovieLens."""
     rees46 = rees46 and rees46.absolute()
     with tempfile.TemporaryDirectory(prefix="hotrow-dlrm-") as name:
         folder = Path(name)
         os.chdir(folder)  # where the configuration's paths count from
         write_data(read(rees46, folder, rows), folder)
-        configuration = read_configuration(CONFIGURATION)
-        model = train(configuration)
-        serve_and_score(model, "dlrm", configuration.settings["max_iter"], folder, "dlrm")
+        model = train(read_configuration(CONFIGURATION), iterations)
+        serve_and_score(model, iterations, folder, "dlrm")
         os.chdir(CONFIGURATION.parent)
 
 

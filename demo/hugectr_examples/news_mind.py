@@ -1,6 +1,6 @@
 """A news recommender with click histories on MIND's format, by HugeCTR's high-level API.
 
-python -m demo.hugectr_examples.news_mind [--mind DIR] [--rows N]
+python -m demo.hugectr_examples.news_mind [--mind DIR] [--rows N] [--iterations N]
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from demo.hugectr_examples.original_formats import (
     Rows,
     read_mind,
 )
-from demo.hugectr_examples.serving import BATCH_SIZE, serve_and_score, write_data
+from demo.hugectr_examples.serving import BATCH_SIZE, ITERATIONS, train_and_serve
 from hotrow.training import hugectr
 from hotrow.training.hugectr import DataReaderSparseParam, DenseLayer, Layer_t
 
-NUM_ITERATIONS = 300
 WIDTH = 16
 
 
@@ -77,16 +76,12 @@ def read(mind: Path | None, folder: Path, max_rows: int) -> Rows:
     help="Folder of behaviors.tsv and news.tsv.",
 )
 @click.option("--rows", default=1_000_000, show_default=True, help="News items shown, to read at most.")
-def main(mind: Path | None, rows: int) -> None:
+@ITERATIONS
+def main(mind: Path | None, rows: int, iterations: int) -> None:
     """Train the recommender, serve it on a real Triton, and score evaluation data; without --mind on MovieLens."""
     with tempfile.TemporaryDirectory(prefix="hotrow-news-") as name:
         folder = Path(name)
-        write_data(read(mind, folder, rows), folder)
-        model = build(folder)
-        model.compile()
-        model.summary()
-        model.fit(max_iter=NUM_ITERATIONS, display=50, eval_interval=100, snapshot=0)
-        serve_and_score(model, "news", NUM_ITERATIONS, folder, "news")
+        train_and_serve(build, read(mind, folder, rows), folder, "news", iterations)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import tritonclient.grpc as grpc_client
 from numpy.typing import NDArray
@@ -24,6 +26,9 @@ from triton_backend.launcher.server import ServerOptions, TritonServer
 from triton_backend.repository.model_config import write_model_config
 
 BATCH_SIZE = 256
+ITERATIONS = click.option(
+    "--iterations", type=click.IntRange(min=1), default=300, show_default=True, help="Batches to train on."
+)
 
 
 def write_data(rows: Rows, folder: Path) -> None:
@@ -40,12 +45,24 @@ def write_data(rows: Rows, folder: Path) -> None:
         tools.write_file_list(folder / f"{name}.txt", [path])
 
 
-def serve_and_score(model: hugectr.Model, prefix: str, iteration: int, folder: Path, name: str) -> None:
-    """Import what was saved, serve it, and compare answers with the trainer's on evaluation data."""
-    model.save_params_to_files(str(folder / prefix), iteration)
+def train_and_serve(
+    build: Callable[[Path], hugectr.Model], rows: Rows, folder: Path, name: str, num_iterations: int
+) -> None:
+    """Train a model by the high-level API on the files of `write_data`, then `serve_and_score` it."""
+    write_data(rows, folder)
+    model = build(folder)
+    model.compile()
+    model.summary()
+    model.fit(max_iter=num_iterations, display=50, eval_interval=100, snapshot=0)
+    serve_and_score(model, num_iterations, folder, name)
+
+
+def serve_and_score(model: hugectr.Model, iteration: int, folder: Path, name: str) -> None:
+    """Save a model, import and serve it, and compare answers with the trainer's on evaluation data."""
+    model.save_params_to_files(str(folder / name), iteration)
     model.graph_to_json(str(folder / "graph.json"))
     repository = folder / "model_repository"
-    import_hugectr(_write_ps_json(folder, prefix, iteration, name), repository, complete=_configure)
+    import_hugectr(_write_ps_json(folder, iteration, name), repository, complete=_configure)
     reader = model.get_data_reader_eval()
     reader.set_source()
     block = reader.next_batch()
@@ -69,14 +86,14 @@ def serve_and_score(model: hugectr.Model, prefix: str, iteration: int, folder: P
     )
 
 
-def _write_ps_json(folder: Path, prefix: str, iteration: int, name: str) -> Path:
+def _write_ps_json(folder: Path, iteration: int, name: str) -> Path:
     tables = json.loads((folder / "graph.json").read_text())["layers"]
     count = sum("sparse_embedding_hparam" in layer for layer in tables)
     model = {
         "model": name,
         "network_file": "graph.json",
-        "dense_file": f"{prefix}_dense_{iteration}.model",
-        "sparse_files": [f"{prefix}{i}_sparse_{iteration}.model" for i in range(count)],
+        "dense_file": f"{name}_dense_{iteration}.model",
+        "sparse_files": [f"{name}{i}_sparse_{iteration}.model" for i in range(count)],
         "max_batch_size": BATCH_SIZE,
         "gpucache": False,
         "num_of_worker_buffer_in_pool": 1,
