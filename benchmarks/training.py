@@ -2,6 +2,7 @@
 
     python benchmarks/training.py                    all of it; half an hour on two cores
     python benchmarks/training.py T2 T5
+    python benchmarks/training.py T8 --device cuda   on a GPU; torch built for CUDA, and CuPy
 
 Wants torch, TorchRec, a tritonserver and the tests' packages in one environment:
     pip install torch==2.13.0 && pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0
@@ -11,10 +12,12 @@ T1  differences between served answers and the live model's, and tables that dif
 T2  a TorchRec DLRM: its own ONNX export, imported as it is, beside `training.export`; 512 samples, 3 tables
 T3  20,000 touched rows a second: from the end of a step to the row being served by a real Triton
 T4  steps a second with and without an UpdatePublisher of about 100,000 rows a second, beside broker and server
+    on a GPU, 100,000 rows a second, the server on the processor
 T5  export of a table of 5 M x 64 float32, beyond the same network's export with a small one, in memory and on disk
 T6  the trainer killed 20 times: restored, is anything lost, and what do the servers end with
 T7  AUC of the online-learning demo, three seeds
-T8  keys a second of one core through a HashEmbedding, beside torch.nn.EmbeddingBag(sparse) of known size
+T8  keys a second of one core through a HashEmbedding, beside torch.nn.EmbeddingBag(sparse) of known size; on a GPU,
+    milliseconds of a step of 1 M keys
 """
 
 from __future__ import annotations
@@ -303,7 +306,30 @@ def _rate(steps: Any, seconds: float) -> float:
     while time.perf_counter() < begin + seconds:
         next(steps)
         count += 1
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return count / (time.perf_counter() - begin)
+
+
+def t4_on_gpu(seconds: float = 3.0, rounds: int = 3) -> None:
+    """As `t4`, with a network that keeps a GPU busy for some 20 ms a step, which touches some 2,200 rows."""
+    model = _Lookups(width=12_288)
+    with Broker() as broker, _served(model, broker.url):
+        model.to("cuda")
+        ids = torch.randint(0, 1_000_000, (50, 1100, 2), device="cuda")
+        plain, publishing, published = [], [], []
+        _rate(_steps(model, ids), 1.0)
+        for _ in range(rounds):
+            plain.append(_rate(_steps(model, ids), seconds))
+            with training.UpdatePublisher(model, broker.url, "lookups", every_steps=10) as updates:
+                begin = time.perf_counter()
+                publishing.append(_rate(_steps(model, ids, updates), seconds))
+                published.append(updates.stats.num_rows / (time.perf_counter() - begin))
+        alone, beside = statistics.median(plain), statistics.median(publishing)
+        print(
+            f"T4  {torch.cuda.get_device_name()}: {alone:.0f} steps/s alone, {beside:.0f} publishing "
+            f"{statistics.median(published):,.0f} rows/s: {beside / alone:.3f} (goal 0.95)"
+        )
 
 
 # T5
@@ -509,14 +535,91 @@ def _forward_backward(module: Any, keys: Any, optimizer: Any) -> tuple[float, fl
     return forward, time.process_time() - begin
 
 
+def t8_on_gpu(num_rows: int = 10_000_000, dim: int = 128, rounds: int = 12) -> None:
+    """Milliseconds of a step of 1 M keys, by the clock, in turns; best and median."""
+    torch.set_default_device("cuda")
+    batches = _skewed_batches_on_gpu(rounds, num_rows)
+    distinct = statistics.mean(len(torch.unique(numbers)) for numbers in batches)
+    print(
+        f"T8  {torch.cuda.get_device_name()}, dim {dim}, {num_rows:,} rows, a step of 65,536 bags of 16 keys, of which "
+        f"{distinct:,.0f} distinct: ms, forward / all of it, best and median",
+        flush=True,
+    )
+    for plain, ours in ((torch.optim.SGD, training.SGD), (torch.optim.Adagrad, training.Adagrad)):
+        times = _steps_on_gpu(num_rows, dim, batches, plain, ours)
+        (_, base), *_ = times.values()
+        for name, (forward, whole) in times.items():
+            print(
+                f"T8  {ours.__name__:7} {name:29} {_ms(forward)} / {_ms(whole)}; median / plain "
+                f"{statistics.median(whole) / statistics.median(base):.2f} (goal 2)",
+                flush=True,
+            )
+
+
+def _steps_on_gpu(num_rows: int, dim: int, batches: list[Any], plain: Any, ours: Any) -> dict[str, Any]:
+    """Seconds of forward and of the whole step, by name."""
+    known = torch.arange(num_rows) * -0x61C8864680B583EB  # wraps around: keys of any value
+    options: dict[str, Any] = {"optimizer": ours(0.01), "initializer": nn.init.zeros_}
+    bags, single = training.HashEmbeddingBag(dim, mode="sum", **options), training.HashEmbedding(dim, **options)
+    for keys in known.split(1_000_000):
+        for table in (bags, single):
+            table.put(training.Rows(keys, torch.zeros(len(keys), dim)))
+    vocabulary = nn.EmbeddingBag(num_rows, dim, mode="sum", sparse=True)
+    optimizer = plain(vocabulary.parameters(), 0.01)
+    ways = {
+        "nn.EmbeddingBag(sparse=True)": (vocabulary, batches),
+        "HashEmbeddingBag": (bags, [known[batch] for batch in batches]),
+        "HashEmbedding": (single, [known[batch].reshape(-1) for batch in batches]),
+    }
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for number in [0, 0, *range(len(batches))]:
+        for name, (module, keys_of) in ways.items():
+            found[name].append(_step_on_gpu(module, keys_of[number], optimizer))
+    return {name: list(zip(*times[2:], strict=True)) for name, times in found.items()}
+
+
+def _step_on_gpu(module: Any, keys: Any, optimizer: Any) -> tuple[float, float]:
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    vectors = module(keys)
+    torch.cuda.synchronize()
+    forward = time.perf_counter() - begin
+    gradients = torch.ones_like(vectors)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    vectors.backward(gradients)
+    if isinstance(module, nn.EmbeddingBag):
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    return forward, forward + time.perf_counter() - begin
+
+
+def _skewed_batches_on_gpu(num_batches: int, num_keys: int) -> list[Any]:
+    """int64 [65,536, 16] of numbers of keys, Zipf 1.05."""
+    torch.manual_seed(0)
+    cumulated = (torch.arange(1, num_keys + 1, dtype=torch.float64) ** -1.05).cumsum(0)
+    order = torch.randperm(num_keys)
+    drawn = (torch.rand((65_536, 16), dtype=torch.float64) * cumulated[-1] for _ in range(num_batches))
+    return [order[torch.searchsorted(cumulated, numbers).clamp(max=num_keys - 1)] for numbers in drawn]
+
+
+def _ms(seconds: list[float]) -> str:
+    return f"{1000 * min(seconds):.2f}, {1000 * statistics.median(seconds):.2f}"
+
+
 GOALS: dict[str, Callable[[], None]] = {name.__name__.upper(): name for name in (t1, t2, t3, t4, t5, t6, t7, t8)}
+GPU_GOALS: dict[str, Callable[[], None]] = {"T4": t4_on_gpu, "T8": t8_on_gpu}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="From training to serving.")
     parser.add_argument("goals", nargs="*", metavar="GOAL", help="T1 to T8; all of them if none is named")
-    for name in parser.parse_args().goals or GOALS:
-        GOALS[name]()
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the models train")
+    arguments = parser.parse_args()
+    goals = GOALS if arguments.device == "cpu" else GPU_GOALS
+    for name in arguments.goals or goals:
+        goals[name]()
 
 
 if __name__ == "__main__":
