@@ -81,7 +81,8 @@ class HashEmbeddingBag(HashTable):
         """
         keys = self.checked(input)
         weights = _weights(per_sample_weights, input, self.mode)
-        begins = self._begins(input, offsets)
+        weights = None if weights is None else weights.to(self.device)
+        begins = self._begins(input, offsets).to(self.device)
         look_up = self.look_up(keys)
         padding = None if self.padding_idx is None else look_up.place_of(keys, self.padding_idx)
         bags = Bags(begins, len(keys), self.mode, padding)
@@ -102,7 +103,7 @@ class HashEmbeddingBag(HashTable):
         if not self.include_last_offset:
             begins = functional.pad(begins, (0, 1), value=len(keys))
         counts = begins.diff()
-        if not len(begins) or int(begins[0]) != 0 or int(begins[-1]) != len(keys) or bool((counts < 0).any()):
+        if not len(begins) or bool((begins[0] != 0) | (begins[-1] != len(keys)) | (counts < 0).any()):
             raise ConfigurationError(f"offsets have to begin with 0 and ascend, up to {len(keys)}, the number of keys")
         return begins
 

@@ -79,7 +79,8 @@ class Bags:
     def bag_of_keys(self) -> Tensor:
         """int64 [n]"""
         counts = self.begins.diff()
-        return torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+        bags = torch.arange(len(counts), device=counts.device)
+        return torch.repeat_interleave(bags, counts, output_size=self.num_keys)  # without it, a GPU is waited for
 
     def factors(self, places: Tensor, weights: Tensor | None) -> Tensor | None:
         """float32 [n]: the part of each vector in its bag; None where all are 1. Not for maxima."""

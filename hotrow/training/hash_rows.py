@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hotrow.training.kernels import device_rows
 from hotrow.training.key_index import create_index, distinct
 from hotrow.training.row_access import add_up, gather, scatter
-from hotrow.training.row_optimizers import RowOptimizer
+from hotrow.training.row_optimizers import RowOptimizer, kernel_of
 
 INITIAL_ROWS = 4096
 """Vectors that an initializer fills. Each element of a new row is that of the same column in one of them."""
 _CHUNK_ELEMENTS = 1 << 17
 """Of rows that an optimizer works on at a time, so that they stay in the processor's cache."""
+_DEVICE_CHUNK_ELEMENTS = 1 << 26
+"""The same on a GPU, so that copies of rows take a bounded part of its memory."""
 
 
 @dataclass(frozen=True)
@@ -83,25 +86,39 @@ class HashRows:
 
     def find_or_add(self, keys: Tensor) -> Tensor:
         """int64 [n] to their rows, for a step of training; a key that has none gets one."""
-        if self.device.type != "cpu":
-            keys, places = distinct(keys)
         rows = self._added(keys)
         if self.counts_use:
             self.last_used[rows] = self.steps
             self.times_used[rows] += 1
         for listener in self.listeners.values():
             listener(keys, keys[:0])
-        return rows if self.device.type == "cpu" else rows[places]
+        return rows
 
-    def learn(self, rows: Tensor, gradients: Tensor) -> None:
-        """Apply the optimizer once to the sum of the gradients of each row; rows may be named more than once."""
-        found, places = distinct(rows)
-        if len(found) < len(rows):
-            rows, gradients = found, add_up(len(found), places, gradients)
+    def learn(self, rows: Tensor, gradients: Tensor, *, are_distinct: bool = False) -> None:
+        """Apply the optimizer once to the sum of the gradients of each row.
+
+        Args:
+            rows: int64 [n]; 0 stands for none.
+            gradients: float32 [n, embedding_dim].
+            are_distinct: whether no row but 0 is named more than once.
+        """
+        if not are_distinct:
+            found, places = distinct(rows)
+            if len(found) < len(rows):
+                rows, gradients = found, add_up(len(found), places, gradients)
+        kernel = kernel_of(self.optimizer, self.steps) if device_rows.can_run(self.device) else None
+        if kernel is not None:
+            name, *settings = kernel
+            states = [self.states[name] for name in self.optimizer.states()]
+            device_rows.learn(name, self.vectors, states, rows, gradients, *settings)
+        else:
+            self._learn_by_operators(rows, gradients)
+
+    def _learn_by_operators(self, rows: Tensor, gradients: Tensor) -> None:
         is_row = rows != 0
         if not bool(is_row.all()):
             rows, gradients = rows[is_row], gradients[is_row]
-        for begin, end in _chunks(len(rows), self.vectors.shape[1]):
+        for begin, end in self._chunks(len(rows)):
             self._learn_some(rows[begin:end], gradients[begin:end])
 
     def remove(self, rows: Tensor) -> None:
@@ -215,7 +232,7 @@ class HashRows:
 
     def _begin(self, first: int) -> None:
         """Make new rows, from that one on."""
-        for begin, end in _chunks(self.index.num_rows - first, self.vectors.shape[1]):
+        for begin, end in self._chunks(self.index.num_rows - first):
             rows = slice(first + begin, first + end)
             self.vectors[rows] = self.initial_vectors(self.index.keys[rows])
         added = slice(first, self.index.num_rows)
@@ -225,6 +242,12 @@ class HashRows:
             self.last_used[added] = self.steps
             self.times_used[added] = 0
 
+    def _chunks(self, num_rows: int) -> Iterator[tuple[int, int]]:
+        elements = _CHUNK_ELEMENTS if self.device.type == "cpu" else _DEVICE_CHUNK_ELEMENTS
+        step = max(1, elements // self.vectors.shape[1])
+        for begin in range(0, num_rows, step):
+            yield begin, min(begin + step, num_rows)
+
     def _learn_some(self, rows: Tensor, gradients: Tensor) -> None:
         vectors = gather(self.vectors, rows)
         states = {name: gather(tensor, rows) for name, tensor in self.states.items()}
@@ -232,12 +255,6 @@ class HashRows:
         scatter(self.vectors, rows, vectors)
         for name, tensor in states.items():
             scatter(self.states[name], rows, tensor)
-
-
-def _chunks(num_rows: int, dim: int) -> Iterator[tuple[int, int]]:
-    step = max(1, _CHUNK_ELEMENTS // dim)
-    for begin in range(0, num_rows, step):
-        yield begin, min(begin + step, num_rows)
 
 
 def _mixed(keys: Tensor) -> Tensor:

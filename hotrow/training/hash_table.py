@@ -235,7 +235,10 @@ class HashTable(nn.Module):
             item.rows if item.generation == self._rows.generation else self._rows.find(item.keys) for item in learning
         ]
         self._rows.steps += 1
-        self._rows.learn(*self._unscaled(torch.cat(rows), torch.cat([item.gradients for item in learning])))
+        # Ranks may ask for the same row; one rank asks for each row of a look-up once.
+        are_distinct = len(learning) == 1 and _place().num_ranks == 1
+        found = self._unscaled(_joined(rows), _joined([item.gradients for item in learning]))
+        self._rows.learn(*found, are_distinct=are_distinct)
         if self.max_age is not None and self.steps % max(1, self.max_age // 8) == 0:
             self.evict(unused_for=self.max_age)
         if self.max_rows is not None:
@@ -390,6 +393,10 @@ def _place() -> _Place:
     if not (dist.is_available() and dist.is_initialized()):
         return _Place(0, 1)
     return _Place(dist.get_rank(), dist.get_world_size())
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _initial(initializer: Callable[[Tensor], Any], embedding_dim: int) -> Tensor:

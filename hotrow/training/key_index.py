@@ -8,11 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotrow.training.kernels import device_rows
 from hotrow.training.kernels.growing_index import add_rows, find_rows, index_rows
 from inference_session.errors import UnavailableError
 from inference_session.kernels.cpu.hash_index import BUCKET_BYTES, MAX_ROWS
 
 _MIN_CAPACITY = 1024
+_MAX_DEVICE_ROWS = 2**31 - 1
 _KEYS_PER_BUCKET = 8
 """Of its 12 slots, so that few keys stand in another bucket than their own."""
 
@@ -29,14 +31,14 @@ class KeyIndex(Protocol):
         """int64 [n] to the rows, int64 [n], 0 where there is none."""
 
     def find_or_add(self, keys: Tensor) -> Tensor:
-        """int64 [n], each once, to their rows; a key without one gets the next."""
+        """int64 [n], perhaps with duplicates, to their rows; keys without one get the next, in any order."""
 
     def keep(self, num_rows: int) -> None:
         """Forget all rows from that one on. Keys of rows below may have been overwritten before."""
 
 
 class HashIndex:
-    """On the processor: the product's own hash index, in compiled code. Keys may be given more than once."""
+    """On the processor: the product's own hash index, in compiled code."""
 
     def __init__(self, capacity: int = _MIN_CAPACITY) -> None:
         """`capacity`: rows that there is room for at first."""
@@ -94,6 +96,67 @@ class HashIndex:
         index_rows(*self._addresses(), self.num_rows)
 
 
+class DeviceIndex:
+    """On a GPU: a hash index in device memory, by kernels."""
+
+    def __init__(self, device: torch.device, capacity: int = _MIN_CAPACITY) -> None:
+        """`capacity`: rows that there is room for at first."""
+        self.num_rows = 1
+        self.keys = torch.zeros(capacity + 1, dtype=torch.int64, device=device)
+        self._entries = self._free_entries(capacity + 1)
+
+    def find(self, keys: Tensor) -> Tensor:
+        """As the protocol says."""
+        keys = keys.contiguous()
+        rows = torch.empty_like(keys)
+        device_rows.find_rows(self._entries, self.keys, keys, rows)
+        return rows
+
+    def find_or_add(self, keys: Tensor) -> Tensor:
+        """As the protocol says. Waits for the number of rows.
+
+        Raises:
+            UnavailableError: 2^31 rows are in use.
+        """
+        keys = keys.contiguous()
+        self._make_room_for_entries(len(keys))
+        num_rows = torch.tensor([self.num_rows], device=keys.device)
+        rows, places = torch.empty_like(keys), torch.empty_like(keys, dtype=torch.int32)
+        device_rows.claim(self._entries, self.keys, keys, num_rows, places, rows)
+        try:
+            found = int(num_rows)
+            self._make_room_for_keys(found)
+        except RuntimeError:  # no memory is left: nothing was added
+            self.keep(self.num_rows)
+            raise
+        device_rows.publish(self._entries, self.keys, keys, places, rows)
+        self.num_rows = found
+        return rows
+
+    def keep(self, num_rows: int) -> None:
+        """As the protocol says."""
+        self.num_rows = num_rows
+        self._entries.zero_()
+        device_rows.index_rows(self._entries, self.keys, num_rows)
+
+    def _make_room_for_entries(self, num_added: int) -> None:
+        needed = self.num_rows + num_added
+        if needed > _MAX_DEVICE_ROWS:
+            raise UnavailableError(f"a GPU holds no more than {_MAX_DEVICE_ROWS} rows of a table; train on more ranks")
+        if 2 * needed > len(self._entries):
+            self._entries = self._free_entries(needed)
+            device_rows.index_rows(self._entries, self.keys, self.num_rows)
+
+    def _make_room_for_keys(self, num_rows: int) -> None:
+        if num_rows > len(self.keys):
+            keys = self.keys.new_zeros(max(2 * len(self.keys), num_rows))
+            keys[: self.num_rows] = self.keys[: self.num_rows]
+            self.keys = keys
+
+    def _free_entries(self, num_rows: int) -> Tensor:
+        return self.keys.new_zeros(1 << (2 * num_rows - 1).bit_length())
+
+
 class SortedIndex:
     """On any device, by torch's operators: sorted keys, and those that came last apart, to be merged now and then."""
 
@@ -108,8 +171,9 @@ class SortedIndex:
 
     def find_or_add(self, keys: Tensor) -> Tensor:
         """As the protocol says."""
-        rows = self.find(keys)
-        added = keys[rows == 0]
+        found, places = torch.unique(keys, return_inverse=True)
+        rows = self.find(found)
+        added = found[rows == 0]
         if len(added):
             first, self.num_rows = self.num_rows, self.num_rows + len(added)
             self._make_room()
@@ -117,7 +181,7 @@ class SortedIndex:
             rows[rows == 0] = torch.arange(first, self.num_rows, device=keys.device)
             is_merged = 8 * (self.num_rows - self._num_older) > self._num_older + 8 * _MIN_CAPACITY
             self._set_levels(self.num_rows if is_merged else self._num_older)
-        return rows
+        return rows[places]
 
     def keep(self, num_rows: int) -> None:
         """As the protocol says."""
@@ -151,14 +215,19 @@ class SortedIndex:
 
 def create_index(device: torch.device) -> KeyIndex:
     """The index that fits a device."""
-    return HashIndex() if device.type == "cpu" else SortedIndex(device)
+    if device.type == "cpu":
+        return HashIndex()
+    return DeviceIndex(device) if device_rows.can_run(device) else SortedIndex(device)
 
 
 def distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
     """int64 [n] to each of them once, int64 [m], and where each of the n stands there, int64 [n]."""
-    if keys.device.type != "cpu":
+    if keys.device.type == "cpu":
+        index: HashIndex | DeviceIndex = HashIndex(len(keys) // 4)
+    elif device_rows.can_run(keys.device):
+        index = DeviceIndex(keys.device, len(keys))
+    else:
         found, places = torch.unique(keys, return_inverse=True)
         return found, places
-    index = HashIndex(len(keys) // 4)
     places = index.find_or_add(keys) - 1
     return index.keys[1 : index.num_rows], places

@@ -1,4 +1,4 @@
-"""Rows of tensors by their numbers, on whatever device they are: compiled code on the processor, torch elsewhere."""
+"""Rows of tensors by their numbers: compiled code on the processor, kernels on a GPU, torch's operators elsewhere."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hotrow.training.kernels import device_rows
 from hotrow.training.kernels import vectors as compiled
 
 _NO_FACTORS = np.empty(0, np.float32)
@@ -46,6 +47,9 @@ def add_up(
         scales = _NO_FACTORS if factors is None else factors.contiguous().numpy()
         of_bags = sources is not None
         compiled.add_up(sums.data_ptr(), sums.shape[1], rows.numpy(), vectors.data_ptr(), of_bags, places, scales)
+        return sums
+    if device_rows.can_run(vectors.device):
+        device_rows.add_up(sums, rows, vectors, sources, factors)
         return sums
     added = vectors if sources is None else vectors[sources]
     return sums.index_add_(0, rows, added if factors is None else added * factors[:, None])

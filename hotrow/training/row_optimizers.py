@@ -104,5 +104,21 @@ class Adam(RowOptimizer):
         first, second = self.betas
         average = states["exp_avg"].lerp_(gradients, 1 - first)
         squares = states["exp_avg_sq"].mul_(second).addcmul_(gradients, gradients, value=1 - second)
-        rate = self.lr * math.sqrt(1 - second**step) / (1 - first**step)
-        vectors.addcdiv_(average, squares.sqrt().add_(self.eps), value=-rate)
+        vectors.addcdiv_(average, squares.sqrt().add_(self.eps), value=-self.rate(step))
+
+    def rate(self, step: int) -> float:
+        """The learning rate, corrected for the averages that begin at zero."""
+        first, second = self.betas
+        return self.lr * math.sqrt(1 - second**step) / (1 - first**step)
+
+
+def kernel_of(optimizer: RowOptimizer, step: int) -> tuple[str, float, float, float, float] | None:
+    """The kernel that does on a GPU what `update` does: its name, rate, two factors, epsilon. None: there is none."""
+    # A class derived from one of these may learn otherwise.
+    if type(optimizer) is SGD:
+        return "learn_sgd", optimizer.lr, 0.0, 0.0, 0.0
+    if type(optimizer) is Adagrad:
+        return "learn_adagrad", optimizer.lr, 0.0, 0.0, optimizer.eps
+    if type(optimizer) is Adam:
+        return "learn_adam", optimizer.rate(step), 1 - optimizer.betas[0], optimizer.betas[1], optimizer.eps
+    return None

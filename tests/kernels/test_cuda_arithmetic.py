@@ -26,6 +26,7 @@ from tests.testing import cuda_model as gpu_model
 
 CUDA = Path(gpu_layout.__file__).parent
 SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "write.cu")
+HASH_ROWS = ("layout.cuh", "index.cuh", "../../../hotrow/training/kernels/hash_rows.cu")
 RECORDS = {
     "Index": gpu_layout.INDEX,
     "Rows": gpu_layout.ROWS,
@@ -187,9 +188,10 @@ def nvrtc() -> ctypes.CDLL:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is installed on Linux only")
 @pytest.mark.parametrize("architecture", ["compute_75", "sm_90"])
-def test_the_kernels_compile(nvrtc: ctypes.CDLL, architecture: str) -> None:
+@pytest.mark.parametrize("files", [SOURCES, HASH_ROWS], ids=["cache", "hash embeddings"])
+def test_the_kernels_compile(nvrtc: ctypes.CDLL, architecture: str, files: tuple[str, ...]) -> None:
     """All files as one, as CuPy compiles them: for a GPU older than some instructions asked for, and for an H100."""
-    source = "\n".join((CUDA / name).read_text() for name in SOURCES).encode()
+    source = "\n".join((CUDA / name).read_text() for name in files).encode()
     options = ["-std=c++17", "-ftz=true", "--device-as-default-execution-space", f"-arch={architecture}"]
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0

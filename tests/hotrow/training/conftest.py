@@ -1,4 +1,4 @@
-"""A broker for all tests that leave it running."""
+"""A broker for all tests that leave it running, and the devices that models train on."""
 
 from __future__ import annotations
 
@@ -18,3 +18,13 @@ def broker() -> Iterator[Broker]:
     """One broker for all tests that leave it as it is."""
     with Broker() as broker:
         yield broker
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where the model of a test trains."""
+    import torch
+
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("PyTorch finds no GPU")
+    return str(request.param)

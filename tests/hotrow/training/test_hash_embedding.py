@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st  # noqa: E402
 from torch import nn  # noqa: E402
 
 from hotrow import training  # noqa: E402
-from hotrow.training.key_index import HashIndex, SortedIndex  # noqa: E402
+from hotrow.training.key_index import DeviceIndex, HashIndex, SortedIndex, distinct  # noqa: E402
 from inference_session.errors import ConfigurationError  # noqa: E402
 
 pytestmark = [pytest.mark.training, pytest.mark.filterwarnings("ignore")]
@@ -30,6 +31,15 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
 }
 KEYS = st.one_of(st.integers(-3, 3), st.sampled_from([*INT64, -(2**32), 2**32, 0]), st.integers(*INT64))
 BATCHES = st.lists(st.lists(KEYS, max_size=12), max_size=6)
+
+
+@pytest.fixture(autouse=True)
+def _on_device(device: str) -> Iterator[None]:
+    """Embeddings, oracles and keys are on the device."""
+    if device != "cpu":
+        torch.set_default_device(device)
+    yield
+    torch.set_default_device(None)
 
 
 def _int64(keys: list[int]) -> Any:
@@ -183,26 +193,43 @@ def test_a_backward_that_failed_leaves_nothing_behind() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    batches=st.lists(st.sets(KEYS, max_size=40), max_size=8),
-    kind=st.sampled_from([lambda: HashIndex(1), lambda: SortedIndex(torch.device("cpu"))]),
-    kept=st.integers(0, 30),
-)
-def test_an_index_is_a_dictionary(batches: list[set[int]], kind: Any, kept: int) -> None:
+@given(batches=st.lists(st.lists(KEYS, max_size=40), max_size=8), is_plain=st.booleans(), kept=st.integers(0, 30))
+def test_an_index_is_a_dictionary(device: str, batches: list[list[int]], is_plain: bool, kept: int) -> None:
     """It grows from room for one key; keys that are not kept are forgotten."""
-    index, oracle = kind(), dict[int, int]()
+    place = torch.device(device)
+    fast: Any = HashIndex(1) if device == "cpu" else DeviceIndex(place, 1)
+    index, oracle = SortedIndex(place) if is_plain else fast, dict[int, int]()
     for number, batch in enumerate(batches):
-        keys = _int64(list(batch))
-        assert index.find(keys).tolist() == [oracle.get(key, 0) for key in keys.tolist()]
+        keys = _int64(batch)
+        assert index.find(keys).tolist() == [oracle.get(key, 0) for key in batch]
         rows = index.find_or_add(keys).tolist()
-        for key in keys.tolist():
-            oracle.setdefault(key, len(oracle) + 1)
-        assert rows == [oracle[key] for key in keys.tolist()]
+        added = {key: row for key, row in zip(batch, rows, strict=True) if key not in oracle}
+        assert sorted(added.values()) == list(range(len(oracle) + 1, len(oracle) + 1 + len(added)))
+        oracle |= added
+        assert rows == [oracle[key] for key in batch]
         if number == 2 and len(oracle) > kept:
             index.keep(kept + 1)
             oracle = {key: row for key, row in oracle.items() if row <= kept}
     assert index.num_rows == len(oracle) + 1
     assert {int(key): row for row, key in enumerate(index.keys[: index.num_rows]) if row} == oracle
+
+
+def test_skewed_batches_of_many_keys(device: str) -> None:
+    """Half of the keys are one, many come a few times, many once; some are known from batches before."""
+    torch.manual_seed(0)
+    index: Any = HashIndex(1) if device == "cpu" else DeviceIndex(torch.device(device), 1)
+    for seed in range(3):
+        rare = torch.randint(*INT64, (20_000,))
+        keys = torch.cat([torch.full((50_000,), -7), torch.randint(-9000 * seed, 9000, (30_000,)), rare])
+        keys = keys[torch.randperm(len(keys))]
+        found, places = distinct(keys)
+        assert torch.equal(found[places], keys)
+        assert torch.equal(found.sort().values, torch.unique(keys))
+        rows = index.find_or_add(keys)
+        assert torch.equal(index.keys[rows], keys)
+        assert torch.equal(index.find(keys), rows)
+    assert len(torch.unique(index.keys[1 : index.num_rows])) == index.num_rows - 1
+    assert int(index.find(torch.randint(*INT64, (1000,))).count_nonzero()) == 0
 
 
 def test_many_keys_grow_the_table() -> None:
@@ -396,7 +423,7 @@ def test_evicted_rows_leave_the_others_as_they_are() -> None:
         assert dict(zip(rows.keys.tolist(), rows.vectors.flatten().tolist(), strict=True)) == oracle
 
 
-def test_autocast_and_scaled_losses() -> None:
+def test_autocast_and_scaled_losses(device: str) -> None:
     """Vectors stay float32; scaled gradients are unscaled, and a row whose gradients are infinite stays as it is."""
 
     class Scaler:
@@ -409,7 +436,7 @@ def test_autocast_and_scaled_losses() -> None:
     embedding = training.HashEmbedding(2, optimizer=training.SGD(1.0), initializer=nn.init.zeros_, grad_scaler=Scaler())
     layer = nn.Linear(2, 1, bias=False)
     nn.init.ones_(layer.weight)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device, dtype=torch.bfloat16):
         vectors = embedding(_int64([1, 2]))
         assert vectors.dtype == torch.float32
         loss = layer(vectors).float()
@@ -426,9 +453,11 @@ def test_training_without_gradients_adds_rows_and_learns_nothing() -> None:
     assert torch.equal(vectors, embedding.eval()(_int64([1])))
 
 
-def test_the_module_moves_and_shows_itself() -> None:
-    """`to` keeps rows float32; a device that is none keeps numbers of rows only."""
+def test_the_module_moves_and_shows_itself(device: str) -> None:
+    """`to` keeps rows float32."""
     embedding = training.HashEmbedding(2, optimizer=training.SGD(0.5))
     vectors = embedding(_int64([1, 2])).detach()
-    assert torch.equal(embedding.half().double().to("cpu")(_int64([1, 2])), vectors)
+    assert torch.equal(embedding.half().double().to(device)(_int64([1, 2])), vectors)
+    assert torch.equal(embedding.to("cpu")(_int64([1, 2])), vectors.cpu())
+    assert torch.equal(embedding.to(device)(_int64([1, 2])), vectors)
     assert repr(embedding) == "HashEmbedding(2, rows=2, optimizer=SGD(lr=0.5), key_dtype=torch.int64)"

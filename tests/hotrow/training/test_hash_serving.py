@@ -58,7 +58,7 @@ def _train(model: Any, optimizer: Any, seed: int, **options: Any) -> None:
 
 def _rows(table: Any) -> dict[int, Any]:
     rows = table.rows()
-    return dict(zip(rows.keys.tolist(), rows.vectors.numpy().copy(), strict=True))
+    return dict(zip(rows.keys.tolist(), rows.vectors.cpu().numpy().copy(), strict=True))
 
 
 def _serves(session: InferenceSession, model: Any, others: tuple[int, ...] = (99,)) -> bool:
@@ -73,15 +73,15 @@ def _serves(session: InferenceSession, model: Any, others: tuple[int, ...] = (99
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_what_is_served_is_what_was_trained(tmp_path: Path, mode: str) -> None:
+def test_what_is_served_is_what_was_trained(tmp_path: Path, mode: str, device: str) -> None:
     """Rows bit-equal under their keys, unknown keys and padding answered as in evaluation."""
     torch.manual_seed(0)
-    model = Clicks(mode)
+    model = Clicks(mode).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for seed in range(3):
         _train(model, optimizer, seed)
 
-    directory = models.export(model, tmp_path, example=_batch(0))
+    directory = models.export(model, tmp_path, example=tuple(keys.to(device) for keys in _batch(0)))
 
     with InferenceSession.open(directory, device="cpu") as session:
         assert _serves(session, model)
@@ -109,13 +109,13 @@ def test_a_subclass_with_a_forward_of_its_own_is_named(tmp_path: Path) -> None:
         models.export(nn.Sequential(Doubled(4)), tmp_path, example=torch.tensor([1]))
 
 
-def test_touched_rows_and_evictions_are_published(tmp_path: Path, broker: Broker) -> None:
+def test_touched_rows_and_evictions_are_published(tmp_path: Path, broker: Broker, device: str) -> None:
     """New keys appear, evicted ones are deleted."""
     torch.manual_seed(0)
-    model = Clicks(max_age=3)
+    model = Clicks(max_age=3).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _train(model, optimizer, 0)
-    directory = models.export(model, tmp_path, example=_batch(0))
+    directory = models.export(model, tmp_path, example=tuple(keys.to(device) for keys in _batch(0)))
 
     with (
         InferenceSession.open(directory, device="cpu", update_stream=broker.url) as session,
@@ -130,13 +130,13 @@ def test_touched_rows_and_evictions_are_published(tmp_path: Path, broker: Broker
     assert not model.items._rows.listeners
 
 
-def test_a_restored_model_takes_back_what_was_published(tmp_path: Path, broker: Broker) -> None:
+def test_a_restored_model_takes_back_what_was_published(tmp_path: Path, broker: Broker, device: str) -> None:
     """Rows of steps that are lost go back, and new ones of them are deleted."""
     torch.manual_seed(0)
-    model = Clicks()
+    model = Clicks().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _train(model, optimizer, 0)
-    directory = models.export(model, tmp_path, example=_batch(0))
+    directory = models.export(model, tmp_path, example=tuple(keys.to(device) for keys in _batch(0)))
     checkpoint = training.Checkpoint(model, optimizer, tmp_path / "checkpoints")
     checkpoint.save(3)
 
@@ -153,10 +153,10 @@ def test_a_restored_model_takes_back_what_was_published(tmp_path: Path, broker: 
         wait_until(lambda: _serves(session, model, (1000,)), "the restored rows to be served")
 
 
-def test_a_checkpoint_brings_rows_and_their_optimizer_back(tmp_path: Path) -> None:
+def test_a_checkpoint_brings_rows_and_their_optimizer_back(tmp_path: Path, device: str) -> None:
     """Training goes on as if nothing had happened; a model without the embedding is refused."""
     torch.manual_seed(0)
-    model, other = Clicks(), Clicks()
+    model, other = Clicks().to(device), Clicks().to(device)
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model, other)]
     _train(model, optimizers[0], 0)
     model.items.optimizer.lr = 0.5

@@ -1,0 +1,144 @@
+"""The kernels of hash_rows.cu as functions of torch's tensors: compiled on first use, kept by CuPy in its kernel cache.
+
+All run on torch's current stream and return at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import inference_session.kernels
+
+_THREADS = 256
+_SHARED = ("layout.cuh", "index.cuh")
+
+
+def can_run(device: torch.device) -> bool:
+    """Whether there are kernels for tensors of this device."""
+    return device.type == "cuda" and _has_cupy()
+
+
+@cache
+def _has_cupy() -> bool:
+    return find_spec("cupy") is not None
+
+
+def find_rows(entries: Tensor, table_keys: Tensor, keys: Tensor, rows: Tensor) -> None:
+    """Write the row of each key to `rows`, 0 where it has none.
+
+    Args:
+        entries: int64 [a power of two], the index; see hash_rows.cu.
+        table_keys: int64 [capacity], the key of each row.
+        keys: int64 [n].
+        rows: int64 [n].
+    """
+    _run_flat("find_rows", len(keys), entries, _mask(entries), table_keys, keys, len(keys), rows)
+
+
+def claim(entries: Tensor, table_keys: Tensor, keys: Tensor, num_rows: Tensor, places: Tensor, rows: Tensor) -> None:
+    """Claim an entry for each key that has none, and a row; `publish` has to follow.
+
+    Args:
+        entries: as in `find_rows`; at least half of them stay free.
+        num_rows: int64 [1], rows in use, which this counts up.
+        places: int32 [n], where to write the entry of each key.
+        rows: int64 [n], where to write the rows that are new.
+    """
+    _run_flat("claim", len(keys), entries, _mask(entries), table_keys, keys, len(keys), num_rows, places, rows)
+
+
+def publish(entries: Tensor, table_keys: Tensor, keys: Tensor, places: Tensor, rows: Tensor) -> None:
+    """Write claimed rows to their entries, their keys to `table_keys`, and the row of each key to `rows`."""
+    _run_flat("publish", len(keys), entries, table_keys, keys, len(keys), places, rows)
+
+
+def index_rows(entries: Tensor, table_keys: Tensor, num_rows: int) -> None:
+    """Put rows from 1 to num_rows - 1 into an index that has none of them."""
+    _run_flat("index_rows", num_rows - 1, entries, _mask(entries), table_keys, num_rows)
+
+
+def add_up(sums: Tensor, rows: Tensor, vectors: Tensor, sources: Tensor | None, factors: Tensor | None) -> None:
+    """Add vectors to the rows of `sums` that `rows` names; as `row_access.add_up`."""
+    _run_rows("add_up", len(rows), sums.shape[1], sums, sums.shape[1], rows, len(rows), vectors, sources, factors)
+
+
+def learn(name: str, vectors: Tensor, states: list[Tensor], rows: Tensor, gradients: Tensor, *settings: float) -> None:
+    """Apply an optimizer to rows, each named once.
+
+    Args:
+        name: of the kernel.
+        vectors: float32 [capacity, dim].
+        states: of the same shape, two at most.
+        rows: int64 [n].
+        gradients: float32 [n, dim].
+        settings: the rate, two factors and epsilon, as the kernel has them.
+    """
+    dim = vectors.shape[1]
+    kept = [*states, None, None][:2]
+    _run_rows(name, len(rows), dim, vectors, *kept, dim, rows, len(rows), gradients, *map(float, settings))
+
+
+def source() -> str:
+    """The kernels' whole source: one translation unit, so that CuPy's cache sees every change."""
+    shared = Path(inference_session.kernels.__file__).parent / "cuda"
+    files = [*(shared / name for name in _SHARED), Path(__file__).parent / "hash_rows.cu"]
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+@cache
+def _kernel(name: str) -> Any:
+    return _module().get_function(name)
+
+
+@cache
+def _module() -> Any:
+    import cupy
+
+    return cupy.RawModule(code=source(), options=("-std=c++17",))
+
+
+def _mask(entries: Tensor) -> int:
+    return len(entries) - 1
+
+
+def _run_flat(name: str, num_threads: int, *arguments: Any) -> None:
+    """One thread for each key."""
+    _run(name, -(-num_threads // _THREADS), (_THREADS, 1), *arguments)
+
+
+def _run_rows(name: str, num_rows: int, dim: int, *arguments: Any) -> None:
+    """Some threads for each row; four elements to each of them."""
+    lanes = min(32, 1 << max(0, (dim - 1) // 4).bit_length())
+    rows_of_block = _THREADS // lanes
+    _run(name, -(-num_rows // rows_of_block), (lanes, rows_of_block), *arguments)
+
+
+def _run(name: str, num_blocks: int, block: tuple[int, int], *arguments: Any) -> None:
+    from cupy.cuda import driver
+
+    if not num_blocks:
+        return
+    device = next(argument.device for argument in arguments if isinstance(argument, Tensor))
+    values = [_argument(argument) for argument in arguments]
+    addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream().cuda_stream
+        # As CuPy calls a kernel, in half the time, and on a stream that is not its own.
+        function = _kernel(name).kernel.ptr
+        driver.launchKernel(function, num_blocks, 1, 1, *block, 1, 0, stream, ctypes.addressof(addresses), 0)
+
+
+def _argument(value: Any) -> Any:
+    """Tensors and None by their address, whole numbers as int64, others as float32."""
+    if value is None:
+        return ctypes.c_uint64(0)
+    if isinstance(value, Tensor):
+        return ctypes.c_uint64(value.data_ptr())
+    return ctypes.c_int64(value) if isinstance(value, int) else ctypes.c_float(value)

@@ -1,0 +1,171 @@
+// The rows of a hash embedding on a GPU: from keys to rows while rows are added, sums of gradients, and optimizers.
+// Compiled behind layout.cuh and index.cuh of the product's cache, whose types and hash function it uses.
+//
+// The index is an array of `mask + 1` entries, a power of two, at most half of them in use. An entry is 0 where it is free;
+// else its upper half is a tag of the key, its lower half the key's row. A key stands at its hash or behind it, before the next
+// free entry. While `claim` runs, an entry of a new key names the key's place in the batch instead (PENDING); `publish` then
+// writes the row. Rows are compared by their keys, so that keys of one tag are told apart.
+
+constexpr u64 PENDING = 1ull << 31, NUMBER = PENDING - 1, TAG = 0xffffffff00000000ull;
+
+__device__ __forceinline__ i64 thread_number() { return (i64)blockIdx.x * blockDim.x + threadIdx.x; }
+
+extern "C" __global__ void find_rows(const u64* entries, u64 mask, const i64* table_keys, const i64* keys, i64 n, i64* rows) {
+  const i64 i = thread_number();
+  if (i >= n) return;
+  const i64 key = keys[i];
+  const u64 hashed = hash_key(key);
+  i64 row = 0;
+  for (u64 place = hashed & mask;; place = (place + 1) & mask) {
+    const u64 entry = __ldg(entries + place);
+    if (entry == 0) break;
+    if ((entry & TAG) == (hashed & TAG) && __ldg(table_keys + (entry & NUMBER)) == key) {
+      row = (i64)(entry & NUMBER);
+      break;
+    }
+  }
+  rows[i] = row;
+}
+
+// Finds the entry of each key, or claims one; rows[i] is the new row of a key that claimed one. Keys may come more than once.
+extern "C" __global__ void claim(u64* entries, u64 mask, const i64* table_keys, const i64* keys, i64 n, u64* num_rows,
+                                 u32* places, i64* rows) {
+  const i64 i = thread_number();
+  bool is_new = false;
+  if (i < n) {
+    const i64 key = keys[i];
+    const u64 hashed = hash_key(key);
+    const u64 wanted = (hashed & TAG) | PENDING | (u64)i;
+    u64 place = hashed & mask;
+    for (;; place = (place + 1) & mask) {
+      u64 entry = __ldcg(entries + place);
+      if (entry == 0) {
+        entry = atomicCAS(entries + place, 0, wanted);
+        is_new = entry == 0;
+        if (is_new) break;
+      }
+      if ((entry & TAG) != (hashed & TAG)) continue;
+      const u64 number = entry & NUMBER;
+      if (__ldg((entry & PENDING ? keys : table_keys) + number) == key) break;
+    }
+    places[i] = (u32)place;
+  }
+  const u32 claiming = __ballot_sync(ALL_LANES, is_new);
+  if (claiming == 0) return;
+  const u32 lane = threadIdx.x % LANES;
+  u64 first = 0;
+  if (lane == 0) first = atomicAdd(num_rows, (u64)__popc(claiming));
+  first = __shfl_sync(ALL_LANES, first, 0);
+  if (is_new) rows[i] = (i64)first + __popc(claiming & ((1u << lane) - 1));
+}
+
+// Whoever claimed an entry writes its row and key there; all others read the row, from the entry or from who claimed it.
+extern "C" __global__ void publish(u64* entries, i64* table_keys, const i64* keys, i64 n, const u32* places, i64* rows) {
+  const i64 i = thread_number();
+  if (i >= n) return;
+  const u64 entry = __ldcg(entries + places[i]);
+  const u64 number = entry & NUMBER;
+  if (!(entry & PENDING)) {
+    rows[i] = (i64)number;
+  } else if (number != (u64)i) {
+    rows[i] = __ldcg(rows + number);
+  } else {
+    table_keys[rows[i]] = keys[i];
+    entries[places[i]] = (entry & TAG) | (u64)rows[i];
+  }
+}
+
+// Puts rows from 1 to num_rows - 1 into an index that has none of them.
+extern "C" __global__ void index_rows(u64* entries, u64 mask, const i64* table_keys, i64 num_rows) {
+  const i64 row = thread_number() + 1;
+  if (row >= num_rows) return;
+  const u64 hashed = hash_key(table_keys[row]);
+  const u64 wanted = (hashed & TAG) | (u64)row;
+  for (u64 place = hashed & mask; atomicCAS(entries + place, 0, wanted) != 0; place = (place + 1) & mask) {
+  }
+}
+
+__device__ __forceinline__ void add_four(float* address, const float4& added) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(added.x), "f"(added.y),
+               "f"(added.z), "f"(added.w)
+               : "memory");
+#else
+  atomicAdd(address, added.x);
+  atomicAdd(address + 1, added.y);
+  atomicAdd(address + 2, added.z);
+  atomicAdd(address + 3, added.w);
+#endif
+}
+
+// A block is of threadIdx.y rows, and of threadIdx.x threads that share the elements of each.
+__device__ __forceinline__ i64 row_number() { return (i64)blockIdx.x * blockDim.y + threadIdx.y; }
+
+// Adds a vector to the row of `sums` that each key names: sources[i] of `vectors`, or the i-th.
+extern "C" __global__ void add_up(float* sums, i64 dim, const i64* rows, i64 n, const float* vectors, const i64* sources,
+                                  const float* factors) {
+  const i64 i = row_number();
+  if (i >= n) return;
+  float* sum = sums + rows[i] * dim;
+  const float* vector = vectors + (sources == nullptr ? i : sources[i]) * dim;
+  const float factor = factors == nullptr ? 1.0f : factors[i];
+  if (dim % 4 != 0) {
+    for (i64 d = threadIdx.x; d < dim; d += blockDim.x) atomicAdd(sum + d, factor * vector[d]);
+    return;
+  }
+  for (i64 d = 4 * threadIdx.x; d < dim; d += 4 * blockDim.x) {
+    const float4 value = __ldg((const float4*)(vector + d));
+    add_four(sum + d, {factor * value.x, factor * value.y, factor * value.z, factor * value.w});
+  }
+}
+
+// Optimizers, element by element; hotrow/training/row_optimizers.py has their formulas. Row 0 belongs to no key.
+
+struct Settings {
+  float rate, first, second, eps;  // of Adam: 1 - beta1, beta2
+};
+
+struct Sgd {
+  static __device__ float learn(float value, float gradient, float*, float*, const Settings& settings) {
+    return value - settings.rate * gradient;
+  }
+};
+
+struct Adagrad {
+  static __device__ float learn(float value, float gradient, float* sum, float*, const Settings& settings) {
+    const float total = *sum + gradient * gradient;
+    *sum = total;
+    return value - settings.rate * gradient / (sqrtf(total) + settings.eps);
+  }
+};
+
+struct Adam {
+  static __device__ float learn(float value, float gradient, float* averages, float* squares, const Settings& settings) {
+    const float average = *averages + settings.first * (gradient - *averages);
+    const float square = settings.second * *squares + (1 - settings.second) * gradient * gradient;
+    *averages = average;
+    *squares = square;
+    return value - settings.rate * average / (sqrtf(square) + settings.eps);
+  }
+};
+
+template <class Optimizer>
+__device__ void learn(float* vectors, float* first, float* second, i64 dim, const i64* rows, i64 n, const float* gradients,
+                      const Settings& settings) {
+  const i64 i = row_number();
+  if (i >= n || rows[i] == 0) return;
+  for (i64 d = threadIdx.x; d < dim; d += blockDim.x) {
+    const i64 place = rows[i] * dim + d;
+    vectors[place] = Optimizer::learn(vectors[place], gradients[i * dim + d], first + place, second + place, settings);
+  }
+}
+
+#define OPTIMIZER(name, kind)                                                                                                  \
+  extern "C" __global__ void name(float* vectors, float* first, float* second, i64 dim, const i64* rows, i64 n,                \
+                                  const float* gradients, float rate, float first_factor, float second_factor, float eps) {    \
+    learn<kind>(vectors, first, second, dim, rows, n, gradients, {rate, first_factor, second_factor, eps});                    \
+  }
+
+OPTIMIZER(learn_sgd, Sgd)
+OPTIMIZER(learn_adagrad, Adagrad)
+OPTIMIZER(learn_adam, Adam)
