@@ -85,7 +85,7 @@ def test_rank_candidates(tmp_path: Path) -> None:
     page = Walkthrough(
         HOW_TO / "rank-candidates.md",
         tmp_path,
-        prelude="from inference_session import InferenceSession\nclicks, items = [[1] * 50], [5, 6, 7]\n",
+        prelude={"": "from inference_session import InferenceSession\nclicks, items = [[1] * 50], [5, 6, 7]\n"},
         not_run=["perf_analyzer "],
     )
     subprocess.run([sys.executable, "-c", maker.text], cwd=tmp_path, check=True)
@@ -144,7 +144,7 @@ def test_update_rows(broker: Broker, tmp_path: Path) -> None:
         HOW_TO / "update-rows.md",
         tmp_path,
         {"kafka://broker:9092": broker.url},
-        prelude=prelude,
+        prelude={"": prelude},
         not_run=["20000 ratings"],
     ).run()
     assert len(broker.messages("hps_et.ctr.user")) > 3
@@ -171,7 +171,7 @@ def test_use_stores(redis: RedisServer, tmp_path: Path) -> None:
         "keys, vectors = np.array([1, 2]), np.ones((2, 16), 'f4')\n"
     )
     places = {"redis://127.0.0.1:6379/0": redis.url, '"user_id"': '"user"'}
-    Walkthrough(HOW_TO / "use-stores.md", tmp_path, places, prelude=prelude).run()
+    Walkthrough(HOW_TO / "use-stores.md", tmp_path, places, prelude={"": prelude}).run()
 
 
 @pytest.mark.triton

@@ -27,15 +27,16 @@ _TAKES_PORTS = re.compile(r"^(hotrow (?:doctor|serve))\b", re.MULTILINE)
 class Walkthrough:
     """One page, in a folder of its own.
 
-    `replaced` maps what the page names to what there is, such as the address of a store. `prelude` is Python that
-    comes before each block of Python which is no file. Blocks that begin with a text of `not_run` are not run.
+    `replaced` maps what the page names to what there is, such as the address of a store. `prelude` has Python that
+    comes before blocks of Python that are no files, by a text that the block holds. Blocks that begin with a text of
+    `not_run` are not run.
     """
 
     page: Path
     folder: Path
     replaced: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    prelude: str = ""
+    prelude: Mapping[str, str] = field(default_factory=dict)
     not_run: Collection[str] = ()
     outputs: list[str] = field(default_factory=list)
     """What each command printed."""
@@ -60,23 +61,27 @@ class Walkthrough:
 
     def serve(self, repository: str) -> None:
         """Start the server that the page supposes."""
-        self._start_server(self._placed(f"hotrow serve --repository {repository}"))
+        self._start_server(self.placed(f"hotrow serve --repository {repository}"))
+
+    def run_python(self, code: str) -> str:
+        """Run a program in the page's folder; what it prints."""
+        (self.folder / "block.py").write_text(code, encoding="utf-8")
+        return self._shell("python block.py")
 
     def _take(self, block: Block) -> None:
-        text = self._placed(block.text)
+        text = self.placed(block.text)
         if block.language == "python":
-            name = block.title or "block.py"
-            (self.folder / name).write_text(
-                text if block.title else self._placed(self.prelude) + text, encoding="utf-8"
-            )
-            if not block.title:
-                self.outputs.append(self._shell(f"python {name}"))
+            if block.title:
+                (self.folder / block.title).write_text(text, encoding="utf-8")
+            else:
+                before = "".join(self.placed(code) for held, code in self.prelude.items() if held in text)
+                self.outputs.append(self.run_python(before + text))
         elif block.language == "sh":
             self.outputs.append(self._commands(text))
         elif block.language == "text" and self.outputs:
             assert text in self.outputs[-1], f"{block} shows\n{text}\nwhere the command prints\n{self.outputs[-1]}"
 
-    def _placed(self, text: str) -> str:
+    def placed(self, text: str) -> str:
         """The text with this machine's places and ports."""
         text = text.replace("\\\n", " ")
         for named, there in self.replaced.items():
