@@ -31,6 +31,8 @@ class PlainRequests:
         """`max_samples`: a request with more is not read. 0: any number is."""
         self._names = tuple(tensor.name for tensor in spec.inputs)
         self._max_samples = max_samples
+        # Mapping these over a request's tensors takes three quarters of the time of a loop in Python.
+        self._name_of, self._array_of = pb_utils.Tensor.name, pb_utils.Tensor.as_numpy
         self._places: dict[tuple[str, ...], list[int]] = {}
         """Of requests in some order of inputs, which Triton chooses, where each input of the model is."""
 
@@ -48,14 +50,14 @@ class PlainRequests:
             if request.requested_output_names() != outputs or PROBE_PARAMETER in request.parameters():
                 return None
             tensors = request.inputs()
-            places = self._places_of(tuple([tensor.name() for tensor in tensors]))
+            places = self._places_of(tuple(map(self._name_of, tensors)))
             try:
-                own = [tensor.as_numpy() for tensor in tensors]
+                own = list(map(self._array_of, tensors))
             except pb_utils.TritonModelException:  # one is on a GPU
                 return None
             if places is None or (self._max_samples and max(map(_num_samples, own)) > self._max_samples):
                 return None
-            arrays += [own[place] for place in places]
+            arrays += map(own.__getitem__, places)
         return PlainArrays(arrays, outputs)
 
     def _places_of(self, sent: tuple[str, ...]) -> list[int] | None:

@@ -1,9 +1,9 @@
 """The look-up of segments that stand side by side, unpooled, row by row: the common request of some tables and samples.
 
-A row has one or more keys of each segment. One loop goes through the keys of a row, segment after segment, so that
-vectors are written in the order in which they lie. The rows `ahead` of the one that is written have their vectors asked
-for, and where tables have an index, the rows twice as far ahead their buckets. Requests of one sample with many tables
-thus have all their misses of the processor's caches at once.
+A row has one or more keys of each segment. A tile is some rows: it is answered key column by key column, so that what
+a column needs is read once per tile. While a tile is written, the vectors of the next tile are asked for, and where
+tables have an index, the buckets of the tile after that. Requests of one sample with many tables thus have all their
+misses of the processor's caches at once.
 """
 
 from __future__ import annotations
@@ -22,16 +22,20 @@ from inference_session.kernels.cpu.hash_index import (
 from inference_session.kernels.cpu.intrinsics import kernel, load, prefetch_near
 from inference_session.kernels.cpu.rows import load_key, mark_hit, row_of, row_of_number
 from inference_session.kernels.cpu.stream import MIN_STREAM_KEYS
-from inference_session.kernels.cpu.vectors import copy_vector, prefetch_vector_near
+from inference_session.kernels.cpu.vectors import copy_floats, copy_vector, prefetch_vector_near
 from inference_session.kernels.records import PoolingCode, VectorCode
 
 MAX_CELLS = 512
 """Keys of one row, at most; of more, each segment is looked up by itself."""
-_AHEAD_BYTES = 4096
-_MIN_AHEAD, _MAX_AHEAD = 16, 64
+_TILE_BYTES, _MIN_TILE, _MAX_TILE = 24 << 10, 16, 512
+"""What is asked for in one go: bytes of vectors, and at least and at most so many keys."""
+_ENOUGH_KEYS = 512
+"""Segments with so many keys are looked up together; with more of them a tile would have fewer rows."""
 _ENTRIES = 4096
 """Of a ring, a power of 2: the keys of all rows between the farthest that is asked for and the one that is written."""
 
+_INT64, _INT32 = 8, 4
+"""Bytes of a key."""
 _NONE, _FLOAT32 = int(PoolingCode.NONE), int(VectorCode.FLOAT32)
 
 CELL = np.dtype(
@@ -57,7 +61,7 @@ def new_ring() -> np.ndarray[Any, Any]:
 def end_of_interleaved(segments: Any, first: int, last: int) -> int:
     """The segment up to which those from `first` on, below `last`, are looked up together; `first`: none is."""
     num_cells, s = 0, first
-    while s < last:
+    while s < last and num_cells * segments[first].num_rows < _ENOUGH_KEYS:
         segment = segments[s]
         num_cells += segment.keys_per_row
         is_even = segment.pooling == _NONE and segment.begins_address == 0
@@ -89,12 +93,12 @@ def look_up_interleaved(
     num_rows = segments[first].num_rows
     if num_cells == 0:
         return 0
-    wanted = max(_MIN_AHEAD, min(_MAX_AHEAD, _AHEAD_BYTES // max(cells[0].row_bytes, 1)))
-    ahead = (wanted + num_cells - 1) // num_cells
+    wanted = max(_MIN_TILE, min(_MAX_TILE, _TILE_BYTES // max(cells[0].row_bytes, 1)))
+    tile = max(wanted // num_cells, 1)
     if any_hashed:
-        num_missing = _look_up_mixed(tables, cells, num_cells, num_rows, ahead, ring, missing_counts)
+        num_missing = _look_up_mixed(tables, cells, num_cells, num_rows, tile, ring, missing_counts)
     else:
-        num_missing = _look_up_numbered(tables, cells, num_cells, num_rows, ahead, missing_counts)
+        num_missing = _look_up_numbered(tables, cells, num_cells, num_rows, tile, missing_counts)
     if num_missing > 0 and len(missing_positions) > 0:
         return _note_missing(tables, cells, num_cells, num_rows, missing_counts, missing_positions, num_noted)
     return num_missing
@@ -126,47 +130,40 @@ def _describe_cells(tables: Any, segments: Any, first: int, last: int, cells: An
 
 
 @kernel
-def _look_up_numbered(tables: Any, cells: Any, num_cells: int, num_rows: int, ahead: int, missing_counts: Any) -> int:
-    for r in range(min(ahead, num_rows)):
-        for c in range(num_cells):
-            _ask_for_number(cells[c], r)
+def _look_up_numbered(tables: Any, cells: Any, num_cells: int, num_rows: int, tile: int, missing_counts: Any) -> int:
+    for c in range(num_cells):
+        _ask_for_numbers(cells[c], 0, min(tile, num_rows))
     num_missing = 0
-    for r in range(num_rows):
+    for first in range(0, num_rows, tile):
+        second, third = min(first + tile, num_rows), min(first + 2 * tile, num_rows)
         for c in range(num_cells):
-            cell = cells[c]
-            if r + ahead < num_rows:
-                _ask_for_number(cell, r + ahead)
-            if not _write(tables, cell, r, row_of_number(_key(cell, r), cell.num_rows)):
-                missing_counts[cell.segment] += 1
-                num_missing += 1
+            _ask_for_numbers(cells[c], second, third)
+            missing = _write_numbered(tables, cells[c], first, second)
+            if missing > 0:
+                missing_counts[cells[c].segment] += missing
+                num_missing += missing
     return num_missing
 
 
 @kernel
 def _look_up_mixed(
-    tables: Any, cells: Any, num_cells: int, num_rows: int, ahead: int, ring: Any, missing_counts: Any
+    tables: Any, cells: Any, num_cells: int, num_rows: int, tile: int, ring: Any, missing_counts: Any
 ) -> int:
-    while ahead > 1 and (2 * ahead + 1) * num_cells > _ENTRIES:
-        ahead -= 1
-    at = np.int64(0)  # of the next key that is written, in the ring
-    for r in range(min(2 * ahead, num_rows)):
-        for c in range(num_cells):
-            _ask_for_bucket(cells[c], r, ring, r * num_cells + c)
-    for r in range(min(ahead, num_rows)):
-        for c in range(num_cells):
-            _ask_for_row(tables, cells[c], r, ring, r * num_cells + c)
+    for c in range(num_cells):
+        _ask_for_buckets(cells[c], 0, min(2 * tile, num_rows), ring, c, num_cells)
+    for c in range(num_cells):
+        _ask_for_rows(tables, cells[c], 0, min(tile, num_rows), ring, c, num_cells)
     num_missing = 0
-    for r in range(num_rows):
+    for first in range(0, num_rows, tile):
+        second, third = min(first + tile, num_rows), min(first + 2 * tile, num_rows)
+        fourth = min(first + 3 * tile, num_rows)
         for c in range(num_cells):
-            cell = cells[c]
-            if r + 2 * ahead < num_rows:
-                _ask_for_bucket(cell, r + 2 * ahead, ring, at + 2 * ahead * num_cells)
-            if r + ahead < num_rows:
-                _ask_for_row(tables, cell, r + ahead, ring, at + ahead * num_cells)
-            if not _write(tables, cell, r, _find(cell, r, ring, at)):
-                missing_counts[cell.segment] += 1
-                num_missing += 1
-            at += 1
+            _ask_for_buckets(cells[c], third, fourth, ring, c, num_cells)
+            _ask_for_rows(tables, cells[c], second, third, ring, c, num_cells)
+            missing = _write_mixed(tables, cells[c], first, second, ring, c, num_cells)
+            if missing > 0:
+                missing_counts[cells[c].segment] += missing
+                num_missing += missing
     return num_missing
 
 
@@ -176,25 +173,87 @@ def _key(cell: Any, r: int) -> Any:
 
 
 @kernel
-def _ask_for_number(cell: Any, r: int) -> None:
-    row = row_of_number(_key(cell, r), cell.num_rows)
-    if row >= 0:
-        prefetch_vector_near(cell.vectors_address + row * cell.row_bytes, cell.row_bytes)
+def _ask_for_numbers(cell: Any, first: int, last: int) -> None:
+    # Each with a constant, from which the compiler makes a loop of its own.
+    if cell.key_bytes == _INT64:
+        _ask_for_vectors(cell, first, last, _INT64)
+    else:
+        _ask_for_vectors(cell, first, last, _INT32)
 
 
 @kernel
-def _ask_for_bucket(cell: Any, r: int, ring: Any, at: int) -> None:
-    if cell.index_address != 0:
+def _ask_for_vectors(cell: Any, first: int, last: int, key_bytes: int) -> None:
+    # Into local names, here and below: the compiler cannot know that writing vectors leaves the cells as they are.
+    keys_address, row_stride = cell.keys_address, cell.row_stride
+    vectors_address, row_bytes, num_rows = cell.vectors_address, cell.row_bytes, cell.num_rows
+    for r in range(first, last):
+        row = row_of_number(load_key(keys_address + r * row_stride, key_bytes), num_rows)
+        if row >= 0:
+            prefetch_vector_near(vectors_address + row * row_bytes, row_bytes)
+
+
+@kernel
+def _write_numbered(tables: Any, cell: Any, first: int, last: int) -> Any:
+    """Answer some rows of a cell whose keys are row numbers; returns how many keys are unknown."""
+    num_missing = 0
+    if cell.vector_code != _FLOAT32 or cell.marks_address != 0:
+        for r in range(first, last):
+            num_missing += not _write(tables, cell, r, row_of_number(_key(cell, r), cell.num_rows))
+        return num_missing
+    if cell.key_bytes == _INT64:
+        return _copy_vectors(tables, cell, first, last, _INT64)
+    return _copy_vectors(tables, cell, first, last, _INT32)
+
+
+@kernel
+def _copy_vectors(tables: Any, cell: Any, first: int, last: int, key_bytes: int) -> Any:
+    """As `_write_numbered`, of vectors that are copied as they are."""
+    num_missing = 0
+    keys_address, row_stride = cell.keys_address, cell.row_stride
+    vectors_address, row_bytes, num_rows = cell.vectors_address, cell.row_bytes, cell.num_rows
+    output, output_stride, dim = cell.output_address, cell.output_stride, cell.embedding_dim
+    for r in range(first, last):
+        row = row_of_number(load_key(keys_address + r * row_stride, key_bytes), num_rows)
+        if row >= 0:
+            copy_floats(output + r * output_stride, vectors_address + row * row_bytes, dim)
+        else:
+            num_missing += not _write(tables, cell, r, row)
+    return num_missing
+
+
+@kernel
+def _write_mixed(tables: Any, cell: Any, first: int, last: int, ring: Any, c: int, num_cells: int) -> Any:
+    """Answer some rows of cell number `c`, whose table may have an index; returns how many keys are unknown."""
+    if cell.index_address == 0:
+        return _write_numbered(tables, cell, first, last)
+    num_missing = 0
+    for r in range(first, last):
+        num_missing += not _write(tables, cell, r, _find(cell, r, ring, r * num_cells + c))
+    return num_missing
+
+
+@kernel
+def _ask_for_buckets(cell: Any, first: int, last: int, ring: Any, c: int, num_cells: int) -> None:
+    index_address, num_buckets = cell.index_address, cell.num_buckets
+    if index_address == 0:
+        return
+    for r in range(first, last):
         hashed = hash_key(_key(cell, r))
-        ring[at & (_ENTRIES - 1)] = np.int64(hashed)
-        prefetch_near(cell.index_address + BUCKET_BYTES * home_bucket(hashed, cell.num_buckets))
+        ring[(r * num_cells + c) & (_ENTRIES - 1)] = np.int64(hashed)
+        prefetch_near(index_address + BUCKET_BYTES * home_bucket(hashed, num_buckets))
+
+
+@kernel
+def _ask_for_rows(tables: Any, cell: Any, first: int, last: int, ring: Any, c: int, num_cells: int) -> None:
+    if cell.index_address == 0:
+        _ask_for_numbers(cell, first, last)
+        return
+    for r in range(first, last):
+        _ask_for_row(tables, cell, r, ring, r * num_cells + c)
 
 
 @kernel
 def _ask_for_row(tables: Any, cell: Any, r: int, ring: Any, at: int) -> None:
-    if cell.index_address == 0:
-        _ask_for_number(cell, r)
-        return
     hashed = np.uint64(ring[at & (_ENTRIES - 1)])
     row = candidate_row(cell.index_address, cell.num_buckets, cell.num_rows, hashed)
     ring[_ENTRIES + (at & (_ENTRIES - 1))] = row
@@ -220,9 +279,7 @@ def _ask_further(table: Any, key: int) -> None:
 
 @kernel
 def _find(cell: Any, r: int, ring: Any, at: int) -> Any:
-    """The row of a key, -1 where the table has none."""
-    if cell.index_address == 0:
-        return row_of_number(_key(cell, r), cell.num_rows)
+    """The row of a key in a table with an index, -1 where it has none."""
     row = ring[_ENTRIES + (at & (_ENTRIES - 1))]
     if row >= 0 and load(cell.table_keys_address, np.int64, row) == _key(cell, r):
         return row

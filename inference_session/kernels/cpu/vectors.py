@@ -42,7 +42,9 @@ def prefetch_vector(vector: int, row_bytes: int) -> None:
 def prefetch_vector_near(vector: int, row_bytes: int) -> None:
     """As `prefetch_vector`, into the first-level cache."""
     prefetch_near(vector)
-    if (vector & (LINE_BYTES - 1)) + row_bytes > LINE_BYTES:
+    if row_bytes <= LINE_BYTES:
+        prefetch_near(vector + row_bytes - 1)  # often the same line; to find out would take longer
+    else:
         end = vector + min(row_bytes, MAX_PREFETCH_BYTES)
         for line in range((vector | (LINE_BYTES - 1)) + 1, end, LINE_BYTES):
             prefetch_near(line)
@@ -52,14 +54,14 @@ def prefetch_vector_near(vector: int, row_bytes: int) -> None:
 def copy_vector(output: int, source: int, code: int, dim: int) -> None:
     """Write a stored vector as float32."""
     if code == _FLOAT32:
-        _copy_floats(output, source, dim)
+        copy_floats(output, source, dim)
     else:
         _widen(output, source, code, dim, 0, dim)
 
 
 @kernel
-def _copy_floats(output: int, source: int, count: int) -> None:
-    """The last of several wide moves overlaps the one before, so that no tail is left."""
+def copy_floats(output: int, source: int, count: int) -> None:
+    """Copy float32 values. The last of several wide moves overlaps the one before, so that no tail is left."""
     end = 4 * count
     if count >= 16:
         copy_16_floats(output, source)
