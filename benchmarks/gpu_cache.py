@@ -27,7 +27,7 @@ from inference_session.embedding_cache.gpu import GpuEmbeddingCache
 from inference_session.embedding_cache.gpu_budget import bytes_to_hold
 from inference_session.kernels.records import Lookup, key_segment
 from inference_session.model_spec import TableSpec
-from inference_session.tables.cuda_tables import CudaTables
+from inference_session.tables.placed_tables import open_cuda_tables
 from inference_session.tables.table_file import TableFile, write_table
 
 NUM_KEYS = 1 << 20
@@ -195,11 +195,8 @@ def compare_host_rows(device: CudaDevice, num_rows: int, dim: int = 128) -> None
     with tempfile.TemporaryDirectory() as folder, device.request():
         copying = call_us(device, [lambda: buffer.set(pinned, stream=device.stream)], 5)
         write_table(Path(folder) / "t", [vectors])
-        tables = CudaTables(
-            [TableFile.open(Path(folder) / "t", TableSpec("t", "t", num_rows, dim, keys="row_number"))],
-            device,
-            cache_bytes=0,
-        )
+        file = TableFile.open(Path(folder) / "t", TableSpec("t", "t", num_rows, dim, keys="row_number"))
+        (tables,) = open_cuda_tables([file], [device], cache_bytes=0)
         out = cupy.empty((NUM_KEYS // 8, dim), np.float32)
         keys = [cupy.asarray(draw(num_rows, len(out), zipf=False)) for _ in range(5)]
         lookups = [lookup_of(tables, device, [k], [out]) for k in keys]

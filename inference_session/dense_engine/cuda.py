@@ -7,6 +7,7 @@ launching each kernel does.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -30,6 +31,7 @@ _MAX_GRAPHS = 16
 _PLACES_PER_SHAPE = 8
 """Of inputs of the same shapes, in how many places they are bound: requests at once are in different ones."""
 _NO_GRAPH = "-1"
+_NOTHING_HELD = contextlib.nullcontext()
 _MAX_IN_PLACE_BYTES = 1 << 16
 """Above this it is faster to copy an array to the device and back than to reach over the bus for each element."""
 _TYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(int64)": np.int64}
@@ -123,6 +125,8 @@ class CudaEngine(OnnxEngine):
         """What has been recorded while the session warms up."""
         self._recorder: threading.Thread | None = threading.current_thread()
         """The thread that may record graphs, which are known in it alone; None: no longer."""
+        self._warms_up = True
+        """Whether a run may record: those after `end_warm_up` only repeat what has been recorded."""
         self._plain = _run_options(_NO_GRAPH)
 
     def end_warm_up(self) -> None:
@@ -132,6 +136,7 @@ class CudaEngine(OnnxEngine):
         if recorded and self._recorder is threading.current_thread():
             with self._gpu.request():
                 self._check_graphs(recorded)
+        self._warms_up = False
 
     def prepare(self) -> _Bindings:
         """See DenseEngine: bindings of arrays in certain places."""
@@ -253,7 +258,8 @@ class CudaEngine(OnnxEngine):
             _run(session, bound.binding, self._plain)
             return
         try:
-            _run(session, bound.binding, bound.options)
+            with self._gpu.recording() if self._warms_up else _NOTHING_HELD:
+                _run(session, bound.binding, bound.options)
         except VALUE_ERRORS as error:
             self._gpu.end_recording()
             _run(session, bound.binding, self._plain)  # where this fails too, it was not for the graph

@@ -29,10 +29,8 @@ from inference_session.device.pinned import pinned_empty
 from inference_session.errors import UnavailableError
 
 _FIRST_ARENA_BYTES = 1 << 20
-_lock = threading.RLock()
-"""Of all GPUs: while one session records a CUDA graph, no other of this process may allocate device memory on any
-GPU. Sessions on several GPUs take turns therefore, unless each has a process of its own, as under Triton.
-"""
+_locks: dict[int, threading.RLock] = {}
+"""One per GPU that this process has used: requests to one GPU take turns, those to different GPUs do not."""
 _opening = threading.RLock()
 """Held while a session is made and warmed up: its tables are uploaded while others answer requests, but not while one
 records CUDA graphs.
@@ -64,6 +62,7 @@ class CudaDevice(Device):
         self._broken: str | None = None
         self._is_open = False
         with _opening, cupy.cuda.Device(device_id), memory_checked(device_id, "free some memory or use another device"):
+            self._lock = _locks.setdefault(device_id, threading.RLock())
             self.stream = cupy.cuda.Stream(non_blocking=True)
             self._memory = _allocate_memory(0)
         self._free = [self._memory]
@@ -86,7 +85,7 @@ class CudaDevice(Device):
         Raises:
             UnavailableError: see `request`.
         """
-        with _lock:
+        with self._lock:
             if self._broken is not None:
                 raise UnavailableError(self._broken)
             try:
@@ -108,7 +107,7 @@ class CudaDevice(Device):
             UnavailableError: the device has failed, and CUDA refuses all further work of this process; or it has too
                 little memory for this request.
         """
-        with _lock:
+        with self._lock:
             if self._broken is not None:
                 raise UnavailableError(self._broken)
             if self._is_open:
@@ -152,11 +151,11 @@ class CudaDevice(Device):
         """
         self.wait()
         memory, self._is_open = self._memory, False
-        _lock.release()
+        self._lock.release()
         try:
             yield
         finally:
-            _lock.acquire()
+            self._lock.acquire()
             self._memory, self._is_open = memory, True
         if self._broken is not None:
             raise UnavailableError(self._broken)
@@ -182,6 +181,17 @@ class CudaDevice(Device):
             )
             _log.error("%s", self._broken)
             raise UnavailableError(self._broken) from error
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Hold all GPUs of this process: while a CUDA graph is recorded, nobody may allocate memory on any of them.
+
+        Within a request, and within `opening`, so that there is one recording at a time: two would wait for each other.
+        """
+        with contextlib.ExitStack() as held:
+            for device_id in sorted(_locks):
+                held.enter_context(_locks[device_id])
+            yield
 
     def end_recording(self) -> None:
         """Give up a CUDA graph that could not be recorded on the stream."""
@@ -222,7 +232,7 @@ class CudaDevice(Device):
         return cupy.ndarray(shape, dtype, memory.data + begin)
 
     def _take_memory(self) -> _Memory:
-        """Must be called while holding the lock."""
+        """Must be called while holding the GPU's lock."""
         if self._free:
             return heapq.heappop(self._free)
         memory = _allocate_memory(self._num_memories)

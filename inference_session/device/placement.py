@@ -1,11 +1,17 @@
-"""Which tables lie in a GPU's memory, and how much of it they take. Nothing here needs a GPU."""
+"""Which tables lie in the memory of GPUs, and how much of it they take. Nothing here needs a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 from inference_session.kernels.cuda.records import buckets_for_all, index_bytes
 from inference_session.model_spec import TableSpec
+
+Place: TypeAlias = Literal["device", "shards", "host"]
+"""Where the vectors of a table lie: all of them on each GPU, a part of them on each GPU, or in pinned host memory."""
+Shard: TypeAlias = Literal["auto", "rows", "none"]
+"""The setting `shard`."""
 
 
 def vectors_bytes(table: TableSpec) -> int:
@@ -25,10 +31,38 @@ def bytes_on_device(table: TableSpec) -> int:
     return vectors_bytes(table) + index_bytes_on_device(table)
 
 
-def placed_on_device(tables: Sequence[TableSpec], budget: int) -> list[bool]:
-    """Whether the vectors of each get a place within so many bytes, the smallest first, beside all their indexes."""
-    placed = [False] * len(tables)
-    for t in sorted(range(len(tables)), key=lambda t: vectors_bytes(tables[t])):
-        placed[t] = vectors_bytes(tables[t]) <= budget
-        budget -= index_bytes_on_device(tables[t]) + placed[t] * vectors_bytes(tables[t])
-    return placed
+def bytes_on_each(tables: Sequence[TableSpec], places: Sequence[Place], num_devices: int) -> int:
+    """Of all tables in these places on one GPU, indexes included; of shards, the largest."""
+    return sum(
+        index_bytes_on_device(table) + _vectors_on_each(table, place, num_devices)
+        for table, place in zip(tables, places, strict=True)
+    )
+
+
+def places_of(tables: Sequence[TableSpec], budget: int, num_devices: int = 1, shard: Shard = "auto") -> list[Place]:
+    """Where the vectors of each table lie, within so many bytes on each GPU for vectors and indexes.
+
+    Indexes lie on each GPU in any case. If the vectors do not fit, the largest tables are sharded, as few as possible;
+    if shards of all do not fit, the largest tables stay in host memory. With `rows` all tables are sharded, whatever
+    the budget; with `none`, no table is.
+    """
+    if num_devices > 1 and shard == "rows":
+        return ["shards" if table.num_rows else "device" for table in tables]
+    may_shard = num_devices > 1 and shard == "auto"
+    places: list[Place] = ["shards" if may_shard and table.num_rows else "device" for table in tables]
+    largest_first = sorted(range(len(tables)), key=lambda t: vectors_bytes(tables[t]), reverse=True)
+    for t in largest_first:
+        if bytes_on_each(tables, places, num_devices) > budget:
+            places[t] = "host"
+    for t in reversed(largest_first):  # the smallest tables get a copy on each GPU while there is room
+        if places[t] == "shards":
+            places[t] = "device"
+            if bytes_on_each(tables, places, num_devices) > budget:
+                places[t] = "shards"
+                break
+    return places
+
+
+def _vectors_on_each(table: TableSpec, place: Place, num_devices: int) -> int:
+    num_rows = {"device": table.num_rows, "shards": -(-table.num_rows // num_devices), "host": 0}[place]
+    return num_rows * table.row_bytes

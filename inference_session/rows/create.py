@@ -74,9 +74,9 @@ def _stored_rows(version: VersionDirectory, config: SessionConfig, device: Devic
 def _tables(files: Sequence[TableFile], config: SessionConfig, device: Device) -> DeviceTables:
     if device is HOST:
         return HostTables(files, num_threads=config.num_lookup_threads)
-    from inference_session.tables.cuda_tables import CudaTables
+    from inference_session.tables.placed_tables import open_cuda_tables
 
-    return CudaTables(files, cast("CudaDevice", device), cache_bytes=config.cache_bytes)
+    return open_cuda_tables(files, [cast("CudaDevice", device)], cache_bytes=config.cache_bytes)[0]
 
 
 def _cache(spec: ModelSpec, config: SessionConfig, device: Device) -> EmbeddingCache:

@@ -7,7 +7,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from inference_session.device.placement import index_bytes_on_device, placed_on_device, vectors_bytes
+from inference_session.device.placement import index_bytes_on_device, places_of, vectors_bytes
 from inference_session.model_spec import (
     NETWORK_FILES,
     TABLES_FOLDER,
@@ -83,7 +83,7 @@ def memory_items(
 
 def _rows_on_device(tables: Sequence[TableSpec], cache_bytes: int, num_devices: int) -> list[MemoryItem]:
     """What tables take that are looked up by GPUs; those that do not fit are pinned in host memory."""
-    placed = sum(map(vectors_bytes, compress(tables, placed_on_device(tables, cache_bytes))))
+    placed = sum(map(vectors_bytes, compress(tables, [p == "device" for p in places_of(tables, cache_bytes)])))
     pinned = sum(map(vectors_bytes, tables)) - placed
     return [
         MemoryItem("vectors on device", "device", placed, num_devices),

@@ -35,9 +35,11 @@ class Placement(NamedTuple):
 
     device: str
     bytes: int
-    """On the device."""
+    """On the device; of several, on each."""
     on_host: Sequence[str]
     """Tables, by folder, that are read from host memory."""
+    sharded: Sequence[str]
+    """Tables, by folder, whose rows are divided among several devices."""
 
 
 class DeviceTables(ABC):

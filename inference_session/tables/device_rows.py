@@ -5,7 +5,9 @@ An index over all their keys is kept on the device, so that one kernel answers h
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -29,6 +31,17 @@ from inference_session.kernels.records import VectorCode
 _CHUNK_KEYS = 1 << 20
 
 
+class Shards(NamedTuple):
+    """The vectors of a table, divided among GPUs: row r is row r // n of array r % n, of n arrays."""
+
+    arrays: Sequence[Any]
+    """One on each GPU, all of whose memory each GPU can read."""
+    this: int
+    """Which of them lies on the GPU that looks up."""
+    num_rows: int
+    """Of all."""
+
+
 class BaseRows:
     """All rows of one table, for the look-up kernel: keys by an index on the device, or as row numbers."""
 
@@ -39,15 +52,19 @@ class BaseRows:
 
         Args:
             keys: int64 [n]; None: the numbers of the rows, negative ones counted from the end.
-            vectors: rows as `bytes_per_row` says, [n, ...]: an array on the device, which is kept, or on the host.
+            vectors: rows as `bytes_per_row` says, [n, ...]: an array on the device, which is kept, or on the host; or
+                Shards, which are kept.
             dim: embedding_dim.
             code: what the rows are stored as.
         """
+        shards = vectors if isinstance(vectors, Shards) else Shards((), 0, len(vectors))
+        self._shards, self.num_rows = shards.arrays, shards.num_rows
+        if shards.arrays:
+            vectors = shards.arrays[shards.this]
         self.on_device = isinstance(vectors, cupy.ndarray)
         self._pinned = None if self.on_device else PinnedArray(vectors)
         self._vectors = vectors if self._pinned is not None else cupy.ascontiguousarray(vectors)
-        self.num_rows = len(vectors)
-        row_bytes = vectors.nbytes // self.num_rows if self.num_rows else 0
+        row_bytes = vectors.itemsize * math.prod(vectors.shape[1:])
         address = self._vectors.data.ptr if self._pinned is None else self._pinned.address
         self._dim = dim
         self.rows = rows_record(address, row_bytes, code, dim)
@@ -74,6 +91,7 @@ class BaseRows:
             num_base_rows=self.num_rows,
             base_by_number=self.by_number,
             default_address=default_address,
+            shard_addresses=[array.data.ptr for array in self._shards],
         )
 
     def _build(self, keys: ArrayLike) -> None:

@@ -37,7 +37,8 @@ _ADDRESSES, _SEED_AND_FILL = struct.Struct("<qqq"), struct.Struct("<II")
 _SEGMENTS_OFFSET = offset_of(REQUEST, "few_segments")
 _ADDRESSES_OFFSET, _SEED_OFFSET = offset_of(REQUEST, "missing_bits_address"), offset_of(REQUEST, "seed")
 _SOURCES = ("layout.cuh", "index.cuh", "vectors.cuh", "lookup.cu", "write.cu")
-_KERNELS = ("look_up", "look_up_and_pool", "note_last", "claim", "write_rows", "write_numbers", "erase", "dump")
+_LOOK_UPS = ("look_up", "look_up_and_pool")
+_KERNELS = (*_LOOK_UPS, "note_last", "claim", "write_rows", "write_numbers", "erase", "dump")
 
 
 def source() -> str:
@@ -47,19 +48,24 @@ def source() -> str:
 
 
 @cache
-def _module() -> Any:
-    return cupy.RawModule(code=source(), options=("-std=c++17",))
+def _module(num_shards: int) -> Any:
+    return cupy.RawModule(code=source(), options=("-std=c++17", f"-DNUM_SHARDS={num_shards}"))
 
 
 @cache
-def _kernel(name: str) -> Any:
-    return _module().get_function(name)
+def _kernel(name: str, num_shards: int = 1) -> Any:
+    return _module(num_shards).get_function(name)
 
 
-def compile_kernels() -> None:
-    """Compile, or load from CuPy's cache, for the current device: no request waits for it later."""
+def compile_kernels(num_shards: int = 1) -> None:
+    """Compile, or load from CuPy's cache, for the current device: no request waits for it later.
+
+    `num_shards`: GPUs that sharded tables lie on; look-ups in them have kernels of their own.
+    """
     for name in _KERNELS:
         _kernel(name).compile()
+    for name in _LOOK_UPS:
+        _kernel(name, num_shards).compile()
 
 
 class _Argument:
@@ -78,15 +84,15 @@ class Launch:
     One run at a time: whoever holds the cache, or the device, runs it.
     """
 
-    def __init__(self, segments: NDArray[np.void], tiles: Tiles, **addresses: int) -> None:
-        """`addresses`: fields of the REQUEST that are the same in each run."""
+    def __init__(self, segments: NDArray[np.void], tiles: Tiles, *, num_shards: int = 1, **addresses: int) -> None:
+        """`addresses`: fields of the REQUEST that are the same in each run. `num_shards`: GPUs of sharded tables."""
         request = request_of(segments, tiles)
         for field, address in addresses.items():
             request[field] = address
         self.num_tiles = int(tiles.first[-1])
         self.takes_segments = few = len(segments) <= MAX_INLINE_SEGMENTS
         """Whether `run` may be given other segments."""
-        self._kernel = _kernel("look_up" if few and not tiles.pooled else "look_up_and_pool").kernel
+        self._kernel = _kernel(_LOOK_UPS[not few or tiles.pooled], num_shards).kernel
         # Small blocks spread a small request over all multiprocessors.
         self._threads = _LOOKUP_THREADS if self.num_tiles >= _MANY_TILES else _FEW_THREADS
         self._num_blocks = -(-self.num_tiles // (self._threads // 32))
@@ -160,15 +166,17 @@ class Launch:
         driver.launchKernel(self._kernel.ptr, *size, 0, stream_address, argument.address, 0)
 
 
-def prepare(segments: NDArray[np.void], tables_address: int) -> Launch:
+def prepare(segments: NDArray[np.void], tables_address: int, *, num_shards: int = 1) -> Launch:
     """A look-up of SEGMENT records in GPU_TABLE records."""
-    return Launch(segments, divide(segments), tables_address=tables_address)
+    return Launch(segments, divide(segments), num_shards=num_shards, tables_address=tables_address)
 
 
-def start(lookup: Lookup, tables_address: int, *, num_unknown_address: int, seed: int = 0) -> None:
+def start(lookup: Lookup, tables_address: int, *, num_unknown_address: int, seed: int = 0, num_shards: int = 1) -> None:
     """Launch a look-up on the current stream; see Launch.run."""
     if lookup.prepared is None or not lookup.prepared.takes_segments:
-        prepare(lookup.segments, tables_address).run(num_unknown_address=num_unknown_address, seed=seed)
+        prepare(lookup.segments, tables_address, num_shards=num_shards).run(
+            num_unknown_address=num_unknown_address, seed=seed
+        )
     else:
         lookup.prepared.run(lookup.segments, num_unknown_address=num_unknown_address, seed=seed)
 

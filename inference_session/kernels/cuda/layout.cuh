@@ -9,6 +9,13 @@ constexpr int LANES = 32;
 constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr int MAX_INLINE_SEGMENTS = 32;
 constexpr int MAX_BAGS_PER_TILE = 8;
+constexpr int MAX_SHARDS = 8;
+
+// GPUs that a sharded table lies on. A constant, so that look-ups in tables of one GPU do nothing for it.
+#ifndef NUM_SHARDS
+#define NUM_SHARDS 1
+#endif
+static_assert(NUM_SHARDS <= MAX_SHARDS, "a table record has room for fewer shards");
 
 enum VectorCode { FLOAT32 = 0, FLOAT16 = 1, INT8 = 2 };
 enum PoolingCode { NONE = 0, SUM = 1, MEAN = 2, MAX = 3 };
@@ -41,6 +48,7 @@ struct alignas(16) Table {
   i64 dim;
   float* default_vector;  // the answer for an unknown key; null: leave the output as it is
   u64* events;
+  u8* shards[MAX_SHARDS];  // where the base rows begin on each of NUM_SHARDS GPUs, in turn; null: all are in base_rows
 };
 
 struct Segment {

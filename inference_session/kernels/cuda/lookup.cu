@@ -32,14 +32,23 @@ __device__ __forceinline__ i64 find_base_row(const Table& table, i64 key, u64 ha
   return slot >= 0 ? (i64)__ldcg(table.base_numbers + slot) : -1;
 }
 
+// Row r of a sharded table is row r / NUM_SHARDS of shard r % NUM_SHARDS, which may be another GPU's memory.
+__device__ __forceinline__ const u8* base_row(const Table& table, i64 row) {
+  const u8* vectors = table.base_rows.vectors;
+  if constexpr (NUM_SHARDS > 1) {
+    if (table.shards[0] != nullptr) {
+      vectors = table.shards[(u64)row % NUM_SHARDS];
+      row = (u64)row / NUM_SHARDS;
+    }
+  }
+  return vectors + row * table.base_rows.row_bytes;
+}
+
 __device__ __forceinline__ Source base_source(const Table& table, i64 key, u64 hashed, u64 policy) {
   Source source;
   const i64 row = find_base_row(table, key, hashed, policy);
   source.row = reinterpret_cast<const u8*>(table.default_vector);
-  if (row >= 0) {
-    const Rows& rows = table.base_rows;
-    source = {rows.vectors + row * rows.row_bytes, (int)rows.code, false, true};
-  }
+  if (row >= 0) source = {base_row(table, row), (int)table.base_rows.code, false, true};
   return source;
 }
 

@@ -6,6 +6,7 @@ Nothing here needs a GPU: tests/testing/cuda_model.py computes what the kernels 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,8 @@ _FULLEST = 0.55
 """Of the slots of an index over all keys, those in use at most."""
 MAX_INLINE_SEGMENTS = 32
 """Segments that travel as a kernel's parameter; more are copied to the device first."""
+MAX_SHARDS = 8
+"""GPUs that the rows of one table may be divided among."""
 EVENTS = ("inserts", "updates", "evictions", "erases", "misses", "unknown", "refused")
 
 INDEX = np.dtype([(name, np.int64) for name in ("tags_address", "keys_address", "marks_address", "num_buckets")])
@@ -38,6 +41,7 @@ GPU_TABLE = np.dtype(
         ("embedding_dim", np.int64),
         ("default_address", np.int64),
         ("events_address", np.int64),
+        ("shard_addresses", np.int64, (MAX_SHARDS,)),
     ]
 )
 REQUEST = np.dtype(
@@ -158,8 +162,12 @@ def table_record(
     base_by_number: bool = False,
     default_address: int = 0,
     events_address: int = 0,
+    shard_addresses: Sequence[int] = (),
 ) -> np.void:
-    """A GPU_TABLE record: rows in a cache (`cached`), and behind them rows that are all there (`base`), or either."""
+    """A GPU_TABLE record: rows in a cache (`cached`), and behind them rows that are all there (`base`), or either.
+
+    `shard_addresses`: where base rows begin on each GPU, if each has a part of them; row r is on GPU r % their number.
+    """
     record: np.void = np.zeros(1, GPU_TABLE)[0]
     record["cached_rows"]["wide"] = record["base_rows"]["wide"] = 1  # of none: all that there are
     for field, value in (("cached", cached), ("cached_rows", cached_rows), ("base", base), ("base_rows", base_rows)):
@@ -170,6 +178,7 @@ def table_record(
     record["base_numbers_address"], record["num_base_rows"] = base_numbers_address, num_base_rows
     record["base_by_number"], record["embedding_dim"] = base_by_number, dim
     record["default_address"], record["events_address"] = default_address, events_address
+    record["shard_addresses"][: len(shard_addresses)] = shard_addresses
     return record
 
 

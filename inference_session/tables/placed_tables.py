@@ -1,0 +1,143 @@
+"""Where the tables of a version lie that GPUs look up.
+
+They lie in device memory as far as `cache_bytes`, or else most of what is free, allows, smallest first. The largest may
+be divided among several GPUs, each of which reads the others' memory. The rest lies in pinned host memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.device.cuda import CudaDevice
+from inference_session.device.cuda_memory import check_free, memory_checked
+from inference_session.device.peers import connect, unreachable
+from inference_session.device.pinned import PinnedArray
+from inference_session.device.placement import Place, Shard, bytes_on_each, places_of
+from inference_session.errors import ConfigurationError
+from inference_session.model_spec import TableSpec
+from inference_session.tables.base import Placement
+from inference_session.tables.cuda_tables import CudaTables, pieces
+from inference_session.tables.device_rows import Shards
+from inference_session.tables.table_file import TableFile
+
+_log = logging.getLogger(__name__)
+_FREE_FRACTION = 0.8
+"""Of the free device memory, what tables may take where no setting says: the network and requests need some too."""
+
+
+def open_cuda_tables(
+    files: Sequence[TableFile], devices: Sequence[CudaDevice], *, cache_bytes: int | None = None, shard: Shard = "auto"
+) -> list[CudaTables]:
+    """The rows of table files where each of these GPUs reads them: uploaded as far as they fit, the rest pinned.
+
+    Args:
+        files: the version's; they are the caller's to close.
+        devices: the GPUs, all alike.
+        cache_bytes: most memory on each GPU for tables and their indexes; None: most of what is free.
+        shard: the setting.
+
+    Raises:
+        ConfigurationError: cache_bytes and the tables are more than a device has free; or there is too little memory,
+            on a device for indexes or shards, or on the host for the rest; or rows are to be sharded, and the GPUs
+            cannot read each other's memory.
+    """
+    specs = [file.spec for file in files]
+    budget = _budget(cache_bytes, devices)
+    places = places_of(specs, budget, len(devices), _possible(shard, devices))
+    needed = bytes_on_each(specs, places, len(devices))
+    if shard == "rows" and needed > budget:
+        raise ConfigurationError(
+            f"shard=rows needs {needed} bytes on each of {len(devices)} GPUs, where tables may take {budget}: name more"
+            " GPUs in device, or set shard=auto, which leaves the largest tables in host memory"
+        )
+    for device in devices:
+        if cache_bytes is not None:
+            with cupy.cuda.Device(device.device_id):
+                check_free(min(cache_bytes, needed), device.device_id, "cache_bytes")
+    connect([device.device_id for device in devices] if "shards" in places else [])
+    placement = _placement(specs, places, devices)
+    if placement.on_host and cache_bytes is None:  # else it was asked for
+        names = ", ".join(map(repr, placement.on_host))
+        _log.warning("%s has no room for tables %s; they are read from host memory", placement.device, names)
+    return _on_all(files, devices, places, placement)
+
+
+def _on_all(
+    files: Sequence[TableFile], devices: Sequence[CudaDevice], places: Sequence[Place], placement: Placement
+) -> list[CudaTables]:
+    """The tables of each device; shards, and what is pinned in host memory, are there once."""
+    first = devices[0].device_id
+    with cupy.cuda.Device(first), memory_checked(first, "free some memory, or use fewer or smaller tables"):
+        pinned = {t: PinnedArray(files[t].vectors) for t, place in enumerate(places) if place == "host"}
+    sharded = {t: _sharded(files[t].vectors, devices) for t, place in enumerate(places) if place == "shards"}
+    all_tables: list[CudaTables] = []
+    try:
+        for number, device in enumerate(devices):
+            vectors: list[Any] = [None] * len(files)
+            for t, memory in pinned.items():
+                vectors[t] = memory.array
+            for t, arrays in sharded.items():
+                vectors[t] = Shards(arrays, number, files[t].spec.num_rows)
+            all_tables.append(CudaTables(files, device, vectors, placement))
+    except BaseException:
+        for tables in all_tables:
+            tables.close()
+        raise
+    finally:
+        for memory in pinned.values():
+            memory.close()  # each device has pinned it for itself
+    return all_tables
+
+
+def _budget(cache_bytes: int | None, devices: Sequence[CudaDevice]) -> int:
+    """Bytes that tables may take on each device."""
+    if cache_bytes is not None:
+        return cache_bytes
+    free = []
+    for device in devices:
+        with cupy.cuda.Device(device.device_id):
+            free.append(cupy.cuda.runtime.memGetInfo()[0])
+    return int(min(free) * _FREE_FRACTION)
+
+
+def _possible(shard: Shard, devices: Sequence[CudaDevice]) -> Shard:
+    """The setting `shard`, as far as the GPUs can read each other's memory; ConfigurationError where it insists."""
+    reason = unreachable([device.device_id for device in devices])
+    if reason is None or shard == "none":
+        return shard
+    if shard == "rows":
+        raise ConfigurationError(f"shard cannot be 'rows': {reason}; set shard=none, or name other GPUs in device")
+    _log.warning("Rows are not sharded: %s", reason)
+    return "none"
+
+
+def _placement(specs: Sequence[TableSpec], places: Sequence[Place], devices: Sequence[CudaDevice]) -> Placement:
+    def folders(wanted: Place) -> list[str]:
+        return [spec.folder for spec, place in zip(specs, places, strict=True) if place == wanted]
+
+    name = "cuda:" + ",".join(str(device.device_id) for device in devices)
+    return Placement(name, 0, folders("host"), folders("shards"))
+
+
+def _sharded(rows: NDArray[Any], devices: Sequence[CudaDevice]) -> list[Any]:
+    """A part of the rows on each device, as Shards says."""
+    arrays = []
+    for number, device in enumerate(devices):
+        with cupy.cuda.Device(device.device_id), memory_checked(device.device_id, "free some memory"):
+            arrays.append(cupy.empty((len(rows[number :: len(devices)]), *rows.shape[1:]), rows.dtype))
+    for piece in pieces(rows, len(devices)):
+        part, begin = rows[piece], piece.start // len(devices)
+        for number, (device, array) in enumerate(zip(devices, arrays, strict=True)):
+            own = np.ascontiguousarray(part[number :: len(devices)])
+            with cupy.cuda.Device(device.device_id), device.stream:
+                array[begin : begin + len(own)].set(own)
+    for device in devices:
+        with cupy.cuda.Device(device.device_id):
+            device.stream.synchronize()
+    return arrays

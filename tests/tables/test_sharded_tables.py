@@ -1,0 +1,150 @@
+"""Tables whose rows are divided among GPUs: each GPU looks up all rows, as the processor does.
+
+Where there is one GPU, shards lie on it side by side: the same kernels run, but read no other GPU's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from inference_session.device.discovery import unusable
+from inference_session.errors import ConfigurationError
+from inference_session.kernels.records import Lookup, PoolingCode, key_segment
+from inference_session.model_spec import TableSpec
+from inference_session.tables.base import DeviceTables
+from inference_session.tables.host_tables import HostTables
+from inference_session.tables.table_file import TableFile, write_table
+
+NO_GPU = unusable(0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NO_GPU is not None, reason=f"no GPU: {NO_GPU}")]
+SHAPES = (
+    ("one_row", 1, 4, "float32", "row_number"),
+    ("few_rows", 5, 1, "float32", "stored"),
+    ("halves", 1000, 3, "float16", "stored"),
+    ("bytes", 777, 8, "int8", "row_number"),
+    ("odd_bytes", 300, 5, "int8", "stored"),
+    ("wide", 2001, 128, "float32", "stored"),
+    ("wider", 64, 300, "float32", "row_number"),
+    ("none", 0, 4, "float32", "row_number"),
+)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[TableFile]:
+    """Tables of every kind, of which each GPU has no row, one, or many."""
+    folder, rng = tmp_path_factory.mktemp("tables"), np.random.default_rng(0)
+    opened = []
+    for name, num_rows, dim, dtype, keys in SHAPES:
+        spec = TableSpec(name, name, num_rows, dim, dtype=dtype, keys=keys, default_vector=(0.5,) * dim)  # type: ignore[arg-type]
+        numbers = np.unique(rng.integers(-(2**63), 2**63 - 1, num_rows)) if keys == "stored" else None
+        given = None if numbers is None else [rng.permutation(numbers)]
+        write_table(folder / name, [rng.standard_normal((num_rows, dim), np.float32)], keys=given, dtype=dtype)  # type: ignore[arg-type]
+        opened.append(TableFile.open(folder / name, spec))
+    return opened
+
+
+def devices_of(count: int) -> list[Any]:
+    """So many, on as many GPUs as there are."""
+    import cupy
+
+    from inference_session.device.cuda import CudaDevice
+
+    num_gpus = cupy.cuda.runtime.getDeviceCount()
+    return [CudaDevice(number % num_gpus) for number in range(count)]
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 8])
+def tables(request: pytest.FixtureRequest, files: list[TableFile]) -> Iterator[list[Any]]:
+    """The tables as each of several devices looks them up."""
+    from inference_session.tables.placed_tables import open_cuda_tables
+
+    opened = open_cuda_tables(files, devices_of(request.param), shard="rows")
+    yield opened
+    for each in opened:
+        each.close()
+
+
+def some_keys(file: TableFile, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Known ones, some of them often, negative and unknown ones."""
+    n = file.spec.num_rows
+    if file.spec.keys == "row_number":
+        return rng.integers(-n - 2, n + 2, count)
+    known = np.concatenate([np.asarray(file.keys()), [2**63 - 1, -1, 0]])
+    return np.asarray(rng.choice(known, count), np.int64)
+
+
+def answers(tables: DeviceTables, files: list[TableFile], keys: list[NDArray[np.int64]], pooling: PoolingCode) -> Any:
+    """One look-up in all tables: the vectors, and unknown keys, of each. Bags have four keys."""
+    bag = 1 if pooling == PoolingCode.NONE else 4
+    device = tables.device
+    with device.request():
+        staged = [device.stage(each) for each in keys]
+        outputs = [
+            device.output(np.zeros((len(k) // bag, f.spec.embedding_dim), np.float32))
+            for k, f in zip(keys, files, strict=True)
+        ]
+        segments = np.concatenate([key_segment(t, k, o) for t, (k, o) in enumerate(zip(staged, outputs, strict=True))])
+        segments["num_rows"] //= bag
+        segments["keys_per_row"], segments["row_stride"], segments["pooling"] = bag, 8 * bag, pooling
+        num_keys = np.array([len(each) for each in keys])
+        lookup = Lookup(segments, num_keys, device.counts(len(keys)), tables.prepare(segments))
+        tables.look_up(lookup)
+        device.wait()
+        return [output.copy() for output in outputs], lookup.num_unknown.copy()
+
+
+@pytest.mark.parametrize("pooling", list(PoolingCode))
+def test_each_gpu_looks_up_all_rows(tables: list[Any], files: list[TableFile], pooling: PoolingCode) -> None:
+    """The vectors, default vectors and counts of the processor, for few keys and for many, pooled or not."""
+    host, rng = HostTables(files, num_threads=1), np.random.default_rng(pooling)
+    for count in (4, 64, 5000):
+        keys = [some_keys(file, count, rng) for file in files]
+        expected, num_unknown = answers(host, files, keys, pooling)
+        for each in tables:
+            vectors, counted = answers(each, files, keys, pooling)
+            assert counted.tolist() == num_unknown.tolist()
+            for found, wanted in zip(vectors, expected, strict=True):
+                np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_are_divided_evenly(tables: list[Any], files: list[TableFile]) -> None:
+    """Every GPU has the same part of each table, to a row; what is said of the placement names all of them."""
+    for each in tables:
+        placement = each.placement
+        assert placement.device.count(",") == len(tables) - 1
+        assert placement.on_host == []
+        assert placement.sharded == ([file.spec.folder for file in files[:-1]] if len(tables) > 1 else [])
+
+
+def test_the_largest_table_is_sharded_where_it_must_be(files: list[TableFile]) -> None:
+    """Within a budget that holds half of it, beside copies of the others; with a smaller one it stays on the host."""
+    from inference_session.device.placement import bytes_on_each
+    from inference_session.tables.placed_tables import open_cuda_tables
+
+    specs = [file.spec for file in files]
+    places = ["shards" if spec.folder == "wide" else "device" for spec in specs]
+    budget = bytes_on_each(specs, places, 2)  # type: ignore[arg-type]
+    rng = np.random.default_rng(1)
+    keys = [some_keys(file, 100, rng) for file in files]
+    expected, _ = answers(HostTables(files, num_threads=1), files, keys, PoolingCode.NONE)
+    for cache_bytes, sharded, on_host in ((budget, ["wide"], []), (budget // 2, [], ["wide"])):
+        opened = open_cuda_tables(files, devices_of(2), cache_bytes=cache_bytes)
+        for each in opened:
+            assert (each.placement.sharded, each.placement.on_host) == (sharded, on_host)
+            for found, wanted in zip(answers(each, files, keys, PoolingCode.NONE)[0], expected, strict=True):
+                np.testing.assert_allclose(found, wanted, rtol=1e-6)
+        for each in opened:
+            each.close()
+
+
+def test_shards_that_do_not_fit_are_refused(files: list[TableFile]) -> None:
+    """With what is needed, what there is, and the way out."""
+    from inference_session.tables.placed_tables import open_cuda_tables
+
+    with pytest.raises(ConfigurationError, match=r"shard=rows needs \d+ bytes on each of 2 GPUs, .* may take 1000"):
+        open_cuda_tables(files, devices_of(2), cache_bytes=1000, shard="rows")
