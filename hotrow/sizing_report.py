@@ -15,12 +15,18 @@ from rich.table import Table
 
 from hotrow.printable import as_cell
 from hotrow.units import in_units
+from inference_session.device.placement import Place
 from inference_session.embedding_cache.cpu import bytes_to_hold, rows_held
 from inference_session.model_spec import ModelSpec, TableSpec
 from inference_session.sizing.cache_plan import CachePlan, CachePoint, TracedTable
 from inference_session.sizing.hit_rate import LruCurve, SamplingError, SimulatedCurve
 from inference_session.sizing.memory import MemoryItem, bytes_in
 
+_PLACES = {
+    "device": "A copy on each device",
+    "shards": "Divided among the devices by rows",
+    "host": "In host memory, read from there",
+}
 _NUM_ROWS_SHOWN = 12
 _BAR_LENGTH = 30
 _PLAIN_WIDTH = 200
@@ -61,6 +67,8 @@ class SizingReport:
     target: float
     tables: dict[str, TableReport]
     """By folder; empty without a trace."""
+    places: dict[str, Place]
+    """Of each table, by name, where GPUs look it up; empty where none do."""
 
     @property
     def total_bytes(self) -> int:
@@ -110,6 +118,8 @@ class SizingReport:
             "total_bytes": self.total_bytes,
             "swap_bytes": 2 * self.total_bytes,
         }
+        if self.places:
+            document["placement"] = self.places
         return {**document, "trace": self._trace_as_json()} if self.tables else document
 
     def _trace_as_json(self) -> dict[str, Any]:
@@ -206,6 +216,9 @@ def memory_lines(report: SizingReport) -> Iterator[str]:
     yield f"Per process: {in_units(bytes_in(report.items, 'process'))}, private."
     if device := bytes_in(report.items, "device"):
         yield f"Per device: {in_units(device)}."
+    for place, meaning in _PLACES.items():
+        if tables := [name for name, each in report.places.items() if each == place]:
+            yield f"{meaning}: {', '.join(tables)}."
     files = bytes_in(report.items, "page cache")
     if report.spec.tables and not files:
         yield "No table files: rows come from the stores, whose own memory is not counted here."

@@ -109,12 +109,13 @@ def _moment(value: Any) -> datetime | None:
 
 
 def _device(value: Any) -> str:
-    if value in ("auto", "cpu"):
-        return str(value)
-    kind, _, number = str(value).partition(":")
-    if kind == "cuda" and number.isdecimal():
-        return str(value)
-    raise ValueError("allowed: auto, cpu, cuda:N (N is the number of the GPU)")
+    text = str(value)
+    kind, _, numbers = text.partition(":")
+    each = numbers.split(",")
+    is_list = kind == "cuda" and all(map(str.isdecimal, each)) and len(set(map(int, each))) == len(each)
+    if is_list or text in ("auto", "cpu", "cuda:all"):
+        return text
+    raise ValueError("allowed: auto, cpu, cuda:N, and for several GPUs cuda:N,M or cuda:all (N, M: numbers of GPUs)")
 
 
 def _folder(value: Any) -> str:
@@ -133,7 +134,11 @@ class SessionConfig:
     """How one version is opened and served."""
 
     device: str = _setting("auto", _device)
-    """Where look-ups and the dense network run: `auto` (a GPU if there is one), `cpu`, `cuda:N`."""
+    """Where look-ups and the dense network run: `auto` (a GPU if there is one), `cpu`, `cuda:N`; on several GPUs:
+    `cuda:N,M`, `cuda:all`."""
+    shard: Literal["auto", "rows", "none"] = _setting("auto", _choice("auto", "rows", "none"))
+    """On several GPUs, which tables have their rows divided among them: `auto` (the largest, if not all tables fit on
+    each GPU), `rows` (all), `none`. Each GPU has a copy of the others."""
     verify: Literal["sizes", "full"] = _setting("sizes", _choice("sizes", "full"))
     """What is checked when the version is opened: sizes and shapes, or every byte's checksum as well."""
     unknown_keys: Literal["default_vector", "reject"] = _setting("default_vector", _choice("default_vector", "reject"))
@@ -207,6 +212,11 @@ class SessionConfig:
     """How far answers may be from the recorded ones: the mean absolute difference of any output."""
     watch_interval_s: float = _setting(0.0, _seconds)
     """How often MANIFEST.json is looked at, so that new content in the same folder is served. 0: never."""
+
+    @property
+    def names_several_gpus(self) -> bool:
+        """Whether `device` may be several."""
+        return "," in self.device or self.device == "cuda:all"
 
     @property
     def has_store(self) -> bool:

@@ -8,9 +8,10 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from inference_session.config import SessionConfig
 from inference_session.dense_engine import DenseEngine, OnnxEngine, VectorEngine, check_precision, create_engine
 from inference_session.device.base import Device
-from inference_session.device.discovery import open_device
+from inference_session.device.discovery import open_devices
 from inference_session.device.host import HOST, vectors_at_line
 from inference_session.errors import (
     ConfigurationError,
@@ -29,6 +30,7 @@ from inference_session.errors import (
     UnsupportedModelError,
 )
 from inference_session.execution.network import Network, RunResult, check_network, check_outputs
+from inference_session.execution.replicas import DeviceThread, Replica, Replicas
 from inference_session.execution.staged import Arrays, stage_model
 from inference_session.execution.stages import Mark, unmarked
 from inference_session.kernels.cpu import lookup as cpu
@@ -49,7 +51,7 @@ from inference_session.requests.grouped import GroupedRequests
 from inference_session.requests.layouts import layout_of
 from inference_session.requests.outputs import Answer, Outputs
 from inference_session.requests.ranking_layout import RankingLayout
-from inference_session.rows import create_rows, fetch
+from inference_session.rows import Rows, create_rows, fetch
 from inference_session.rows.dump import DumpReport, dump
 from inference_session.rows.hot_keys import HotKeysWriter, read_hot_keys
 from inference_session.rows.stats import RowStats
@@ -66,6 +68,8 @@ if TYPE_CHECKING:
     from inference_session.update_stream.stream_stats import StreamSnapshot
 
 _log = logging.getLogger(__name__)
+_Engines: TypeAlias = "tuple[DenseEngine, OnnxEngine | None]"
+"""A dense network, and the one that computes its keys."""
 
 _WARM_UP_BATCHES = ((1, 1), (1, 64), (4, 1), (16, 1), (8, 64), (16, 1), (8, 64), (1, 64), (1, 1))
 """Requests and samples of each, run before a version serves: a network takes longer for a size that is new to it."""
@@ -116,10 +120,11 @@ class InferenceSession:
         version = VersionDirectory.read(directory)
         config = SessionConfig.resolve(settings, version.spec.settings, defaults or {})
         _verify(version, config)
-        device = open_device(config.device)
-        check_precision(config, device)
-        with device.opening():
-            session = cls(version, config, device)
+        devices = open_devices(config.device)
+        _check_devices(config, len(devices))
+        check_precision(config, devices[0])
+        with devices[0].opening():
+            session = cls(version, config, devices)
             with session._closed_on_error():
                 session._warm_up()
         with session._closed_on_error():
@@ -130,7 +135,7 @@ class InferenceSession:
         session._stats.load_s = time.perf_counter() - begin
         return session
 
-    def __init__(self, version: VersionDirectory, config: SessionConfig, device: Device) -> None:
+    def __init__(self, version: VersionDirectory, config: SessionConfig, devices: Sequence[Device]) -> None:
         """Use `open`, which reads and checks the version directory."""
         self.version = version
         self.spec = spec = version.spec
@@ -138,18 +143,15 @@ class InferenceSession:
         self.directory = version.path
         self._closed = True  # until everything below is there
         cpu.compile_kernels()
-        self._device = device
         layout = layout_of(spec)
-        engines = [self._open_engines(spec, DENSE_FILE, KEYS_FILE)]
-        specs = [spec]
-        if spec.ranking is not None:
-            specs.append(replace(spec, lookups=spec.ranking.lookups))
-            engines.append(self._open_engines(specs[1], RANKING_FILE, RANKING_KEYS_FILE))
+        threads = [DeviceThread(device, is_own=len(devices) > 1) for device in devices]
+        engines = [thread.run(partial(self._open_all_engines, thread)) for thread in threads]
+        self._devices = [thread.device for thread in threads]
         self._input_types = {tensor.name: np.dtype(tensor.dtype) for tensor in spec.inputs}
         if spec.ranking is not None:
             self._input_types[CANDIDATES] = np.dtype(np.int32)
         self._outputs = Outputs(spec)
-        names = [engine.input_names for pair in engines for engine in pair if engine is not None]
+        names = [engine.input_names for pair in engines[0] for engine in pair if engine is not None]
         self._layout = layout(
             spec,
             self._outputs,
@@ -157,14 +159,12 @@ class InferenceSession:
             max_elements=config.max_keys_per_request,
         )
         self._stats = SessionStats(spec)
-        self._rows = create_rows(version, config, self._device)
+        self._all_rows = create_rows(version, config, self._devices)
+        self._rows = self._all_rows[0]
+        """Of what is not a batch's: they are the same on each device."""
         self._rows_before: RowStats | None = None
-        networks = [
-            Network(own, self._rows, dense, keys, keys_follow_inputs=layout.keys_follow_inputs)
-            for own, (dense, keys) in zip(specs, engines, strict=True)
-        ]
-        self._network, self._ranking = networks[0], networks[-1]
-        self._staged = stage_model(spec, self._layout, self._network, self._rows)
+        self._replicas = Replicas([self._replica(*each) for each in zip(threads, engines, self._all_rows, strict=True)])
+        self._staged = stage_model(spec, self._layout, self._replicas.all[0].network, self._rows)
         self._kept = self._keep_contexts()
         self._may_join = spec.joins_requests
         self._recorder: KeyRecorder | None = None
@@ -175,7 +175,12 @@ class InferenceSession:
     @property
     def failure(self) -> str | None:
         """Why no request can be answered any more, for instance because a GPU has failed; None: they can."""
-        return self._device.failure
+        return next((device.failure for device in self._devices if device.failure is not None), None)
+
+    @property
+    def num_devices(self) -> int:
+        """How many batches are computed at the same time, at most, where that depends on devices."""
+        return len(self._devices)
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -291,11 +296,16 @@ class InferenceSession:
         """The path of every other request: keys, look-up, dense network, split."""
         if self.spec.batched and not any(request.num_samples for request in requests):
             return [self._outputs.of_no_samples(request.outputs) for request in requests]
+        return self._replicas.run(lambda replica: self._answer_on(replica, requests, mark))
+
+    def _answer_on(self, replica: Replica, requests: Sequence[CheckedRequest], mark: Mark) -> list[Answer]:
+        if self.failure is not None:  # of another device as well: it may have rows that are wanted here
+            raise UnavailableError(self.failure)
         mark("look-up")
         batch = self._layout.join(requests)
-        network = self._network if requests[0].num_candidates is None else self._ranking
+        network = replica.network if requests[0].num_candidates is None else replica.ranking
         num_reused = 0
-        if self._kept is not None and network is self._ranking:
+        if self._kept is not None and network is replica.ranking:
             num_reused = self._fill_in_contexts(self._kept, batch, requests)
             network = self._kept.candidates
         outputs = self._run(network, batch, self._layout.wanted(requests), mark).outputs
@@ -318,7 +328,7 @@ class InferenceSession:
         plan = network.plan(batch, wanted)
         with plan.held():
             lookup = plan.fill(batch)
-            self._rows.look_up(lookup)
+            network.rows.look_up(lookup)
             self._record_keys(lookup)
             mark("network")
             outputs = plan.run_network(batch)
@@ -457,7 +467,9 @@ class InferenceSession:
             if self._hot_keys is not None:
                 self._hot_keys.close()
                 self._hot_keys = None  # it knows us: the memory would wait for the garbage collector
-            self._rows.close()
+            for rows in self._all_rows:
+                rows.close()
+            self._replicas.close()
             if self._recorder is not None:
                 self._recorder.close()
 
@@ -481,12 +493,32 @@ class InferenceSession:
         if self._closed:
             raise SessionClosedError(f"the session of {str(self.directory)!r} has been closed")
 
-    def _open_engines(self, spec: ModelSpec, dense_file: str, keys_file: str) -> tuple[DenseEngine, OnnxEngine | None]:
+    @property
+    def _network_specs(self) -> list[ModelSpec]:
+        """Of the model's network, and of the one that ranks candidates, if there is any."""
+        ranking = self.spec.ranking
+        return [self.spec] if ranking is None else [self.spec, replace(self.spec, lookups=ranking.lookups)]
+
+    def _open_all_engines(self, thread: DeviceThread) -> list[_Engines]:
+        """Of each network, on the thread's device."""
+        files = (DENSE_FILE, KEYS_FILE), (RANKING_FILE, RANKING_KEYS_FILE)
+        pairs = zip(self._network_specs, files, strict=False)
+        return [self._open_engines(spec, thread, *names) for spec, names in pairs]
+
+    def _replica(self, thread: DeviceThread, engines: Sequence[_Engines], rows: Rows) -> Replica:
+        follow = self._layout.keys_follow_inputs
+        networks = [
+            Network(spec, rows, dense, keys, keys_follow_inputs=follow)
+            for spec, (dense, keys) in zip(self._network_specs, engines, strict=True)
+        ]
+        return Replica(networks[0], networks[-1], thread)
+
+    def _open_engines(self, spec: ModelSpec, thread: DeviceThread, dense_file: str, keys_file: str) -> _Engines:
         """A dense network, and the one that computes its keys, if there is any."""
         layout = layout_of(spec)
         if not layout.has_network:
             return VectorEngine([lookup.dense_input for lookup in spec.lookups]), None
-        dense = self._create_engine(self.directory / dense_file)
+        dense = self._create_engine(self.directory / dense_file, thread)
         check_outputs(spec, self.directory, dense.output_names, dense_file)
         has_key_graph = (self.directory / keys_file).exists()
         keys = OnnxEngine(self.directory / keys_file, num_threads=1) if has_key_graph else None
@@ -507,15 +539,15 @@ class InferenceSession:
 
         return open_kept_contexts(self.version, self.config, self._rows, self._layout)
 
-    def _create_engine(self, path: Path) -> DenseEngine:
+    def _create_engine(self, path: Path, thread: DeviceThread) -> DenseEngine:
         """The dense engine: where nobody insists on a GPU, on the CPU if ONNX Runtime cannot use it after all."""
         try:
-            return create_engine(path, self.config, self._device)
+            return create_engine(path, self.config, thread.device)
         except ConfigurationError as error:
-            if self.config.device != "auto" or self._device is HOST:
+            if self.config.device != "auto" or thread.device is HOST:
                 raise
             _log.warning("Using the CPU: %s", error)
-            self._device = HOST
+            thread.device = HOST
             return create_engine(path, self.config, HOST)
 
     @contextlib.contextmanager
@@ -528,31 +560,37 @@ class InferenceSession:
 
     def _warm_up(self) -> None:
         """Have everything in place that the first requests need: the network, its memory, the hot rows."""
-        self._run_made_up(1, 1)  # whatever it takes: kernels and network have to be there
-        deadline = time.monotonic() + self.config.warm_up_s
-        if self.config.warm_up_s:
-            hot_keys = read_hot_keys(self._hot_keys_file) if self.config.state_dir else {}
-            with contextlib.suppress(UnavailableError):  # some rows of a store that is down, or none, are enough
-                self._rows.warm_up(hot_keys, deadline)
-        for num_requests, num_samples in (*_WARM_UP_BATCHES, *(() if self._device is HOST else _GPU_WARM_UP_BATCHES)):
-            if time.monotonic() < deadline:
-                self._run_made_up(num_requests if self._may_join else 1, num_samples)
-        if isinstance(self._layout, RankingLayout):
-            for num_contexts, num_candidates in _RANKING_WARM_UP:
-                if time.monotonic() < deadline:
-                    self._run_request(self._layout.made_up_ranking(num_contexts, num_candidates))
-        for network in {self._network, self._ranking}:
-            network.dense.end_warm_up()
+        seconds = self.config.warm_up_s / len(self._replicas.all)
+        for replica in self._replicas.all:  # one by one, as only one may record
+            replica.thread.run(partial(self._warm_up_on, replica, seconds))
         if self.failure is not None:
             raise UnavailableError(self.failure)
 
-    def _run_made_up(self, num_requests: int, num_samples: int) -> None:
-        self._run_request(self._layout.made_up(num_samples), num_requests)
+    def _warm_up_on(self, replica: Replica, seconds: float) -> None:
+        self._run_made_up(replica, 1, 1)  # whatever it takes: kernels and network have to be there
+        deadline = time.monotonic() + seconds
+        if seconds:
+            hot_keys = read_hot_keys(self._hot_keys_file) if self.config.state_dir else {}
+            with contextlib.suppress(UnavailableError):  # some rows of a store that is down, or none, are enough
+                replica.network.rows.warm_up(hot_keys, deadline)
+        more = () if replica.thread.device is HOST else _GPU_WARM_UP_BATCHES
+        for num_requests, num_samples in (*_WARM_UP_BATCHES, *more):
+            if time.monotonic() < deadline:
+                self._run_made_up(replica, num_requests if self._may_join else 1, num_samples)
+        if isinstance(self._layout, RankingLayout):
+            for num_contexts, num_candidates in _RANKING_WARM_UP:
+                if time.monotonic() < deadline:
+                    self._run_request(replica, self._layout.made_up_ranking(num_contexts, num_candidates))
+        for network in {replica.network, replica.ranking}:
+            network.dense.end_warm_up()
 
-    def _run_request(self, request: Request, times: int = 1) -> None:
+    def _run_made_up(self, replica: Replica, num_requests: int, num_samples: int) -> None:
+        self._run_request(replica, self._layout.made_up(num_samples), num_requests)
+
+    def _run_request(self, replica: Replica, request: Request, times: int = 1) -> None:
         # Zeros need not be a sensible request, nor need all stores be up; a batch that fails is no request's end.
         with contextlib.suppress(HotrowError):
-            self._answer([self._layout.check(request)] * times)
+            self._answer_on(replica, [self._layout.check(request)] * times, unmarked)
             for _ in range(2):  # the first run of a shape binds it, the second is what requests will do
                 self._run_staged([request] * times, unmarked)
 
@@ -594,6 +632,21 @@ class InferenceSession:
 
     def _num_lookups(self) -> int:
         return sum(table.lookup_keys for table in self._stats.snapshot().tables.values())
+
+
+def _check_devices(config: SessionConfig, num_devices: int) -> None:
+    """Refuse settings that do not go with so many devices."""
+    if num_devices == 1 and config.shard == "rows":
+        raise ConfigurationError(
+            f"shard=rows divides rows among several GPUs, but device {config.device!r} is one device: name several"
+            " (cuda:0,1), or leave shard out"
+        )
+    if num_devices > 1 and not config.has_fixed_rows:
+        raise ConfigurationError(
+            f"device {config.device!r} is several GPUs, which serve table files that never change: with volatile_store,"
+            " persistent_store or update_stream set device to one GPU; for several, have Triton start a process on each"
+            " (instance_group of KIND_GPU)"
+        )
 
 
 def _verify(version: VersionDirectory, config: SessionConfig) -> None:

@@ -17,6 +17,7 @@ from inference_session.model_spec import ModelSpec
 from inference_session.sizing.trace_file import TRACE_FORMATS
 
 if TYPE_CHECKING:
+    from inference_session.device.placement import Place, Shard
     from inference_session.sizing.memory import MemoryItem
 
 _DEFAULT_TARGET = 0.95
@@ -70,7 +71,13 @@ class _Bytes(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generi
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Number of GPUs, each with its own process, tables and network; 0 for the CPU.",
+    help="Number of GPUs, each with its own network; 0 for the CPU.",
+)
+@click.option(
+    "--shard",
+    type=click.Choice(("auto", "rows", "none")),
+    help="One process with all GPUs (device=cuda:all), whose tables lie as this setting says.  [default: the model's "
+    "settings if its device names several GPUs, else each GPU has its own process and its own tables]",
 )
 @click.option(
     "--target",
@@ -101,6 +108,7 @@ def command(
     cache_bytes: int | None,
     processes: int,
     devices: int,
+    shard: Shard | None,
     target: float,
     sampled_keys: int | None,
     as_json: bool,
@@ -122,11 +130,17 @@ def command(
     from hotrow.sizing_report import SizingReport, show
     from hotrow.traced_tables import read_traces
 
-    spec, named, cache_bytes, items = _memory(directory, cache_bytes, processes, devices)
+    spec, named, cache_bytes, items, places = _memory(directory, cache_bytes, processes, devices, shard)
     kept = sampled_keys or _SAMPLED_KEYS
     tables = read_traces(spec, traces, trace_format, sampled_keys=kept) if traces else {}
     report = SizingReport(
-        version_dir=named, spec=spec, cache_bytes=cache_bytes, items=items, target=target, tables=tables
+        version_dir=named,
+        spec=spec,
+        cache_bytes=cache_bytes,
+        items=items,
+        places=places,
+        target=target,
+        tables=tables,
     )
     for plot in plots:
         from hotrow.sizing_plot import write_plot  # imports Matplotlib
@@ -139,10 +153,11 @@ def command(
 
 
 def _memory(
-    directory: Path, cache_bytes: int | None, processes: int, devices: int
-) -> tuple[ModelSpec, Path, int, list[MemoryItem]]:
-    """The model, its version as it was named, the size of its cache, and what needs memory."""
+    directory: Path, cache_bytes: int | None, processes: int, devices: int, shard: Shard | None
+) -> tuple[ModelSpec, Path, int, list[MemoryItem], dict[str, Place]]:
+    """The model, its version as it was named, the size of its cache, what needs memory, where tables lie on GPUs."""
     from hotrow.served_version import served_version
+    from inference_session.device.placement import places_of
     from inference_session.sizing.memory import memory_items
     from triton_backend.repository.model_config import configured_cache_bytes, configured_session
 
@@ -150,17 +165,25 @@ def _memory(
         spec = ModelSpec.read(version.directory)
         if cache_bytes is None:
             cache_bytes = configured_cache_bytes(spec, version.directory, on_device=devices > 0, **version.settings)
-        copies = {"num_processes": max(processes, devices), "num_devices": devices}
         config = configured_session(spec, version.directory, **version.settings)
+        if shard is None and config.names_several_gpus:
+            shard = config.shard
+        rows_on_device = devices > 0 and config.has_fixed_rows
+        if shard not in (None, "none") and not (devices > 1 and rows_on_device):
+            raise ConfigurationError(f"--shard={shard} needs --devices 2 or more, and table files that never change")
         items = memory_items(
             spec,
             version.directory,
             cache_bytes=cache_bytes,
-            rows_on_device=devices > 0 and config.has_fixed_rows,
+            rows_on_device=rows_on_device,
             cache_on_device=devices > 0 and config.has_store,
-            **copies,
+            num_processes=max(processes, devices) if shard is None else processes,
+            num_devices=devices,
+            shard=shard or "none",
         )
-    return spec, version.named, cache_bytes, items
+        places = places_of(spec.tables, cache_bytes, devices, shard or "none") if rows_on_device else []
+    named = {table.name: place for table, place in zip(spec.tables, places, strict=False)}
+    return spec, version.named, cache_bytes, items, named
 
 
 def _check_plots(plots: Iterable[Path]) -> None:

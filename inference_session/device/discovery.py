@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 
 from inference_session.device.base import Device
 from inference_session.device.host import HOST
@@ -15,27 +14,29 @@ PROVIDER = "CUDAExecutionProvider"
 _log = logging.getLogger(__name__)
 
 
-def open_device(device: str) -> Device:
+def open_devices(device: str) -> list[Device]:
     """What a session's setting `device` means; `auto` is the CPU where there is no GPU to use.
 
     Raises:
-        ConfigurationError: `cuda:N` was asked for and cannot be used; says why.
+        ConfigurationError: a GPU was asked for and cannot be used, or several that are not alike; says why.
     """
     if device == "cpu":
-        return HOST
+        return [HOST]
     if device == "auto" and (reason := unusable_for_sessions(0)):
         _log.info("Using the CPU: %s", reason)
-        return HOST
-    device_id = 0 if device == "auto" else require_gpu(device)
+        return [HOST]
+    device_ids = [0] if device == "auto" else require_gpus(device)
     from inference_session.device.cuda import CudaDevice
+    from inference_session.device.peers import check_equal
 
+    check_equal(device_ids)
     try:
-        return CudaDevice(device_id)
+        return [CudaDevice(device_id) for device_id in device_ids]
     except ConfigurationError as error:
         if device != "auto":
             raise
         _log.warning("Using the CPU: %s", error)
-        return HOST
+        return [HOST]
 
 
 def unusable_for_sessions(device_id: int) -> str | None:
@@ -55,16 +56,22 @@ def unusable_network() -> str | None:
     return None
 
 
-def require_gpu(device: str) -> int:
-    """The number N of `cuda:N`; ConfigurationError with the reason where there is no such GPU to use."""
-    number = re.fullmatch(r"cuda:(\d+)", device)
-    if number is None:
-        raise ConfigurationError(f"device cannot be {device!r}; allowed: cpu, cuda:N (N the number of the GPU)")
-    device_id = int(number[1])
-    reason = unusable(device_id)
+def require_gpus(device: str) -> list[int]:
+    """The numbers of `cuda:N`, `cuda:N,M` or `cuda:all`; ConfigurationError with the reason where one is not usable."""
+    numbers = device.removeprefix("cuda:")
+    reason = unusable(0)
+    if numbers == "all" and reason is None:
+        from cupy.cuda import runtime
+
+        numbers = ",".join(map(str, range(runtime.getDeviceCount())))
+    device_ids = [] if numbers == "all" else [int(number) for number in numbers.split(",")]
+    for device_id in device_ids:
+        reason = unusable(device_id)
+        if reason is not None:
+            break
     if reason is not None:
         raise ConfigurationError(f"device cannot be {device!r}: {reason}")
-    return device_id
+    return device_ids
 
 
 def unusable(device_id: int) -> str | None:

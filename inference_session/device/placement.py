@@ -19,6 +19,11 @@ def vectors_bytes(table: TableSpec) -> int:
     return table.num_rows * table.row_bytes
 
 
+def shard_bytes(table: TableSpec, num_devices: int) -> int:
+    """Of the largest part of a table's vectors that one of so many GPUs has."""
+    return -(-table.num_rows // num_devices) * table.row_bytes
+
+
 def index_bytes_on_device(table: TableSpec) -> int:
     """Of the index of a table with keys, on the device wherever the vectors are; one in twenty is a little larger."""
     if table.keys == "row_number" or not table.num_rows:
@@ -52,7 +57,7 @@ def places_of(tables: Sequence[TableSpec], budget: int, num_devices: int = 1, sh
     places: list[Place] = ["shards" if may_shard and table.num_rows else "device" for table in tables]
     largest_first = sorted(range(len(tables)), key=lambda t: vectors_bytes(tables[t]), reverse=True)
     for t in largest_first:
-        if bytes_on_each(tables, places, num_devices) > budget:
+        if tables[t].num_rows and bytes_on_each(tables, places, num_devices) > budget:
             places[t] = "host"
     for t in reversed(largest_first):  # the smallest tables get a copy on each GPU while there is room
         if places[t] == "shards":
@@ -64,5 +69,4 @@ def places_of(tables: Sequence[TableSpec], budget: int, num_devices: int = 1, sh
 
 
 def _vectors_on_each(table: TableSpec, place: Place, num_devices: int) -> int:
-    num_rows = {"device": table.num_rows, "shards": -(-table.num_rows // num_devices), "host": 0}[place]
-    return num_rows * table.row_bytes
+    return {"device": vectors_bytes(table), "shards": shard_bytes(table, num_devices), "host": 0}[place]

@@ -40,6 +40,7 @@ class Network:
         self, spec: ModelSpec, rows: Rows, dense: DenseEngine, keys: OnnxEngine | None, *, keys_follow_inputs: bool
     ) -> None:
         self.spec = spec
+        self.rows = rows
         self.dense = dense
         position = {table.folder: i for i, table in enumerate(spec.tables)}
         self.tables = np.array([position[lookup.table] for lookup in spec.lookups], np.intp)

@@ -28,19 +28,20 @@ if TYPE_CHECKING:
     from inference_session.device.cuda import CudaDevice
 
 
-def create_rows(version: VersionDirectory, config: SessionConfig, device: Device = HOST) -> Rows:
+def create_rows(version: VersionDirectory, config: SessionConfig, devices: Sequence[Device] = (HOST,)) -> list[Rows]:
     """The rows of a version directory: its own files, or with a store in the settings that store's, through a cache.
 
-    They are looked up on the device, but for those that an update stream changes where no store keeps them: on the CPU.
+    One for each device, which looks them up, but for those that an update stream changes where no store keeps them:
+    on the CPU. Only rows of files that never change can be looked up on several devices.
 
     Raises what `TableFile.open`, `create_parameter_server` and the caches do.
     """
     if config.has_store:
-        return _stored_rows(version, config, device)
+        return [_stored_rows(version, config, devices[0])]
     files = version.open_tables(verify_indexes=config.verify == "full")
     if config.update_stream is not None:
-        return UpdatedRows(files, num_threads=config.num_lookup_threads)
-    return MappedRows(files, _tables(files, config, device))
+        return [UpdatedRows(files, num_threads=config.num_lookup_threads)]
+    return [MappedRows(files, tables) for tables in _tables(files, config, devices)]
 
 
 def resolved_cache_bytes(spec: ModelSpec, config: SessionConfig, *, on_device: bool = False) -> int:
@@ -71,12 +72,13 @@ def _stored_rows(version: VersionDirectory, config: SessionConfig, device: Devic
     )
 
 
-def _tables(files: Sequence[TableFile], config: SessionConfig, device: Device) -> DeviceTables:
-    if device is HOST:
-        return HostTables(files, num_threads=config.num_lookup_threads)
+def _tables(files: Sequence[TableFile], config: SessionConfig, devices: Sequence[Device]) -> Sequence[DeviceTables]:
+    if devices[0] is HOST:
+        return [HostTables(files, num_threads=config.num_lookup_threads)]
     from inference_session.tables.placed_tables import open_cuda_tables
 
-    return open_cuda_tables(files, [cast("CudaDevice", device)], cache_bytes=config.cache_bytes)[0]
+    gpus = cast("Sequence[CudaDevice]", devices)
+    return open_cuda_tables(files, gpus, cache_bytes=config.cache_bytes, shard=config.shard)
 
 
 def _cache(spec: ModelSpec, config: SessionConfig, device: Device) -> EmbeddingCache:

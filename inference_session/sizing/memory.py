@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import compress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from inference_session.device.placement import index_bytes_on_device, places_of, vectors_bytes
+from inference_session.device.placement import Shard, index_bytes_on_device, places_of, shard_bytes, vectors_bytes
 from inference_session.model_spec import (
     NETWORK_FILES,
     TABLES_FOLDER,
@@ -50,6 +49,7 @@ def memory_items(
     num_devices: int = 0,
     rows_on_device: bool = False,
     cache_on_device: bool = False,
+    shard: Shard = "none",
 ) -> list[MemoryItem]:
     """What one version takes; during a swap two versions are loaded, each with all of it.
 
@@ -61,6 +61,7 @@ def memory_items(
         num_devices: GPUs that hold the network; 0: the processes do.
         rows_on_device: whether the devices look rows up, instead of the processes.
         cache_on_device: whether the devices have the cache over stores, instead of the processes.
+        shard: the setting, of one process with all devices.
     """
     tables = spec.tables if (version_dir / TABLES_FOLDER).is_dir() else ()
     stored = [table.num_rows for table in tables if table.keys == "stored"]
@@ -71,7 +72,7 @@ def memory_items(
         MemoryItem("vectors", "page cache", sum(map(vectors_bytes, tables)), 1),
         MemoryItem("keys", "page cache", 8 * sum(stored), 1),
         MemoryItem("index", "page cache", sum(map(index_bytes, stored)), 1),
-        *(_rows_on_device(tables, cache_bytes, num_devices) if rows_on_device else ()),
+        *(_rows_on_device(tables, cache_bytes, num_devices, num_processes, shard) if rows_on_device else ()),
         MemoryItem("cache", "device", cache_bytes, num_devices)
         if cache_on_device
         else MemoryItem("cache", "process", 0 if rows_on_device else cache_bytes, num_processes),
@@ -81,14 +82,21 @@ def memory_items(
     ]
 
 
-def _rows_on_device(tables: Sequence[TableSpec], cache_bytes: int, num_devices: int) -> list[MemoryItem]:
+def _rows_on_device(
+    tables: Sequence[TableSpec], cache_bytes: int, num_devices: int, num_processes: int, shard: Shard
+) -> list[MemoryItem]:
     """What tables take that are looked up by GPUs; those that do not fit are pinned in host memory."""
-    placed = sum(map(vectors_bytes, compress(tables, [p == "device" for p in places_of(tables, cache_bytes)])))
-    pinned = sum(map(vectors_bytes, tables)) - placed
+    places = places_of(tables, cache_bytes, num_devices, shard)
+    copied, shards, pinned = (
+        [table for table, place in zip(tables, places, strict=True) if place == wanted]
+        for wanted in ("device", "shards", "host")
+    )
+    share = sum(shard_bytes(table, num_devices) for table in shards)
     return [
-        MemoryItem("vectors on device", "device", placed, num_devices),
+        MemoryItem("vectors on device", "device", sum(map(vectors_bytes, copied)), num_devices),
+        *([MemoryItem("shards on device", "device", share, num_devices)] if shards else ()),
         MemoryItem("index on device", "device", sum(map(index_bytes_on_device, tables)), num_devices),
-        MemoryItem("pinned vectors", "process", pinned, num_devices),
+        MemoryItem("pinned vectors", "process", sum(map(vectors_bytes, pinned)), num_processes),
     ]
 
 

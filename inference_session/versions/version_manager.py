@@ -81,6 +81,11 @@ class VersionManager:
         return self._active.session.spec
 
     @property
+    def num_devices(self) -> int:
+        """See InferenceSession."""
+        return self._active.session.num_devices
+
+    @property
     def failure(self) -> str | None:
         """Why the content that serves cannot answer any more; None: it can."""
         return self._active.session.failure

@@ -119,6 +119,14 @@ def test_secure(tritonserver: None, tmp_path: Path) -> None:
     Walkthrough(HOW_TO / "secure.md", tmp_path).run()
 
 
+def test_several_gpus(tmp_path: Path) -> None:
+    """What each GPU would hold is computed without one."""
+    write_versions(tmp_path / "model_repository")
+    page = Walkthrough(HOW_TO / "several-gpus.md", tmp_path)
+    page.run()
+    assert "A copy on each device" in page.outputs[0]
+
+
 @pytest.mark.triton
 def test_size(tritonserver: None, tmp_path: Path) -> None:
     """Traces are read, curves are drawn, and a version with smaller tables is written and loaded."""

@@ -41,7 +41,7 @@ def open_updated(directory: Path) -> InferenceSession:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "inference_session.session.create_rows",
-            lambda version, config, device: UpdatedRows(version.open_tables(), num_threads=1),
+            lambda version, config, devices: [UpdatedRows(version.open_tables(), num_threads=1)],
         )
         return InferenceSession.open(directory)
 

@@ -148,6 +148,7 @@ def test_every_lane_of_a_tile_of_bags_has_a_key(lengths: list[int], data: st.Dat
         ("SLOTS", gpu_layout.SLOTS),
         ("BUCKET_BYTES", gpu_layout.BUCKET_BYTES),
         ("MAX_INLINE_SEGMENTS", gpu_layout.MAX_INLINE_SEGMENTS),
+        ("MAX_SHARDS", gpu_layout.MAX_SHARDS),
     ],
 )
 def test_numbers_are_the_same_in_cuda(name: str, value: int) -> None:
@@ -160,15 +161,20 @@ def test_numbers_are_the_same_in_cuda(name: str, value: int) -> None:
 def test_records_are_the_same_in_cuda(name: str) -> None:
     """Python's records have the sizes and the order of layout.cuh's, whose fields are of 8 or 4 bytes or records."""
     sizes = {"u32": 4, **{known: dtype.itemsize for known, dtype in RECORDS.items()}}
+    most = gpu_layout.MAX_INLINE_SEGMENTS
+    counts = {
+        "": 1,
+        "MAX_INLINE_SEGMENTS": most,
+        "MAX_INLINE_SEGMENTS + 1": most + 1,
+        "MAX_SHARDS": gpu_layout.MAX_SHARDS,
+    }
     text = (CUDA / "layout.cuh").read_text()
     body = re.search(rf"struct (?:alignas\(16\) )?{name} {{(.*?)\n}};", text, re.DOTALL)
     assert body is not None
     offset, offsets = 0, []
     for declared in re.findall(r"^  (?:const )?(\w+\*?) \w+(?:\[(.+?)\])?;", body[1], re.MULTILINE):
         size, alignment = sizes.get(declared[0], 8), 4 if declared[0] == "u32" else 8
-        count = {"": 1, "MAX_INLINE_SEGMENTS": gpu_layout.MAX_INLINE_SEGMENTS}.get(
-            declared[1], gpu_layout.MAX_INLINE_SEGMENTS + 1
-        )
+        count = counts[declared[1]]
         offset = -(-offset // alignment) * alignment
         offsets.append(offset)
         offset += size * count
@@ -188,11 +194,17 @@ def nvrtc() -> ctypes.CDLL:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="NVRTC is installed on Linux only")
 @pytest.mark.parametrize("architecture", ["compute_75", "sm_90"])
-@pytest.mark.parametrize("files", [SOURCES, HASH_ROWS], ids=["cache", "hash embeddings"])
-def test_the_kernels_compile(nvrtc: ctypes.CDLL, architecture: str, files: tuple[str, ...]) -> None:
-    """All files as one, as CuPy compiles them: for a GPU older than some instructions asked for, and for an H100."""
-    source = "\n".join((CUDA / name).read_text() for name in files).encode()
+@pytest.mark.parametrize(
+    ("files", "num_shards"), [(SOURCES, 1), (SOURCES, 3), (HASH_ROWS, 1)], ids=["cache", "shards", "hash embeddings"]
+)
+def test_the_kernels_compile(nvrtc: ctypes.CDLL, architecture: str, files: tuple[str, ...], num_shards: int) -> None:
+    """All files as one, as CuPy compiles them: for a GPU older than some instructions asked for, and for an H100; for
+    tables of one GPU, and of several.
+    """
+    source = "
+".join((CUDA / name).read_text() for name in files).encode()
     options = ["-std=c++17", "-ftz=true", "--device-as-default-execution-space", f"-arch={architecture}"]
+    options.append(f"-DNUM_SHARDS={num_shards}")
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
     given = (ctypes.c_char_p * len(options))(*[option.encode() for option in options])

@@ -1,7 +1,8 @@
 """Joins the requests of models that Triton's dynamic batcher cannot join: those with `max_batch_size: 0`.
 
 `execute` gets such requests one at a time. It queues them here and returns at once; a thread takes all that wait
-and answers them together, through their response senders. The queue is bounded: while it is full, `execute` waits, and
+and answers them together, through their response senders. A model on several GPUs has a thread for each of them, and
+all its requests come here, whoever could join them. The queue is bounded: while it is full, `execute` waits, and
 further requests wait in Triton's own queue, where the model's queue policy applies.
 """
 
@@ -20,12 +21,13 @@ MAX_WAITING = 256
 
 
 class JoiningQueue:
-    """A bounded queue and the thread that answers what waits in it.
+    """A bounded queue and the threads that answer what waits in it.
 
     Args:
         answer: gives one response for each request, in order, and never raises.
         num_samples: how much of `max_samples` a request takes up.
         max_samples: samples that are joined, at most; a single request may have more.
+        num_threads: how many times requests are joined and answered at once.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class JoiningQueue:
         *,
         max_samples: int,
         name: str,
+        num_threads: int = 1,
     ) -> None:
         self._answer = answer
         self._num_samples = num_samples
@@ -42,8 +45,11 @@ class JoiningQueue:
         self._waiting: deque[tuple[TritonRequest, int]] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._thread = threading.Thread(target=self._work, name=f"hotrow-join-{name}", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"hotrow-join-{name}", daemon=True) for _ in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def put(self, requests: Sequence[TritonRequest]) -> None:
         """Queue requests; each will be answered. Blocks while the queue is full."""
@@ -55,11 +61,12 @@ class JoiningQueue:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Answer what waits, then end the thread."""
+        """Answer what waits, then end the threads."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def _work(self) -> None:
         while requests := self._take():

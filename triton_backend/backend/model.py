@@ -58,9 +58,13 @@ class TritonPythonModel:
             tracing=self._tracing,
         )
         self._joining: JoiningQueue | None = None
-        if come_alone and spec.joins_requests:
+        if (come_alone and spec.joins_requests) or versions.num_devices > 1:
             self._joining = JoiningQueue(
-                self._answering.answer, _num_samples, max_samples=max_samples, name=args["model_name"]
+                self._answering.answer,
+                _num_samples,
+                max_samples=max(max_samples, config["max_batch_size"]) if spec.joins_requests else 1,
+                name=args["model_name"],
+                num_threads=versions.num_devices,
             )
         self._metrics = _metrics(self._answering, config, args)
         # What has been loaded stays: no collection while serving has to walk through it again.

@@ -1,0 +1,82 @@
+"""The devices of a session, each with all of the model, and which of them answers a batch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from inference_session.device.base import Device
+from inference_session.errors import SessionClosedError
+from inference_session.execution.network import Network
+
+_Result = TypeVar("_Result")
+
+
+class DeviceThread:
+    """Runs all that a session does on a device: in the caller's thread, or in one of its own.
+
+    With several GPUs each has a thread of its own: a CUDA graph is known only in the thread that recorded it.
+    """
+
+    def __init__(self, device: Device, *, is_own: bool) -> None:
+        self.device = device
+        self._pool = ThreadPoolExecutor(1, f"hotrow-{device.name}") if is_own else None
+
+    def run(self, work: Callable[[], _Result]) -> _Result:
+        """What the work returns, or raises; SessionClosedError after `close`."""
+        if self._pool is None:
+            return work()
+        try:
+            future = self._pool.submit(work)
+        except RuntimeError as error:  # the pool has been shut down
+            raise SessionClosedError("the session has been closed") from error
+        return future.result()
+
+    def close(self) -> None:
+        """End the thread after the work that waits for it."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+@dataclass
+class Replica:
+    """The networks of a model on one device, and the thread that runs them."""
+
+    network: Network
+    ranking: Network
+    """Of requests that rank candidates; the same where the model has no other for them."""
+    thread: DeviceThread
+    num_under_way: int = 0
+    """Batches that it was given and has not answered."""
+    num_given: int = 0
+    """All batches so far."""
+
+
+class Replicas:
+    """The same model on several devices, or on one. Safe to use from several threads."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self.all = tuple(replicas)
+        self._lock = threading.Lock()
+
+    def run(self, work: Callable[[Replica], _Result]) -> _Result:
+        """What the work returns on the device that has the fewest batches under way; of several, they take turns."""
+        if len(self.all) == 1:
+            return work(self.all[0])
+        with self._lock:
+            replica = min(self.all, key=lambda each: (each.num_under_way, each.num_given))
+            replica.num_under_way += 1
+            replica.num_given += 1
+        try:
+            return replica.thread.run(lambda: work(replica))
+        finally:
+            with self._lock:
+                replica.num_under_way -= 1
+
+    def close(self) -> None:
+        """End the devices' threads; work that waits for them is done before."""
+        for replica in self.all:
+            replica.thread.close()
