@@ -201,8 +201,7 @@ def test_the_kernels_compile(nvrtc: ctypes.CDLL, architecture: str, files: tuple
     """All files as one, as CuPy compiles them: for a GPU older than some instructions asked for, and for an H100; for
     tables of one GPU, and of several.
     """
-    source = "
-".join((CUDA / name).read_text() for name in files).encode()
+    source = "\n".join((CUDA / name).read_text() for name in files).encode()
     options = ["-std=c++17", "-ftz=true", "--device-as-default-execution-space", f"-arch={architecture}"]
     options.append(f"-DNUM_SHARDS={num_shards}")
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
