@@ -96,7 +96,7 @@ def _write_dump(folder: Path) -> None:
 
 def test_move_a_hugectr_script(tmp_path: Path) -> None:
     """A script that imports hugectr runs as it is, and so does a configuration in JSON; in fewer steps than written."""
-    from tests.hotrow.training.hugectr.test_json_config import dcn_configuration
+    from tests.testing.hugectr_configurations import dcn_configuration
     from tests.testing.hugectr_training_samples import SAMPLES, make_data
 
     make_data(SAMPLES["dcn"], tmp_path)
