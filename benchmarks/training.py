@@ -3,6 +3,7 @@
     python benchmarks/training.py                    all of it; half an hour on two cores
     python benchmarks/training.py T2 T5
     python benchmarks/training.py T8 --device cuda   on a GPU; torch built for CUDA, and CuPy
+    python benchmarks/training.py T8 --device cuda --gpus 2
 
 Wants torch, TorchRec, a tritonserver and the tests' packages in one environment:
     pip install torch==2.13.0 && pip install --no-deps torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0
@@ -595,13 +596,38 @@ def _step_on_gpu(module: Any, keys: Any, optimizer: Any) -> tuple[float, float]:
     return forward, forward + time.perf_counter() - begin
 
 
-def _skewed_batches_on_gpu(num_batches: int, num_keys: int) -> list[Any]:
-    """int64 [65,536, 16] of numbers of keys, Zipf 1.05."""
+def _skewed_batches_on_gpu(num_batches: int, num_keys: int, seed: int = 0) -> list[Any]:
+    """int64 [65,536, 16] of numbers of keys, Zipf 1.05, the same keys often for any seed."""
     torch.manual_seed(0)
     cumulated = (torch.arange(1, num_keys + 1, dtype=torch.float64) ** -1.05).cumsum(0)
     order = torch.randperm(num_keys)
+    torch.manual_seed(seed)
     drawn = (torch.rand((65_536, 16), dtype=torch.float64) * cumulated[-1] for _ in range(num_batches))
     return [order[torch.searchsorted(cumulated, numbers).clamp(max=num_keys - 1)] for numbers in drawn]
+
+
+def t8_on_gpus(num_gpus: int) -> None:
+    """Keys a second of several GPUs, a step of 1 M keys on each, beside one of them."""
+    with tempfile.TemporaryDirectory() as name:
+        for count in (1, num_gpus):
+            jobs.run_ranks(_rank_steps, Path(name) / str(count), num_ranks=count, on_gpus=True)
+        alone, together = (float((Path(name) / str(count)).read_text()) for count in (1, num_gpus))
+    print(
+        f"T8  {num_gpus} GPUs, SGD, dim 128: {num_gpus / together / 1e3:.2f} M keys/ms beside {1 / alone / 1e3:.2f} "
+        f"({1000 * together:.2f} and {1000 * alone:.2f} ms a step): {num_gpus * alone / together:.2f} times one"
+    )
+
+
+def _rank_steps(rank: int, result: Path, num_rows: int = 10_000_000, rounds: int = 12) -> None:
+    torch.set_default_device("cuda")
+    known = torch.arange(num_rows) * -0x61C8864680B583EB
+    bags = training.HashEmbeddingBag(128, training.SGD(0.01), nn.init.zeros_, mode="sum")
+    for keys in known.split(1_000_000):
+        bags.put(training.Rows(keys, torch.zeros(len(keys), 128)))
+    batches = [known[batch] for batch in _skewed_batches_on_gpu(rounds, num_rows, seed=rank)]
+    times = [_step_on_gpu(bags, keys, None)[1] for keys in [*batches[:3], *batches]]
+    if rank == 0:
+        result.write_text(str(statistics.median(times[3:])))
 
 
 def _ms(seconds: list[float]) -> str:
@@ -616,7 +642,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="From training to serving.")
     parser.add_argument("goals", nargs="*", metavar="GOAL", help="T1 to T8; all of them if none is named")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the models train")
+    parser.add_argument("--gpus", type=int, default=1, help="with --device cuda, T8: so many processes, a GPU each")
     arguments = parser.parse_args()
+    if arguments.gpus > 1:
+        t8_on_gpus(arguments.gpus)
+        return
     goals = GOALS if arguments.device == "cpu" else GPU_GOALS
     for name in arguments.goals or goals:
         goals[name]()

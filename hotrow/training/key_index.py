@@ -120,7 +120,7 @@ class DeviceIndex:
         """
         keys = keys.contiguous()
         self._make_room_for_entries(len(keys))
-        num_rows = torch.tensor([self.num_rows], device=keys.device)
+        num_rows = keys.new_full((1,), self.num_rows)
         rows, places = torch.empty_like(keys), torch.empty_like(keys, dtype=torch.int32)
         device_rows.claim(self._entries, self.keys, keys, num_rows, places, rows)
         try:

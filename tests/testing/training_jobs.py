@@ -1,4 +1,4 @@
-"""Jobs of several processes, as torchrun starts them: gloo, on this machine's processors."""
+"""Jobs of several processes, as torchrun starts them: on this machine's processors, or a GPU for each."""
 
 from __future__ import annotations
 
@@ -18,16 +18,21 @@ from tests.testing.servers import free_port
 PATIENCE_S = 120
 
 
-def run_ranks(job: Callable[..., None], *arguments: Any, num_ranks: int = 2) -> None:
+def run_ranks(job: Callable[..., None], *arguments: Any, num_ranks: int = 2, on_gpus: bool = False) -> None:
     """Run `job(rank, *arguments)` in as many processes; raises what one of them did."""
-    multiprocessing.spawn(_rank, (job, free_port(), num_ranks, arguments), nprocs=num_ranks)
+    multiprocessing.spawn(_rank, (job, free_port(), num_ranks, on_gpus, arguments), nprocs=num_ranks)
 
 
-def _rank(rank: int, job: Callable[..., None], port: int, num_ranks: int, arguments: tuple[Any, ...]) -> None:
+def _rank(  # noqa: PLR0917  as torch calls it
+    rank: int, job: Callable[..., None], port: int, num_ranks: int, on_gpus: bool, arguments: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
+    if on_gpus:
+        torch.cuda.set_device(rank)
     os.environ.update({"LOCAL_WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)})
     place = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("gloo", place, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=PATIENCE_S))
+    backend = "nccl" if on_gpus else "gloo"
+    dist.init_process_group(backend, place, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=PATIENCE_S))
     try:
         job(rank, *arguments)
         dist.barrier()

@@ -47,48 +47,55 @@ def _batch(step: int) -> tuple[Any, Any, Any]:
 def _train(model: Any, rank: int, num_ranks: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(STEPS):
-        items, lists, labels = (part[rank::num_ranks] for part in _batch(step))
+        items, lists, labels = (part[rank::num_ranks].to(_device(model)) for part in _batch(step))
         nn.functional.mse_loss(model(items, lists), labels).backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
+def _device(model: Any) -> Any:
+    return next(model.parameters()).device
+
+
 def _answers(model: Any) -> Any:
     """Of keys that are known and of one that is not."""
     model.eval()
-    keys = torch.tensor([*KEYS, 99])
+    keys = torch.tensor([*KEYS, 99], device=_device(model))
     with torch.no_grad():
-        return torch.cat([model(keys, keys[:, None])[:, None], model.items(keys), model.lists(keys[:, None])], dim=1)
+        parts = [model(keys, keys[:, None])[:, None], model.items(keys), model.lists(keys[:, None])]
+        return torch.cat(parts, dim=1).cpu()
 
 
-def _job(rank: int, folder: Path, num_ranks: int) -> None:
-    model = DistributedDataParallel(Clicks(0 if rank == 0 else 100 + rank))
+def _job(rank: int, folder: Path, num_ranks: int, device: str) -> None:
+    model = DistributedDataParallel(Clicks(0 if rank == 0 else 100 + rank).to(device))
     _train(model, rank, num_ranks)
     held = model.module.items.rows().keys
     assert torch.equal(torch.remainder(held, num_ranks), torch.full_like(held, rank))
     if num_ranks == 2:
-        _add_up(rank)
+        _add_up(rank, device)
     answers = _answers(model.module)
     if rank == 0:
         torch.save(answers, folder / "answers.pt")
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_several_ranks_train_as_one(tmp_path: Path, num_ranks: int) -> None:
-    """Within DistributedDataParallel, seeded differently, each with its part of the batch."""
+def test_several_ranks_train_as_one(tmp_path: Path, num_ranks: int, device: str) -> None:
+    """Within DistributedDataParallel, seeded differently, each with its part of the batch; on GPUs by NCCL."""
+    if device != "cpu" and torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"PyTorch finds fewer than {num_ranks} GPUs")
     alone = Clicks(0)
     _train(alone, 0, 1)
 
-    jobs.run_ranks(_job, tmp_path, num_ranks, num_ranks=num_ranks)
+    jobs.run_ranks(_job, tmp_path, num_ranks, device, num_ranks=num_ranks, on_gpus=device != "cpu")
 
     found = torch.load(tmp_path / "answers.pt")
     torch.testing.assert_close(found, _answers(alone), atol=1e-6, rtol=1e-6)
     assert not found[-1, 1:].any()
 
 
-def _add_up(rank: int) -> None:
+def _add_up(rank: int, device: str) -> None:
     """Outside of DistributedDataParallel gradients of ranks are added up; of two batches one is empty on each."""
-    bag = training.HashEmbedding(2, optimizer=training.SGD(1.0), initializer=nn.init.zeros_)
+    bag = training.HashEmbedding(2, optimizer=training.SGD(1.0), initializer=nn.init.zeros_, device=device)
     bag(torch.tensor([[7, 8, 8], []][rank], dtype=torch.int64)).sum().backward()
     bag(torch.tensor([[], [-7, 8]][rank], dtype=torch.int64)).sum().backward()
     answers = bag.eval()(torch.tensor([7, 8, -7, 9]))
