@@ -113,7 +113,7 @@ test-exporters: $(EXPORTERS_VENV)/.ready
 	$(EXPORTERS_VENV)/bin/python -m pytest -m exporters tests/importers/onnx $(PYTEST_ARGS)
 
 test-training: $(EXPORTERS_VENV)/.ready
-	$(EXPORTERS_VENV)/bin/python -m pytest -m "training and not gpu" tests/hotrow/training $(PYTEST_ARGS)
+	$(EXPORTERS_VENV)/bin/python -m pytest -m "training and not gpu" tests/hotrow/training tests/fuzz $(PYTEST_ARGS)
 
 $(DOCS_VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(DOCS_VENV)

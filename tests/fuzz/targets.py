@@ -5,10 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
 from urllib.parse import parse_qs, urlsplit
@@ -40,24 +39,13 @@ from inference_session.tables.table_file import TableFile, write_table
 from inference_session.update_stream.encodings import Message, decode, encode_batch
 from inference_session.version_directory import manifest
 from inference_session.version_directory.verified_files import VerifiedFiles
+from tests.fuzz.target import Target
 from tests.testing import small_model
 from tests.testing.hugectr_graphs import GraphMaker
 from tests.testing.hugectr_source import Source
 from tests.testing.onnx_models import model_of, table
 from triton_backend.client.recorded_requests import read_requests
 from triton_backend.repository.model_config import ModelConfig, write_model_config
-
-
-@dataclass(frozen=True)
-class Target:
-    """A reader of foreign bytes."""
-
-    prepare: Callable[[Path], list[Path]]
-    """Writes sound files into an empty folder; returns those to be damaged, one at a time."""
-    read: Callable[[Path], object]
-    """Reads what is in the folder, all of it."""
-    errors: tuple[type[Exception], ...] = (HotrowError,)
-    """What may come out."""
 
 
 def _small_model(folder: Path) -> Path:
@@ -406,3 +394,8 @@ TARGETS = {
         _metrics, lambda f: MetricsPage.parse((f / "page").read_bytes().decode("utf-8")), errors=(ValueError,)
     ),
 }
+if find_spec("torch"):
+    from tests.fuzz.training_targets import TARGETS as TRAINING_TARGETS
+else:
+    TRAINING_TARGETS = {}
+TARGETS |= TRAINING_TARGETS

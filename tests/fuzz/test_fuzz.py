@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz.mutator import Mutator
-from tests.fuzz.targets import TARGETS
+from tests.fuzz.targets import TARGETS, TRAINING_TARGETS
 
 ENGINE = os.environ.get("HOTROW_FUZZ_ENGINE", "tests.fuzz")
 """The program that does it; `make fuzz` takes tests.fuzz.coverage_guided where it can."""
@@ -24,7 +24,9 @@ LONGEST_START_S = 240.0
 
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + LONGEST_START_S + 60)
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.training] * (name in TRAINING_TARGETS)) for name in TARGETS]
+)
 def test_damaged_files_end_in_errors_of_ours(name: str, tmp_path: Path) -> None:
     """No other exception, no crash, no hang, no memory without bound."""
     options = ["--seconds", SECONDS, "--max-files", int(MAX_FILES * SECONDS) + 1, "--seed", SEED, "--folder", tmp_path]

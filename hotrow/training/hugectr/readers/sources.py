@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,7 +67,7 @@ class Source:
             lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         except UnicodeDecodeError as error:
             raise ModelFormatError(f"{path}: a file list is text: the number of files, then a file a line") from error
-        if not lines or not lines[0].isdigit():
+        if not lines or re.fullmatch("[0-9]{1,18}", lines[0]) is None:
             found = repr(lines[0][:40]) if lines else "nothing"
             raise ModelFormatError(f"{path}: a file list begins with the number of files, found {found}")
         if int(lines[0]) != len(lines) - 1 or len(lines) == 1:

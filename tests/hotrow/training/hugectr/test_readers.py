@@ -277,7 +277,17 @@ def test_damaged_parquet_files_and_missing_values_are_named(tmp_path: Path) -> N
         list(source(place, record_shape, DataReaderType_t.Parquet).blocks())
 
 
-@pytest.mark.parametrize(("text", "message"), [("x\n", "begins with"), ("2\na\n", "says 2 files"), ("", "nothing")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x\n", "begins with"),
+        ("2\na\n", "says 2 files"),
+        ("", "nothing"),
+        ("9" * 5000 + "\na\n", "begins with"),
+        ("²\na\n", "begins with"),
+    ],
+    ids=["a word", "fewer files", "nothing", "too many digits", "a digit of another kind"],
+)
 def test_file_lists_that_are_none_are_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "list.txt").write_text(text)
     with pytest.raises(ModelFormatError, match=message):
