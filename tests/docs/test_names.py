@@ -20,7 +20,6 @@ import yaml
 from inference_session import InferenceSession
 from inference_session.config import SessionConfig
 from inference_session.update_stream import Publisher
-from tests.integration.test_metrics_page import documented as documented_metrics
 from tests.testing.manual import (
     PAGES,
     ROOT,
@@ -32,6 +31,7 @@ from tests.testing.manual import (
     options,
     shell_commands,
 )
+from tests.testing.metrics_documentation import documented_metrics
 from triton_backend.repository import text_format
 
 ALL_BLOCKS = [block for page in PAGES for block in blocks(page)]

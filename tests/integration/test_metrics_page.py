@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,37 +12,13 @@ import yaml
 from click.testing import CliRunner
 
 from hotrow.command_line import cli
+from tests.testing.metrics_documentation import METRICS_PAGE, Metric, documented_metrics
 from tests.testing.served import Serve
 from tests.testing.servers import wait_until
 from tests.testing.triton_models import write_ctr
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
 METRIC = re.compile(r"\b(?:hotrow|nv)_[a-z_]+[a-z]\b")
-
-
-@dataclass(frozen=True)
-class Metric:
-    """What is said of a metric: its kind, as Prometheus names it, its labels, and the alerts that read it."""
-
-    kind: str
-    labels: frozenset[str]
-    alerts: frozenset[str] = frozenset()
-
-
-def documented() -> dict[str, Metric]:
-    """The rows of the page's tables, by metric."""
-    metrics = {}
-    for row in re.findall(r"^\| `(?:hotrow|nv)_.*$", PAGE, re.MULTILINE):
-        named, kind, _, _, alerts = (cell.strip() for cell in row.strip("|").split("|"))
-        name, _, labels = named.strip("`").rstrip("}").partition("{")
-        of_all = {label for label in ("model", "version") if f"no `{label}`" not in row}
-        metrics[name] = Metric(
-            kind.split(",")[0],
-            frozenset(of_all | set(filter(None, labels.split(",")))),
-            frozenset(re.findall(r"Hotrow\w+", alerts)),
-        )
-    return metrics
 
 
 def reported(text: str) -> dict[str, Metric]:
@@ -78,19 +53,19 @@ def test_the_page_has_each_metric_of_a_server_with_its_kind_and_labels(serve: Se
         with urllib.request.urlopen(served.metrics) as page:  # noqa: S310  a page of ours
             return reported(page.read().decode())
 
-    described = {name: Metric(metric.kind, metric.labels) for name, metric in documented().items()}
+    described = {name: Metric(metric.kind, metric.labels) for name, metric in documented_metrics().items()}
     wait_until(lambda: described.items() <= found().items(), f"all of {sorted(described)}")
     assert {name for name in found() if name.startswith("hotrow_")} <= described.keys()
 
 
 def test_the_page_has_each_alert_its_first_steps_and_what_it_reads() -> None:
     """No alert without a section, no section without an alert, and beside each metric the alerts that read it."""
-    assert set(re.findall(r"^### (\w+)$", PAGE, re.MULTILINE)) == alerts().keys()
+    assert set(re.findall(r"^### (\w+)$", METRICS_PAGE, re.MULTILINE)) == alerts().keys()
     reading: dict[str, set[str]] = {}
     for alert, condition in alerts().items():
         for name in METRIC.findall(condition):
             reading.setdefault(name, set()).add(alert)
-    assert {name: set(metric.alerts) for name, metric in documented().items() if metric.alerts} == reading
+    assert {name: set(metric.alerts) for name, metric in documented_metrics().items() if metric.alerts} == reading
 
 
 def test_the_page_has_all_that_is_looked_at() -> None:
@@ -99,4 +74,4 @@ def test_the_page_has_all_that_is_looked_at() -> None:
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     scaling = yaml.safe_load((ROOT / "deploy/kubernetes/adapter.yaml").read_text(encoding="utf-8"))
     queries += [rule[query] for rule in scaling["rules"]["custom"] for query in ("seriesQuery", "metricsQuery")]
-    assert {name for query in queries for name in METRIC.findall(query)} <= documented().keys()
+    assert {name for query in queries for name in METRIC.findall(query)} <= documented_metrics().keys()
