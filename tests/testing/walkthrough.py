@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.testing.manual import Block, blocks
+from tests.testing.manual import ROOT, Block, blocks
 from tests.testing.servers import PATIENCE_S, free_port
 
 _INSTALLED = re.compile(r"^(python3 -m venv|\. venv/bin/activate|pip install|apt-get install).*$", re.MULTILINE)
@@ -145,5 +145,7 @@ class Walkthrough:
             self._server = None
 
     def _environment(self) -> dict[str, str]:
+        """That of a reader who has installed this repository's code."""
         commands = str(Path(sys.executable).parent)
-        return {**os.environ, "PATH": f"{commands}:{os.environ['PATH']}", **self.environment}
+        installed = {"PATH": f"{commands}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+        return {**os.environ, **installed, **self.environment}

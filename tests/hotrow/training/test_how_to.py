@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.training
 
 HOW_TO = ROOT / "docs/how-to"
-ENVIRONMENT = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "KERAS_BACKEND": "torch"}
+ENVIRONMENT = {"KERAS_BACKEND": "torch"}
 TRAINER = """
 import numpy as np, torch
 from torch import nn
