@@ -41,6 +41,15 @@ def write_gpu_model(folder: Path, devices: str) -> None:
     (folder / "config.pbtxt").write_text(kept + groups + ON_GPU, encoding="utf-8")
 
 
+def write_model_of_both(folder: Path) -> None:
+    """A model whose one process has its rows divided among two GPUs."""
+    write_ctr(folder / "1")
+    settings = {"device": "cuda:0,1", "shard": "rows"}
+    with (folder / "config.pbtxt").open("a", encoding="utf-8") as config:
+        for name, value in settings.items():
+            config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
+
+
 @pytest.fixture(scope="module")
 def served(tritonserver: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server with a model on the first GPU, and one on the first two if there are as many."""
@@ -48,6 +57,7 @@ def served(tritonserver: None, tmp_path_factory: pytest.TempPathFactory) -> Iter
     write_gpu_model(repository / "one", "0")
     if unusable(1) is None:
         write_gpu_model(repository / "two", "0, 1")
+        write_model_of_both(repository / "both")
     served = start(repository)
     yield served
     status = served.stop()
@@ -121,3 +131,15 @@ def test_each_gpu_has_an_instance_of_its_own(served: Served, client: Any) -> Non
         list(pool.map(lambda seed: assert_answered(client, "two", seed), range(400)))
     (stats,) = client.get_inference_statistics("two", as_json=True)["model_stats"]
     assert int(stats["inference_stats"]["success"]["count"]) == 400
+
+
+@pytest.mark.skipif(unusable(1) is not None, reason=f"no second GPU: {unusable(1)}")
+def test_one_process_answers_on_both_gpus(served: Served, client: Any) -> None:
+    """Requests of many sizes from several threads get their own answers, also while the model is loaded again."""
+    assert len(served.stubs("both")) == 1
+    with ThreadPoolExecutor(9) as pool:
+        loads = pool.submit(lambda: [client.load_model("both") for _ in range(3)])
+        list(pool.map(lambda seed: assert_answered(client, "both", seed), range(400)))
+        loads.result()
+    (stats,) = client.get_inference_statistics("both", as_json=True)["model_stats"]
+    assert "fail" not in stats["inference_stats"] or int(stats["inference_stats"]["fail"].get("count", 0)) == 0

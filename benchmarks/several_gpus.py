@@ -1,0 +1,304 @@
+"""One model on all GPUs of a host, beside a bare peer gather and beside one GPU: goals M1 to M3.
+
+    python benchmarks/several_gpus.py [M1] [M2] [M3] [--rows 2000000] [--triton]
+
+M1: rows of dim 128 divided among the GPUs, 1,048,576 keys a call, on all GPUs at once. The ceiling is the fastest of
+several plain kernels that copy rows, divided in the same way, by row number. M2: a table that does not fit on one GPU
+(by `cache_bytes`), beside copies of it on each. M3: copies on all GPUs beside one GPU. M2 and M3 compute whole requests
+(26 keys x dim 128, MLP 512-256-1) in this process, or with `--triton` through a real Triton. Answers are compared with
+the CPU's before they are timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import cupy
+import numpy as np
+import onnx
+from gpu_cache import NUM_KEYS, draw, random_keys, rows_of
+from gpu_triton import DIM, model_spec, network, requests_of, write_requests
+from perf_analyzer import measure, perf_analyzer
+
+from inference_session import InferenceSession
+from inference_session.device.cuda import CudaDevice
+from inference_session.kernels.records import Lookup, key_segment
+from inference_session.model_spec import DENSE_FILE, TABLES_FOLDER, TableSpec
+from inference_session.tables.cuda_tables import CudaTables
+from inference_session.tables.placed_tables import open_cuda_tables
+from inference_session.tables.table_file import TableFile, write_table
+from inference_session.version_directory import manifest
+from triton_backend.launcher.server import ServerOptions, TritonServer
+from triton_backend.repository.model_config import ModelConfig, write_model_config
+
+NUM_GPUS = cupy.cuda.runtime.getDeviceCount()
+_CALLS, _ROUNDS = 5, 9
+_GATHERS = r"""
+struct Shards { const float4* rows[8]; };
+template <int IN_FLIGHT>
+__device__ void gather(const Shards& shards, const long long* numbers, float4* out, int n) {
+  const int per_block = blockDim.x / 32, member = threadIdx.x % 32;
+  const long long first = (long long)blockIdx.x * per_block * IN_FLIGHT + threadIdx.x / 32;
+  float4 values[IN_FLIGHT];
+#pragma unroll
+  for (int i = 0; i < IN_FLIGHT; ++i) {
+    if (first + i * per_block >= n) break;
+    const unsigned long long row = numbers[first + i * per_block];
+    values[i] = shards.rows[row % NUM_SHARDS][row / NUM_SHARDS * 32 + member];
+  }
+#pragma unroll
+  for (int i = 0; i < IN_FLIGHT; ++i)
+    if (first + i * per_block < n) __stcs(out + (first + i * per_block) * 32 + member, values[i]);
+}
+#define GATHER(name, in_flight) extern "C" __global__ void name( \
+    const Shards shards, const long long* numbers, float4* out, int n) { gather<in_flight>(shards, numbers, out, n); }
+GATHER(one, 1) GATHER(two, 2) GATHER(four, 4) GATHER(eight, 8)
+"""
+_VARIANTS = {"one": 1, "two": 2, "four": 4, "eight": 8}
+
+
+def main() -> None:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("goals", nargs="*", default=["M1", "M2", "M3"], help="M1, M2, M3")
+    parser.add_argument("--rows", type=int, default=2_000_000)
+    parser.add_argument("--triton", action="store_true", help="M2 and M3 through Triton")
+    arguments = parser.parse_args()
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    print(f"{NUM_GPUS} x {name}, {os.cpu_count()} cores, CuPy {cupy.__version__}, {time.strftime('%Y-%m-%d')}")
+    with tempfile.TemporaryDirectory() as folder:
+        if "M1" in arguments.goals:
+            compare_look_ups(Path(folder), arguments.rows)
+        if {"M2", "M3"} & set(arguments.goals):
+            versions = write_models(Path(folder) / "models", arguments.rows)
+            compare = compare_served if arguments.triton else compare_sessions
+            compare(versions, arguments.goals)
+
+
+def compare_look_ups(folder: Path, num_rows: int) -> None:
+    """M1: keys that are row numbers, and keys that are stored."""
+    keys = random_keys(num_rows)
+    devices = [CudaDevice(number) for number in range(NUM_GPUS)]
+    shards = divided(rows_of(keys, DIM), devices)
+    for kind in ("row_number", "stored"):
+        write_table(folder / kind, [rows_of(keys, DIM)], keys=[keys] if kind == "stored" else None)
+        file = TableFile.open(folder / kind, TableSpec(kind, kind, num_rows, DIM, keys=kind))  # type: ignore[arg-type]
+        tables = open_cuda_tables([file], devices, shard="rows")
+        for zipf in (False, True):
+            numbers = [draw(num_rows, NUM_KEYS, zipf) for _ in devices]
+            asked = numbers if kind == "row_number" else [keys[n] for n in numbers]
+            bare = {name: at_once(devices, gathers_of(devices, shards, numbers, name, keys)) for name in _VARIANTS}
+            ours = at_once(devices, look_ups_of(tables, asked, [rows_of(keys[n], DIM) for n in numbers]))
+            best = min(bare, key=lambda name: bare[name])
+            print(
+                f"M1 {kind:10} {'zipf' if zipf else 'uniform':7}: bare peer gather {bare[best]:.0f} us ({best}), ours "
+                f"{ours:.0f} us, {bare[best] / ours:.2f} of it (goal 0.8), {NUM_KEYS / ours / 1e3:.2f} G keys/s a GPU",
+                flush=True,
+            )
+        for each in tables:
+            each.close()
+
+
+def divided(rows: Any, devices: Sequence[CudaDevice]) -> list[Any]:
+    """A part of the rows on each GPU, as tables are divided."""
+    shards = []
+    for number, device in enumerate(devices):
+        with cupy.cuda.Device(device.device_id):
+            shards.append(cupy.asarray(rows[number :: len(devices)]))
+    return shards
+
+
+def gathers_of(
+    devices: Sequence[CudaDevice], shards: Sequence[Any], numbers: Sequence[Any], variant: str, keys: Any
+) -> list[Callable[[], None]]:
+    """A bare gather on each GPU, checked."""
+    works = []
+    for device, rows in zip(devices, numbers, strict=True):
+        with device.request():
+            addresses = np.zeros(8, np.uint64)
+            addresses[: len(shards)] = [shard.data.ptr for shard in shards]
+            on_device, out = cupy.asarray(rows), cupy.zeros((len(rows), DIM), np.float32)
+            options = ("-std=c++17", f"-DNUM_SHARDS={len(shards)}")
+            kernel = cupy.RawModule(code=_GATHERS, options=options).get_function(variant)
+            kernel.compile()
+            grid = (-(-len(rows) // (8 * _VARIANTS[variant])),)
+            arguments = addresses.view(np.dtype((np.void, 64)))[0], on_device, out, np.int32(len(rows))
+
+            def work(kernel: Any = kernel, grid: Any = grid, arguments: Any = arguments) -> None:
+                kernel(grid, (256,), arguments)
+
+            work()
+            device.wait()
+            assert np.array_equal(out.get(), rows_of(keys[rows], DIM))
+        works.append(work)
+    return works
+
+
+def look_ups_of(tables: Sequence[CudaTables], keys: Sequence[Any], expected: Sequence[Any]) -> list[Callable[[], None]]:
+    """A look-up on each GPU, checked."""
+    works = []
+    for each, asked, rows in zip(tables, keys, expected, strict=True):
+        with each.device.request():
+            staged, out = cupy.asarray(asked), cupy.empty((len(asked), DIM), np.float32)
+            out.fill(np.nan)
+            segments, counts = key_segment(0, staged, out), np.array([len(asked)])
+            lookup = Lookup(segments, counts, each.device.counts(1), each.prepare(segments))
+            lookup.copied_keys = (staged, out)  # type: ignore[assignment]  # kept alive with it
+            each.look_up(lookup)
+            each.device.wait()
+            assert np.array_equal(out.get(), rows)
+        works.append(lambda each=each, lookup=lookup: each.look_up(lookup))
+    return works
+
+
+def at_once(devices: Sequence[CudaDevice], works: Sequence[Callable[[], None]]) -> float:
+    """Microseconds of one of several calls after each other, while the other GPUs do the same; the slowest GPU's."""
+    seen = []
+    for _ in range(_ROUNDS):
+        barrier, spans = threading.Barrier(len(works)), []
+
+        def go(device: CudaDevice, work: Callable[[], None], barrier: Any = barrier, spans: Any = spans) -> None:
+            with cupy.cuda.Device(device.device_id), device.stream:
+                barrier.wait()
+                begin = time.perf_counter()
+                for _ in range(_CALLS):
+                    work()
+                device.stream.synchronize()
+                spans.append(time.perf_counter() - begin)
+
+        threads = [threading.Thread(target=go, args=pair) for pair in zip(devices, works, strict=True)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        seen.append(1e6 * max(spans) / _CALLS)
+    return statistics.median(seen)
+
+
+def write_models(repository: Path, num_rows: int) -> dict[str, Path]:
+    """The same model three times: on one GPU, copied to all, divided among all because it does not fit."""
+    first = repository / "one" / "1"
+    keys, spec = random_keys(num_rows), model_spec(num_rows)
+    write_table(first / TABLES_FOLDER / "item", [rows_of(keys, DIM)], keys=[keys])
+    onnx.save(network(np.random.default_rng(0)), first / DENSE_FILE)
+    spec.write(first)
+    manifest.write_manifest(first)
+    fits = int(4 * DIM * num_rows / 1.5) + 40 * num_rows
+    settings = {
+        "one": {"device": "cuda:0"},
+        "copied": {"device": "cuda:all", "shard": "none"},
+        "sharded": {"device": "cuda:all", "cache_bytes": str(fits)},
+    }
+    for name, own in settings.items():
+        if name != "one":
+            shutil.copytree(first, repository / name / "1", copy_function=os.link)
+        write_model_config(repository / name / "1", spec, name)
+        text = "".join(f'parameters {{ key: "{key}" value {{ string_value: "{own[key]}" }} }}\n' for key in own)
+        with (repository / name / "config.pbtxt").open("a", encoding="utf-8") as file:
+            file.write("\n" + text)
+    return {name: repository / name / "1" for name in settings}
+
+
+def settings_of(version: Path) -> dict[str, Any]:
+    """As config.pbtxt says."""
+    return dict(ModelConfig.read(version.parent / "config.pbtxt").parameters)
+
+
+def keys_of(version: Path) -> Any:
+    """The key of each row."""
+    return np.fromfile(version / TABLES_FOLDER / "item" / "key", np.int64)
+
+
+def compare_sessions(versions: dict[str, Path], goals: Sequence[str]) -> None:
+    """M2 and M3 in this process: p50 of one request at a time, and samples a second of several threads."""
+    keys, rng = keys_of(versions["one"]), np.random.default_rng(1)
+    requests = [requests_of("hotrow", keys, 1024, rng) for _ in range(32)]
+    large = [requests_of("hotrow", keys, 16384, rng) for _ in range(8)]
+    with InferenceSession.open(versions["one"], device="cpu") as session:
+        expected = session.predict(requests[0])
+    p50, rates = {}, {}
+    for name, version in versions.items():
+        with InferenceSession.open(version, warm_up_s=20, **settings_of(version)) as session:
+            assert bool(session.stats()["gpu"]["sharded"]) == (name == "sharded")
+            for _ in range(2 * NUM_GPUS):
+                np.testing.assert_allclose(session.predict(requests[0]), expected, atol=1e-5)
+            p50[name] = p50_of(session, requests)
+            rates[name] = samples_per_second(session, requests), samples_per_second(session, large)
+    report(goals, "in process", p50, {"1,024": 0, "16,384": 1}, rates)
+
+
+def report(goals: Sequence[str], where: str, p50: dict[str, float], sizes: dict[str, int], rates: Any) -> None:
+    """A line for each goal."""
+    if "M2" in goals:
+        print(
+            f"M2 {where}, 1,024 samples: p50 copied {p50['copied']:.0f} us, sharded {p50['sharded']:.0f} us, ratio "
+            f"{p50['sharded'] / p50['copied']:.2f} (goal 1.3); one GPU {p50['one']:.0f} us",
+            flush=True,
+        )
+    for size, place in sizes.items() if "M3" in goals else ():
+        one, copied, sharded = (rates[name][place] for name in ("one", "copied", "sharded"))
+        print(
+            f"M3 {where}, {size} samples a request: one GPU {one / 1e6:.2f} M samples/s, {NUM_GPUS} GPUs copied "
+            f"{copied / 1e6:.2f} M ({copied / one:.2f}), sharded {sharded / 1e6:.2f} M ({sharded / one:.2f})",
+            flush=True,
+        )
+
+
+def p50_of(session: InferenceSession, requests: Sequence[Any]) -> float:
+    """Microseconds, one request at a time."""
+    times = []
+    for request in [*requests] * 6:
+        begin = time.perf_counter()
+        session.predict(request)
+        times.append(1e6 * (time.perf_counter() - begin))
+    return statistics.median(times[len(requests) :])
+
+
+def samples_per_second(session: InferenceSession, requests: Sequence[Any], seconds: float = 1.5) -> float:
+    """Of two threads for each GPU."""
+    num_threads = 2 * NUM_GPUS
+    counts, end = [0] * num_threads, time.perf_counter() + seconds
+
+    def ask(number: int) -> None:
+        i = number
+        while time.perf_counter() < end:
+            counts[number] += len(session.predict(requests[i % len(requests)]))
+            i += 1
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(num_threads)]
+    begin = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(counts) / (time.perf_counter() - begin)
+
+
+def compare_served(versions: dict[str, Path], goals: Sequence[str]) -> None:
+    """M2 and M3 through Triton: p50 at one request at a time, samples a second at sixteen for each GPU."""
+    perf_analyzer()
+    repository = versions["one"].parents[1]
+    data = repository.parent / "requests.json"
+    write_requests(data, requests_of("hotrow", keys_of(versions["one"]), 8 * 1024, np.random.default_rng(1)))
+    p50, rates = {}, {}
+    with TritonServer.start(ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0)) as server:
+        url = server.endpoints["gRPC"]
+        for name in versions:
+            ask: dict[str, Any] = {"data": data, "batch": 1024, "timeout_s": 60}
+            p50[name] = measure(name, url, "grpc", concurrency=1, seconds=1.0, **ask)["p50"]
+            many = measure(name, url, "grpc", concurrency=16 * NUM_GPUS, seconds=2.0, **ask)
+            rates[name] = (1024 * many["requests/s"],)
+    report(goals, "through Triton", p50, {"1,024": 0}, rates)
+
+
+if __name__ == "__main__":
+    main()
