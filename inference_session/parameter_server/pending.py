@@ -43,9 +43,13 @@ class Promotion(NamedTuple):
 
     def are_current(self) -> NDArray[np.bool_]:
         """Which of the rows are the same where they came from; none if that cannot be told."""
+        return self.are_in(self.source)
+
+    def are_in(self, tier: Tier) -> NDArray[np.bool_]:
+        """Which of the rows a tier has, bit by bit; none if that cannot be told."""
         vectors = np.empty_like(self.vectors)
         try:
-            found = self.source.store.fetch(self.table, self.keys, vectors)
+            found = tier.store.fetch(self.table, self.keys, vectors)
         except (UnavailableError, StoreError):
             return np.zeros(len(self.keys), np.bool_)
         same: NDArray[np.bool_] = found & (vectors.view(np.uint32) == self.vectors.view(np.uint32)).all(axis=1)

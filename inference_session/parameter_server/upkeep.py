@@ -161,7 +161,8 @@ class Upkeep:
         """Take rows back that another process has changed or erased, which the tier they came from showed too late.
 
         That process writes the lower tier first: what it changes after this look, it will change above as well. Done
-        once a round, for a tier that catches up may hold up all threads of this process meanwhile.
+        once a round, for a tier that catches up may hold up all threads of this process meanwhile. What was written
+        since stays: where no tier below keeps rows, as with Redis over files, it is nowhere else.
         """
         if not inserted:
             return
@@ -171,8 +172,13 @@ class Upkeep:
         failures = [tier.attempt(lambda store: store.refresh()) for tier in read]
         with self._writing:
             for tier, promotion in inserted:
-                keys = promotion.keys
-                tier.drop(promotion.table, keys[~promotion.are_current()] if not any(failures) else keys)
+                outdated = self._not_written_since(promotion)
+                if not any(failures):
+                    outdated = outdated.rows(~outdated.are_current())
+                if not tier.is_backed:  # another process may have written there, too
+                    outdated = outdated.rows(outdated.are_in(tier))
+                if len(outdated.keys):
+                    tier.drop(outdated.table, outdated.keys)
 
     def _look_after(self, tier: Tier) -> None:
         """Bring a tier back if it answers; let one that is in use see what others have written."""

@@ -206,6 +206,31 @@ def test_rows_of_files_that_another_process_has_erased_are_not_promoted(*, lags:
     server.close()
 
 
+def test_rows_written_after_a_promotion_are_not_taken_back() -> None:
+    """Rows of files were promoted, erased, and written anew, by this process or another: no other tier has these."""
+    shared = SharedStore(DIMS | {table + ERASED_SUFFIX: 1 for table in DIMS})
+    files = MemoryStore(DIMS)
+    files.insert("user", KEYS, VECTORS)
+    tiers = [
+        Tier("volatile", shared, volatile=True, cache_missed_keys=True),
+        Tier("files", DeletableFiles(files, shared)),
+    ]
+    server = ParameterServer(tiers)
+    fetch_any(server, [FetchRequest("user", KEYS[:20], np.empty((20, 4), np.float32))])
+    await_promotions(server)
+    server.erase("user", KEYS[:10])
+    server.insert("user", KEYS[:5], -VECTORS[:5])
+    shared.insert("user", KEYS[5:10], -VECTORS[5:10])
+    shared.insert("user" + ERASED_SUFFIX, KEYS[10:15], np.ones((5, 1), np.float32))
+
+    rows = np.zeros((20, 4), np.float32)
+    expected = [True] * 10 + [False] * 5 + [True] * 5
+    wait_until(lambda: shared.fetch("user", KEYS[:20], rows).tolist() == expected, "erased rows alone to be taken back")
+    np.testing.assert_array_equal(rows[:10], -VECTORS[:10])
+    np.testing.assert_array_equal(rows[15:], VECTORS[15:20])
+    server.close()
+
+
 def test_promotions_are_bounded_in_bytes(make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that wait are dropped and counted once they take too much memory, however few requests they are of."""
     monkeypatch.setattr(pending, "MAX_PENDING_BYTES", 100)
