@@ -19,7 +19,7 @@ SOAK_ARGS ?=
 FUZZED := session_json table ps_json hugectr_graph kafka_messages onnx_import
 FUZZ_ENGINE = $$($(BIN)/python -c "import atheris" 2>/dev/null && echo tests.fuzz.coverage_guided || echo tests.fuzz)
 
-.PHONY: help docs docs-build docs-recording test-package demo online-learning test test-exporters test-training fuzz fuzz-same $(FUZZED:%=fuzz-same-%) check campaign soak bench bench-report clean
+.PHONY: help docs docs-build docs-recording docs-pictures test-package demo online-learning test test-exporters test-training fuzz fuzz-same $(FUZZED:%=fuzz-same-%) check campaign soak bench bench-report clean
 
 help:
 	@echo "make demo            set up, serve a real model on a real Triton, send real requests (KEEP=1 leaves it running)"
@@ -34,6 +34,7 @@ help:
 	@echo "make check           formatting, lint, types, known vulnerabilities"
 	@echo "make docs            the manual as a site on this machine (make docs-build builds it and checks its links)"
 	@echo "make docs-recording  records make demo as docs/images/demo.svg"
+	@echo "make docs-pictures   draws hotrow top and hotrow size --plot from real runs (downloads MovieLens)"
 	@echo "make test-package    a wheel and an sdist, installed apart, run the demo"
 	@echo "make bench           benchmarks, each beside its ceiling or peer"
 	@echo "make bench-report    whole requests through Triton beside their peers: bench-report.html and the README's figure"
@@ -133,6 +134,9 @@ docs-recording: $(DOCS_VENV)/.ready $(VENV)/.demo
 	$(DOCS_VENV)/bin/python $(INSTALL) "termtosvg>=1.1,<2"
 	$(DOCS_VENV)/bin/termtosvg docs/images/demo.svg --template window_frame --screen-geometry 110x40 --max-frame-duration 1500 \
 	  --loop-delay 5000 --command "$(BIN)/python -m demo"
+
+docs-pictures: $(VENV)/.test
+	$(BIN)/python benchmarks/pictures.py
 
 # The wheel's packages with the demo of the sdist, away from this folder.
 test-package: $(CHECK_VENV)/.ready

@@ -111,7 +111,12 @@ def _draw_plan(axes: Axes, report: SizingReport) -> None:
     if report.cache_bytes >= report.ours.least_bytes:
         _mark(axes, (report.cache_bytes, report.ours.hit_rate(report.cache_bytes)), "as asked", _ASKED)
     _finish(axes, "cache_bytes", lambda size, _: in_units(round(size)), base=4)
-    axes.set_title(f"Hit rate of a cache for {report.version_dir}", loc="left", fontweight="bold", pad=26)
+    axes.set_title(
+        f"Hit rate of a cache for {report.version_dir.parent.name}, version {report.version_dir.name}",
+        loc="left",
+        fontweight="bold",
+        pad=26,
+    )
     axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=5, fontsize=9, frameon=False)
 
 

@@ -1,0 +1,116 @@
+"""Draws the pictures of the manual from real runs: `make docs-pictures`.
+
+docs/images/top.svg     `hotrow top` of a Triton that serves the example model from Redis and RocksDB, under load,
+                        while Redis is stopped and started again
+docs/images/sizing.png  `hotrow size --plot` of the same model, from the keys of MovieLens-100k (downloaded by pip)
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import tritonclient.grpc
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from demo.client import MODEL, Client
+from demo.movielens import Inputs, MovieLens, fetch, take
+from demo.report import REPOSITORY
+from hotrow.metrics_page import MetricsPage
+from hotrow.top_view import TopView
+from tests.testing.command_line import hotrow
+from tests.testing.served import Served, start
+from tests.testing.servers import RedisServer
+
+IMAGES = Path(__file__).resolve().parent.parent / "docs/images"
+WIDTH = 150
+NUM_LOOKS = 14
+STOPS_AT, STARTS_AT = 4, 8
+"""Looks between which Redis does not answer."""
+PER_REQUEST = 64
+
+
+def main() -> None:
+    samples, _ = MovieLens.read(fetch()).samples()
+    with tempfile.TemporaryDirectory() as folder:
+        draw_sizing(samples, Path(folder))
+        with RedisServer() as redis:
+            repository = write_repository(Path(folder), redis)
+            with closing(start(repository)) as served, asking(served, samples):
+                draw_top(served, redis)
+
+
+def draw_sizing(samples: Inputs, folder: Path) -> None:
+    """The hit rates of every cache size, for the users and movies that the requests of the data set name."""
+    traces = {"users.weight": samples["user_id"], "movies.weight": samples["movie_id"]}
+    arguments: list[object] = []
+    for table, keys in traces.items():
+        np.save(folder / f"{table}.npy", keys.ravel())
+        arguments += ["--trace", f"{table}={folder / table}.npy"]
+    hotrow("size", REPOSITORY / MODEL, *arguments, "--plot", IMAGES / "sizing.png")
+
+
+def write_repository(folder: Path, redis: RedisServer) -> Path:
+    """The example model, whose rows are in a Redis and a RocksDB, with a cache for a fifth of them."""
+    model = folder / "repository" / MODEL
+    shutil.copytree(REPOSITORY / MODEL, model)
+    database = f"rocksdb://{folder}/rocksdb"
+    for url in (redis.url, database):
+        hotrow("push", model / "1", "--to", url)
+    settings = {"volatile_store": redis.url, "persistent_store": database, "cache_fraction": "0.2"}
+    with (model / "config.pbtxt").open("a") as config:
+        for name, value in settings.items():
+            config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
+    return model.parent
+
+
+@contextmanager
+def asking(served: Served, samples: Inputs) -> Iterator[None]:
+    """A client asks for the ratings of the data set in their order, with a pause after each request."""
+    stop = threading.Event()
+
+    def ask() -> None:
+        with closing(Client(tritonclient.grpc, served.grpc)) as client:
+            first = 0
+            while not stop.wait(0.005):
+                client.predict(take(samples, slice(first, first + PER_REQUEST)))
+                first = (first + PER_REQUEST) % (len(samples["user_id"]) - PER_REQUEST)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def draw_top(served: Served, redis: RedisServer) -> None:
+    """Look once a second, as the command does, and keep the last picture."""
+    console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
+    view = TopView("http://localhost:8002/metrics")
+    for look in range(NUM_LOOKS):
+        if look == STOPS_AT:
+            redis.stop()
+        if look == STARTS_AT:
+            redis.start()
+        view.add(MetricsPage.fetch(served.metrics, timeout_s=5.0), [])
+        time.sleep(1)
+    console.print(view.render(WIDTH))
+    picture = console.export_svg(title="hotrow top", unique_id="top")
+    # Readers' own fonts only: the page loads nothing from elsewhere.
+    (IMAGES / "top.svg").write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
