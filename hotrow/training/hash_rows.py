@@ -108,7 +108,7 @@ class HashRows:
                 rows, gradients = found, add_up(len(found), places, gradients)
         kernel = kernel_of(self.optimizer, self.steps) if device_rows.can_run(self.device) else None
         if kernel is not None:
-            name, *settings = kernel
+            name, settings = kernel
             states = [self.states[name] for name in self.optimizer.states()]
             device_rows.learn(name, self.vectors, states, rows, gradients, *settings)
         else:

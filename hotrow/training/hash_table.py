@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hotrow.training.hash_look_up import LookUp
 from hotrow.training.hash_rows import INITIAL_ROWS, HashRows, Rows
-from hotrow.training.key_exchange import KeyExchange, owners
+from hotrow.training.key_exchange import KeyExchange, by_owner, owners
 from hotrow.training.key_index import distinct
 from hotrow.training.row_access import gather
 from hotrow.training.row_optimizers import Adagrad, RowOptimizer
@@ -178,13 +178,17 @@ class HashTable(nn.Module):
     def look_up(self, keys: Tensor) -> LookUp:
         """Rows for `checked` keys; all ranks call it."""
         found, places = distinct(keys)
-        exchange = KeyExchange(found, _place().num_ranks) if _place().num_ranks > 1 else None
+        exchange = None
+        if _place().num_ranks > 1:
+            found, places = by_owner(found, places, _place().num_ranks)
+            exchange = KeyExchange(found, _place().num_ranks)
         asked = found if exchange is None else exchange.to_owners(found)
         rows = self._rows_of(asked)
         scale = 1 / _place().num_ranks if self._is_averaged() else 1.0
 
         def learn(gradients: Tensor) -> None:
-            sent = gradients if exchange is None else exchange.to_owners(gradients * scale)
+            scaled = gradients if scale == 1 else gradients.mul_(scale)
+            sent = scaled if exchange is None else exchange.to_owners(scaled)
             self._learn_later(_Learning(rows, sent, asked, generation))
 
         generation = self._rows.generation

@@ -12,29 +12,32 @@ def owners(keys: Tensor, num_ranks: int) -> Tensor:
     return torch.remainder(keys, num_ranks)
 
 
+def by_owner(keys: Tensor, places: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
+    """Keys, int64 [n], ordered by their owners, and where places in `keys`, int64 [any], then are."""
+    order = torch.argsort(owners(keys, num_ranks).to(torch.int32), stable=True)
+    moved_to = torch.empty_like(order)
+    moved_to[order] = torch.arange(len(order), device=order.device)
+    return keys[order], moved_to[places]
+
+
 class KeyExchange:
     """One look-up of all ranks. Each calls the same methods in the same order."""
 
     def __init__(self, keys: Tensor, num_ranks: int) -> None:
-        """`keys`: int64 [n], each once, what this rank looks up."""
-        owner = owners(keys, num_ranks)
-        self._order = torch.argsort(owner, stable=True)
-        sent = torch.bincount(owner, minlength=num_ranks)
+        """`keys`: int64 [n], each once, ordered `by_owner`: what this rank looks up."""
+        ranks = torch.arange(num_ranks + 1, device=keys.device)
+        sent = torch.searchsorted(owners(keys, num_ranks), ranks).diff()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent)
-        self._sent: list[int] = sent.tolist()
-        self._received: list[int] = received.tolist()
+        self._sent, self._received = torch.stack([sent, received]).tolist()
 
     def to_owners(self, values: Tensor) -> Tensor:
         """[n, ...] of this rank's keys to [m, ...] of the keys that all ranks ask of this one."""
-        return _exchanged(values[self._order], self._received, self._sent)
+        return _exchanged(values, self._received, self._sent)
 
     def back(self, values: Tensor) -> Tensor:
         """[m, ...] of the keys that were asked of this rank to [n, ...] of this rank's keys."""
-        received = _exchanged(values, self._sent, self._received)
-        ordered = torch.empty_like(received)
-        ordered[self._order] = received
-        return ordered
+        return _exchanged(values, self._sent, self._received)
 
 
 def _exchanged(values: Tensor, received: list[int], sent: list[int]) -> Tensor:

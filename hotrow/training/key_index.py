@@ -44,12 +44,12 @@ class HashIndex:
         """`capacity`: rows that there is room for at first."""
         self.num_rows = 1
         self._set_capacity(max(capacity, 1) + 1)
-        self.keys = torch.empty(self._capacity, dtype=torch.int64)
+        self.keys = torch.empty(self._capacity, dtype=torch.int64, device="cpu")
         self.keys[0] = 0
 
     def find(self, keys: Tensor) -> Tensor:
         """As the protocol says."""
-        rows = torch.empty(len(keys), dtype=torch.int64)
+        rows = torch.empty(len(keys), dtype=torch.int64, device="cpu")
         find_rows(*self._addresses(), self.num_rows, keys.numpy(), rows.numpy())
         return rows
 
@@ -59,7 +59,7 @@ class HashIndex:
         Raises:
             UnavailableError: 2^32 rows are in use.
         """
-        rows = torch.empty(len(keys), dtype=torch.int64)
+        rows = torch.empty(len(keys), dtype=torch.int64, device="cpu")
         progress = np.zeros(1, np.int64)
         while True:
             self.num_rows = add_rows(
@@ -82,11 +82,12 @@ class HashIndex:
             raise UnavailableError(f"a table of one rank holds no more than {MAX_ROWS} rows; train on more ranks")
         self._capacity = capacity
         # torch puts tensors at cache lines, as the index wants its buckets.
-        self._buckets = torch.zeros((capacity // _KEYS_PER_BUCKET + 1, BUCKET_BYTES), dtype=torch.uint8)
+        shape = capacity // _KEYS_PER_BUCKET + 1, BUCKET_BYTES
+        self._buckets = torch.zeros(shape, dtype=torch.uint8, device="cpu")
 
     def _grow(self) -> None:
         self._set_capacity(max(2 * self._capacity, _MIN_CAPACITY))
-        keys = torch.empty(self._capacity, dtype=torch.int64)
+        keys = torch.empty(self._capacity, dtype=torch.int64, device="cpu")
         keys[: self.num_rows] = self.keys[: self.num_rows]
         self.keys = keys
         self._index_again()

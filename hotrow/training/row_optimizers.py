@@ -112,13 +112,14 @@ class Adam(RowOptimizer):
         return self.lr * math.sqrt(1 - second**step) / (1 - first**step)
 
 
-def kernel_of(optimizer: RowOptimizer, step: int) -> tuple[str, float, float, float, float] | None:
-    """The kernel that does on a GPU what `update` does: its name, rate, two factors, epsilon. None: there is none."""
+def kernel_of(optimizer: RowOptimizer, step: int) -> tuple[str, tuple[float, ...]] | None:
+    """The kernel that does on a GPU what `update` does, and its settings: rate, three factors, epsilon."""
     # A class derived from one of these may learn otherwise.
     if type(optimizer) is SGD:
-        return "learn_sgd", optimizer.lr, 0.0, 0.0, 0.0
+        return "learn_sgd", (optimizer.lr, 0.0, 0.0, 0.0, 0.0)
     if type(optimizer) is Adagrad:
-        return "learn_adagrad", optimizer.lr, 0.0, 0.0, optimizer.eps
+        return "learn_adagrad", (optimizer.lr, 0.0, 0.0, 0.0, optimizer.eps)
     if type(optimizer) is Adam:
-        return "learn_adam", optimizer.rate(step), 1 - optimizer.betas[0], optimizer.betas[1], optimizer.eps
+        first, second = optimizer.betas
+        return "learn_adam", (optimizer.rate(step), 1 - first, second, 1 - second, optimizer.eps)
     return None

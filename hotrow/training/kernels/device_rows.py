@@ -78,7 +78,7 @@ def learn(name: str, vectors: Tensor, states: list[Tensor], rows: Tensor, gradie
         states: of the same shape, two at most.
         rows: int64 [n].
         gradients: float32 [n, dim].
-        settings: the rate, two factors and epsilon, as the kernel has them.
+        settings: of `kernel_of`.
     """
     dim = vectors.shape[1]
     kept = [*states, None, None][:2]

@@ -122,7 +122,7 @@ extern "C" __global__ void add_up(float* sums, i64 dim, const i64* rows, i64 n, 
 // Optimizers, element by element; hotrow/training/row_optimizers.py has their formulas. Row 0 belongs to no key.
 
 struct Settings {
-  float rate, first, second, eps;  // of Adam: 1 - beta1, beta2
+  float rate, first, second, fresh, eps;  // of Adam: 1 - beta1, beta2, 1 - beta2, which float32 cannot subtract exactly
 };
 
 struct Sgd {
@@ -135,17 +135,17 @@ struct Adagrad {
   static __device__ float learn(float value, float gradient, float* sum, float*, const Settings& settings) {
     const float total = *sum + gradient * gradient;
     *sum = total;
-    return value - settings.rate * gradient / (sqrtf(total) + settings.eps);
+    return value - settings.rate * (gradient / (sqrtf(total) + settings.eps));
   }
 };
 
 struct Adam {
   static __device__ float learn(float value, float gradient, float* averages, float* squares, const Settings& settings) {
     const float average = *averages + settings.first * (gradient - *averages);
-    const float square = settings.second * *squares + (1 - settings.second) * gradient * gradient;
+    const float square = settings.second * *squares + settings.fresh * gradient * gradient;
     *averages = average;
     *squares = square;
-    return value - settings.rate * average / (sqrtf(square) + settings.eps);
+    return value - settings.rate * (average / (sqrtf(square) + settings.eps));
   }
 };
 
@@ -162,8 +162,9 @@ __device__ void learn(float* vectors, float* first, float* second, i64 dim, cons
 
 #define OPTIMIZER(name, kind)                                                                                                  \
   extern "C" __global__ void name(float* vectors, float* first, float* second, i64 dim, const i64* rows, i64 n,                \
-                                  const float* gradients, float rate, float first_factor, float second_factor, float eps) {    \
-    learn<kind>(vectors, first, second, dim, rows, n, gradients, {rate, first_factor, second_factor, eps});                    \
+                                  const float* gradients, float rate, float first_factor, float second_factor, float fresh,   \
+                                  float eps) {                                                                                 \
+    learn<kind>(vectors, first, second, dim, rows, n, gradients, {rate, first_factor, second_factor, fresh, eps});             \
   }
 
 OPTIMIZER(learn_sgd, Sgd)

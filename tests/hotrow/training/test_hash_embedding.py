@@ -75,8 +75,10 @@ def _loss(vectors: Any) -> Any:
 
 @settings(max_examples=40, deadline=None)
 @given(batches=BATCHES, name=st.sampled_from(sorted(OPTIMIZERS)))
-def test_rows_learn_as_those_of_a_vocabulary(batches: list[list[int]], name: str) -> None:
+def test_rows_learn_as_those_of_a_vocabulary(device: str, batches: list[list[int]], name: str) -> None:
     """Any keys, duplicates, empty batches: the optimizer sees the sum of a row's gradients, once a batch."""
+    # A GPU adds in any order. Adagrad and Adam divide by the size of a gradient: errors of small ones become large.
+    limits = {"atol": 1e-6, "rtol": 1e-5} if device == "cpu" else {"atol": 1e-5, "rtol": 1e-4}
     ours, oracles = OPTIMIZERS[name]
     embedding = training.HashEmbedding(DIM, optimizer=ours(), initializer=UNIFORM)
     known = {key for batch in batches for key in batch}
@@ -84,7 +86,7 @@ def test_rows_learn_as_those_of_a_vocabulary(batches: list[list[int]], name: str
 
     for batch in batches:
         found, expected = embedding(_int64(batch)), oracle(batch)
-        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(found, expected, **limits)
         _loss(found).backward()
         _loss(expected).backward()
         oracle.learn()
@@ -92,7 +94,7 @@ def test_rows_learn_as_those_of_a_vocabulary(batches: list[list[int]], name: str
     assert len(embedding) == len(known)
     embedding.eval()
     keys = sorted(known)
-    torch.testing.assert_close(embedding(_int64(keys)), oracle(keys).detach(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(embedding(_int64(keys)), oracle(keys).detach(), **limits)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])

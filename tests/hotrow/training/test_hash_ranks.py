@@ -89,7 +89,8 @@ def test_several_ranks_train_as_one(tmp_path: Path, num_ranks: int, device: str)
     jobs.run_ranks(_job, tmp_path, num_ranks, device, num_ranks=num_ranks, on_gpus=device != "cpu")
 
     found = torch.load(tmp_path / "answers.pt")
-    torch.testing.assert_close(found, _answers(alone), atol=1e-6, rtol=1e-6)
+    limit = 1e-6 if device == "cpu" else 1e-5
+    torch.testing.assert_close(found, _answers(alone), atol=limit, rtol=limit)
     assert not found[-1, 1:].any()
 
 
