@@ -108,7 +108,7 @@ def _completed(options: argparse.Namespace) -> argparse.Namespace:
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    options.pool_pairs = 4_096 if options.quick else 1_000_000 if on_gpu else 65_536
+    options.pool_pairs = 4_096 if options.quick else 262_144 if on_gpu else 65_536
     return options
 
 

@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ except ImportError:
 
 SERVER_P99_MS = 60
 _EXPECTED_MARGIN = 1.1
+_NUM_WORKERS = 2
 
 Run = Callable[[list[int]], NDArray[np.float32]]
 """Answers samples: their numbers → the answers of all their pairs, behind each other."""
@@ -67,11 +69,15 @@ def measure(run: Run, samples: Samples, *, batch_pairs: int, seconds: float, ser
 
 
 class _SystemUnderTest:
-    """Takes samples as LoadGen issues them; one thread answers them in batches of what is waiting."""
+    """Takes samples as LoadGen issues them; threads answer them in batches of what is waiting.
+
+    Two threads: one gathers the samples of a batch while another waits for the answers of the batch before.
+    """
 
     def __init__(self, run: Run, samples: Samples, batch_pairs: int) -> None:
         self._run, self._samples, self._batch_pairs = run, samples, batch_pairs
         self._waiting: queue.SimpleQueue[list[tuple[int, int]] | None] = queue.SimpleQueue()
+        self._free = threading.Semaphore(_NUM_WORKERS)
         self._failure: BaseException | None = None
         self.batch_times: list[float] = []
 
@@ -80,8 +86,8 @@ class _SystemUnderTest:
         logs = loadgen.LogSettings()
         logs.log_output.outdir = str(folder)
         logs.log_output.copy_summary_to_stdout = False
-        worker = threading.Thread(target=self._answer_all)
-        worker.start()
+        taker = threading.Thread(target=self._take_all)
+        taker.start()
         tested = loadgen.ConstructSUT(self._issue, _nothing)
         library = loadgen.ConstructQSL(len(self._samples), len(self._samples), _nothing, _nothing)
         try:
@@ -90,25 +96,36 @@ class _SystemUnderTest:
             loadgen.DestroyQSL(library)
             loadgen.DestroySUT(tested)
             self._waiting.put(None)
-            worker.join()
+            taker.join()
         if self._failure is not None:
             raise self._failure
 
     def _issue(self, queries: Any) -> None:
         self._waiting.put([(query.id, query.index) for query in queries])
 
-    def _answer_all(self) -> None:
-        while (issued := self._waiting.get()) is not None:
-            while not self._waiting.empty() and len(issued) * 2 * self._samples.counts.mean() < self._batch_pairs:
-                more = self._waiting.get()
-                if more is None:
-                    return
-                issued += more
-            indices = np.array([index for _, index in issued])
-            begin = 0
-            for batch in self._samples.batches(indices, self._batch_pairs):
-                self._answer(issued[begin : begin + len(batch)], batch.tolist())
-                begin += len(batch)
+    def _take_all(self) -> None:
+        with ThreadPoolExecutor(_NUM_WORKERS) as workers:
+            while (issued := self._waiting.get()) is not None:
+                self._free.acquire()
+                issued += self._also_waiting(len(issued))
+                self._free.release()
+                indices, begin = np.array([index for _, index in issued]), 0
+                for batch in self._samples.batches(indices, self._batch_pairs):
+                    self._free.acquire()
+                    workers.submit(self._answer, issued[begin : begin + len(batch)], batch.tolist())
+                    begin += len(batch)
+
+    def _also_waiting(self, num_taken: int) -> list[tuple[int, int]]:
+        """What has been issued meanwhile, as far as it may go into the same batch."""
+        more: list[tuple[int, int]] = []
+        most = self._batch_pairs / self._samples.counts.mean()
+        while not self._waiting.empty() and num_taken + len(more) < most:
+            issued = self._waiting.get()
+            if issued is None:
+                self._waiting.put(None)
+                break
+            more += issued
+        return more
 
     def _answer(self, issued: list[tuple[int, int]], batch: list[int]) -> None:
         started = time.perf_counter()
@@ -117,6 +134,7 @@ class _SystemUnderTest:
         except Exception as error:  # noqa: BLE001  LoadGen waits for an answer to each sample, whatever happens
             self._failure, answers = error, None
         self.batch_times.append(time.perf_counter() - started)
+        self._free.release()
         data = array.array("B", b"" if answers is None else answers.tobytes())
         address, size = data.buffer_info()
         ends = 4 * np.cumsum(self._samples.counts[batch])

@@ -180,7 +180,7 @@ def _write_rows(version_dir: Path, table: TableSpec) -> None:
 
 def random_blocks(table: TableSpec) -> Iterator[NDArray[np.generic]]:
     """Rows as the table stores them, the same ones each time."""
-    rng = np.random.default_rng(int(table.name.removeprefix("table_")))
+    rng = np.random.Generator(np.random.SFC64(int(table.name.removeprefix("table_"))))
     for begin in range(0, table.num_rows, _BLOCK_ROWS):
         yield random_rows(rng, min(_BLOCK_ROWS, table.num_rows - begin), table.dtype)
 
@@ -189,7 +189,7 @@ def random_rows(rng: np.random.Generator, count: int, dtype: VectorType) -> NDAr
     """Elements spread evenly around 0."""
     if dtype != "int8":
         return (rng.random((count, DIM), np.float32) - 0.5).astype(dtype) * np.dtype(dtype).type(2 * _LARGEST_ELEMENT)
-    rows = np.frombuffer(bytearray(rng.bytes(count * (DIM + 8))), np.uint8).reshape(count, DIM + 8)
+    rows = rng.integers(0, 1 << 64, (count, (DIM + 8) // 8), np.uint64).view(np.uint8)
     rows[:, DIM:].view(np.float32)[:] = _LARGEST_ELEMENT / 128, 0  # scale and bias
     return rows
 

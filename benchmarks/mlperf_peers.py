@@ -127,7 +127,16 @@ class PlainOnnxRuntime(Peer):
 
     def answer(self, pairs: Arrays) -> NDArray[np.float32]:
         """See Peer."""
-        answers: NDArray[np.float32] = self._network.run([model.OUTPUT], pairs)[0]
+        binding = self._network.io_binding()
+        for name, array in pairs.items():
+            if isinstance(array, np.ndarray):
+                binding.bind_cpu_input(name, array)
+            else:
+                array.device.synchronize()
+                binding.bind_input(name, "cuda", array.device.id, array.dtype.type, array.shape, array.data.ptr)
+        binding.bind_output(model.OUTPUT, "cpu")
+        self._network.run_with_iobinding(binding)
+        answers: NDArray[np.float32] = binding.copy_outputs_to_cpu()[0]
         return answers.reshape(-1)
 
 

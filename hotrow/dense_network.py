@@ -4,31 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from inference_session.config import SessionConfig
 from inference_session.model_spec import DENSE_FILE, RANKING_FILE, ModelSpec
 from triton_backend.repository.model_config import configured_session
 
 SETTING = "dense_precision"
+ENGINE_SETTING = "dense_engine"
 
 
-def configured_precision(*sources: Mapping[str, Any]) -> str:
-    """`dense_precision` as these settings say, of which the first comes first."""
-    return str(next((source[SETTING] for source in sources if SETTING in source), SessionConfig.dense_precision))
+class DenseSettings(NamedTuple):
+    """What a model's settings say of its dense network."""
 
+    precision: str
+    engine: str
 
-def engine_name(precision: str) -> str:
-    """What computes at that precision."""
-    return "OpenVINO" if precision == "bfloat16" else "ONNX Runtime"
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> DenseSettings:
+        """Those of a model, with defaults for what it does not set."""
+        default = SessionConfig()
+        precision = settings.get(SETTING, default.dense_precision)
+        return cls(str(precision), str(settings.get(ENGINE_SETTING, default.dense_engine)))
+
+    @property
+    def engine_name(self) -> str:
+        """What computes the network, for people."""
+        if self.precision == "bfloat16":
+            return "OpenVINO"
+        return "TensorRT" if self.engine == "tensorrt" else "ONNX Runtime"
 
 
 def describe_dense_network(spec: ModelSpec, version_dir: Path) -> dict[str, Any] | None:
     """Engine, precision, and for bfloat16 the matrix products that are computed so; None: there is no network."""
     if not (version_dir / DENSE_FILE).exists():
         return None
-    precision = configured_session(spec, version_dir).dense_precision
-    facts: dict[str, Any] = {"engine": engine_name(precision), "precision": precision}
+    config = configured_session(spec, version_dir)
+    settings = DenseSettings(config.dense_precision, config.dense_engine)
+    precision = settings.precision
+    facts: dict[str, Any] = {"engine": settings.engine_name, "precision": precision}
     if precision == "bfloat16":
         # Imported where needed: ONNX takes a while to load.
         from inference_session.dense_engine.openvino import read_division

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from hotrow.dense_network import SETTING, configured_precision, engine_name
+from hotrow.dense_network import ENGINE_SETTING, SETTING, DenseSettings
 from hotrow.units import counted, in_units
 from inference_session.errors import ConfigurationError, HotrowError
 from inference_session.model_source import is_url
@@ -93,8 +93,8 @@ class _Needs(NamedTuple):
     """What its settings say, its secrets and all: not to be shown."""
     tables: list[Path] = []  # noqa: RUF012  a default that nobody changes
     """Files of vectors that are mapped."""
-    precision: str = ""
-    """Setting `dense_precision`; empty: it has no dense network."""
+    dense: DenseSettings | None = None
+    """None: it has no dense network."""
 
 
 def examine(plan: Plan) -> Iterator[Finding]:
@@ -332,8 +332,8 @@ def _repository(repository: Path) -> Iterator[Finding]:
     yield Finding("repository", "ok", f"{counted(len(models), 'model')}: {', '.join(model.name for model in models)}")
     yield from _permissions(repository)
     for model, need in zip(models, needs, strict=True):
-        if need.precision:
-            yield _dense_network(model.name, need.precision)
+        if need.dense is not None:
+            yield _dense_network(model.name, need.dense)
     yield from _large_pages([path for need in needs for path in need.tables])
     yield _memory([item for need in needs for item in need.items])
     yield from _packages({url for need in needs for url in need.urls})
@@ -376,13 +376,17 @@ def _large_pages(tables: list[Path]) -> Iterator[Finding]:
     yield Finding("large pages", "ok", text, fix if share < _ENOUGH_LARGE_PAGES else "")
 
 
-def _dense_network(model: str, precision: str) -> Finding:
+def _dense_network(model: str, settings: DenseSettings) -> Finding:
     """What computes the network of a model."""
     from inference_session.dense_engine.openvino import unusable_bfloat16
+    from inference_session.device.discovery import unusable_tensorrt
 
-    text = f"{model}: {engine_name(precision)}, {precision}"
-    if precision == "bfloat16" and (reason := unusable_bfloat16()):
+    text = f"{model}: {settings.engine_name}, {settings.precision}"
+    if settings.precision == "bfloat16" and (reason := unusable_bfloat16()):
         return Finding("dense network", "problem", f"{text}: {reason}", f"set {SETTING} of {model} to float32")
+    if settings.engine == "tensorrt" and (reason := unusable_tensorrt()):
+        fix = f"set {ENGINE_SETTING} of {model} to onnxruntime"
+        return Finding("dense network", "problem", f"{text}: {reason}", fix)
     return Finding("dense network", "ok", text)
 
 
@@ -420,9 +424,9 @@ def _needs(repository: Path, model: ServableModel) -> _Needs:
     spec = ModelSpec.read(version_dir)
     items = memory_items(spec, version_dir, cache_bytes=configured_cache_bytes(spec, version_dir))
     settings = {**spec.settings, **parameters}
-    precision = configured_precision(settings) if (version_dir / DENSE_FILE).exists() else ""
+    dense = DenseSettings.of(settings) if (version_dir / DENSE_FILE).exists() else None
     tables = [version_dir / TABLES_FOLDER / table.folder / VECTOR_FILE for table in spec.tables]
-    return _Needs(items, set(map(str, settings.values())), [path for path in tables if path.exists()], precision)
+    return _Needs(items, set(map(str, settings.values())), [path for path in tables if path.exists()], dense)
 
 
 def _needs_in_place(found: InPlaceModel) -> _Needs:
@@ -434,9 +438,9 @@ def _needs_in_place(found: InPlaceModel) -> _Needs:
         MemoryItem("files", "page cache", sum(file.stat().st_size for file in files), 1),
         MemoryItem("program", "process", PROCESS_BYTES, 1),
     ]
-    precision = configured_precision(settings) if found.model.graph_file else ""
+    dense = DenseSettings.of(settings) if found.model.graph_file else None
     tables = [path for path in files if path.name == VECTOR_FILE]
-    return _Needs(items, {*settings.values(), *sources}, tables, precision)
+    return _Needs(items, {*settings.values(), *sources}, tables, dense)
 
 
 def _packages(urls: set[str]) -> Iterator[Finding]:

@@ -30,6 +30,7 @@ def _choice(*allowed: str) -> Callable[[Any], str]:
 
 _MAX_THREADS = 1024
 """Of one pool. A number mistyped by a few digits would take every thread that the machine has, from all processes."""
+_MAX_BATCH = 1 << 24
 _MAX_TIME = 10**9
 """In seconds or milliseconds. Threads and sockets cannot wait for all numbers that are longer."""
 
@@ -149,6 +150,10 @@ class SessionConfig:
     )
     """How exactly the dense network is computed: on a GPU, `tf32` and `float16` are faster, with relative errors of
     about 1e-3, and `float16` holds numbers up to 65504 only. On a processor, `bfloat16` is faster for wide layers."""
+    dense_engine: Literal["onnxruntime", "tensorrt"] = _setting("onnxruntime", _choice("onnxruntime", "tensorrt"))
+    """What computes the dense network: ONNX Runtime, or on a GPU TensorRT, where its libraries are installed."""
+    tensorrt_max_samples: int = _setting(1024, _count(1, _MAX_BATCH))
+    """With `dense_engine` `tensorrt`: the largest batch that the network is compiled for."""
     dense_threads: int = _setting(0, _count(0, _MAX_THREADS))
     """Threads of the dense network for one batch. 0: half the processor's cores, at least one, at most eight."""
     lookup_threads: int = _setting(0, _count(0, _MAX_THREADS))

@@ -47,6 +47,7 @@ from inference_session.model_spec import (
 from inference_session.requests.batch import CheckedRequest, JoinedBatch, Request
 from inference_session.requests.caller_arrays import as_input, as_keys, as_rows, as_written_keys
 from inference_session.requests.canary import check_canary
+from inference_session.requests.gpu_inputs import copied_to_host, is_on_gpu, may_stay_on_gpu
 from inference_session.requests.grouped import GroupedRequests
 from inference_session.requests.layouts import layout_of
 from inference_session.requests.outputs import Answer, Outputs
@@ -213,16 +214,51 @@ class InferenceSession:
     def run(self, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] | None = None) -> Answer:
         """The outputs of those names, in that order; None: all of the model's own, and the predictions.
 
+        Inputs may also lie on a GPU, as arrays of CuPy or PyTorch. A session on that GPU reads them in place, if the
+        model has neither bags by offsets, weights of keys, strings, computed keys nor context inputs; otherwise they
+        are copied to the host. Types of arrays in place have to be the model's own.
+
         Raises:
             InvalidRequestError: an input is missing, unknown or malformed, or an output unknown.
         """
         if answers := self._run_staged([Request(inputs, outputs)], unmarked):  # type: ignore[arg-type]  # it looks
             return answers[0]
+        if any(map(is_on_gpu, inputs.values())):
+            return self._run_from_gpu(inputs, outputs)
         arrays = {name: as_input(name, value, self._input_types.get(name)) for name, value in inputs.items()}
         answer = self.run_many([Request(arrays, outputs)])[0]
         if isinstance(answer, HotrowError):
             raise answer
         return answer
+
+    def _run_from_gpu(self, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] | None) -> Answer:
+        """As `run`, for inputs of which some lie on a GPU: alone, for they are not joined with those of others."""
+        self._check_open()
+        take = self._devices[0].given if self._reads_gpu_inputs else None
+        try:
+            arrays = {name: self._input_from_gpu(name, value, take) for name, value in inputs.items()}
+            request = self._layout.check(Request(arrays, outputs))
+            # Plans of such batches are their own: other batches of these shapes have places on the host.
+            answer = self._answer([request._replace(shapes=("on GPU", request.shapes))])[0]
+        except HotrowError:
+            self._stats.count_requests(1, 1)
+            raise
+        self._stats.count_requests(1, 0)
+        return answer
+
+    @property
+    def _reads_gpu_inputs(self) -> bool:
+        """Whether inputs on the session's one GPU are read there: nothing on the host looks at keys."""
+        if self.num_devices > 1:
+            return False
+        return self._rows.is_launched and self._recorder is None and may_stay_on_gpu(self.spec, self._layout)
+
+    def _input_from_gpu(self, name: str, value: Any, take: Callable[[Any], Any] | None) -> Any:
+        """An input where the session reads it: what `take` makes of it, on the GPU; None: on the host."""
+        if is_on_gpu(value):
+            return copied_to_host(name, value) if take is None else take(value)
+        array = as_input(name, value, self._input_types.get(name))
+        return array if take is None else take(array)
 
     def run_many(self, requests: Sequence[Request], mark: Mark = unmarked) -> list[Answer | HotrowError]:
         """Answer several requests with one look-up and one run of the dense network wherever their shapes allow.

@@ -413,3 +413,39 @@ os._exit(0)
         [sys.executable, "-c", script], check=False, capture_output=True, text=True, timeout=200, cwd=Path.cwd()
     )
     assert "all as expected" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_inputs_on_the_gpu(tmp_path: Path, splits: bool) -> None:
+    """Arrays on the session's GPU are read there, whatever their layout, and give what arrays on the host do."""
+    import cupy
+
+    rng = np.random.default_rng(8)
+    emb = table()
+    read = "a, b = Split<axis = 1>(ids, sizes)" if splits else "a = Identity(ids) b = Identity(more)"
+    inputs = "int32[n, 8] ids" if splits else "int32[n, 5] ids, int32[n, 3] more"
+    graph = (
+        f"g ({inputs}, float[n, 4] dense) => (float[n, 1] click)"
+        f" {{ axis = Constant<value_ints = [1]>() sizes = Constant<value_ints = [5, 3]>() {read}"
+        " ea = Gather(emb, a) eb = Gather(emb, b) pa = ReduceSum<keepdims = 0>(ea, axis)"
+        " pb = ReduceSum<keepdims = 0>(eb, axis) x = Concat<axis = 1>(pa, pb, dense) click = MatMul(x, w) }"
+    )
+    w = rng.standard_normal((2 * emb.shape[1] + 4, 1)).astype(np.float32)
+    report = import_model(tmp_path, model_of(graph, {"emb": emb, "w": w}))
+    names = {"ids": 8} if splits else {"ids": 5, "more": 3}
+    with InferenceSession.open(report.version_dir, device="cuda:0", warm_up_s=5) as session:
+        for num_samples in (1, 64, 64, 64, 3000, 3000):
+            request = {name: rng.integers(0, len(emb), (num_samples, k)).astype(np.int32) for name, k in names.items()}
+            request["dense"] = rng.standard_normal((num_samples, 4)).astype(np.float32)
+            expected = session.predict(request)
+            for order in ("C", "F"):
+                given = {name: cupy.asarray(array, order=order) for name, array in request.items()}
+                np.testing.assert_allclose(session.predict(given), expected, rtol=1e-6, atol=1e-6)
+                for name, array in given.items():
+                    np.testing.assert_array_equal(array.get(), request[name])
+            mixed = {**request, "ids": cupy.asarray(request["ids"])}
+            np.testing.assert_allclose(session.predict(mixed), expected, rtol=1e-6, atol=1e-6)
+        with pytest.raises(InvalidRequestError, match="input 'ids' has type int64, expected int32"):
+            session.predict({**request, "ids": cupy.asarray(request["ids"].astype(np.int64))})
+    with InferenceSession.open(report.version_dir, device="cpu") as session:
+        np.testing.assert_allclose(session.predict(given), expected, rtol=1e-4, atol=1e-4)

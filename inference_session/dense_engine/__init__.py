@@ -24,11 +24,20 @@ _log = logging.getLogger(__name__)
 
 
 def check_precision(config: SessionConfig, device: Device) -> None:
-    """Refuse a setting `dense_precision` that the device does not have: ConfigurationError."""
+    """Refuse a setting `dense_precision` or `dense_engine` that the device does not have: ConfigurationError."""
     if config.dense_precision == "bfloat16" and device is not HOST:
         raise ConfigurationError(
             f"dense_precision cannot be 'bfloat16' on {device.name}: it is for processors, so set device=cpu,"
             " or take 'tf32' or 'float16'"
+        )
+    if config.dense_engine != "tensorrt":
+        return
+    if device is HOST:
+        raise ConfigurationError("dense_engine cannot be 'tensorrt' on cpu: it is for GPUs, so take 'onnxruntime'")
+    if config.dense_precision == "float32":
+        raise ConfigurationError(
+            "dense_engine cannot be 'tensorrt' with dense_precision 'float32': TensorRT rounds factors of products, so"
+            " set dense_precision to 'tf32' or 'float16', or take 'onnxruntime'"
         )
 
 
@@ -63,6 +72,8 @@ def _open_in_bfloat16(path: Path, config: SessionConfig) -> DenseEngine:
 def _open(path: Path, content: bytes | None, config: SessionConfig, device: Device) -> OnnxEngine:
     if device is HOST:
         return OnnxEngine(path, content=content, num_threads=config.num_dense_threads)
+    if config.dense_engine == "tensorrt":
+        return _open_tensorrt(path, content, config, cast("CudaDevice", device))
     from inference_session.dense_engine.cuda import CudaEngine
 
     return CudaEngine(
@@ -71,4 +82,17 @@ def _open(path: Path, content: bytes | None, config: SessionConfig, device: Devi
         num_threads=config.num_dense_threads,
         gpu=cast("CudaDevice", device),
         use_tf32=config.dense_precision == "tf32",
+    )
+
+
+def _open_tensorrt(path: Path, content: bytes | None, config: SessionConfig, gpu: CudaDevice) -> OnnxEngine:
+    from inference_session.dense_engine.tensorrt import TensorRtEngine
+
+    return TensorRtEngine(
+        path,
+        content=content,
+        num_threads=config.num_dense_threads,
+        gpu=gpu,
+        in_float16=config.dense_precision == "float16",
+        max_samples=config.tensorrt_max_samples,
     )

@@ -85,6 +85,9 @@ class CudaBoundRun(BoundRun):
 class CudaEngine(OnnxEngine):
     """One ONNX file on a GPU. Inputs that CuPy has on the device are read there; outputs come back to the host."""
 
+    expected_provider = PROVIDER
+    """What ONNX Runtime calls what computes the network."""
+
     def __init__(
         self, path: Path, *, content: bytes | None = None, num_threads: int, gpu: CudaDevice, use_tf32: bool
     ) -> None:
@@ -103,18 +106,14 @@ class CudaEngine(OnnxEngine):
             "arena_extend_strategy": "kSameAsRequested",
         }
         self._may_record = True
-        try:
-            self._open(path, content, num_threads, {**settings, "enable_cuda_graph": "1"})
-        except ModelFormatError as error:  # some node runs on the processor, which no graph can hold
-            self._may_record = False
-            self._open(path, content, num_threads, settings)
-            _log.info("%s: CUDA graphs are off: %s", path, error)
+        self._open_on_gpu(path, content, num_threads, settings)
         self._path = path
         self._gpu = gpu  # behind the network among our attributes: that has to go before the stream that it runs on
-        if self.provider != PROVIDER:
+        if self.provider != self.expected_provider:
             raise ConfigurationError(
-                f"device cannot be 'cuda:{gpu.device_id}': ONNX Runtime gave {self.provider} instead of {PROVIDER}:"
-                " the CUDA and cuDNN libraries that it was built for are missing or do not match the driver"
+                f"device cannot be 'cuda:{gpu.device_id}': ONNX Runtime gave {self.provider} instead of"
+                f" {self.expected_provider}: the CUDA and cuDNN libraries that it was built for are missing or do not"
+                " match the driver"
             )
         self._declared = {output.name: (output.shape, output.type) for output in self._session.get_outputs()}
         self._input_shapes = {each.name: each.shape for each in self._session.get_inputs()}
@@ -167,6 +166,15 @@ class CudaEngine(OnnxEngine):
                 return self._run_unbound(session, bound.inputs, outputs, shapes)
             except VALUE_ERRORS as error:
                 raise refused(error) from error
+
+    def _open_on_gpu(self, path: Path, content: bytes | None, num_threads: int, settings: dict[str, str]) -> None:
+        """With CUDA graphs, where all of the network can run on the GPU."""
+        try:
+            self._open(path, content, num_threads, {**settings, "enable_cuda_graph": "1"})
+        except ModelFormatError as error:  # some node runs on the processor, which no graph can hold
+            self._may_record = False
+            self._open(path, content, num_threads, settings)
+            _log.info("%s: CUDA graphs are off: %s", path, error)
 
     def _open(self, path: Path, content: bytes | None, num_threads: int, settings: dict[str, str]) -> None:
         providers = [(PROVIDER, settings), "CPUExecutionProvider"]

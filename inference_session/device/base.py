@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from inference_session.errors import InvalidRequestError
 
 
 class Device(ABC):
@@ -52,7 +55,19 @@ class Device(ABC):
 
     @abstractmethod
     def stage(self, array: NDArray[Any]) -> NDArray[Any]:
-        """The contiguous array where a look-up can read it."""
+        """The array, contiguous, where a look-up can read it."""
+
+    @abstractmethod
+    def stage_keys(self, parts: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
+        """Keys behind each other as int64, where a look-up can read them; a single array may stay where it is."""
+
+    def given(self, array: Any) -> Any:  # noqa: ARG002
+        """An array that a caller has, contiguous on this GPU; what is launched from now on finds it filled.
+
+        Raises:
+            InvalidRequestError: it lies elsewhere.
+        """
+        raise InvalidRequestError(f"this session computes on {self.name}: it cannot read arrays on a GPU")
 
     @abstractmethod
     def output(self, array: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -12,7 +12,7 @@ import heapq
 import logging
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import cupy
@@ -26,7 +26,7 @@ from inference_session.device.arena import Arena
 from inference_session.device.base import Device
 from inference_session.device.cuda_memory import memory_checked
 from inference_session.device.pinned import pinned_empty
-from inference_session.errors import UnavailableError
+from inference_session.errors import InvalidRequestError, UnavailableError
 
 _FIRST_ARENA_BYTES = 1 << 20
 _locks: dict[int, threading.RLock] = {}
@@ -210,11 +210,33 @@ class CudaDevice(Device):
         array: NDArray[Any] = memory[begin : begin + num_bytes].view(dtype).reshape(shape)
         return array
 
-    def stage(self, array: NDArray[Any]) -> NDArray[Any]:
-        """A copy in such memory."""
+    def stage(self, array: Any) -> Any:
+        """A copy in such memory; an array on the device stays there."""
+        if not isinstance(array, np.ndarray):
+            return cupy.ascontiguousarray(array)
         copy = self.pinned(array.shape, array.dtype)
         np.copyto(copy, array)
         return copy
+
+    def stage_keys(self, parts: Sequence[Any]) -> Any:
+        """See Device: in one pass over keys on the host, on the device over those that are there."""
+        if parts and not isinstance(parts[0], np.ndarray):
+            return cupy.concatenate(parts, axis=None, dtype=np.int64)
+        keys = self.pinned((sum(part.size for part in parts),), np.int64)
+        if parts:
+            np.concatenate(parts, axis=None, out=keys, casting="same_kind")
+        return keys
+
+    def given(self, array: Any) -> Any:
+        """See Device. Arrays on the device are not copied; CuPy's current stream and theirs are waited for."""
+        found = array
+        if not isinstance(array, cupy.ndarray) or not array.flags.c_contiguous:
+            with self.held():  # a copy takes memory
+                found = cupy.ascontiguousarray(cupy.asarray(array))
+        if found.device.id != self.device_id:
+            raise InvalidRequestError(f"an input lies on cuda:{found.device.id}, the session on {self.name}")
+        self.stream.wait_event(cupy.cuda.get_current_stream().record())
+        return found
 
     def counts(self, num_counts: int) -> NDArray[np.int64]:
         """See Device."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes.util
+import importlib
 import logging
+from pathlib import Path
 
 from inference_session.device.base import Device
 from inference_session.device.host import HOST
@@ -10,6 +13,10 @@ from inference_session.errors import ConfigurationError
 
 PROVIDER = "CUDAExecutionProvider"
 """What ONNX Runtime calls running on a GPU."""
+
+TENSORRT_PROVIDER = "TensorrtExecutionProvider"
+"""The same by way of TensorRT."""
+_TENSORRT_LIBRARY = "libonnxruntime_providers_tensorrt.so"
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +60,22 @@ def unusable_network() -> str | None:
         return "this ONNX Runtime has no CUDA provider (pip install onnxruntime-gpu instead of onnxruntime)"
     if preload is not None:  # finds libraries that pip has installed
         preload()
+    return None
+
+
+def unusable_tensorrt() -> str | None:
+    """Why ONNX Runtime cannot use TensorRT; None: it may."""
+    import onnxruntime
+
+    if TENSORRT_PROVIDER not in onnxruntime.get_available_providers():
+        return "this ONNX Runtime has no TensorRT provider (pip install onnxruntime-gpu instead of onnxruntime)"
+    if not (Path(onnxruntime.__file__).parent / "capi" / _TENSORRT_LIBRARY).exists():
+        return f"this ONNX Runtime comes without {_TENSORRT_LIBRARY}"
+    try:
+        importlib.import_module("tensorrt")  # loads the libraries that pip has installed
+    except ImportError as error:
+        if ctypes.util.find_library("nvinfer") is None:
+            return f"TensorRT is not installed ({error}): pip install tensorrt"
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from inference_session.kernels.records import address_of
 
 LINE_BYTES = 64
 _NOTHING_HELD = contextlib.nullcontext()
+_NO_KEYS = np.empty(0, np.int64)
 
 
 class HostDevice(Device):
@@ -34,7 +36,11 @@ class HostDevice(Device):
 
     def stage(self, array: NDArray[Any]) -> NDArray[Any]:
         """See Device."""
-        return array
+        return np.ascontiguousarray(array)
+
+    def stage_keys(self, parts: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
+        """See Device."""
+        return joined_keys(parts)
 
     def output(self, array: NDArray[np.float32]) -> NDArray[np.float32]:
         """See Device."""
@@ -45,6 +51,13 @@ class HostDevice(Device):
 
 
 HOST = HostDevice()
+
+
+def joined_keys(parts: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
+    """All keys behind each other as int64, in one pass; a single array is not copied where it is so already."""
+    if len(parts) == 1:
+        return np.ascontiguousarray(parts[0], np.int64)
+    return np.concatenate(parts, axis=None, dtype=np.int64) if parts else _NO_KEYS
 
 
 def zeros_at_line(num_rows: int, row_bytes: int) -> NDArray[np.uint8]:

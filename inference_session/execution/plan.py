@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from inference_session.dense_engine.base import BoundRun, DenseEngine
 from inference_session.device.base import Device
+from inference_session.device.host import joined_keys
 from inference_session.errors import InvalidRequestError
 from inference_session.execution.lookups import Geometry, ModelLookups
 from inference_session.kernels.records import Lookup, address_of
@@ -31,7 +32,6 @@ from inference_session.rows.base import Rows
 
 _MAX_PLANS = 1024
 _KEY_BYTES = 8
-_NO_KEYS = np.empty(0, np.int64)
 
 
 class ExecutionPlan(ABC):
@@ -126,8 +126,8 @@ class FreshPlan(ExecutionPlan):
         all_parts = [batch.parts(name) for name in names]
         if any(isinstance(parts[0], Ragged) for parts in all_parts):
             return self._fill_ragged(segments, batch, num_keys.copy())
-        keys = _laid_out([part for parts in all_parts for part in parts])  # type: ignore[misc]
-        addresses = self._loose_offsets + self._stage(batch, names, keys)
+        keys = self._device.stage_keys([part for parts in all_parts for part in parts])  # type: ignore[misc]
+        addresses = self._loose_offsets + _kept(batch, names, keys)
         if len(names) == len(segments):
             segments["keys_address"] = addresses
         else:
@@ -151,8 +151,8 @@ class FreshPlan(ExecutionPlan):
                 even[i] = parts
         if even:
             places, counts = list(even), num_keys[list(even)]
-            keys = _laid_out([part for parts in even.values() for part in parts])  # type: ignore[misc]
-            address = self._stage(batch, tuple(self._lookups.key_names[i] for i in places), keys)
+            keys = self._device.stage_keys([part for parts in even.values() for part in parts])  # type: ignore[misc]
+            address = _kept(batch, tuple(self._lookups.key_names[i] for i in places), keys)
             segments["keys_address"][places] = address + _KEY_BYTES * (np.cumsum(counts) - counts)
         return num_keys
 
@@ -180,9 +180,8 @@ class FreshPlan(ExecutionPlan):
         self, batch: JoinedBatch, names: tuple[str, ...], array: NDArray[Any], *, by_column: bool = False
     ) -> int:
         """Where the device reads an array, which is kept alive as long as the batch."""
-        staged = self._device.stage(array.T).T if by_column else self._device.stage(np.ascontiguousarray(array))
-        batch.staged.append(Staged(names, staged))
-        return address_of(staged)
+        staged = self._device.stage(array.T).T if by_column else self._device.stage(array)
+        return _kept(batch, names, staged)
 
 
 class RecordedPlan(ExecutionPlan):
@@ -250,8 +249,10 @@ class ExecutionPlans:
         return plan
 
     def _recorded(self, plan: FreshPlan, batch: JoinedBatch) -> FreshPlan | RecordedPlan:
-        """The same with its places fixed, unless the network cannot be bound to them."""
+        """The same with its places fixed, unless the batch or the network cannot be bound to them."""
         plan.may_record = False
+        if not batch.is_on_host:  # each batch has places of its own
+            return plan
         trial = batch.copy()
         with plan.held():
             lookup = plan.fill(trial)
@@ -263,11 +264,10 @@ class ExecutionPlans:
         return RecordedPlan(self._rows.device, lookup, network, [*trial.staged, *places], plan.outputs)
 
 
-def _laid_out(keys: list[NDArray[Any]]) -> NDArray[np.int64]:
-    """All keys behind each other as int64, in one pass; a single array is not copied."""
-    if len(keys) == 1:
-        return np.ascontiguousarray(keys[0], np.int64)
-    return np.concatenate(keys, axis=None, dtype=np.int64) if keys else _NO_KEYS
+def _kept(batch: JoinedBatch, names: tuple[str, ...], staged: NDArray[Any]) -> int:
+    """The address of an array, which is kept alive as long as the batch."""
+    batch.staged.append(Staged(names, staged))
+    return address_of(staged)
 
 
 def _joined_bags(parts: list[Ragged]) -> Ragged:
@@ -279,4 +279,4 @@ def _joined_bags(parts: list[Ragged]) -> Ragged:
     begins = np.concatenate([part.begins + shift for part, shift in zip(parts, shifts, strict=True)])
     ends = np.concatenate([part.ends + shift for part, shift in zip(parts, shifts, strict=True)])
     num_keys = sum(part.num_keys for part in parts)
-    return Ragged(_laid_out([part.values for part in parts]), begins, ends, parts[0].shape, num_keys)
+    return Ragged(joined_keys([part.values for part in parts]), begins, ends, parts[0].shape, num_keys)

@@ -82,6 +82,11 @@ class JoinedBatch:
     def __contains__(self, name: object) -> bool:
         return name in self._parts
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether all inputs are in host memory, and not where a caller has them on a GPU."""
+        return all(isinstance(part, (np.ndarray, Ragged)) for parts in self._parts.values() for part in parts)
+
     def in_order(self, outputs: Answer) -> Answer:
         """Of outputs with a row for each row of the batch, those of its samples."""
         if self.places is None:

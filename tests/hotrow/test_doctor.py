@@ -20,6 +20,7 @@ from hotrow.commands.doctor import command
 from hotrow.machine_checks import Finding, Plan, examine
 from inference_session import InferenceSession
 from inference_session.dense_engine import openvino
+from inference_session.device import discovery
 from inference_session.sizing import memory
 from tests.testing import small_model
 from tests.testing.hugectr_source import Source
@@ -216,6 +217,17 @@ def test_what_computes_dense_networks(repository: Path, monkeypatch: pytest.Monk
     (unusable,) = _findings("dense network", repository=repository)
     assert (unusable.level, unusable.fix) == ("problem", "set dense_precision of ctr to float32")
     assert "too old" in unusable.message
+
+
+def test_tensorrt_that_is_not_installed(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a problem; the fix names setting and model."""
+    _add_parameter(repository, "dense_engine", "tensorrt")
+    monkeypatch.setattr(discovery, "unusable_tensorrt", lambda: "TensorRT is not installed")
+
+    (finding,) = _findings("dense network", repository=repository)
+
+    assert (finding.level, finding.fix) == ("problem", "set dense_engine of ctr to onnxruntime")
+    assert finding.message == "ctr: TensorRT, float32: TensorRT is not installed"
 
 
 def test_how_tables_are_mapped(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:

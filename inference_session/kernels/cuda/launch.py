@@ -57,15 +57,19 @@ def _kernel(name: str, num_shards: int = 1) -> Any:
     return _module(num_shards).get_function(name)
 
 
-def compile_kernels(num_shards: int = 1) -> None:
+def compile_kernels(num_shards: int = 1) -> dict[str, Any]:
     """Compile, or load from CuPy's cache, for the current device: no request waits for it later.
 
-    `num_shards`: GPUs that sharded tables lie on; look-ups in them have kernels of their own.
+    Args:
+        num_shards: GPUs that sharded tables lie on; look-ups in them have kernels of their own.
+
+    Returns:
+        CuPy's kernels by name, those for tables that are not sharded.
     """
-    for name in _KERNELS:
-        _kernel(name).compile()
-    for name in _LOOK_UPS:
-        _kernel(name, num_shards).compile()
+    kernels = {name: _kernel(name) for name in _KERNELS}
+    for kernel in (*kernels.values(), *(_kernel(name, num_shards) for name in _LOOK_UPS)):
+        kernel.compile()
+    return kernels
 
 
 class _Argument:

@@ -1,0 +1,40 @@
+"""The sizes of batches that TensorRT compiles a network for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError
+
+from inference_session.errors import ModelFormatError, UnsupportedModelError
+
+
+def profile_shapes(path: Path, content: bytes | None, max_samples: int) -> dict[str, str]:
+    """The smallest and largest shapes of a network's inputs, as settings of ONNX Runtime's provider.
+
+    Raises:
+        ModelFormatError: the network cannot be read.
+        UnsupportedModelError: an input has an open size beside the number of samples.
+    """
+    try:
+        model = onnx.load_from_string(content) if content else onnx.load(path, load_external_data=False)
+    except (DecodeError, OSError, ValueError) as error:
+        raise ModelFormatError(f"{path}: cannot be read: {error}") from error
+    smallest, largest = [], []
+    for tensor in model.graph.input:
+        sizes = [size.dim_value if size.HasField("dim_value") else None for size in tensor.type.tensor_type.shape.dim]
+        if None in sizes[1:]:
+            raise UnsupportedModelError(
+                f"{path}: dense_engine 'tensorrt' does not suit this network, take 'onnxruntime': the sizes of input"
+                f" {tensor.name!r} are not fixed, beside the number of samples"
+            )
+        if sizes and sizes[0] is None:
+            rest = "".join(f"x{size}" for size in sizes[1:])
+            smallest.append(f"{tensor.name}:1{rest}")
+            largest.append(f"{tensor.name}:{max_samples}{rest}")
+    return {
+        "trt_profile_min_shapes": ",".join(smallest),
+        "trt_profile_opt_shapes": ",".join(largest),
+        "trt_profile_max_shapes": ",".join(largest),
+    }
