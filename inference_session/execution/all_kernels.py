@@ -5,13 +5,12 @@ for an image to bring along.
 from __future__ import annotations
 
 import tempfile
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
-from inference_session.kernels.cpu import staging
+from inference_session.kernels.cpu import bag_staging, bags, staging
 from inference_session.model_spec import ModelSpec, TableSpec
 from inference_session.parameter_server.redis import layout as redis_layout
 from inference_session.parameter_server.redis import replies as redis_replies
@@ -27,8 +26,9 @@ _TABLE = TableSpec("table", "table", num_rows=2, embedding_dim=1)
 
 def compile_all() -> None:
     """Look-ups, requests, caches, updates, Redis, files, and HugeCTR's bags; what is compiled already is loaded."""
-    import_module("inference_session.kernels.cpu.bags")  # compiled when it is imported
+    bags.compile_kernels()
     staging.compile_kernels()
+    bag_staging.compile_kernels()
     SessionStats(ModelSpec((), (), (), ()))
     redis_layout.compile_kernels()
     redis_replies.compile_kernels()

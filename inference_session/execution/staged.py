@@ -1,13 +1,15 @@
 """The way of most requests on the processor: arrays as a model's inputs describe them, in a batch of a known shape.
 
-Compiled code reads the arrays where the requests have them and describes the look-up (kernels/cpu/staging.py); vectors
-and outputs lie in memory that stays, over which the network runs, bound once per shape. Nothing is done in Python per
-input or table. Requests that do not fit, for whatever reason, take the way of `InferenceSession.run_many`.
+Compiled code reads the arrays where the requests have them and describes the look-up; array_forms.py has a form for
+each layout of requests that it knows. Vectors and outputs lie in memory that stays, over which the network runs, bound
+once per shape. Nothing is done in Python per input or table. Requests that do not fit, for whatever reason, take the
+way of `InferenceSession.run_many`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,32 +17,20 @@ from numpy.typing import NDArray
 
 from inference_session.dense_engine.base import BoundRun, DenseEngine
 from inference_session.device.host import HOST, zeros_at_line
+from inference_session.execution.array_forms import ArrayForm, Shapes, compile_kernels, create_form, has_form
 from inference_session.execution.lookups import Block, ModelLookups
 from inference_session.execution.network import Network
-from inference_session.kernels.array_headers import can_read_arrays, dtype_addresses
-from inference_session.kernels.cpu.staging import (
-    BLOCK,
-    DIFFERING,
-    INPUT,
-    LOOKUP,
-    MAX_RANK,
-    NO_ROOM,
-    OPEN,
-    STAGED,
-    compile_kernels,
-    stage,
-)
-from inference_session.kernels.records import SEGMENT, Lookup, PoolingCode, address_of
-from inference_session.model_spec import LookupSpec, ModelSpec, TensorSpec
+from inference_session.kernels.array_headers import can_read_arrays
+from inference_session.kernels.cpu.staging import BLOCK, NO_ROOM, STAGED
+from inference_session.kernels.records import SEGMENT, Lookup, address_of
+from inference_session.model_spec import ModelSpec
 from inference_session.requests.batch import RequestLayout
-from inference_session.requests.tensor_layout import TensorLayout
 from inference_session.rows.base import Rows
 
 _MAX_PLANS = 1024
 _MAX_BYTES = 64 << 20
 """Of inputs and vectors in one batch: larger ones gain little, and this memory stays."""
 _FIRST_REQUESTS, _MAX_REQUESTS = 16, 4096
-_ARRAY_TYPE = id(np.ndarray)
 
 _Records: TypeAlias = "tuple[NDArray[np.void], NDArray[np.int64], NDArray[np.int64]]"
 """Segments, keys and unknown keys of each, of a Lookup."""
@@ -64,10 +54,10 @@ class StagedModel:
     Safe to use from several threads: `take` gives each its own memory, which `give_back` keeps for the next.
     """
 
-    def __init__(self, spec: ModelSpec, layout: TensorLayout, network: Network, lookups: ModelLookups) -> None:
-        self.num_inputs = len(spec.inputs)
-        self._spec, self._layout, self._lookups = spec, layout, lookups
-        self._dense = network.dense
+    def __init__(
+        self, spec: ModelSpec, lookups: ModelLookups, dense: DenseEngine, new_form: Callable[[], ArrayForm]
+    ) -> None:
+        self._spec, self._lookups, self._dense, self._new_form = spec, lookups, dense, new_form
         self._free: list[Staging] = []
 
     def take(self) -> Staging:
@@ -75,7 +65,7 @@ class StagedModel:
         try:
             return self._free.pop()
         except IndexError:
-            return Staging(self._spec, self._layout, self._lookups, self._dense)
+            return Staging(self._spec, self._lookups, self._dense, self._new_form())
 
     def give_back(self, staging: Staging) -> None:
         """Another batch may have it."""
@@ -85,14 +75,12 @@ class StagedModel:
 class Staging:
     """The memory that batches pass through, and a plan of the network over it for each shape. For one thread."""
 
-    def __init__(self, spec: ModelSpec, layout: TensorLayout, lookups: ModelLookups, dense: DenseEngine) -> None:
-        self._spec, self._dense = spec, dense
+    def __init__(self, spec: ModelSpec, lookups: ModelLookups, dense: DenseEngine, form: ArrayForm) -> None:
+        self._spec, self._dense, self._form = spec, dense, form
         self._blocks_of = lookups.blocks
-        self._inputs = _input_records(spec, layout, dense)
-        self._lookups = _lookup_records(spec, lookups)
+        self._inputs, self._lookups = form.inputs, form.lookups
         self._blocks = np.zeros(len(lookups.blocks), BLOCK)
-        self._open_sizes = np.zeros(1 + int((self._inputs["expected"] == OPEN).sum()), np.int64)
-        self._max_elements = layout.max_elements
+        self._open_sizes = np.zeros(form.num_open_sizes, np.int64)
         self._memory: dict[tuple[str, int], NDArray[np.uint8]] = {}
         self._plans: dict[tuple[bytes, Any], BoundRun | None] = {}
         self._make_room(_FIRST_REQUESTS)
@@ -121,11 +109,8 @@ class Staging:
         return StagedBatch(Lookup(*records), run, self._counts[:num_requests].tolist())
 
     def _stage(self, arrays: Arrays, num_requests: int) -> int:
-        return stage(
-            *(id(arrays), num_requests, _ARRAY_TYPE, self._max_elements),
-            *(self._inputs, self._lookups, self._blocks),
-            *(self._open_sizes, self._counts, self._segments, self._num_keys),
-        )
+        records = self._blocks, self._open_sizes, self._counts, self._segments, self._num_keys
+        return self._form.stage(id(arrays), num_requests, *records)
 
     def _first_records(self, num_segments: int) -> _Records:
         """What a Lookup of so many segments is made of; remembered, for cutting arrays takes as long as staging."""
@@ -161,31 +146,23 @@ class Staging:
         """The network over the memory that batches of these sizes pass through; None: requests would be refused."""
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
-        fits = _sizes_fit(self._spec, self._shapes())
-        self._plans[case] = run = self._dense.bind(self._network_inputs(), case[1]) if fits else None
+        shapes = self._form.shapes(int(self._open_sizes[0]))
+        fits = self._form.fits(shapes)
+        self._plans[case] = run = self._dense.bind(self._network_inputs(shapes), case[1]) if fits else None
         return run
 
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the inputs of the batch that was staged last."""
-        num_samples = int(self._open_sizes[0])
-        return {
-            tensor.name: (num_samples, *record["sizes"][1 : record["rank"]].tolist())
-            for tensor, record in zip(self._spec.inputs, self._inputs, strict=True)
-        }
-
-    def _network_inputs(self) -> dict[str, NDArray[Any]]:
+    def _network_inputs(self, shapes: Shapes) -> dict[str, NDArray[Any]]:
         """What the network reads, in the shapes of the batch that was staged last."""
         inputs = {}
-        shapes = self._shapes()
-        for i, tensor in enumerate(self._spec.inputs):
+        for i, (name, tensor) in enumerate(zip(self._form.names, self._spec.inputs, strict=True)):
             if self._inputs["is_read"][i]:
-                inputs[tensor.name] = _view(self._memory, ("input", i), shapes[tensor.name], np.dtype(tensor.dtype))
+                inputs[name] = _view(self._memory, ("input", i), shapes[name], np.dtype(tensor.dtype))
         for b, block in enumerate(self._blocks_of):
             shape = self._block_shape(block, shapes)
             inputs[block.dense_input] = _view(self._memory, ("block", b), shape, np.dtype(np.float32))
         return inputs
 
-    def _block_shape(self, block: Block, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    def _block_shape(self, block: Block, shapes: Shapes) -> tuple[int, ...]:
         first = self._spec.lookups[block.members[0]]
         if block.joined:
             row_bytes = int(self._blocks["row_bytes"][self._blocks_of.index(block)])
@@ -200,69 +177,11 @@ def stage_model(spec: ModelSpec, layout: RequestLayout, network: Network, rows: 
     """What stages requests to a model; None: it has something that only the way of `run_many` knows."""
     if rows.device is not HOST or network.keys is not None or not can_read_arrays():
         return None
-    if type(layout) is not TensorLayout or not spec.batched or not all(map(_is_readable, spec.inputs)):
+    if not has_form(spec, layout, network.dense):
         return None
-    tensors = {tensor.name: tensor for tensor in spec.inputs}
-    known = {*tensors, *(lookup.dense_input for lookup in spec.lookups)}
-    if not spec.inputs or not network.dense.input_names <= known:
-        return None
-    if not all(_is_stageable(lookup, tensors) for lookup in spec.lookups):
-        return None
-    compile_kernels()
+    compile_kernels(spec)
     lookups = ModelLookups(spec, by_column=False, keys_follow_inputs=True)
-    return StagedModel(spec, layout, network, lookups)
-
-
-def _is_readable(tensor: TensorSpec) -> bool:
-    return np.dtype(tensor.dtype) != object and 0 < len(tensor.shape) <= MAX_RANK
-
-
-def _is_stageable(lookup: LookupSpec, tensors: Mapping[str, TensorSpec]) -> bool:
-    """Whether the keys of a look-up, and their weights, are inputs of types that the kernels read."""
-    keys, weights = tensors.get(lookup.keys), tensors.get(lookup.weights or "")
-    if keys is None or lookup.bags is not None or np.dtype(keys.dtype) not in (np.int64, np.int32):
-        return False
-    if lookup.pooling != "none" and len(keys.shape) < 2:
-        return False
-    return lookup.weights is None or (weights is not None and np.dtype(weights.dtype) == np.float32)
-
-
-def _input_records(spec: ModelSpec, layout: TensorLayout, dense: DenseEngine) -> NDArray[np.void]:
-    records = np.zeros(len(spec.inputs), INPUT)
-    bound_sizes = {pair for group in spec.equal_sizes for pair in group}
-    for record, tensor in zip(records, spec.inputs, strict=True):
-        dtype, rank = np.dtype(tensor.dtype), len(tensor.shape)
-        record["dtypes"], record["element_bytes"], record["rank"] = dtype_addresses(dtype), dtype.itemsize, rank
-        record["expected"] = -3
-        record["expected"][1:rank] = tensor.shape[1:]
-        if tensor.name in layout.ragged and (tensor.name, rank - 1) not in bound_sizes:
-            record["expected"][rank - 1] = DIFFERING
-        record["sizes"] = np.maximum(record["expected"], 0)
-        record["is_read"] = tensor.name in dense.input_names
-    return records
-
-
-def _lookup_records(spec: ModelSpec, lookups: ModelLookups) -> NDArray[np.void]:
-    records = np.zeros(len(spec.lookups), LOOKUP)
-    inputs = {tensor.name: i for i, tensor in enumerate(spec.inputs)}
-    tables = {table.folder: i for i, table in enumerate(spec.tables)}
-    for record, lookup, block in zip(records, spec.lookups, lookups.block_of, strict=True):
-        first, last = lookup.columns or (-1, -1)
-        record["table"], record["pooling"] = tables[lookup.table], PoolingCode[lookup.pooling.upper()]
-        record["embedding_dim"] = spec.tables[record["table"]].embedding_dim
-        record["keys"] = inputs[lookup.keys]
-        record["weights"] = inputs[lookup.weights] if lookup.weights else -1
-        record["first_column"], record["num_columns"] = first, last - first
-        record["block"], record["joined"] = block, lookups.blocks[block].joined
-    return records
-
-
-def _sizes_fit(spec: ModelSpec, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether sizes are equal that have to be; where they are not, `run_many` says what is wrong."""
-    for group in spec.equal_sizes:
-        if len({shapes[name][axis] for name, axis in group}) > 1:
-            return False
-    return all(lookup.weights is None or shapes[lookup.weights] == shapes[lookup.keys] for lookup in spec.lookups)
+    return StagedModel(spec, lookups, network.dense, partial(create_form, spec, layout, lookups, network.dense))
 
 
 def _view(

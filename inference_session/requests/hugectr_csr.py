@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from inference_session.errors import InvalidRequestError
 from inference_session.kernels.cpu.bags import place_bags
+from inference_session.kernels.records import address_of
 
 DENSE = "DES"
 KEYS = "CATCOLUMN"
@@ -155,7 +156,8 @@ def _bags(offsets: npt.NDArray[np.int32], num_keys: int, slots: tuple[int, ...],
     """Positions in CATCOLUMN, once the offsets are known to begin with 0, never to fall, and to cover all keys."""
     begins = np.empty(num_samples * sum(slots), np.int64)
     ends = np.empty_like(begins)
-    if not place_bags(offsets, _as_array(slots), num_samples, num_keys, begins, ends):
+    addresses = [address_of(array) for array in (offsets, begins, ends)]
+    if not place_bags(addresses[0], as_array(slots), num_samples, num_keys, *addresses[1:]):
         _explain_offsets(offsets.astype(np.int64), num_keys, slots, num_samples)
     bags = []
     first = 0
@@ -168,7 +170,8 @@ def _bags(offsets: npt.NDArray[np.int32], num_keys: int, slots: tuple[int, ...],
 
 
 @lru_cache(maxsize=32)
-def _as_array(slots: tuple[int, ...]) -> npt.NDArray[np.int64]:
+def as_array(slots: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """The slots of each table, int64 [tables]."""
     return np.array(slots, np.int64)
 
 

@@ -30,28 +30,28 @@ class HugectrLayout(RequestLayout):
         super().__init__(spec, outputs, network_inputs=network_inputs, max_elements=max_elements)
         options = dict(spec.layout_options)
         try:
-            self._dense_input = str(options.pop("dense_input"))
-            self._format = RequestFormat(**{**options, "slots": tuple(options["slots"])})
+            self.dense_input = str(options.pop("dense_input"))
+            self.format = RequestFormat(**{**options, "slots": tuple(options["slots"])})
         except (KeyError, TypeError) as error:
             raise ModelFormatError(f"layout_options {dict(spec.layout_options)!r} do not describe 'hugectr'") from error
-        self._parts = [(f"{KEYS}/{table}", slots) for table, slots in enumerate(self._format.slots)]
+        self.parts = [(f"{KEYS}/{table}", slots) for table, slots in enumerate(self.format.slots)]
 
     def check(self, request: Request) -> CheckedRequest:
         for name, array in request.inputs.items():
             self._check_size(name, array)
-        decoded = decode_request(request.inputs, self._format)
-        parts: dict[str, Part] = {self._dense_input: decoded.dense}
-        for (name, slots), bags in zip(self._parts, decoded.bags, strict=True):
+        decoded = decode_request(request.inputs, self.format)
+        parts: dict[str, Part] = {self.dense_input: decoded.dense}
+        for (name, slots), bags in zip(self.parts, decoded.bags, strict=True):
             parts[name] = Ragged(decoded.keys, bags.begins, bags.ends, (decoded.num_samples, slots), bags.num_keys)
         outputs = self._outputs.resolve(request.outputs)
         return CheckedRequest(parts, outputs, decoded.num_samples, shapes=())
 
     def made_up(self, num_samples: int) -> Request:
         """One key per bag."""
-        slots = self._format.slots
+        slots = self.format.slots
         offsets = [np.arange(num_samples * width + 1, dtype=np.int32) for width in slots]
-        dense = np.zeros(num_samples * self._format.dense_dim, np.float32)
-        keys = np.zeros(num_samples * sum(slots), self._format.key_type)
+        dense = np.zeros(num_samples * self.format.dense_dim, np.float32)
+        keys = np.zeros(num_samples * sum(slots), self.format.key_type)
         return Request({DENSE: dense, KEYS: keys, OFFSETS: np.concatenate(offsets)})
 
 

@@ -89,6 +89,8 @@ class Answering:
         answers = session.run_arrays(plain.arrays, len(requests), plain.outputs, mark)
         if answers is None:
             return None
+        if not session.spec.has_own_inputs:
+            return [packed_response(answer, session.spec, self._device_id) for answer in answers]
         return [
             pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in answer.items()])
             for answer in answers

@@ -2,52 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from inference_session.kernels.machine_code import compiled
-
-Int64s = NDArray[np.int64]
-_SIGNATURE = "boolean(int32[::1], int64[::1], int64, int64, int64[::1], int64[::1])"
+from inference_session.kernels.cpu.intrinsics import kernel, load, store
+from inference_session.kernels.records import address_of
 
 
-def _place_bags(
-    offsets: NDArray[np.int32], slots: Int64s, num_samples: int, num_keys: int, begins: Int64s, ends: Int64s
-) -> bool:
-    """Fill in where each bag begins and ends in CATCOLUMN; whether the offsets are such that it can be said.
+@kernel
+def place_bags(offsets: int, slots: Any, num_samples: int, num_keys: int, begins: int, ends: int) -> Any:
+    """Fill in where each bag begins and ends in CATCOLUMN; returns whether the offsets allow it.
 
-    offsets: per table a block of num_samples * slots[table] + 1; it begins with 0 and never falls, and the last ones
-    add up to num_keys. begins, ends: [bags] by table, sample and slot.
+    Args:
+        offsets: address of int32 values that nobody else can change: per table num_samples * slots[table] + 1 of them,
+            which must begin with 0 and never fall; the last ones must add up to num_keys.
+        slots: int64 [tables].
+        num_samples: in the request.
+        num_keys: in CATCOLUMN.
+        begins: address of int64 [bags], which receives positions, by table, sample and slot.
+        ends: the same.
     """
-    num_tables = len(slots)
-    block = 0
-    for table in range(num_tables):
-        last = block + num_samples * slots[table]
-        if offsets[block] != 0:
-            return False
-        for i in range(block, last):
-            if offsets[i + 1] < offsets[i]:
-                return False
-        block = last + 1
-    position = 0
+    if not _are_ascending(offsets, slots, num_samples):
+        return False
+    position = np.int64(0)
     for sample in range(num_samples):
         bag, block = 0, 0
-        for table in range(num_tables):
+        for table in range(len(slots)):
             first = sample * slots[table]
-            shift = position - offsets[block + first]
+            shift = position - load(offsets, np.int32, block + first)
             for slot in range(first, first + slots[table]):
-                begins[bag + slot] = offsets[block + slot] + shift
-                ends[bag + slot] = offsets[block + slot + 1] + shift
-            position = offsets[block + first + slots[table]] + shift
+                store(begins, np.int64, bag + slot, load(offsets, np.int32, block + slot) + shift)
+                store(ends, np.int64, bag + slot, load(offsets, np.int32, block + slot + 1) + shift)
+            position = load(offsets, np.int32, block + first + slots[table]) + shift
             bag += num_samples * slots[table]
             block += num_samples * slots[table] + 1
     return position == num_keys
 
 
-place_bags = cast(
-    "Callable[[Any, Int64s, int, int, Int64s, Int64s], bool]",
-    compiled(_place_bags, _SIGNATURE, nogil=True),
-)
+@kernel
+def _are_ascending(offsets: int, slots: Any, num_samples: int) -> Any:
+    """Whether the offsets of each table begin with 0 and never fall."""
+    block = 0
+    for table in range(len(slots)):
+        last = block + num_samples * slots[table]
+        if load(offsets, np.int32, block) != 0:
+            return False
+        for i in range(block, last):
+            if load(offsets, np.int32, i + 1) < load(offsets, np.int32, i):
+                return False
+        block = last + 1
+    return True
+
+
+def compile_kernels() -> None:
+    """Compile `place_bags`, or load it from Numba's cache, so that no request waits for a compiler."""
+    offsets, positions = np.zeros(1, np.int32), np.zeros(1, np.int64)
+    place_bags(address_of(offsets), np.ones(1, np.int64), 0, 0, address_of(positions), address_of(positions))

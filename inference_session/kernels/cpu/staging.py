@@ -111,7 +111,7 @@ def stage(
         return NOT_STAGED
     _note_open_sizes(inputs, num_samples, open_sizes)
     _lay_out(inputs, lookups, blocks, num_samples)
-    if not _has_room(inputs, blocks):
+    if not has_room(inputs, blocks):
         return NO_ROOM
     _copy_inputs(arrays, num_requests, inputs, counts)
     _fill_segments(arrays, num_requests, inputs, lookups, blocks, counts, segments, num_keys)
@@ -126,7 +126,7 @@ def compile_kernels() -> None:
 
 
 @kernel
-def _array(arrays: int, num_inputs: int, request: int, number: int) -> Any:
+def array_at(arrays: int, num_inputs: int, request: int, number: int) -> Any:
     """The address of an array's header."""
     return load(arrays, np.int64, request * num_inputs + number)
 
@@ -137,7 +137,7 @@ def _check_arrays(arrays: int, num_requests: int, array_type: int, max_elements:
     num_samples = np.int64(0)
     for r in range(num_requests):
         for i in range(len(inputs)):
-            array = _array(arrays, len(inputs), r, i)
+            array = array_at(arrays, len(inputs), r, i)
             if load(array + OBJECT_TYPE, np.int64, 0) != array_type:
                 return -1
             if not _is_as_expected(array, inputs[i], r == 0, max_elements):
@@ -203,11 +203,18 @@ def _lay_out(inputs: Any, lookups: Any, blocks: Any, num_samples: int) -> None:
         record = inputs[i]
         last = record.sizes[record.rank - 1] if record.rank > 1 else 1
         record.wanted_bytes = num_samples * _inner(record) * last * record.element_bytes if record.is_read else 0
+    for i in range(len(lookups)):
+        _lay_out_lookup(lookups[i], inputs[lookups[i].keys])
+    lay_out_blocks(lookups, blocks, num_samples)
+
+
+@kernel
+def lay_out_blocks(lookups: Any, blocks: Any, num_samples: int) -> None:
+    """Work out the rows of blocks, from those of their look-ups."""
     for b in range(len(blocks)):
         blocks[b].row_bytes = 0
     for i in range(len(lookups)):
         lookup, block = lookups[i], blocks[lookups[i].block]
-        _lay_out_lookup(lookup, inputs[lookup.keys])
         side_by_side = lookup.keys_per_row if lookup.pooling == _NONE else 1
         lookup.column_bytes = block.row_bytes
         block.row_bytes += 4 * lookup.embedding_dim * side_by_side
@@ -231,7 +238,8 @@ def _lay_out_lookup(lookup: Any, keys: Any) -> None:
 
 
 @kernel
-def _has_room(inputs: Any, blocks: Any) -> Any:
+def has_room(inputs: Any, blocks: Any) -> Any:
+    """Whether the memory of all records is as large as a batch needs."""
     num_short = 0
     for i in range(len(inputs)):
         num_short += inputs[i].wanted_bytes > inputs[i].num_bytes
@@ -249,7 +257,7 @@ def _copy_inputs(arrays: int, num_requests: int, inputs: Any, counts: Any) -> No
             last = record.sizes[record.rank - 1] if record.rank > 1 else 1
             sample_bytes, target = _inner(record) * last * record.element_bytes, record.address
             for r in range(num_requests):
-                source = load(_array(arrays, len(inputs), r, i) + DATA, np.int64, 0)
+                source = load(array_at(arrays, len(inputs), r, i) + DATA, np.int64, 0)
                 copy_bytes(target, source, counts[r] * sample_bytes)
                 target += counts[r] * sample_bytes
 
@@ -269,15 +277,11 @@ def _fill_segments(
     for r in range(num_requests):
         for i in range(len(lookups)):
             lookup, segment = lookups[i], segments[s]
-            array = _array(arrays, len(inputs), r, lookup.keys)
+            array = array_at(arrays, len(inputs), r, lookup.keys)
             _enter_keys(segment, lookup, inputs[lookup.keys], array)
-            block = blocks[lookup.block]
-            rows_before = samples_before * lookup.rows_per_sample
-            segment.num_rows = counts[r] * lookup.rows_per_sample
-            segment.output_address = block.address + rows_before * block.row_bytes + lookup.column_bytes
-            segment.output_stride = block.row_bytes
+            enter_output(segment, lookup, blocks[lookup.block], samples_before, counts[r])
             if lookup.weights >= 0:
-                weights = _array(arrays, len(inputs), r, lookup.weights)
+                weights = array_at(arrays, len(inputs), r, lookup.weights)
                 segment.weights_address = load(weights + DATA, np.int64, 0)
             num_keys[s] = segment.num_rows * segment.keys_per_row
             s += 1
@@ -285,9 +289,18 @@ def _fill_segments(
 
 
 @kernel
+def enter_output(segment: Any, lookup: Any, block: Any, samples_before: int, num_samples: int) -> None:
+    """Enter where the vectors of one request go, behind those of the samples before it."""
+    rows_before = samples_before * lookup.rows_per_sample
+    segment.table, segment.pooling = lookup.table, lookup.pooling
+    segment.num_rows = num_samples * lookup.rows_per_sample
+    segment.output_address = block.address + rows_before * block.row_bytes + lookup.column_bytes
+    segment.output_stride = block.row_bytes
+
+
+@kernel
 def _enter_keys(segment: Any, lookup: Any, keys: Any, array: int) -> None:
     """Enter where the keys of one request are."""
-    segment.table, segment.pooling = lookup.table, lookup.pooling
     segment.keys_address = load(array + DATA, np.int64, 0)
     segment.begins_address, segment.ends_address, segment.weights_address = 0, 0, 0
     segment.key_bytes, segment.key_stride = keys.element_bytes, keys.element_bytes

@@ -1,0 +1,212 @@
+"""The layouts of requests that compiled code stages: what the arrays of a request are, and what follows for a batch.
+
+A form belongs to one Staging: its records hold the addresses of that one's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.dense_engine.base import DenseEngine
+from inference_session.execution.lookups import ModelLookups
+from inference_session.kernels.array_headers import dtype_addresses
+from inference_session.kernels.cpu import bag_staging, staging
+from inference_session.kernels.cpu.staging import DIFFERING, INPUT, LOOKUP, MAX_RANK, OPEN
+from inference_session.kernels.records import PoolingCode
+from inference_session.model_spec import LookupSpec, ModelSpec, TensorSpec
+from inference_session.requests.batch import RequestLayout
+from inference_session.requests.tensor_layout import TensorLayout
+
+Shapes: TypeAlias = "dict[str, tuple[int, ...]]"
+_ARRAY_TYPE = id(np.ndarray)
+
+
+class ArrayForm(Protocol):
+    """Arrays of one layout. The arguments of `stage` are those of the kernels of that name."""
+
+    inputs: NDArray[np.void]
+    """INPUT records, one for each array of a request."""
+    names: tuple[str, ...]
+    """What the network calls each of them, where it reads it."""
+    lookups: NDArray[np.void]
+    """LOOKUP records."""
+    num_open_sizes: int
+    """Sizes that tell batches apart, the number of samples first."""
+
+    def stage(self, items: int, num_requests: int, *records: NDArray[Any]) -> int:
+        """Read the arrays of some requests, and describe their look-up: STAGED, NOT_STAGED or NO_ROOM."""
+
+    def shapes(self, num_samples: int) -> Shapes:
+        """Of all that the network reads beside vectors, and of keys, in the batch that was staged last."""
+
+    def fits(self, shapes: Shapes) -> bool:
+        """Whether sizes are equal that have to be."""
+
+
+class TensorForm:
+    """A model's own inputs."""
+
+    def __init__(self, spec: ModelSpec, layout: TensorLayout, lookups: ModelLookups, dense: DenseEngine) -> None:
+        self.inputs = _input_records(spec, layout, dense)
+        self.names = tuple(tensor.name for tensor in spec.inputs)
+        self.lookups = _lookup_records(spec, lookups)
+        self.num_open_sizes = 1 + int((self.inputs["expected"] == OPEN).sum())
+        self._spec = spec
+        self._max_elements = layout.max_elements
+
+    def stage(self, items: int, num_requests: int, *records: NDArray[Any]) -> int:
+        """See ArrayForm."""
+        status: int = staging.stage(
+            items, num_requests, _ARRAY_TYPE, self._max_elements, self.inputs, self.lookups, *records
+        )
+        return status
+
+    def shapes(self, num_samples: int) -> Shapes:
+        """See ArrayForm."""
+        return {
+            tensor.name: (num_samples, *record["sizes"][1 : record["rank"]].tolist())
+            for tensor, record in zip(self._spec.inputs, self.inputs, strict=True)
+        }
+
+    def fits(self, shapes: Shapes) -> bool:
+        """See ArrayForm. Where it does not, `run_many` says what is wrong."""
+        for group in self._spec.equal_sizes:
+            if len({shapes[name][axis] for name, axis in group}) > 1:
+                return False
+        weighted = [lookup for lookup in self._spec.lookups if lookup.weights is not None]
+        return all(shapes[lookup.weights or ""] == shapes[lookup.keys] for lookup in weighted)
+
+
+class BagForm:
+    """DES, CATCOLUMN and ROWINDEX, as HugeCTR's clients send them."""
+
+    def __init__(self, spec: ModelSpec, layout: Any, lookups: ModelLookups, dense: DenseEngine) -> None:
+        """`layout`: a HugectrLayout."""
+        request = layout.format
+        self.names: tuple[str, ...] = (layout.dense_input, "", "")
+        self.inputs = np.zeros(len(spec.inputs), INPUT)
+        for record, tensor, name in zip(self.inputs, spec.inputs, self.names, strict=True):
+            dtype = np.dtype(tensor.dtype)
+            record["dtypes"], record["element_bytes"] = dtype_addresses(dtype), dtype.itemsize
+            record["is_read"] = name in dense.input_names
+        self.lookups = _plain_lookup_records(spec, lookups)
+        self.lookups["rows_per_sample"] = request.slots
+        self.num_open_sizes = 1
+        self._slots = np.array(request.slots, np.int64)
+        self._form = np.zeros(1, bag_staging.FORM)
+        self._form[0] = request.dense_dim, sum(request.slots), request.max_samples or 0
+        self._keys = [lookup.keys for lookup in spec.lookups]
+        self._max_elements = layout.max_elements
+
+    def stage(self, items: int, num_requests: int, *records: NDArray[Any]) -> int:
+        """See ArrayForm."""
+        sizes = num_requests, _ARRAY_TYPE, self._max_elements
+        status: int = bag_staging.stage_bags(
+            items, *sizes, self._form, self._slots, self.inputs, self.lookups, *records
+        )
+        return status
+
+    def shapes(self, num_samples: int) -> Shapes:
+        """See ArrayForm."""
+        bags = {keys: (num_samples, slots, 0) for keys, slots in zip(self._keys, self._slots.tolist(), strict=True)}
+        return {self.names[0]: (num_samples, int(self._form["dense_dim"][0])), **bags}
+
+    def fits(self, shapes: Shapes) -> bool:  # noqa: ARG002
+        """See ArrayForm."""
+        return True
+
+
+def has_form(spec: ModelSpec, layout: RequestLayout, dense: DenseEngine) -> bool:
+    """Whether the requests of a model have a form, and their look-ups are of the kinds that kernels know."""
+    if not spec.batched or not spec.inputs:
+        return False
+    if spec.takes_hugectr_requests:
+        return _has_bags(spec, layout, dense)
+    tensors = {tensor.name: tensor for tensor in spec.inputs}
+    known = {*tensors, *(lookup.dense_input for lookup in spec.lookups)}
+    return (
+        type(layout) is TensorLayout
+        and all(map(_is_readable, spec.inputs))
+        and dense.input_names <= known
+        and all(_is_stageable(lookup, tensors) for lookup in spec.lookups)
+    )
+
+
+def create_form(spec: ModelSpec, layout: Any, lookups: ModelLookups, dense: DenseEngine) -> ArrayForm:
+    """The form of a model's requests, which `has_form`."""
+    if spec.takes_hugectr_requests:
+        return BagForm(spec, layout, lookups, dense)
+    return TensorForm(spec, layout, lookups, dense)
+
+
+def compile_kernels(spec: ModelSpec) -> None:
+    """Have the kernel of a model's form ready."""
+    (bag_staging if spec.takes_hugectr_requests else staging).compile_kernels()
+
+
+def _has_bags(spec: ModelSpec, layout: Any, dense: DenseEngine) -> bool:
+    """Whether there is a look-up for each table of ROWINDEX, in their order."""
+    slots, lookups = layout.format.slots, spec.lookups
+    known = {layout.dense_input, *(lookup.dense_input for lookup in lookups)}
+    return (
+        [lookup.keys for lookup in lookups] == [name for name, _ in layout.parts]
+        and all(width > 0 for width in slots)
+        and all(lookup.pooling != "none" and not lookup.joined and not lookup.weights for lookup in lookups)
+        and len({lookup.dense_input for lookup in lookups}) == len(lookups)
+        and dense.input_names <= known
+    )
+
+
+def _is_readable(tensor: TensorSpec) -> bool:
+    return np.dtype(tensor.dtype) != object and 0 < len(tensor.shape) <= MAX_RANK
+
+
+def _is_stageable(lookup: LookupSpec, tensors: Mapping[str, TensorSpec]) -> bool:
+    """Whether the keys of a look-up, and their weights, are inputs of types that the kernels read."""
+    keys, weights = tensors.get(lookup.keys), tensors.get(lookup.weights or "")
+    if keys is None or lookup.bags is not None or np.dtype(keys.dtype) not in (np.int64, np.int32):
+        return False
+    if lookup.pooling != "none" and len(keys.shape) < 2:
+        return False
+    return lookup.weights is None or (weights is not None and np.dtype(weights.dtype) == np.float32)
+
+
+def _input_records(spec: ModelSpec, layout: TensorLayout, dense: DenseEngine) -> NDArray[np.void]:
+    records = np.zeros(len(spec.inputs), INPUT)
+    bound_sizes = {pair for group in spec.equal_sizes for pair in group}
+    for record, tensor in zip(records, spec.inputs, strict=True):
+        dtype, rank = np.dtype(tensor.dtype), len(tensor.shape)
+        record["dtypes"], record["element_bytes"], record["rank"] = dtype_addresses(dtype), dtype.itemsize, rank
+        record["expected"] = -3
+        record["expected"][1:rank] = tensor.shape[1:]
+        if tensor.name in layout.ragged and (tensor.name, rank - 1) not in bound_sizes:
+            record["expected"][rank - 1] = DIFFERING
+        record["sizes"] = np.maximum(record["expected"], 0)
+        record["is_read"] = tensor.name in dense.input_names
+    return records
+
+
+def _lookup_records(spec: ModelSpec, lookups: ModelLookups) -> NDArray[np.void]:
+    records = _plain_lookup_records(spec, lookups)
+    inputs = {tensor.name: i for i, tensor in enumerate(spec.inputs)}
+    for record, lookup in zip(records, spec.lookups, strict=True):
+        first, last = lookup.columns or (-1, -1)
+        record["keys"] = inputs[lookup.keys]
+        record["weights"] = inputs[lookup.weights] if lookup.weights else -1
+        record["first_column"], record["num_columns"] = first, last - first
+    return records
+
+
+def _plain_lookup_records(spec: ModelSpec, lookups: ModelLookups) -> NDArray[np.void]:
+    """Which table is looked up, and which block that fills."""
+    records = np.zeros(len(spec.lookups), LOOKUP)
+    tables = {table.folder: i for i, table in enumerate(spec.tables)}
+    for record, lookup, block in zip(records, spec.lookups, lookups.block_of, strict=True):
+        record["table"], record["pooling"] = tables[lookup.table], PoolingCode[lookup.pooling.upper()]
+        record["embedding_dim"] = spec.tables[record["table"]].embedding_dim
+        record["block"], record["joined"] = block, lookups.blocks[block].joined
+    return records
