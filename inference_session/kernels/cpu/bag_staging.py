@@ -104,23 +104,8 @@ def stage_bags(
     lay_out_blocks(lookups, blocks, num_samples)
     if not has_room(inputs, blocks):
         return NO_ROOM
-    samples_before, keys_before, s = np.int64(0), np.int64(0), 0
-    for r in range(num_requests):
-        place = Place(counts[r], samples_before, keys_before)
-        if not _copy_offsets(arrays, r, slots, inputs, form[0], place):
-            return NOT_STAGED
-        keys_address = _keys(arrays, r, inputs, place)
-        _copy_dense(arrays, r, inputs, form[0], place)
-        num_bags = 0
-        for t in range(len(lookups)):
-            _enter_bags(segments[s], keys_address, inputs, form[0], place, num_bags)
-            enter_output(segments[s], lookups[t], blocks[lookups[t].block], samples_before, counts[r])
-            num_bags += segments[s].num_rows
-            num_keys[s] = load(_offsets_address(inputs, form[0], len(slots), place), np.int32, num_bags + t)
-            s += 1
-        samples_before += counts[r]
-        keys_before += _size(array_at(arrays, 3, r, KEYS))
-    return STAGED
+    fits = _enter_requests(arrays, num_requests, form[0], slots, inputs, lookups, blocks, counts, segments, num_keys)
+    return STAGED if fits else NOT_STAGED
 
 
 def compile_kernels() -> None:
@@ -128,6 +113,39 @@ def compile_kernels() -> None:
     nothing = np.zeros(0, np.int64)
     records = np.zeros(1, FORM), nothing, np.zeros(3, INPUT), np.zeros(0, LOOKUP), np.zeros(0, BLOCK)
     stage_bags(id([]), 1, 0, 0, *records, nothing, nothing, np.zeros(0, SEGMENT), nothing)
+
+
+@kernel
+def _enter_requests(
+    arrays: int,
+    num_requests: int,
+    form: Any,
+    slots: Any,
+    inputs: Any,
+    lookups: Any,
+    blocks: Any,
+    counts: Any,
+    segments: Any,
+    num_keys: Any,
+) -> Any:
+    """Copy what has to be copied, and fill in the segments; returns whether the offsets of all requests allow it."""
+    samples_before, keys_before, s = np.int64(0), np.int64(0), 0
+    for r in range(num_requests):
+        place = Place(counts[r], samples_before, keys_before)
+        if not _copy_offsets(arrays, r, slots, inputs, form, place):
+            return False
+        keys_address = _keys(arrays, r, inputs, place)
+        _copy_dense(arrays, r, inputs, form, place)
+        num_bags = 0
+        for t in range(len(lookups)):
+            _enter_bags(segments[s], keys_address, inputs, form, place, num_bags)
+            enter_output(segments[s], lookups[t], blocks[lookups[t].block], samples_before, counts[r])
+            num_bags += segments[s].num_rows
+            num_keys[s] = load(_offsets_address(inputs, form, len(slots), place), np.int32, num_bags + t)
+            s += 1
+        samples_before += counts[r]
+        keys_before += _size(array_at(arrays, 3, r, KEYS))
+    return True
 
 
 @kernel
