@@ -24,6 +24,11 @@ def test_the_first_source_wins() -> None:
         ("device", "gpu"),
         ("device", "cuda:"),
         ("device", "cuda:-1"),
+        ("device", "cuda:0,"),
+        ("device", "cuda:0,0"),
+        ("device", "cuda:0, 1"),
+        ("device", "cuda:all,0"),
+        ("shard", "columns"),
         ("verify", "maybe"),
         ("unknown_keys", ""),
         ("dense_threads", "-1"),
@@ -48,6 +53,14 @@ def test_an_unknown_setting_lists_the_known_ones() -> None:
     """A typing error is not ignored."""
     with pytest.raises(ConfigurationError, match=r"unknown setting 'devise'; known settings: .*device"):
         SessionConfig.resolve({"devise": "cpu"})
+
+
+@pytest.mark.parametrize(
+    ("device", "several"), [("cpu", False), ("auto", False), ("cuda:3", False), ("cuda:3,1", True), ("cuda:all", True)]
+)
+def test_several_gpus_can_be_named(device: str, several: bool) -> None:
+    """By their numbers, each once, or all of them."""
+    assert SessionConfig.resolve({"device": device}).names_several_gpus == several
 
 
 def test_threads_are_resolved_for_the_machine() -> None:

@@ -447,8 +447,16 @@ def test_a_gpu_that_is_not_there_is_refused(version: tuple[Path, small_model.Arr
     """`cuda:N` fails rather than fall to the CPU in silence; so does a typing error."""
     with pytest.raises(ConfigurationError, match="cuda:99"):
         InferenceSession.open(version[0], device="cuda:99")
+    with pytest.raises(ConfigurationError, match="device cannot be 'cuda:98,99'"):
+        InferenceSession.open(version[0], device="cuda:98,99")
     with pytest.raises(ConfigurationError, match="devise"):
         InferenceSession.open(version[0], devise="cpu")
+
+
+def test_one_device_has_no_shards(version: tuple[Path, small_model.Arrays]) -> None:
+    """To ask for them is an error, which names the device and the way out."""
+    with pytest.raises(ConfigurationError, match=r"device 'cpu' is one device: name several \(cuda:0,1\)"):
+        InferenceSession.open(version[0], device="cpu", shard="rows")
 
 
 def test_every_error_is_of_our_tree() -> None:
