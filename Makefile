@@ -36,8 +36,8 @@ help:
 	@echo "make docs-recording  records make demo as docs/images/demo.svg"
 	@echo "make docs-pictures   draws hotrow top and hotrow size --plot from real runs (downloads MovieLens)"
 	@echo "make test-package    a wheel and an sdist, installed apart, run the demo"
-	@echo "make bench           benchmarks, each beside its ceiling or peer"
-	@echo "make bench-report    whole requests through Triton beside their peers: bench-report.html and the README's figure"
+	@echo "make bench           benchmarks, each compared with its ceiling or a peer"
+	@echo "make bench-report    whole requests through Triton, compared with peers: bench-report.html and the README's figure"
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

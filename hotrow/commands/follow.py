@@ -1,4 +1,4 @@
-"""`hotrow follow`: beside a server, fetch and load the versions that are announced."""
+"""`hotrow follow`: runs next to a server, and fetches and loads the versions that are announced."""
 
 from __future__ import annotations
 
