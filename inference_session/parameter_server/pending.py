@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inference_session.errors import StoreError, UnavailableError
+from inference_session.parameter_server.base import EmbeddingStore
 from inference_session.parameter_server.tier import Tier
 
 MAX_PENDING_PROMOTIONS = 1024
@@ -43,17 +44,22 @@ class Promotion(NamedTuple):
 
     def are_current(self) -> NDArray[np.bool_]:
         """Which of the rows are the same where they came from; none if that cannot be told."""
-        return self.are_in(self.source)
+        found, same = self._compare(self.source.store)
+        return found & same
 
-    def are_in(self, tier: Tier) -> NDArray[np.bool_]:
-        """Which of the rows a tier has, bit by bit; none if that cannot be told."""
-        vectors = np.empty_like(self.vectors)
+    def are_replaced_in(self, tier: Tier) -> NDArray[np.bool_]:
+        """Of which of the keys a tier has another row by now; none if that cannot be told."""
+        found, same = self._compare(tier.store)
+        return found & ~same
+
+    def _compare(self, store: EmbeddingStore) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Which of the keys a store has, and of which its row is the same, bit by bit."""
+        vectors = np.zeros_like(self.vectors)
         try:
-            found = tier.store.fetch(self.table, self.keys, vectors)
+            found = store.fetch(self.table, self.keys, vectors)
         except (UnavailableError, StoreError):
-            return np.zeros(len(self.keys), np.bool_)
-        same: NDArray[np.bool_] = found & (vectors.view(np.uint32) == self.vectors.view(np.uint32)).all(axis=1)
-        return same
+            found = np.zeros(len(self.keys), np.bool_)
+        return found, (vectors.view(np.uint32) == self.vectors.view(np.uint32)).all(axis=1)
 
 
 class Touch(NamedTuple):
@@ -73,6 +79,8 @@ class UnverifiedPromotion(NamedTuple):
     tier: Tier
     """Where they are now."""
     promotion: Promotion
+    moment: int
+    """Of the log of this process's own writes, when they were promoted."""
 
 
 class PendingPromotions:

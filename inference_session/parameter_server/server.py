@@ -312,6 +312,8 @@ class ParameterServer:
                 self.log.add(table, keys)
                 self._unknown.forget(table, keys)
                 self._written.add(table, keys)
+            if tiers is None and not failures:
+                self._upkeep.own_writes.add(table, keys)
         if tiers is None and all(tier in failures for tier in keepers):
             raise failures[keepers[-1]]
 

@@ -64,6 +64,8 @@ class Upkeep:
         known: KnownIncarnation,
     ) -> None:
         """`writing`: held while rows are written, and then added to `log` and `written`."""
+        self.own_writes = WriteLog()
+        """Of the rows that this process has written to all tiers. Unlike `log` it counts no rows of others."""
         self.promotions = PendingPromotions()
         self.touches = PendingTouches()
         self.on_drop: Callable[[str, NDArray[np.int64] | None], None] = lambda _table, _keys: None
@@ -128,8 +130,9 @@ class Upkeep:
         with self._writing:
             current = joined([part for part in map(self._not_written_since, promotions) if len(part.keys)])
             inserted = [(tier, part) for part in current for tier in part.tiers if self._insert_into(tier, part)]
+            moment = self.own_writes.moment
         self.promotions.keep(
-            [UnverifiedPromotion(tier, part) for tier, part in inserted if part.source.store.is_shared]
+            [UnverifiedPromotion(tier, part, moment) for tier, part in inserted if part.source.store.is_shared]
         )
 
     def _not_written_since(self, promotion: Promotion) -> Promotion:
@@ -161,24 +164,29 @@ class Upkeep:
         """Take rows back that another process has changed or erased, which the tier they came from showed too late.
 
         That process writes the lower tier first: what it changes after this look, it will change above as well. Done
-        once a round, for a tier that catches up may hold up all threads of this process meanwhile. What was written
-        since stays: where no tier below keeps rows, as with Redis over files, it is nowhere else.
+        once a round, for a tier that catches up may hold up all threads of this process meanwhile.
         """
         if not inserted:
             return
-        sources = {promotion.source for _, promotion in inserted}
+        sources = {one.promotion.source for one in inserted}
         # Also the tiers that lag: one of them may hold which rows of the files were erased.
         read = [tier for tier in self._tiers if tier in sources or tier.store.lags]
         failures = [tier.attempt(lambda store: store.refresh()) for tier in read]
         with self._writing:
-            for tier, promotion in inserted:
-                outdated = self._not_written_since(promotion)
-                if not any(failures):
-                    outdated = outdated.rows(~outdated.are_current())
-                if not tier.is_backed:  # another process may have written there, too
-                    outdated = outdated.rows(outdated.are_in(tier))
-                if len(outdated.keys):
-                    tier.drop(outdated.table, outdated.keys)
+            for one in inserted:
+                promotion = one.promotion
+                outdated = promotion if any(failures) else promotion.rows(~promotion.are_current())
+                self._drop_unless_rewritten(one._replace(promotion=outdated))
+
+    def _drop_unless_rewritten(self, outdated: UnverifiedPromotion) -> None:
+        """Drop promoted rows, but for those that somebody has written again since: where no tier below has what was
+        written, that would be lost. Must be called while nobody else writes.
+        """
+        tier, promotion, moment = outdated
+        if len(promotion.keys):
+            rewritten = self.own_writes.written(promotion.table, promotion.keys, moment)
+            rewritten |= promotion.are_replaced_in(tier)
+            tier.drop(promotion.table, promotion.keys[~rewritten])
 
     def _look_after(self, tier: Tier) -> None:
         """Bring a tier back if it answers; let one that is in use see what others have written."""

@@ -22,12 +22,14 @@ CORPUS = {
     "42:0": Plan(Writer.STREAM, has_rocksdb=True, cache_bytes=4000, on_triton=True),
     "x2:0": Plan(Writer.DIRECT, "redis", cache_bytes=4000, has_clock=True),
     "90101:13": Plan(Writer.STREAM),
+    "532901:14": Plan(Writer.DIRECT, "redis", cache_bytes=4000),
 }
 """By seed. What they found: an older Redis believed for half a second after it was started again; its older rows
 believed by the next session; marks of erased rows dropped with it; a Redis never used again that was away from the
 first write on; a damaged file shared with the next version; a RocksDB's table half made on a full disk, for good; an
 error of the Kafka client that was none of ours; the first erased row of a table not known to be erased; rows that went
-back as new content took over in place. Row numbers from the end, which showed older rows, are found by many of them.
+back as new content took over in place; a row of Redis alone, erased and written again, lost as what was promoted before
+was checked. Row numbers from the end, which showed older rows, are found by many of them.
 """
 
 

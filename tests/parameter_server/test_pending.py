@@ -57,7 +57,7 @@ def test_what_is_to_be_verified_counts_as_waiting(tiers: tuple[Tier, Tier], monk
     monkeypatch.setattr(pending, "MAX_PENDING_BYTES", 4 * DIM * 10)
     promotions = PendingPromotions()
 
-    promotions.keep([UnverifiedPromotion(tiers[0], promotion(tiers, 11))])
+    promotions.keep([UnverifiedPromotion(tiers[0], promotion(tiers, 11), 0)])
     promotions.put(promotion(tiers, 1))
     assert promotions.num_dropped == 1
 
@@ -98,3 +98,4 @@ def test_promoted_rows_are_compared_bit_by_bit(tiers: tuple[Tier, Tier]) -> None
     tiers[1].store.erase("t", np.array([2]))
 
     assert promoted.are_current().tolist() == [True, False, False, True]
+    assert promoted.are_replaced_in(tiers[1]).tolist() == [False, True, False, False]

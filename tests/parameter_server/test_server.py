@@ -231,6 +231,32 @@ def test_rows_written_after_a_promotion_are_not_taken_back() -> None:
     server.close()
 
 
+def test_the_check_of_promoted_rows_keeps_written_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that this process has erased and written again stays, even if it is the same as before. A refresh
+    meanwhile, after which any row may be another one, writes nothing: what others have erased is taken back.
+    """
+    monkeypatch.setattr(upkeep_module, "ROUND_INTERVAL_S", 3600)
+    shared, files = SharedStore(DIMS | {table + ERASED_SUFFIX: 1 for table in DIMS}), MemoryStore(DIMS)
+    files.insert("user", KEYS, VECTORS)
+    tiers = [
+        Tier("volatile", shared, volatile=True, cache_missed_keys=True),
+        Tier("files", DeletableFiles(files, shared)),
+    ]
+    server = ParameterServer(tiers)
+    fetch_any(server, [FetchRequest("user", KEYS[:20], np.empty((20, 4), np.float32))])
+    await_promotions(server)
+    server.erase("user", KEYS[:10])
+    server.insert("user", KEYS[:10], VECTORS[:10])
+    shared.insert("user" + ERASED_SUFFIX, KEYS[10:15], np.ones((5, 1), np.float32))
+    server.log.add_all()
+
+    server._upkeep._drop_outdated(server._upkeep.promotions.take_unverified())
+
+    held = shared.fetch("user", KEYS[:20], np.empty((20, 4), np.float32))
+    assert held.tolist() == [True] * 10 + [False] * 5 + [True] * 5
+    server.close()
+
+
 def test_promotions_are_bounded_in_bytes(make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that wait are dropped and counted once they take too much memory, however few requests they are of."""
     monkeypatch.setattr(pending, "MAX_PENDING_BYTES", 100)
