@@ -30,6 +30,7 @@ from inference_session.kernels.cuda import launch
 from inference_session.kernels.records import Lookup, PoolingCode
 from inference_session.model_spec import TableSpec, VectorType, bytes_per_row
 from inference_session.tables.cuda_tables import CudaTables
+from inference_session.tables.placed_tables import open_cuda_tables
 from inference_session.tables.table_file import TableFile, write_table
 
 NUM_KEYS = 1 << 20
@@ -104,8 +105,8 @@ def print_profile(ncu: str, num_rows: int) -> None:
     done = subprocess.run([*command, *child], capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith('"')]
     if done.returncode or not lines:
-        reasons = [line for line in (done.stdout + done.stderr).splitlines() if "ERR" in line or "rror" in line]
-        print(f"ncu could not count: {(reasons or ['it printed nothing'])[0]}")
+        reasons = [line for line in (done.stderr + done.stdout).splitlines() if "ERR" in line or "rror" in line]
+        print(f"ncu could not count: {'; '.join(reasons) or 'it printed nothing'}")
         return
     launches: dict[str, dict[str, str]] = {}
     for row in csv.DictReader(lines):
@@ -154,7 +155,7 @@ def _tables(folder: Path, case: Case, device: CudaDevice, num_rows: int) -> Cuda
     write_table(folder / "t", blocks, dtype=case.dtype)
     rows = num_rows >> 16 << 16
     spec = TableSpec("t", "t", rows, case.dim, case.dtype, "row_number")
-    return CudaTables([TableFile.open(folder / "t", spec)], device)
+    return open_cuda_tables([TableFile.open(folder / "t", spec)], [device])[0]
 
 
 def _lookup(case: Case, looked_up: Any, device: CudaDevice, keys: Any, out: Any) -> Lookup:

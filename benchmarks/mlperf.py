@@ -131,7 +131,7 @@ def _check_answers(folder: Path, options: argparse.Namespace) -> None:
     tables = stored_rows(version_dir)
     pairs = model.random_pairs(np.random.default_rng(), 300, sizes.rows)
     expected = model.expected_answers(model.random_weights(), tables, pairs).reshape(-1)
-    for peer in _peers(folder, version_dir, tables, options):
+    for peer in _peers(folder, version_dir, None if options.no_peers else tables, options):
         largest = float(np.abs(peer.answer(pairs) - expected).max())
         print(f"  {peer.name}: answers within {largest:.1e} of the oracle", flush=True)
         assert largest <= _TOLERANCE[peer.precision], f"{peer.name} answers wrongly"

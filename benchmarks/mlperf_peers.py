@@ -122,7 +122,7 @@ class PlainOnnxRuntime(Peer):
         options.intra_op_num_threads, options.log_severity_level = threads, 3
         provider: Any = "CPUExecutionProvider"
         if device != "cpu":
-            provider = ("CUDAExecutionProvider", {"device_id": device.removeprefix("cuda:")})
+            provider = ("CUDAExecutionProvider", {"device_id": device.removeprefix("cuda:"), "use_tf32": "0"})
         self._network = onnxruntime.InferenceSession(str(path), options, providers=[provider])
 
     def answer(self, pairs: Arrays) -> NDArray[np.float32]:
