@@ -240,6 +240,7 @@ class KafkaUpdateStream:
         there = {one for one in followed if one in told or (one[0] in topics and topics[one[0]].error is not None)}
         self._leave(followed - there)
         self._suspect(there if self._after_outage else {one for one in there if one[0] in changed} | self._cut(there))
+        self._refute_cut(there)
         self._after_outage = False
         self._follow(told - followed)
         if self._behind is None:
@@ -259,8 +260,16 @@ class KafkaUpdateStream:
 
     def _cut(self, partitions: set[Partition]) -> set[Partition]:
         """Those that end before what is applied of them, and are not being proved already."""
-        positions = self._positions
-        return {one for one in partitions - positions.unproved if 0 <= self._end(one) < positions.offset(one)}
+        return {one for one in partitions - self._positions.unproved if self._ends_early(one)}
+
+    def _refute_cut(self, partitions: set[Partition]) -> None:
+        """Read those again that are to be proved by a message behind their end, for which some brokers send nothing."""
+        for one in sorted(partitions & self._positions.unproved):
+            if self._positions.is_unproved(one) and self._ends_early(one):
+                self._note_doubt(one, self._positions.examine(one, None, self._end(one)))
+
+    def _ends_early(self, one: Partition) -> bool:
+        return 0 <= self._end(one) < self._positions.offset(one)
 
     def _leave(self, partitions: Collection[Partition]) -> None:
         for topic, partition in sorted(partitions):

@@ -5,6 +5,7 @@ contents       the served model: version directories whose dense weights say whi
 expectations   the model: what may be answered now, and why
 journal        what was done, kept for a finding
 target         what answers: sessions of this process, or a real Triton
+topics         what the broker holds
 stores         the stores, and the broker, that a target reads
 faults         what goes wrong, and how it heals
 operations     what operators, trainers and sessions do

@@ -94,9 +94,18 @@ class Episode:
 
     def _describe(self) -> str:
         try:
-            return self._target.describe()
+            return "\n".join([self._target.describe(), *self._missing_in_topics()])
         except Exception as error:  # noqa: BLE001  whatever is wrong with it is being reported already
             return repr(error)
+
+    def _missing_in_topics(self) -> list[str]:
+        """What the broker does not show although it has confirmed it."""
+        writer = self._operator.writer
+        if not isinstance(writer, StreamWriter) or not self._faults.is_healthy("stream"):
+            return []
+        with writer.lock:
+            writer.flush()
+            return writer.missing(self._operator.serving)[:5]
 
     def _create_target(self) -> Target:
         settings = {"cache_bytes": self.plan.cache_bytes, "catch_up_s": CATCH_UP_S, "verify": "full"}

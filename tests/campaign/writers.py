@@ -18,6 +18,7 @@ from tests.campaign.contents import MODEL, TABLES, Table
 from tests.campaign.expectations import Content, Expectations
 from tests.campaign.rows import Integers, encode
 from tests.campaign.target import SessionTarget
+from tests.campaign.topics import last_messages
 from tests.testing.servers import PATIENCE_S, wait_until
 
 _NUM_PARTITIONS = 4
@@ -39,31 +40,60 @@ class RowWriter(Protocol):
 
 
 class StreamWriter:
-    """Publishes."""
+    """Publishes. What the broker has refused, or has lost although it had confirmed it, is published once more."""
 
     def __init__(self, url: str, expectations: Expectations) -> None:
         self.lock = threading.RLock()
         self._url = url
         self._expectations = expectations
         self._publisher = self._create_publisher()
+        self._serving: Content | None = None
+        """What served when rows were written last."""
 
     def write(self, serving: Content, table: Table, keys: Integers, *, delete: bool) -> None:
         """See RowWriter."""
-        numbers = self._expectations.begin_write(serving.version, table, keys, delete=delete)
-        if delete:
-            self._publisher.delete(table.name, table.keys[keys])
-        else:
-            self._publisher.publish(table.name, table.keys[keys], encode(table.number, keys, 0, numbers))
+        self._serving = serving
+        try:
+            self._send(serving, table, keys, delete=delete)
+        except UnavailableError:  # an error of the broker's own: the publisher says that rows may be lost
+            self._publish_all(serving)
 
     def flush(self) -> None:
         """See RowWriter."""
-        self._publisher.flush()
+        try:
+            self._publisher.flush()
+        except UnavailableError:
+            assert self._serving is not None
+            self._publish_all(self._serving)
 
     def lose(self, serving: Content, lose: Callable[[], None]) -> None:
-        """Lose topics by `lose`, and publish every row that was ever published once more, as a trainer would."""
-        with self.lock:
+        """Lose topics by `lose`, and publish every row that was ever published once more, as a trainer would. This
+        broker sometimes loses messages of topics that were just made anew; then all of it is done again.
+        """
+
+        def is_done() -> bool:
             lose()
-            wait_until(lambda: self._publish_again(serving), "all rows to be published once more")
+            self._publish_all(serving)
+            return not self.missing(serving)
+
+        with self.lock:
+            wait_until(is_done, "topics that have all rows")
+
+    def missing(self, serving: Content) -> list[str]:
+        """Rows whose newest write a new client does not find in the topics, as texts. Called while holding `lock`."""
+        held = last_messages(self._url, [topic_of(table) for table in TABLES])
+        found: list[str] = []
+        for table in TABLES:
+            history = self._expectations.history(serving.version, table)
+            for key in np.flatnonzero(history.begun).tolist():
+                number = int(history.begun[key])
+                value = held[topic_of(table)].get(table.keys[key].tobytes(), b"")
+                is_held = value is None if history.is_missing(key, number) else value == _value(table, key, number)
+                found += [] if is_held else [f"the topic lacks write {number} of {table.name}, position {key}"]
+        return found
+
+    def _publish_all(self, serving: Content) -> None:
+        wait_until(lambda: self._publish_again(serving), "all rows to be published once more")
 
     def _publish_again(self, serving: Content) -> bool:
         """Whether the broker has taken all; one that has just lost its topics may refuse some."""
@@ -73,20 +103,37 @@ class StreamWriter:
             self._publisher = self._create_publisher()
             for table in TABLES:
                 published = np.flatnonzero(self._expectations.history(serving.version, table).begun)
-                self.write(serving, table, published, delete=False)
-            self.flush()
+                self._send(serving, table, published, delete=False)
+            self._publisher.flush()
         except (HotrowError, KafkaException):
             return False
         return True
 
+    def _send(self, serving: Content, table: Table, keys: Integers, *, delete: bool) -> None:
+        numbers = self._expectations.begin_write(serving.version, table, keys, delete=delete)
+        if delete:
+            self._publisher.delete(table.name, table.keys[keys])
+        else:
+            self._publisher.publish(table.name, table.keys[keys], encode(table.number, keys, 0, numbers))
+
     def _create_publisher(self) -> Publisher:
         admin = AdminClient({"bootstrap.servers": ",".join(KafkaUrl.parse(self._url).brokers), "log_level": 0})
-        wanted = [NewTopic(f"hps_et.{MODEL}.{table.name}", _NUM_PARTITIONS, 1) for table in TABLES]
+        wanted = [NewTopic(topic_of(table), _NUM_PARTITIONS, 1) for table in TABLES]
         errors = [made.exception() for made in admin.create_topics(wanted, request_timeout=PATIENCE_S).values()]
         for error in filter(None, errors):
             if not isinstance(error, KafkaException) or error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                 raise error
         return Publisher(self._url, MODEL, timeout_s=PATIENCE_S)
+
+
+def topic_of(table: Table) -> str:
+    """The topic of a table's updates."""
+    return f"hps_et.{MODEL}.{table.name}"
+
+
+def _value(table: Table, key: int, number: int) -> bytes:
+    """Of the message of a write."""
+    return encode(table.number, np.array([key]), 0, number).tobytes()
 
 
 class DirectWriter:

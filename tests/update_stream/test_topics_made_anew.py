@@ -96,6 +96,20 @@ def test_a_topic_made_anew_while_nobody_serves(
     assert [topic in record.getMessage() for record in caplog.records if expected in record.getMessage()] == [True]
 
 
+def test_a_topic_made_anew_that_is_shorter(small: SmallVersion, database: str, with_ids: bool) -> None:
+    """The message that would prove it is behind its end, where this broker sends nothing at all."""
+    topic = small.topic("user_weight")
+    with Broker() as broker:
+        with serving(small, database, broker) as session:
+            send(broker, topic, NUM_OLD, 100)
+            await_rows(session, "user.weight", np.arange(NUM_OLD), values(100, NUM_OLD))
+        broker.delete_topic(topic)
+        send(broker, topic, NUM_OLD // 2, 200)
+        with serving(small, database, broker) as session:
+            await_rows(session, "user.weight", np.arange(NUM_OLD // 2), values(200, NUM_OLD // 2))
+            assert updates(session)["replays"] == 1
+
+
 def test_a_broker_that_comes_back_empty(small: SmallVersion, database: str, with_ids: bool) -> None:
     """While rows are served, and with more messages than before by the time that this is noticed."""
     topic = small.topic("user_weight")
