@@ -22,10 +22,10 @@ import cupy
 import numpy as np
 
 from inference_session.device.cuda import CudaDevice
-from inference_session.device.pinned import pinned_empty
+from inference_session.device.pinned import pinned_copy, pinned_empty
 from inference_session.embedding_cache.gpu import GpuEmbeddingCache
 from inference_session.embedding_cache.gpu_budget import bytes_to_hold
-from inference_session.kernels.records import Lookup, key_segment
+from inference_session.kernels.records import SEGMENT, Lookup
 from inference_session.model_spec import TableSpec
 from inference_session.tables.placed_tables import open_cuda_tables
 from inference_session.tables.table_file import TableFile, write_table
@@ -110,8 +110,13 @@ def rows_of(keys: Any, dim: int) -> Any:
 
 def lookup_of(looked_up: Any, device: CudaDevice, keys: Sequence[Any], outputs: Sequence[Any]) -> Lookup:
     """A look-up of keys on the device, one array per table, in a cache or in tables."""
-    segments = np.concatenate([key_segment(t, k, o) for t, (k, o) in enumerate(zip(keys, outputs, strict=True))])
     num_keys = np.array([len(each) for each in keys])
+    segments = np.zeros(len(keys), SEGMENT)
+    segments["table"], segments["num_rows"], segments["keys_per_row"] = np.arange(len(keys)), num_keys, 1
+    segments["key_bytes"] = segments["key_stride"] = segments["row_stride"] = 8
+    segments["keys_address"] = [each.data.ptr for each in keys]
+    segments["output_address"] = [each.data.ptr for each in outputs]
+    segments["output_stride"] = outputs[0].strides[0]
     return Lookup(segments, num_keys, device.counts(len(keys)), looked_up.prepare(segments))
 
 
@@ -214,19 +219,33 @@ def compare_host_rows(device: CudaDevice, num_rows: int, dim: int = 128) -> None
     tables.close()
 
 
+def compare_inserts(device: CudaDevice, cache: GpuEmbeddingCache, fill: float, place: str) -> None:
+    """G4: inserts of rows that are on the device already, in pinned memory of the host, or in pageable memory."""
+    dim = cache.dims["t"]
+    batches = [random_keys(NUM_KEYS) for _ in range(6)]
+    vectors = rows_of(batches[0], dim)
+    if place == "device":
+        with device.request():
+            batches, vectors = [cupy.asarray(keys) for keys in batches], cupy.asarray(vectors)
+    elif place == "pinned":
+        batches, vectors = [pinned_copy(keys) for keys in batches], pinned_copy(vectors)
+    before = cache.stats()
+    us = call_us(device, [lambda k=k: cache.insert("t", k, vectors) for k in batches], 3)
+    after = cache.stats()
+    evicting = (after.evictions - before.evictions) / max(after.inserts - before.inserts, 1)
+    num_bytes = NUM_KEYS * (8 + 4 * dim)
+    print(
+        f"G4 insert, dim {dim}, {fill:.3f} filled, rows from {place + ' memory':13s}: {NUM_KEYS / us:.1f} M keys/s, "
+        f"{num_bytes / us / 1e3:.1f} GB/s ({evicting:.2f} of them evict)",
+        flush=True,
+    )
+
+
 def compare_writes(device: CudaDevice, num_rows: int, dim: int = 64) -> None:
     """G4: inserts that evict, and look-ups while there are some."""
     cache, held, fill = filled_cache(device, dim, num_rows)
-    batches = [random_keys(NUM_KEYS // 8) for _ in range(6)]
-    vectors = rows_of(batches[0], dim)
-    before = cache.stats()
-    us = call_us(device, [lambda k=k: cache.insert("t", k, vectors) for k in batches], 1)
-    after = cache.stats()
-    evicting = (after.evictions - before.evictions) / max(after.inserts - before.inserts, 1)
-    print(
-        f"G4 insert, dim {dim}, {fill:.3f} filled: {len(vectors) / us:.2f} M keys/s ({evicting:.2f} of them evict)",
-        flush=True,
-    )
+    for place in ("device", "pinned", "host"):
+        compare_inserts(device, cache, fill, place)
     held = cache.dump("t")
     with device.request():
         out = cupy.empty((NUM_KEYS // 4, dim), np.float32)

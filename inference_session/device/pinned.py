@@ -45,7 +45,7 @@ class PinnedArray:
         place = array.ctypes.data, array.nbytes
         with _pinning:
             if place not in _pinned_here:
-                if _is_pinned(*place):
+                if is_pinned(array):
                     return not _overlaps_pinned_here(*place)
                 flags = _REGISTER_PORTABLE | _REGISTER_MAPPED  # a cache on another device may share it
                 flags |= 0 if array.flags.writeable else _REGISTER_READ_ONLY
@@ -59,9 +59,9 @@ class PinnedArray:
         return True
 
 
-def _is_pinned(address: int, num_bytes: int) -> bool:
-    """Whether both ends are, by whomever."""
-    ends = (address, address + num_bytes - 1)
+def is_pinned(array: NDArray[Any]) -> bool:
+    """Whether a contiguous array lies in pinned memory, as far as its ends tell, whoever has pinned it."""
+    ends = (array.ctypes.data, array.ctypes.data + max(array.nbytes, 1) - 1)
     return all(runtime.pointerGetAttributes(end).type == runtime.memoryTypeHost for end in ends)
 
 

@@ -158,22 +158,26 @@ class EmbeddingCache(ABC):
             raise TableNotFoundError(f"the embedding cache has no table {table!r}; its tables: {known}")
         return self.dims[table]
 
+    def _as_array(self, values: ArrayLike) -> NDArray[Any]:
+        """What a caller has given, as an array in memory that the cache can read."""
+        return np.asarray(values)
+
     def _checked_keys(self, table: str, keys: ArrayLike) -> NDArray[np.int64]:
-        """Keys as int64 [n], at any distance."""
+        """Keys as int64 [n], at any distance; those on a device as they are."""
         self._check(table)
-        array = np.asarray(keys)
+        array = self._as_array(keys)
         if array.ndim != 1 or (array.size and not np.can_cast(array.dtype, np.int64, "safe")):
             raise InvalidRequestError(
                 f"table {table!r}: keys are {array.dtype} {list(array.shape)}, expected int64 or narrower integers [n]"
             )
-        return array.astype(np.int64, copy=False)
+        return array.astype(np.int64, copy=False) if isinstance(array, np.ndarray) else array
 
     def _checked_rows(
         self, table: str, keys: ArrayLike, vectors: ArrayLike
     ) -> tuple[NDArray[np.int64], NDArray[np.floating[Any]]]:
         """Keys as int64 [n] and vectors as floats [n, embedding_dim]."""
         checked = self._checked_keys(table, keys)
-        array = np.asarray(vectors)
+        array = self._as_array(vectors)
         shape = len(checked), self.dims[table]
         if array.shape != shape or not np.issubdtype(array.dtype, np.floating):
             raise InvalidRequestError(

@@ -27,6 +27,7 @@ from inference_session.embedding_cache.gpu_budget import (
     table_bytes,
 )
 from inference_session.embedding_cache.gpu_misses import GpuMisses, parts_within
+from inference_session.embedding_cache.gpu_writes import GivenRows, Uploads, as_array
 from inference_session.embedding_cache.stats import CacheStats, RowCounts
 from inference_session.errors import ConfigurationError, UnavailableError
 from inference_session.kernels.cuda import launch as gpu
@@ -45,14 +46,16 @@ from inference_session.kernels.records import Lookup, VectorCode, address_of
 from inference_session.model_spec import VectorType, bytes_per_row
 from inference_session.platform.pacing import Rests
 
-_KEYS_AT_ONCE, _BUCKETS_AT_ONCE = 1 << 11, 1 << 10
-"""Written, read back: so few that a request which waits for the device meanwhile hardly notices."""
+_KEYS_AT_ONCE, _BUCKETS_AT_ONCE = 1 << 14, 1 << 10
+"""Erased, read back: so few that a request which waits for the device meanwhile hardly notices."""
 _FREE, _BUSY = 0, 255
 """Tags of slots that hold no row."""
 
 
 class GpuEmbeddingCache(EmbeddingCache):
     """The GPU twin. Tables have the same number of rows, or all they need.
+
+    Keys and vectors to write may be arrays on the same device as well: CuPy's, or any with `__cuda_array_interface__`.
 
     It caches within sets of 62 rows, not freely as the CPU twin does: from about seven tenths of its capacity on, a row
     may be evicted while there is space elsewhere.
@@ -93,6 +96,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         limits = [buckets_to_hold((num_rows or {}).get(table)) for table in dims]
         self._num_buckets = buckets_per_table(cache_bytes, self._row_bytes, limits)
         self._rests = Rests()
+        self._uploads = Uploads(device)
         self._seeds = itertools.count()
         with device.request(), memory_checked(device.device_id, "use a smaller cache or free some memory"):
             gpu.compile_kernels()
@@ -133,11 +137,11 @@ class GpuEmbeddingCache(EmbeddingCache):
 
     def erase(self, table: str, keys: ArrayLike) -> None:
         """See EmbeddingCache."""
-        checked = self._checked_keys(table, keys)
-        for part in _cut(len(checked)):
+        given = GivenRows(self._cuda, self._checked_keys(table, keys))
+        for begin in range(0, len(given), _KEYS_AT_ONCE):
             with self._writing(table) as writer:
                 if writer is not None:
-                    writer.erase(_on_device(checked[part], np.int64))
+                    writer.erase(given.keys_on_device(slice(begin, begin + _KEYS_AT_ONCE)))
             self._rests.rest()
 
     def dump(self, table: str) -> NDArray[np.int64]:
@@ -167,6 +171,7 @@ class GpuEmbeddingCache(EmbeddingCache):
             if self._closed:
                 return
             self._closed = True
+            self._uploads.close()
             self._cuda.wait()
             del self._memory, self._uncounted
             # What follows on the device has all of the memory.
@@ -218,17 +223,22 @@ class GpuEmbeddingCache(EmbeddingCache):
         uncounted["events_address"] = 0
         self._uncounted: Any = cupy.asarray(uncounted.view(np.uint8).reshape(-1))
 
+    def _as_array(self, values: ArrayLike) -> NDArray[Any]:
+        """See EmbeddingCache. Arrays on the device stay there."""
+        return as_array(values, self._cuda)
+
     def _write(self, table: str, keys: ArrayLike, vectors: ArrayLike, *, may_insert: bool) -> None:
-        checked, floats = self._checked_rows(table, keys, vectors)
-        check_range(table, floats, self.dtype)
-        for part in _cut(len(checked)):
+        given = GivenRows(self._cuda, *self._checked_rows(table, keys, vectors))
+        given.check(lambda floats: check_range(table, floats, self.dtype))
+        for number, piece in enumerate(self._uploads.pieces(given)):
+            if number:
+                self._rests.rest()
             with self._writing(table) as writer:
                 if writer is not None:
                     rows = np.array(self._records[self._positions[table]]["cached_rows"], ROWS)
-                    part_keys, part_rows = _on_device(checked[part], np.int64), _on_device(floats[part], np.float32)
-                    claims = writer.claim(part_keys, may_insert=may_insert, may_evict=may_insert)
-                    writer.write_rows(rows, part_keys, part_rows, claims)
-            self._rests.rest()
+                    on_device = piece.on_device(self._cuda)
+                    claims = writer.claim(on_device[0], may_insert=may_insert, may_evict=may_insert)
+                    writer.write_rows(rows, *on_device, claims)
 
     @contextlib.contextmanager
     def _writing(self, table: str) -> Iterator[gpu.Writer | None]:
@@ -278,11 +288,3 @@ class GpuEmbeddingCache(EmbeddingCache):
         num_bytes = table_bytes(num_buckets, self._row_bytes[t]) + (self._fixed_bytes if t == 0 else 0)
         rows = inserts - evictions - erases
         return RowCounts(inserts, updates, evictions, erases, rows, SLOTS * num_buckets, num_bytes)
-
-
-def _cut(num_keys: int) -> Iterator[slice]:
-    return (slice(begin, begin + _KEYS_AT_ONCE) for begin in range(0, num_keys, _KEYS_AT_ONCE))
-
-
-def _on_device(array: Any, dtype: Any) -> Any:
-    return cupy.ascontiguousarray(cupy.asarray(array), dtype)

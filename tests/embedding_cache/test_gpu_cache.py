@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_session.device.discovery import unusable
-from inference_session.errors import ConfigurationError
+from inference_session.errors import ConfigurationError, InvalidRequestError
 from tests.testing.cache_contract import AMPLE_BYTES, HIGHEST, LOWEST, EmbeddingCacheContract, vectors_of
 from tests.testing.cache_lookups import look_up
 
@@ -117,6 +117,78 @@ def test_it_fills_to_nine_tenths_and_more() -> None:
         assert kept == capacity // 2
         assert 0.92 * capacity < len(held) <= capacity
         assert np.array_equal(look_up(cache, {"t": held}).vectors["t"], vectors_of(held, 4))
+
+
+@pytest.mark.parametrize("piece_bytes", [1 << 12, 1 << 24])
+@pytest.mark.parametrize("place", ["host", "strided", "narrow", "pinned", "device", "strided device", "mixed"])
+def test_rows_may_be_anywhere(place: str, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays on the host, in pinned memory or on the device, in one piece or many: the same rows are held."""
+    import cupy
+
+    from inference_session.device.pinned import pinned_copy
+    from inference_session.embedding_cache import gpu_writes
+
+    monkeypatch.setattr(gpu_writes, "_STAGED_BYTES", piece_bytes)
+    monkeypatch.setattr(gpu_writes, "_DEVICE_BYTES", piece_bytes)
+    keys = np.random.default_rng(0).permutation(40_000).astype(np.int32 if place == "narrow" else np.int64)
+    vectors = vectors_of(keys, 5)
+    wide = np.repeat(vectors, 2, axis=1)
+    given: dict[str, tuple[Any, Any]] = {
+        "host": (keys, vectors),
+        "strided": (keys, wide[:, ::2]),
+        "narrow": (keys, vectors.astype(np.float16).astype(np.float64)),
+        "pinned": (pinned_copy(keys), pinned_copy(vectors)),
+        "device": (cupy.asarray(keys), cupy.asarray(vectors)),
+        "strided device": (cupy.asarray(keys), cupy.asarray(wide)[:, ::2]),
+        "mixed": (keys, cupy.asarray(vectors)),
+    }
+    with cache_of({"t": 5}, 1 << 25) as cache:
+        cache.insert("t", *given[place])
+        found = look_up(cache, {"t": keys})
+        assert not len(found.missing["t"])
+        assert np.array_equal(found.vectors["t"], given["narrow"][1] if place == "narrow" else vectors)
+        cache.update("t", given[place][0][::2], given[place][1][::2] * 2)
+        assert np.array_equal(look_up(cache, {"t": keys[::2]}).vectors["t"], 2 * found.vectors["t"][::2])
+        cache.erase("t", given[place][0][:30_000])
+        assert np.array_equal(np.sort(cache.dump("t")), np.sort(keys[30_000:]))
+
+
+def test_rows_come_from_several_threads() -> None:
+    """Each of them in its own pieces."""
+    parts = np.split(np.random.default_rng(1).permutation(400_000), 8)
+    with cache_of({"t": 5}, 1 << 27) as cache, ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda keys: cache.insert("t", keys, vectors_of(keys, 5)), parts))
+        found = look_up(cache, {"t": np.arange(400_000)})
+        assert not len(found.missing["t"])
+        assert np.array_equal(found.vectors["t"], vectors_of(np.arange(400_000), 5))
+
+
+def test_rows_that_the_device_computes_are_waited_for() -> None:
+    """What was launched on the caller's stream before the call has ended before rows are read."""
+    import cupy
+
+    with cache_of({"t": 4}, 1 << 26) as cache:
+        for value in range(5):
+            with cupy.cuda.Stream(non_blocking=True):
+                vectors = cupy.zeros((100_000, 4), np.float32)
+                for _ in range(200):
+                    vectors += value
+                cache.insert("t", cupy.arange(100_000), vectors)
+            assert (look_up(cache, {"t": np.arange(100_000)}).vectors["t"] == 200 * value).all()
+
+
+def test_arrays_on_the_device_are_checked_as_others_are() -> None:
+    """Shapes, types and ranges."""
+    import cupy
+
+    keys, vectors = cupy.arange(3), cupy.ones((3, 4), np.float32)
+    with cache_of({"t": 4}, dtype="int8") as cache:
+        for wrong in ((keys, vectors[:2]), (keys, vectors.astype(np.int32)), (keys.astype(np.float32), vectors)):
+            with pytest.raises(InvalidRequestError, match="expected"):
+                cache.insert("t", *wrong)
+        with pytest.raises(InvalidRequestError, match="int8 cannot represent"):
+            cache.insert("t", keys, vectors * np.nan)
+        assert not len(cache.dump("t"))
 
 
 def test_rows_that_are_hit_stay() -> None:
