@@ -1,11 +1,12 @@
-"""Whole requests through a real Triton on a GPU, beside a model written by hand: goal G8.
+"""Whole requests through a real Triton on a GPU, beside models written by hand: goals G8 and G12.
 
-    python benchmarks/gpu_triton.py [--rows 10000000] [--rounds 3]
+    python benchmarks/gpu_triton.py [--rows 10000000] [--rounds 3] [--layouts native,hugectr]
 
-The model: 26 keys x dim 128 of one table with random int64 keys, 13 dense features, MLP 512-256-1. The peer is a
-Python model that is given row numbers, takes rows with a plain CUDA kernel and runs the same network by ONNX Runtime's
-CUDA provider, inputs bound on the device. `null` answers zeros: the least that a Python model costs. perf_analyzer
-sends over gRPC; rounds are interleaved, medians shown.
+The model: 26 keys x dim 128 of one table with random int64 keys, 13 dense features, MLP 512-256-1. Its requests carry
+the model's own inputs (`native`), or DES, CATCOLUMN and ROWINDEX with one key per slot (`hugectr`). The peer is a
+Python model that is given row numbers, joins requests, takes rows with a plain CUDA kernel and runs the same network by
+ONNX Runtime's CUDA provider, inputs bound on the device. `null` answers zeros: the least that a Python model costs.
+perf_analyzer sends over gRPC; rounds are interleaved, medians shown.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ import argparse
 import itertools
 import json
 import math
+import os
+import shutil
 import statistics
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +41,23 @@ from triton_backend.repository.model_config import write_model_config
 
 FEATURES, DENSE, DIM, HIDDEN = 26, 13, 128, (512, 256)
 MODELS = ("null", "by_hand", "hotrow")
-CONFIG = """
-backend: "python"
-max_batch_size: 1024
+SIZES = (64, 1024)
+CONCURRENT = 16
+SIZES_AT_ONCE = {"native": (64,), "hugectr": (64, 1024)}
+"""Of requests that come at once: perf_analyzer does not get 16 batches of 1,024 entries each under way in time."""
+_NATIVE = """
 input [ { name: "keys" data_type: TYPE_INT64 dims: [ 26 ] }, { name: "dense" data_type: TYPE_FP32 dims: [ 13 ] } ]
 output [ { name: "click" data_type: TYPE_FP32 dims: [ 1 ] } ]
+"""
+_HUGECTR = """
+input [ { name: "DES" data_type: TYPE_FP32 dims: [ -1 ] }, { name: "CATCOLUMN" data_type: TYPE_INT64 dims: [ -1 ] },
+        { name: "ROWINDEX" data_type: TYPE_INT32 dims: [ -1 ] } ]
+output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ -1 ] } ]
+"""
+TENSORS = {"native": _NATIVE, "hugectr": _HUGECTR}
+CONFIG = """
+backend: "python"
+max_batch_size: 16384
 instance_group [ { count: 1 kind: KIND_CPU } ]
 dynamic_batching { }
 """
@@ -87,13 +104,24 @@ class TritonPythonModel:
             self.network.run_with_iobinding(binding)
             return binding.copy_outputs_to_cpu()[0]
 
+    def decode(self, arrays):
+        if LAYOUT == "native":
+            return arrays["keys"], arrays["dense"]
+        keys, offsets = arrays["CATCOLUMN"].reshape(-1, 26), arrays["ROWINDEX"].reshape(-1)
+        assert np.array_equal(offsets, np.arange(keys.size + 1)), "this model takes one key per slot"
+        return keys, arrays["DES"].reshape(len(keys), 13)
+
     def execute(self, requests):
-        responses = []
-        for request in requests:
-            arrays = {tensor.name(): read_array(tensor) for tensor in request.inputs()}
-            answer = self.predict(arrays["keys"], arrays["dense"])
-            responses.append(pb_utils.InferenceResponse([write_tensor("click", answer)]))
-        return responses
+        read = [{tensor.name(): read_array(tensor) for tensor in request.inputs()} for request in requests]
+        numbers, dense = zip(*map(self.decode, read))
+        if len(read) == 1:
+            answers = [self.predict(numbers[0], dense[0])]
+        else:
+            joined = self.predict(np.concatenate(numbers), np.concatenate(dense))
+            answers = np.split(joined, np.cumsum([len(each) for each in numbers])[:-1])
+        if LAYOUT == "native":
+            return [pb_utils.InferenceResponse([write_tensor("click", each)]) for each in answers]
+        return [pb_utils.InferenceResponse([write_tensor("OUTPUT0", each.reshape(-1))]) for each in answers]
 '''
 
 
@@ -102,23 +130,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of one measurement")
+    parser.add_argument("--layouts", default=",".join(TENSORS), type=lambda text: text.split(","))
     arguments = parser.parse_args()
     perf_analyzer()
     with tempfile.TemporaryDirectory() as folder:
         begin = time.monotonic()
         repository = Path(folder) / "repository"
-        keys = write_models(repository, arguments.rows)
+        keys = write_models(repository, arguments.rows, arguments.layouts)
         options = ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0)
         with TritonServer.start(options) as server:
             print(f"{arguments.rows} rows written and served after {time.monotonic() - begin:.0f} s", flush=True)
             url = server.endpoints["gRPC"]
-            check_answers(url, keys)
-            run_rounds(url, Path(folder), keys, arguments.rounds)
+            check_answers(url, keys, arguments.layouts)
+            for layout in arguments.layouts:
+                run_rounds(url, Path(folder), keys, layout, arguments)
 
 
-def write_models(repository: Path, num_rows: int) -> NDArray[np.int64]:
+def name_of(model: str, layout: str) -> str:
+    """Of a model that takes requests in a layout."""
+    return f"{model}_{layout}"
+
+
+def write_models(repository: Path, num_rows: int, layouts: Sequence[str] = ("native",)) -> NDArray[np.int64]:
     """All models, of the same weights; returns the key of each row."""
-    version = repository / "hotrow" / "1"
+    version = repository / name_of("hotrow", layouts[0]) / "1"
     table = version / TABLES_FOLDER / "item"
     table.mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -128,19 +164,33 @@ def write_models(repository: Path, num_rows: int) -> NDArray[np.int64]:
         for begin in range(0, len(keys), 1 << 20):
             rows = min(1 << 20, len(keys) - begin)
             file.write(cupy.asnumpy(cupy.random.standard_normal((rows, DIM), np.float32)))
-    spec = model_spec(len(keys))
-    onnx.save(network(rng), version / DENSE_FILE)
+    dense = network(rng)
+    network_file = repository.parent / DENSE_FILE
+    onnx.save(dense, network_file)
+    for layout in layouts:
+        write_hotrow(repository / name_of("hotrow", layout) / "1", version, layout, len(keys), dense)
+        for kind in ("null", "by_hand"):
+            folder = repository / name_of(kind, layout) / "1"
+            folder.mkdir(parents=True)
+            files = {"ROWS": str(table / "emb_vector"), "DENSE_FILE": str(network_file)}
+            names = {"KIND": kind, "LAYOUT": layout, **files}
+            constants = "\n".join(f"{name} = {value!r}" for name, value in names.items())
+            (folder / "model.py").write_text(constants + PEER, encoding="utf-8")
+            (folder.parent / "config.pbtxt").write_text(CONFIG + TENSORS[layout], encoding="utf-8")
+    return keys
+
+
+def write_hotrow(version: Path, first: Path, layout: str, num_rows: int, dense: onnx.ModelProto) -> None:
+    """The model as hotrow serves it; `first` has the table's files."""
+    if version != first:
+        shutil.copytree(first / TABLES_FOLDER, version / TABLES_FOLDER, copy_function=os.link)
+    spec = model_spec(num_rows)
+    if layout == "hugectr":
+        spec, dense = hugectr_spec(spec), with_slots(dense)
+    onnx.save(dense, version / DENSE_FILE)
     spec.write(version)
     manifest.write_manifest(version)
-    write_model_config(version, spec, "hotrow")
-    for kind in ("null", "by_hand"):
-        folder = repository / kind / "1"
-        folder.mkdir(parents=True)
-        names = {"KIND": kind, "ROWS": str(table / "emb_vector"), "DENSE_FILE": str(version / DENSE_FILE)}
-        constants = "\n".join(f"{name} = {value!r}" for name, value in names.items())
-        (folder / "model.py").write_text(constants + PEER, encoding="utf-8")
-        (folder.parent / "config.pbtxt").write_text(CONFIG, encoding="utf-8")
-    return keys
+    write_model_config(version, spec, version.parent.name)
 
 
 def model_spec(num_rows: int) -> ModelSpec:
@@ -153,6 +203,32 @@ def model_spec(num_rows: int) -> ModelSpec:
         labels=("click",),
         label_outputs=("click",),
     )
+
+
+def hugectr_spec(spec: ModelSpec) -> ModelSpec:
+    """The same model, as the import of one of HugeCTR's describes it."""
+    return replace(
+        spec,
+        inputs=(
+            TensorSpec("DES", "float32", (-1,)),
+            TensorSpec("CATCOLUMN", "int64", (-1,)),
+            TensorSpec("ROWINDEX", "int32", (-1,)),
+        ),
+        lookups=(LookupSpec("item", "CATCOLUMN/0", "slots", pooling="sum"),),
+        layout="hugectr",
+        layout_options={"dense_input": "dense", "dense_dim": DENSE, "slots": [FEATURES], "key_type": "int64"},
+    )
+
+
+def with_slots(dense: onnx.ModelProto) -> onnx.ModelProto:
+    """The dense part with the vectors of each slot apart, as HugeCTR's layers give them."""
+    changed = onnx.ModelProto()
+    changed.CopyFrom(dense)
+    slots = helper.make_tensor_value_info("slots", TensorProto.FLOAT, ["n", FEATURES, DIM])
+    changed.graph.input[0].CopyFrom(slots)
+    changed.graph.initializer.append(numpy_helper.from_array(np.array([-1, FEATURES * DIM], np.int64), "flat"))
+    changed.graph.node.insert(0, helper.make_node("Reshape", ["slots", "flat"], ["vectors"]))
+    return changed
 
 
 def network(rng: np.random.Generator) -> onnx.ModelProto:
@@ -178,59 +254,97 @@ def network(rng: np.random.Generator) -> onnx.ModelProto:
     return helper.make_model(whole, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
 
 
-def requests_of(model: str, keys: NDArray[np.int64], samples: int, rng: np.random.Generator) -> dict[str, Any]:
-    """One random request: keys that are held, or for the others the numbers of their rows."""
+def request_of(
+    model: str, layout: str, keys: NDArray[np.int64], samples: int, rng: np.random.Generator
+) -> dict[str, Any]:
+    """A random request: keys that are held, or for the others the numbers of their rows."""
     numbers = rng.integers(0, len(keys), (samples, FEATURES))
-    return {
-        "keys": keys[numbers] if model == "hotrow" else numbers,
-        "dense": rng.random((samples, DENSE), np.float32),
-    }
+    asked, dense = keys[numbers] if model == "hotrow" else numbers, rng.random((samples, DENSE), np.float32)
+    if layout == "native":
+        return {"keys": asked, "dense": dense}
+    offsets = np.arange(samples * FEATURES + 1, dtype=np.int32)
+    return {"DES": dense.reshape(1, -1), "CATCOLUMN": asked.reshape(1, -1), "ROWINDEX": offsets[None]}
 
 
-def check_answers(url: str, keys: NDArray[np.int64]) -> None:
-    """The model and its peer must agree before they are timed."""
+def check_answers(url: str, keys: NDArray[np.int64], layouts: Sequence[str]) -> None:
+    """The models and their peers must agree before they are timed."""
     answers = []
     with tritonclient.grpc.InferenceServerClient(url) as client:
-        for model in ("hotrow", "by_hand"):
-            request = requests_of(model, keys, 1000, np.random.default_rng(1))
+        for layout, model in itertools.product(layouts, ("hotrow", "by_hand")):
+            request = request_of(model, layout, keys, 1000, np.random.default_rng(1))
             tensors = []
             for name, array in request.items():
                 tensors.append(tritonclient.grpc.InferInput(name, list(array.shape), _TYPES[array.dtype.name]))
                 tensors[-1].set_data_from_numpy(array)
-            answers.append(client.infer(model, tensors).as_numpy("click"))
-    np.testing.assert_allclose(*answers, atol=1e-5)
+            output = "click" if layout == "native" else "OUTPUT0"
+            answers.append(client.infer(name_of(model, layout), tensors).as_numpy(output).reshape(-1))
+    for answer in answers[1:]:
+        np.testing.assert_allclose(answer, answers[0], atol=1e-5)
 
 
-_TYPES = {"int64": "INT64", "float32": "FP32"}
+_TYPES = {"int64": "INT64", "int32": "INT32", "float32": "FP32"}
 
 
-def run_rounds(url: str, folder: Path, keys: NDArray[np.int64], rounds: int) -> None:
-    """Measure all models with small and large requests, round by round, and report."""
-    for samples, model in itertools.product((64, 1024), MODELS):
-        write_requests(
-            folder / f"{model}{samples}.json", requests_of(model, keys, 8 * samples, np.random.default_rng())
+def run_rounds(url: str, folder: Path, keys: NDArray[np.int64], layout: str, arguments: argparse.Namespace) -> None:
+    """Measure all models with small and large requests, alone and many at once, round by round, and report."""
+    for samples, model in itertools.product(SIZES, MODELS):
+        requests = [request_of(model, layout, keys, samples, np.random.default_rng()) for _ in range(8)]
+        write_requests(folder / f"{model}{samples}.json", requests, layout)
+    seen: dict[tuple[str, int, int], list[dict[str, float]]] = defaultdict(list)
+    alone, at_once = itertools.product((1,), SIZES), itertools.product((CONCURRENT,), SIZES_AT_ONCE[layout])
+    cases = [(*case, model) for case, model in itertools.product((*alone, *at_once), MODELS)]
+    for _, (concurrency, samples, model) in itertools.product(range(arguments.rounds), cases):
+        result = measure(
+            name_of(model, layout),
+            url,
+            "grpc",
+            data=folder / f"{model}{samples}.json",
+            batch=samples if layout == "native" else 1,
+            concurrency=concurrency,
+            seconds=arguments.seconds,
+            timeout_s=60,
         )
-    seen: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for _ in range(rounds):
-        for samples, model in itertools.product((64, 1024), MODELS):
-            data = folder / f"{model}{samples}.json"
-            result = measure(model, url, "grpc", data=data, batch=samples, concurrency=1, seconds=1.0, timeout_s=60)
-            seen[model, samples].append(result["p50"])
-    for samples in (64, 1024):
-        p50 = {model: statistics.median(seen[model, samples]) for model in MODELS}
-        ratio = p50["hotrow"] / p50["by_hand"]
-        print(
-            f"G8 {samples:4d} samples: null {p50['null']:.0f} us, by hand {p50['by_hand']:.0f} us, "
-            f"hotrow {p50['hotrow']:.0f} us, ratio {ratio:.2f}, goal <= 0.8",
-            flush=True,
-        )
+        seen[model, samples, concurrency].append(result)
+    for samples in SIZES:
+        report_latency(layout, samples, {m: _median(seen[m, samples, 1], "p50") for m in MODELS})
+    for samples in SIZES_AT_ONCE[layout]:
+        rates = {m: _median(seen[m, samples, CONCURRENT], "requests/s") * samples / 1e6 for m in MODELS}
+        report_rate(layout, samples, rates)
 
 
-def write_requests(file: Path, request: dict[str, Any]) -> None:
-    """One entry per sample, of which perf_analyzer sends as many as one request holds."""
+def _median(results: Sequence[dict[str, float]], figure: str) -> float:
+    return statistics.median(result[figure] for result in results)
+
+
+def report_latency(layout: str, samples: int, p50: dict[str, float]) -> None:
+    """G8."""
+    print(
+        f"G8  {layout:7s} {samples:4d} samples: null {p50['null']:.0f} us, by hand {p50['by_hand']:.0f} us, "
+        f"hotrow {p50['hotrow']:.0f} us, ratio {p50['hotrow'] / p50['by_hand']:.2f}, goal <= 0.75",
+        flush=True,
+    )
+
+
+def report_rate(layout: str, samples: int, rates: dict[str, float]) -> None:
+    """G12."""
+    print(
+        f"G12 {layout:7s} {CONCURRENT} x {samples:4d} samples at once, M samples/s: null {rates['null']:.3f}, by hand "
+        f"{rates['by_hand']:.3f}, hotrow {rates['hotrow']:.3f}; {rates['hotrow'] / rates['by_hand']:.2f} of by hand, "
+        f"goal >= 1.2; {rates['hotrow'] / rates['null']:.2f} of null, goal >= 0.75",
+        flush=True,
+    )
+
+
+def write_requests(file: Path, requests: Sequence[dict[str, Any]], layout: str) -> None:
+    """What perf_analyzer sends: one entry per sample, of which it joins as many as a request holds, or per request."""
+    if layout == "native":
+        rows = [row for request in requests for row in zip(*request.values(), strict=True)]
+    else:
+        rows = [tuple(array[0] for array in request.values()) for request in requests]
+    names = [*requests[0]]
     entries = [
-        {name: {"content": row.tolist(), "shape": [len(row)]} for name, row in zip(request, rows, strict=True)}
-        for rows in zip(*request.values(), strict=True)
+        {name: {"content": values.tolist(), "shape": [len(values)]} for name, values in zip(names, row, strict=True)}
+        for row in rows
     ]
     file.write_text(json.dumps({"data": entries}), encoding="utf-8")
 
