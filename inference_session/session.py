@@ -31,7 +31,7 @@ from inference_session.errors import (
 )
 from inference_session.execution.network import Network, RunResult, check_network, check_outputs
 from inference_session.execution.replicas import DeviceThread, Replica, Replicas
-from inference_session.execution.staged import Arrays, stage_model
+from inference_session.execution.staged import Arrays, StagedModel, stage_model
 from inference_session.execution.stages import Mark, unmarked
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.records import Lookup
@@ -63,6 +63,7 @@ from inference_session.version_directory.verified_files import VerifiedFiles
 from inference_session.version_directory.version import VersionDirectory
 
 if TYPE_CHECKING:
+    from inference_session.execution.gathered import GatheredModel
     from inference_session.execution.kept_contexts import KeptContexts
     from inference_session.update_stream.kafka_stream import KafkaUpdateStream
     from inference_session.update_stream.positions import AppliedPartitions
@@ -165,7 +166,7 @@ class InferenceSession:
         """Of what is not a batch's: they are the same on each device."""
         self._rows_before: RowStats | None = None
         self._replicas = Replicas([self._replica(*each) for each in zip(threads, engines, self._all_rows, strict=True)])
-        self._staged = stage_model(spec, self._layout, self._replicas.all[0].network, self._rows)
+        self._staged = self._stage_model()
         self._kept = self._keep_contexts()
         self._may_join = spec.joins_requests
         self._recorder: KeyRecorder | None = None
@@ -299,16 +300,17 @@ class InferenceSession:
         staging = self._staged.take()
         try:
             wanted = self._outputs.wanted(outputs)
-            batch = staging.fill(arrays, num_requests, wanted.computed)
-            if batch is None:
-                return None
-            self._rows.look_up(batch.lookup)
-            self._record_keys(batch.lookup)
-            mark("network")
-            computed = dict(zip(wanted.computed, batch.run.run(), strict=True))
-            if self.config.unknown_keys == "reject" and batch.lookup.num_unknown.any():
-                return None
-            self._stats.count_staged(batch.lookup, batch.counts)
+            with self._rows.device.held():
+                batch = staging.fill(arrays, num_requests, wanted.computed)
+                if batch is None:
+                    return None
+                self._rows.look_up(batch.lookup)
+                self._record_keys(batch.lookup)
+                mark("network")
+                computed = dict(zip(wanted.computed, batch.run.run(), strict=True))
+                if self.config.unknown_keys == "reject" and batch.lookup.num_unknown.any():
+                    return None
+                self._stats.count_staged(batch.lookup, batch.counts)
             mark("answer")
             return self._outputs.split(computed, [wanted.names] * num_requests, batch.counts)
         except HotrowError:
@@ -575,6 +577,16 @@ class InferenceSession:
 
         return open_kept_contexts(self.version, self.config, self._rows, self._layout)
 
+    def _stage_model(self) -> StagedModel | GatheredModel | None:
+        """What answers `run_arrays`; None where several devices take turns."""
+        network = self._replicas.all[0].network
+        if self._rows.device is HOST:
+            return stage_model(self.spec, self._layout, network, self._rows)
+        # Imported where needed: what reads HugeCTR's requests takes half a second to load.
+        from inference_session.execution.gathered import gather_model
+
+        return gather_model(self.spec, self._layout, network) if len(self._replicas.all) == 1 else None
+
     def _create_engine(self, path: Path, thread: DeviceThread) -> DenseEngine:
         """The dense engine: where nobody insists on a GPU, on the CPU if ONNX Runtime cannot use it after all."""
         try:
@@ -626,8 +638,11 @@ class InferenceSession:
     def _run_request(self, replica: Replica, request: Request, times: int = 1) -> None:
         # Zeros need not be a sensible request, nor need all stores be up; a batch that fails is no request's end.
         with contextlib.suppress(HotrowError):
-            self._answer_on(replica, [self._layout.check(request)] * times, unmarked)
-            for _ in range(2):  # the first run of a shape binds it, the second is what requests will do
+            checked = [self._layout.check(request)] * times
+            # The first runs of a shape bind it, the last is what requests will do.
+            for _ in range(2 if replica.network.rows.is_launched else 1):
+                self._answer_on(replica, checked, unmarked)
+            for _ in range(2):
                 self._run_staged([request] * times, unmarked)
 
     def _start_counting(self) -> None:

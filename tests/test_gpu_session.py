@@ -21,11 +21,13 @@ from onnx import TensorProto, helper
 from inference_session import InferenceSession
 from inference_session.device.discovery import unusable_for_sessions
 from inference_session.errors import ConfigurationError, InvalidRequestError, UnavailableError
+from inference_session.importers.hugectr.importer import import_hugectr
 from inference_session.model_spec import PREDICTIONS
 from inference_session.requests.batch import Request
 from tests.testing import small_model
 from tests.testing import triton_models as models
 from tests.testing.full_device import full_device
+from tests.testing.hugectr_source import Source
 from tests.testing.onnx_models import import_model, model_of, table
 
 Regular: TypeAlias = tuple[InferenceSession, Callable[..., Any]]
@@ -173,6 +175,38 @@ def test_unknown_rows_are_counted_in_each_batch(regular: Regular) -> None:
         inputs[session.spec.lookups[0].keys][:5, 0] = 50 + repetition
         session.run(inputs)
         assert session.stats()["tables"]["item"]["default_vectors"] - before == 5 * repetition
+
+
+@pytest.mark.parametrize("key_type", ["int64", "uint32"])
+def test_packed_requests_are_answered_as_on_the_processor(key_type: str, tmp_path: Path) -> None:
+    """HugeCTR's: with one key per slot, with bags of any length, and both side by side; sizes come again."""
+    source = Source(tmp_path / "source", (400, 500))
+    source.settings["supportlonglong"] = key_type == "int64"
+    (report,) = import_hugectr(source.ps_json(), tmp_path / "repository")
+    rng = np.random.default_rng(6)
+
+    def request(num_samples: int, is_even: bool) -> dict[str, Any]:
+        lengths = [rng.integers(0, 2 if is_even else 3, num_samples * slots) for slots in (2, 3)]
+        counts = [np.ones_like(each) if is_even else each for each in lengths]
+        keys = rng.integers(0, 1000, sum(int(each.sum()) for each in counts))
+        return {
+            "DES": rng.random((1, 2 * num_samples), np.float32),
+            "CATCOLUMN": keys[None].astype(key_type),
+            "ROWINDEX": np.concatenate([np.cumsum([0, *each]) for each in counts])[None].astype(np.int32),
+        }
+
+    with (
+        InferenceSession.open(report.version_dir, device="cuda:0", warm_up_s=20) as session,
+        InferenceSession.open(report.version_dir, device="cpu") as twin,
+    ):
+        assert session.stages_arrays
+        for sizes in ((4,), (16,), (4,), (2, 3), (4,), (2, 3), (16, 1, 1), (2, 3)):
+            for kinds in ([True] * len(sizes), [False] * len(sizes), [i % 2 == 0 for i in range(len(sizes))]):
+                asked = [Request(request(n, is_even)) for n, is_even in zip(sizes, kinds, strict=True)]
+                for found, expected in zip(session.run_many(asked), twin.run_many(asked), strict=True):
+                    assert isinstance(found, dict)
+                    assert isinstance(expected, dict)
+                    assert np.allclose(found[PREDICTIONS], expected[PREDICTIONS], atol=1e-5)
 
 
 def test_threads_with_batches_of_one_size(regular: Regular) -> None:

@@ -34,6 +34,8 @@ _NO_GRAPH = "-1"
 _NOTHING_HELD = contextlib.nullcontext()
 _MAX_IN_PLACE_BYTES = 1 << 16
 """Above this it is faster to copy an array to the device and back than to reach over the bus for each element."""
+_MAX_RESULT_BYTES = 1 << 18
+"""Above this outputs are copied as well, though each of their elements is written once."""
 _TYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(int64)": np.int64}
 """Of outputs that can be written to pinned memory."""
 _GRAPH_TOLERANCE = 1e-3
@@ -88,6 +90,9 @@ class CudaEngine(OnnxEngine):
     expected_provider = PROVIDER
     """What ONNX Runtime calls what computes the network."""
 
+    _waits_in_runs = False
+    """Whether runs over bound memory end when the device has done them."""
+
     def __init__(
         self, path: Path, *, content: bytes | None = None, num_threads: int, gpu: CudaDevice, use_tf32: bool
     ) -> None:
@@ -127,6 +132,8 @@ class CudaEngine(OnnxEngine):
         self._warms_up = True
         """Whether a run may record: those after `end_warm_up` only repeat what has been recorded."""
         self._plain = _run_options(_NO_GRAPH)
+        self._unwaited = _run_options(_NO_GRAPH, waits=self._waits_in_runs)
+        """For runs over bound memory alone: the device is waited for once, for the look-up as well."""
 
     def end_warm_up(self) -> None:
         """See DenseEngine: recording holds up the whole device, and would hold up requests."""
@@ -248,11 +255,11 @@ class CudaEngine(OnnxEngine):
             self._bind_input(binding, name, array)
         for name, array in results.items():
             binding.bind_output(name, "cuda", self._gpu.device_id, array.dtype.type, array.shape, _address(array))
-        options = self._plain
+        options = self._unwaited
         if self._may_record and threading.current_thread() is self._recorder:
-            options = _run_options(str(len(self._graphs) + 1))
+            options = _run_options(str(len(self._graphs) + 1), waits=self._waits_in_runs)
         bound = _Binding(binding, options, placed, results)
-        if options is not self._plain:
+        if options is not self._unwaited:
             self._graphs.append(bound)
             self._may_record = len(self._graphs) < _MAX_GRAPHS
         return bound
@@ -262,15 +269,15 @@ class CudaEngine(OnnxEngine):
         binding.bind_input(name, "cuda", self._gpu.device_id, array.dtype.type, array.shape, address)
 
     def _run_bound(self, session: Any, bound: _Binding) -> None:
-        if bound.options is self._plain or threading.current_thread() is not self._recorder:
-            _run(session, bound.binding, self._plain)
+        if bound.options is self._unwaited or threading.current_thread() is not self._recorder:
+            _run(session, bound.binding, self._unwaited)
             return
         try:
             with self._gpu.recording() if self._warms_up else _NOTHING_HELD:
                 _run(session, bound.binding, bound.options)
         except VALUE_ERRORS as error:
             self._gpu.end_recording()
-            _run(session, bound.binding, self._plain)  # where this fails too, it was not for the graph
+            _run(session, bound.binding, self._unwaited)  # where this fails too, it was not for the graph
             self._give_up_graphs(str(error))  # not everything that a network does can be recorded
 
     def _give_up_graphs(self, reason: str) -> None:
@@ -282,7 +289,7 @@ class CudaEngine(OnnxEngine):
         may not, once that memory holds what another run has left there.
         """
         try:
-            expected = [self._results_of(bound._replace(options=self._plain)) for bound in recorded]
+            expected = [self._results_of(bound._replace(options=self._unwaited)) for bound in recorded]
             found = [self._results_of(bound) for bound in recorded]
         except VALUE_ERRORS as error:
             self._give_up_graphs(f"the check failed: {error}")
@@ -338,14 +345,18 @@ class CudaEngine(OnnxEngine):
 def _run(session: Any, binding: Any, options: Any) -> None:
     """Run bound arrays; what goes wrong is a VALUE_ERROR."""
     try:
-        session.run_with_iobinding(binding, options)
+        # The wrapper of ONNX Runtime looks into the options again in each run.
+        session._sess.run_with_iobinding(binding._iobinding, options)
     except RuntimeError as error:  # all that ONNX Runtime raises here
         raise ort_errors.RuntimeException(str(error).removeprefix("Error in execution: ")) from error
 
 
-def _run_options(graph: str) -> Any:
+def _run_options(graph: str, *, waits: bool = True) -> Any:
+    """`waits`: whether a run ends when the device has done it."""
     options = onnxruntime.RunOptions()
     options.add_run_config_entry("gpu_graph_id", graph)
+    if not waits:
+        options.add_run_config_entry("disable_synchronize_execution_providers", "1")
     return options
 
 
@@ -357,7 +368,7 @@ def _address(array: Any) -> int:
 
 
 def _is_large(shape: tuple[int, ...]) -> bool:
-    return 8 * math.prod(shape) > _MAX_IN_PLACE_BYTES
+    return 8 * math.prod(shape) > _MAX_RESULT_BYTES
 
 
 def _is_numeric(declared: Any) -> bool:

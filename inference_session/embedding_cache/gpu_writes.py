@@ -112,8 +112,9 @@ class Uploads:
         return self._uploaded(given)
 
     def close(self) -> None:
-        """End the threads."""
+        """Within a request: end the threads and give the pinned memory back, which no recording must meet."""
         self._threads.shutdown()
+        self._free.clear()
 
     def _uploaded(self, given: GivenRows) -> Iterator[Piece]:
         pinned = self._free.pop() if self._free else _Pinned(self._device, self._threads)

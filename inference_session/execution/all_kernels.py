@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from inference_session.embedding_cache.cpu import CpuEmbeddingCache
-from inference_session.kernels.cpu import bag_staging, bags, staging
+from inference_session.kernels.cpu import bag_staging, bags, gathering, staging
 from inference_session.model_spec import ModelSpec, TableSpec
 from inference_session.parameter_server.redis import layout as redis_layout
 from inference_session.parameter_server.redis import replies as redis_replies
@@ -29,6 +29,7 @@ def compile_all() -> None:
     bags.compile_kernels()
     staging.compile_kernels()
     bag_staging.compile_kernels()
+    gathering.compile_kernels()
     SessionStats(ModelSpec((), (), (), ()))
     redis_layout.compile_kernels()
     redis_replies.compile_kernels()

@@ -5,7 +5,7 @@ A form belongs to one Staging: its records hold the addresses of that one's memo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -22,7 +22,7 @@ from inference_session.requests.batch import RequestLayout
 from inference_session.requests.tensor_layout import TensorLayout
 
 Shapes: TypeAlias = "dict[str, tuple[int, ...]]"
-_ARRAY_TYPE = id(np.ndarray)
+ARRAY_TYPE = id(np.ndarray)
 
 
 class ArrayForm(Protocol):
@@ -51,7 +51,7 @@ class TensorForm:
     """A model's own inputs."""
 
     def __init__(self, spec: ModelSpec, layout: TensorLayout, lookups: ModelLookups, dense: DenseEngine) -> None:
-        self.inputs = _input_records(spec, layout, dense)
+        self.inputs = input_records(spec, layout, dense.input_names)
         self.names = tuple(tensor.name for tensor in spec.inputs)
         self.lookups = _lookup_records(spec, lookups)
         self.num_open_sizes = 1 + int((self.inputs["expected"] == OPEN).sum())
@@ -61,7 +61,7 @@ class TensorForm:
     def stage(self, items: int, num_requests: int, *records: NDArray[Any]) -> int:
         """See ArrayForm."""
         status: int = staging.stage(
-            items, num_requests, _ARRAY_TYPE, self._max_elements, self.inputs, self.lookups, *records
+            items, num_requests, ARRAY_TYPE, self._max_elements, self.inputs, self.lookups, *records
         )
         return status
 
@@ -104,7 +104,7 @@ class BagForm:
 
     def stage(self, items: int, num_requests: int, *records: NDArray[Any]) -> int:
         """See ArrayForm."""
-        sizes = num_requests, _ARRAY_TYPE, self._max_elements
+        sizes = num_requests, ARRAY_TYPE, self._max_elements
         status: int = bag_staging.stage_bags(
             items, *sizes, self._form, self._slots, self.inputs, self.lookups, *records
         )
@@ -130,7 +130,7 @@ def has_form(spec: ModelSpec, layout: RequestLayout, dense: DenseEngine) -> bool
     known = {*tensors, *(lookup.dense_input for lookup in spec.lookups)}
     return (
         type(layout) is TensorLayout
-        and all(map(_is_readable, spec.inputs))
+        and all(map(is_readable, spec.inputs))
         and dense.input_names <= known
         and all(_is_stageable(lookup, tensors) for lookup in spec.lookups)
     )
@@ -161,7 +161,8 @@ def _has_bags(spec: ModelSpec, layout: Any, dense: DenseEngine) -> bool:
     )
 
 
-def _is_readable(tensor: TensorSpec) -> bool:
+def is_readable(tensor: TensorSpec) -> bool:
+    """Whether compiled code reads arrays of this type and rank."""
     return np.dtype(tensor.dtype) != object and 0 < len(tensor.shape) <= MAX_RANK
 
 
@@ -175,7 +176,8 @@ def _is_stageable(lookup: LookupSpec, tensors: Mapping[str, TensorSpec]) -> bool
     return lookup.weights is None or (weights is not None and np.dtype(weights.dtype) == np.float32)
 
 
-def _input_records(spec: ModelSpec, layout: TensorLayout, dense: DenseEngine) -> NDArray[np.void]:
+def input_records(spec: ModelSpec, layout: TensorLayout, read: Collection[str]) -> NDArray[np.void]:
+    """INPUT records of a model's inputs; `read`: those that the network reads."""
     records = np.zeros(len(spec.inputs), INPUT)
     bound_sizes = {pair for group in spec.equal_sizes for pair in group}
     for record, tensor in zip(records, spec.inputs, strict=True):
@@ -186,7 +188,7 @@ def _input_records(spec: ModelSpec, layout: TensorLayout, dense: DenseEngine) ->
         if tensor.name in layout.ragged and (tensor.name, rank - 1) not in bound_sizes:
             record["expected"][rank - 1] = DIFFERING
         record["sizes"] = np.maximum(record["expected"], 0)
-        record["is_read"] = tensor.name in dense.input_names
+        record["is_read"] = tensor.name in read
     return records
 
 

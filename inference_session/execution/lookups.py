@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -95,14 +95,16 @@ class ModelLookups:
         ranks = [len(batch.parts(self.key_names[i])[0].shape) for i in self._irregular]
         return tuple([(rank, *self._shape(i, batch)) for rank, i in zip(ranks, self._irregular, strict=True)])
 
-    def follow_shapes(self, computed: Collection[str]) -> bool:
-        """Whether all is laid out alike in batches with the same number of samples, the same `shapes`, and the same
-        shapes of what is `computed` out of their inputs.
+    @property
+    def follow_shapes(self) -> bool:
+        """Whether batches are laid out alike that have the same number of samples, the same `shapes`, the same
+        `irregular_shapes`, and no ragged keys.
         """
-        if not self.lookups or not self._counts_samples:  # where samples are not counted, `shapes` tell nothing
-            return False
-        irregular = [self.lookups[i] for i in self._irregular]
-        return all(lookup.keys in computed and not lookup.bags for lookup in irregular)
+        return bool(self.lookups) and self._counts_samples  # where samples are not counted, `shapes` tell nothing
+
+    def is_ragged(self, batch: JoinedBatch) -> bool:
+        """Whether any keys are bags of different lengths."""
+        return any(isinstance(batch.parts(self.key_names[i])[0], Ragged) for i in self._irregular)
 
     def geometry(self, batch: JoinedBatch) -> Geometry:
         """The geometry of the keys of a batch, at least one row deep."""
@@ -174,6 +176,8 @@ class ModelLookups:
         rows, keys_per_row = (shape[:-1], shape[-1]) if pooled else (shape, 1)
         segments["num_rows"][i] = math.prod(rows)
         segments["keys_per_row"][i] = keys_per_row
+        if keys_per_row == 1 and self.lookups[i].weights is None:  # a bag of one key is that key's vector
+            segments["pooling"][i] = PoolingCode.NONE
         segments["output_stride"][i] = table.embedding_dim * _FLOAT_BYTES
         return (*rows, table.embedding_dim) if pooled or table.row_shape is None else (*rows, *table.row_shape)
 

@@ -57,6 +57,15 @@ class Network:
             batch.add(dict(zip(names, results, strict=True)))
         return self._plans.of(batch, tuple(outputs))
 
+    @property
+    def may_record(self) -> bool:
+        """Whether there are plans that are recorded."""
+        return self._plans.may_record
+
+    def known_plan(self, batch: JoinedBatch, outputs: tuple[str, ...]) -> ExecutionPlan | None:
+        """The plan of a batch whose keys are all inputs, if there is one already."""
+        return self._plans.known(batch, outputs)
+
 
 def check_network(
     spec: ModelSpec, directory: Path, dense: DenseEngine, keys: OnnxEngine | None, files: tuple[str, str]

@@ -12,7 +12,7 @@ Each plan keeps the memory that its batches pass through.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -139,14 +139,19 @@ class FreshPlan(ExecutionPlan):
     ) -> NDArray[np.int64]:
         """As `_fill_loose`, where bags of some look-ups have different lengths."""
         even: dict[int, list[Part]] = {}
+        values: dict[tuple[int, ...], int] = {}
+        """Where keys are, by the lists that they come from: look-ups may have bags in the same ones."""
         for i in self._lookups.loose:
             parts = batch.parts(self._lookups.key_names[i])
             if isinstance(parts[0], Ragged):
-                bags = _joined_bags(parts)  # type: ignore[arg-type]  # the others are ragged as well
-                num_keys[i] = bags.num_keys
-                fields = {"keys_address": bags.values, "begins_address": bags.begins, "ends_address": bags.ends}
-                for field, array in fields.items():
-                    segments[field][i] = self._stage(batch, (), array)
+                lists = [part.values for part in parts]  # type: ignore[union-attr]  # the others are ragged as well
+                case = tuple(map(id, lists))
+                if case not in values:
+                    values[case] = self._stage(batch, (), joined_keys(lists))
+                num_keys[i], begins, ends = _joined_bags(parts)  # type: ignore[arg-type]
+                segments["keys_address"][i] = values[case]
+                segments["begins_address"][i] = self._stage(batch, (), begins)
+                segments["ends_address"][i] = self._stage(batch, (), ends)
             else:
                 even[i] = parts
         if even:
@@ -197,7 +202,8 @@ class RecordedPlan(ExecutionPlan):
     ) -> None:
         """`staged`: the memory of all inputs."""
         self.outputs = outputs
-        self._device, self._lookup, self._network, self._staged = device, lookup, network, staged
+        self.staged, self.network = staged, network
+        self._device, self._lookup = device, lookup
 
     def held(self) -> AbstractContextManager[None]:
         """See ExecutionPlan."""
@@ -205,14 +211,18 @@ class RecordedPlan(ExecutionPlan):
 
     def fill(self, batch: JoinedBatch) -> Lookup:
         """See ExecutionPlan."""
-        for staged in self._staged:
+        for staged in self.staged:
             staged.fill(batch)
+        return self.cleared()
+
+    def cleared(self) -> Lookup:
+        """The look-up of the keys that are in their places, with nothing counted."""
         self._lookup.num_unknown[:] = 0
         return self._lookup
 
     def run_network(self, batch: JoinedBatch) -> Answer:  # noqa: ARG002  its inputs are in their places
         """See ExecutionPlan."""
-        return dict(zip(self.outputs, self._network.run(), strict=True))
+        return dict(zip(self.outputs, self.network.run(), strict=True))
 
     def num_unknown(self, lookup: Lookup) -> NDArray[np.int64]:
         """See ExecutionPlan. Running the network has waited for the look-up."""
@@ -229,24 +239,38 @@ class ExecutionPlans:
         self._rows = rows
         self._dense = dense
         self._computed = sorted(computed)
-        # Where shapes do not tell all, as with lists of any length, each batch is placed anew.
-        self._may_record = rows.is_launched and lookups.follow_shapes(computed)
+        self.may_record = rows.is_launched and lookups.follow_shapes
         self._plans: BoundedMemory[Any, FreshPlan | RecordedPlan] = BoundedMemory(_MAX_PLANS)
 
     def of(self, batch: JoinedBatch, outputs: tuple[str, ...]) -> ExecutionPlan:
         """The plan of a batch; InvalidRequestError where its keys do not fit each other."""
         self._lookups.cut_bags(batch)
-        computed = [batch.array(name).shape for name in self._computed] if self._may_record else ()
-        shape = (batch.num_samples, batch.shapes, self._lookups.irregular_shapes(batch), outputs, *computed)
-        plan = self._plans.get(shape)
+        shape = self._shape(batch, outputs)
+        plan = known = self._plans.get(shape)
         if plan is None:
-            geometry = self._lookups.geometry(batch)
-            plan = FreshPlan(self._lookups, geometry, self._rows, self._dense, outputs, may_record=self._may_record)
+            plan = self._fresh(batch, outputs)
             self._plans.put(shape, plan)
-        if isinstance(plan, FreshPlan) and plan.may_record and self._dense.may_bind(outputs):
+        # Shapes that lengths of lists make may never come again: recording one takes as long as some batches.
+        may_come_again = known is not None or not self._lookups.irregular_shapes(batch)
+        if isinstance(plan, FreshPlan) and plan.may_record and may_come_again and self._dense.may_bind(outputs):
             plan = self._recorded(plan, batch)
             self._plans.put(shape, plan)
         return plan
+
+    def known(self, batch: JoinedBatch, outputs: tuple[str, ...]) -> ExecutionPlan | None:
+        """The plan of a batch whose keys need not be cut, if there is one already."""
+        return self._plans.get(self._shape(batch, outputs))
+
+    def _shape(self, batch: JoinedBatch, outputs: tuple[str, ...]) -> Hashable:
+        """What batches have in common that have one plan."""
+        computed = [batch.array(name).shape for name in self._computed] if self.may_record else ()
+        return (batch.num_samples, batch.shapes, self._lookups.irregular_shapes(batch), outputs, *computed)
+
+    def _fresh(self, batch: JoinedBatch, outputs: tuple[str, ...]) -> FreshPlan:
+        # Ragged keys are placed anew in each batch.
+        may_record = self.may_record and not self._lookups.is_ragged(batch)
+        geometry = self._lookups.geometry(batch)
+        return FreshPlan(self._lookups, geometry, self._rows, self._dense, outputs, may_record=may_record)
 
     def _recorded(self, plan: FreshPlan, batch: JoinedBatch) -> FreshPlan | RecordedPlan:
         """The same with its places fixed, unless the batch or the network cannot be bound to them."""
@@ -270,13 +294,11 @@ def _kept(batch: JoinedBatch, names: tuple[str, ...], staged: NDArray[Any]) -> i
     return address_of(staged)
 
 
-def _joined_bags(parts: list[Ragged]) -> Ragged:
-    """Ragged bags of several requests behind each other."""
+def _joined_bags(parts: list[Ragged]) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
+    """How many keys the bags of several requests hold, and where they begin and end once their lists are joined."""
     if len(parts) == 1:
-        bags = parts[0]
-        return bags if bags.values.dtype == np.int64 else bags._replace(values=bags.values.astype(np.int64))
+        return parts[0].num_keys, parts[0].begins, parts[0].ends
     shifts = np.cumsum([0, *(part.values.size for part in parts[:-1])])
     begins = np.concatenate([part.begins + shift for part, shift in zip(parts, shifts, strict=True)])
     ends = np.concatenate([part.ends + shift for part, shift in zip(parts, shifts, strict=True)])
-    num_keys = sum(part.num_keys for part in parts)
-    return Ragged(joined_keys([part.values for part in parts]), begins, ends, parts[0].shape, num_keys)
+    return sum(part.num_keys for part in parts), begins, ends

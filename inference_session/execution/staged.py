@@ -67,7 +67,7 @@ class StagedModel:
         except IndexError:
             return Staging(self._spec, self._lookups, self._dense, self._new_form())
 
-    def give_back(self, staging: Staging) -> None:
+    def give_back(self, staging: Any) -> None:
         """Another batch may have it."""
         self._free.append(staging)
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inference_session.errors import InvalidRequestError
-from inference_session.kernels.cpu.bags import place_bags
+from inference_session.kernels.cpu.bags import have_one_key_each, place_bags
 from inference_session.kernels.records import address_of
 
 DENSE = "DES"
@@ -66,8 +66,17 @@ class DecodedRequest(NamedTuple):
     """[samples, dense_dim]"""
     keys: npt.NDArray[np.int64]
     """All keys as they came; uint32 keys as their value."""
-    bags: tuple[Bags, ...]
+    offsets: npt.NDArray[np.int32]
+    """ROWINDEX, checked."""
+    slots: tuple[int, ...]
     """Per table."""
+    ragged: tuple[Bags, ...] | None
+    """Bags per table; None: each slot of each sample has one key, and the keys are a matrix [samples, all slots]."""
+
+    @property
+    def bags(self) -> tuple[Bags, ...]:
+        """The bags per table, also where each has one key."""
+        return self.ragged or _bags(self.offsets, self.keys.size, self.slots, self.num_samples)
 
 
 class DecodedKeys(NamedTuple):
@@ -93,10 +102,11 @@ def decode_request(inputs: Inputs, form: RequestFormat) -> DecodedRequest:
             f"input {DENSE!r}: {dense.size} values, expected {num_samples * form.dense_dim} "
             f"({num_samples} samples according to {OFFSETS!r}, of {form.dense_dim} dense features)"
         )
-    bags = _bags(offsets, keys.size, form.slots, num_samples)
-    return DecodedRequest(
-        num_samples, dense.reshape(num_samples, form.dense_dim), keys.astype(np.int64, copy=False), bags
-    )
+    is_even = keys.size == num_samples * sum(form.slots)
+    is_even = is_even and have_one_key_each(address_of(offsets), as_array(form.slots), num_samples)
+    ragged = None if is_even else _bags(offsets, keys.size, form.slots, num_samples)
+    dense = dense.reshape(num_samples, form.dense_dim)
+    return DecodedRequest(num_samples, dense, keys.astype(np.int64, copy=False), offsets, form.slots, ragged)
 
 
 def decode_keys(inputs: Inputs, num_tables: int) -> DecodedKeys:

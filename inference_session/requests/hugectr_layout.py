@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,7 +24,10 @@ from inference_session.requests.outputs import Answer, Outputs
 
 
 class HugectrLayout(RequestLayout):
-    """DES, CATCOLUMN and ROWINDEX: dense features, and per table one ragged bag for each slot of each sample."""
+    """DES, CATCOLUMN and ROWINDEX: dense features, and per table a bag for each slot of each sample.
+
+    Where each of them has one key, they are arrays like those of any model; else they are ragged.
+    """
 
     def __init__(self, spec: ModelSpec, outputs: Outputs, *, network_inputs: frozenset[str], max_elements: int) -> None:
         """See RequestLayout."""
@@ -35,16 +39,23 @@ class HugectrLayout(RequestLayout):
         except (KeyError, TypeError) as error:
             raise ModelFormatError(f"layout_options {dict(spec.layout_options)!r} do not describe 'hugectr'") from error
         self.parts = [(f"{KEYS}/{table}", slots) for table, slots in enumerate(self.format.slots)]
+        ends = itertools.accumulate(self.format.slots)
+        self.columns = {n: slice(end - width, end) for (n, width), end in zip(self.parts, ends, strict=True)}
+        """By the keys of a table, where they stand among those of a sample, where each slot has one."""
 
     def check(self, request: Request) -> CheckedRequest:
         for name, array in request.inputs.items():
             self._check_size(name, array)
         decoded = decode_request(request.inputs, self.format)
         parts: dict[str, Part] = {self.dense_input: decoded.dense}
-        for (name, slots), bags in zip(self.parts, decoded.bags, strict=True):
-            parts[name] = Ragged(decoded.keys, bags.begins, bags.ends, (decoded.num_samples, slots), bags.num_keys)
+        if decoded.ragged is None:
+            matrix = decoded.keys.reshape(decoded.num_samples, sum(self.format.slots), 1)
+            parts.update((name, matrix[:, own]) for name, own in self.columns.items())
+        else:
+            for (name, slots), bags in zip(self.parts, decoded.ragged, strict=True):
+                parts[name] = Ragged(decoded.keys, bags.begins, bags.ends, (decoded.num_samples, slots), bags.num_keys)
         outputs = self._outputs.resolve(request.outputs)
-        return CheckedRequest(parts, outputs, decoded.num_samples, shapes=())
+        return CheckedRequest(parts, outputs, decoded.num_samples, shapes=(decoded.ragged is None,))
 
     def made_up(self, num_samples: int) -> Request:
         """One key per bag."""

@@ -18,7 +18,5 @@ def test_shapes_tell_all_only_where_samples_are_counted(first: str, follow: bool
     graph += " { k = Mod(ids, rows) z = Gather(emb, k) y = Add(x, x) }"
     report = import_model(tmp_path, model_of(graph, {"emb": table(), "rows": np.array(1000)}))
     assert report.spec.batched == follow
-    (lookup,) = report.spec.lookups
     lookups = ModelLookups(report.spec, by_column=False, keys_follow_inputs=True)
-    assert lookups.follow_shapes([lookup.keys]) == follow
-    assert not lookups.follow_shapes([])
+    assert lookups.follow_shapes == follow

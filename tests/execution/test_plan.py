@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +13,11 @@ from numpy.typing import NDArray
 from inference_session.dense_engine.base import BoundRun, DenseEngine
 from inference_session.execution.lookups import ModelLookups
 from inference_session.execution.plan import ExecutionPlans, RecordedPlan
-from inference_session.kernels.records import Lookup
 from inference_session.requests.batch import CheckedRequest, JoinedBatch
 from inference_session.rows.mapped import MappedRows
-from inference_session.tables.host_tables import HostTables
 from inference_session.version_directory.version import VersionDirectory
+from tests.testing.launched_tables import LaunchedTables
 from tests.testing.onnx_models import import_model, model_of, table
-
-
-class Launched(HostTables):
-    """The processor's tables, looked up as those of a device that repeats its launches."""
-
-    is_launched = True
-
-    def prepare(self, segments: NDArray[np.void]) -> Any:
-        tables = self
-
-        class Launch:
-            def repeated(self, num_unknown_address: int) -> Callable[[], None]:
-                lookup = Lookup(segments.copy(), np.zeros(1, np.int64), np.zeros(len(segments), np.int64))
-                return lambda: HostTables.look_up(tables, lookup)
-
-        return Launch()
-
-    def look_up(self, lookup: Lookup) -> None:
-        if lookup.repeat is not None:
-            lookup.repeat()
-        else:
-            super().look_up(lookup)
 
 
 class Sums(DenseEngine):
@@ -84,7 +61,7 @@ def batch_of(ids: NDArray[np.int64]) -> JoinedBatch:
 def test_batches_of_one_shape_go_the_same_way_with_other_values(version: VersionDirectory) -> None:
     """One binding per shape; each batch has the answer of its own keys, and its own unknown keys."""
     files = version.open_tables()
-    rows = MappedRows(files, Launched(files, num_threads=1))
+    rows = MappedRows(files, LaunchedTables(files, num_threads=1))
     (lookup,) = version.spec.lookups
     dense = Sums(lookup.dense_input)
     plans = ExecutionPlans(

@@ -66,6 +66,7 @@ def test_every_bag_is_found_again(
         assert found == [slot for sample in bags for slot in sample[table]]
         assert begins.dtype == ends.dtype == np.int64
         assert num_keys == sum(map(len, found))
+    assert (decoded.ragged is None) == all(len(slot) == 1 for sample in bags for table in sample for slot in table)
 
 
 def test_the_example_of_the_documentation_is_decoded() -> None:
@@ -194,5 +195,5 @@ def test_random_bytes_are_decoded_or_refused(dense: bytes, keys: bytes, offsets:
         decoded = decode_request(inputs, RequestFormat(0, (1, 1)))
     except InvalidRequestError:
         return
-    for begins, ends in decoded.bags:
+    for begins, ends, _ in decoded.bags:
         assert ((begins >= 0) & (begins <= ends) & (ends <= decoded.keys.size)).all()

@@ -73,6 +73,50 @@ def test_a_request_may_ask_for_nothing_beside_one_that_asks(session: InferenceSe
     np.testing.assert_array_equal(vectors["OUTPUT0"], session.run(good)["OUTPUT0"])
 
 
+@pytest.fixture(scope="module")
+def hugectr_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of two tables with 2 and 3 slots, and a network."""
+    folder = tmp_path_factory.mktemp("hugectr")
+    (report,) = import_hugectr(Source(folder / "source", (400, 500)).ps_json(), folder / "repository")
+    return report.version_dir
+
+
+@pytest.fixture(scope="module")
+def hugectr_session(hugectr_dir: Path) -> Iterator[InferenceSession]:
+    with InferenceSession.open(hugectr_dir) as session:
+        yield session
+
+
+@st.composite
+def _hugectr_request(draw: st.DrawFn) -> Inputs:
+    """Of some samples with 2 and 3 slots: one key in each, or any number."""
+    num_samples = draw(st.integers(1, 4))
+    lengths = st.just(1) if draw(st.booleans()) else st.integers(0, 2)
+    counts = [[draw(lengths) for _ in range(num_samples * slots)] for slots in (2, 3)]
+    total = sum(map(sum, counts))
+    offsets = [np.cumsum([0, *table]) for table in counts]
+    keys = draw(st.lists(st.integers(0, 1000) | st.sampled_from([-(2**63), -1]), min_size=total, max_size=total))
+    return {
+        "DES": np.linspace(-1, 1, 2 * num_samples, dtype=np.float32)[None],
+        "CATCOLUMN": np.array(keys, np.int64)[None],
+        "ROWINDEX": np.concatenate(offsets).astype(np.int32)[None],
+    }
+
+
+@given(requests=st.lists(_hugectr_request(), min_size=1, max_size=5))
+def test_bags_of_one_key_are_answered_as_any(
+    hugectr_session: InferenceSession, hugectr_dir: Path, requests: list[Inputs]
+) -> None:
+    """Requests with one key per slot, which are a matrix, and others, alone and side by side."""
+    evaluator = Evaluator(hugectr_dir)
+
+    answers = hugectr_session.run_many([Request(inputs) for inputs in requests])
+
+    for inputs, answer in zip(requests, answers, strict=True):
+        assert isinstance(answer, dict)
+        np.testing.assert_allclose(answer["OUTPUT0"], evaluator.predict(inputs), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["hps", "hugectr"])
 def test_a_request_beyond_the_limit_is_refused(kind: str, version_dir: Path, tmp_path: Path) -> None:
     """`max_keys_per_request` holds for packed requests as for any."""

@@ -55,7 +55,22 @@ def _are_ascending(offsets: int, slots: Any, num_samples: int) -> Any:
     return True
 
 
+@kernel
+def have_one_key_each(offsets: int, slots: Any, num_samples: int) -> Any:
+    """Whether the offsets say that each slot of each sample has one key; arguments are those of `place_bags`."""
+    block = 0
+    for table in range(len(slots)):
+        num_offsets, differs = num_samples * slots[table] + 1, np.int64(0)
+        for i in range(num_offsets):
+            differs |= np.int64(load(offsets, np.int32, block + i)) ^ i
+        if differs != 0:
+            return False
+        block += num_offsets
+    return True
+
+
 def compile_kernels() -> None:
-    """Compile `place_bags`, or load it from Numba's cache, so that no request waits for a compiler."""
+    """Compile all kernels, or load them from Numba's cache, so that no request waits for a compiler."""
     offsets, positions = np.zeros(1, np.int32), np.zeros(1, np.int64)
+    have_one_key_each(address_of(offsets), np.ones(1, np.int64), 0)
     place_bags(address_of(offsets), np.ones(1, np.int64), 0, 0, address_of(positions), address_of(positions))

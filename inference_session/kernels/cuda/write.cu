@@ -67,19 +67,6 @@ __device__ __forceinline__ int take_free(u8* bucket, int reserved, u32 start, u6
 // Four bytes of 0 or 1 from four bits.
 __device__ __forceinline__ u32 spread(u32 bits) { return ((bits & 15) * 0x00204081u) & 0x01010101u; }
 
-// Lowers the marks of some slots. Of threads that do so at the same time in one bucket, the last one counts.
-__device__ __forceinline__ void lower(u8* marks, const Bucket& marked, u64 slots) {
-#pragma unroll
-  for (int i = 0; i < BUCKET_BYTES / 16; ++i) {
-    const u32 those = (u32)(slots >> (16 * i)) & 0xffff;
-    if (those == 0) continue;
-    const uint4 word = marked.words[i];
-    reinterpret_cast<uint4*>(marks)[i] =
-        make_uint4(__vsubus4(word.x, spread(those)), __vsubus4(word.y, spread(those >> 4)),
-                   __vsubus4(word.z, spread(those >> 8)), __vsubus4(word.w, spread(those >> 12)));
-  }
-}
-
 // A clock whose hand begins anywhere: takes the first row with the lowest mark, and lowers the marks that it passes.
 __device__ __forceinline__ int take_evicted(u8* bucket, u8* marks, u32 start, u64 policy) {
   for (int attempt = 0; attempt < 8; ++attempt) {
@@ -93,7 +80,10 @@ __device__ __forceinline__ int take_evicted(u8* bucket, u8* marks, u32 start, u6
     if (!swap_tag(bucket, slot, word >> (8 * (slot % 4)) & 255, BUSY)) continue;
     const u64 before = (1ull << slot) - 1, from = ALL_SLOTS << start;
     const u64 passed = (u32)slot >= start ? before & from : before | from;
-    lower(marks, marked, passed);
+    for (int i = 0; i < BUCKET_BYTES / 4; ++i) {
+      u32* mark = reinterpret_cast<u32*>(marks) + i;
+      *mark = __vsubus4(*mark, spread((u32)(passed >> (4 * i))));
+    }
     return slot;
   }
   return -1;

@@ -1,0 +1,234 @@
+"""The way of most requests on a GPU: their arrays go straight to where a recorded batch of their shape reads them.
+
+Compiled code checks the arrays and copies them (kernels/cpu/gathering.py); then the look-up and the network are
+launched as they were recorded. Requests that do not fit, for whatever reason, take the way of
+`InferenceSession.run_many`, which also records the shapes that come again.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.execution.array_forms import ARRAY_TYPE, input_records, is_readable
+from inference_session.execution.network import Network
+from inference_session.execution.plan import RecordedPlan
+from inference_session.execution.staged import Arrays, StagedBatch
+from inference_session.kernels.array_headers import can_read_arrays, dtype_addresses
+from inference_session.kernels.cpu.gathering import (
+    COPY,
+    FROM_INT32,
+    FROM_UINT32,
+    PACKED,
+    SAME,
+    check_packed,
+    check_tensors,
+    compile_kernels,
+    gather,
+)
+from inference_session.kernels.cpu.staging import DIFFERING, INPUT, OPEN
+from inference_session.kernels.records import address_of
+from inference_session.model_spec import ModelSpec
+from inference_session.platform.bounded_memory import BoundedMemory
+from inference_session.requests.batch import JoinedBatch, Request, RequestLayout
+from inference_session.requests.hugectr_csr import DENSE, KEYS, OFFSETS
+from inference_session.requests.hugectr_layout import HugectrLayout
+from inference_session.requests.tensor_layout import TensorLayout
+
+_MAX_REQUESTS, _MAX_PLANS = 4096, 1024
+_MAX_MISSES = 8
+"""A batch is recorded, if ever, when its shape comes for the second time, or for the third."""
+_Case: TypeAlias = tuple[bytes, tuple[str, ...]]
+"""Sizes and outputs of a batch."""
+_CONVERSIONS = {"int32": FROM_INT32, "uint32": FROM_UINT32}
+"""From other integers to int64."""
+
+
+class Source(NamedTuple):
+    """Where in an input the values are that a batch has under some name."""
+
+    input: int
+    row_elements: int
+    """Of a sample in the input."""
+    first: int
+    num: int
+
+
+class _Target(NamedTuple):
+    """A recorded batch, and how its inputs are filled."""
+
+    plan: RecordedPlan
+    copies: NDArray[np.void]
+    """COPY records."""
+
+
+class RequestForm(ABC):
+    """How requests carry what a batch has; checks them without Python per input."""
+
+    inputs: NDArray[np.void]
+    """INPUT records."""
+    num_open_sizes: int
+
+    @abstractmethod
+    def check(self, items: int, num_requests: int, open_sizes: NDArray[np.int64], counts: NDArray[np.int64]) -> bool:
+        """Whether the arrays in a list at that address are requests of one shape; see `check_tensors`."""
+
+    @abstractmethod
+    def sources(self, batch: JoinedBatch) -> Mapping[str, Source]:
+        """Where the inputs have what the batch has, by its names."""
+
+
+class TensorForm(RequestForm):
+    """The model's own inputs."""
+
+    def __init__(self, spec: ModelSpec, layout: TensorLayout) -> None:
+        self._names = [tensor.name for tensor in spec.inputs]
+        self._max_elements = layout.max_elements
+        self.inputs = input_records(spec, layout, frozenset())
+        # Lists of different lengths are no one shape.
+        self.inputs["expected"][self.inputs["expected"] == DIFFERING] = OPEN
+        self.num_open_sizes = 1 + int((self.inputs["expected"] == OPEN).sum())
+
+    def check(self, items: int, num_requests: int, open_sizes: NDArray[np.int64], counts: NDArray[np.int64]) -> bool:
+        """See RequestForm."""
+        return bool(check_tensors(items, num_requests, ARRAY_TYPE, self._max_elements, self.inputs, open_sizes, counts))
+
+    def sources(self, batch: JoinedBatch) -> Mapping[str, Source]:
+        """See RequestForm."""
+        elements = [int(np.prod(batch.parts(name)[0].shape[1:], dtype=np.int64)) for name in self._names]
+        return {name: Source(i, num, 0, num) for i, (name, num) in enumerate(zip(self._names, elements, strict=True))}
+
+
+class PackedForm(RequestForm):
+    """HugeCTR's, with one key per slot."""
+
+    def __init__(self, spec: ModelSpec, layout: HugectrLayout) -> None:
+        names = [tensor.name for tensor in spec.inputs]
+        self._max_elements = layout.max_elements
+        form = layout.format
+        self.inputs = np.zeros(len(names), INPUT)
+        for record, tensor in zip(self.inputs, spec.inputs, strict=True):
+            record["dtypes"] = dtype_addresses(np.dtype(tensor.dtype))
+        self.num_open_sizes = 1
+        self._slots = np.array(form.slots, np.int64)
+        self._packed = np.zeros(1, PACKED)
+        for field, name in (("dense", DENSE), ("keys", KEYS), ("offsets", OFFSETS)):
+            self._packed[field] = names.index(name)
+        self._packed["dense_dim"], self._packed["num_tables"] = form.dense_dim, len(form.slots)
+        self._packed["num_slots"] = num_slots = sum(form.slots)
+        self._packed["max_samples"] = form.max_samples or np.iinfo(np.int64).max
+        self._sources = {layout.dense_input: Source(names.index(DENSE), form.dense_dim, 0, form.dense_dim)}
+        for name, own in layout.columns.items():
+            self._sources[name] = Source(names.index(KEYS), num_slots, own.start, own.stop - own.start)
+
+    def check(self, items: int, num_requests: int, open_sizes: NDArray[np.int64], counts: NDArray[np.int64]) -> bool:
+        """See RequestForm."""
+        form = self.inputs, self._packed, self._slots
+        return bool(check_packed(items, num_requests, ARRAY_TYPE, self._max_elements, *form, open_sizes, counts))
+
+    def sources(self, batch: JoinedBatch) -> Mapping[str, Source]:  # noqa: ARG002  they do not depend on it
+        """See RequestForm."""
+        return self._sources
+
+
+class GatheredModel:
+    """The recorded batches of a model, and how requests become such. Safe to use from several threads."""
+
+    def __init__(self, spec: ModelSpec, layout: RequestLayout, form: RequestForm, network: Network) -> None:
+        self._spec, self._layout, self._form, self._network = spec, layout, form, network
+        self._targets: dict[_Case, _Target | None] = {}
+        """None: batches of this kind are not recorded."""
+        self._num_misses: BoundedMemory[_Case, int] = BoundedMemory(_MAX_PLANS)
+
+    def take(self) -> GatheredModel:
+        """See StagedModel: the memory is that of the recorded batches, which whoever holds the device has."""
+        return self
+
+    def give_back(self, taken: Any) -> None:
+        """See StagedModel."""
+
+    def fill(self, arrays: Arrays, num_requests: int, outputs: tuple[str, ...]) -> StagedBatch | None:
+        """While the device is held: the look-up of a batch, its inputs in their places; see Staging.fill."""
+        if num_requests > _MAX_REQUESTS or len(arrays) != num_requests * len(self._form.inputs):
+            return None
+        items = id(arrays)
+        counts, open_sizes = np.empty(num_requests, np.int64), np.empty(self._form.num_open_sizes, np.int64)
+        if not self._form.check(items, num_requests, open_sizes, counts):
+            return None
+        case = open_sizes.tobytes(), outputs
+        target = self._targets[case] if case in self._targets else self._find(case, arrays)
+        if target is None:
+            return None
+        plan = target.plan
+        gather(items, num_requests, len(self._form.inputs), int(open_sizes[0]), counts, target.copies)
+        return StagedBatch(plan.cleared(), plan.network, counts.tolist())
+
+    def _find(self, case: _Case, arrays: Arrays) -> _Target | None:
+        """The recorded batch of this shape; None: there is none, or none yet."""
+        num_inputs = len(self._form.inputs)
+        names = [tensor.name for tensor in self._spec.inputs]
+        parts = [arrays[begin : begin + num_inputs] for begin in range(0, len(arrays), num_inputs)]
+        requests = [Request(dict(zip(names, part, strict=True)), None) for part in parts]
+        batch = self._layout.join([self._layout.check(request) for request in requests])
+        plan = self._network.known_plan(batch, case[1])
+        copies = None
+        if isinstance(plan, RecordedPlan):
+            copies = _copies(plan, batch, self._form.sources(batch), self._spec)
+        target = _Target(plan, copies) if isinstance(plan, RecordedPlan) and copies is not None else None
+        num_misses = 1 + (self._num_misses.get(case) or 0)
+        self._num_misses.put(case, num_misses)
+        if target is not None or num_misses >= _MAX_MISSES:
+            self._remember(case, target)
+        return target
+
+    def _remember(self, case: _Case, target: _Target | None) -> None:
+        if len(self._targets) >= _MAX_PLANS:
+            self._targets.clear()
+        self._targets[case] = target
+
+
+def gather_model(spec: ModelSpec, layout: RequestLayout, network: Network) -> GatheredModel | None:
+    """What fills recorded batches; None: the model has something that only the way of `run_many` knows."""
+    if network.keys is not None or not can_read_arrays() or not spec.batched or not network.may_record:
+        return None
+    form: RequestForm
+    if type(layout) is TensorLayout and all(map(is_readable, spec.inputs)):
+        form = TensorForm(spec, layout)
+    elif isinstance(layout, HugectrLayout):
+        form = PackedForm(spec, layout)
+    else:
+        return None
+    compile_kernels()
+    return GatheredModel(spec, layout, form, network)
+
+
+def _copies(
+    plan: RecordedPlan, batch: JoinedBatch, sources: Mapping[str, Source], spec: ModelSpec
+) -> NDArray[np.void] | None:
+    """COPY records for all places of a recorded batch; None where one holds something else than inputs."""
+    copies = []
+    for staged in plan.staged:
+        address = address_of(staged.array)
+        by_column = not staged.array.flags.c_contiguous
+        for name in staged.names:
+            source = sources.get(name)
+            conversion = None if source is None else _conversion(spec.inputs[source.input].dtype, staged.array.dtype)
+            if source is None or conversion is None:
+                return None
+            element_bytes = np.dtype(spec.inputs[source.input].dtype).itemsize
+            copies.append((source.input, address, element_bytes, conversion, *source[1:], by_column))
+            address += batch.num_samples * source.num * staged.array.itemsize
+        if not staged.names:
+            return None
+    return np.array(copies, COPY)
+
+
+def _conversion(given: str, wanted: np.dtype[Any]) -> int | None:
+    """How elements of one type become those of another; None: not here."""
+    if np.dtype(given) == wanted:
+        return SAME
+    return _CONVERSIONS.get(given) if wanted == np.int64 else None

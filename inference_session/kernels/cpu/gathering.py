@@ -1,0 +1,208 @@
+"""The inputs of requests go to where a recorded batch reads them, without Python per input or request.
+
+First the requests are compared with what is expected, and their samples counted; then, once it is known which recorded
+batch has that shape, their values are copied to its places.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from inference_session.kernels.array_headers import (
+    C_CONTIGUOUS,
+    DATA,
+    DTYPE,
+    FLAGS,
+    LIST_ITEMS,
+    OBJECT_TYPE,
+    RANK,
+    SIZES,
+)
+from inference_session.kernels.cpu.bags import have_one_key_each
+from inference_session.kernels.cpu.intrinsics import copy_bytes, kernel, load, store
+from inference_session.kernels.cpu.staging import INPUT, _check_arrays, _note_open_sizes, array_at
+
+SAME, FROM_INT32, FROM_UINT32 = range(3)
+"""How elements are copied: as they are, or as int64 from narrower integers."""
+
+COPY = np.dtype(
+    [
+        ("input", np.int64),  # number of the input
+        ("address", np.int64),  # of the copy
+        ("element_bytes", np.int64),  # of the input
+        ("conversion", np.int64),  # SAME, FROM_INT32 or FROM_UINT32
+        ("row_elements", np.int64),  # of a sample in the input
+        ("first", np.int64),  # of them that is copied
+        ("num", np.int64),  # how many of them are copied
+        ("by_column", np.int64),  # 1: each of them stands beside the same one of the next sample
+    ],
+    align=True,
+)
+PACKED = np.dtype(
+    [
+        ("dense", np.int64),  # numbers of the inputs
+        ("keys", np.int64),
+        ("offsets", np.int64),
+        ("dense_dim", np.int64),
+        ("num_tables", np.int64),
+        ("num_slots", np.int64),  # of all tables
+        ("max_samples", np.int64),  # of one request
+    ],
+    align=True,
+)
+
+
+@kernel
+def check_tensors(
+    items: int,
+    num_requests: int,
+    array_type: int,
+    max_elements: int,
+    inputs: Any,
+    open_sizes: Any,
+    counts: Any,
+) -> Any:
+    """Whether the requests have what a model's inputs describe, equal in all sizes but the samples.
+
+    Args:
+        items: address of a list of arrays, request after request, which nobody changes meanwhile.
+        num_requests: how many; the list has as many arrays for each as there are inputs.
+        array_type: address of NumPy's type of arrays.
+        max_elements: of one array.
+        inputs: INPUT records of the model's inputs, in the order of the arrays.
+        open_sizes: receives the samples of the batch, then the sizes that are open, input after input.
+        counts: [requests or more] receives the samples of each.
+    """
+    arrays = load(items + LIST_ITEMS, np.int64, 0)
+    num_samples = _check_arrays(arrays, num_requests, array_type, max_elements, inputs, counts)
+    if num_samples <= 0:
+        return False
+    _note_open_sizes(inputs, num_samples, open_sizes)
+    return True
+
+
+@kernel
+def check_packed(
+    items: int,
+    num_requests: int,
+    array_type: int,
+    max_elements: int,
+    inputs: Any,
+    packed: Any,
+    slots: Any,
+    open_sizes: Any,
+    counts: Any,
+) -> Any:
+    """As `check_tensors` for HugeCTR's requests, and whether each slot of each sample has one key.
+
+    Args:
+        packed: one PACKED record; `slots`: [tables].
+    """
+    arrays = load(items + LIST_ITEMS, np.int64, 0)
+    total = np.int64(0)
+    for r in range(num_requests):
+        for i in range(len(inputs)):
+            array = array_at(arrays, len(inputs), r, i)
+            if load(array + OBJECT_TYPE, np.int64, 0) != array_type or not _is_flat(array, inputs[i], max_elements):
+                return False
+        counts[r] = _samples_of(arrays + 8 * len(inputs) * r, packed[0], slots)
+        if counts[r] <= 0:
+            return False
+        total += counts[r]
+    open_sizes[0] = total
+    return True
+
+
+@kernel
+def gather(items: int, num_requests: int, num_inputs: int, num_samples: int, counts: Any, copies: Any) -> None:
+    """Copy the inputs of requests that have been checked, those of one after those of the other.
+
+    Args:
+        items: see `check_tensors`.
+        num_requests: how many.
+        num_inputs: of each.
+        num_samples: of all together.
+        counts: the samples of each.
+        copies: COPY records.
+    """
+    arrays = load(items + LIST_ITEMS, np.int64, 0)
+    for c in range(len(copies)):
+        copy, row = copies[c], np.int64(0)
+        for r in range(num_requests):
+            source = load(array_at(arrays, num_inputs, r, copy.input) + DATA, np.int64, 0)
+            _copy_samples(copy, source, row, counts[r], num_samples)
+            row += counts[r]
+
+
+def compile_kernels() -> None:
+    """Compile, or load from Numba's cache, so that no request waits for a compiler."""
+    nothing, inputs = np.zeros(0, np.int64), np.zeros(0, INPUT)
+    items = id([])
+    check_tensors(items, 0, 0, 0, inputs, nothing, nothing)
+    check_packed(items, 0, 0, 0, inputs, np.zeros(1, PACKED), nothing, np.zeros(1, np.int64), nothing)
+    gather(items, 0, 0, 0, nothing, np.zeros(0, COPY))
+
+
+@kernel
+def _samples_of(arrays: int, form: Any, slots: Any) -> Any:
+    """The samples of one request, whose arrays these are; -1: it has not one key per slot, or sizes do not agree."""
+    offsets = array_at(arrays, 0, 0, form.offsets)
+    num_samples = (_num_elements(offsets) - form.num_tables) // form.num_slots
+    if num_samples <= 0 or num_samples > form.max_samples:
+        return -1
+    agree = _num_elements(offsets) == num_samples * form.num_slots + form.num_tables
+    agree &= _num_elements(array_at(arrays, 0, 0, form.keys)) == num_samples * form.num_slots
+    agree &= _num_elements(array_at(arrays, 0, 0, form.dense)) == num_samples * form.dense_dim
+    if not agree or not have_one_key_each(load(offsets + DATA, np.int64, 0), slots, num_samples):
+        return -1
+    return num_samples
+
+
+@kernel
+def _num_elements(array: int) -> Any:
+    """Of an array with one or two dimensions."""
+    sizes = load(array + SIZES, np.int64, 0)
+    last = load(sizes, np.int64, load(array + RANK, np.int32, 0) - 1)
+    return np.int64(last)
+
+
+@kernel
+def _is_flat(array: int, record: Any, max_elements: int) -> Any:
+    """Whether it is [n] or [1, n], contiguous, of a type that is expected."""
+    dtype = load(array + DTYPE, np.int64, 0)
+    rank = load(array + RANK, np.int32, 0)
+    if (dtype != record.dtypes[0] and dtype != record.dtypes[1]) or rank < 1 or rank > 2:
+        return False
+    if load(array + FLAGS, np.int32, 0) & C_CONTIGUOUS == 0:
+        return False
+    if rank == 2 and load(load(array + SIZES, np.int64, 0), np.int64, 0) != 1:
+        return False
+    return _num_elements(array) <= max_elements
+
+
+@kernel
+def _copy_samples(copy: Any, source: int, row: int, count: int, num_samples: int) -> None:
+    """Copy some samples of one request, of which the first is sample `row` of the batch."""
+    is_whole = copy.first == 0 and copy.num == copy.row_elements
+    if copy.conversion == SAME and copy.by_column == 0 and is_whole:
+        sample_bytes = copy.num * copy.element_bytes
+        copy_bytes(copy.address + row * sample_bytes, source, count * sample_bytes)
+        return
+    beside = num_samples if copy.by_column else 1
+    below = 1 if copy.by_column else copy.num
+    for s in range(count):
+        begin, target = s * copy.row_elements + copy.first, (row + s) * below
+        if copy.conversion == FROM_INT32:
+            for e in range(copy.num):
+                store(copy.address, np.int64, target + e * beside, np.int64(load(source, np.int32, begin + e)))
+        elif copy.conversion == FROM_UINT32:
+            for e in range(copy.num):
+                store(copy.address, np.int64, target + e * beside, np.int64(load(source, np.uint32, begin + e)))
+        elif copy.element_bytes == 8:
+            for e in range(copy.num):
+                store(copy.address, np.int64, target + e * beside, load(source, np.int64, begin + e))
+        else:
+            for e in range(copy.num):
+                store(copy.address, np.int32, target + e * beside, load(source, np.int32, begin + e))

@@ -1,0 +1,213 @@
+"""Requests whose arrays go straight to where a recorded batch reads them are answered as by any other way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from inference_session.execution.gathered import GatheredModel, gather_model
+from inference_session.execution.network import Network
+from inference_session.importers.hugectr.importer import import_hugectr
+from inference_session.kernels.cpu.gathering import COPY, FROM_UINT32, SAME, gather
+from inference_session.model_spec import LookupSpec, ModelSpec, TableSpec, TensorSpec
+from inference_session.requests.batch import Request
+from inference_session.requests.layouts import layout_of
+from inference_session.requests.outputs import Outputs
+from inference_session.rows.mapped import MappedRows
+from inference_session.tables.table_file import TableFile, write_table
+from inference_session.version_directory.version import VersionDirectory
+from tests.testing.hugectr_source import Source
+from tests.testing.launched_tables import Echo, LaunchedTables
+
+Inputs = dict[str, NDArray[Any]]
+
+
+class Model:
+    """A model on a device that repeats its launches, whose network answers what it reads."""
+
+    def __init__(self, spec: ModelSpec, files: list[TableFile], given: tuple[str, ...]) -> None:
+        self.rows = MappedRows(files, LaunchedTables(files, num_threads=1))
+        names = {*given, *(lookup.dense_input for lookup in spec.lookups)}
+        self.outputs = tuple(sorted(names))
+        kind = layout_of(spec)
+        self.layout = kind(spec, Outputs(spec), network_inputs=frozenset(given), max_elements=1 << 20)
+        dense = Echo(names, given)
+        self.network = Network(spec, self.rows, dense, None, keys_follow_inputs=kind.keys_follow_inputs)
+        gathered = gather_model(spec, self.layout, self.network)
+        assert gathered is not None
+        self.gathered: GatheredModel = gathered
+        self.names = [tensor.name for tensor in spec.inputs]
+
+    def record(self, requests: list[Inputs]) -> None:
+        """Have the shape of these requests recorded; they are overwritten."""
+        for _ in range(2):
+            batch = self.layout.join([self.layout.check(Request(inputs, ())) for inputs in requests])
+            self.network.plan(batch, self.outputs)
+
+    def answer(self, requests: list[Inputs]) -> Inputs | None:
+        """What the network reads."""
+        arrays = [inputs[name] for inputs in requests for name in self.names]
+        batch = self.gathered.fill(arrays, len(requests), self.outputs)
+        if batch is None:
+            return None
+        self.rows.look_up(batch.lookup)
+        return dict(zip(self.outputs, batch.run.run(), strict=True))
+
+
+@pytest.fixture(scope="module")
+def vectors() -> NDArray[np.float32]:
+    return np.random.default_rng(0).random((50, 3), np.float32)
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory, vectors: NDArray[np.float32]) -> Model:
+    """Plain, pooled and narrow keys, and an input that look-ups and network both read."""
+    folder = tmp_path_factory.mktemp("table") / "t"
+    write_table(folder, [vectors])
+    table = TableSpec("t", "t", len(vectors), 3, keys="row_number")
+    spec = ModelSpec(
+        inputs=(
+            TensorSpec("ids", "int64", (-1, 2)),
+            TensorSpec("codes", "int32", (-1,)),
+            TensorSpec("bags", "int64", (-1, -1)),
+            TensorSpec("dense", "float32", (-1, 2)),
+        ),
+        outputs=(TensorSpec("dense", "float32", (-1, 2)),),
+        tables=(table,),
+        lookups=(
+            LookupSpec("t", "ids", "a"),
+            LookupSpec("t", "codes", "b"),
+            LookupSpec("t", "bags", "c", pooling="sum"),
+        ),
+    )
+    return Model(spec, [TableFile.open(folder, table)], ("dense", "ids"))
+
+
+def native_request(rng: np.random.Generator, samples: int, length: int) -> Inputs:
+    return {
+        "ids": rng.integers(0, 50, (samples, 2)),
+        "codes": rng.integers(-50, 50, samples).astype(np.int32),
+        "bags": rng.integers(0, 50, (samples, length)),
+        "dense": rng.random((samples, 2), np.float32),
+    }
+
+
+def test_arrays_of_recorded_shapes_are_answered(native: Model, vectors: NDArray[np.float32]) -> None:
+    """One request or several, shapes in any order; a shape that has not been recorded is left to the other way."""
+    rng = np.random.default_rng(1)
+    shapes = [((3,), 4), ((2, 5), 1), ((1, 1), 4)]
+    for sizes, length in shapes:
+        requests = [native_request(rng, samples, length) for samples in sizes]
+        assert native.answer(requests) is None
+        native.record(requests)
+    for sizes, length in [*shapes, *reversed(shapes)]:
+        requests = [native_request(rng, samples, length) for samples in sizes]
+        found = native.answer(requests)
+        joined = {name: np.concatenate([inputs[name] for inputs in requests]) for name in native.names}
+        assert found is not None
+        np.testing.assert_array_equal(found["a"], vectors[joined["ids"]])
+        np.testing.assert_array_equal(found["b"], vectors[joined["codes"]])
+        np.testing.assert_allclose(found["c"], vectors[joined["bags"]].sum(axis=1), rtol=1e-5)
+        np.testing.assert_array_equal(found["dense"], joined["dense"])
+        np.testing.assert_array_equal(found["ids"], joined["ids"])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"ids": np.zeros((3, 3), np.int64)},
+        {"ids": np.zeros((2, 2), np.int64)},
+        {"codes": np.zeros(3, np.int64)},
+        {"bags": np.zeros((3, 8), np.int64)[:, ::2]},
+        {"dense": [[0.0, 0.0]] * 3},
+        {"dense": np.zeros((3, 2, 1), np.float32)},
+    ],
+)
+def test_other_arrays_are_left_to_the_other_way(native: Model, changed: dict[str, Any]) -> None:
+    """Of another shape, type or order in memory, or none at all."""
+    rng = np.random.default_rng(2)
+    native.record([native_request(rng, 3, 4)])
+    assert native.answer([native_request(rng, 3, 4)]) is not None
+    assert native.answer([{**native_request(rng, 3, 4), **changed}]) is None
+
+
+@pytest.fixture(scope="module", params=["int64", "uint32"])
+def packed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Source]:
+    """A model of HugeCTR's with two tables of 2 and 3 slots."""
+    source = Source(tmp_path_factory.mktemp("packed") / "source", (400, 500))
+    source.settings["supportlonglong"] = request.param == "int64"
+    (report,) = import_hugectr(source.ps_json(), source.folder / "repository")
+    version = VersionDirectory.read(report.version_dir)
+    return Model(version.spec, version.open_tables(), (version.spec.layout_options["dense_input"],)), source
+
+
+def packed_request(model: Model, rng: np.random.Generator, samples: int) -> Inputs:
+    keys = rng.integers(0, 1000, 5 * samples).astype(model.layout.format.key_type)  # type: ignore[attr-defined]
+    offsets = [*range(2 * samples + 1), *range(3 * samples + 1)]
+    return {
+        "DES": rng.random((1, 2 * samples), np.float32),
+        "CATCOLUMN": keys[None],
+        "ROWINDEX": np.array([offsets], np.int32),
+    }
+
+
+def test_packed_requests_with_one_key_per_slot_are_answered(packed: tuple[Model, Source]) -> None:
+    """The keys of each table out of those of all samples, in one request or several."""
+    model, source = packed
+    rng = np.random.default_rng(3)
+    tables = [
+        dict(zip(keys.tolist(), rows, strict=True)) for keys, rows in zip(source.keys, source.vectors, strict=True)
+    ]
+    defaults = np.full(1, 0.25, np.float32), np.full(4, -1, np.float32)
+    for sizes in ((4,), (1, 3, 2)):
+        model.record([packed_request(model, rng, samples) for samples in sizes])
+        requests = [packed_request(model, rng, samples) for samples in sizes]
+        found = model.answer(requests)
+        assert found is not None
+        keys = np.concatenate([inputs["CATCOLUMN"].reshape(-1, 5) for inputs in requests])
+        for table, (name, columns) in enumerate((("wide", slice(2)), ("deep", slice(2, 5)))):
+            expected = [[tables[table].get(key, defaults[table]) for key in row] for row in keys[:, columns].tolist()]
+            np.testing.assert_array_equal(found[name], np.array(expected))
+        dense = np.concatenate([inputs["DES"].reshape(-1, 2) for inputs in requests])
+        np.testing.assert_array_equal(found["dense"], dense)
+
+
+def test_packed_requests_of_another_kind_are_left_to_the_other_way(packed: tuple[Model, Source]) -> None:
+    """Bags of other lengths, sizes that do not agree, wrong types, several dimensions."""
+    model, _ = packed
+    rng = np.random.default_rng(4)
+    model.record([packed_request(model, rng, 2)])
+    good = packed_request(model, rng, 2)
+    assert model.answer([good]) is not None
+    others = [
+        {"ROWINDEX": np.array([[0, 2, 2, 3, 4, *range(7)]], np.int32)},
+        {"ROWINDEX": good["ROWINDEX"][:, :-1]},
+        {"ROWINDEX": good["ROWINDEX"].astype(np.int64)},
+        {"ROWINDEX": good["ROWINDEX"].reshape(2, 6)},
+        {"CATCOLUMN": good["CATCOLUMN"][:, :-1]},
+        {"CATCOLUMN": good["CATCOLUMN"].astype(np.int32)},
+        {"DES": np.zeros((1, 3), np.float32)},
+        {"DES": np.float32(1)},
+    ]
+    for changed in others:
+        assert model.answer([{**good, **changed}]) is None
+
+
+@pytest.mark.parametrize("by_column", [0, 1])
+@pytest.mark.parametrize(("dtype", "conversion"), [("int64", SAME), ("int32", SAME), ("uint32", FROM_UINT32)])
+def test_columns_are_copied_beside_each_other_or_apart(dtype: str, conversion: int, by_column: int) -> None:
+    """Some columns of a matrix, those of all requests behind each other."""
+    matrices = [(np.arange(5 * n).reshape(n, 5) + 2**31 - 9 * n).astype(dtype) for n in (2, 3)]
+    wanted = np.zeros((3, 5) if by_column else (5, 3), np.int64 if conversion != SAME else dtype)
+    copy = np.zeros(1, COPY)
+    copy["address"], copy["element_bytes"] = wanted.ctypes.data, matrices[0].itemsize
+    copy["conversion"], copy["by_column"] = conversion, by_column
+    copy["row_elements"], copy["first"], copy["num"] = 5, 1, 3
+
+    gather(id(matrices), 2, 1, 5, np.array([2, 3]), copy)
+
+    expected = np.concatenate(matrices)[:, 1:4]
+    np.testing.assert_array_equal(wanted.T if by_column else wanted, expected)

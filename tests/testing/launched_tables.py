@@ -1,0 +1,68 @@
+"""The processor's tables as those of a device that repeats its launches, and a network bound to places in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inference_session.dense_engine.base import BoundRun, DenseEngine
+from inference_session.kernels.records import Lookup
+from inference_session.tables.host_tables import HostTables
+
+
+class LaunchedTables(HostTables):
+    """Look-ups may be repeated."""
+
+    is_launched = True
+
+    def prepare(self, segments: NDArray[np.void]) -> Any:
+        """See DeviceTables."""
+        tables = self
+
+        class Launch:
+            def repeated(self, num_unknown_address: int) -> Callable[[], None]:
+                lookup = Lookup(segments.copy(), np.zeros(1, np.int64), np.zeros(len(segments), np.int64))
+                return lambda: HostTables.look_up(tables, lookup)
+
+        return Launch()
+
+    def look_up(self, lookup: Lookup) -> None:
+        """See DeviceTables."""
+        if lookup.repeat is not None:
+            lookup.repeat()
+        else:
+            super().look_up(lookup)
+
+
+class Echo(DenseEngine):
+    """Answers its inputs under their names; those `given` by requests are copied to places that are bound."""
+
+    def __init__(self, input_names: Collection[str], given: Collection[str]) -> None:
+        self.input_names = self.output_names = frozenset(input_names)
+        self._given = given
+
+    def may_bind(self, outputs: Sequence[str]) -> bool:
+        """Always."""
+        return True
+
+    def run(self, inputs: Any, outputs: Sequence[str], prepared: Any = None) -> list[Any]:
+        """See DenseEngine."""
+        return [inputs[name].copy() for name in outputs]
+
+    def bind(self, inputs: Any, outputs: Sequence[str]) -> BoundRun:
+        """See DenseEngine."""
+        engine, copied = self, {name: inputs[name].copy() for name in self._given}
+
+        class Run(BoundRun):
+            places = copied
+
+            def run(self) -> list[Any]:
+                return engine.run({**inputs, **copied}, outputs)
+
+        return Run()
+
+    def close(self) -> None:
+        """There is nothing to free."""
