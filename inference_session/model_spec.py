@@ -409,6 +409,10 @@ def _check_columns(lookup: LookupSpec, spec: ModelSpec) -> None:
         )
 
 
+_LARGEST_FLOAT = 3.4028234663852886e38
+"""Of float32."""
+
+
 def _check_table(table: TableSpec) -> None:
     where = f"table {table.name!r}"
     if not isinstance(table.folder, str) or not is_folder_name(table.folder):
@@ -424,8 +428,8 @@ def _check_table(table: TableSpec) -> None:
     if table.row_shape is not None and math.prod(table.row_shape) != table.embedding_dim:
         raise ValueError(f"{where}: row_shape {table.row_shape} does not match embedding_dim {table.embedding_dim}")
     default = table.default_vector if isinstance(table.default_vector, tuple) else (table.default_vector,)
-    if not all(isinstance(element, (int, float)) for element in default):
-        raise ValueError(f"{where}: default_vector {table.default_vector!r} holds a value that is not a number")
+    if not all(isinstance(element, (int, float)) and abs(element) <= _LARGEST_FLOAT for element in default):
+        raise ValueError(f"{where}: default_vector {table.default_vector!r} has an element that is no finite float32")
     if isinstance(table.default_vector, tuple) and len(table.default_vector) != table.embedding_dim:
         raise ValueError(f"{where}: default_vector has {len(table.default_vector)} elements, not {table.embedding_dim}")
 

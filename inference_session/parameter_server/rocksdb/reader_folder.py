@@ -45,7 +45,10 @@ def _make() -> tuple[Path, int | None]:
     """A new folder, and the handle that locks it."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:  # removed by another reader before it was opened
+            continue
         with suppress(OSError):  # a file system without locks: nobody can take the folder for an abandoned one
             fcntl.flock(handle, fcntl.LOCK_EX)
         if path.exists():
