@@ -385,11 +385,11 @@ def test_in_an_outage_only_requests_that_need_the_tier_fail(
     inputs["codes"][:] = 0
     even, odd = ({**inputs, "user": np.full((2, 1), user)} for user in (4, 5))
     with InferenceSession.open(version[0], persistent_store=url_of(version[0])) as session:
-        network = Network(
-            session.spec, failing.rows, session._network.dense, session._network.keys, keys_follow_inputs=True
-        )
+        replica = session._replicas.all[0]
+        dense, keys = replica.network.dense, replica.network.keys
+        network = Network(session.spec, failing.rows, dense, keys, keys_follow_inputs=True)
         monkeypatch.setattr(session, "_rows", failing.rows)
-        monkeypatch.setattr(session, "_network", network)
+        monkeypatch.setattr(replica, "network", network)
         failing.error = UnavailableError("gone")
 
         answers = session.run_many([Request(even), Request(odd)])
