@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -106,10 +108,9 @@ def layers() -> list[dict[str, Any]]:
 
 def write_native(imported: Path, version_dir: Path) -> None:
     """The imported version once more, with inputs [samples, slots] per table in place of HugeCTR's."""
-    version_dir.parent.mkdir(parents=True)
-    version_dir.mkdir()
-    for name in ("dense.onnx", "tables"):
-        (version_dir / name).symlink_to(imported / name)
+    # Linked, not copied: hard, as a version's files have to lie in its own directory.
+    shutil.copytree(imported / "tables", version_dir / "tables", copy_function=os.link)
+    os.link(imported / "dense.onnx", version_dir / "dense.onnx")
     spec = ModelSpec.read(imported)
     inputs = [TensorSpec(f"keys{i}", "int64", (-1, slots, 1)) for i, slots in enumerate(SLOTS)]
     lookups = [
