@@ -1,4 +1,4 @@
-"""Memory that requests pass through, at addresses that come again. Nothing here needs a GPU."""
+"""Memory for requests, at addresses that repeat. Nothing here needs a GPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _ALIGNMENT = 256
 
 
 class Arena:
-    """Memory that is handed out piece by piece, and is free again all at once.
+    """Memory that is allocated piece by piece and freed all at once.
 
-    The pieces of a request lie where those of a like one did before, which graphs recorded of it rely on. It grows by
+    The pieces of a request lie where those of a similar one did before: its recorded graphs rely on that. It grows by
     further blocks, and keeps them.
     """
 
@@ -22,7 +22,7 @@ class Arena:
         self._current = self._used = 0
 
     def take(self, num_bytes: int) -> tuple[Any, int]:
-        """A block, and where in it so many bytes are the caller's."""
+        """A block, and the offset in it of this many bytes for the caller."""
         while self._used + num_bytes > len(self._blocks[self._current]):
             if self._current + 1 == len(self._blocks):
                 self._blocks.append(self._allocate(max(num_bytes, 2 * len(self._blocks[-1]))))
@@ -36,5 +36,5 @@ class Arena:
         return self._current, self._used
 
     def reset(self, mark: tuple[int, int] = (0, 0)) -> None:
-        """Nothing that was taken since the mark is in use any more."""
+        """Free what was taken since the mark."""
         self._current, self._used = mark

@@ -35,14 +35,14 @@ class Device(ABC):
 
     @abstractmethod
     def request(self) -> AbstractContextManager[None]:
-        """What a request holds from its keys to its predictions; on leaving, all that it launched has ended.
+        """What a request holds from its keys to its predictions; when it exits, all launched work has ended.
 
         Raises:
             UnavailableError: the device has failed, or has too little memory for this request.
         """
 
     def held(self) -> AbstractContextManager[None]:
-        """As `request`, for launches on memory that is known: none is taken from the device."""
+        """As `request`, for launches on preallocated memory: none is taken from the device."""
         return self.request()
 
     @abstractmethod
@@ -59,7 +59,7 @@ class Device(ABC):
 
     @abstractmethod
     def stage_keys(self, parts: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
-        """Keys behind each other as int64, where a look-up can read them; a single array may stay where it is."""
+        """Keys concatenated as int64, where a look-up can read them; a single array may stay where it is."""
 
     def given(self, array: Any) -> Any:  # noqa: ARG002
         """An array that a caller has, contiguous on this GPU; what is launched from now on finds it filled.

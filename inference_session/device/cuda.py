@@ -1,8 +1,8 @@
 """What the parts of a session share on a GPU: a stream, memory that requests pass through, whether it still works.
 
-A request holds the device from its keys to its predictions. In between nothing is waited for; at the end `request` is
+A request holds the device from its keys to its predictions. It does not wait in between; at the end `request` is
 the one place where the host waits for the device. Only a look-up that has to know what is missing waits earlier, and
-while it fetches that, others have the device (`paused`).
+while it fetches that, other requests use the device (`paused`).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _opening = threading.RLock()
 records CUDA graphs.
 """
 _DEVICE_ERRORS = (OutOfMemoryError, CUDARuntimeError, CUDADriverError)
-"""What CuPy raises where a device cannot do what it is asked, the last of them for launches."""
+"""What CuPy raises where a device cannot do a requested operation, the last of them for launches."""
 _log = logging.getLogger(__name__)
 
 
 class _Memory(NamedTuple):
-    """What one request passes through."""
+    """The memory that one request uses."""
 
     number: int
     """The lowest that is free is taken, so that requests one by one always find the same places."""
@@ -53,7 +53,7 @@ class CudaDevice(Device):
     """One GPU as one session uses it: one request at a time, in order."""
 
     reads_by_column = True
-    """Keys are read from host memory: apart, each of them is a transfer of its own."""
+    """Keys are read from host memory: if not adjacent, each key is a separate transfer."""
 
     def __init__(self, device_id: int) -> None:
         """ConfigurationError where the device has no memory left."""
@@ -66,7 +66,7 @@ class CudaDevice(Device):
             self.stream = cupy.cuda.Stream(non_blocking=True)
             self._memory = _allocate_memory(0)
         self._free = [self._memory]
-        """A heap of what no request has at present: more than one where requests have overlapped others' pauses."""
+        """A heap of those that no request uses at present: more than one where requests have overlapped others' pauses."""
         self._num_memories = 1
 
     @property
@@ -92,7 +92,7 @@ class CudaDevice(Device):
                 with self._made_current():
                     yield
             except BaseException as error:
-                self.wait()  # where it was for a device that has failed, that is what there is to say
+                self.wait()  # if that was because the device has failed, raise that instead
                 if isinstance(error, _DEVICE_ERRORS):
                     raise self._unanswerable(error) from error
                 raise
@@ -123,7 +123,7 @@ class CudaDevice(Device):
                 raise self._unanswerable(error) from error
             finally:
                 self._is_open = False
-                # What ended a request early may be another sign of the device's failure, which counts then.
+                # An error that ended a request may be a sign of the device's failure, which is then raised.
                 self.wait()
                 if memory is not None:
                     memory.pinned.reset()
@@ -136,13 +136,13 @@ class CudaDevice(Device):
         return UnavailableError(f"cuda:{self.device_id} cannot answer this request: {error}")
 
     def _made_current(self) -> contextlib.AbstractContextManager[object]:
-        """The device as what this thread launches on; as a rule it is, and to make it so takes as long as a launch."""
+        """Make the device this thread's current one. Usually it already is, and setting it takes as long as a launch."""
         is_current = cupy.cuda.runtime.getDevice() == self.device_id
         return contextlib.nullcontext() if is_current else cupy.cuda.Device(self.device_id)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the device to others while this request waits for something else; what it has taken stays its own.
+        """Let other requests use the device while this one waits for something else; it keeps the memory it has taken.
 
         Not within a request that is part of another.
 
@@ -184,7 +184,7 @@ class CudaDevice(Device):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Hold all GPUs of this process: while a CUDA graph is recorded, nobody may allocate memory on any of them.
+        """Hold all GPUs of this process: while a CUDA graph is recorded, no thread may allocate memory on any of them.
 
         Within a request, and within `opening`, so that there is one recording at a time: two would wait for each other.
         """
@@ -197,7 +197,7 @@ class CudaDevice(Device):
         """Give up a CUDA graph that could not be recorded on the stream."""
         try:
             is_recording = self.stream.is_capturing()
-        except RuntimeError:  # what CuPy says of a recording that has been invalidated, but not ended
+        except RuntimeError:  # what CuPy reports for a recording that was invalidated but not ended
             is_recording = True
         if is_recording:
             with contextlib.suppress(CUDARuntimeError):  # that it has been invalidated
@@ -219,7 +219,7 @@ class CudaDevice(Device):
         return copy
 
     def stage_keys(self, parts: Sequence[Any]) -> Any:
-        """See Device: in one pass over keys on the host, on the device over those that are there."""
+        """See Device: in one pass over keys on the host; keys on the device are joined there."""
         if parts and not isinstance(parts[0], np.ndarray):
             return cupy.concatenate(parts, axis=None, dtype=np.int64)
         keys = self.pinned((sum(part.size for part in parts),), np.int64)

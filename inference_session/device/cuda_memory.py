@@ -1,4 +1,4 @@
-"""What is said where a GPU, or the host's pinned memory, has too little room for what is to stay there."""
+"""Error messages for a GPU, or the host's pinned memory, with too little room for what is to stay there."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NO_MEMORY = 2
 
 
 def check_free(num_bytes: int, device_id: int, setting: str) -> None:
-    """ConfigurationError where a GPU has not so much memory free; of the current device."""
+    """ConfigurationError where the current device has less memory free than this."""
     free, total = runtime.memGetInfo()
     if num_bytes > free:
         cupy.get_default_memory_pool().free_all_blocks()
@@ -30,13 +30,13 @@ def check_free(num_bytes: int, device_id: int, setting: str) -> None:
 
 @contextlib.contextmanager
 def memory_checked(device_id: int, way_out: str) -> Iterator[None]:
-    """ConfigurationError where memory runs out after all: in pieces too small, taken by somebody else meanwhile, or
+    """ConfigurationError where memory runs out after all: fragmented, taken by another process meanwhile, or
     the host's, which must be pinned. The device is the current one.
     """
     try:
         yield
     except (OutOfMemoryError, runtime.CUDARuntimeError, driver.CUDADriverError) as error:
-        # CuPy's pool says it in an error of its own, CUDA by a number.
+        # CuPy's pool raises its own error, CUDA gives a number.
         if getattr(error, "status", _NO_MEMORY) != _NO_MEMORY:
             raise
         free, total = runtime.memGetInfo()

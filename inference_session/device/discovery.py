@@ -47,7 +47,7 @@ def open_devices(device: str) -> list[Device]:
 
 
 def unusable_for_sessions(device_id: int) -> str | None:
-    """Why a session cannot use a GPU, which takes ONNX Runtime's leave as well; None: it can."""
+    """Why a session cannot use a GPU, for which ONNX Runtime must support it too; None: it can."""
     return unusable(device_id) or unusable_network()
 
 

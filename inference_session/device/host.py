@@ -54,7 +54,7 @@ HOST = HostDevice()
 
 
 def joined_keys(parts: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
-    """All keys behind each other as int64, in one pass; a single array is not copied where it is so already."""
+    """All keys concatenated as int64, in one pass; a single array that already fits is not copied."""
     if len(parts) == 1:
         return np.ascontiguousarray(parts[0], np.int64)
     return np.concatenate(parts, axis=None, dtype=np.int64) if parts else _NO_KEYS

@@ -60,7 +60,7 @@ class PinnedArray:
 
 
 def is_pinned(array: NDArray[Any]) -> bool:
-    """Whether a contiguous array lies in pinned memory, as far as its ends tell, whoever has pinned it."""
+    """Whether a contiguous array lies in pinned memory, judged by its ends, no matter which code pinned it."""
     ends = (array.ctypes.data, array.ctypes.data + max(array.nbytes, 1) - 1)
     return all(runtime.pointerGetAttributes(end).type == runtime.memoryTypeHost for end in ends)
 
@@ -70,12 +70,12 @@ def _overlaps_pinned_here(address: int, num_bytes: int) -> bool:
 
 
 def _unpin(place: tuple[int, int]) -> None:
-    """One array less uses the memory; the last one unpins it, before the memory can become something else's."""
+    """One array less uses the memory; the last one unpins it, before the memory can be reused."""
     with _pinning:
         _pinned_here[place] -= 1
         if not _pinned_here[place]:
             del _pinned_here[place]
-            with contextlib.suppress(runtime.CUDARuntimeError):  # a device that has failed gives nothing back
+            with contextlib.suppress(runtime.CUDARuntimeError):  # a failed device releases nothing
                 runtime.hostUnregister(place[0])
 
 

@@ -20,7 +20,7 @@ def vectors_bytes(table: TableSpec) -> int:
 
 
 def shard_bytes(table: TableSpec, num_devices: int) -> int:
-    """Of the largest part of a table's vectors that one of so many GPUs has."""
+    """Of the largest part of a table's vectors that one of this many GPUs has."""
     return -(-table.num_rows // num_devices) * table.row_bytes
 
 
@@ -45,7 +45,7 @@ def bytes_on_each(tables: Sequence[TableSpec], places: Sequence[Place], num_devi
 
 
 def places_of(tables: Sequence[TableSpec], budget: int, num_devices: int = 1, shard: Shard = "auto") -> list[Place]:
-    """Where the vectors of each table lie, within so many bytes on each GPU for vectors and indexes.
+    """Where the vectors of each table lie, within this many bytes on each GPU for vectors and indexes.
 
     Indexes lie on each GPU in any case. If the vectors do not fit, the largest tables are sharded, as few as possible;
     if shards of all do not fit, the largest tables stay in host memory. With `rows` all tables are sharded, whatever

@@ -18,7 +18,7 @@ class Readers:
         """Whether a writer waits for look-ups to end."""
 
     def enter(self) -> Reader:
-        """A look-up begins: what it reads from here on stays as it is until it leaves."""
+        """A look-up begins: what it reads from here on stays unchanged until it leaves."""
         reader = get_ident(), object()
         self._readers.add(reader)
         return reader

@@ -42,14 +42,14 @@ class Misses(ABC):
     """To be filled in by the caller, before `complete`."""
 
     def paused(self) -> AbstractContextManager[None]:
-        """Leave the device to other requests while the rows are fetched."""
+        """Let other requests use the device while the rows are fetched."""
         return nullcontext()
 
     @abstractmethod
     def complete(self) -> Misses | None:
         """Write the rows to the outputs, and the keys that were not found to `Lookup.num_unknown`.
 
-        Returns what is missing still, because the cache has dropped rows meanwhile; that is completed for good.
+        Returns what is still missing because the cache has dropped rows meanwhile; completing that is final.
         """
 
 
@@ -97,7 +97,7 @@ class EmbeddingCache(ABC):
 
     @abstractmethod
     def insert(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
-        """Cache rows, replacing those whose keys are cached, at the cost of others where space is short.
+        """Cache rows, replacing those whose keys are cached, evicting others where space is short.
 
         keys int64 [n], vectors floats [n, embedding_dim]; of equal keys in one call the last wins.
         """
@@ -115,7 +115,7 @@ class EmbeddingCache(ABC):
         """The keys that are cached, in no particular order."""
 
     def hottest(self, table: str) -> NDArray[np.int64]:
-        """The keys that are cached, those that are asked for most first, as far as the cache knows."""
+        """The keys that are cached, the most requested first, as far as the cache knows."""
         return self.dump(table)
 
     def clear(self, table: str) -> None:

@@ -33,10 +33,10 @@ ROWS_PER_BUCKET = 6
 """Half of its slots, so that a bucket hardly ever overflows."""
 GHOSTS_PER_ROW = 2
 _SPARE_PARTS, _MAX_SPARE_ROWS = 16, 4096
-"""One row in so many is kept free for writers, up to a number."""
+"""One row in this many is kept free for writers, up to a limit."""
 _MOST_ROWS = MAX_ROWS - cpu_cache.NUM_LISTS
 _AS_COMPILED: tuple[Literal["C"], Literal["A"], Literal["W"]] = ("C", "A", "W")
-"""Arrays of any other kind, as over a message's bytes, would have the kernels compiled once more."""
+"""Arrays of any other kind, such as views of a message's bytes, would make Numba compile the kernels again."""
 
 
 class CpuEmbeddingCache(HostCache):
@@ -90,7 +90,7 @@ class CpuEmbeddingCache(HostCache):
         """See HostCache."""
         reader = self._readers.enter()
         try:
-            # Asked after we are in the set: `close` sets it, then waits for all that are in.
+            # Checked after we enter the set: `close` sets it, then waits for all look-ups in the set.
             self._check_open()
             yield self._records
         finally:
@@ -184,7 +184,7 @@ class CpuEmbeddingCache(HostCache):
 
 
 def bytes_to_hold(dims: Mapping[str, int], num_rows: Mapping[str, int], dtype: VectorType = "float32") -> int:
-    """The cache_bytes that a cache for so many rows of each table takes."""
+    """The cache_bytes that a cache for this many rows of each table takes."""
     return sum(_num_bytes(_rows_to_hold(num_rows[table]), bytes_per_row(dim, dtype)) for table, dim in dims.items())
 
 
@@ -194,7 +194,7 @@ def rows_held(
     num_rows: Mapping[str, int] | None = None,
     dtype: VectorType = "float32",
 ) -> dict[str, int]:
-    """The rows of each table that a cache of so many bytes keeps; ConfigurationError where it cannot keep any."""
+    """The rows of each table that a cache of this many bytes keeps; ConfigurationError where it cannot keep any."""
     row_bytes = [bytes_per_row(dim, dtype) for dim in dims.values()]
     limits = [_rows_to_hold((num_rows or {}).get(table, _MOST_ROWS)) for table in dims]
     rows = _rows_per_table(cache_bytes, row_bytes, limits)
@@ -202,8 +202,8 @@ def rows_held(
 
 
 def count_hits(keys: NDArray[np.int64], *, capacity: int) -> int:
-    """How many of the keys, int64 [n], a cache would have had that is made to hold so many rows (bytes_to_hold) and
-    gets each missing one at once.
+    """How many of the keys, int64 [n], a cache made to hold this many rows (bytes_to_hold) would have had, if it
+    got each missing one at once.
     """
     num_rows = _rows_to_hold(capacity)
     arrays = _allocate(num_rows, row_bytes=0)
@@ -212,7 +212,7 @@ def count_hits(keys: NDArray[np.int64], *, capacity: int) -> int:
 
 
 def _rows_to_hold(num_rows: int) -> int:
-    """Rows, spare ones included, that a table of so many needs."""
+    """Rows, spare ones included, that a table of this many rows needs."""
     return min(num_rows + min(num_rows // (_SPARE_PARTS - 1), _MAX_SPARE_ROWS) + 2, _MOST_ROWS)
 
 

@@ -1,7 +1,7 @@
 """GpuEmbeddingCache: rows in device memory, looked up by one kernel launch for all tables of a request.
 
-It is read and written by whoever holds its device. So nobody writes while a look-up runs, nor allocates device memory
-while a CUDA graph is recorded, and a write is done when it returns. Large ones are cut up, and requests have their turn
+Only the thread that holds its device reads or writes it. So no thread writes while a look-up runs, or allocates memory
+while a CUDA graph is recorded, and a write is done when it returns. Large writes are split, and requests run
 in between.
 """
 
@@ -47,7 +47,7 @@ from inference_session.model_spec import VectorType, bytes_per_row
 from inference_session.platform.pacing import Rests
 
 _KEYS_AT_ONCE, _BUCKETS_AT_ONCE = 1 << 14, 1 << 10
-"""Erased, read back: so few that a request which waits for the device meanwhile hardly notices."""
+"""Rows erased or read back at once: few enough not to delay a request that waits for the device meanwhile."""
 _FREE, _BUSY = 0, 255
 """Tags of slots that hold no row."""
 
@@ -109,7 +109,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         return gpu.prepare(segments, self._tables_address)
 
     def look_up(self, lookup: Lookup) -> int:
-        """See EmbeddingCache. Waited for: what is missing is known only then."""
+        """See EmbeddingCache. Waits for the look-up: only then the missing keys are known."""
         self._check_open()
         gpu.start(
             lookup,
@@ -174,7 +174,7 @@ class GpuEmbeddingCache(EmbeddingCache):
             self._uploads.close()
             self._cuda.wait()
             del self._memory, self._uncounted
-            # What follows on the device has all of the memory.
+            # The next user of the device can use all of the memory.
             cupy.get_default_memory_pool().free_all_blocks()
         self._closed = True
 
@@ -242,7 +242,7 @@ class GpuEmbeddingCache(EmbeddingCache):
 
     @contextlib.contextmanager
     def _writing(self, table: str) -> Iterator[gpu.Writer | None]:
-        """The one writer, who holds the device; None where a table has no room for rows."""
+        """The one writer, which holds the device; None where a table has no room for rows."""
         with self._cuda.request():
             self._check(table)
             record = self._records[self._positions[table]]

@@ -16,32 +16,32 @@ from inference_session.model_spec import VectorType, bytes_per_row
 
 ALIGNMENT = 256
 _LOAD = 0.7
-"""Of all slots, those that a table with a known number of rows is made to need: hardly a key is evicted then."""
+"""The fraction of slots that a table with a known number of rows fills: then hardly a key is evicted."""
 
 
 def aligned(num_bytes: int) -> int:
-    """The next place behind so many bytes where something may begin."""
+    """The next aligned offset at or after this many bytes."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def fixed_bytes(num_tables: int) -> int:
-    """What a cache takes beside its tables: the counts of events, and the records."""
+    """The bytes a cache takes in addition to its tables: the counts of events, and the records."""
     return aligned(num_tables * len(EVENTS) * 8) + aligned(num_tables * GPU_TABLE.itemsize)
 
 
 def table_bytes(num_buckets: int, row_bytes: int) -> int:
-    """What a table of so many buckets takes."""
+    """The bytes a table of this many buckets takes."""
     index = aligned(index_bytes(num_buckets, marks=True, numbers=False))
     return index + aligned(SLOTS * num_buckets * row_bytes)
 
 
 def buckets_to_hold(num_rows: int | None) -> int:
-    """Buckets such that so many rows all find room, but for the unlucky."""
+    """Buckets such that this many rows find room, except a few by chance."""
     return MOST_BUCKETS if num_rows is None else min(int(num_rows / (SLOTS * _LOAD)) + 1, MOST_BUCKETS)
 
 
 def bytes_to_hold(dims: Mapping[str, int], num_rows: Mapping[str, int], dtype: VectorType = "float32") -> int:
-    """The cache_bytes that a GPU cache for so many rows of each table takes."""
+    """The cache_bytes that a GPU cache for this many rows of each table takes."""
     tables = (table_bytes(buckets_to_hold(num_rows[t]), bytes_per_row(dim, dtype)) for t, dim in dims.items())
     return fixed_bytes(len(dims)) + sum(tables)
 

@@ -1,8 +1,8 @@
 """The missing keys of a look-up in the GPU's cache: which they are, and how their rows get into the outputs.
 
 The look-up itself only counts what the cache lacks. The segments concerned are looked up once more, each key on its own
-and those of bags into other memory, which tells the positions of the missing keys. These are fetched, each once, while
-others have the device.
+and those of bags into other memory, which gives the positions of the missing keys. These are fetched, each once, while
+other requests use the device.
 
 Their vectors are filled in by the same kernel, which takes them for rows of a table without a cache: the *key* at a
 position is now the number of a fetched row or, where the cache had the row, a number beyond them all, which leaves the
@@ -71,7 +71,7 @@ class GpuMisses(Misses):
         self._pooled = np.flatnonzero(self._segments["pooling"] != PoolingCode.NONE)
         """Which of the segments are pooled."""
         self._alone = self._each_key_alone()
-        """The same segments, but that each key has a vector of its own: row i of the output is that of the key at
+        """The same segments, but each key has its own vector: row i of the output is that of the key at
         position i.
         """
         self.rows = self._collect()

@@ -1,7 +1,7 @@
 """Rows on their way into the GPU's cache: from arrays on the device as they are, from the host piece by piece.
 
-While one piece is written, the next one is copied to the device on a stream of its own. What lies in pageable memory
-passes through pinned memory, which several threads fill, as one cannot keep up with the bus.
+While one piece is written, the next one is copied to the device on a separate stream. What lies in pageable memory
+passes through pinned memory, which several threads fill, because one cannot keep up with the bus.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GivenRows:
         self.on_device = any(isinstance(array, cupy.ndarray) for array in (keys, vectors))
         self.ready: Any = None
         """The event after which arrays on the device are complete; None: they are on the host."""
-        if self.on_device:  # perhaps not yet: what computes them was launched on the caller's stream
+        if self.on_device:  # perhaps not yet filled: the work that computes them was launched on the caller's stream
             with cupy.cuda.Device(device.device_id):
                 self.ready = cupy.cuda.get_current_stream().record()
 
@@ -83,7 +83,7 @@ class Piece(NamedTuple):
     keys: Any
     vectors: Any
     ready: Any
-    """The event after which they are there; None: they are."""
+    """The event after which they are on the device; None: they already are."""
 
     def on_device(self, device: CudaDevice) -> tuple[Any, Any]:
         """Within a request: keys int64 and vectors float32, contiguous, for what is launched from now on."""
@@ -131,7 +131,7 @@ class Uploads:
         finally:
             with contextlib.suppress(UnavailableError), self._device.request():
                 if self._stream is not None:
-                    self._stream.synchronize()  # where nobody has taken all pieces
+                    self._stream.synchronize()  # where the caller has not taken all pieces
             self._free.append(pinned)
 
     def _arrived(self, piece: Piece) -> Piece:
@@ -148,7 +148,7 @@ class Uploads:
             if self._stream is None:
                 self._stream = cupy.cuda.Stream(non_blocking=True)
             on_device = cupy.empty(keys.shape, np.int64), cupy.empty(vectors.shape, np.float32)
-            self._stream.wait_event(self._device.stream.record())  # the memory may have been something else's
+            self._stream.wait_event(self._device.stream.record())  # the memory may have had another use before
             for array, source in zip(on_device, (keys, vectors), strict=True):
                 array.set(source, stream=self._stream)
             return Piece(*on_device, self._stream.record())
@@ -194,7 +194,7 @@ def as_array(values: ArrayLike, device: CudaDevice) -> NDArray[Any]:
 
 
 def _cut(given: GivenRows, num_bytes: int) -> Iterator[slice]:
-    """Pieces of about the same size, of so many bytes at most, or of one row."""
+    """Pieces of about the same size, of at most this many bytes, or of one row."""
     num_pieces = -(-len(given) // max(num_bytes // given.row_bytes, 1))
     return (slice(i * len(given) // num_pieces, (i + 1) * len(given) // num_pieces) for i in range(num_pieces))
 

@@ -95,7 +95,7 @@ class _HostMisses(Misses):
 
 
 class _PooledMisses(Misses):
-    """Pooled segments, without the cache: all their keys are fetched, and then nothing can vanish in between."""
+    """Pooled segments, without the cache: all their keys are fetched, so that no row can vanish in between."""
 
     def __init__(self, cache: HostCache, dims: NDArray[np.int64], lookup: Lookup, segments: NDArray[np.intp]) -> None:
         """`segments`: which of the look-up's."""

@@ -1,4 +1,4 @@
-"""The rows that a look-up in a cache has not found, as tables that the kernel reads behind the cache's own."""
+"""The rows that a look-up did not find in a cache, as tables that the kernel reads after the cache's own."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TableRows(NamedTuple):
 
 
 class MissingRows:
-    """The keys that a look-up has not found, each once per table, and room for their rows (kernels/cpu/missing.py)."""
+    """The keys that a look-up did not find, each once per table, and room for their rows (kernels/cpu/missing.py)."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class MissingRows:
         collect_keys(segments, counts, positions, self.records, self.rows)
         self.parts = self._allocate(dims)
         self.moment = -1
-        """Of the write log, before the vectors were fetched; -1: they have not been."""
+        """Of the write log, before the vectors were fetched; -1: not fetched yet."""
 
     @property
     def is_fetched(self) -> bool:
@@ -85,7 +85,7 @@ class MissingRows:
         return np.bincount(segments, ~self._found[rows], len(self.counts)).astype(np.int64)
 
     def _allocate(self, dims: NDArray[np.int64]) -> dict[int, TableRows]:
-        """Room for the vectors of the keys there are, by table."""
+        """Room for the vectors of the missing keys, by table."""
         num_rows = self.records["num_rows"]
         num_elements = num_rows * dims
         ends = np.cumsum(num_elements)

@@ -14,7 +14,7 @@ from inference_session.embedding_cache.stats import RowCounts
 
 
 class NullEmbeddingCache(HostCache):
-    """Takes rows and forgets them; every look-up misses. What it refuses, every cache refuses."""
+    """Takes rows and forgets them; every look-up misses. It refuses only what every cache refuses."""
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[NDArray[np.void]]:

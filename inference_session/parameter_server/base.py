@@ -18,12 +18,12 @@ Store = TypeVar("Store", bound="EmbeddingStore")
 
 ERASED_SUFFIX = "~erased"
 """Behind a table's name: the table of the keys that were erased from its files (deletable_files.py). A store that may
-hold so many rows only evicts none of these: the rows of the files would be there again.
+hold only a limited number of rows evicts none of these: the rows of the files would reappear.
 """
 
 
 class LateError(UnavailableError):
-    """A store did not answer in time. Whether it is down, or this was too much for it, is to be found out."""
+    """A store did not answer in time. The caller must find out whether it is down or was only overloaded."""
 
 
 class FetchRequest(NamedTuple):
@@ -93,7 +93,7 @@ class EmbeddingStore(ABC):
     def scan(self, table: str) -> Iterator[Rows]:
         """All rows of a table, in batches of some MiB and in no particular order.
 
-        A row that is there all the while comes at least once; one that is written or erased meanwhile may or may not.
+        A row that exists throughout comes at least once; one that is written or erased meanwhile may or may not come.
         What is malformed does not come; see `fetch`.
         """
 
@@ -130,7 +130,7 @@ class EmbeddingStore(ABC):
         """Raise what a fetch would raise, if the store is down."""
 
     def incarnation(self) -> str:
-        """Changes when the store may have lost writes that it had taken, and show older rows again."""
+        """Changes when the store may have lost accepted writes and show older rows again."""
         return ""
 
     def trust(self, incarnation: str) -> None:  # noqa: B027
@@ -145,11 +145,11 @@ class EmbeddingStore(ABC):
         """Return when what has been inserted and erased survives the machine, where the store can tell."""
 
     def note(self, table: str) -> str | None:
-        """The text kept beside a table, None if there is none: how far a push has come."""
+        """The note of a table, None if there is none: how far a push has come."""
         raise StoreError(f"{self!r} keeps no notes on table {table!r}: the store is read-only")
 
     def set_note(self, table: str, text: str) -> None:
-        """Keep a text beside a table; what was inserted before it is there whenever the note is."""
+        """Store a table's note; whenever the note is found, so is what was inserted before it."""
         raise StoreError(f"{self!r} keeps no notes on table {table!r}: the store is read-only (note: {text!r})")
 
     def versions(self) -> set[str]:
@@ -159,13 +159,13 @@ class EmbeddingStore(ABC):
     def remove_versions(self, versions: Collection[str]) -> int:  # noqa: ARG002
         """Drop the tables of these versions of this store's model; returns how many tables went.
 
-        Works in small steps, beside requests.
+        Works in small steps, while requests are served.
         """
         return 0
 
     @abstractmethod
     def close(self) -> None:
-        """Give up what the store holds open. May be called more than once."""
+        """Release what the store holds open. May be called more than once."""
 
     def __enter__(self: Store) -> Store:
         return self
@@ -177,7 +177,7 @@ class EmbeddingStore(ABC):
 
 
 class BoundStore(EmbeddingStore):
-    """A store that is told its tables, whether or not they have rows."""
+    """A store that gets its list of tables when made, whether or not they have rows."""
 
     def __init__(self, embedding_dims: Mapping[str, int]) -> None:
         """`embedding_dims`: the number of elements of each table's vectors."""

@@ -1,6 +1,6 @@
 """Table files below a store that remembers which of their rows were erased: files themselves are never changed.
 
-The keys that were erased are rows of a table beside the one they were erased from, in the store, one element wide. They
+The erased keys are rows of a second table in the store, next to the one they were erased from, one element wide. They
 outlive this process as the store's rows do, and every other process that reads the store sees them. What the store
 loses, or cannot show because it is down, is not erased any more (docs/how-to/use-stores.md has a table by store).
 """
@@ -45,7 +45,7 @@ class DeletableFiles(WrapperStore):
         return self._memory.is_shared
 
     def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
-        """See EmbeddingStore. While the store is down, what was erased from the files is there again."""
+        """See EmbeddingStore. While the store is down, rows erased from the files reappear."""
         found = self.store.fetch(table, keys, out)
         if self._any_erased[table] and found.any():
             with contextlib.suppress(UnavailableError, StoreError):

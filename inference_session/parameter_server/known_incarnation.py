@@ -14,12 +14,12 @@ from inference_session.errors import HotrowError
 from inference_session.parameter_server.base import EmbeddingStore
 
 NOTE_TABLE = "~volatile"
-"""The persistent store keeps the note beside a table of this name, which has no rows."""
+"""The persistent store keeps the note under a table of this name, which has no rows."""
 _MISSES_WRITES = "misses writes"
 
 
 class KnownIncarnation:
-    """The note. Must be written while nobody else writes to the stores; may be read by another thread meanwhile."""
+    """The note. Write it only while no other thread writes to the stores; another thread may read it meanwhile."""
 
     def __init__(self, durable: EmbeddingStore | None = None) -> None:
         """`durable`: where the note is; None: there is none, and nothing is known of earlier writes."""
@@ -28,7 +28,7 @@ class KnownIncarnation:
         self._text: str | None = None
         """What it says, as far as this process knows; None: nothing was ever written."""
         self._news: str | None = None
-        """What others have noted, and nobody has read yet."""
+        """What others have noted and no caller has read yet."""
 
     def read(self) -> str | None:
         """What others have noted since this was last called, else None. Where it cannot be read that is no news."""
@@ -46,7 +46,7 @@ class KnownIncarnation:
         if self._durable is None or incarnation == self._text:
             return
         with self._lock:
-            self._look()  # what is noted over is still to be read
+            self._look()  # the overwritten note must still be read
             if incarnation != self._text:
                 self._durable.set_note(NOTE_TABLE, incarnation)
                 self._text = incarnation

@@ -1,7 +1,7 @@
 """Where the rows of one model version live in a store that several models and versions share: by tag.
 
 hps_et.<model>@<version>.<table>    kept apart by version, so that loading a version changes no other's rows
-hps_et.<model>.<table>              HPS's own: one set of rows for all versions, and for HPS beside us
+hps_et.<model>.<table>              HPS's own: one set of rows for all versions, shared with HPS
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from inference_session.parameter_server.tier import Tier
 
 MAX_PENDING_PROMOTIONS = 1024
 MAX_PENDING_BYTES = 64 << 20
-"""Promotions that wait for their turn; further ones are dropped and counted, for the next miss brings them again."""
+"""Promotions that wait for their turn; further ones are dropped and counted: the next miss brings them again."""
 MAX_PENDING_TOUCHES = 1 << 20
 """Keys read that wait to be marked as used; further ones are not."""
 PROMOTIONS_AT_ONCE, ROWS_AT_ONCE = 64, 1024
@@ -116,7 +116,7 @@ class PendingPromotions:
         return promotions
 
     def finish(self, num_promotions: int) -> None:
-        """So many of those taken are done, or given up."""
+        """This many of those taken are done, or given up."""
         for _ in range(num_promotions):
             self._queue.task_done()
 

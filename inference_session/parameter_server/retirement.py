@@ -1,4 +1,4 @@
-"""Retired versions leave the volatile store, where every version has rows of its own, once a newer one serves."""
+"""Retired versions leave the volatile store, where every version has its own rows, once a newer one serves."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def retired_versions(versions: Collection[str], current: str, num_kept: int) -> 
 
 
 class Retirement:
-    """Removes the rows of retired versions, once, in a thread of its own. They are not to be lost with it: `is_safe`
-    says of a version whether what is below has its rows as well.
+    """Removes the rows of retired versions, once, in its own thread. The rows must exist elsewhere: `is_safe`
+    says whether the tiers below have a version's rows as well.
     """
 
     def __init__(self, store: EmbeddingStore, current: str, num_kept: int, is_safe: Callable[[str], bool]) -> None:
@@ -50,5 +50,5 @@ class Retirement:
             if removable and not self._closing.is_set():
                 num_tables = self._store.remove_versions(removable)
                 _log.info("removed %d tables of versions %s from %r", num_tables, ", ".join(removable), self._store)
-        except HotrowError as error:  # whatever is left, the next version's opening removes
+        except HotrowError as error:  # the next version that opens removes the rest
             _log.warning("retired versions could not be removed from %r: %s", self._store, error)

@@ -1,12 +1,12 @@
-"""The parameter server: an ordered stack of stores, asked from the top for what those above did not have.
+"""The parameter server: an ordered stack of stores, asked from the top, each for the keys that those above it lack.
 
     fetch      tier 0, then tier 1 for what is missing, …; each key once per tier
     write      the lowest tier first, so that no tier is ever ahead of one that outlives it
     outage     a tier that fails is left out until it answers again
 
 What fetches leave to the background is done by upkeep.py: rows on their way up, rows marked as used, tiers tried again.
-Nothing here invents a row: keys that no tier has are not found, and it is the caller's to answer them. They are
-remembered for a moment, so that a popular one does not go through all tiers every time.
+No row is invented here: keys that no tier has are not found, and the caller must answer them. They are
+remembered briefly, so that a popular one does not go through all tiers every time.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ParameterServer:
     ) -> None:
         """`tiers` from the fastest to the one that has everything; they and `retirement` are closed with the server.
 
-        known: what is known of the volatile tier, whoever wrote to it.
+        known: what is known of the volatile tier, including writes of other processes.
 
         on_store_failure: what becomes of keys that are not found while a tier is out: `default_vector` leaves them not
         found and counts them, `error` raises UnavailableError.
@@ -162,7 +162,7 @@ class ParameterServer:
     def frozen(self) -> Iterator[None]:
         """Hold back all writes and promotions, and keep readers from seeing what others write, until the context ends.
 
-        Fetches go on. What others write to a store that shows it at once is seen all the same.
+        Fetches go on. What others write to a store that shows it at once is still seen.
         """
         self.refresh()
         with self._writing:
@@ -202,11 +202,11 @@ class ParameterServer:
         return self._durable is not None
 
     def note(self, table: str) -> str | None:
-        """The text kept beside a table in the persistent store; None: there is none, or no such store."""
+        """The note of a table in the persistent store; None: there is none, or no such store."""
         return None if self._durable is None else self._durable.store.note(table)
 
     def save_note(self, table: str, text: str) -> None:
-        """Keep a text beside a table in the persistent store; whoever reads it finds all that was written before it."""
+        """Store a table's note in the persistent store; its readers find all that was written before it."""
         if self._durable is None:
             raise StoreError(f"{self!r} has no persistent store to keep a note on table {table!r} in")
         self._durable.store.set_note(table, text)

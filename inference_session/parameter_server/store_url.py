@@ -21,14 +21,14 @@ def create_store(
     writable: bool | Literal["later"] = False,
     timeout_ms: int = DEFAULT_TIMEOUT_MS,
 ) -> EmbeddingStore:
-    """The store that a URL names, bound to one model's tables. Redis is first spoken to when it is first needed.
+    """The store that a URL names, bound to one model's tables. Redis is contacted when first needed.
 
     Args:
         url: see urls/store_url.py.
         namespace: whose tables; decides their tags.
         embedding_dims: the tables by folder, and the number of elements of their vectors.
         writable: whether `insert` and `erase` will be used. A RocksDB has one writer at a time, and any number of
-            readers beside it; `later`: it is opened as a reader and becomes the writer when it is first written to.
+            readers in addition; `later`: it is opened as a reader and becomes the writer at the first write.
         timeout_ms: longest time one call waits for Redis.
 
     Raises:

@@ -42,7 +42,7 @@ class TablePush:
     """The push of one table of a version directory."""
 
     def __init__(self, version_dir: Path, spec: TableSpec, store: EmbeddingStore) -> None:
-        """Open the table's files; ModelFormatError names one that is absent or has not the size expected."""
+        """Open the table's files; ModelFormatError names one that is absent or has an unexpected size."""
         folder = version_dir / TABLES_FOLDER / spec.folder
         self.spec = spec
         self._store = store
@@ -112,7 +112,7 @@ class TablePush:
         try:
             note = json.loads(self._store.note(self.spec.folder) or "{}")
             rows = int(note["rows"]) if note.get("source") == self._source else 0
-        except (ValueError, KeyError, TypeError, AttributeError):  # not a note of ours: no push to go on with
+        except (ValueError, KeyError, TypeError, AttributeError):  # not our note: no push to resume
             return 0
         return rows if 0 < rows < self.spec.num_rows else 0
 

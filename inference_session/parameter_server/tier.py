@@ -30,7 +30,7 @@ MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.5, 16.0
 PAUSE_S = 5.0
 """How long nothing is promoted to, or touched in, a tier that has just refused it."""
 MAX_REPORTED = 100
-"""Different errors that are logged; a store that makes up ever new ones does not fill the log."""
+"""Different errors that are logged; a store that keeps producing new ones does not fill the log."""
 
 _log = logging.getLogger(__name__)
 
@@ -97,13 +97,13 @@ class Tier:
             found = self.store.fetch_many(requests) if self.failure is None else None
         except (UnavailableError, StoreError) as error:
             found = None
-            # A call that waited through the beginning of an outage says nothing of a tier that has come back since.
+            # A call that began before an outage says nothing about a tier that has come back since.
             if self.outages == outages and isinstance(error, LateError):
                 self._report_late(error, began)
             elif self.outages == outages:
                 self.report(error)
         if self.outages != outages:
-            found = None  # what it answered while it turned out to be unfit may be old
+            found = None  # it was left out during the call, so its answer may be old
         num_keys = sum(len(request.keys) for request in requests)
         num_hits = sum(int(part.sum()) for part in found or ())
         with self._lock:
@@ -114,8 +114,8 @@ class Tier:
         return found
 
     def _report_late(self, error: LateError, began: float) -> None:
-        """A call that is late concerns itself. The tier is down if it does not answer something small either, or is
-        late again and again; calls that were late at the same time count once.
+        """One late call is no outage. The tier is down if it does not answer a small check either, or is
+        late repeatedly; calls that were late at the same time count once.
         """
         with self._lock:
             if began > self._late_at:
@@ -139,7 +139,7 @@ class Tier:
             _log.warning("tier %s of the parameter server failed: %s", self.name, error)
 
     def _is_new(self, failure: str) -> bool:
-        """Whether it has not been reported yet. Must be called while holding `_lock`."""
+        """Whether it is still unreported. Must be called while holding `_lock`."""
         if failure in self._reported or len(self._reported) >= MAX_REPORTED:
             return False
         self._reported.add(failure)
@@ -157,7 +157,7 @@ class Tier:
     def end_outage(self) -> None:
         """Use the tier again."""
         # Logged before anybody can find it failing once more, so that the log has things in their order.
-        # A warning like the one that it ends: whoever was shown that has to see this.
+        # A warning, like the one it resolves: a reader who saw that one must see this one too.
         _log.warning("tier %s of the parameter server answers again", self.name)
         with self._lock:
             self.failure, self.is_returning, self.back_since = None, False, time.monotonic()
@@ -177,14 +177,14 @@ class Tier:
         return self.attempt(lambda store: self.trust(store.incarnation())) if self.incarnation is None else None
 
     def trust(self, incarnation: str) -> None:
-        """From now on this one answers, and no other where a tier below has the rows."""
+        """From now on only this incarnation answers, where a tier below has the rows."""
         if self.is_backed:
             self.store.trust(incarnation)
         self.incarnation = incarnation
 
     def write_if_welcome(self, act: Callable[[EmbeddingStore], None]) -> bool:
-        """Write what need not be written. A tier that refuses it, being read-only or full, may still be read: it is
-        left out by no failure here, only written to no more for a while, unless it turns out to be down.
+        """Make an optional write. A tier that refuses it, being read-only or full, may still be read: it is
+        not left out, only not written to for a while, unless it turns out to be down.
         """
         if self.failure is not None or time.monotonic() < self.paused_until:
             return False
@@ -203,7 +203,7 @@ class Tier:
 
     def miss_write(self, table: str, keys: NDArray[np.int64], error: HotrowError) -> None:
         """Newer rows of these keys could not be written. Where a tier below has them drop the older ones; if that fails
-        as well, serve nothing from here. Must be called while nobody else writes.
+        as well, serve nothing from here. Must be called while no other thread writes.
         """
         if not self.is_backed or (
             isinstance(error, StoreError) and self.attempt(lambda store: store.erase(table, keys)) is None
@@ -214,19 +214,19 @@ class Tier:
 
     def drop(self, table: str, keys: NDArray[np.int64]) -> None:
         """Drop rows that a tier below may have newer ones of; if that fails serve nothing from here. Must be called
-        while nobody else writes.
+        while no other thread writes.
         """
         error = self.attempt(lambda store: store.erase(table, keys))
         if error is not None:
             self.leave_out(table, keys, error)
 
     def leave_out(self, table: str, keys: NDArray[np.int64], error: HotrowError) -> None:
-        """Serve nothing from here, as it has older rows of these keys. Must be called while nobody else writes."""
+        """Serve nothing from here, as it has older rows of these keys. Call only while no other thread writes."""
         self.unwritten.add(table, keys)
         self.report(error, leave_out=True)
 
     def drop_some_unwritten(self) -> None:
-        """Drop some of the rows whose newer ones could not be written. Must be called while nobody else writes."""
+        """Drop some of the rows whose newer ones could not be written. Call only while no other thread writes."""
         table, keys = self.unwritten.take(KEYS_PER_DROP)
         try:
             if keys is None:

@@ -1,4 +1,4 @@
-"""Keys that no tier has, remembered for a moment so that a popular one does not go down all tiers every time."""
+"""Keys that no tier has, remembered briefly so that a popular one does not go through all tiers every time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class UnknownKeys:
         self._tables: dict[str, _UnknownInTable] = {}
 
     def add(self, table: str, keys: NDArray[np.int64], since: int, now: float) -> None:
-        """Remember keys that no tier had, but for those written meanwhile. They were asked for at the moment `since` of
+        """Remember keys that no tier had, except those written meanwhile. They were asked for at the moment `since` of
         the log, and at the time `now` of the clock.
         """
         with self._lock:

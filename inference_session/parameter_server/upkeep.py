@@ -1,9 +1,9 @@
 """The background work of a parameter server: what fetches leave to it, and what keeps tiers fit to be asked.
 
-promote    what a lower tier had goes up to the volatile tiers above it
+promote    rows found in a lower tier go up to the volatile tiers above it
 touch      rows that were read are marked as used, where a tier ranks its rows by that
 catch up   stores that lag see what other processes have written
-bring back a tier that failed is used again once it answers, without the rows that it has missed newer ones of
+bring back a tier that failed is used again once it answers, after dropping rows whose newer versions it missed
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ are small."""
 BRING_BACK_S = 0.1
 """How long a tier drops rows in one turn."""
 _REST_S = 0.001
-"""Between two pieces of that, for those who wait to write."""
+"""Pause between two pieces of that, for threads that wait to write."""
 _MAY_HAVE_LOST = (
     "tier %s of the parameter server is another server than the one that took the last writes, and may lack some of"
     " them; no tier below has them, so write them again"
@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 
 class Upkeep:
-    """Does the work in a thread of its own, until closed. All methods may be called from any thread."""
+    """Does the work in its own thread, until closed. All methods may be called from any thread."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Upkeep:
         self.promotions.discard()
 
     def _take_turn(self) -> None:
-        """Do a small piece of what requests have left to do, and see what others have written since."""
+        """Do a small piece of what requests have queued, and see what others have written since."""
         promotions = self.promotions.take()
         self._survive(self._insert, promotions)
         self.promotions.finish(len(promotions))
@@ -118,10 +118,10 @@ class Upkeep:
 
     @staticmethod
     def _survive(work: Callable[[Any], None], item: object) -> None:
-        """Do a piece of work; what goes wrong in it must not end all that comes after."""
+        """Do a piece of work; an error in it must not end later work."""
         try:
             work(item)
-        except Exception:  # noqa: BLE001 - whatever it is, it is logged, and the next piece has nothing to do with it
+        except Exception:  # noqa: BLE001 - any error is logged; the next piece does not depend on it
             _log.exception("background work of the parameter server failed")
 
     def _insert(self, promotions: Sequence[Promotion]) -> None:
@@ -147,7 +147,7 @@ class Upkeep:
         return inserted
 
     def _touch(self, touches: Sequence[Touch]) -> None:
-        """Mark rows as used, but for those written since they were read: erased ones must get no mark."""
+        """Mark rows as used, except those written since they were read: erased ones must get no mark."""
         if not touches:
             return
         keys: defaultdict[tuple[Tier, str], list[NDArray[np.int64]]] = defaultdict(list)
@@ -179,8 +179,8 @@ class Upkeep:
                 self._drop_unless_rewritten(one._replace(promotion=outdated))
 
     def _drop_unless_rewritten(self, outdated: UnverifiedPromotion) -> None:
-        """Drop promoted rows, but for those that somebody has written again since: where no tier below has what was
-        written, that would be lost. Must be called while nobody else writes.
+        """Drop promoted rows, except those written again since: where no tier below has what was
+        written, that would be lost. Must be called while no other thread writes.
         """
         tier, promotion, moment = outdated
         if len(promotion.keys):
@@ -206,8 +206,8 @@ class Upkeep:
             tier.report(error, leave_out=is_out)
 
     def _bring_back(self, tier: Tier) -> None:
-        """Use a tier again that was out, without the rows that it has missed newer ones of. These are dropped in
-        pieces, between which others may write; what is not done in this turn is left to the next.
+        """Use a tier again that was out, without the rows whose newer versions it missed. These are dropped in
+        pieces, between which others may write; the next turn does what this one leaves.
         """
         tier.store.check()
         self._look_for_losses(tier)
@@ -222,8 +222,8 @@ class Upkeep:
         return None
 
     def _say_that_it_has_all(self, tier: Tier) -> None:
-        """Note it for sessions that are opened later, where this one writes. UnavailableError where that is not to be
-        said: another process misses writes there, or the note is not taken, which says that this one does.
+        """Note it for sessions that are opened later, where this one writes. UnavailableError where it must not be
+        noted: another process misses writes there, or the store refuses the note that says that this one does.
         """
         if self._written:
             with contextlib.nullcontext() if self._known.misses_writes else contextlib.suppress(HotrowError):
@@ -251,7 +251,7 @@ class Upkeep:
         tier.trust(incarnation)
 
     def _drop_all_written(self, tier: Tier) -> None:
-        """Of what other processes have written nobody knows the keys: then that is all there is."""
+        """Drop all that was written. The keys that other processes have written are unknown: then whole tables."""
         with self._writing:
             written = self._written.as_dict()
             if tier.holds_earlier_writes:

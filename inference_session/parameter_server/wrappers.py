@@ -1,4 +1,4 @@
-"""Stores around stores: whatever a call needs beside being done is added here, and no store has switches for it."""
+"""Stores that wrap stores: they add what a call needs around it, so that no store has switches for it."""
 
 from __future__ import annotations
 

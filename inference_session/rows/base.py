@@ -1,4 +1,4 @@
-"""The rows of a model, whatever they are kept in: what look-ups, updates and swaps may ask of them."""
+"""The rows of a model, in any storage: what look-ups, updates and swaps may call."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class RowWriter:
         return nullcontext()
 
     def note(self, table: str) -> str | None:  # noqa: ARG002
-        """The text kept beside the table's rows where they are durable; None: there is none."""
+        """The table's note, stored with its rows where they are durable; None: there is none."""
         return None
 
     def save_note(self, table: str, text: str) -> None:
-        """Keep a text beside the table's rows, once what was written before it is durable; errors of `update`."""
+        """Store the table's note, once what was written before it is durable; errors of `update`."""
         raise StoreError(f"a note on table {table!r} cannot be kept: there is no writable persistent store ({text!r})")
 
 
@@ -83,7 +83,7 @@ class Rows(ABC):
     """Where they are looked up."""
     writer = RowWriter()
     is_launched = False
-    """Whether a look-up is one launch on the device, which needs nothing of the host after it and may be repeated."""
+    """Whether a look-up is one launch on the device, which needs no work on the host after it and may be repeated."""
 
     def prepare(self, segments: NDArray[np.void]) -> Any:  # noqa: ARG002
         """What `look_up` needs for SEGMENT records of these shapes, made once (Lookup.prepared)."""
@@ -91,7 +91,7 @@ class Rows(ABC):
 
     @abstractmethod
     def look_up(self, lookup: Lookup) -> None:
-        """Answer all keys within a request of the device; what it counts is there after `Device.wait`.
+        """Answer all keys within a request of the device; its counts are valid after `Device.wait`.
 
         Raises:
             UnavailableError: a store is down that may have one of the keys, and the settings want no default instead.
@@ -110,7 +110,7 @@ class Rows(ABC):
         return {}
 
     def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:  # noqa: B027
-        """Have rows at hand before a request wants them: these where there is a cache. Ends at `deadline`, a value of
+        """Load rows before a request needs them: these where there is a cache. Ends at `deadline`, a value of
         time.monotonic(), at the latest.
         """
 
@@ -120,7 +120,7 @@ class Rows(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give up what is held open. May be called more than once."""
+        """Release what is held open. May be called more than once."""
 
 
 def fetch(rows: Rows, table: int, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:

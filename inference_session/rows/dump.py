@@ -3,8 +3,8 @@
 <target>/<table>/key           int64, little endian
 <target>/<table>/emb_vector    float32, little endian, [rows, embedding_dim], in the order of `key`
 
-Each key is there once, with the row that a look-up answers: from the stores, and from the table files what the stores
-have no row of. Keys that look-ups answer with a default vector are not there.
+Each key occurs once, with the row that a look-up answers: from the stores, and from the table files where the stores
+have no row. Keys that look-ups answer with a default vector are left out.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class DumpReport:
 def dump(rows: Rows, spec: ModelSpec, target: str | Path, progress: Progress | None = None) -> DumpReport:
     """Write all tables into a new folder, a path or an `hdfs://` URL, which appears when it is whole.
 
-    No row is written to by this process from the first row read to the last; requests are answered meanwhile.
+    This process writes no row from the first row read to the last; requests are answered meanwhile.
     For HDFS the rows are written to the cache folder first.
 
     Args:
-        progress: told the number of rows read since the last call; those that come from several tiers count each time.
+        progress: gets the number of rows read since the last call; those that come from several tiers count each time.
 
     Raises:
         ConfigurationError: the target exists.
@@ -74,7 +74,7 @@ def _refuse_existing(target: str | Path) -> None:
 
 @contextmanager
 def _written_locally(target: str | Path) -> Iterator[Path]:
-    """Yield a folder of this machine to write to; what is there in the end becomes the target."""
+    """Yield a folder of this machine to write to; its final contents become the target."""
     if not is_url(target):
         with stage_folder(Path(target).absolute()) as staging:
             yield staging

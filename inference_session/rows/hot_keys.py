@@ -47,13 +47,13 @@ def read_hot_keys(path: Path) -> dict[str, NDArray[np.int64]]:
         tables = json.loads(header)["tables"]
         keys = np.frombuffer(data, "<i8").astype(np.int64, copy=False)
         return dict(zip(tables, np.split(keys, np.cumsum(list(tables.values()))), strict=False))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # a whole file, but another one
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # a complete file of another kind
         _log.warning("ignoring %s: not a file of hot keys: %r", path, error)
         return {}
 
 
 class HotKeysWriter:
-    """Writes the file again and again, as long as there is news, from a thread of its own.
+    """Writes the file repeatedly, as long as there is news, from its own thread.
 
     Args:
         path: the file.

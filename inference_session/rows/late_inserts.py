@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from inference_session.errors import HotrowError
 
 MAX_WAITING = 256
-"""Requests whose missing rows wait; those of further ones are dropped and counted, for the next miss brings them."""
+"""Requests whose missing rows wait; those of further ones are dropped and counted: the next miss brings them."""
 
 Missing = TypeVar("Missing")
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 class LateInserts(Generic[Missing]):
-    """Hands what is put in to `insert`, in its order, from a thread of its own: as much as waits, up to `at_once`."""
+    """Passes queued items to `insert`, in order, from its own thread: all that wait, up to `at_once`."""
 
     def __init__(self, insert: Callable[[Sequence[Missing]], None], at_once: int = 1) -> None:
         self._insert = insert
@@ -68,10 +68,10 @@ class LateInserts(Generic[Missing]):
             self._survive(missing)
 
     def _survive(self, missing: Sequence[Missing]) -> None:
-        """Insert; what goes wrong must not end what comes after. A tier that is down is logged elsewhere."""
+        """Insert; an error must not end later inserts. A tier that is down is logged elsewhere."""
         try:
             self._insert(missing)
         except HotrowError as error:
             _log.debug("fetched rows could not be cached: %s", error)
-        except Exception:  # noqa: BLE001 - whatever it is, it is logged, and the next item has nothing to do with it
+        except Exception:  # noqa: BLE001 - any error is logged; the next item does not depend on it
             _log.exception("fetched rows could not be cached")

@@ -22,7 +22,7 @@ class UpdatedTableStats:
 
 @dataclass(frozen=True)
 class RowStats:
-    """The counts of what rows are kept in; None: there is no such part."""
+    """The counts of the parts that hold the rows; None: there is no such part."""
 
     cache: CacheStats | None = None
     dropped_inserts: int | None = None

@@ -1,4 +1,4 @@
-"""The rows of a parameter server, the hottest of them in a cache. Here a missing key is fetched."""
+"""The rows of a parameter server, the hottest of them in a cache. Missing keys are fetched here."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _KEYS_PER_FETCH = 1 << 13
 class StoredRows(Rows):
     """The rows of a parameter server, the hottest of them in a cache.
 
-    What the cache has goes straight to the outputs. Other keys are collected, each once per table, and fetched; what
-    was found goes to the cache, default vectors never do.
+    Cached rows go straight to the outputs. Missing keys are collected, each once per table, and fetched; rows that
+    were found go to the cache, default vectors never do.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class StoredRows(Rows):
         if still_missing is not None:
             self._fetch(still_missing.rows)
             still_missing.complete()
-        if not rows.parts:  # others have brought in all of it since it was missed
+        if not rows.parts:  # other threads have cached all of these rows since the miss
             return
         if self._late is not None and (self._cache.inserts_at_once or not waits):
             self._late.put(rows)

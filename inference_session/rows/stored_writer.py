@@ -21,7 +21,7 @@ from inference_session.rows.base import RowWriter
 from inference_session.tables.row_numbers import aliases_of, stored_keys
 
 _KEYS_PER_REFRESH = 256
-"""Few enough that a request which meets them in a store, or waits for the interpreter meanwhile, hardly notices."""
+"""Few enough not to delay a request that meets them in a store, or waits for the interpreter meanwhile."""
 _CLOSE_S = 10.0
 
 
@@ -53,7 +53,7 @@ class StoredWriter(RowWriter):
             self._refresher.start()
 
     def update(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """See RowWriter. In the cache, of those rows only that it holds: nobody may ever ask for the others."""
+        """See RowWriter. In the cache, only rows that it holds are updated: the others may never be requested."""
         aliases, original = aliases_of(self._specs[table], keys)
         insert = partial(self._server.insert, table, keys, vectors)
         rows = vectors if aliases is keys else vectors[original]
@@ -122,7 +122,7 @@ class StoredWriter(RowWriter):
             self._refresher.join(_CLOSE_S)
 
     def _refresh_often(self, interval_s: float) -> None:
-        """Half of the interval is for a round, which takes longer where it must, and half for nothing."""
+        """A round takes half of the interval, or longer where it must; the other half is idle."""
         while not self._closing.wait(interval_s / 2):
             # While a tier is down, which is logged elsewhere, the rows stay as they are.
             with contextlib.suppress(UnavailableError):
@@ -140,7 +140,7 @@ class StoredWriter(RowWriter):
         ]
         for table, keys in paced(parts, self._closing, over_s=over_s):
             self._refresh(table, keys)
-        self.log.add_all()  # rows that are not cached may be other ones in the stores as well
+        self.log.add_all()  # rows that are not cached may have changed in the stores as well
 
     def _refresh(self, table: str, keys: NDArray[np.int64]) -> None:
         """Read some cached rows again; those that seem to be written meanwhile leave the cache."""

@@ -27,9 +27,9 @@ from inference_session.tables.updated_table import UpdatedTable
 
 
 class UpdatedRows(Rows):
-    """The rows of a version's table files, and in front of them those that were changed since, in memory.
+    """The rows of a version's table files, and in memory those that were changed since, which come first.
 
-    A table without changes is read as its files are; otherwise keys are searched among the changed rows first.
+    A table without changes is read from its files alone; otherwise keys are searched among the changed rows first.
     """
 
     device = HOST

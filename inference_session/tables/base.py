@@ -47,7 +47,7 @@ class DeviceTables(ABC):
 
     device: Device
     is_launched = False
-    """Whether a look-up is one launch, which needs nothing of the host after it and may be repeated."""
+    """Whether a look-up is one launch, which needs no work on the host after it and may be repeated."""
 
     def prepare(self, segments: NDArray[np.void]) -> Any:  # noqa: ARG002
         """What `look_up` needs for SEGMENT records of these shapes, made once (Lookup.prepared)."""

@@ -86,7 +86,7 @@ class CudaTables(DeviceTables):
         with contextlib.suppress(UnavailableError), self._cuda.request():
             for base in self._bases:
                 base.close()
-            # What follows this version on the device has all of the memory.
+            # The next version on the device can use all of the memory.
             self._bases, self._records, self._defaults = [], None, None
             for device_id in self._shard_devices | {self._cuda.device_id}:
                 with cupy.cuda.Device(device_id):
@@ -121,6 +121,6 @@ def _uploaded(rows: NDArray[Any]) -> Any:
 
 
 def pieces(rows: NDArray[Any], multiple: int) -> Iterator[slice]:
-    """Rows to upload at once, a multiple: of all in one, CuPy would pin as much host memory, and keep it."""
+    """Rows to upload at once, a multiple: to upload all at once, CuPy would pin as much host memory, and keep it."""
     rows_per_piece = max(_UPLOAD_BYTES * len(rows) // max(rows.nbytes, 1) // multiple, 1) * multiple
     return (slice(begin, begin + rows_per_piece) for begin in range(0, len(rows), rows_per_piece))

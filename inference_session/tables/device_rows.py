@@ -1,4 +1,4 @@
-"""Rows that a GPU look-up reads where they lie when the cache lacks them: pinned in host memory, or on the device.
+"""Rows that a GPU look-up reads in place when the cache lacks them: pinned in host memory, or on the device.
 
 An index over all their keys is kept on the device, so that one kernel answers hits and misses alike.
 """
@@ -100,7 +100,7 @@ class BaseRows:
             num_buckets += num_buckets // 8 + 1
 
     def _fill(self, keys: Any, num_buckets: int) -> bool:
-        """Index all keys in so many buckets; False where one found no place."""
+        """Index all keys in this many buckets; False where one found no place."""
         if num_buckets > MOST_BUCKETS:
             raise ConfigurationError(
                 f"{self.num_rows} rows with keys are too many for an index on a GPU; use the device 'cpu'"

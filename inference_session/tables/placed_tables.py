@@ -71,7 +71,7 @@ def open_cuda_tables(
 def _on_all(
     files: Sequence[TableFile], devices: Sequence[CudaDevice], places: Sequence[Place], placement: Placement
 ) -> list[CudaTables]:
-    """The tables of each device; shards, and what is pinned in host memory, are there once."""
+    """The tables of each device; shards, and what is pinned in host memory, exist once."""
     first = devices[0].device_id
     with cupy.cuda.Device(first), memory_checked(first, "free some memory, or use fewer or smaller tables"):
         pinned = {t: PinnedArray(files[t].vectors) for t, place in enumerate(places) if place == "host"}
@@ -107,7 +107,7 @@ def _budget(cache_bytes: int | None, devices: Sequence[CudaDevice]) -> int:
 
 
 def _possible(shard: Shard, devices: Sequence[CudaDevice]) -> Shard:
-    """The setting `shard`, as far as the GPUs can read each other's memory; ConfigurationError where it insists."""
+    """The setting `shard`, as far as the GPUs can read each other's memory; ConfigurationError where it requires that."""
     reason = unreachable([device.device_id for device in devices])
     if reason is None or shard == "none":
         return shard

@@ -46,7 +46,7 @@ def dequantize_rows(rows: NDArray[np.generic], dtype: VectorType) -> NDArray[np.
 def quantize_int8(vectors: NDArray[np.floating]) -> NDArray[np.uint8]:
     """Rows as an int8 table stores them: [n, dim] finite floats → uint8 [n, dim + 8].
 
-    What `dequantize_int8` and a look-up give back is off by half a scale at most, (max - min) / 510, beside float32
+    What `dequantize_int8` and a look-up return is off by at most half a scale, (max - min) / 510, in addition to float32
     rounding: 2^-21 of the largest magnitude in the row. A row of equal elements comes back exactly.
 
     Raises:
@@ -99,7 +99,7 @@ def from_fbgemm(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _moved(rows: NDArray[np.uint8], steps: int) -> NDArray[np.uint8]:
-    """The same rows with elements of the other sign convention, and the bias moved by so many scales."""
+    """The same rows with elements of the other sign convention, and the bias moved by this many scales."""
     scale, bias = _factors(rows)
     moved: NDArray[np.uint8] = rows ^ np.uint8(_SIGN_BIT)
     with np.errstate(over="ignore", invalid="ignore"):

@@ -75,7 +75,7 @@ class TableFile:
         """Map the files of a table; ModelFormatError names one that is absent or whose size is not the spec's.
 
         An index that is absent or stale, or with `verify_index`, which reads all of it, damaged, is built (`progress`
-        is told the rows done), or, with `must_have_index`, a ModelFormatError. `key_sha256` is what a manifest says of
+        gets the rows done), or, with `must_have_index`, a ModelFormatError. `key_sha256` is what a manifest says of
         the `key` file; without it the keys are read, to be sure that the index was built from them.
         """
         vectors = _map_rows(folder / VECTOR_FILE, spec, spec.row_bytes)
@@ -210,7 +210,7 @@ def _open_unless(absent: bool, path: Path) -> AbstractContextManager[LargePageWr
 
 
 def _map_rows(path: Path, spec: TableSpec, row_bytes: int) -> NDArray[np.uint8]:
-    """Map a file of num_rows rows of so many bytes; uint8 [num_rows, row_bytes]."""
+    """Map a file of num_rows rows of row_bytes bytes; uint8 [num_rows, row_bytes]."""
     content = _map_file(path)
     expected = spec.num_rows * row_bytes
     if len(content) != expected:

@@ -21,7 +21,7 @@ from inference_session.kernels.records import address_of, table_record
 
 _FIRST_CAPACITY = 1024
 _SPARE_PARTS = 8
-"""One row in so many has to be free once rows that were replaced have been freed; with fewer the table grows."""
+"""One row in this many must be free after replaced rows have been freed; with fewer the table grows."""
 
 
 class UpdatedTable:

@@ -1,8 +1,8 @@
 """Announced versions: which version of a model its servers are to serve, dense weights included.
 
 Only a number travels, in decimal digits, on the topic `hotrow_versions.<model>`, partition 0, under one Kafka key, so
-that brokers may drop all but the last. Where its files are is for whoever follows to know: a message cannot make
-anybody read another place.
+that brokers may drop all but the last. Followers know where its files are: a message cannot make
+them read another place.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class _Announcement(NamedTuple):
 class Announcements:
     """The announcements of one model; a context manager. The last one counts, also one from before.
 
-    What is announced is read from the topic each time, so that nothing depends on what it was before: a topic that is
-    made anew, a broker that comes back empty and a message that is refused hide no announcement.
+    The announcement is read from the topic each time, so that nothing depends on earlier reads: a topic that is
+    made anew, a broker that comes back empty and a refused message hide no announcement.
     """
 
     def __init__(self, url: KafkaUrl, model: str) -> None:
@@ -57,12 +57,12 @@ class Announcements:
         """What `newest` returned last."""
         self._refused: _Announcement | None = None
         """The refused message that was logged last."""
-        # A group that nobody joins.
+        # No consumer joins this group.
         settings = {"group.id": f"hotrow.{self.topic}", "enable.auto.commit": False, "enable.partition.eof": True}
         self._consumer = create_client(Consumer, url, settings)
 
     def newest(self, timeout_s: float) -> int | None:
-        """The version announced last, if there is one since the last call; waits so long at most.
+        """The version announced last, if there is one since the last call; waits at most this long.
 
         Raises:
             UnavailableError: the brokers do not answer.
@@ -91,7 +91,7 @@ class Announcements:
         self.close()
 
     def _find(self) -> _Announcement | None:
-        """The last announcement that is a version; None: nobody has ever announced one. Then follows what comes."""
+        """The last announcement that is a version; None: none was ever announced. Then follow new messages."""
         topic = self._consumer.list_topics(timeout=_BROKER_S).topics.get(self.topic)
         if topic is None or topic.error is not None:
             assign(self._consumer, [])
@@ -116,7 +116,7 @@ class Announcements:
         self._refused = refused
 
     def _read_from(self, begin: int) -> tuple[_Announcement | None, _Announcement | None]:
-        """From an offset to the end, the last message that is a version, and the last that is none."""
+        """From an offset to the end, the last message that is a version, and the last that is not."""
         assign(self._consumer, [TopicPartition(self.topic, 0, begin)])
         found, refused = None, None
         deadline = time.monotonic() + _BROKER_S
@@ -141,7 +141,7 @@ class Announcements:
 
 
 def _begins(low: int, high: int) -> Iterator[int]:
-    """Offsets to read a partition from, ever further from its end: as a rule the last message is what is wanted."""
+    """Offsets to read a partition from, each further from its end: usually the last message is wanted."""
     length = 1
     while high - length > low:
         yield high - length

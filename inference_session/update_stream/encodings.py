@@ -3,8 +3,8 @@
     row      Kafka key: the row's key, 8 or 4 bytes; value: float32 [embedding_dim]; no value: the row is deleted
     batch    Kafka key: empty; value: "HCTR", uint32 bytes per vector, then of each row key (8 or 4 bytes) and vector
 
-All numbers are little endian; keys of 8 bytes are int64, of 4 bytes uint32. A batch does not say how wide its keys are:
-its length does, and where both widths fit, the one whose vectors look like vectors.
+All numbers are little endian; keys of 8 bytes are int64, of 4 bytes uint32. A batch does not state its key width:
+its length tells, and where both widths fit, the one whose vectors look like vectors is taken.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _row_type(key_bytes: int, embedding_dim: int) -> np.dtype[np.void]:
 
 
 def _rows_alike(messages: Sequence[Message], embedding_dim: int) -> _Rows | None:
-    """The rows of messages that all are whole rows with keys of 8 bytes, without a step per message; None: not so."""
+    """The rows of messages that are all whole rows with 8-byte keys, without a step per message; None: some are not."""
     keys, values = zip(*messages, strict=True) if messages else ((), ())
     row_bytes = 4 * embedding_dim
     try:
@@ -182,7 +182,7 @@ def _rows_or_refusal(message: Message, embedding_dim: int, position: int) -> _Ro
 
 
 def _is_batch(value: bytes, embedding_dim: int) -> bool:
-    """Whether a message that has a key is a batch all the same; a row's vector may begin with any bytes."""
+    """Whether a message that has a key is still a batch; a row's vector may begin with any bytes."""
     return value.startswith(MAGIC) and len(value) != 4 * embedding_dim
 
 
@@ -231,7 +231,7 @@ def _num_implausible(rows: NDArray[np.void]) -> int:
 
 
 def _refuse(rows: _Rows, allowed: NDArray[np.bool_], reason: str, text: str, refusals: list[Refusal]) -> _Rows:
-    """The rows that are allowed; each message that has others is refused once."""
+    """The rows that are allowed; each message with other rows is refused once."""
     if allowed.all():
         return rows
     refusals += [Refusal(position, reason, text) for position in np.unique(rows.origins[~allowed]).tolist()]

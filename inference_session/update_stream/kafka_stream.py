@@ -8,13 +8,13 @@
     decode      by table; messages that cannot be applied are set aside, counted, and logged once per reason
     apply       to every tier and the cache; while a store is down, again and again: nothing is dropped
     rest        after every few hundred rows, for a moment, in which requests have the interpreter
-    save        where rows are durable, once a second: how far they are, beside the rows, then the same to the brokers
-    follow      a store that has another process for its one writer: once that one has saved as much, rows are read anew
+    save        where rows are durable, once a second: how far they are, next to the rows, then the same to the brokers
+    follow      a store whose one writer is another process: once that one has saved as much, rows are read anew
 
-Requests are answered by other threads of this process, and what the client library and RocksDB do, they do without
-letting these run. So all work is done in pieces of well below a millisecond; they also fit the processor's cache.
+Other threads of this process answer requests, and the client library and RocksDB do not let these threads run while
+they work. So all work is done in pieces of well below a millisecond; they also fit the processor's cache.
 
-Partitions are assigned, not shared out by a consumer group: every process keeps its own cache up to date, and so has to
+Partitions are assigned, not divided by a consumer group: every process keeps its own cache up to date, and so must
 see every message. Where the rows are not durable, nothing is saved, and the stream is read from its beginning at start.
 """
 
@@ -60,7 +60,7 @@ MAX_MESSAGES = 500
 _BYTES_AT_ONCE = 256 << 10
 """Of messages that are taken at once, about."""
 _TAKES = 8
-"""After so many, what has been taken is applied: the more rows at once, the faster do stores take them."""
+"""After this many, the messages taken are applied: stores take rows faster in larger batches."""
 _POLL_S = 0.05
 _SAVE_S = 1.0
 _BROKER_S = 2.0
@@ -76,7 +76,7 @@ _log = logging.getLogger(__name__)
 
 
 class KafkaUpdateStream:
-    """Applies a model's updates from a thread of its own, until closed."""
+    """Applies a model's updates in its own thread, until closed."""
 
     def __init__(
         self,
@@ -107,9 +107,9 @@ class KafkaUpdateStream:
         self._since_ms = 0 if since is None else int(since.timestamp() * 1000)
         self._positions = Positions()
         self._after_outage = False
-        """Whether the brokers did not answer when they were asked last."""
+        """Whether the brokers failed to answer the last question."""
         self._behind: set[Partition] | None = None
-        """Partitions found at first whose end has not been seen yet; None: nothing has been found out."""
+        """Partitions found at first whose end has not been seen yet; None: nothing is known yet."""
         self._save_at = self._discover_at = 0.0
         self._num_at_once = 1
         self._rests = Rests()
@@ -191,7 +191,7 @@ class KafkaUpdateStream:
         self._may_go_on()
 
     def _survive(self, work: Callable[[], None]) -> None:
-        """Do a piece of work; what goes wrong in it is logged, and must not end all that comes after."""
+        """Do a piece of work; an error in it is logged, and must not end later work."""
         try:
             work()
         except KafkaException as error:
@@ -199,7 +199,7 @@ class KafkaUpdateStream:
             self._closing.wait(_FIRST_PAUSE_S)
         except (UnavailableError, StoreError) as error:  # closing: what is not applied comes again at the next start
             self._stats.fail(str(error))
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is logged, and the same messages come again
+        except Exception as error:  # noqa: BLE001 - any error is logged, and the same messages come again
             self._stats.fail(f"{type(error).__name__}: {error}")
             _log.exception("the update stream of model %r failed and is trying again", self._model)
             self._suspect(self._positions.followed)
@@ -230,11 +230,11 @@ class KafkaUpdateStream:
         except KafkaException as error:
             self._stats.fail(f"no broker answers at {self._url}: {error.args[0].str()}")
             self._after_outage = True
-            if error.args[0].code() != KafkaError._TIMED_OUT:  # a broker that is there, and busy, is waited for
+            if error.args[0].code() != KafkaError._TIMED_OUT:  # wait for a broker that is up but busy
                 self._current.set()
             return
         self._stats.recover()
-        # A topic that bears an error is there, but its partitions are not told.
+        # A topic with an error exists, but its partitions are not listed.
         told = {(name, p) for name, topic in topics.items() if topic.error is None for p in topic.partitions}
         followed = set(self._positions.followed)
         there = {one for one in followed if one in told or (one[0] in topics and topics[one[0]].error is not None)}
@@ -291,7 +291,7 @@ class KafkaUpdateStream:
             self._note_doubt(one, self._positions.follow(one, applied))
 
     def _note_doubt(self, one: Partition, doubt: str | None) -> None:
-        """Tell of a partition that is read again."""
+        """Report a partition that is read again."""
         if doubt is not None:
             _log.warning(
                 "topic %r, partition %d, is read again from its oldest message, so rows may be older until that is"
@@ -324,7 +324,7 @@ class KafkaUpdateStream:
         return by_topic, min(oldest_ms, default=0), ends
 
     def _is_new(self, message: Any) -> bool:
-        """Whether a message, or word of a partition's end, is to be applied; the first of a partition proves it."""
+        """Whether a message, or a partition's end event, is to be applied; the first of a partition proves it."""
         one, offset, error = (message.topic() or "", message.partition() or 0), message.offset() or 0, message.error()
         if error is not None and error.code() != KafkaError._PARTITION_EOF:
             return True
@@ -334,7 +334,7 @@ class KafkaUpdateStream:
         return self._positions.is_new(one, offset)
 
     def _ends_among(self, failed: Iterable[Any]) -> Iterator[tuple[Partition, int]]:
-        """Where partitions have their end, as messages say that are none; others tell of failures."""
+        """The ends of partitions, from end events among the messages; other events report failures."""
         for message in failed:
             topic, error = message.topic() or "", message.error()
             if error.code() == KafkaError._PARTITION_EOF:
@@ -344,7 +344,7 @@ class KafkaUpdateStream:
                 self._discover_at = 0.0
 
     def _take(self) -> Iterator[list[Any]]:
-        """Messages, and words of partitions' ends, as far as they are there."""
+        """Messages, and events for partitions' ends, as far as they have arrived."""
         for take in range(_TAKES):
             num_wanted = self._num_at_once
             try:
@@ -352,7 +352,7 @@ class KafkaUpdateStream:
             except KafkaException:
                 if not take:
                     raise
-                return  # it will be raised again, when those before are not lost by it
+                return  # it will be raised again, after the messages before it have been returned
             if not messages:
                 return
             # A batch may be a thousand times as large as a row.
@@ -387,12 +387,12 @@ class KafkaUpdateStream:
                 self._current.set()
 
     def _measure_lag(self) -> None:
-        """How many messages partitions have beyond those that are applied, as the brokers said last."""
+        """How many messages partitions have beyond those applied, as the brokers reported last."""
         positions = self._positions
         self._stats.lag(sum(max(self._end(one) - positions.offset(one), 0) for one in positions.followed))
 
     def _end(self, one: Partition) -> int:
-        """Where a partition ended when the brokers said so last; below 0: they have not."""
+        """A partition's end as the brokers reported it last; below 0: they never did."""
         try:
             end: int = self._consumer.get_watermark_offsets(TopicPartition(*one), cached=True)[1]
         except KafkaException:  # the client library does not know the partition yet
@@ -400,9 +400,9 @@ class KafkaUpdateStream:
         return end
 
     def _save(self) -> None:
-        """Keep, beside the rows, up to where they have been applied, and tell the brokers."""
+        """Store, next to the rows, up to where they have been applied, and tell the brokers."""
         self._save_at = time.monotonic() + _SAVE_S
-        # What keeps a store from taking a note keeps it from taking rows as well, and is told then.
+        # A store that cannot take a note cannot take rows either, and that is reported then.
         with contextlib.suppress(UnavailableError, StoreError):
             self._replay_pushed()
             applied = self._positions.applied()
@@ -422,7 +422,7 @@ class KafkaUpdateStream:
 
 def _create_consumer(url: KafkaUrl, group: str) -> Consumer:
     settings = {
-        "group.id": group,  # which nobody joins: offsets are committed under its name
+        "group.id": group,  # no consumer joins it: offsets are committed under its name
         "enable.auto.commit": False,
         "enable.auto.offset.store": False,
         "auto.offset.reset": "earliest",
@@ -431,6 +431,6 @@ def _create_consumer(url: KafkaUrl, group: str) -> Consumer:
         "fetch.error.backoff.ms": 200,
         "reconnect.backoff.max.ms": 1000,
         "queued.max.messages.kbytes": 32 << 10,
-        "fetch.queue.backoff.ms": 10,  # once so much waits; in the usual second a consumer that is behind runs dry
+        "fetch.queue.backoff.ms": 10,  # with this much queued; with the default second, a consumer behind runs dry
     }
     return create_client(Consumer, url, settings)

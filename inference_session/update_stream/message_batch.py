@@ -12,8 +12,8 @@ from inference_session.update_stream.positions import LastMessage
 class MessageBatch:
     """Messages of one topic, in their order.
 
-    The client's own objects do not live on: by the thousand, they would have the garbage collector look through all of
-    the process again and again.
+    The client's own objects are not kept: thousands of them would make the garbage collector scan all of
+    the process repeatedly.
     """
 
     def __init__(self) -> None:

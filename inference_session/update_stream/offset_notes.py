@@ -1,9 +1,9 @@
-"""How far a table's updates have been applied, kept in the table's note beside its rows.
+"""How far a table's updates have been applied, kept in the table's note next to its rows.
 
     {"offsets": {topic: {partition: offset of the next message}},
      "topics": {topic: {partition: {"id": the topic's id, "last": [offset, fingerprint]}}}}
 
-Both, `id` and `last`, are there where they are known; notes of before hotrow noted them have offsets alone. Whatever
+`id` and `last` are present where they are known; notes from before hotrow recorded them have only offsets. Whatever
 else a note says, such as how far a push has come, stays.
 """
 
@@ -33,7 +33,7 @@ def is_of_a_push(note: str | None) -> bool:
 
 
 def is_push_unfinished(note: str | None) -> bool:
-    """Whether a push is at work, or was interrupted: what it is still to write comes over what updates write now."""
+    """Whether a push is running or was interrupted: the rest of it will overwrite what updates write now."""
     parsed = _parse(note)
     rows, of = parsed.get("rows"), parsed.get("of")
     return isinstance(rows, int) and isinstance(of, int) and rows < of
@@ -72,7 +72,7 @@ def _dict(value: object) -> dict[str, Any]:
 
 
 def _parse(note: str | None) -> dict[str, Any]:
-    """{} where the note is none of ours."""
+    """{} where the note is not ours."""
     try:
         return _dict(json.loads(note or "{}"))
     except (ValueError, RecursionError):

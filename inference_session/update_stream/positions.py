@@ -1,12 +1,12 @@
-"""How far the partitions of a stream are applied, and whether their topics are still the ones that this was said of.
+"""How far the partitions of a stream are applied, and whether their topics are still the same ones.
 
 A topic that was deleted and made anew counts its offsets from 0 again, so an offset proves nothing. Two things do:
 
     topic id       the broker's own (Kafka 2.8 and later)
     fingerprint    of the last message that was applied, which is read again; brokers may have dropped it since
 
-A partition without a proof is read again from its oldest message. That is right whatever happened to the topic, for the
-order within a partition stays, while to go on from the offset may skip messages.
+A partition without a proof is read again from its oldest message. That is always correct, because the
+order within a partition stays, while going on from the offset may skip messages.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Applied(NamedTuple):
     last: LastMessage | None = None
 
     def is_of_another(self, other: Applied | None) -> bool:
-        """Whether the topics are two: one was made anew."""
+        """Whether the topics differ: one was made anew."""
         return other is not None and bool(self.topic_id and other.topic_id) and self.topic_id != other.topic_id
 
     def is_within(self, other: Applied | None) -> bool:
@@ -75,7 +75,7 @@ class Applied(NamedTuple):
         if offset < self.offset:
             what = "ends at" if found is None else "has a message at"
             return f"it {what} offset {offset}, but was applied up to {self.offset}"
-        # The broker has dropped the message since, so that the id has to do.
+        # The broker has dropped the message since, so the id must suffice.
         return None if self.topic_id and self.topic_id == topic_id else "the last applied message no longer exists"
 
 
@@ -117,7 +117,7 @@ class Positions:
 
     @property
     def are_proved(self) -> bool:
-        """Whether all messages that come may be used as they are."""
+        """Whether all messages that come may be used unchecked."""
         return not self._unproved and not self._unassigned
 
     def offset(self, one: Partition) -> int:
@@ -126,7 +126,7 @@ class Positions:
         return 0 if applied is None else applied.offset
 
     def left(self, one: Partition) -> Applied | None:
-        """How far a partition was applied that was left; None: it was not."""
+        """How far a partition was applied that is no longer followed; None: it was never applied."""
         return self._left.get(one)
 
     def follow(self, one: Partition, applied: Applied | None) -> str | None:
@@ -149,7 +149,7 @@ class Positions:
         self.topics = frozenset(topic for topic, _ in self._applied)
 
     def suspect(self, one: Partition) -> str | None:
-        """Have it proved that a partition is still of the same topic; returns as `follow`."""
+        """Start to prove that a partition is still of the same topic; returns as `follow`."""
         self._unassigned.add(one)
         applied = self._applied[one]
         doubt = None if applied is None else applied.doubt(self._id(one))

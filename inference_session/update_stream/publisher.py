@@ -36,7 +36,7 @@ _BATCH_BYTES = 256 << 10
 _ROWS_BETWEEN_POLLS = 1000
 _QUEUE_BYTES = 64 << 20
 _TOPIC_SETTINGS = {"cleanup.policy": "compact", "delete.retention.ms": str(10 * 365 * 24 * 3600 * 1000)}
-"""Of topics that we make: the last row of every key stays, and so does the word that it was deleted."""
+"""Of topics that we make: the last row of every key stays, and so does the mark that it was deleted."""
 
 
 class Publisher:
@@ -117,7 +117,7 @@ class Publisher:
         self._produce(topic, ((key, None, p) for key, p in zip(encode_keys(gone), partitions, strict=True)))
 
     def announce(self, version: int) -> None:
-        """Queue word that this version of the model is to be served (`hotrow follow`). Errors as of `publish`."""
+        """Queue an announcement that this version of the model is to be served (`hotrow follow`). Errors as of `publish`."""
         if not 0 < version <= MAX_VERSION:
             raise InvalidRequestError(f"invalid version {version!r}; allowed: whole numbers from 1 to {MAX_VERSION}")
         topic = announcement_topic(self.model)
@@ -150,7 +150,7 @@ class Publisher:
     def _create_producer(self) -> Producer:
         timeout_ms = int(self._timeout_s * 1000)
         settings = {
-            # In order and without duplicates, whatever has to be sent again.
+            # In order and without duplicates, even when messages are sent again.
             "enable.idempotence": True,
             "linger.ms": 5,
             "delivery.timeout.ms": timeout_ms,
@@ -175,11 +175,11 @@ class Publisher:
             while not self._queue(topic, key, value, partition):
                 self._serve(
                     self._producer.poll, 0.1
-                )  # until the brokers have taken some, or their silence is a failure
+                )  # until the brokers have taken some, or time out
                 self._raise_failure()
 
     def _serve(self, wait: Callable[[float], int], timeout_s: float) -> int:
-        """Wait for the client library, which raises what ends it, such as that the brokers have lost all topics."""
+        """Wait for the client library; raises the errors that end it, such as that the brokers have lost all topics."""
         try:
             return wait(timeout_s)
         except KafkaException as error:

@@ -1,4 +1,4 @@
-"""What an update stream has done so far, and how it is doing: told by the stream's thread, asked for by any."""
+"""What an update stream has done so far, and its state: written by the stream's thread, read by any thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inference_session.stats import gauge
 from inference_session.update_stream.encodings import REASONS
 
 MAX_SET_ASIDE = 100
-"""Refused messages of which the statistics tell."""
+"""Refused messages that the statistics list."""
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class StreamStats:
             self._counts["replays"] += 1
 
     def lag(self, num_messages: int) -> None:
-        """So many messages that the brokers have are not applied."""
+        """This many of the brokers' messages are not applied."""
         with self._lock:
             self._lag_messages = num_messages
 
@@ -105,7 +105,7 @@ class StreamStats:
         with self._lock:
             was_down, self._failure = self._failure is not None, None
         if was_down:
-            # A warning like the one that it ends: whoever was shown that has to see this.
+            # A warning, like the one it resolves: a reader who saw that one must see this one too.
             _log.warning("the update stream of model %r continues", self._model)
 
     def snapshot(self, topics: Sequence[str] = ()) -> StreamSnapshot:

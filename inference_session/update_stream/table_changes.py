@@ -56,7 +56,7 @@ class Table(NamedTuple):
             yield Changes(keys[part], dequantize_rows(vectors[part], self.spec.dtype), len(keys[part]))
 
     def changes_since(self, old: Table) -> Iterator[Changes]:
-        """The rows that `old` has not, or has otherwise, bit by bit; then as deletions those that only `old` has."""
+        """The rows that `old` lacks or that differ in any bit; then as deletions those that only `old` has."""
         if old.spec.embedding_dim != self.spec.embedding_dim:
             raise ModelFormatError(
                 f"table {self.spec.name!r} has embedding_dim {self.spec.embedding_dim},"

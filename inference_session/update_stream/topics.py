@@ -24,7 +24,7 @@ def topic_name(*parts: str) -> str:
 
 
 def table_of(topic: str, model: str) -> str | None:
-    """The table whose updates a topic carries, None where it is none of this model's."""
+    """The table whose updates a topic carries, None where it belongs to another model."""
     for prefix in PREFIXES:
         begin = f"{prefix}.{model}."
         table = topic[len(begin) :]

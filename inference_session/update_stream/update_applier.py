@@ -22,7 +22,7 @@ from inference_session.update_stream.topics import table_of
 
 _ROWS_AT_ONCE = 1024
 _FOLLOW_S = 5.0
-"""How long a store's one writer may take to write what we have read before we say that we wait for it."""
+"""How long a store's one writer may take to write what we have read before we log that we wait for it."""
 _POLL_S = 0.05
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 
@@ -69,9 +69,9 @@ class UpdateApplier:
         """Tables in whose notes this has kept how far they are applied."""
 
     def apply(self, topic: str, topic_id: str, messages: MessageBatch, while_waiting: Callable[[], None]) -> None:
-        """Write the rows in messages of a topic, and set aside what are none.
+        """Write the rows in messages of a topic, and set aside messages that are not rows.
 
-        No update is ever passed over: what the stores refuse is tried until they take it, and `while_waiting` called
+        No update is ever skipped: what the stores refuse is retried until they take it, with `while_waiting` called
         each time, or until the stream closes, with their error.
         """
         table = self.table_of(topic)
@@ -102,16 +102,16 @@ class UpdateApplier:
         return self._persist(lambda: read_applied(self._rows.note(table), topic), while_waiting).get(partition)
 
     def begin_anew(self, topic: str) -> None:
-        """What is saved of a topic means nothing any more."""
+        """What is saved of a topic is no longer valid."""
         table = self.table_of(topic)
         if table is not None and self._rows.is_durable:
             self._unsaved.add(table)
 
     def save(self, applied: Mapping[Partition, Applied | None]) -> bool:
-        """Keep, beside the rows, up to where they have been applied; returns whether there was anything to be kept.
+        """Store, next to the rows, up to where they have been applied; returns whether there was anything to store.
 
         Raises:
-            UnavailableError, StoreError: a store takes no note at present.
+            UnavailableError, StoreError: a store cannot take a note at present.
         """
         unsaved = sorted(self._unsaved)
         for table in unsaved:
@@ -125,7 +125,7 @@ class UpdateApplier:
         """Tables that have been pushed anew since their notes were kept, and so are without their updates.
 
         Raises:
-            UnavailableError, StoreError: a store tells no note at present.
+            UnavailableError, StoreError: a store cannot return a note at present.
         """
         notes = {table: self._rows.note(table) for table in self._noted}
         pushed = {table for table, note in notes.items() if is_of_a_push(note) and not is_push_unfinished(note)}
@@ -150,7 +150,7 @@ class UpdateApplier:
                 self._unsaved.add(table)
 
     def _await_writer(self, table: str, reached: Mapping[Partition, Applied]) -> bool:
-        """Whether the process that may write to the store, another one, has saved as much within some seconds."""
+        """Whether the other process, the store's writer, has saved as much within some seconds."""
         deadline = time.monotonic() + _FOLLOW_S
         while time.monotonic() < deadline and not self._closing.wait(_POLL_S):
             note = self._rows.note(table)
@@ -159,7 +159,7 @@ class UpdateApplier:
         return False
 
     def _persist(self, work: Callable[[], Result], while_waiting: Callable[[], None]) -> Result:
-        """Do something with the stores, again and again until they can."""
+        """Make a call to the stores, repeatedly until it succeeds."""
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
@@ -182,11 +182,11 @@ class UpdateApplier:
             self._stats.refuse(refusal.reason, f"{where}: {refusal.text}")
 
     def table_of(self, topic: str) -> str | None:
-        """The table whose updates a topic carries; None: the model has none of that name."""
+        """The table whose updates a topic carries; None: the model has no table of that name."""
         table = table_of(topic, self._model)
         return table if table in self._tables else None
 
 
 def _parts(num_rows: int) -> Iterator[slice]:
-    """So many rows, in pieces."""
+    """This many rows, in pieces."""
     return (slice(begin, begin + _ROWS_AT_ONCE) for begin in range(0, num_rows, _ROWS_AT_ONCE))

@@ -34,7 +34,7 @@ _COMMANDS_PER_BATCH = 64
 _BYTES_UNDER_WAY = 512 << 10
 """Rows asked for and not yet read: enough to keep the servers busy, and little for them to hold in their buffers."""
 _MAX_IDLE = 16
-"""Connections to one server that are kept for the next calls, beside those of one call."""
+"""Connections to one server that are kept for the next calls, in addition to those of one call."""
 _MAX_ATTEMPTS = 3
 _MAX_REDIRECTIONS = 5
 
@@ -143,7 +143,7 @@ class RedisClient:
         try:
             self._ask(address, ("PING",), deadline)
         except UnavailableError as error:
-            # A Redis whose disk takes no snapshot refuses PING, as it refuses writes. Rows can be read all the same.
+            # A Redis whose disk takes no snapshot refuses PING, as it refuses writes. Rows can still be read.
             if "MISCONF" not in str(error):
                 raise
 
@@ -193,7 +193,7 @@ class RedisClient:
     ) -> Iterator[tuple[tuple[Address, int], list[Command]]]:
         """Commands for the same connection, as many as are worth sending together.
 
-        All commands of a partition take the same connection, for they must be done in their order.
+        All commands of a partition take the same connection, because they must be done in order.
         """
         batches: dict[tuple[Address, int], tuple[list[Command], int]] = {}
         for command in commands:

@@ -25,13 +25,13 @@ _BUFFER_BYTES = 256 << 10
 _MAX_LINE_BYTES = 1024
 _NUMBER = re.compile(rb"-?\d{1,19}")
 _MAX_REPLY_BYTES = 512 << 20
-"""Redis has no longer strings. Memory is taken for what a reply says of its length."""
+"""Redis allows no longer strings. Memory is allocated by the length that a reply states."""
 _MAX_DEPTH = 8
 """Of lists within lists; no reply that we ask for has more than three."""
 PASSING_CODES = frozenset(
     ("LOADING", "READONLY", "OOM", "MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "BUSY", "MISCONF", "NOREPLICAS")
 )
-"""Errors of a server that is well and will do what is asked at another time."""
+"""Errors of a healthy server that will accept the command later."""
 
 _TOO_MANY_CLIENTS = "ERR max number of clients"
 
@@ -45,11 +45,11 @@ bytes. None for the key: all keys of the reply, for what Redis has there is no h
 
 
 class DisconnectedError(UnavailableError):
-    """There is no connection, or none any more: worth another try, for the server may just have restarted."""
+    """There is no connection, or it was lost. Worth another try: the server may just have restarted."""
 
 
 class RedirectedError(UnavailableError):
-    """A node of a Cluster says that another one has the slot, or nobody is known to have it."""
+    """A node of a Cluster says that another node has the slot, or no node is known to have it."""
 
     def __init__(self, message: str, address: Address | None = None, *, is_ask: bool = False) -> None:
         """`address`: who has it. `is_ask`: for this one command, because the slot is just moving there."""
@@ -59,7 +59,7 @@ class RedirectedError(UnavailableError):
 
 
 class WrongTypeError(StoreError):
-    """Redis has something else under a name than what the command is for."""
+    """The value under a name has another Redis type than the command needs."""
 
 
 class Deadline:
@@ -82,7 +82,7 @@ class Deadline:
 
 
 class Login(NamedTuple):
-    """How to get in: what all connections to a store's servers have in common."""
+    """Credentials and TLS settings that all connections to a store's servers share."""
 
     url: StoreUrl
     tls: ssl.SSLContext | None
@@ -160,7 +160,7 @@ class RedisConnection:
                 self._receive(deadline, row_bytes)
 
     def read_lines(self, count: int, deadline: Deadline) -> list[bytes]:
-        """Read so many replies of one line, numbers or `OK`; an error among them is raised."""
+        """Read this many one-line replies, numbers or `OK`; an error among them is raised."""
         lines = [self._line(deadline) for _ in range(count)]
         wrong = next((line for line in lines if line[:1] not in (b":", b"+")), None)
         if wrong is not None:
@@ -168,7 +168,7 @@ class RedisConnection:
         return [line[1:] for line in lines]
 
     def read_replies(self, count: int, deadline: Deadline) -> list[Reply]:
-        """Read so many replies of any kind. An error is a reply as well; MOVED and ASK are raised."""
+        """Read this many replies of any kind. An error is a reply as well; MOVED and ASK are raised."""
         replies = [self._reply(deadline) for _ in range(count)]
         redirected = next((reply for reply in replies if isinstance(reply, RedirectedError)), None)
         if redirected is not None:
@@ -181,7 +181,7 @@ class RedisConnection:
         return self.read_replies(len(commands), deadline)
 
     def run_id(self, deadline: Deadline) -> str:
-        """What tells the process at the other end from all others; StoreError where the user may not ask."""
+        """Identifies the process at the other end; StoreError where the user lacks the permission to ask."""
         if self._run_id is None:
             [reply] = self.call([RUN_ID_COMMAND], deadline)
             if isinstance(reply, HotrowError):
@@ -232,7 +232,7 @@ class RedisConnection:
             raise DisconnectedError(f"Redis at {self.name} is no longer the master")
 
     def _receive(self, deadline: Deadline, needed_bytes: int = 0) -> None:
-        """Wait for more, with room for a piece of so many bytes and its head."""
+        """Wait for more, with room for a piece of this many bytes and its head."""
         self._drop(self._begin)
         if len(self._buffer) < needed_bytes + _MAX_LINE_BYTES or self._filled == len(self._buffer):
             self._buffer = np.concatenate(
@@ -267,7 +267,7 @@ class RedisConnection:
             self._receive(deadline)
 
     def _bytes(self, count: int, deadline: Deadline) -> bytes:
-        """The next so many bytes, and the end of their line."""
+        """The next bytes, this many, and the end of their line."""
         while self._filled - self._begin < count + 2:
             self._receive(deadline, count)
         text = self._buffer[self._begin : self._begin + count].tobytes()
@@ -302,7 +302,7 @@ class RedisConnection:
         return self._bytes(number, deadline)
 
     def _failure(self, line: bytes) -> HotrowError:
-        """The error that stands for a reply which is one, or which is nothing that Redis says."""
+        """The exception for a reply that is an error, or that Redis never sends."""
         text = line[1:200].decode(errors="replace")
         if line[:1] != b"-":
             return UnavailableError(f"the server at {self.name} does not speak the Redis protocol: {line[:60]!r}")
@@ -341,7 +341,7 @@ def _connected_to_file(path: str, deadline: Deadline) -> socket.socket:
 
 
 def as_argument(value: bytes | str | int) -> bytes:
-    """An argument of a command as it is sent."""
+    """An argument of a command, encoded for sending."""
     return value if isinstance(value, bytes) else str(value).encode()
 
 
@@ -360,7 +360,7 @@ class ConnectionPool:
     """Connections to several servers that wait for their next use. Thread-safe."""
 
     def __init__(self, login: Login, max_idle: int) -> None:
-        """`max_idle`: connections to one server that are kept while nobody uses them."""
+        """`max_idle`: connections to one server that are kept while unused."""
         self._login = login
         self._max_idle = max_idle
         self._idle: dict[Address, list[RedisConnection]] = {}
@@ -398,14 +398,14 @@ class ConnectionPool:
             connection.close()
 
     def close_idle(self) -> None:
-        """Close what waits: after a failure the others are likely to be as dead."""
+        """Close idle connections: after a failure they are probably dead too."""
         with self._lock:
             idle, self._idle = self._idle, {}
         for connection in (c for connections in idle.values() for c in connections):
             connection.close()
 
     def close(self) -> None:
-        """Close what waits, and what comes back from now on."""
+        """Close idle connections, and those returned from now on."""
         self._closed = True
         self.close_idle()
 
@@ -437,7 +437,7 @@ class BorrowedConnections:
         return connection
 
     def give_back(self) -> None:
-        """To the pool, all replies read."""
+        """Return them to the pool; all replies have been read."""
         for (address, _), connection in self._taken.items():
             self._pool.give_back(address, connection)
 

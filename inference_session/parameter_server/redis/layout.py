@@ -3,7 +3,7 @@
     hps_et{<tag>/p<partition>}v    hash: key, 8 bytes little endian → row, float32 little endian
     hps_et{<tag>/p<partition>}t    hash: key → time of the last insert or touch, int64 seconds since 1970
 
-A partition is a hash of its own and the braces keep its two hashes in one slot, so that a table spreads over a
+Each partition has its own hashes. The braces keep its two hashes in one slot, so that a table spreads over a
 cluster. A key's partition is its mixed bits modulo the number of partitions (HPS since 4.2), or the key itself, as a
 number without sign, modulo that number (before). Nothing in Redis says which, nor how many there are.
 """
@@ -165,7 +165,7 @@ def _write_hmgets(  # noqa: PLR0917  compiled functions take their arguments by 
 
 @functools.cache
 def compile_kernels() -> None:
-    """Compile what is here, or load it from Numba's cache, before anybody waits for an answer."""
+    """Compile what is here, or load it from Numba's cache, before a request waits for an answer."""
     hmgets("", np.zeros(1, np.int64), Partitioning(1), max_keys=1)
 
 
@@ -192,7 +192,7 @@ class Hmgets(NamedTuple):
 
 
 def hmgets(tag: str, keys: NDArray[np.int64], partitioning: Partitioning, *, max_keys: int) -> Hmgets:
-    """The HMGETs for some keys of a table, contiguous, so many in one command at most."""
+    """The HMGETs for some keys of a table, contiguous, at most that many in one command."""
     _, order, ends = _sorted(keys, partitioning)
     names, name_bounds, longest = _names_as_arguments(tag, partitioning.num_partitions)
     most = min(partitioning.num_partitions, len(keys)) + len(keys) // max_keys
@@ -251,7 +251,7 @@ def scanned(reply: Any) -> tuple[int, dict[bytes, bytes]]:
 
 
 def command_head(*arguments: bytes, num_fields: int) -> bytes:
-    """The beginning of a command: arguments that are to be followed by so many more."""
+    """The beginning of a command: arguments, to be followed by this many more."""
     return b"*%d\r\n" % (len(arguments) + num_fields) + b"".join(b"$%d\r\n%b\r\n" % (len(a), a) for a in arguments)
 
 

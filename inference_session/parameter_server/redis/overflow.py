@@ -15,7 +15,7 @@ from inference_session.parameter_server.redis import layout
 from inference_session.urls.store_url import StoreUrl
 
 _FIELDS_PER_STEP = 1000
-"""Fields that one command goes through: little enough to be no other client's delay."""
+"""Fields that one command goes through: few enough not to delay other clients."""
 
 Policy = Literal["evict_oldest", "evict_random", "evict_least_used"]
 
@@ -42,12 +42,12 @@ class Overflow:
         return cls(margin, policy, target) if margin else None  # type: ignore[arg-type]
 
     def excess(self, num_rows: int) -> int:
-        """Rows that have to leave a partition of so many."""
+        """How many rows must leave a partition that holds this many."""
         return 0 if num_rows <= self.margin else num_rows - math.floor(self.margin * self.target)
 
     @property
     def counts_uses(self) -> bool:
-        """Whether rows have numbers of uses beside them, instead of times."""
+        """Whether rows are marked with numbers of uses instead of times."""
         return self.policy == "evict_least_used"
 
     def scores(self, marks: Iterable[bytes]) -> NDArray[np.int64]:
@@ -73,7 +73,7 @@ class Eviction:
             excess = self._overflow.excess(int(size))
             if excess and self._overflow.policy != "evict_random":
                 excess -= self._evict(tag, partition, self._lowest(tag, partition, excess))
-            while excess > 0:  # rows without a mark are left to chance
+            while excess > 0:  # rows without a mark are chosen at random
                 step = min(excess, _FIELDS_PER_STEP)
                 [fields] = self._replies([("HRANDFIELD", layout.rows_name(tag, partition), step)])
                 if not fields:
@@ -81,7 +81,7 @@ class Eviction:
                 excess -= self._evict(tag, partition, fields)
 
     def _lowest(self, tag: str, partition: int, count: int) -> Sequence[bytes]:
-        """The keys of so many rows that are to leave first, as far as rows are marked."""
+        """The keys of this many rows to evict first, as far as rows are marked."""
         cursor = -1
         keys: list[bytes] = []
         scores: list[NDArray[np.int64]] = []

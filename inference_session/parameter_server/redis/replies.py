@@ -4,7 +4,7 @@ HMGET is answered by `*<n> CRLF`, then for each key `$<size> CRLF <row> CRLF` or
 replies to all commands of one connection come as one stream, which is read in pieces of any size: the kernel goes
 through a piece, copies each row to where it belongs, and stops where the piece ends or something else comes. From
 a plain socket it takes the pieces itself: waiting in Python, a thread would have to get the interpreter back after each
-of them, which others want just then.
+of them, while other threads want it too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CURSOR = np.dtype(
 )
 STREAM = np.dtype(
     [
-        ("socket", np.int32),  # these three are C's `struct pollfd`; -1: the socket is none that can be read as it is
+        ("socket", np.int32),  # these three are C's `struct pollfd`; -1: the socket cannot be read directly
         ("events", np.int16),
         ("happened", np.int16),
         ("now_s", np.int64),  # these two are C's `struct timespec`
@@ -203,5 +203,5 @@ def receive_rows(replies: NDArray[np.void], cursor: NDArray[np.void], stream: ND
 
 @functools.cache
 def compile_kernels() -> None:
-    """Compile what is here, or load it from Numba's cache, before anybody waits for an answer."""
+    """Compile what is here, or load it from Numba's cache, before a request waits for an answer."""
     receive_rows(np.zeros(0, REPLY), np.zeros(1, CURSOR), np.zeros(1, STREAM), 0)

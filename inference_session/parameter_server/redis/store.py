@@ -33,11 +33,11 @@ DEFAULT_CONNECTIONS = 1
 the call has two sockets to wait for; calls of several threads have connections of their own anyway."""
 _MAX_CONNECTIONS = 1024
 _MAX_PARTITIONS = 1 << 16
-"""Far above what anybody has: their names are laid out in memory, and a digit too many would fill it."""
+"""Far above any real use: their names are laid out in memory, and a mistyped number could fill it."""
 _PROBE_FIELDS = 32
 _PROBE_INTERVAL_S = 2.0
 _MAX_MISPLACED = 0.1
-"""Of the keys by which a table's partitioning is told: others may have written to our hashes."""
+"""Of the keys from which a table's partitioning is inferred: others may have written to our hashes."""
 _GLOB = re.compile(r"[*?\[\]^\\-]")
 """Characters that mean something in a pattern of Redis."""
 
@@ -127,7 +127,7 @@ class RedisStore(BoundStore):
         self._make_room(table, keys)
 
     def insert_absent(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """See EmbeddingStore. No row is ever replaced, whoever writes at the same moment."""
+        """See EmbeddingStore. No row is ever replaced, even if others write at the same time."""
         check_insert(keys, vectors, self.embedding_dim(table))
         writes: list[Write | WriteAbsent] = []
         tag = self.namespace.tag(table)
@@ -157,7 +157,7 @@ class RedisStore(BoundStore):
     def touch(self, table: str, keys: NDArray[np.int64]) -> None:
         """Set the time of these keys, or with `evict_least_used` add up their uses, one for each time they are named.
 
-        Of counts that several processes add to at the same moment some may be lost: they only rank rows.
+        When several processes add to a count at the same time, some uses may be lost: counts only rank rows.
         """
         tag = self.namespace.tag(table)
         unique, counts = np.unique(keys, return_counts=True)
@@ -360,7 +360,7 @@ class RedisStore(BoundStore):
 
     @staticmethod
     def _read_erased(connection: RedisConnection, writes: Sequence[Write], deadline: Deadline) -> None:
-        """What is no hash has no rows that could be left."""
+        """A value that is not a hash has no rows to keep."""
         for reply in connection.read_replies(len(writes), deadline):
             if isinstance(reply, HotrowError) and not isinstance(reply, WrongTypeError):
                 raise reply

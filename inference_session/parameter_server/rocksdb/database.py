@@ -38,7 +38,7 @@ _FILE_BYTES = 256 << 20
 _LOG_BYTES = 1 << 20
 """RocksDB's own log, of which it keeps a few files."""
 CURRENT_FILE = "CURRENT"
-"""What every RocksDB has; without it there is none."""
+"""A file that every RocksDB has; without it there is no database."""
 _IDENTITY_FILE = "IDENTITY"
 """Written once, when a database is made."""
 
@@ -60,7 +60,7 @@ def open_reader(path: Path, secondary_path: Path) -> Any:
 
 def _refuse_incomplete(path: Path, num_attempts: int = 5) -> None:
     """Raise where a data file is missing or cut: a secondary would take the database for an older one, without the rows
-    in it, but who opens it read-only finds out.
+    in it; opening it read-only detects the loss.
     """
     try:
         _open_as(path, AccessType.read_only()).close()
@@ -147,7 +147,7 @@ def family_options() -> Options:
     options.set_block_based_table_factory(blocks)
     options.set_allow_mmap_reads(True)
     options.set_compression_type(DBCompressionType.none())  # trained float32 hardly shrinks
-    options.set_allow_concurrent_memtable_write(False)  # a table has one writer, who need not look out for others
+    options.set_allow_concurrent_memtable_write(False)  # a table has one writer, which needs no locks against others
     options.set_write_buffer_size(_MEMTABLE_BYTES)
     options.set_min_write_buffer_number_to_merge(_MEMTABLES_PER_FILE)
     options.set_max_write_buffer_number(_MAX_MEMTABLES)  # a write that waits for the disk holds up all of this process

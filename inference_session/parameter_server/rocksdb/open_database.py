@@ -68,7 +68,7 @@ class OpenDatabase:
                 return True
         self._db.cancel_all_background(True)
         for handle in (self._db, *self._families.values()):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))  # nobody closes it, nor does the interpreter's end
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(handle))  # never closed, not even at interpreter exit
         return False
 
     def family(self, tag: str) -> Any:
@@ -90,7 +90,7 @@ class OpenDatabase:
         return self.family(tag)
 
     def drop(self, tags: Collection[str]) -> None:
-        """Drop column families, and the notes beside them."""
+        """Drop column families and their notes."""
         with translated(self._path), self._lock:
             for tag in tags:
                 self._db.delete(_note_name(tag))
@@ -100,13 +100,13 @@ class OpenDatabase:
                     self._db.drop_column_family(tag)
 
     def note(self, tag: str) -> bytes | None:
-        """The note beside a table."""
+        """The note of a table."""
         with translated(self._path):
             found: bytes | None = self._db.get(_note_name(tag))
         return found
 
     def put_note(self, tag: str, note: bytes) -> None:
-        """Keep a note beside a table."""
+        """Store a note for a table."""
         with translated(self._path):
             self._db.put(_note_name(tag), note)
 

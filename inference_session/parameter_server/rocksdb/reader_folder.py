@@ -1,7 +1,7 @@
 """The folder in which RocksDB keeps a reader's own log, below the machine's temporary folder.
 
-A process that is killed leaves its folder behind. The next reader removes it, which it knows by the lock that each
-process holds on its folder, and that ends with the process however it ends.
+A process that is killed leaves its folder behind. The next reader removes it. It recognises it by the lock that each
+process holds on its folder; the lock ends with the process, however that ends.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _make() -> tuple[Path, int | None]:
             handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:  # removed by another reader before it was opened
             continue
-        with suppress(OSError):  # a file system without locks: nobody can take the folder for an abandoned one
+        with suppress(OSError):  # a file system without locks: no reader can mistake the folder for an abandoned one
             fcntl.flock(handle, fcntl.LOCK_EX)
         if path.exists():
             return path, handle

@@ -210,7 +210,7 @@ class RocksDbStore(BoundStore):
             self._closed = True
             if self._opened is not None:
                 self._opened.close()
-                self._opened = None  # what could not be closed is let go
+                self._opened = None  # a database that cannot be closed is abandoned
         if self._reader_folder is not None:
             self._reader_folder.close()
 
@@ -256,7 +256,7 @@ class RocksDbStore(BoundStore):
                 self._opened = reader
 
     def _become_writer(self) -> OpenDatabase:
-        """Take the database's one place for a writer, if it is to be had and not ours already."""
+        """Become the database's one writer, if possible and not done already."""
         if not self._may_write:
             self._refuse_if_closed()
             raise StoreError(f"{self!r} is read-only: it was not opened as the database's writer")
@@ -272,8 +272,8 @@ class RocksDbStore(BoundStore):
             return self._opened
 
     def _create_family(self, opened: OpenDatabase, table: str) -> None:
-        """Make the table's column family if there is none. One that the disk had no room for may be there all the same,
-        for those alone who open the database after that: so this becomes a reader again, and the writer by the next
+        """Make the table's column family if there is none. One that the disk had no room for may exist anyway,
+        but only for those that open the database later: so this becomes a reader again, and the writer by the next
         write.
         """
         try:
@@ -324,7 +324,7 @@ class RocksDbStore(BoundStore):
     def _place(
         self, table: str, keys: NDArray[np.int64], rows: list[bytes | None], out: NDArray[np.float32]
     ) -> NDArray[np.bool_]:
-        """Write the rows that are there to their places in `out`; returns which they are. Counts malformed ones."""
+        """Write the rows found to their places in `out`; returns which were found. Counts malformed ones."""
         expected = 4 * out.shape[1]
         good = [row is not None and len(row) == expected for row in rows]
         vectors = np.frombuffer(b"".join(itertools.compress(rows, good)), "<f4").reshape(-1, out.shape[1])  # type: ignore[arg-type]
