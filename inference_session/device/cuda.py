@@ -66,7 +66,7 @@ class CudaDevice(Device):
             self.stream = cupy.cuda.Stream(non_blocking=True)
             self._memory = _allocate_memory(0)
         self._free = [self._memory]
-        """A heap of those that no request uses at present: more than one where requests have overlapped others' pauses."""
+        """A heap of those that no request uses now: more than one where requests have overlapped others' pauses."""
         self._num_memories = 1
 
     @property
@@ -136,7 +136,7 @@ class CudaDevice(Device):
         return UnavailableError(f"cuda:{self.device_id} cannot answer this request: {error}")
 
     def _made_current(self) -> contextlib.AbstractContextManager[object]:
-        """Make the device this thread's current one. Usually it already is, and setting it takes as long as a launch."""
+        """A context in which the device is current. Usually it already is, and setting it takes as long as a launch."""
         is_current = cupy.cuda.runtime.getDevice() == self.device_id
         return contextlib.nullcontext() if is_current else cupy.cuda.Device(self.device_id)
 

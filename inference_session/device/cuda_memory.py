@@ -30,7 +30,7 @@ def check_free(num_bytes: int, device_id: int, setting: str) -> None:
 
 @contextlib.contextmanager
 def memory_checked(device_id: int, way_out: str) -> Iterator[None]:
-    """ConfigurationError where memory runs out after all: fragmented, taken by another process meanwhile, or
+    """ConfigurationError where memory runs out after all: fragmented, taken by other code meanwhile, or
     the host's, which must be pinned. The device is the current one.
     """
     try:

@@ -70,7 +70,7 @@ def _overlaps_pinned_here(address: int, num_bytes: int) -> bool:
 
 
 def _unpin(place: tuple[int, int]) -> None:
-    """One array less uses the memory; the last one unpins it, before the memory can be reused."""
+    """One array fewer uses the memory; the last one unpins it, before the memory can be reused."""
     with _pinning:
         _pinned_here[place] -= 1
         if not _pinned_here[place]:

@@ -1,12 +1,12 @@
 """The missing keys of a look-up in the GPU's cache: which they are, and how their rows get into the outputs.
 
-The look-up itself only counts what the cache lacks. The segments concerned are looked up once more, each key on its own
+The look-up itself only counts what the cache lacks. The segments concerned are looked up again, each key separately
 and those of bags into other memory, which gives the positions of the missing keys. These are fetched, each once, while
 other requests use the device.
 
-Their vectors are filled in by the same kernel, which takes them for rows of a table without a cache: the *key* at a
+The same kernel fills in their vectors, treating them as rows of a table without a cache: the *key* at a
 position is now the number of a fetched row or, where the cache had the row, a number beyond them all, which leaves the
-output as it is. Bags are pooled at the end, again by the same kernel, from rows whose numbers are their positions.
+output unchanged. The same kernel pools bags at the end, from rows whose numbers are their positions.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class GpuMisses(Misses):
         lookup: Lookup,
         places: NDArray[np.intp],
     ) -> None:
-        """Look the missing keys up once more.
+        """Look the missing keys up again.
 
         Args:
             device: of the cache.

@@ -66,7 +66,7 @@ class EmbeddingStore(ABC):
 
     @property
     def is_shared(self) -> bool:
-        """Whether other processes may change rows: one that was read may have changed when it is inserted above."""
+        """Whether other processes may change rows: a row that was read may be outdated when it is inserted above."""
         return self.lags
 
     @abstractmethod
@@ -81,8 +81,8 @@ class EmbeddingStore(ABC):
     def fetch(self, table: str, keys: NDArray[np.int64], out: NDArray[np.float32]) -> NDArray[np.bool_]:
         """Write the vectors of keys, int64[n], to the rows of `out`, float32[n, embedding_dim]; returns found[n].
 
-        Rows of keys that are not found stay as they are. A key is not found either where the store holds something
-        else than a row of the table's width: `num_malformed` counts it, and the log names it.
+        Rows of keys that are not found stay unchanged. A key also counts as not found where the store holds a value
+        that is not a row of the table's width: `num_malformed` counts it, and the log names it.
         """
 
     def fetch_many(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]]:
@@ -119,11 +119,11 @@ class EmbeddingStore(ABC):
         raise StoreError(f"{self!r} cannot clear table {table!r}: the store is read-only")
 
     def touch(self, table: str, keys: NDArray[np.int64]) -> None:  # noqa: B027
-        """Count these keys, which are held, as used now, where the store ranks its rows by use; elsewhere nothing."""
+        """Count these keys, which are held, as used now, where the store ranks its rows by use; else do nothing."""
 
     @property
     def num_malformed(self) -> int:
-        """Keys that were asked for and counted as missing, because the store holds something else than a row there."""
+        """Keys requested and counted as missing, because the store holds a value there that is not a row."""
         return 0
 
     def check(self) -> None:  # noqa: B027

@@ -20,7 +20,7 @@ from inference_session.tables.base import Rows
 
 
 class DeletableFiles(WrapperStore):
-    """The rows of files but for those that were erased. What is inserted is in the store, which is asked first."""
+    """The rows of files, except erased ones. What is inserted is in the store, which is asked first."""
 
     def __init__(self, files: EmbeddingStore, store: EmbeddingStore) -> None:
         """`store` has a table `<table>~erased` of embedding_dim 1 for every table of the files; others close it."""

@@ -55,7 +55,7 @@ class KeysByTable:
         return table, keys[:max_keys]
 
     def _merge(self, table: str, parts: list[NDArray[np.int64]]) -> None:
-        """Keep each key once; all keys where too many are left to do this again and again."""
+        """Keep each key once; if too many are left to repeat this often, count all keys."""
         keys = np.unique(np.concatenate(parts))
         self._parts[table] = [keys] if len(keys) <= self._max_keys // 2 else None
         self._num_keys[table] = len(keys)

@@ -13,11 +13,11 @@ _log = logging.getLogger(__name__)
 
 
 class MalformedValues:
-    """What one store holds in the place of rows. Thread-safe."""
+    """Malformed values that one store holds in place of rows. Thread-safe."""
 
     def __init__(self) -> None:
         self.count = 0
-        """Keys that were asked for and counted as missing, because their value is malformed."""
+        """Keys requested and counted as missing, because their value is malformed."""
         self._next_line_at: dict[str, float] = {}
         self._lock = threading.Lock()
 

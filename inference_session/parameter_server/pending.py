@@ -104,7 +104,7 @@ class PendingPromotions:
                 self._queue.put(promotion)
 
     def take(self) -> list[Promotion]:
-        """Some of those that wait, of which `finish` must hear when they are done."""
+        """Some of those that wait; the caller must call `finish` when they are done."""
         promotions: list[Promotion] = []
         num_rows = 0
         with contextlib.suppress(queue.Empty):
@@ -116,7 +116,7 @@ class PendingPromotions:
         return promotions
 
     def finish(self, num_promotions: int) -> None:
-        """This many of those taken are done, or given up."""
+        """Note that this many of those taken are done, or given up."""
         for _ in range(num_promotions):
             self._queue.task_done()
 

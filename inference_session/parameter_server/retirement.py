@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def retired_versions(versions: Collection[str], current: str, num_kept: int) -> list[str]:
-    """Those before the newest `num_kept` up to the current one. What is no number, or is newer, is kept."""
+    """Those before the newest `num_kept` up to the current one. Names that are no number, or newer, are kept."""
     older = sorted((v for v in versions if v.isdecimal() and int(v) < int(current)), key=int)
     return older[: max(0, len(older) - (num_kept - 1))]
 

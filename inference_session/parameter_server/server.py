@@ -53,7 +53,7 @@ class _WantedRows:
     found: NDArray[np.bool_]
     """[n]"""
     left: NDArray[np.int64]
-    """Positions of the keys that no tier has had so far; those known to be unknown are not among them."""
+    """Positions of the keys not found in any tier so far, without those remembered as unknown."""
     moment: int
     """Of the write log, when the fetch began."""
 
@@ -65,7 +65,7 @@ class _WantedRows:
         return FetchRequest(self.table, self.keys[self.left], vectors)
 
     def take(self, fetched: FetchRequest, hits: NDArray[np.bool_]) -> None:
-        """Enter what a tier had of the missing keys."""
+        """Record which of the missing keys a tier had."""
         if hits.all() and fetched.out is self.vectors:  # as a rule
             self.found[:], self.left = True, self.left[:0]
             return
@@ -212,7 +212,7 @@ class ParameterServer:
         self._durable.store.set_note(table, text)
 
     def on_drop(self, tell: Callable[[str, NDArray[np.int64] | None], None]) -> None:
-        """Have a cache told of rows that it may have read too old: their table and keys, None for all of its rows."""
+        """Register a cache's callback for rows that it may have read too old: table and keys, None for all rows."""
         self._upkeep.on_drop = tell
 
     def refresh(self) -> None:
@@ -263,7 +263,7 @@ class ParameterServer:
     def _settle(
         self, wanted: Sequence[_WantedRows], failed: Sequence[Tier], on_store_failure: OnStoreFailure, now: float
     ) -> None:
-        """Remember keys that no tier has; count, or refuse, those that a tier which is out might have had."""
+        """Remember keys that no tier has; count, or refuse, those that an unavailable tier might have had."""
         num_unknown = sum(len(want.left) for want in wanted)
         if not num_unknown:
             return
@@ -281,7 +281,7 @@ class ParameterServer:
     def _promote(
         self, source: Tier, above: Sequence[Tier], want: _WantedRows, request: FetchRequest, hits: NDArray[np.bool_]
     ) -> None:
-        """Queue rows for the tiers above that keep what they missed; a full queue drops them, until the next miss."""
+        """Queue rows for the tiers above that keep rows they missed; a full queue drops them, until the next miss."""
         tiers = [tier for tier in above if tier.cache_missed_keys and tier.failure is None]
         if not tiers or not hits.any():
             return
@@ -295,7 +295,7 @@ class ParameterServer:
         write: Callable[[EmbeddingStore], None],
         tiers: Sequence[Tier] | None = None,
     ) -> None:
-        """Write to these tiers, all if there are none given. What none of them has kept is an error."""
+        """Write to these tiers; all if none are given. Rows that none of them has kept are an error."""
         keepers = [tier for tier in self._tiers if tier.store.keeps_rows]
         if tiers is None and not keepers:
             raise StoreError(f"table {table!r} cannot be written to: {self!r} has no writable store")
@@ -307,8 +307,8 @@ class ParameterServer:
                     if error is not None:
                         failures[tier] = error
             finally:
-                # Rows that were fetched before this are not to be promoted after it, and keys that were asked for
-                # before it not to be remembered as unknown.
+                # Rows that were fetched before this must not be promoted after it, and keys that were requested
+                # before it must not be remembered as unknown.
                 self.log.add(table, keys)
                 self._unknown.forget(table, keys)
                 self._written.add(table, keys)
@@ -326,7 +326,7 @@ class ParameterServer:
         *,
         is_news: bool,
     ) -> HotrowError | None:
-        """Write to one tier, if it takes any writes. A volatile one need not take this one: then it drops what it has
+        """Write to one tier, if it takes any writes. A volatile one may refuse this one: then it drops what it has
         of these keys, and the error is returned. `is_news`: the tiers below have just taken the same.
         """
         if not tier.store.supports_writes:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TierStats:
-    """How one tier has been doing."""
+    """State and counts of one tier."""
 
     failure: str | None
     """Why it is left out at the moment; None: it is in use."""

@@ -28,7 +28,7 @@ KEYS_PER_DROP = 4096
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.5, 16.0
 """The shortest and the longest that an unsteady tier is left out before it is tried again."""
 PAUSE_S = 5.0
-"""How long nothing is promoted to, or touched in, a tier that has just refused it."""
+"""How long no rows are promoted to, or touched in, a tier that has just refused that."""
 MAX_REPORTED = 100
 """Different errors that are logged; a store that keeps producing new ones does not fill the log."""
 
@@ -42,9 +42,9 @@ class Tier:
     name: str
     store: EmbeddingStore
     volatile: bool = False
-    """It may lose rows, and need not have what a tier below has."""
+    """It may lose rows, and may lack rows that a tier below has."""
     is_backed: bool = False
-    """A tier below keeps what is written as well, so that this one may drop what it might have too old."""
+    """A tier below keeps what is written as well, so this one may drop rows that might be too old."""
     durable: bool = False
     """What is written to it outlives all processes; it takes notes as well."""
     cache_missed_keys: bool = False
@@ -56,9 +56,9 @@ class Tier:
     last_error: str = ""
     """Of its last failure."""
     is_suspect: bool = False
-    """It refused something: whether it refuses all, as after a change of passwords, is to be found out."""
+    """It refused a call. Whether it refuses all, as after a change of passwords, must be checked."""
     incarnation: str | None = None
-    """Of the store, before it was first written to, and when it was last looked after; None: nothing was written."""
+    """Of the store, before its first write, and at its last check; None: nothing was written."""
     holds_earlier_writes: bool = False
     """Other processes, or this one's predecessors, have written rows to it: which, is not known."""
     back_since: float = -math.inf
@@ -146,7 +146,7 @@ class Tier:
         return True
 
     def begin_outage(self, failure: str) -> None:
-        """Leave the tier out. One that answers a check but no requests must not make them wait again and again."""
+        """Leave the tier out. One that answers checks but not requests must not make these wait repeatedly."""
         now = time.monotonic()
         self.failure = failure
         self.outages += 1
@@ -156,7 +156,7 @@ class Tier:
 
     def end_outage(self) -> None:
         """Use the tier again."""
-        # Logged before anybody can find it failing once more, so that the log has things in their order.
+        # Logged before a call can find it failing again, so that log lines are in order.
         # A warning, like the one it resolves: a reader who saw that one must see this one too.
         _log.warning("tier %s of the parameter server answers again", self.name)
         with self._lock:

@@ -1,4 +1,4 @@
-"""The background work of a parameter server: what fetches leave to it, and what keeps tiers fit to be asked.
+"""The background work of a parameter server: work that fetches queue, and work that keeps tiers usable.
 
 promote    rows found in a lower tier go up to the volatile tiers above it
 touch      rows that were read are marked as used, where a tier ranks its rows by that
@@ -65,11 +65,11 @@ class Upkeep:
     ) -> None:
         """`writing`: held while rows are written, and then added to `log` and `written`."""
         self.own_writes = WriteLog()
-        """Of the rows that this process has written to all tiers. Unlike `log` it counts no rows of others."""
+        """Log of the rows that this process has written to all tiers. Unlike `log` it counts no rows of others."""
         self.promotions = PendingPromotions()
         self.touches = PendingTouches()
         self.on_drop: Callable[[str, NDArray[np.int64] | None], None] = lambda _table, _keys: None
-        """Told of rows that a cache may have read too old: their table and keys, None for all of its rows."""
+        """Called with rows that a cache may have read too old: their table and keys, None for all of its rows."""
         self._tiers = tiers
         self._log = log
         self._writing = writing
@@ -161,10 +161,10 @@ class Upkeep:
                 tier.touched += len(used) if touched else 0
 
     def _drop_outdated(self, inserted: Sequence[UnverifiedPromotion]) -> None:
-        """Take rows back that another process has changed or erased, which the tier they came from showed too late.
+        """Drop promoted rows that another process has changed or erased, where the source tier showed that too late.
 
         That process writes the lower tier first: what it changes after this look, it will change above as well. Done
-        once a round, for a tier that catches up may hold up all threads of this process meanwhile.
+        once a round, because a tier that catches up may block all threads of this process meanwhile.
         """
         if not inserted:
             return
@@ -251,7 +251,7 @@ class Upkeep:
         tier.trust(incarnation)
 
     def _drop_all_written(self, tier: Tier) -> None:
-        """Drop all that was written. The keys that other processes have written are unknown: then whole tables."""
+        """Make the tier drop all that was written. Keys that other processes wrote are unknown: then all tables."""
         with self._writing:
             written = self._written.as_dict()
             if tier.holds_earlier_writes:

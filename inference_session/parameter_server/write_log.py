@@ -1,8 +1,8 @@
 """When rows were written: what was read before a write must not be kept after it.
 
 Rows are copied upward: from a store to a tier above it, to the embedding cache, into what was computed of a context.
-A copy may be made of the old row and arrive after the new one. So who copies rows reads the log's `moment` first, then
-the rows; and who stores the copy asks, under the lock that writers of the copy take, whether the rows have been written
+A copy may be made of the old row and arrive after the new one. So code that copies rows reads the log's `moment`, then
+the rows; code that stores the copy checks, under the lock that writers of the copy take, whether they have been written
 since. A writer changes the rows first, then adds them to the log.
 
 Each write is added twice: when the stores have it (ParameterServer), and when look-ups answer it (StoredWriter), as a
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 _PLACE_BITS = 20
 _NUM_PLACES = 1 << _PLACE_BITS
-"""Keys of all tables share these, 8 MiB: a row may seem written that is not, never the other way round."""
+"""Keys of all tables share these, 8 MiB: an unwritten row may seem written, but never the reverse."""
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _SHIFT = np.uint64(64 - _PLACE_BITS)
 
@@ -63,7 +63,7 @@ class WriteLog:
         return written
 
     def places(self, table: str, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """What `any_written` wants to know of these rows, int64 [n]; may be joined with those of other tables."""
+        """What `any_written` needs for these rows, int64 [n]; may be joined with those of other tables."""
         hashed = (np.asarray(keys, np.int64) ^ hash(table)).view(np.uint64)
         hashed *= _FACTOR
         hashed >>= _SHIFT

@@ -55,7 +55,7 @@ class RowWriter:
         )
 
     def forget(self, table: str, keys: NDArray[np.int64]) -> None:
-        """Have look-ups that begin later read these rows again, which another process has changed in the stores."""
+        """Make later look-ups read these rows again: another process has changed them in the stores."""
 
     def refresh(self) -> None:
         """Read what is cached again, where anything is; UnavailableError where a store is down."""

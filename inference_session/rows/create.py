@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def create_rows(version: VersionDirectory, config: SessionConfig, devices: Sequence[Device] = (HOST,)) -> list[Rows]:
     """The rows of a version directory: its own files, or with a store in the settings that store's, through a cache.
 
-    One for each device, which looks them up, but for those that an update stream changes where no store keeps them:
+    One for each device, which looks them up. Rows that an update stream changes and no store keeps are looked up
     on the CPU. Only rows of files that never change can be looked up on several devices.
 
     Raises what `TableFile.open`, `create_parameter_server` and the caches do.

@@ -23,7 +23,7 @@ HotKeys = Mapping[str, NDArray[np.int64]]
 """By table folder, the hottest first."""
 
 MAX_KEYS = 1 << 24
-"""Keys in a file, 128 MiB of them. Of more each table leaves out the same part, the least hot."""
+"""Keys in a file, 128 MiB of them. Beyond that, each table leaves out the same fraction, its least hot keys."""
 INTERVAL_S = 1.0
 """The shortest time between two writes."""
 _MAX_LOAD = 0.02

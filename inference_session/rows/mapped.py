@@ -42,7 +42,7 @@ class MappedRows(Rows):
         return self._files[table].scan()
 
     def warm_up(self, hot_keys: HotKeys, deadline: float) -> None:  # noqa: ARG002
-        """See Rows: all rows are mapped, so that no request has to wait for the kernel to do it."""
+        """See Rows: all rows are mapped, so that no request waits for the kernel to map them."""
         if self._tables.placement is None:
             map_files(self._files.values(), deadline)
 

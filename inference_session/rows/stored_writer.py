@@ -107,7 +107,7 @@ class StoredWriter(RowWriter):
                 self._cache.insert(table, keys, vectors)
 
     def bring_in(self, table: str, keys: NDArray[np.int64]) -> None:
-        """Cache the rows of some keys, as far as there are any, and they are not written meanwhile."""
+        """Cache the rows of some keys that have rows, unless they are written meanwhile."""
         vectors = np.empty((len(keys), self._specs[table].embedding_dim), np.float32)
         moment = self.log.moment
         found = self._server.fetch([FetchRequest(table, stored_keys(self._specs[table], keys), vectors)])[0]

@@ -107,7 +107,7 @@ def _budget(cache_bytes: int | None, devices: Sequence[CudaDevice]) -> int:
 
 
 def _possible(shard: Shard, devices: Sequence[CudaDevice]) -> Shard:
-    """The setting `shard`, as far as the GPUs can read each other's memory; ConfigurationError where it requires that."""
+    """The setting `shard`; if the GPUs cannot read each other's memory, `none`, or for `rows` a ConfigurationError."""
     reason = unreachable([device.device_id for device in devices])
     if reason is None or shard == "none":
         return shard

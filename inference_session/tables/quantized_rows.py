@@ -46,7 +46,7 @@ def dequantize_rows(rows: NDArray[np.generic], dtype: VectorType) -> NDArray[np.
 def quantize_int8(vectors: NDArray[np.floating]) -> NDArray[np.uint8]:
     """Rows as an int8 table stores them: [n, dim] finite floats → uint8 [n, dim + 8].
 
-    What `dequantize_int8` and a look-up return is off by at most half a scale, (max - min) / 510, in addition to float32
+    What `dequantize_int8` and a look-up return is off by at most half a scale, (max - min) / 510, plus float32
     rounding: 2^-21 of the largest magnitude in the row. A row of equal elements comes back exactly.
 
     Raises:

@@ -135,7 +135,7 @@ class TableFile:
             yield part, vectors
 
     def close(self) -> None:
-        """Refuse further look-ups. The files are unmapped with the last array over them."""
+        """Refuse further look-ups. The files are unmapped when the last array over them is freed."""
         self._closed = True
 
     def _describe(self) -> np.void:

@@ -138,7 +138,7 @@ def open_index(
     folder: Path, keys: NDArray[np.int64], *, key_sha256: str | None = None, verify: bool = False
 ) -> TableIndex:
     """Map the index file of a table; ModelFormatError where it is absent, was built from other keys (see
-    `TableIndex.check`) or, as far as only `verify` finds by reading all of it, is damaged.
+    `TableIndex.check`) or is damaged, which only `verify` finds by reading all of it.
     """
     path = folder / INDEX_FILE
     try:
@@ -204,7 +204,7 @@ def index_in_memory(keys: NDArray[np.int64], progress: Progress | None = None) -
 
 
 def _write_index(folder: Path, keys: NDArray[np.int64], progress: Progress | None) -> TableIndex:
-    """Must be called while holding the folder's lock, for the name of the unfinished file is always the same."""
+    """Must be called while holding the folder's lock, because the name of the unfinished file is always the same."""
     unfinished = folder / PARTIAL_FILE
     try:
         digest = _fill(_resume(unfinished, keys), keys, progress, checkpoint=unfinished)

@@ -1,8 +1,8 @@
 """Announced versions: which version of a model its servers are to serve, dense weights included.
 
 Only a number travels, in decimal digits, on the topic `hotrow_versions.<model>`, partition 0, under one Kafka key, so
-that brokers may drop all but the last. Followers know where its files are: a message cannot make
-them read another place.
+that brokers may drop all but the last. Followers know where its files are: a message cannot make them read another
+place.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ def _batch(value: bytes | None, embedding_dim: int) -> tuple[NDArray[np.int64], 
 
 
 def _num_implausible(rows: NDArray[np.void]) -> int:
-    """Elements that no trained vector would have: what keys look like when they are read as float32."""
+    """The number of elements that no trained vector would have, such as keys read as float32."""
     low, high = _PLAUSIBLE
     magnitudes = np.abs(rows["vector"])
     return int((~((magnitudes == 0) | ((magnitudes > low) & (magnitudes < high)))).sum())

@@ -6,8 +6,8 @@
                 was applied before, after an outage of the brokers, and where a partition ends too early
     consume     a few messages at once, of all partitions
     decode      by table; messages that cannot be applied are set aside, counted, and logged once per reason
-    apply       to every tier and the cache; while a store is down, again and again: nothing is dropped
-    rest        after every few hundred rows, for a moment, in which requests have the interpreter
+    apply       to every tier and the cache; while a store is down, it retries: nothing is dropped
+    rest        after every few hundred rows, for a moment, so that requests can use the interpreter
     save        where rows are durable, once a second: how far they are, next to the rows, then the same to the brokers
     follow      a store whose one writer is another process: once that one has saved as much, rows are read anew
 
@@ -99,7 +99,7 @@ class KafkaUpdateStream:
             tables: in the order in which `rows` counts them.
             rows: takes the updates.
             topic_filter: regular expression; of the model's topics, those that it matches somewhere are followed.
-            since: messages published before are passed over; by the time in them, for not all brokers can look for it.
+            since: messages published before are passed over; by their own time, as not all brokers can search by it.
             allow_non_finite: whether rows with NaN or infinite elements are applied.
         """
         self._model = model
@@ -252,18 +252,18 @@ class KafkaUpdateStream:
         return table_of(topic, self._model) is not None and self._filter.search(topic) is not None
 
     def _identify(self, topics: Collection[str]) -> set[str]:
-        """Learn the ids of topics; returns those whose id has changed. One that is not told now stays as it was."""
+        """Learn the ids of topics; returns those whose id has changed. An id that is not given now stays as it was."""
         known = self._positions.topic_ids
         found = topic_ids(self._admin, topics, _BROKER_S)
         self._positions.topic_ids = {**known, **found}
         return {topic for topic in found.keys() & known.keys() if found[topic] != known[topic]}
 
     def _cut(self, partitions: set[Partition]) -> set[Partition]:
-        """Those that end before what is applied of them, and are not being proved already."""
+        """Partitions that end before their applied position and are not being proved already."""
         return {one for one in partitions - self._positions.unproved if self._ends_early(one)}
 
     def _refute_cut(self, partitions: set[Partition]) -> None:
-        """Read those again that are to be proved by a message behind their end, for which some brokers send nothing."""
+        """Read those again that wait for proof by a message after their end, for which some brokers send nothing."""
         for one in sorted(partitions & self._positions.unproved):
             if self._positions.is_unproved(one) and self._ends_early(one):
                 self._note_doubt(one, self._positions.examine(one, None, self._end(one)))

@@ -49,7 +49,7 @@ class Applied(NamedTuple):
         return other is not None and bool(self.topic_id and other.topic_id) and self.topic_id != other.topic_id
 
     def is_within(self, other: Applied | None) -> bool:
-        """Whether what is applied up to the other is applied up to this; a topic made anew is another."""
+        """Whether all that is applied up to the other is applied up to this; a recreated topic is another."""
         if other is None or self.is_of_another(other):
             return False
         return other.offset > self.offset or (other.offset == self.offset and other.last in (None, self.last))
@@ -66,7 +66,7 @@ class Applied(NamedTuple):
         """Why this cannot be of the topic whose messages, read from `last` on, begin as told; None: it is proved.
 
         Args:
-            found: the first message that was read; None: there is none, the partition ends.
+            found: the first message that was read; None: the partition ends here.
             offset: of that message, or of the end.
             topic_id: of the topic.
         """
@@ -84,7 +84,7 @@ AppliedPartitions: TypeAlias = "Mapping[Partition, Applied | None]"
 
 
 class Positions:
-    """Of the partitions followed. Used by the stream's thread alone, but for `topics`."""
+    """Of the partitions followed. Used by the stream's thread only, except `topics`."""
 
     def __init__(self) -> None:
         self.topics: frozenset[str] = frozenset()

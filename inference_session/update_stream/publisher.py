@@ -117,7 +117,7 @@ class Publisher:
         self._produce(topic, ((key, None, p) for key, p in zip(encode_keys(gone), partitions, strict=True)))
 
     def announce(self, version: int) -> None:
-        """Queue an announcement that this version of the model is to be served (`hotrow follow`). Errors as of `publish`."""
+        """Queue an announcement that servers are to serve this version (`hotrow follow`). Errors as of `publish`."""
         if not 0 < version <= MAX_VERSION:
             raise InvalidRequestError(f"invalid version {version!r}; allowed: whole numbers from 1 to {MAX_VERSION}")
         topic = announcement_topic(self.model)
@@ -173,9 +173,7 @@ class Publisher:
                 self._serve(self._producer.poll, 0)
                 self._raise_failure()
             while not self._queue(topic, key, value, partition):
-                self._serve(
-                    self._producer.poll, 0.1
-                )  # until the brokers have taken some, or time out
+                self._serve(self._producer.poll, 0.1)  # until the brokers have taken some, or time out
                 self._raise_failure()
 
     def _serve(self, wait: Callable[[float], int], timeout_s: float) -> int:

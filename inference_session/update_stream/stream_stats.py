@@ -78,7 +78,7 @@ class StreamStats:
             self._counts["replays"] += 1
 
     def lag(self, num_messages: int) -> None:
-        """This many of the brokers' messages are not applied."""
+        """Note how many of the brokers' messages are not applied."""
         with self._lock:
             self._lag_messages = num_messages
 
@@ -101,7 +101,7 @@ class StreamStats:
             _log.warning("the update stream of model %r is waiting: %s", self._model, failure)
 
     def recover(self) -> None:
-        """The stream goes on, if it did not."""
+        """The stream goes on again, if it had stopped."""
         with self._lock:
             was_down, self._failure = self._failure is not None, None
         if was_down:

@@ -66,7 +66,7 @@ class UpdateApplier:
         self._unsaved: set[str] = set()
         """Tables that have been applied further than their notes say."""
         self._noted: set[str] = set()
-        """Tables in whose notes this has kept how far they are applied."""
+        """Tables in whose notes this object has stored how far they are applied."""
 
     def apply(self, topic: str, topic_id: str, messages: MessageBatch, while_waiting: Callable[[], None]) -> None:
         """Write the rows in messages of a topic, and set aside messages that are not rows.
@@ -122,7 +122,7 @@ class UpdateApplier:
         return bool(unsaved)
 
     def pushed_tables(self) -> set[str]:
-        """Tables that have been pushed anew since their notes were kept, and so are without their updates.
+        """Tables that were pushed again after their notes were stored, and so lack their updates.
 
         Raises:
             UnavailableError, StoreError: a store cannot return a note at present.
@@ -188,5 +188,5 @@ class UpdateApplier:
 
 
 def _parts(num_rows: int) -> Iterator[slice]:
-    """This many rows, in pieces."""
+    """Slices that divide this many rows into pieces."""
     return (slice(begin, begin + _ROWS_AT_ONCE) for begin in range(0, num_rows, _ROWS_AT_ONCE))

@@ -59,8 +59,8 @@ class RedisClient:
         self._topology = self._topology_of(url)
 
     def run(self, commands: Sequence[Command], read: Read) -> None:
-        """Run commands on the servers that have their hashes; again where these have changed, for doing any of our
-        commands twice does no harm.
+        """Run commands on the servers that have their hashes; again where these have changed, because running any of
+        our commands twice does no harm.
         """
         deadline = Deadline(self._timeout_ms)
         for attempt in range(_MAX_ATTEMPTS):
@@ -71,7 +71,7 @@ class RedisClient:
                     raise
             except RedirectedError:
                 if attempt > 0:
-                    break  # a slot on its way between two nodes, both of which may have to be asked
+                    break  # a slot that moves between two nodes; both may have to be asked
             self._pool.close_idle()
             self._topology.refresh(deadline)
         for command in commands:
@@ -80,8 +80,8 @@ class RedisClient:
         return None
 
     def replies(self, commands: Sequence[tuple[bytes | str | int, ...]], *, lenient: bool = False) -> list[Any]:
-        """The replies to rare commands, whose second argument is a name. An error among them is raised; `lenient`: not
-        where it is that a name is of another type, which is that command's reply.
+        """The replies to rare commands, whose second argument is a name. An error among them is raised; with
+        `lenient`, the error that a name is of another type is that command's reply instead.
         """
         calls = [Call(command) for command in commands]
         self.run(calls, _read_calls)
@@ -91,7 +91,7 @@ class RedisClient:
         return [call.reply for call in calls]
 
     def scan(self, pattern: str) -> Iterator[bytes]:
-        """The names that a pattern fits, on all servers; some may come twice."""
+        """The names that match a pattern, on all servers; some may come twice."""
         for address in self._topology.servers(Deadline(self._timeout_ms)):
             cursor = b"-1"
             while cursor != b"0":
@@ -101,7 +101,7 @@ class RedisClient:
                 yield from names
 
     def refresh(self) -> None:
-        """Hear of another master, where sentinels may have made another one of whom no error tells."""
+        """Look for a new master, where sentinels may have made one without causing an error here."""
         if self._sentinels is not None:
             deadline = Deadline(self._timeout_ms)
             before = self._topology.servers(deadline)
@@ -110,7 +110,7 @@ class RedisClient:
                 self._pool.close_idle()
 
     def ping(self) -> None:
-        """Raise unless all servers answer that have rows, by what a Cluster says now: one that hangs may have been
+        """Raise unless all servers that have rows answer, by a Cluster's present state: one that hangs may have been
         replaced.
         """
         deadline = Deadline(self._timeout_ms)
@@ -119,12 +119,12 @@ class RedisClient:
             self._ping(address, deadline)
 
     def run_ids(self) -> str:
-        """What tells the processes that have rows from those that came before or come after them."""
+        """Identifies the processes that have rows, as opposed to earlier or later ones."""
         deadline = Deadline(self._timeout_ms)
         return " ".join(sorted(self._run_id(address, deadline) for address in self._topology.servers(deadline)))
 
     def trust(self, run_ids: str) -> None:
-        """Ask no other processes for rows than these, as `run_ids` gives them; empty: any that there are."""
+        """Ask only these processes for rows, as `run_ids` gives them; empty: any."""
         self._pool.trusted = frozenset(run_ids.split())
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ class RedisClient:
         deadline: Deadline,
         pool: ConnectionPool | None = None,
     ) -> Reply:
-        """One server's reply to one command; over a new connection where that which there was is dead."""
+        """One server's reply to one command; over a new connection where the kept one is dead."""
         pool = pool or self._pool
         try:
             return _ask_once(pool, address, command, deadline)
@@ -207,7 +207,7 @@ class RedisClient:
         yield from ((where, batch) for where, (batch, _) in batches.items())
 
     def _follow(self, command: Command, read: Read, deadline: Deadline) -> None:
-        """Run one command on the node of a Cluster that another one names, as often as there is another."""
+        """Run one command on the node of a Cluster that another one names, as often as one names another."""
         address, is_ask = self._topology.address(command.name, deadline), False
         for attempt in range(_MAX_REDIRECTIONS):
             try:

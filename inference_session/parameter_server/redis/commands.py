@@ -21,7 +21,7 @@ _BYTES_PER_CALL = 16 << 10
 
 
 class Command(Protocol):
-    """What is sent to the server that has a hash."""
+    """A command for the server that has a hash."""
 
     @property
     def name(self) -> bytes:
@@ -137,7 +137,7 @@ class WriteAbsent(NamedTuple):
 
 @dataclass
 class Call:
-    """Any command that has a name for its second argument, such as are rare. Its reply is kept here."""
+    """Any rare command whose second argument is a name. Its reply is kept here."""
 
     arguments: tuple[bytes | str | int, ...]
     reply: Any = None
@@ -148,7 +148,7 @@ class Call:
 
     @property
     def num_bytes(self) -> int:
-        """Of what may be answered, about: a step of a scan."""
+        """Approximate size of the reply: a step of a scan."""
         return _BYTES_PER_CALL
 
     def payload(self) -> bytes:
@@ -160,7 +160,7 @@ class Call:
 
 
 def refuse_misfit(command: tuple[bytes | str | int, ...], reply: Any) -> None:
-    """Raise where a reply is none that Redis gives to a command: what answers is something else, or out of step."""
+    """Raise where Redis never gives such a reply to the command: the peer is not Redis, or replies are out of step."""
     verb = as_argument(command[0]).decode()
     fits = _FITS.get(verb)
     if fits is not None and not isinstance(reply, HotrowError) and not fits(reply, command):
@@ -190,7 +190,7 @@ _FITS: dict[str, Callable[[Any, tuple[bytes | str | int, ...]], bool]] = {
     "HMGET": _is_row_list,
     "HRANDFIELD": lambda reply, _: _is_bytes_list(reply),
 }
-"""By the verb of a command, whether a reply is one to it."""
+"""By the verb of a command, whether a reply fits it."""
 
 
 def asking(command: Command) -> bytes:

@@ -40,8 +40,8 @@ RUN_ID_COMMAND = ("INFO", "server")
 Address = tuple[str, int]
 Reply: TypeAlias = "bytes | int | list[Reply] | HotrowError | None"
 OnMalformed = Callable[[int, "int | None", int], None]
-"""Told of a key whose value is no row of the table: the number of the reply, that of the key within it, and the value's
-bytes. None for the key: all keys of the reply, for what Redis has there is no hash."""
+"""Called for a key whose value is no row of the table: the number of the reply, that of the key within it, and the
+value's bytes. None for the key: all keys of the reply, because the value in Redis is not a hash."""
 
 
 class DisconnectedError(UnavailableError):
@@ -275,7 +275,7 @@ class RedisConnection:
         return text
 
     def _pass_over_wrong_type(self, cursor: NDArray[np.void], deadline: Deadline) -> None:
-        """Go on after a reply which says that the name of a hash is that of something else; raise any other error."""
+        """Go on after a reply which says that the value under the name is not a hash; raise any other error."""
         error = self._failure(self._line(deadline))
         if cursor["key"][0] >= 0 or not isinstance(error, WrongTypeError):
             raise error
@@ -315,7 +315,7 @@ class RedisConnection:
         return kind(f"Redis at {self.name} answers: {_without_arguments(text)}")
 
     def _redirection(self, text: str) -> HotrowError:
-        """What `MOVED <slot> <host>:<port>` and `ASK ...` mean; without a host it is that which says so."""
+        """What `MOVED <slot> <host>:<port>` and `ASK ...` mean; without a host it is the node that replied."""
         if not self._url.is_cluster:
             scheme = f"{self._url.scheme}+cluster://"
             return StoreError(f"Redis at {self.name} is a node of a Cluster ({text}); use {scheme} in its URL")
@@ -346,7 +346,7 @@ def as_argument(value: bytes | str | int) -> bytes:
 
 
 def _without_arguments(text: str) -> str:
-    """An error's text without the arguments that Redis may repeat in it: they might be a password."""
+    """An error's text without the arguments that Redis may repeat in it: one might be a password."""
     return text.partition(", with args beginning with")[0]
 
 

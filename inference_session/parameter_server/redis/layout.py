@@ -5,7 +5,7 @@
 
 Each partition has its own hashes. The braces keep its two hashes in one slot, so that a table spreads over a
 cluster. A key's partition is its mixed bits modulo the number of partitions (HPS since 4.2), or the key itself, as a
-number without sign, modulo that number (before). Nothing in Redis says which, nor how many there are.
+number without sign, modulo that number (before). Redis stores neither the scheme nor the number of partitions.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def times_name(tag: str, partition: int) -> bytes:
 
 
 def note_name(tag: str) -> bytes:
-    """Name of the string that says what has been pushed of a table; ours alone."""
+    """Name of the string that says what has been pushed of a table; only hotrow uses it."""
     return b"hotrow_push{%b}" % tag.encode()
 
 
 def split_name(name: bytes) -> tuple[str, int] | None:
-    """Tag and partition of a hash of rows or of times; None if it is none."""
+    """Tag and partition of a hash of rows or of times; None for any other name."""
     match = _HASH_NAME.fullmatch(name)
     return None if match is None else (match["tag"].decode(errors="replace"), int(match["partition"]))
 
@@ -261,9 +261,9 @@ def command(*arguments: bytes, fields: NDArray[np.void] | None = None, num_field
 
 
 def fitting_partitionings(samples: Mapping[int, Iterable[bytes]], max_misplaced: float = 0.0) -> list[Partitioning]:
-    """How a table may have been partitioned, told from some keys of each partition, the likeliest first.
+    """How a table may have been partitioned, inferred from some keys of each partition, the likeliest first.
 
-    With few keys there are several ways, whichever of which is taken finds the keys given; with none of them, all ways.
+    With few keys several ways fit, each of which finds the keys given; with no keys, all ways fit.
     `max_misplaced`: the fraction of the keys that may lie in a partition which is not theirs.
     """
     keys = {p: np.frombuffer(b"".join(fields), np.int64) for p, fields in samples.items()}

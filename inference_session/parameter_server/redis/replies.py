@@ -72,7 +72,7 @@ class Status(IntEnum):
     OTHER_WIDTH = 2
     """The row before `key` has another size than the table's. It is not found; reading can go on after it."""
     OTHER_REPLY = 3
-    """What comes is not the reply expected: an error, or no Redis at all. Nothing of it is read."""
+    """The reply is not the one expected: an error, or the peer is not Redis. Nothing of it is read."""
 
 
 _MORE, _DONE, _OTHER_WIDTH, _OTHER_REPLY = (int(status) for status in Status)
@@ -111,7 +111,7 @@ def _copy(source: int, target: int, num_bytes: int) -> None:
 
 @kernel
 def _skip(begin: int, num_bytes: int, skip_bytes: int) -> tuple[int, int]:
-    """Where to read on, and how many bytes are left to be skipped."""
+    """Where to read on, and how many bytes are left to skip."""
     skipped = min(skip_bytes, num_bytes - begin)
     return begin + skipped, skip_bytes - skipped
 
@@ -120,8 +120,8 @@ def _skip(begin: int, num_bytes: int, skip_bytes: int) -> tuple[int, int]:
 def read_rows(replies: NDArray[np.void], cursor: NDArray[np.void], buffer: int, num_bytes: int) -> int:
     """Go on reading the replies; returns how many of the bytes at address `buffer` are done with.
 
-    `replies`: REPLY records; `cursor`: one CURSOR record, kept between calls. Rows that are not there stay as they
-    are in the output.
+    `replies`: REPLY records; `cursor`: one CURSOR record, kept between calls. Rows that are not found
+    stay unchanged in the output.
     """
     state: Any = cursor[0]
     begin = 0
@@ -188,7 +188,7 @@ def _receive(stream: NDArray[np.void], address: int) -> Any:
 def receive_rows(replies: NDArray[np.void], cursor: NDArray[np.void], stream: NDArray[np.void], address: int) -> None:
     """`read_rows` out of a buffer that is filled again as long as its socket gives something.
 
-    It ends with MORE where that has to be seen to in Python: there is no room, no time, no plain socket, or an error.
+    It ends with MORE where Python must handle the rest: there is no room, no time, no plain socket, or an error.
     """
     state: Any = stream[0]
     while True:

@@ -211,7 +211,7 @@ class RedisStore(BoundStore):
             Eviction(self._overflow, self._replies).make_room(self.namespace.tag(table), partitions)
 
     def check(self) -> None:
-        """See EmbeddingStore. Asks every node that has rows; others may have filled it since we last heard of it."""
+        """See EmbeddingStore. Asks every node that has rows; others may have filled it since the last check."""
         self._refuse_if_closed()
         self._client.ping()
         if "partitions" not in self.url.options:
@@ -219,7 +219,7 @@ class RedisStore(BoundStore):
             self._doubtful, self._next_probe = set(self._partitionings), 0.0
 
     def refresh(self) -> None:
-        """See EmbeddingStore. Tells anew how tables are partitioned that had too few rows for it before."""
+        """See EmbeddingStore. Infers the partitioning of tables again that had too few rows before."""
         self._refuse_if_closed()
         self._client.refresh()
         if self._doubtful and time.monotonic() >= self._next_probe:
@@ -230,7 +230,7 @@ class RedisStore(BoundStore):
 
     def incarnation(self) -> str:
         """See EmbeddingStore. A process that was started again may come from an old snapshot, a replica that became
-        the master may not have heard of the last writes. Never changes for a user who may not ask (`INFO`).
+        the master may lack the last writes. Never changes for a user without permission for `INFO`.
         """
         self._refuse_if_closed()
         with suppress(StoreError):
@@ -259,7 +259,7 @@ class RedisStore(BoundStore):
         return f"<RedisStore {str(self.url)!r} [{self.namespace}, {len(self._embedding_dims)} tables]>"
 
     def num_partitions(self, table: str) -> int:
-        """By how many partitions the table was written, as far as its rows tell, unless the URL says it."""
+        """The number of partitions with which the table was written, inferred from its rows unless the URL gives it."""
         return self._partitioning(table).num_partitions
 
     def _partitioning(self, table: str) -> layout.Partitioning:
@@ -267,7 +267,7 @@ class RedisStore(BoundStore):
         return self._partitionings.get(table) or self._probe(table)
 
     def _probe(self, table: str) -> layout.Partitioning:
-        """Tell the partitioning from rows; where they fit several, that which has been used stays if it is one."""
+        """Infer the partitioning from rows; where several fit, the one in use stays if it is among them."""
         tag = self.namespace.tag(table)
         samples = self._samples(table)
         fitting = layout.fitting_partitionings(samples) or layout.fitting_partitionings(samples, _MAX_MISPLACED)
@@ -297,7 +297,7 @@ class RedisStore(BoundStore):
     def _scan_steps(
         self, table: str, cursors: Sequence[tuple[bytes, int]], count: int
     ) -> list[tuple[int, dict[bytes, bytes]]]:
-        """One step of a scan of each hash: the next cursor and some fields. What is no hash has none; it is counted."""
+        """One step of a scan of each hash: the next cursor and some fields; none of a non-hash, which is counted."""
         replies = self._replies([("HSCAN", name, cursor, "COUNT", count) for name, cursor in cursors], lenient=True)
         steps: list[tuple[int, dict[bytes, bytes]]] = []
         for (name, _), reply in zip(cursors, replies, strict=True):
@@ -366,7 +366,7 @@ class RedisStore(BoundStore):
                 raise reply
 
     def _pass_over(self, read: Read, command: int, key: int | None, found_bytes: int) -> None:
-        """Count what is malformed as missing: one key of a command, or all of them where there is no hash."""
+        """Count malformed values as missing: one key of a command, or all of them where the value is not a hash."""
         table, keys, out = read.request
         partition, begin, end, _ = read.commands[command].tolist()
         if key is not None:

@@ -33,7 +33,7 @@ class Topology(ABC):
         """All servers that have rows."""
 
     def refresh(self, deadline: Deadline) -> None:  # noqa: B027
-        """Ask anew which server has what, where that may change."""
+        """Ask again which server has which slots, where that may change."""
 
 
 class OneServer(Topology):
@@ -58,7 +58,7 @@ class Cluster(Topology):
         self._name = str(url)
         self._ask = ask
         self._nodes: list[Address] = [(url.host, url.port)]
-        """All that were ever heard of, those that answered last first."""
+        """All nodes ever seen, those that answered last first."""
         self._slots: list[Address | None] = []
         self._addresses: dict[bytes, Address] = {}
         self._refreshed = -_MIN_REFRESH_S
@@ -83,7 +83,7 @@ class Cluster(Topology):
         return sorted(set(filter(None, self._slots)))
 
     def refresh(self, deadline: Deadline) -> None:
-        """Ask the nodes who has which slots; at most ten times a second, however many threads ask."""
+        """Ask the nodes which of them has which slots; at most ten times a second, however many threads ask."""
         with self._lock:
             if time.monotonic() - self._refreshed >= _MIN_REFRESH_S or not self._slots:
                 ranges, node = ask_one_of(self._nodes, self._slots_by, deadline)
@@ -104,14 +104,14 @@ class Cluster(Topology):
 
 
 class Sentinel(Topology):
-    """The master that sentinels name. Replicas are never asked: each connection sees to it that it is to a master."""
+    """The master that sentinels name. Replicas are never asked: each connection checks that its server is a master."""
 
     def __init__(self, url: StoreUrl, ask: Ask) -> None:
         """`ask`: asks a sentinel."""
         self._url = url
         self._ask = ask
         self._sentinels: list[Address] = list(url.sentinels)
-        """That which answered last first."""
+        """The one that answered last comes first."""
         self._master: Address | None = None
         self._refreshed = -_MIN_REFRESH_S
         self._lock = threading.Lock()
@@ -125,7 +125,7 @@ class Sentinel(Topology):
         return [self.address(b"", deadline)]
 
     def refresh(self, deadline: Deadline) -> None:
-        """Ask the sentinels who is the master. While none of them answers it is who it was."""
+        """Ask the sentinels for the master. While none of them answers, the last known one stays."""
         try:
             self._ask_for_master(deadline)
         except (UnavailableError, StoreError):
@@ -143,7 +143,7 @@ class Sentinel(Topology):
             return master
 
     def _master_of(self, sentinel: Address, deadline: Deadline) -> Address:
-        """What one sentinel says. That it knows no such master may be because it has lost its settings."""
+        """What one sentinel says. If it knows no such master, it may have lost its settings."""
         name = self._url.master_name
         reply: Any = self._ask(sentinel, ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", name), deadline)
         if reply is None:
@@ -176,7 +176,7 @@ def slot_of(name: bytes) -> int:
 
 
 def _slot_ranges(reply: Any, asked: Address) -> list[tuple[int, int, list[Address]]]:
-    """First and last slot, and who has them, the master first. Of a node that does not say its host, that asked."""
+    """First and last slot, and the nodes that have them, the master first. A node without a host is the one asked."""
     try:
         return [
             (int(first), int(last), [_address(node, asked) for node in nodes]) for first, last, *nodes in reply if nodes

@@ -132,7 +132,7 @@ def write_batch() -> Any:
 
 def family_options() -> Options:
     """Fixed-size rows, read by single random keys: small blocks with a hash index, found by a filter, read where the
-    kernel keeps them. A block cache of our own would only hold the same rows twice.
+    kernel keeps them. A block cache in RocksDB would only hold the same rows twice.
     """
     blocks = BlockBasedOptions()
     blocks.set_block_size(_BLOCK_BYTES)
@@ -150,7 +150,7 @@ def family_options() -> Options:
     options.set_allow_concurrent_memtable_write(False)  # a table has one writer, which needs no locks against others
     options.set_write_buffer_size(_MEMTABLE_BYTES)
     options.set_min_write_buffer_number_to_merge(_MEMTABLES_PER_FILE)
-    options.set_max_write_buffer_number(_MAX_MEMTABLES)  # a write that waits for the disk holds up all of this process
+    options.set_max_write_buffer_number(_MAX_MEMTABLES)  # a write that waits for the disk blocks all of this process
     options.set_memtable_prefix_bloom_ratio(0.02)
     options.set_memtable_whole_key_filtering(True)  # few of them need to be searched for a key
     options.set_db_write_buffer_size(_ALL_MEMTABLES_BYTES)

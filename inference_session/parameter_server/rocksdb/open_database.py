@@ -1,4 +1,4 @@
-"""A RocksDB that is open, as long as it stays so: what a store replaces as a whole to change its part or its files."""
+"""An open RocksDB, which a store replaces as a whole to switch between reader and writer or to other files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 class OpenDatabase:
     """A database as it was opened, and the column families that are in use. All methods may be called from any thread.
 
-    A call that began with one ends with it, also when the store has replaced it meanwhile.
+    A call that began with one ends with it, even if the store has replaced it meanwhile.
     """
 
     def __init__(self, path: Path, reader_folder: Path | None) -> None:
@@ -55,7 +55,7 @@ class OpenDatabase:
             return identity_of(self._path) != self._identity
 
     def let_go(self) -> bool:
-        """Called before another takes its place in the store, or it is closed; False: it must not be closed.
+        """Called before another replaces it in the store, or it is closed; False: it must not be closed.
 
         A writer that is closed writes files by their names, into what is at its path by then: RocksDB so damages a
         database that has taken its place. Such a writer stays open, without its background work, until the process
@@ -148,7 +148,7 @@ class OpenDatabase:
             self._families = {}
 
     def _close_handle(self, handle: Any, *, flush: bool = False) -> None:
-        """Close the database or a table. Rows that the disk does not take now stay in the log, and are not lost."""
+        """Close the database or a table. Rows that cannot be written now stay in the log, and are not lost."""
         try:
             with translated(self._path):
                 if flush:

@@ -2,8 +2,8 @@
 
 A database has one writer at a time. Any number of readers, in this process or others, follow it as RocksDB's
 *secondaries*: they see what was there when they opened or last refreshed. Nothing a writer has inserted is lost when
-its process dies; what the note of a table vouches for survives the machine as well. A database that is replaced, by
-another at the same path, is opened again.
+its process dies; rows that a table's note counts survive a machine failure as well. A database that is replaced by
+another at the same path is opened again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from inference_session.platform.pacing import Rests
 from inference_session.tables.base import SCAN_BYTES, Rows, check_fetch
 
 _KEYS_PER_MULTIGET = 2048
-"""More of them are sorted first, for then neighbours in the files are often asked for together; and few enough that
+"""More of them are sorted first, because then neighbours in the files are often read together; and few enough that
 their rows are still in the processor's cache when they are copied."""
 _BYTES_PER_BATCH = 8 << 20
 """Of rows that are sorted together."""
@@ -95,7 +95,7 @@ class RocksDbStore(BoundStore):
         return self._opened is None or not self._opened.is_writer
 
     def num_rows(self, table: str) -> int:
-        """Number of rows; reads all keys, for RocksDB itself does not know."""
+        """Number of rows; reads all keys, because RocksDB itself does not know."""
         family = self._family(table)
         with translated(self.path):
             return 0 if family is None else _count(family)
@@ -305,7 +305,7 @@ class RocksDbStore(BoundStore):
     def _write(self, opened: OpenDatabase, table: str, fill: Callable[[Any], object]) -> None:
         """Write a batch, which `fill` fills, to the table at once: all of it or nothing.
 
-        After a write that failed RocksDB takes no more until it is opened anew, so that this becomes a reader again,
+        After a failed write RocksDB accepts no more until it is reopened, so that this becomes a reader again,
         and the writer by the next write; only where there was no space does RocksDB go on by itself.
         """
         try:
