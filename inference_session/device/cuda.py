@@ -44,7 +44,7 @@ class _Memory(NamedTuple):
     """The memory that one request uses."""
 
     number: int
-    """The lowest that is free is taken, so that requests one by one always find the same places."""
+    """The lowest free number is taken, so that requests one after another always get the same addresses."""
     pinned: Arena
     device: Arena
 

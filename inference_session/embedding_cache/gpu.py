@@ -166,7 +166,7 @@ class GpuEmbeddingCache(EmbeddingCache):
         return self._last_stats
 
     def close(self) -> None:
-        """See EmbeddingCache. A GPU that has failed gives nothing back until the process ends."""
+        """See EmbeddingCache. A failed GPU frees no memory until the process ends."""
         with contextlib.suppress(UnavailableError), self._cuda.request():
             if self._closed:
                 return

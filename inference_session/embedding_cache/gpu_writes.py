@@ -58,7 +58,7 @@ class GivenRows:
         return all(array.dtype == dtype and array.flags.c_contiguous and is_pinned(array) for array, dtype in arrays)
 
     def check(self, check: Callable[[Any], None]) -> None:
-        """Have the vectors checked where they are."""
+        """Check the vectors where they are."""
         if not self.on_device:
             check(self.vectors)
             return
@@ -112,7 +112,7 @@ class Uploads:
         return self._uploaded(given)
 
     def close(self) -> None:
-        """Within a request: end the threads and give the pinned memory back, which no recording must meet."""
+        """Within a request: end the threads and free the pinned memory, which must not happen during a recording."""
         self._threads.shutdown()
         self._free.clear()
 
@@ -135,9 +135,9 @@ class Uploads:
             self._free.append(pinned)
 
     def _arrived(self, piece: Piece) -> Piece:
-        """The piece once its copies have ended. Requests have the device meanwhile."""
+        """The piece once its copies have ended. Requests can use the device meanwhile."""
         while True:
-            with self._device.request():  # nothing of CUDA is asked while another session records a graph
+            with self._device.request():  # no CUDA call is made while another session records a graph
                 if piece.ready.done:
                     return piece
             time.sleep(_POLL_S)
@@ -164,7 +164,7 @@ class _Pinned:
     def filled(
         self, turn: int, keys: NDArray[Any], vectors: NDArray[Any]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """Copies of some rows, of which the device has those before the last ones by now."""
+        """Copies of some rows; the device has those before the last ones by now."""
         ends = keys.size * _KEY_BYTES, keys.size * _KEY_BYTES + vectors.size * _FLOAT_BYTES
         if len(self._memory[turn]) < ends[1]:
             with self._device.request():

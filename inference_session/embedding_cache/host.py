@@ -33,7 +33,7 @@ class HostCache(EmbeddingCache):
     def reading(self) -> AbstractContextManager[NDArray[np.void]]:
         """TABLE records, in the order of `dims`, for calls of the look-up kernel while the context lasts.
 
-        Short, and without writing to the cache inside: writers wait for it in the end.
+        Keep the context short, and do not write to the cache inside it: writers wait for it to end.
         """
 
     def look_up(self, lookup: Lookup) -> int:
@@ -46,7 +46,7 @@ class HostCache(EmbeddingCache):
         return num_missing
 
     def _count(self, lookup: Lookup, num_missing: int) -> None:
-        """Count keys and missing ones in one step: between two, all of them would be hits, and fewer after that."""
+        """Count keys and missing ones in one step: else readers would first see all as hits, then fewer."""
         asked = self._by_table(lookup.segments, lookup.num_keys)
         missing = self._by_table(lookup.segments, lookup.num_unknown) if num_missing else 0
         with self._count_lock:

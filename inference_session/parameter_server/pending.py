@@ -20,7 +20,7 @@ MAX_PENDING_PROMOTIONS = 1024
 MAX_PENDING_BYTES = 64 << 20
 """Promotions that wait for their turn; further ones are dropped and counted: the next miss brings them again."""
 MAX_PENDING_TOUCHES = 1 << 20
-"""Keys read that wait to be marked as used; further ones are not."""
+"""Keys read that wait to be marked as used; further ones are not marked."""
 PROMOTIONS_AT_ONCE, ROWS_AT_ONCE = 64, 1024
 """Promotions, or rows of promotions or touches, after which the rest of the background work has its turn."""
 
@@ -43,12 +43,12 @@ class Promotion(NamedTuple):
         return self._replace(keys=self.keys[which], vectors=self.vectors[which])
 
     def are_current(self) -> NDArray[np.bool_]:
-        """Which of the rows are the same where they came from; none if that cannot be told."""
+        """Which of the rows are unchanged in their source; none if that cannot be determined."""
         found, same = self._compare(self.source.store)
         return found & same
 
     def are_replaced_in(self, tier: Tier) -> NDArray[np.bool_]:
-        """Of which of the keys a tier has another row by now; none if that cannot be told."""
+        """For which keys a tier has another row by now; none if that cannot be determined."""
         found, same = self._compare(tier.store)
         return found & ~same
 
@@ -95,7 +95,7 @@ class PendingPromotions:
         self._lock = threading.Lock()  # also held while the queue is added to
 
     def put(self, promotion: Promotion) -> None:
-        """Have rows promoted, unless too many wait already."""
+        """Queue rows for promotion, unless too many wait already."""
         with self._lock:
             if self._queue.full() or self._num_bytes > MAX_PENDING_BYTES:
                 self.num_dropped += len(promotion.keys)
@@ -121,7 +121,7 @@ class PendingPromotions:
             self._queue.task_done()
 
     def wait(self) -> None:
-        """Return when all that have been put here are done."""
+        """Return when all queued promotions are done."""
         self._queue.join()
 
     def discard(self) -> None:
@@ -152,7 +152,7 @@ class PendingTouches:
         self._lock = threading.Lock()
 
     def put(self, touch: Touch) -> None:
-        """Have rows marked as used, unless too many wait already."""
+        """Queue rows to be marked as used, unless too many wait already."""
         with self._lock:
             if self._num_keys <= MAX_PENDING_TOUCHES:
                 self._touches.append(touch)
@@ -171,7 +171,7 @@ class PendingTouches:
 
 
 def joined(promotions: Sequence[Promotion]) -> list[Promotion]:
-    """The same rows, those that go the same way in one piece: a call of a store costs as much as a hundred rows."""
+    """The same rows, merged where they go to the same place: a call of a store costs as much as a hundred rows."""
     ways: defaultdict[tuple[Tier, tuple[Tier, ...], str], list[Promotion]] = defaultdict(list)
     for part in promotions:
         ways[part.source, tuple(part.tiers), part.table].append(part)

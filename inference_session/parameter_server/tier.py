@@ -20,9 +20,9 @@ from inference_session.parameter_server.stats import TierStats
 STEADY_S = 10.0
 """A tier that was back for less than this is unsteady, and left out for longer each time."""
 MAX_TIMES_LATE = 3
-"""Calls in a row that were late, after which a tier is left out although it answers checks."""
+"""After this many late calls in a row, a tier is left out although it answers checks."""
 MAX_UNWRITTEN_KEYS = 1_000_000
-"""Different keys of a table whose newest rows a tier has missed; with more of them it drops the whole table."""
+"""Different keys of a table whose newest rows a tier missed; with more it drops the whole table."""
 KEYS_PER_DROP = 4096
 """Keys that a tier drops at once on its way back: few enough that neither requests nor writers wait for long."""
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.5, 16.0
@@ -60,7 +60,7 @@ class Tier:
     incarnation: str | None = None
     """Of the store, before its first write, and at its last check; None: nothing was written."""
     holds_earlier_writes: bool = False
-    """Other processes, or this one's predecessors, have written rows to it: which, is not known."""
+    """Other processes, or this one's predecessors, have written rows to it; the keys are unknown."""
     back_since: float = -math.inf
     """When the tier last came back."""
     retry_pause_s: float = 0.0

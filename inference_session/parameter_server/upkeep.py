@@ -38,7 +38,7 @@ from inference_session.platform.pacing import rest_after
 ROUND_INTERVAL_S = 0.5
 """How often tiers that are out are tried."""
 TURN_INTERVAL_S = 0.02
-"""How often rows are promoted and touched, and readers catch up: what comes meanwhile goes in one piece, and the pieces
+"""How often rows are promoted and touched, and readers catch up: what arrives meanwhile is one piece, and the pieces
 are small."""
 BRING_BACK_S = 0.1
 """How long a tier drops rows in one turn."""
@@ -78,7 +78,7 @@ class Upkeep:
         self._closing = threading.Event()
         for tier in tiers:
             if tier.volatile and tier.failure is None:
-                self._look_after(tier)  # before anything is asked of it
+                self._look_after(tier)  # before the tier is used
         self._worker = threading.Thread(target=self._work, name="hotrow-parameter-server", daemon=True)
         self._worker.start()
 
@@ -232,9 +232,8 @@ class Upkeep:
             raise UnavailableError("rows that another process wrote are missing there")
 
     def _look_for_losses(self, tier: Tier) -> None:
-        """Leave out a volatile tier whose store may have forgotten some of what was written to it, and show older rows,
-        or misses writes of others, until it has dropped all that was written; where no tier below has these rows there
-        are no better ones.
+        """Leave out a volatile tier whose store may have lost writes and show older rows, or misses writes of others,
+        until it has dropped all that was written. Where no tier below has these rows, it keeps them.
         """
         if not tier.volatile:
             return

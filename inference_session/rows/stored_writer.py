@@ -158,9 +158,9 @@ class StoredWriter(RowWriter):
     def _write(self, table: str, keys: NDArray[np.int64], write: Callable[[], None], then: Callable[[], None]) -> None:
         """Write to the stores, then to the cache: one write after the other, so that both see them in the same order.
 
-        Rows that were fetched before are not cached any more after it.
+        Rows that were fetched before the write are not cached after it.
         """
-        # Where stores fail they may have any of the rows.
+        # Stores that fail may have written any of the rows.
         to_cache: Callable[[], None] = partial(self._cache.erase, table, keys)
         with self._updating:
             try:
@@ -180,7 +180,7 @@ class StoredWriter(RowWriter):
             self._change_cache(table, aliases, partial(self._cache.erase, table, aliases))
 
     def _change_cache(self, table: str, keys: NDArray[np.int64], change: Callable[[], None]) -> None:
-        """Have look-ups answer rows as they are written."""
+        """Make look-ups answer rows as they are written."""
         with self._caching:
             try:
                 change()
@@ -190,5 +190,5 @@ class StoredWriter(RowWriter):
     def _current(self, table: str, part: TableRows, moment: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """What `keep` keeps of rows that were fetched at a moment. Must be called while holding `_caching`."""
         current = part.found & ~self.log.written(table, part.keys, moment)
-        # As a rule all are, and then nothing is copied.
+        # Usually all are kept, and then nothing is copied.
         return (part.keys, part.vectors) if current.all() else (part.keys[current], part.vectors[current])

@@ -128,7 +128,7 @@ class _TableWriter(RowWriter):
             yield
 
     def _publish(self, folder: str) -> None:
-        """Have later look-ups find the changed rows of a table. Must be called while holding `_writing`."""
+        """Make later look-ups find the changed rows of a table. Must be called while holding `_writing`."""
         table, t, state = self.tables[folder], self._numbers[folder], self._state
         deleted_address = table.arrays.deleted.ctypes.data if table.any_deleted else 0
         if state.held[t] is table.arrays and state.deleted_addresses[t] == deleted_address:
@@ -147,4 +147,4 @@ class _UpdatedState(NamedTuple):
     deleted_addresses: NDArray[np.int64]
     """By table, of UpdatedArrays.deleted; 0: nothing has been deleted."""
     held: tuple[UpdatedArrays | None, ...]
-    """What the records lead to."""
+    """The arrays that the records point to."""

@@ -82,7 +82,7 @@ class CudaTables(DeviceTables):
             )
 
     def close(self) -> None:
-        """See DeviceTables. A GPU that has failed gives nothing back until the process ends."""
+        """See DeviceTables. A failed GPU frees no memory until the process ends."""
         with contextlib.suppress(UnavailableError), self._cuda.request():
             for base in self._bases:
                 base.close()

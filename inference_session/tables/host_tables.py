@@ -29,4 +29,4 @@ class HostTables(DeviceTables):
         cpu.look_up(self.records, lookup.segments, lookup.num_unknown, NO_POSITIONS, self._num_threads)
 
     def close(self) -> None:
-        """See DeviceTables. Look-ups under way go on: files stay mapped as long as something refers to them."""
+        """See DeviceTables. Look-ups under way go on: files stay mapped while an object refers to them."""

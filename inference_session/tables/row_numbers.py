@@ -30,7 +30,7 @@ def aliases_of(spec: TableSpec, keys: NDArray[np.int64]) -> tuple[NDArray[np.int
 def stored_keys(spec: TableSpec, keys: NDArray[np.int64]) -> NDArray[np.int64]:
     """The keys that stores know: row numbers that count from the end become those that count from the start.
 
-    Those from before the first row stay as they are: counted once, they would look like numbers from the end again.
+    Those before the first row stay unchanged: converted once, they would look like numbers from the end again.
     """
     if spec.keys == "stored":
         return keys
@@ -50,7 +50,7 @@ class RowNumbers:
         copy_from_start(np.zeros(0, SEGMENT), self._num_rows, nothing, nothing)
 
     def count_from_start(self, lookup: Lookup) -> None:
-        """Have a look-up on the host read copies of its keys where any of them counts from the end."""
+        """Make a look-up on the host read copies of its keys where any of them counts from the end."""
         if not self._any:
             return
         num_copies = np.empty(len(lookup.segments), np.int64)

@@ -109,7 +109,7 @@ class KafkaUpdateStream:
         self._after_outage = False
         """Whether the brokers failed to answer the last question."""
         self._behind: set[Partition] | None = None
-        """Partitions found at first whose end has not been seen yet; None: nothing is known yet."""
+        """Partitions found at first whose end has not been seen yet; None: the partitions are not known yet."""
         self._save_at = self._discover_at = 0.0
         self._num_at_once = 1
         self._rests = Rests()
@@ -135,7 +135,7 @@ class KafkaUpdateStream:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[AppliedPartitions]:
-        """Apply nothing until the context ends; gives how far the partitions are applied."""
+        """Apply nothing until the context ends; yields how far the partitions are applied."""
         self._holding.set()
         try:
             self._is_held.wait(_HOLD_S)
@@ -186,7 +186,7 @@ class KafkaUpdateStream:
         return not self._closing.is_set()
 
     def _wait_for_stores(self) -> None:
-        """Called between attempts to write what the stores have refused, which are not made while held."""
+        """Called between attempts to write what the stores have refused; no attempt is made while held."""
         self._measure_lag()
         self._may_go_on()
 
@@ -368,7 +368,7 @@ class KafkaUpdateStream:
         for topic, messages in by_topic.items():
             topic_id = self._positions.topic_ids.get(topic, "")
             self._updates.apply(topic, topic_id, messages, self._wait_for_stores)
-            # Not what the client says, which counts the end of a partition as a message.
+            # Not the client's own count, which includes the end of a partition as a message.
             for partition, last in messages.reached.items():
                 self._positions.apply((topic, partition), last)
         self._stats.end(sum(messages.num_messages for messages in by_topic.values()))

@@ -84,21 +84,21 @@ AppliedPartitions: TypeAlias = "Mapping[Partition, Applied | None]"
 
 
 class Positions:
-    """Of the partitions followed. Used by the stream's thread only, except `topics`."""
+    """Positions of the partitions followed. Used by the stream's thread only, except `topics`."""
 
     def __init__(self) -> None:
         self.topics: frozenset[str] = frozenset()
         """Those followed."""
         self.topic_ids: Mapping[str, str] = {}
-        """By topic, as the broker said last; a topic without an id is not in it."""
+        """By topic, as the broker reported last; a topic without an id is not in it."""
         self._applied: dict[Partition, Applied | None] = {}
-        """Of the partitions followed; None: nothing is."""
+        """Of the partitions followed; None: nothing is applied."""
         self._left: dict[Partition, Applied] = {}
         """Of partitions that the brokers do not list at present."""
         self._unproved: set[Partition] = set()
         """Partitions that are read from the last message applied, to see whether it is still the same."""
         self._unassigned: set[Partition] = set()
-        """Partitions that the client library does not yet read from where they are to begin."""
+        """Partitions that the client library does not yet read from their intended offset."""
 
     @property
     def followed(self) -> Collection[Partition]:
@@ -194,17 +194,17 @@ class Positions:
             self._applied[one] = Applied(end, self._id(one), None if applied is None else applied.last)
 
     def assign(self) -> dict[Partition, int | None]:
-        """Where the client library is to begin from now on; None: at the oldest message."""
+        """Offsets at which the client library is to begin from now on; None: at the oldest message."""
         self._unassigned.clear()
         return {one: self._begin(one, applied) for one, applied in self._applied.items()}
 
     def applied(self) -> dict[Partition, Applied | None]:
-        """How far the partitions are applied that have been followed (None: nothing is). Any thread may call it."""
+        """How far the followed partitions are applied (None: nothing is). Any thread may call it."""
         return {**self._left, **self._applied}
 
     def include(self, wanted: AppliedPartitions) -> bool:
-        """Whether all is applied that another stream has applied, of the topics that are followed here and are the same
-        to both. May be called from any thread.
+        """Whether all that another stream has applied is applied here, of the topics that are followed here and are the
+        same to both. May be called from any thread.
         """
         mine = self._applied.copy()
         return all(

@@ -45,7 +45,7 @@ Read = Callable[[RedisConnection, Any, Deadline], None]
 class RedisClient:
     """The servers of one Redis. Nothing is sent before it is asked for. Thread-safe.
 
-    Work is done in batches, each of which has `timeout_ms`: what is large may take long as long as it goes on.
+    Work is done in batches, each of which has `timeout_ms`: a large call may take longer while it makes progress.
     """
 
     def __init__(self, url: StoreUrl, timeout_ms: int, *, num_connections: int = 1) -> None:

@@ -51,7 +51,7 @@ class Overflow:
         return self.policy == "evict_least_used"
 
     def scores(self, marks: Iterable[bytes]) -> NDArray[np.int64]:
-        """By what rows are ranked: the lowest leave first. A mark of the other kind, from before, counts as 0."""
+        """The scores that rank rows: the lowest leave first. An older mark of the other kind counts as 0."""
         read = _uses if self.counts_uses else _time
         return np.array([read(mark) for mark in marks], np.int64)
 
@@ -62,7 +62,7 @@ class Eviction:
     def __init__(
         self, overflow: Overflow, replies: Callable[[Sequence[tuple[bytes | str | int, ...]]], list[Any]]
     ) -> None:
-        """`replies`: sends commands and gives their replies."""
+        """`replies`: sends commands and returns their replies."""
         self._overflow = overflow
         self._replies = replies
 

@@ -43,7 +43,7 @@ _GLOB = re.compile(r"[*?\[\]^\\-]")
 
 
 class RedisStore(BoundStore):
-    """The tables of one model in a Redis. Nothing is sent before it is needed: a Redis that is down can be opened."""
+    """The tables of one model in a Redis. Nothing is sent until needed, so a Redis that is down can be opened."""
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class RedisStore(BoundStore):
         self._has_one_connection = not url.is_cluster and url.count("connections", DEFAULT_CONNECTIONS) == 1
         self._partitionings: dict[str, layout.Partitioning] = {}
         self._certain: set[str] = set()
-        """Tables with one partitioning only that their rows fit."""
+        """Tables whose rows fit only one partitioning."""
         if "partitions" in url.options:
             given = layout.Partitioning(url.count("partitions", layout.DEFAULT_PARTITIONS, _MAX_PARTITIONS))
             self._partitionings = dict.fromkeys(embedding_dims, given)
             self._certain = set(embedding_dims)
         self._doubtful: set[str] = set()
-        """Tables without that in which keys were not found."""
+        """Tables without a known partitioning in which keys were not found."""
         self._next_probe = 0.0
         self._overflow = Overflow.of(url)
         self._client = RedisClient(
@@ -197,7 +197,7 @@ class RedisStore(BoundStore):
                 yield name, parts[0], version
 
     def _mark_new(self, tag: str, partition: int, keys: NDArray[np.int64]) -> Write | WriteAbsent:
-        """The command that marks rows which are just being inserted: with the time, or as used once."""
+        """The command that marks rows being inserted: with the time, or as used once."""
         if self._overflow is None or not self._overflow.counts_uses:
             return set_times(tag, partition, keys)
         name = layout.times_name(tag, partition)

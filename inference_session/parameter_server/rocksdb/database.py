@@ -78,7 +78,7 @@ def _open_as(path: Path, access_type: Any) -> Any:
 
 def state_of_files(path: Path) -> object:
     """Differs once a writer has written anything. Catching up stops all threads of this process for some milliseconds,
-    so it is not done for nothing.
+    so it is not done without need.
     """
     try:
         with os.scandir(path) as entries:
