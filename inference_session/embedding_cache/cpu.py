@@ -57,7 +57,7 @@ class CpuEmbeddingCache(HostCache):
             dims: embedding_dim of each table by name.
             cache_bytes: upper bound on all memory that the cache allocates; results of look-ups are the caller's.
             dtype: how rows are held. float16 rounds to nearest, int8 as `quantize_int8` says.
-            num_rows: rows that tables have in all, as far as known; what they leave over goes to the others.
+            num_rows: rows that tables have in all, as far as known; the others share what they do not need.
             num_threads: threads over which a large look-up is split.
 
         Raises:

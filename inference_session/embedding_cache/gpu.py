@@ -80,7 +80,7 @@ class GpuEmbeddingCache(EmbeddingCache):
                 meanwhile is not part of it.
             device: the GPU.
             dtype: how rows are held. float16 rounds to nearest, int8 as `quantize_int8` says.
-            num_rows: rows that tables have in all, as far as known; what they leave over goes to the others.
+            num_rows: rows that tables have in all, as far as known; the others share what they do not need.
 
         Raises:
             ConfigurationError: cache_bytes is too small for the tables, or the device has too little memory free; the

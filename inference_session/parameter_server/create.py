@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 def create_parameter_server(version: VersionDirectory, config: SessionConfig) -> ParameterServer:
     """The stores that the settings name, and below them the version's own table files where it has them.
 
-    What is in a store comes before what is in the files: it may have been updated since. A store that is down is no
+    Rows in a store come before those in the files: they may have been updated since. A store that is down is no
     error as long as another one answers.
 
     Raises:

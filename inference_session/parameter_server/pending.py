@@ -26,7 +26,7 @@ PROMOTIONS_AT_ONCE, ROWS_AT_ONCE = 64, 1024
 
 
 class Promotion(NamedTuple):
-    """Rows on their way up."""
+    """Rows to be promoted."""
 
     source: Tier
     tiers: Sequence[Tier]

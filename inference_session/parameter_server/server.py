@@ -4,7 +4,7 @@
     write      the lowest tier first, so that no tier is ever ahead of one that outlives it
     outage     a tier that fails is left out until it answers again
 
-What fetches leave to the background is done by upkeep.py: rows on their way up, rows marked as used, tiers tried again.
+upkeep.py does what fetches leave to the background: rows are promoted or marked as used, tiers are tried again.
 No row is invented here: keys that no tier has are not found, and the caller must answer them. They are
 remembered briefly, so that a popular one does not go through all tiers every time.
 """

@@ -122,7 +122,7 @@ class TablePush:
 
 
 def _source(version_dir: Path, spec: TableSpec) -> str:
-    """A short name for the contents of a table's files, told from the manifest's checksums."""
+    """A short name for the contents of a table's files, computed from the manifest's checksums."""
     folder = f"{TABLES_FOLDER}/{spec.folder}/"
     entries = sorted(
         f"{e.path} {e.sha256}" for e in manifest.read_manifest(version_dir) if str(e.path).startswith(folder)

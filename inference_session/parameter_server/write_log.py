@@ -30,14 +30,14 @@ class WriteLog:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # of those who add
+        self._lock = threading.Lock()  # of threads that add
         self._moment = 0
         self._all_written_at = 0
         self._written_at = np.zeros(_NUM_PLACES, np.int64)
 
     @property
     def moment(self) -> int:
-        """How many writes there have been: what is read from now on has all of them."""
+        """How many writes there have been: rows read from now on include all of them."""
         return self._moment
 
     def add(self, table: str, keys: NDArray[np.int64]) -> None:

@@ -87,7 +87,7 @@ class HotKeysWriter:
                     _log.warning("hot keys could not be saved for the next start: %s", error)
 
     def close(self) -> None:
-        """Write what is news, and end the thread. May be called more than once."""
+        """Write any news, and end the thread. May be called more than once."""
         if not self._closing.is_set():
             self._closing.set()
             self._thread.join()

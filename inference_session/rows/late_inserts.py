@@ -48,7 +48,7 @@ class LateInserts(Generic[Missing]):
             return self._changed.wait_for(lambda: not self._waiting and not self._busy, timeout_s)
 
     def close(self) -> None:
-        """Drop what waits, and end when what is under way has ended. May be called more than once."""
+        """Drop waiting items, and end when inserts under way have ended. May be called more than once."""
         with self._changed:
             self._closed = True
             self._waiting.clear()

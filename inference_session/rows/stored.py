@@ -50,7 +50,7 @@ class StoredRows(Rows):
         Args:
             specs: the tables, which cache and server know by their folders.
             cache: of the same tables in the same order.
-            server: where what is missing comes from.
+            server: the source of missing rows.
             refresh_interval_s: time between two refreshes in the background; 0: none.
             async_from: hit rate from which on missing keys are answered with default vectors, and fetched after that;
                 None: look-ups always wait for them.

@@ -61,11 +61,11 @@ def create_client(
 
 
 def assign(consumer: Consumer, partitions: Sequence[TopicPartition]) -> None:
-    """Have a consumer read these partitions, from their offsets, and no others.
+    """Make a consumer read these partitions, from their offsets, and no others.
 
     librdkafka ends the process by an assertion if the partitions change again, or the consumer is closed, before it
-    has stopped reading those from before. It works off its queue in order, so that it has once two questions are
-    answered: the first waits until the stop is under way, the second until that is done.
+    has stopped reading those from before. It works through its queue in order, so it has stopped once two requests are
+    answered: the first waits until the stop is under way, the second until it is done.
     """
     consumer.assign(partitions)
     for _ in range(2):
@@ -80,6 +80,6 @@ def topic_ids(admin: AdminClient, topics: Collection[str], timeout_s: float) -> 
     for topic, described in admin.describe_topics(TopicCollection(list(topics)), request_timeout=timeout_s).items():
         with contextlib.suppress(KafkaException):
             topic_id = str(described.result().topic_id)
-            if topic_id.strip("A="):  # in base64, what is all zeros is no id
+            if topic_id.strip("A="):  # base64 of all zeros, which means no id
                 ids[topic] = topic_id
     return ids

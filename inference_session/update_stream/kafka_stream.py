@@ -197,7 +197,7 @@ class KafkaUpdateStream:
         except KafkaException as error:
             self._stats.fail(f"the brokers: {error.args[0].str()}")
             self._closing.wait(_FIRST_PAUSE_S)
-        except (UnavailableError, StoreError) as error:  # closing: what is not applied comes again at the next start
+        except (UnavailableError, StoreError) as error:  # closing: unapplied messages come again at the next start
             self._stats.fail(str(error))
         except Exception as error:  # noqa: BLE001 - any error is logged, and the same messages come again
             self._stats.fail(f"{type(error).__name__}: {error}")

@@ -52,7 +52,7 @@ class RedirectedError(UnavailableError):
     """A node of a Cluster says that another node has the slot, or no node is known to have it."""
 
     def __init__(self, message: str, address: Address | None = None, *, is_ask: bool = False) -> None:
-        """`address`: who has it. `is_ask`: for this one command, because the slot is just moving there."""
+        """`address`: the node that has it. `is_ask`: for this one command, because the slot is just moving there."""
         super().__init__(message)
         self.address = address
         self.is_ask = is_ask

@@ -57,7 +57,7 @@ class OpenDatabase:
     def let_go(self) -> bool:
         """Called before another replaces it in the store, or it is closed; False: it must not be closed.
 
-        A writer that is closed writes files by their names, into what is at its path by then: RocksDB so damages a
+        When a writer is closed, it writes files by name into the folder now at its path: RocksDB so damages a
         database that has taken its place. Such a writer stays open, without its background work, until the process
         ends.
         """

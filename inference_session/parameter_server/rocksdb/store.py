@@ -248,7 +248,7 @@ class RocksDbStore(BoundStore):
             raise UnavailableError(f"{error} (restore it, or push into another folder)") from error
 
     def _reopen(self, opened: OpenDatabase) -> None:
-        """Be a reader of what is at the path now. Calls under way keep what was open for as long as they last."""
+        """Become a reader of the database now at the path. Calls under way keep the previous one until they end."""
         with self._lock:
             if self._opened is opened:
                 reader = self._open_reader()
