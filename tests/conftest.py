@@ -68,7 +68,7 @@ def browser() -> Iterator[Browser]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A shell has what it runs in the background ignore Ctrl-C, and all that starts from there would ignore it too.
+    # A shell makes its background jobs ignore Ctrl-C, and their child processes would ignore it, too.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -77,8 +77,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of a file in one process, which shares its fixtures; all that need HDFS share one cluster.
 
-    Slow tests are in no group, as they share no fixture. What takes longest comes first, so that no process is left
-    with it in the end.
+    Slow tests are in no group, as they share no fixture. The slowest come first, so that no process is left
+    with one at the end.
     """
     if not os.environ.get(REAL_DATA):
         without = [item for item in items if item.get_closest_marker("real_data")]

@@ -29,7 +29,7 @@ VULNERABLE = {"name": "onnx", "version": "1.0", "vulns": [{"id": "CVE-1", "fix_v
 def test_what_is_known_to_be_vulnerable_fails(
     packages: list[dict[str, Any]] | None, status: int, said: str, tmp_path: Path
 ) -> None:
-    """And what nobody can be asked about is said to be unknown."""
+    """And packages that cannot be looked up are reported as not audited."""
     report = "raise ConnectionError" if packages is None else f"print({json.dumps({'dependencies': packages})!r})"
     (tmp_path / "pip_audit.py").write_text(report, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

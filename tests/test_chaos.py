@@ -92,7 +92,7 @@ class WrittenRows:
             assert tier.volatile or found.all()
 
     def pass_on(self, count: int = 30) -> None:
-        """Let there be so many more reads and writes."""
+        """Wait until this many more reads and writes have happened."""
         reads, writes = self.num_reads + 4 * count, self.num_writes + count
         wait_until(lambda: self.num_reads >= reads and self.num_writes >= writes, "reads and writes")
 
@@ -182,8 +182,8 @@ def test_a_redis_comes_back_with_an_old_snapshot(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 20], ids=["no cache", "all cached"])
 def test_an_old_snapshot_is_not_believed(tmp_path: Path, cache_bytes: int) -> None:
-    """Nobody asked while Redis was started again from it, right after the first writes: soon the rows written since are
-    answered all the same.
+    """No request came while Redis was restarted from it, right after the first writes: soon the rows written since are
+    answered anyway.
     """
     with RedisServer() as server, opened(tmp_path, server.url, cache_bytes=cache_bytes) as session:
         rows = WrittenRows(session)
@@ -311,7 +311,7 @@ def test_the_next_session_knows_what_redis_misses(tmp_path: Path, is_written_mea
 
 
 def test_a_redis_that_was_away_from_the_beginning_is_used_once_it_is_there(tmp_path: Path) -> None:
-    """Though all writes so far are missing there, and nobody knows which server it was."""
+    """Redis lacks all writes so far, and the session does not know which server process it was."""
     with RedisServer() as server:
         settings = {"volatile_store": server.url, "persistent_store": f"rocksdb://{tmp_path}/db", "cache_bytes": 0}
         with opened(tmp_path, server.url):
@@ -324,7 +324,7 @@ def test_a_redis_that_was_away_from_the_beginning_is_used_once_it_is_there(tmp_p
 
 
 def test_two_sessions_in_a_row_miss_writes(tmp_path: Path) -> None:
-    """Neither had Redis. It is used when what either of them has written is dropped from it."""
+    """Redis was down for both. It is used once the rows that either of them wrote are dropped from it."""
     with RedisServer() as server:
         settings = {"volatile_store": server.url, "persistent_store": f"rocksdb://{tmp_path}/db", "cache_bytes": 0}
         directory = tmp_path / "repository" / "small" / "1"

@@ -275,7 +275,7 @@ def test_a_device_without_memory_is_refused_or_left_alone(version: tuple[Path, s
 
 @pytest.mark.parametrize("way", ["held", "request"])
 def test_a_launch_that_the_device_refuses_is_no_failure(way: str) -> None:
-    """Whoever needed it is told that it is unavailable; the next one is served."""
+    """The request that needed it gets UnavailableError; the next one is served."""
     import cupy
 
     from inference_session.device.cuda import CudaDevice
@@ -290,7 +290,7 @@ def test_a_launch_that_the_device_refuses_is_no_failure(way: str) -> None:
 
 
 def test_strings_pass_through_a_network(tmp_path: Path) -> None:
-    """A network that reads and makes strings, which cannot lie on a device, runs all the same."""
+    """A network that reads and makes strings, which cannot lie on a device, runs anyway."""
     nodes = [helper.make_node("Cast", ["x"], ["text"], to=TensorProto.STRING), helper.make_node("Exp", ["x"], ["y"])]
     inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n"])]
     outputs = [
@@ -407,7 +407,7 @@ def test_sessions_on_all_gpus_at_once(version: tuple[Path, small_model.Arrays]) 
 
 @pytest.mark.parametrize("model", ["small", "ctr"])
 def test_a_failed_device_answers_no_more(model: str, tmp_path: Path) -> None:
-    """After an illegal access on the device each request is told that it is unavailable, and readiness says why:
+    """After an illegal access on the device each request gets UnavailableError, and readiness says why:
     where batches are computed anew, and where they are replayed. All sessions can be closed.
     """
     directory = tmp_path / "1"

@@ -51,7 +51,7 @@ SPECS = (
 
 @pytest.fixture(scope="module")
 def version(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, small_model.Arrays]:
-    """The small model, its tables pushed to a RocksDB beside the repository, and then taken away."""
+    """The small model, its tables pushed to a RocksDB next to the repository, and then removed."""
     root = tmp_path_factory.mktemp("stored")
     directory = root / "repository" / "small" / "1"
     tables = small_model.write(directory)
@@ -225,7 +225,7 @@ def test_what_is_updated_is_answered(written: tuple[Path, small_model.Arrays], c
 
 
 def test_updates_under_requests_are_never_lost(written: tuple[Path, small_model.Arrays]) -> None:
-    """While requests fetch and cache rows, whoever updates one reads it back; no row is answered half."""
+    """While requests fetch and cache rows, a thread that updates a row reads it back; no row is answered half."""
     with open_on_gpu(written[0], cache_bytes=SMALL_CACHE_BYTES) as session, ThreadPoolExecutor(4) as pool:
         ended = threading.Event()
 
@@ -266,7 +266,7 @@ def test_refresh_sees_what_was_written(written: tuple[Path, small_model.Arrays])
 
 
 def test_rows_are_refreshed_in_the_background(written: tuple[Path, small_model.Arrays]) -> None:
-    """refresh_interval_s lets a change be seen with nobody asking for it."""
+    """With refresh_interval_s a change is seen without a call of refresh()."""
     directory, tables = written
     first = int(tables["hashed/key"][0])
     with open_on_gpu(directory, refresh_interval_s=0.05) as session:
@@ -498,7 +498,7 @@ def gpu_rows(server: ParameterServer, cache_bytes: int = 13_000) -> StoredRows:
 def test_any_look_up_answers_as_numpy_and_the_processor(
     num_looks: int, most_bytes: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pooling, weights, ragged bags with gaps, both types of keys, few segments and many, hits beside misses; also in
+    """Pooling, weights, ragged bags with gaps, both types of keys, few segments and many, hits next to misses; also in
     several parts, where memory would not do for all at once.
     """
     if most_bytes is not None:
@@ -533,7 +533,7 @@ def test_bags_that_overlap_count_their_keys_as_often() -> None:
 
 
 def test_others_are_answered_while_rows_are_fetched() -> None:
-    """A request that has to wait for a store leaves the GPU to one that has not."""
+    """A request that waits for a store leaves the GPU to others that do not wait."""
     store, known = memory_store()
     hooked = HookedStore(store)
     rows = gpu_rows(ParameterServer([Tier("memory", hooked)]), cache_bytes=1 << 20)
@@ -607,7 +607,7 @@ def test_large_requests_have_many_missing_rows() -> None:
 
 
 def test_a_failed_device_fails_all_that_needs_it(written: tuple[Path, small_model.Arrays]) -> None:
-    """After an illegal access requests, updates and refreshes are told so; statistics and closing still work."""
+    """After an illegal access requests, updates and refreshes get an error; statistics and closing still work."""
     script = f"""
 import os
 import numpy as np

@@ -80,7 +80,7 @@ def fresh_tables() -> Tables:
 
 
 def test_a_user_who_asks_again_is_not_computed_again(imported: ImportReport) -> None:
-    """Neither looked up: with other candidates, alone, beside others, and with histories of other lengths."""
+    """Nor looked up: with other candidates, alone, next to others, and with histories of other lengths."""
     with InferenceSession.open(imported.version_dir, context_cache_bytes=1 << 20) as session:
         for num_items in (5, 9, 5):
             assert_score(session, fresh_tables(), ranking_of(7, num_items))
@@ -127,7 +127,7 @@ actions = st.lists(
 
 @pytest.fixture
 def session(imported: ImportReport, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[InferenceSession]:
-    """Over a RocksDB, with a cache of so many bytes."""
+    """Over a RocksDB, with a cache of this many bytes."""
     url = f"rocksdb://{tmp_path}/rows"
     namespace = Namespace(imported.version_dir.parent.name, imported.version_dir.name)
     dims = {spec.folder: DIM for spec in imported.tables}

@@ -55,7 +55,7 @@ class Load:
             self.num_answers += 1
 
     def pass_on(self, num_answers: int = 200) -> None:
-        """Let the clients have so many more answers."""
+        """Wait until the clients have this many more answers."""
         goal = self.num_answers + num_answers
         wait_until(lambda: self.num_answers >= goal, f"{num_answers} answers")
 

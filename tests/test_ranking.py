@@ -118,7 +118,7 @@ counts_of = st.lists(st.integers(0, 12), min_size=1, max_size=5)
 def test_requests_of_different_users_are_joined(
     session: InferenceSession, imported: tuple[ImportReport, Path], drawn: list[tuple[list[int], int]]
 ) -> None:
-    """Whatever stands beside it in a batch, and however long its history is, each request is answered as alone."""
+    """Each request is answered as alone, whatever else is in its batch and however long its history is."""
     requests, wanted = [], []
     for seed, (counts, length) in enumerate(drawn):
         inputs = request(len(counts), sum(counts), length=length, seed=seed)
@@ -155,7 +155,7 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_numbers_that_do_not_add_up_are_refused(session: InferenceSession, message: str) -> None:
-    """The error says what was found, and no request beside it is harmed."""
+    """The error says what was found, and the other requests of the batch are answered."""
     bad = {**request(1, 4), **BAD[message]}
     with pytest.raises(InvalidRequestError, match=message):
         session.run(bad)
@@ -174,7 +174,7 @@ def test_candidates_may_be_a_list(session: InferenceSession, imported: tuple[Imp
 
 
 def test_a_model_that_looks_along_the_samples_answers_each_request_alone(tmp_path: Path) -> None:
-    """A mean over the batch: over the request's own rows, with nothing added and nobody else's."""
+    """A mean over the batch: over the request's own rows only, without padding and without rows of other requests."""
     text = """g (float[n, 2] u, float[n, 2] v) => (float[n, 2] y) {
         m = ReduceMean<axes = [0], keepdims = 1>(v)
         c = Sub(v, m)

@@ -108,7 +108,7 @@ def test_lists_are_taken_as_well(session: InferenceSession) -> None:
 def test_lists_that_would_lose_something_are_refused(
     session: InferenceSession, name: str, value: object, message: str
 ) -> None:
-    """NumPy would cut 1.5 to 1 and read text as a number; nobody asked for those keys."""
+    """NumPy would cut 1.5 to 1 and read text as a number, which are not the keys that the caller meant."""
     inputs = {**small_model.random_inputs(1, np.random.default_rng(0)), name: value}
 
     with pytest.raises(InvalidRequestError, match=f"input '{name}' .*{message}"):
@@ -444,7 +444,7 @@ def test_an_output_that_no_network_makes_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_is_not_there_is_refused(version: tuple[Path, small_model.Arrays]) -> None:
-    """`cuda:N` fails rather than fall to the CPU in silence; so does a typing error."""
+    """`cuda:N` fails rather than use the CPU without a message; a typing error fails, too."""
     with pytest.raises(ConfigurationError, match="cuda:99"):
         InferenceSession.open(version[0], device="cuda:99")
     with pytest.raises(ConfigurationError, match="device cannot be 'cuda:98,99'"):

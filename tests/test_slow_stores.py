@@ -47,7 +47,7 @@ def opened(tmp_path: Path, server: RedisServer, port: int, **settings: object) -
 
 
 def test_work_may_take_longer_than_the_timeout_as_long_as_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each piece of a large call has a deadline of its own, whatever there is to do."""
+    """Each piece of a large call has its own deadline, however many pieces there are."""
     monkeypatch.setattr(redis_client, "BYTES_PER_BATCH", 16 << 10)
     monkeypatch.setattr("inference_session.parameter_server.redis.store.BYTES_PER_BATCH", 16 << 10)
     monkeypatch.setattr(redis_client, "_BYTES_UNDER_WAY", 16 << 10)
@@ -87,7 +87,7 @@ def test_a_late_request_concerns_itself(tmp_path: Path) -> None:
 
 
 def test_a_redis_that_has_missed_many_updates_comes_back(tmp_path: Path) -> None:
-    """What it missed while it hung is dropped in pieces, beside further updates; then it answers the newest rows."""
+    """Rows missed while it hung are dropped in pieces, during further updates; then it answers the newest rows."""
     with RedisServer() as server, opened(tmp_path, server, server.port, store_timeout_ms=500) as session:
         session.lookup("user_weight", EVERY)
         server.send_signal(signal.SIGSTOP)

@@ -29,7 +29,7 @@ class Outer:
 
 
 def test_counters_add_up_and_all_else_is_the_later_ones() -> None:
-    """Also those of tables, by name; what only one of them has is as it is."""
+    """Also those of tables, by name; numbers that only the later one has are unchanged."""
     earlier = Outer(3, 1.5, "down", {"bad": 2}, {"a": Inner(10, 100), "gone": Inner(1, 1)}, Inner(5, 50))
     later = Outer(4, 0.5, None, {"bad": 1, "new": 7}, {"a": Inner(20, 40), "b": Inner(2, 3)}, Inner(6, 60))
     assert added(earlier, later) == Outer(

@@ -43,7 +43,7 @@ TINY_CACHE_BYTES = 2000
 
 @pytest.fixture(scope="module")
 def version(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, small_model.Arrays]:
-    """The small model, its tables pushed to a RocksDB beside the repository, and then taken away."""
+    """The small model, its tables pushed to a RocksDB next to the repository, and then removed."""
     root = tmp_path_factory.mktemp("stored")
     directory = root / "repository" / "small" / "1"
     tables = small_model.write(directory)
@@ -288,7 +288,7 @@ def test_what_is_updated_is_answered(tmp_path: Path, cache_bytes: int) -> None:
 
 @pytest.mark.parametrize("cached", [3, -47], ids=["from the start", "from the end"])
 def test_a_row_has_one_age_by_both_its_keys(cached: int) -> None:
-    """While the store has a write already, and the cache has not: whoever has seen the new row sees no older one."""
+    """Also while only the store has a write, and not yet the cache: a reader of the new row sees no older one later."""
     store = HookedStore(MemoryStore(DIMS))
     store.insert("user_weight", np.arange(50), np.ones((50, 4), np.float32))
     rows = StoredRows(small_model.TABLES, CpuEmbeddingCache(DIMS, 1 << 16), ParameterServer([Tier("memory", store)]))
@@ -330,7 +330,7 @@ def test_a_row_updated_while_it_is_fetched_is_not_cached(refreshing: bool, fails
             failures.append(UnavailableError("gone"))
             with pytest.raises(UnavailableError):
                 rows.writer.erase("user_weight", np.array([5]))
-            store.erase("user_weight", np.array([5]))  # done all the same
+            store.erase("user_weight", np.array([5]))  # done anyway
 
     store.hook = write
     if refreshing:
@@ -379,7 +379,7 @@ class FailingRows:
 def test_in_an_outage_only_requests_that_need_the_tier_fail(
     version: tuple[Path, small_model.Arrays], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With on_store_failure=error, joined requests whose keys the living tier has are answered all the same."""
+    """With on_store_failure=error, joined requests whose keys the living tier has are still answered."""
     failing = FailingRows(version[1], on_store_failure="error")
     inputs = small_model.random_inputs(2, np.random.default_rng(0), num_items=0)
     inputs["codes"][:] = 0
@@ -428,7 +428,7 @@ def test_unknown_keys_can_be_refused(version: tuple[Path, small_model.Arrays]) -
 
 
 def test_rows_are_refreshed_in_the_background(tmp_path: Path) -> None:
-    """refresh_interval_s lets a change be seen with nobody asking for it; close() ends the thread."""
+    """With refresh_interval_s a change is seen without a call of refresh(); close() ends the thread."""
     directory = tmp_path / "repository" / "small" / "1"
     tables = small_model.write(directory)
     url = f"rocksdb://{tmp_path}/db"

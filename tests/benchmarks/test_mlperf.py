@@ -1,4 +1,4 @@
-"""The MLPerf benchmark in its quick mode: it checks its own answers, and says what its figures are worth."""
+"""The MLPerf benchmark in its quick mode: it checks its own answers, and says how reliable its figures are."""
 
 from __future__ import annotations
 

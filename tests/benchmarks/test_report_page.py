@@ -1,4 +1,4 @@
-"""The page of the benchmark report, looked at in a real browser."""
+"""The page of the benchmark report, in a real browser."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SPEEDS = {"null": 4000.0, "hotrow": 3000.0, "plain": 1500.0}
 
 @pytest.fixture
 def results() -> dict[str, Any]:
-    """As report.py gathers them; names hold what HTML gives a meaning."""
+    """As report.py gathers them; names contain characters that HTML gives a meaning."""
     figures = [
         {
             "network": network,
@@ -69,7 +69,7 @@ def _share(pixels: NDArray[np.float32], color: str) -> float:
 
 @pytest.mark.parametrize(("dark", "paper"), [(False, "#ffffff"), (True, "#14171d")])
 def test_a_browser_draws_the_page(browser: Browser, page: Path, dark: bool, paper: str) -> None:
-    """By day and by night, bars and lines of every model are to be seen, in the proportion of their figures."""
+    """In light and dark mode, the bars and lines of every model are visible, in proportion to their figures."""
     look = Look(browser, page, dark=dark)
 
     pixels = look.pixels()
@@ -92,7 +92,7 @@ def test_the_page_needs_nothing_else(browser: Browser, page: Path) -> None:
 
 
 def test_the_page_fits_a_phone(browser: Browser, page: Path) -> None:
-    """Nothing is wider than the screen but plots and tables, which are moved sideways on their own."""
+    """Only plots and tables are wider than the screen; each scrolls sideways by itself."""
     look = Look(browser, page, width=390)
 
     sizes = look.tab.evaluate(

@@ -1,4 +1,4 @@
-"""Every client example runs as it is, against a real server."""
+"""Every client example runs unchanged against a real server."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_perf_analyzer_gets_ids_that_the_tables_hold(tmp_path: Path) -> None:
 
 
 def test_the_readme_names_every_example() -> None:
-    """A program that nobody can find is of no use."""
+    """Users would not find an example that is missing there."""
     text = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     named = set(re.findall(r"client_examples/(\w+\.(?:py|sh))", text))
     helpers = {"example_request.py", "valid_inputs.py"}

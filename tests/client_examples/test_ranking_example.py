@@ -1,4 +1,4 @@
-"""The example that ranks candidates for one user runs as it is, against a real server."""
+"""The example that ranks candidates for one user runs unchanged against a real server."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_ratings_come_in_order_of_time(folder: Path) -> None:
-    """Whoever slices them, slices time."""
+    """A slice of them is a period of time."""
     ratings = MovieLens.read(folder).ratings
 
     assert ratings.times.tolist() == [50, 60, 100, 100, 200]
@@ -47,7 +47,7 @@ def test_ratings_come_in_order_of_time(folder: Path) -> None:
 
 
 def test_a_sample_knows_nothing_of_its_own_second_or_later(folder: Path) -> None:
-    """Ratings given in one second may not tell of each other."""
+    """Ratings given in the same second must not reveal each other."""
     inputs, labels = MovieLens.read(folder).samples()
 
     assert inputs["num_ratings"][:, 0].tolist() == [0, 0, 1, 1, 3]
@@ -58,7 +58,7 @@ def test_a_sample_knows_nothing_of_its_own_second_or_later(folder: Path) -> None
 
 
 def test_people_and_movies_become_keys(folder: Path) -> None:
-    """Keys are positions in the published lists, plus one; what is unknown is 0."""
+    """Keys are positions in the published lists, plus one; unknown ones are 0."""
     data = MovieLens.read(folder)
 
     request = data.request(7, data.ratings.of(7), [10, 20])

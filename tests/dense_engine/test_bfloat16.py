@@ -1,4 +1,4 @@
-"""Dense networks in bfloat16: as exact as docs/reference/settings.md says, divided right, or refused."""
+"""Dense networks in bfloat16: as exact as docs/reference/settings.md says, divided correctly, or refused."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def drawn_for(model: onnx.ModelProto, num_samples: int) -> dict[str, NDArray[np.
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_divided_networks(tmp_path: Path, bfloat16: None, name: str) -> None:
-    """A network in two parts answers what ONNX Runtime does, with as many products in bfloat16 as can be."""
+    """A network in two parts answers what ONNX Runtime does, with as many products in bfloat16 as possible."""
     path, model = tmp_path / "dense.onnx", network(name)
     onnx.save(model, path)
     exact, engine = OnnxEngine(path, num_threads=1), OpenVinoEngine(path, num_threads=1)
@@ -152,7 +152,7 @@ def test_divided_networks(tmp_path: Path, bfloat16: None, name: str) -> None:
 
 
 def test_columns_outside(tmp_path: Path) -> None:
-    """A column that a constant Gather asks for and no sample has is left to ONNX Runtime, which refuses it."""
+    """A constant Gather of a column that no sample has is left to ONNX Runtime, which refuses it."""
     constants = {"square": CONSTANTS["square"], "outside": CONSTANTS["outside"]}
     model = model_of("g (float[n, 24] x) => (y) { a = MatMul(x, square) y = Gather<axis = 1>(a, outside) }", constants)
 
@@ -178,7 +178,7 @@ def test_predictions(tmp_path: Path, bfloat16: None, widths: tuple[int, ...]) ->
 
 
 def test_bound_layers(tmp_path: Path, bfloat16: None) -> None:
-    """A network of layers alone is bound to memory, and answers for what lies there at each run."""
+    """A network of layers alone is bound to memory; each run answers for the present content of the memory."""
     path = tmp_path / "dense.onnx"
     onnx.save(network("cross"), path)
     engine = OpenVinoEngine(path, num_threads=1)
@@ -220,7 +220,7 @@ def test_sessions(tmp_path: Path, bfloat16: None) -> None:
 
 
 def test_a_session_says_what_it_brings(tmp_path: Path, bfloat16: None, caplog: pytest.LogCaptureFixture) -> None:
-    """The log says how much of a network is computed so, as a warning where that is nothing."""
+    """The log says how much of a network is computed in bfloat16; it is a warning if nothing is."""
     caplog.set_level("INFO")
     tables = small_model.write(tmp_path / "1")
     inputs = small_model.random_inputs(64, np.random.default_rng(2))
@@ -259,7 +259,7 @@ def test_a_processor_without_bfloat16(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is for processors: on a GPU the load fails, also where device is auto, and names what a GPU has."""
+    """It is for processors: on a GPU the load fails, also if device is auto, and names the setting for GPUs."""
     monkeypatch.setattr(type(HOST), "name", "cuda:0")
     gpu = type(HOST)()
 

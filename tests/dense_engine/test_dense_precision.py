@@ -128,7 +128,7 @@ def test_a_session_says_what_it_brings(tmp_path: Path, caplog: pytest.LogCapture
 
 
 def test_hugectr_s_networks(tmp_path: Path) -> None:
-    """A network that was made of HugeCTR's files is computed so as well."""
+    """A network made from HugeCTR's files is computed in float16, too."""
     (report,) = import_hugectr(Source(tmp_path / "small").ps_json(), tmp_path / "repository")
     inputs = {
         "DES": np.random.default_rng(3).random((1, 8), np.float32),

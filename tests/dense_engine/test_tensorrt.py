@@ -1,4 +1,4 @@
-"""`dense_engine` `tensorrt`, as far as that can be told without TensorRT: it is refused where it cannot be had."""
+"""`dense_engine` `tensorrt`, as far as tests can check without TensorRT: it is refused where it is not available."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_sizes_that_a_network_is_compiled_for(tmp_path: Path) -> None:
-    """From one sample to the most; what is not fixed beside them is refused."""
+    """From one sample to the maximum; other dimensions must be fixed, else the network is refused."""
     path = _network(tmp_path / "a.onnx", "float[n, 2] x, float[n, 3, 4] z, float[5] fixed, float scalar")
     assert profile_shapes(path, None, 64) == {
         "trt_profile_min_shapes": "x:1x2,z:1x3x4",

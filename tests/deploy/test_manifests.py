@@ -1,4 +1,4 @@
-"""What deploy/ holds: valid by the published API schemas, and wired up as Kubernetes and Compose will read it."""
+"""The files of deploy/ are valid by the published API schemas, and fit together as Kubernetes and Compose read them."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def test_every_selector_finds_the_pods() -> None:
 
 
 def test_kustomize_lists_every_object() -> None:
-    """Nothing is forgotten, and nothing listed is absent."""
+    """No object is missing from the list, and every listed file exists."""
     listed = set(manifest("Kustomization")["resources"])
     there = {path.name for path in FOLDERS[0].glob("*.yaml")}
     assert listed == there - {"kustomization.yaml", "adapter.yaml"}
 
 
 def test_probes_survive_a_version_swap() -> None:
-    """They ask the model, never a server-wide readiness, and leave the watch-dog a minute to heal."""
+    """They ask the model, never a server-wide readiness, and leave the watch-dog a minute to recover the model."""
     (container,) = manifest("Deployment")["spec"]["template"]["spec"]["containers"]
     for probe in ("startupProbe", "readinessProbe"):
         assert re.fullmatch(r"/v2/models/\w+/ready", container[probe]["httpGet"]["path"])
@@ -73,7 +73,7 @@ def test_probes_survive_a_version_swap() -> None:
 
 
 def test_pods_have_shared_memory_and_time_to_stop() -> None:
-    """Shared memory is a volume of its own, and the grace period outlasts the wait and the stop."""
+    """Shared memory is a separate volume, and the grace period outlasts the wait and the stop."""
     spec = manifest("Deployment")["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
@@ -91,7 +91,7 @@ def test_the_autoscaler_asks_for_a_metric_that_the_adapter_makes() -> None:
 
 
 def test_compose_names_what_is_there() -> None:
-    """Folders that it mounts exist, ports are bound to this machine only, and the image's target is one."""
+    """Folders that it mounts exist, ports are bound to this machine only, and the image's target is defined in the Dockerfile."""
     compose = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text(encoding="utf-8"))
     targets = re.findall(r"^FROM \S+ AS (\w+)$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
     assert compose["services"]["hotrow"]["build"]["target"] in targets

@@ -13,7 +13,7 @@ REQUESTS = st.lists(st.lists(st.integers(0, 5000), max_size=8), min_size=1, max_
 @settings(max_examples=50)
 @given(requests=REQUESTS)
 def test_pieces_are_apart_and_come_again(requests: list[list[int]]) -> None:
-    """Whatever was asked for in between, a request like an earlier one gets that one's places."""
+    """A request like an earlier one gets the same places, whatever came in between."""
     arena = Arena(bytearray, 1024)
     places: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for sizes in (*requests, *requests):
@@ -32,7 +32,7 @@ def test_pieces_are_apart_and_come_again(requests: list[list[int]]) -> None:
 
 @given(sizes=st.lists(st.integers(0, 5000), max_size=6), more=st.lists(st.integers(0, 5000), max_size=6))
 def test_what_is_taken_since_a_mark_is_free_again(sizes: list[int], more: list[int]) -> None:
-    """Memory for something in between leaves the pieces after it where they would have been."""
+    """Memory for something in between does not move the pieces after it."""
     arena = Arena(bytearray, 1024)
     for _ in range(2):  # the second time all blocks are there
         first = [arena.take(size) for size in sizes]

@@ -33,7 +33,7 @@ def tables_of(*num_rows: int, keys: str = "row_number") -> list[TableSpec]:
     ],
 )
 def test_tables_of_10_100_and_1000_rows(budget_rows: int, num_devices: int, shard: str, places: list[str]) -> None:
-    """With room for so many rows on each GPU."""
+    """With room for this many rows on each GPU."""
     found = places_of(tables_of(10, 100, 1000), 16 * budget_rows, num_devices, shard)  # type: ignore[arg-type]
     assert found == places
 

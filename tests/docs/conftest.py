@@ -1,4 +1,4 @@
-"""Folders and servers that the pages suppose."""
+"""Folders and servers that the pages assume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The how-to guides, run as they are written. Each test makes what its page supposes: a model, a store, a server.
+"""The how-to guides, run as they are written. Each test makes what its page assumes: a model, a store, a server.
 
 Two pages need PyTorch: tests/hotrow/training/test_how_to.py runs these. What is in `not_run` is still read by
 tests/docs/test_names.py, which knows each command, option, setting and name.
@@ -36,7 +36,7 @@ ELSEWHERE = {"move-a-hugectr-script", "train-and-serve"}
 
 
 def test_every_page_is_run() -> None:
-    """Each page with a block of shell or Python has a test that is called as the page."""
+    """Each page with a block of shell or Python has a test that is named after the page."""
     pages = {page.stem for page in HOW_TO.glob("*.md") if {"sh", "python"} & {block.language for block in blocks(page)}}
     tests = {name.removeprefix("test_").replace("_", "-") for name in globals() if name.startswith("test_")}
     assert pages - ELSEWHERE <= tests

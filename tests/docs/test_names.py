@@ -192,7 +192,7 @@ def test_metrics_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("block", of_language("protobuf"), ids=str)
 def test_settings_exist(block: Block) -> None:
-    """A configuration is one that we can parse, and each of its parameters is a setting whose value is allowed."""
+    """We can parse each configuration, and each of its parameters is a setting with an allowed value."""
     parameters = text_format.parse(block.text)["parameters"]
     for parameter in _flat(parameters):
         name, value = parameter["key"][0], parameter["value"][0]["string_value"][0]
@@ -229,7 +229,7 @@ def test_fields_of_a_container_exist(block: Block) -> None:
 
 @pytest.mark.parametrize("block", of_language("python"), ids=str)
 def test_names_of_python_exist(block: Block) -> None:
-    """The code compiles; what it imports of ours is there, and so is what it calls of a session or a publisher."""
+    """The code compiles; the names that it imports from us exist, as do the methods of sessions and publishers."""
     tree = ast.parse(block.text)
     imported: dict[str, Any] = {"session": InferenceSession, "publisher": Publisher}
     for node in ast.walk(tree):
@@ -244,7 +244,7 @@ def test_names_of_python_exist(block: Block) -> None:
 
 
 def _member(owner: Any, name: str) -> Any:
-    """What the owner has of that name; of a module that needs other packages, whatever it says that it has."""
+    """The owner's member of that name; for a module that needs other packages, its `__all__` decides."""
     if name in getattr(owner, "__all__", ()):
         return getattr(owner, name, None) if not owner.__name__.endswith("training") else None
     try:

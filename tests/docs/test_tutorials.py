@@ -25,7 +25,7 @@ def test_a_tutorial_reaches_its_end(page: str, tmp_path: Path) -> None:
 
 
 def test_manifests_that_the_tutorials_name_exist() -> None:
-    """What nobody here can run, a cluster's commands, names files that there are."""
+    """Commands of a cluster, which tests cannot run, name files that exist."""
     for page in PAGES.glob("*.md"):
         for name in re.findall(r"`(deploy/[\w./-]+)`", page.read_text(encoding="utf-8")):
             assert (ROOT / name).exists(), f"{page.name}: {name}"

@@ -1,4 +1,4 @@
-"""The CPU cache against the contract, and what is its own: accounting, eviction, encodings, records for the kernel."""
+"""The CPU cache against the contract, and its own features: accounting, eviction, encodings, records for the kernel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.testing.traces import made_up_trace, real_trace
 
 
 def cache_of(num_rows: int, dim: int = 1) -> CpuEmbeddingCache:
-    """A cache of one table with exactly so many rows."""
+    """A cache of one table with exactly this many rows."""
     cache = CpuEmbeddingCache({"t": dim}, 1 << 26, num_rows={"t": num_rows})
     assert cache.stats().capacity >= num_rows
     return cache
@@ -73,7 +73,7 @@ def _owner(array: NDArray[np.generic]) -> NDArray[np.generic]:
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 11, 12, 13, 1000])
 def test_a_small_table_is_held_whole(num_rows: int) -> None:
-    """A table of few rows gets room for all of them, and leaves the rest of the budget to the others."""
+    """A table of few rows gets room for all of them; the others get the rest of the budget."""
     cache = CpuEmbeddingCache({"t": 4, "large": 4}, 1 << 20, num_rows={"t": num_rows})
     keys = np.arange(num_rows)
     cache.insert("t", keys, vectors_of(keys, 4))
@@ -97,7 +97,7 @@ def test_a_scan_does_not_empty_it() -> None:
 
 
 def test_new_favourites_replace_old_ones() -> None:
-    """Rows that are no longer asked for make way for those that are."""
+    """Rows that are no longer looked up are evicted in favour of those that are."""
     cache = cache_of(1000)
     for _ in range(8):
         offer(cache, np.arange(900))
@@ -108,7 +108,7 @@ def test_new_favourites_replace_old_ones() -> None:
 
 
 def hit_rate_of(trace: NDArray[np.int64], num_rows: int) -> float:
-    """The hit rate of a cache that is asked for a trace, 32 keys at a time."""
+    """The hit rate of a cache on a trace, 32 keys at a time."""
     cache = cache_of(num_rows)
     return sum(offer(cache, trace[begin : begin + 32]) for begin in range(0, len(trace), 32)) / len(trace)
 
@@ -143,7 +143,7 @@ def test_rows_are_held_as_asked(dtype: str, error: float) -> None:
 
 @pytest.mark.parametrize(("dtype", "value"), [("float16", 1e6), ("int8", np.nan), ("int8", np.inf)])
 def test_what_a_type_cannot_hold_is_refused(dtype: str, value: float) -> None:
-    """A row that would come back as another is an error that names the way out."""
+    """A row that would come back changed is an error that says what to do."""
     cache = CpuEmbeddingCache({"t": 2}, AMPLE_BYTES, dtype=dtype)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="; use a float32 cache"):
         cache.insert("t", [1], np.array([[0.0, value]]))
@@ -163,7 +163,7 @@ def test_vectors_are_pooled_from_the_cache() -> None:
 
 
 def test_a_row_is_not_written_to_while_it_may_be_read() -> None:
-    """What could be read when `reading` began stays as it was until it ends, however much is written meanwhile."""
+    """Rows that could be read when `reading` began stay unchanged until it ends, however much is written meanwhile."""
     cache = cache_of(8, dim=2)
     cache.insert("t", np.arange(8), vectors_of(np.arange(8), 2))
     written = threading.Event()
@@ -188,7 +188,7 @@ def test_a_row_is_not_written_to_while_it_may_be_read() -> None:
 
 
 def test_no_write_waits_for_a_compiler() -> None:
-    """Arrays that are read-only, unaligned, strided or of another type run through the code that is there."""
+    """Arrays that are read-only, unaligned, strided or of another type run through the code that exists already."""
     cache = cache_of(8, dim=2)
     compiled = [len(kernel.signatures) for kernel in (cpu_cache.write_rows, cpu_cache.erase_rows)]
     memory = b"-" + np.arange(4, dtype=np.int64).tobytes()
@@ -231,7 +231,7 @@ def test_closing_waits_for_readers() -> None:
 
 
 def test_what_cannot_be_is_refused_clearly() -> None:
-    """Memory, or a dtype, that cannot be: errors that say what can."""
+    """Too little memory or a wrong dtype: the errors say what is allowed."""
     with pytest.raises(ConfigurationError, match=r"cache_bytes is 10{15}, more memory than this process can allocate"):
         CpuEmbeddingCache({"t": 4}, 10**15)
     with pytest.raises(ConfigurationError, match="dtype 'float64' is not one of float32, float16, int8"):

@@ -1,4 +1,4 @@
-"""The GPU cache against the contract of both twins, and what is its own: encodings, eviction within sets, its device.
+"""The GPU cache against the contract of both caches, and its own features: encodings, eviction within sets, its device.
 
 Runs where there is a CUDA device: `make test PYTEST_ARGS="-m gpu"`.
 """
@@ -67,7 +67,7 @@ def test_rows_are_held_as_asked(dtype: Any, error: float, dim: int) -> None:
     dtype=st.sampled_from(["float32", "float16", "int8"]),
 )
 def test_any_request_answers_as_the_oracle(sizes: list[int], seed: int, dtype: Any) -> None:
-    """Any number of tables of any dims, any number of keys, some of them missing or twice: as NumPy has it."""
+    """Any number of tables of any dims, any number of keys, some of them missing or twice: the result is NumPy's."""
     generator = np.random.default_rng(seed)
     dims = {f"t{i}": int(generator.integers(1, 70)) for i in range(len(sizes))}
     held = {t: generator.integers(LOWEST, HIGHEST, 300) for t in dims}
@@ -105,7 +105,7 @@ def test_large_requests_with_hot_keys_are_right() -> None:
 
 
 def test_it_fills_to_nine_tenths_and_more() -> None:
-    """So many random keys as there is capacity fill more than nine tenths of it; those of half are all kept."""
+    """As many random keys as the capacity fill more than nine tenths of it; half as many are all kept."""
     with cache_of({"t": 4}, 1 << 24) as cache:
         capacity = cache.stats().capacity
         keys = np.random.default_rng(2).integers(LOWEST, HIGHEST, capacity)
@@ -256,7 +256,7 @@ def read_by_the_device(array: Any) -> Any:
 
 
 def test_rows_may_be_pinned_or_read_only_already() -> None:
-    """Memory that CuPy has pinned is used as it is, memory that must not be written to is read all the same."""
+    """Memory that CuPy has pinned is used unchanged; read-only memory is read, too."""
     from inference_session.device.pinned import pinned_empty
 
     rows = pinned_empty((100, 4), np.float32)
@@ -269,7 +269,7 @@ def test_rows_may_be_pinned_or_read_only_already() -> None:
 
 
 def test_rows_may_be_pinned_twice() -> None:
-    """Of two uses of the same rows, or of a part of them, the one that is left is read when the other has ended."""
+    """Two uses share rows or a part of them: when one has ended, the other can still be read."""
     rows = vectors_of(np.arange(100), 4)
     for part in (rows, rows[:50]):
         with pinned(rows) as whole:

@@ -14,7 +14,7 @@ from tests.testing.cache_contract import AMPLE_BYTES, EmbeddingCacheContract
 
 
 class TestNullEmbeddingCache(EmbeddingCacheContract):
-    """It keeps every promise but that of holding rows."""
+    """It keeps the whole contract, except that it holds no rows."""
 
     holds_rows = False
 

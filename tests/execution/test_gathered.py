@@ -1,4 +1,4 @@
-"""Requests whose arrays go straight to where a recorded batch reads them are answered as by any other way."""
+"""Requests whose arrays are copied straight into a recorded batch's inputs get the same answers as otherwise."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def native_request(rng: np.random.Generator, samples: int, length: int) -> Input
 
 
 def test_arrays_of_recorded_shapes_are_answered(native: Model, vectors: NDArray[np.float32]) -> None:
-    """One request or several, shapes in any order; a shape that has not been recorded is left to the other way."""
+    """One request or several, shapes in any order; a shape that is not recorded takes the other way."""
     rng = np.random.default_rng(1)
     shapes = [((3,), 4), ((2, 5), 1), ((1, 1), 4)]
     for sizes, length in shapes:
@@ -199,7 +199,7 @@ def test_packed_requests_of_another_kind_are_left_to_the_other_way(packed: tuple
 @pytest.mark.parametrize("by_column", [0, 1])
 @pytest.mark.parametrize(("dtype", "conversion"), [("int64", SAME), ("int32", SAME), ("uint32", FROM_UINT32)])
 def test_columns_are_copied_beside_each_other_or_apart(dtype: str, conversion: int, by_column: int) -> None:
-    """Some columns of a matrix, those of all requests behind each other."""
+    """Some columns of a matrix, of all requests one after the other."""
     matrices = [(np.arange(5 * n).reshape(n, 5) + 2**31 - 9 * n).astype(dtype) for n in (2, 3)]
     wanted = np.zeros((3, 5) if by_column else (5, 3), np.int64 if conversion != SAME else dtype)
     copy = np.zeros(1, COPY)

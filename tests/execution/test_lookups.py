@@ -1,4 +1,4 @@
-"""Which batches are laid out alike, so that a GPU may do again what it did for the last one."""
+"""Which batches are laid out alike, so that a GPU may repeat its work for the last one."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def replicas() -> Iterator[Replicas]:
 
 
 def test_one_after_the_other_they_take_turns(replicas: Replicas) -> None:
-    """Each in a thread of its own, always the same."""
+    """Each in its own thread, always the same."""
     threads = [replicas.run(lambda replica: (replica, threading.get_ident())) for _ in range(6)]
     assert [replica for replica, _ in threads] == [*replicas.all] * 3
     assert len({ident for _, ident in threads}) == 2
@@ -55,13 +55,13 @@ def test_errors_are_those_of_the_work(replicas: Replicas) -> None:
 
 
 def test_closed_replicas_do_nothing(replicas: Replicas) -> None:
-    """Whoever asks is told that the session is closed."""
+    """Callers get an error that says that the session is closed."""
     replicas.close()
     with pytest.raises(SessionClosedError):
         replicas.run(lambda _: None)
 
 
 def test_one_replica_works_in_the_thread_of_the_caller() -> None:
-    """Nothing is handed over where there is one device."""
+    """With one device nothing is handed to another thread."""
     only = Replicas([Replica(NO_NETWORK, NO_NETWORK, DeviceThread(HOST, is_own=False))])
     assert only.run(lambda _: threading.get_ident()) == threading.get_ident()

@@ -1,4 +1,4 @@
-"""Requests that compiled code stages are answered as those that take the way of all others."""
+"""Requests that compiled code stages get the same answers as on the general path."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_memory_of_any_kind_is_read(directory: Path, plain: InferenceSession, fo
 
 
 class Kind(np.ndarray[Any, Any]):
-    """A type of arrays of somebody else's."""
+    """A foreign subclass of arrays."""
 
 
 UNFIT = {
@@ -207,7 +207,7 @@ UNFIT = {
 def test_what_does_not_fit_is_left_to_the_plain_way(
     directory: Path, plain: InferenceSession, form: Any, name: str
 ) -> None:
-    """Which answers it, or says what is wrong; other requests of the batch are not concerned."""
+    """The general path answers it, or says what is wrong; other requests of the batch are not affected."""
     good = staged_model.inputs(6, np.random.default_rng(2))
     bad = {**good, name: form(good[name])}
     with InferenceSession.open(directory) as session:
@@ -347,7 +347,7 @@ def test_where_headers_cannot_be_read_nothing_is_staged(
 
 
 def test_headers_are_where_they_are_looked_for() -> None:
-    """On every Python and NumPy that is tested; else hotrow is slower than it need be."""
+    """On every Python and NumPy that is tested; else hotrow is slower than necessary."""
     assert array_headers.can_read_arrays()
 
 
@@ -374,7 +374,7 @@ def test_networks_may_refuse_values(tmp_path: Path) -> None:
 
 
 def test_outputs_whose_shapes_follow_from_values(tmp_path: Path) -> None:
-    """Are not bound to memory of one size for long."""
+    """Such outputs do not stay bound to memory of one size."""
     onnx.save(model_of("g (float[n] x) => (int64[1, m] y) { y = NonZero(x) }", {}), tmp_path / "m.onnx")
     engine = OnnxEngine(tmp_path / "m.onnx", num_threads=1)
     x = np.zeros(5, np.float32)
@@ -405,7 +405,7 @@ def test_a_bound_run_says_what_the_network_refuses(tmp_path: Path) -> None:
 
 
 def test_what_passes_through_a_network_is_not_the_memory_that_it_was_in(tmp_path: Path) -> None:
-    """The first run's outputs neither, which ONNX Runtime allocates."""
+    """Nor over the first run's outputs, which ONNX Runtime allocates."""
     onnx.save(model_of("g (float[n] x) => (float[n] y) { y = Identity(x) }", {}), tmp_path / "m.onnx")
     x = np.zeros(5, np.float32)
     run = OnnxEngine(tmp_path / "m.onnx", num_threads=1).bind({"x": x}, ["y"])

@@ -1,4 +1,4 @@
-"""HugeCTR's requests that compiled code stages are answered as those that take the way of all others."""
+"""HugeCTR's requests that compiled code stages get the same answers as on the general path."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ _MALFORMED = {
 def test_malformed_requests_are_answered_as_before(
     session: InferenceSession, plain: InferenceSession, key_type: str, case: str
 ) -> None:
-    """They get the messages of the plain way, alone and beside a good one, which gets its answer."""
+    """They get the messages of the general path, alone and next to a good one, which gets its answer."""
     rng = np.random.default_rng(0)
     good = bag_model.inputs(3, rng, key_type)
     bad = _MALFORMED[case](bag_model.inputs(4, rng, key_type, longest=4))

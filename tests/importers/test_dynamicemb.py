@@ -18,7 +18,7 @@ EXTREMES = np.array([-(2**63), -1, 0, 2**63 - 1], np.int64)
 
 
 def _dump(folder: Path, table: str, parts: list[np.ndarray], dim: int) -> dict[int, np.ndarray]:
-    """Files of as many ranks; the rows by key."""
+    """Files of this many ranks; returns the rows by key."""
     folder.mkdir(parents=True, exist_ok=True)
     rows: dict[int, np.ndarray] = {}
     for rank, keys in enumerate(parts):

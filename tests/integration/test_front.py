@@ -68,7 +68,7 @@ def nginx_of(served: Served) -> list[psutil.Process]:
 
 
 def tensors() -> list[Any]:
-    """A request's, for calls that tritonclient's `infer` is not."""
+    """Input tensors of a request, for calls other than tritonclient's `infer`."""
     made = []
     for name, array, datatype in (("ids", IDS, "INT64"), ("dense", DENSE, "FP32")):
         tensor = grpc_client.InferInput(name, list(array.shape), datatype)

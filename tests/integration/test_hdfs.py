@@ -55,7 +55,7 @@ def run(*arguments: str) -> None:
 
 
 def test_an_onnx_model_with_external_data_is_imported(remote: str, tmp_path: Path, cache: Path) -> None:
-    """The model and the files beside it that it names, and no others; nothing of it stays in the cache."""
+    """Only the model and the files next to it that it names are copied; none of them stays in the cache."""
     (tmp_path / "model").mkdir()
     path = write_split(tmp_path / "model")
     (tmp_path / "model" / "unrelated").write_bytes(b"1" * 100)
@@ -72,7 +72,7 @@ def test_an_onnx_model_with_external_data_is_imported(remote: str, tmp_path: Pat
 def test_a_damaged_copy_in_the_cache_is_copied_again(
     remote: str, tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What lies in the cache is read before it is used: a file without a manifest of its own has no other guard."""
+    """Cached files are read before they are used: a file without its own manifest has no other protection."""
     (tmp_path / "model").mkdir()
     upload(write_split(tmp_path / "model").parent, remote)
     copy = fetch(f"{remote}/model.onnx")

@@ -100,7 +100,7 @@ def test_a_lost_backend_process_is_replaced(serve: Serve, repository: Path, numb
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_health_notices_without_a_watchdog(serve: Serve, repository: Path, number: signal.Signals) -> None:
-    """Where nobody replaces a lost process, as on a server of others, `hotrow health` still tells."""
+    """If no launcher replaces a lost process, as on a server not started by us, `hotrow health` still reports it."""
     served = serve(repository)
     launcher = psutil.Process(served.process.pid)
     launcher.suspend()
@@ -129,7 +129,7 @@ def test_the_version_that_was_chosen_comes_back(serve: Serve, repository: Path) 
 
 
 def test_a_model_that_cannot_be_loaded_again_can_be_unloaded(serve: Serve, repository: Path) -> None:
-    """Whoever unloads it while that is tried again and again has the last word."""
+    """An unload wins over the retries of the load."""
     served = serve(repository)
     lost = served.stub("ctr")
     network = (repository / "ctr" / "2" / "dense.onnx").rename(repository / "dense.onnx")
@@ -151,7 +151,7 @@ def test_a_model_that_cannot_be_loaded_again_can_be_unloaded(serve: Serve, repos
 
 
 def test_a_load_that_is_under_way_when_a_process_is_lost_is_not_undone(serve: Serve, repository: Path) -> None:
-    """Who loads another version while the one that serves hangs gets that, whatever the watch-dog does about it."""
+    """Another version that is loaded while the serving one hangs is served, whatever the watch-dog does."""
     served = serve(repository)
     lost = served.stub("ctr")
 
@@ -220,7 +220,7 @@ def load_ctr(served: Served) -> None:
 
 
 def test_backend_processes_do_not_outlive_a_server_of_others(serve: Serve, repository: Path) -> None:
-    """Where nobody clears up after a killed server, they notice, end themselves and remove their memory."""
+    """If no launcher clears up after a killed server, they notice, exit and remove their shared memory."""
     served = serve(repository)
     launcher, *others = served.family()
     reaper = next(process for process in others if "reaper.py" in " ".join(process.cmdline()))

@@ -43,7 +43,7 @@ def test_the_page_has_each_metric_of_a_server_with_its_kind_and_labels(serve: Se
     write_ctr(version_dir)
     CliRunner().invoke(cli, ["push", str(version_dir), "--to", database], catch_exceptions=False)
     with (version_dir.parent / "config.pbtxt").open("a") as config:
-        # Nobody listens there, which is no reason not to serve.
+        # No broker listens there; the server must serve anyway.
         for name, value in {"persistent_store": database, "update_stream": "kafka://127.0.0.1:1"}.items():
             config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
     served = serve(tmp_path / "repository")
@@ -59,7 +59,7 @@ def test_the_page_has_each_metric_of_a_server_with_its_kind_and_labels(serve: Se
 
 
 def test_the_page_has_each_alert_its_first_steps_and_what_it_reads() -> None:
-    """No alert without a section, no section without an alert, and beside each metric the alerts that read it."""
+    """Every alert has a section, every section an alert, and each metric lists the alerts that read it."""
     assert set(re.findall(r"^### (\w+)$", METRICS_PAGE, re.MULTILINE)) == alerts().keys()
     reading: dict[str, set[str]] = {}
     for alert, condition in alerts().items():

@@ -213,7 +213,7 @@ def test_concurrent_requests_are_joined(served: Served) -> None:
 
 
 def test_flat_requests_are_joined_by_us(served: Served) -> None:
-    """A model with 1-D tensors, which Triton's batcher cannot join, is joined all the same."""
+    """A model with 1-D tensors, which Triton's batcher cannot join, is joined anyway."""
     rng = np.random.default_rng(1)
     requests = [
         {"item": rng.integers(0, NUM_ROWS, n), "price": rng.integers(0, 9, n).astype(np.float32)}

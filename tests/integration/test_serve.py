@@ -112,7 +112,7 @@ def test_serves_the_models_asked_for(serve: Serve, repository: Path) -> None:
 
 
 def test_listens_on_this_machine_only(serve: Serve, repository: Path) -> None:
-    """Without --host nobody from outside can connect."""
+    """Without --host no other machine can connect."""
     served = serve(repository)
 
     listening = {

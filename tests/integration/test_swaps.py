@@ -290,11 +290,11 @@ def wait_for_canary(version_dir: Path, pipe: Path) -> None:
 
 @contextlib.contextmanager
 def opened_pipe(pipe: Path) -> Iterator[None]:
-    """Open it for writing once somebody waits for what is written, and write nothing."""
+    """Open it for writing once a reader waits, and write nothing."""
     handles: list[int] = []
 
     def is_read() -> bool:
-        with contextlib.suppress(OSError):  # nobody reads it yet
+        with contextlib.suppress(OSError):  # no process reads it yet
             handles.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
         return bool(handles)
 

@@ -59,7 +59,7 @@ def lose_backend_process(served: Served) -> None:
 def test_a_server_with_tls_answers_those_who_know_its_authority(
     serve: Serve, repository: Path, authority: Authority, tmp_path: Path
 ) -> None:
-    """Only TLS is spoken over gRPC, HTTP stays on this machine, and whoever is refused is told why."""
+    """Only TLS is spoken over gRPC, HTTP stays on this machine, and refused clients get the reason."""
     served = serve(repository, "--host", "0.0.0.0", *tls_flags(authority.issue("localhost")))  # noqa: S104  of this test
     stranger = new_authority(tmp_path / "stranger")
 
@@ -69,7 +69,7 @@ def test_a_server_with_tls_answers_those_who_know_its_authority(
         (("--tls-ca", stranger.file), "not signed by the authority"),
         (("--tls-ca", authority.file), "another host name"),
     ):
-        # On a busy machine there may be no answer in time, which has a reason of its own.
+        # On a busy machine the answer may come too late, which is a different reason.
         wait_until(
             lambda options=options, reason=reason: is_refused(served, options, reason),  # type: ignore[misc]
             f"the reason {reason!r}",

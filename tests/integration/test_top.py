@@ -69,7 +69,7 @@ class _Terminal:
     def _has_ended(self) -> bool:
         """Whether it has, and all is read that it has drawn."""
         ended = self.process.poll() is not None
-        with contextlib.suppress(OSError):  # a terminal that nobody writes to any more cannot be read
+        with contextlib.suppress(OSError):  # a terminal without a writer cannot be read
             while select.select([self._ours], [], [], 0)[0] and (data := os.read(self._ours, 1 << 16)):
                 self.drawn += data.decode(errors="replace")
         return ended
@@ -105,7 +105,7 @@ def test_one_picture(served: Served) -> None:
 def test_live_through_a_swap_and_a_restart(serve: Serve, tmp_path: Path) -> None:
     """A new version, the end of the server and its return are seen in one view, which Ctrl-C ends cleanly."""
     write_ctr(tmp_path / "ctr" / "1")
-    # Not one that the kernel chooses: asked again and again while nobody listens, it would give that to the client.
+    # Not a port that the kernel chooses: while nothing listens on it, the kernel could give it to the client's socket.
     port = str(free_port())
     served = serve(tmp_path, "--metrics-port", port)
     top = _Terminal("--metrics-url", served.metrics, "--interval", "0.2")

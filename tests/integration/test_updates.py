@@ -71,7 +71,7 @@ def test_published_rows_are_served(serve: Serve, tmp_path: Path) -> None:
 
 
 def test_announced_versions_are_served(serve: Serve, tmp_path: Path) -> None:
-    """By `hotrow follow` beside a server; what is no number, or cannot be loaded, leaves the old version serving."""
+    """By `hotrow follow` next to a server; if a message is no number, or a load fails, the old version serves on."""
     repository, trained = tmp_path / "repository", tmp_path / "trained"
     version = repository / "small" / "1"
     small_model.write(version)

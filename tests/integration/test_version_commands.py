@@ -313,7 +313,7 @@ def test_health_of_a_stopped_server(server: Served) -> None:
     process = server.server()
     process.suspend()
     try:
-        # Each of its threads stops at a moment of its own.
+        # Its threads stop at different moments.
         wait_until(lambda: _is_stopped(process), "the server to stop")
         line = fail("health", "--model", "flat", "--url", server.grpc)
     finally:

@@ -95,7 +95,7 @@ def test_tritons_own_parameters_are_none_of_ours(serve: Serve, repository: Path)
 
 
 def test_metrics_may_be_off(serve: Serve, repository: Path) -> None:
-    """A server without metrics serves all the same."""
+    """A server without metrics serves anyway."""
     served = serve(repository, "--", "--allow-metrics=false")
 
     with served.grpc_client() as client:

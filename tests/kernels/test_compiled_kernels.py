@@ -66,7 +66,7 @@ def test_whoever_compiles_says_so_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_kernels_that_an_image_ships_are_found_in_an_empty_volume(tmp_path: Path) -> None:
-    """Numba itself uses no folder that it cannot write to; one that holds something is left as it is."""
+    """Numba itself uses no folder that it cannot write to; a folder that is not empty is left unchanged."""
     (tmp_path / "outer.py").write_text(OUTER)
     assert run_outer(tmp_path, "a + 1") == [20, 0]
     volume, shipped = tmp_path / "volume/kernels", str(tmp_path / "compiled")
@@ -106,7 +106,7 @@ def test_damaged_machine_code_is_compiled_anew(suffix: str, size: int, tmp_path:
 
 @pytest.mark.slow
 def test_a_full_disk_keeps_nothing_and_fails_nothing(tmp_path: Path) -> None:
-    """Machine code that cannot be kept is used all the same."""
+    """Machine code that cannot be saved is used anyway."""
     full = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
     (tmp_path / "outer.py").write_text(full + OUTER)
     assert run_outer(tmp_path, "a + 1") == [20, 0]
@@ -148,7 +148,7 @@ class Planted:
 
 
 def test_who_may_write_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The owner and root may, and a group in which nobody else is. Other owners, groups and all users are told."""
+    """The owner, root, and a group without other members may. Other owners and groups, and all users, are reported."""
     (tmp_path / "file").touch(0o644)
     assert open_to_others(tmp_path / "file") is None
     assert open_to_others(tmp_path / "absent") is None

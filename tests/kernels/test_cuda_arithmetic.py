@@ -94,7 +94,7 @@ def test_bits_become_bytes(bits: int) -> None:
 @settings(max_examples=50)
 @given(first=st.integers(0, 2**32 - 1), second=st.integers(0, 2**32 - 1))
 def test_lanes_are_ordered_by_class(first: int, second: int) -> None:
-    """Each lane is there once: those of the first set, of the second, the others, each as they were."""
+    """Each lane occurs once: those of the first set, of the second, then the others, each set in its old order."""
     order = gpu_model.in_order(first, second & ~first)
     rank = [0 if first >> lane & 1 else 1 if second >> lane & 1 else 2 for lane in range(gpu_model.LANES)]
     assert order == sorted(range(gpu_model.LANES), key=lambda lane: rank[lane])

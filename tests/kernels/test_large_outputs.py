@@ -20,7 +20,7 @@ NUM_ROWS = 3000
 @pytest.mark.parametrize("dim", [16, 128, 130, 512])
 @pytest.mark.parametrize("is_hashed", [True, False])
 def test_large_outputs(tmp_path: Path, is_hashed: bool, dim: int, offset: int) -> None:
-    """Every vector is in its place, unknown keys leave theirs as it was, and nothing is written beside the output."""
+    """Every vector is in its place, unknown keys leave theirs unchanged, and nothing is written outside the output."""
     rng = np.random.default_rng(dim)
     vectors = rng.standard_normal((NUM_ROWS, dim), np.float32)
     known = rng.permutation(NUM_ROWS) * 1000 - 500_000 if is_hashed else np.arange(NUM_ROWS)

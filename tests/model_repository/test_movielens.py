@@ -40,7 +40,7 @@ def test_answers_as_plain_onnx_runtime_did(version: Path, expected: dict[str, An
 
 
 def test_unknown_ids_are_answered_as_id_zero(version: Path, expected: dict[str, Any]) -> None:
-    """A user whom the tables do not hold is an unknown user, of whom the history may tell."""
+    """A user whom the tables do not hold is an unknown user, whose history still counts."""
     with InferenceSession.open(version) as session:
         inputs = {tensor.name: expected[tensor.name] for tensor in session.spec.inputs}
         new = session.predict({**inputs, "user_id": np.full_like(inputs["user_id"], 5000)})
@@ -50,7 +50,7 @@ def test_unknown_ids_are_answered_as_id_zero(version: Path, expected: dict[str, 
 
 
 def test_users_and_movies_are_tables(version: Path) -> None:
-    """What the example is there to show: look-ups, one table read by several inputs."""
+    """The example shows look-ups, and one table that several inputs read."""
     with InferenceSession.open(version) as session:
         rows = {table.name: table.num_rows for table in session.spec.tables}
         keys = {lookup.keys for lookup in session.spec.lookups if lookup.table == "movies_weight"}

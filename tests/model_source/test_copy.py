@@ -29,7 +29,7 @@ _BIG = 5_000_000
 
 @pytest.fixture(params=["local", "hdfs"])
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A place that is not there yet, in a folder that is not either."""
+    """A place that does not exist yet, in a folder that does not exist either."""
     if request.param == "local":
         return str(tmp_path / "target" / "of" / "copy")
     hdfs: Hdfs = request.getfixturevalue("hdfs")
@@ -54,7 +54,7 @@ def origin(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many chunks of a small file."""
+    """Chunks so small that a small file has many."""
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 300_000)
 
 
@@ -72,7 +72,7 @@ def contents(place: str) -> dict[str, bytes | None]:
 
 
 def folder_of(place: str) -> list[str]:
-    """Names beside a place, its own among them."""
+    """Names in the folder that holds a place, its own included."""
     with create_source(place.rpartition("/")[0]) as source:
         return [entry.path for entry in source.entries() if "/" not in entry.path]
 
@@ -96,7 +96,7 @@ def interrupted_after(num_bytes: int) -> Callable[[int], None]:
 
 
 def test_the_target_is_the_source(origin: str, target: str) -> None:
-    """All files and folders arrive, those that are empty too, nothing else is beside them, and all bytes are told."""
+    """All files and folders arrive, empty ones too; nothing else is next to them, and all bytes are reported."""
     told: list[int] = []
     copy(origin, target, told.append)
     assert contents(target) == contents(origin)
@@ -111,7 +111,7 @@ def test_a_single_file_is_copied(origin: str, target: str) -> None:
 
 
 def test_a_target_that_exists_is_refused(origin: str, target: str) -> None:
-    """Nothing is ever replaced, and nothing put into a folder that is there."""
+    """Nothing is ever replaced, and nothing is put into a folder that exists."""
     copy(f"{origin}/key", target)
     with pytest.raises(ConfigurationError, match="copy: already exists"):
         copy(origin, target)
@@ -133,7 +133,7 @@ def test_a_target_that_is_there_already_is_compared(origin: str, target: str) ->
 def test_a_copy_killed_between_its_last_steps_is_tidied_up(
     origin: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A target that is whole, beside what its run had no time to remove, is completed by the same command."""
+    """The same command completes a whole target whose run did not get to remove its temporary files."""
     with monkeypatch.context() as patch:
         patch.setattr(StagedCopy, "tidy_up", lambda _self: interrupted_after(0)(0))
         with pytest.raises(_InterruptError):
@@ -292,7 +292,7 @@ def test_a_killed_command_is_completed_by_the_next(hdfs: Hdfs, tmp_path: Path) -
 
 
 def num_staged(place: ModelSource, name: str) -> int:
-    """Bytes that wait beside a target."""
+    """Bytes that are staged next to a target."""
     if place.stat(f".tmp-{name}/content") is None:
         return 0
     return sum(entry.num_bytes for entry in place.entries(f".tmp-{name}/content"))

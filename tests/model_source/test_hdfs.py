@@ -66,7 +66,7 @@ def test_nobody_at_the_port(impatient: None) -> None:
 
 
 def test_the_wrong_port(hdfs: Hdfs) -> None:
-    """The NameNode's RPC port, which Hadoop's own hdfs:// URLs have, is told from the one that is needed."""
+    """The NameNode's RPC port, which Hadoop's own hdfs:// URLs have, is told apart from the one that is needed."""
     with pytest.raises(SourceError, match=f"127.0.0.1:{hdfs.rpc_port} does not answer as WebHDFS"):
         create_source(f"hdfs://127.0.0.1:{hdfs.rpc_port}/a").stat("")
 
@@ -88,7 +88,7 @@ FILE = {"pathSuffix": "b", "type": "FILE", "length": 5, "modificationTime": 1}
     ids=str,
 )
 def test_a_folder_holds_plain_files(child: dict[str, object]) -> None:
-    """A child's name that would lead elsewhere, or that is there twice, and a size that is none, are no NameNode's."""
+    """A listing with a name that leads elsewhere or occurs twice, or an invalid size, is not a NameNode's."""
     children = [{**FILE, "pathSuffix": "a"}, {**FILE, **child}]
     body = {"FileStatus": {**FILE, "type": "DIRECTORY"}, "FileStatuses": {"FileStatus": children}}
     with (
@@ -146,7 +146,7 @@ def test_authentication_must_be_complete(kind: str, said: str, monkeypatch: pyte
 
 
 def test_permissions_are_those_of_the_user(hdfs: Hdfs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """HADOOP_USER_NAME says who writes; who may not is told so."""
+    """HADOOP_USER_NAME says who writes; a user without permission gets an error that says so."""
     monkeypatch.setenv("HADOOP_USER_NAME", "somebody")
     with create_source(hdfs.url + "/") as source, pytest.raises(SourceError, match="denied: user=somebody"):
         source.make_folder("theirs")

@@ -87,7 +87,7 @@ class SourceContract:
         assert 0 <= asked[-1] <= 3_000_000
 
     def test_a_rename_never_replaces(self, source: ModelSource) -> None:
-        """A folder moves to where nothing is; onto a file or folder that exists it does not, and stays."""
+        """A folder moves to a free place; it does not move onto a file or folder that exists, and stays."""
         put(source, "one/file", b"1")
         source.make_folder("two")
         put(source, "three", b"3")

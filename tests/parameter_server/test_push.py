@@ -216,7 +216,7 @@ def test_names_that_others_gave_are_shown_and_not_obeyed() -> None:
 
 
 def test_a_key_that_is_no_hash_is_named() -> None:
-    """Who looks into a store is told what is wrong with which key."""
+    """`hotrow inspect` says what is wrong with which key."""
     with RedisServer() as server, server.client() as client:
         client.set("hps_et{hps_et.ctr@3.user/p2}v", "text")
         with pytest.raises(StoreError, match=r"hps_et\{hps_et\.ctr@3\.user/p2\}v'.*WRONGTYPE"):

@@ -32,7 +32,7 @@ DIMS = {table.folder: table.embedding_dim for table in small_model.TABLES}
     ],
 )
 def test_the_newest_up_to_the_current_one_are_kept(versions: str, num_kept: int, retired: str) -> None:
-    """Of versions before 4, by number; later ones and other names are nobody's to remove."""
+    """Of versions before 4, by number; later ones and other names are never removed."""
     assert retired_versions(versions.split(), "4", num_kept) == retired.split()
 
 

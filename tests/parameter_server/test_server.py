@@ -457,7 +457,7 @@ def test_the_first_write_goes_to_a_known_incarnation(make: Callable[..., Stack])
     tier.store = replaced
     stack.volatile.insert("user", KEYS[:1], -VECTORS[:1])
     stack.server.insert("user", KEYS[:1], VECTORS[:1])
-    stack.volatile.insert("user", KEYS[:1], -VECTORS[:1])  # the older row is there again
+    stack.volatile.insert("user", KEYS[:1], -VECTORS[:1])  # the store has the older row again
     wait_until(lambda: dropped == ["user"] and tier.failure is None, "the loss to be noticed")
     assert_same_bits(stack.fetch(KEYS[:1])[1], VECTORS[:1])
     assert tier.outages == 1
@@ -610,7 +610,7 @@ def test_promotions_are_bounded(make: Callable[..., Stack]) -> None:
 
 
 def test_a_closed_server_refuses(make: Callable[..., Stack]) -> None:
-    """After close, which may be called twice, a fetch is an error; nothing waits for ever."""
+    """After close, which may be called twice, a fetch is an error; nothing waits without end."""
     stack = make()
     stack.server.close()
     stack.server.close()

@@ -68,7 +68,7 @@ class TestTableFiles(ReadContract):
             yield store
 
     def test_writes_are_refused(self, filled: TableFileStore) -> None:
-        """A store that takes no writes says so beforehand, and when it is asked all the same."""
+        """A store that takes no writes says so beforehand, and refuses a write that is tried anyway."""
         assert not filled.supports_writes
         for call in (
             lambda: filled.insert("user", keys_of(1), random_vectors(1, 4)),

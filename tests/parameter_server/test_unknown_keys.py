@@ -95,7 +95,7 @@ def test_a_key_asked_for_while_its_row_is_written_is_not_unknown() -> None:
 
 
 def test_keys_asked_for_in_an_outage_are_not_remembered() -> None:
-    """A key that only the dead tier has is there as soon as that tier is."""
+    """A key that only the dead tier has is found as soon as that tier is back."""
     memory, faults = MemoryStore(DIMS), [UnavailableError("gone")]
     insert(memory, 3, 30)
     tiers = [

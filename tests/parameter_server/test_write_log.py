@@ -43,7 +43,7 @@ def test_the_rows_of_later_writes_are_written(
 
 
 def test_few_rows_share_a_place() -> None:
-    """Of a thousand rows beside a thousand that are written, nearly none seem to be."""
+    """After a thousand rows are written, nearly none of a thousand others count as written."""
     log = WriteLog()
     log.add("user", np.arange(1000))
     assert log.written("user", np.arange(1000), 0).all()

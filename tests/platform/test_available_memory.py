@@ -43,7 +43,7 @@ def test_a_container_has_less(root: Path, most: str, left: int) -> None:
 
 
 def test_a_system_that_does_not_tell_has_none(tmp_path: Path) -> None:
-    """0, as the caller is told."""
+    """It is 0, as documented."""
     assert available_bytes(tmp_path) == 0
 
 

@@ -94,7 +94,7 @@ def test_how_a_file_is_mapped(tmp_path: Path, keeps_large_pages: bool) -> None:
 
 
 def test_appending(tmp_path: Path) -> None:
-    """Rows may be added to a file that is there."""
+    """Rows may be added to a file that exists."""
     path = tmp_path / "rows"
     path.write_bytes(b"one")
     with open_for_writing(path, "ab") as file:

@@ -61,7 +61,7 @@ def test_requests_of_hps_are_answered_at_once(
 
 
 def test_a_request_may_ask_for_nothing_beside_one_that_asks(session: InferenceSession) -> None:
-    """And a wrong one beside them is answered alone."""
+    """And a wrong one among them gets its own error."""
     good = _request(([1], [2, 3]))
     wrong = {**good, "NUMKEYS": np.array([[1, 1]], np.int32)}
 

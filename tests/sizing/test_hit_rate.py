@@ -22,7 +22,7 @@ _KEYS = st.lists(st.integers(-3, 12) | st.sampled_from([2**63 - 1, -(2**63)]), m
 
 
 def _lru_hits(keys: NDArray[np.int64], capacity: int) -> int:
-    """What a plain LRU cache of so many rows answers."""
+    """The number of hits of a plain LRU cache of this many rows."""
     cached: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for key in keys.tolist():

@@ -30,7 +30,7 @@ def _only_folder(path: Path) -> Path:
 
 
 def test_a_session_records_its_keys(tmp_path: Path) -> None:
-    """Every key of every look-up is there by table, in order, and nothing of what warms the session up."""
+    """Every key of every look-up is recorded by table, in order; keys of the warm-up are not."""
     small_model.write(tmp_path / "ctr" / "3")
     rng = np.random.default_rng(0)
     requests = [small_model.random_inputs(n, rng) for n in (1, 4, 9)]

@@ -37,7 +37,7 @@ finite_rows = rows_up_to(LARGEST_INT8)
 
 @given(finite_rows)
 def test_int8_vectors_keep_their_error_bound(vectors: np.ndarray) -> None:
-    """Half a step of (max - min) / 255 of the row, beside float32 rounding of its largest element."""
+    """Half a step of (max - min) / 255 of the row, plus float32 rounding of its largest element."""
     exact = vectors.astype(np.float64)
     error = np.abs(dequantize_int8(quantize_int8(vectors)) - exact)
     span = exact.max(axis=1) - exact.min(axis=1)

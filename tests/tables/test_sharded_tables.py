@@ -49,7 +49,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[TableFile]:
 
 
 def devices_of(count: int) -> list[Any]:
-    """So many, on as many GPUs as there are."""
+    """This many, on as many GPUs as there are."""
     import cupy
 
     from inference_session.device.cuda import CudaDevice
@@ -122,7 +122,7 @@ def test_rows_are_divided_evenly(tables: list[Any], files: list[TableFile]) -> N
 
 
 def test_the_largest_table_is_sharded_where_it_must_be(files: list[TableFile]) -> None:
-    """Within a budget that holds half of it, beside copies of the others; with a smaller one it stays on the host."""
+    """With a budget for half of it and copies of the others; with a smaller one it stays on the host."""
     from inference_session.device.placement import bytes_on_each
     from inference_session.tables.placed_tables import open_cuda_tables
 

@@ -1,4 +1,4 @@
-"""The index file: built once, found stale when it is, never half there."""
+"""The index file: built once, found stale when it is, never half-written."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_same_keys_give_the_same_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["absent", "empty", "foreign", "truncated", "longer", "of other keys"])
 def test_a_bad_index_is_built_anew(damage: str, tmp_path: Path) -> None:
-    """Opening needs no good index file, but one is there afterwards; who insists on one gets the reason."""
+    """Opening needs no good index file and leaves one behind; callers that insist on one get the reason."""
     keys = random_keys(100)
     build_index(tmp_path, random_keys(100, seed=1) if damage == "of other keys" else keys)
     path = tmp_path / "index"

@@ -14,7 +14,7 @@ from tests.testing.small_version import SmallVersion
 
 @pytest.fixture(scope="session")
 def broker() -> Iterator[Broker]:
-    """One broker for all tests that leave it as it is."""
+    """One broker for all tests that leave it unchanged."""
     with Broker() as broker:
         yield broker
 

@@ -36,7 +36,7 @@ def await_version(announcements: Announcements, version: int) -> None:
 
 
 def test_the_last_announcement_counts_and_is_told_once(broker: Broker, small: SmallVersion) -> None:
-    """Also one from before; one that comes later is told when it comes, even if it is the same number."""
+    """Also an earlier one; a later one is reported when it comes, even if it is the same number."""
     with follow(broker, small) as announcements:
         assert announcements.newest(0.1) is None
         announce(broker, small, 5, 7)

@@ -196,7 +196,7 @@ def test_malformed_urls_are_refused(text: str) -> None:
 
 
 def test_a_urls_password_may_stand_in_a_file(tmp_path: Path) -> None:
-    """It reaches the client's settings and no text; a user is needed beside it."""
+    """It is in the client's settings and in no text; a user is required, too."""
     (tmp_path / "secret").write_text("hidden\n", encoding="utf-8")
     text = f"kafka://me@one:1?password_file={tmp_path}/secret"
     url = KafkaUrl.parse(text)
@@ -212,7 +212,7 @@ def test_a_urls_password_may_stand_in_a_file(tmp_path: Path) -> None:
 
 
 def test_urls_keep_their_password() -> None:
-    """It reaches the client's settings and no text."""
+    """It is in the client's settings and in no text."""
     url = KafkaUrl.parse("kafka://me:secret@one:1,two?security_protocol=sasl_ssl&tls_ca_certificate=/ca")
 
     assert url.brokers == ("one:1", "two:9092")

@@ -178,7 +178,7 @@ class Hostile:
         return row in self.sent[key]
 
     def expected(self) -> dict[int, tuple[float, ...] | None]:
-        """The rows of the topic as it is, read by a plain consumer; None: deleted."""
+        """The rows of the topic now, read by a plain consumer; None: deleted."""
         messages = self.broker.messages(self.topic) if self.topic in self.topics() else []
         updates = decode([(message.key(), message.value()) for message in messages], DIM)
         rows = dict(zip(updates.keys.tolist(), map(tuple, updates.vectors.tolist()), strict=True))

@@ -24,7 +24,7 @@ for number in range(5):
 
 
 def test_changes_in_quick_succession_do_not_end_the_process(broker: Broker) -> None:
-    """The client library would, by an assertion of its own."""
+    """The client library would, by a failed assertion."""
     broker.send("often", *[(b"key", b"value")] * 50)
 
     done = subprocess.run([sys.executable, "-c", ASSIGN_OFTEN, broker.url], capture_output=True, text=True, check=False)

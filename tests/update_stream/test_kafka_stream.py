@@ -115,7 +115,7 @@ def test_updates_never_tear_or_hide_rows(broker: Broker, small: SmallVersion) ->
 
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Brokers, and whoever else writes to a store, may take as long as a busy machine needs."""
+    """Brokers, and other writers of a store, may take as long as a busy machine needs."""
     monkeypatch.setattr(kafka_stream, "_BROKER_S", PATIENCE_S / 2)
     monkeypatch.setattr(update_applier, "_FOLLOW_S", PATIENCE_S / 2)
 
@@ -235,7 +235,7 @@ def test_a_vanished_topic_is_survived(broker: Broker, small: SmallVersion) -> No
 
 
 def test_a_lost_broker_is_survived(small: SmallVersion) -> None:
-    """Serving goes on meanwhile, the failure is told, and what comes later is served."""
+    """Serving goes on meanwhile, the failure is reported, and later rows are served."""
     with Broker() as broker, InferenceSession.open(small.directory, update_stream=broker.url) as session:
         topic = small.topic("user_weight")
         broker.send(topic, (packed(1)[0], vectors(1).tobytes()), (packed(2)[0], vectors(2).tobytes()))
@@ -292,7 +292,7 @@ def test_updates_reach_every_tier_and_the_cache(
 
 
 def test_who_cannot_write_follows_who_does(broker: Broker, small: SmallVersion, tmp_path: Path, patience: None) -> None:
-    """Of two sessions on one RocksDB both serve every update, from a Redis of its own too; the second takes over."""
+    """Two sessions on one RocksDB both serve every update, also each with its own Redis; the second takes over."""
     database = f"rocksdb://{tmp_path}/db"
     push(small.directory, database)
     keys = small.tables["hashed/key"]
@@ -397,7 +397,7 @@ def test_a_session_that_ends_while_it_is_held_writes_nothing_more(broker: Broker
 
 
 def test_a_session_that_is_held_does_not_write_what_a_store_has_refused(broker: Broker, small: SmallVersion) -> None:
-    """It waits for a store that is out, and is held all the same; its successor writes newer rows meanwhile."""
+    """It waits for a store that is down and is held meanwhile; its successor writes newer rows."""
     with RedisServer() as redis:
         settings = {"volatile_store": redis.url, "update_stream": broker.url, "store_timeout_ms": 500}
         with (
@@ -419,7 +419,7 @@ def test_a_session_that_is_held_does_not_write_what_a_store_has_refused(broker: 
 
 
 def test_rows_do_not_grow_older_when_new_content_takes_over(broker: Broker, small: SmallVersion) -> None:
-    """A row is published again and again; who has seen one sees none before it, whichever content answers."""
+    """A row is published again and again; a reader never sees an older one, whichever content answers."""
     ending = threading.Event()
     failed: list[tuple[float, float]] = []
 

@@ -97,7 +97,7 @@ def test_a_topic_that_is_still_the_same_goes_on(log: Log, num_more: int, dropped
 
 @pytest.mark.parametrize("topic_id", ["", "id"])
 def test_offsets_of_before_identities_were_noted_prove_nothing(topic_id: str) -> None:
-    """The partition is read again, and the reason is told."""
+    """The partition is read again, and the reason is returned."""
     positions = Positions()
     positions.topic_ids = {"topic": topic_id} if topic_id else {}
 

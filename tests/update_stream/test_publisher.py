@@ -95,7 +95,7 @@ def test_a_table_of_a_version_goes_by_its_folder(broker: Broker, small: SmallVer
 
 @pytest.mark.parametrize("damaged", ["new", "old"])
 def test_a_damaged_version_is_not_published(damaged: str, broker: Broker, small: SmallVersion, tmp_path: Path) -> None:
-    """Nor is one compared with it: servers would apply rows that nobody has trained."""
+    """Nor is a version compared with it: servers would apply rows that no training wrote."""
     copy = shutil.copytree(small.directory, tmp_path / "ctr" / "2")
     path = copy / "tables" / "hashed" / "emb_vector"
     path.write_bytes(path.read_bytes()[:-1] + b"\x55")
@@ -127,7 +127,7 @@ def test_only_what_differs_is_published(broker: Broker, small: SmallVersion, tmp
 
 
 def test_a_silent_or_absent_broker_is_an_error(small: SmallVersion) -> None:
-    """It is named, in time, whether nobody listens or nobody answers."""
+    """The error names it in time, whether it does not listen or does not answer."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         with pytest.raises(UnavailableError, match=f"no Kafka broker answers at 127.0.0.1:{port} within 1 s"):
@@ -144,7 +144,7 @@ def test_an_option_with_an_impossible_value_is_refused(kind: Callable[[KafkaUrl,
 
 
 def test_a_broker_that_dies_is_no_silent_loss(small: SmallVersion) -> None:
-    """What it had not confirmed is an error at the latest when the publisher is closed."""
+    """Rows that it has not confirmed are an error, at the latest when the publisher is closed."""
     # Time enough for a busy machine to confirm the first row; the second is waited for as long.
     with Broker() as broker, Publisher(broker.url, small.model, timeout_s=6) as publisher:
         publisher.publish("hashed", [1], np.zeros((1, 2)))

@@ -25,7 +25,7 @@ def stats() -> StreamStats:
 
 
 def test_a_failure_is_logged_when_it_begins_and_ends(stats: StreamStats, caplog: pytest.LogCaptureFixture) -> None:
-    """All of them are counted, and the last one is told while it lasts."""
+    """All failures are counted, and the last one is reported while it lasts."""
     with caplog.at_level(logging.INFO, LOGGER):
         stats.fail("no broker")
         stats.fail("still none")

@@ -122,7 +122,7 @@ def test_tensors_are_found_wherever_they_are(place: Callable[[TensorProto], onnx
 
 
 def test_tensors_in_functions_are_found(tmp_path: Path) -> None:
-    """A function's body is a list of nodes of its own."""
+    """A function's body is a separate list of nodes."""
     node = helper.make_node("Constant", [], ["c"], value=external("weights"))
     function = helper.make_function("own", "f", [], ["c"], [node], [helper.make_opsetid("", 17)])
     model = helper.make_model(helper.make_graph([], "g", [], []), functions=[function])

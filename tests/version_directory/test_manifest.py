@@ -103,7 +103,7 @@ def test_a_foreign_manifest_is_refused(version: Path, text: str) -> None:
 
 @pytest.mark.parametrize("name", ["session.json", "tables/user/emb_vector"])
 def test_a_manifest_that_leaves_out_a_file_is_refused(name: str, version: Path) -> None:
-    """Nobody would notice damage of a file that is read and not listed."""
+    """Damage of a file that is read but not listed would go unnoticed."""
     path = version / manifest.MANIFEST_FILE
     document = json.loads(path.read_text(encoding="utf-8"))
     del document["files"][name]

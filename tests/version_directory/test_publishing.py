@@ -1,4 +1,4 @@
-"""Publishing a version directory: verified, whole or not at all, and no disk spent on what is there already."""
+"""Publishing a version directory: verified, whole or not at all, and no disk spent on files that exist already."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_a_damaged_file_of_an_earlier_version_is_not_shared(
 def test_a_file_of_an_earlier_version_that_cannot_be_read_is_not_shared(
     folder: Path, repository: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A sector of the disk that fails keeps nobody from publishing good files."""
+    """A failing sector of the disk does not prevent publishing good files."""
     first = publish_version(folder, repository, "ctr").version_dir
     unreadable = first / "tables" / "hashed" / "key"
     sha256_of = manifest.sha256_of
@@ -179,7 +179,7 @@ def test_a_link_in_an_earlier_version_is_not_shared(folder: Path, repository: Pa
 
 @pytest.mark.parametrize("place", ["the earlier version", "the folder"])
 def test_a_damaged_index_is_not_taken(place: str, folder: Path, repository: Path) -> None:
-    """An index hides keys where its buckets are damaged: none is better, as it is then built."""
+    """An index with damaged buckets hides keys: it is better to have none, which is then built."""
     InferenceSession.open(folder).close()
     first = publish_version(folder, repository, "ctr").version_dir
     damaged = first if place == "the earlier version" else folder

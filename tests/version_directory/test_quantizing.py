@@ -70,7 +70,7 @@ def test_only_tables_that_become_smaller_change(dtype: VectorType, expected: lis
 
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
 def test_rows_are_what_the_types_keep_of_them(dtype: VectorType, version_dir: Path, tmp_path: Path) -> None:
-    """Each row of the new version is the old row, stored as the new type; the old version stays as it is."""
+    """Each row of the new version is the old row, stored as the new type; the old version stays unchanged."""
     before = {path: path.read_bytes() for path in version_dir.rglob("*") if path.is_file()}
     quantize_version(version_dir, version_dir.with_name("2"), dtype)
 

@@ -279,7 +279,7 @@ def test_a_replaced_session_is_gone_at_once(directory: Path, tmp_path: Path) -> 
             del session
             retrain(directory)
             assert versions.update()
-            # A thread may hold it for a moment, which has just done something for it.
+            # A thread that has just worked for it may hold it for a moment.
             wait_until(lambda: replaced() is None, "the replaced session to be gone")
     finally:
         gc.enable()

@@ -1,4 +1,4 @@
-"""Graph JSON and dense files: what is damaged or hostile is named, never a crash."""
+"""Graph JSON and dense files: damaged or hostile parts are named, and never crash the importer."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_damaged_graph_is_an_error_with_line_layer_and_field(
 
 
 def test_an_error_names_the_line_of_the_field(tmp_path: Path) -> None:
-    """The line is that of the very field, though its name occurs in many layers."""
+    """The line is that of the field itself, although its name occurs in many layers."""
     content = document()
     content["layers"][5]["fc_param"]["num_output"] = "many"
     graph = read(content, tmp_path)
@@ -162,7 +162,7 @@ def test_an_error_names_the_line_of_the_field(tmp_path: Path) -> None:
 
 
 def test_an_embedding_behind_a_dense_layer_is_an_error(tmp_path: Path) -> None:
-    """HugeCTR stops looking for embeddings at the first other layer; here that is said."""
+    """HugeCTR stops looking for embeddings at the first other layer; the importer says so."""
     content = document()
     content["layers"].insert(4, content["layers"].pop(2))
 
@@ -188,7 +188,7 @@ def test_what_is_no_json_is_an_error_with_its_line(text: str, expected: str, tmp
 
 
 def test_too_many_layers_are_refused(tmp_path: Path) -> None:
-    """A file cannot make the importer work without bound."""
+    """No file makes the importer work without end."""
     content = document()
     content["layers"] += [{"type": "ReLU", "bottom": "emb", "top": "x"}] * 10_001
 
@@ -197,7 +197,7 @@ def test_too_many_layers_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    """No file, or one that is no text."""
+    """A missing file, or one that is not text."""
     with pytest.raises(ModelFormatError, match=r"none.json: cannot be read"):
         read_graph(tmp_path / "none.json")
     (tmp_path / "graph.json").write_bytes(b"\xff\xfe\x00")
@@ -225,7 +225,7 @@ def test_a_loss_that_does_not_fit_is_an_error(change: Document, expected: str, t
 
 
 def test_a_label_with_two_losses_is_an_error(tmp_path: Path) -> None:
-    """Which of them is the answer, nobody could say."""
+    """It would be unclear which of the two is the answer."""
     content = document()
     content["layers"].append(content["layers"][-1])
     (tmp_path / "dense.model").write_bytes(bytes(4 * 12))

@@ -52,7 +52,7 @@ def entries(cache: Path) -> list[Path]:
 
 
 def test_an_import_is_found_again(source: Source, tmp_path: Path) -> None:
-    """The same sources are imported once, wherever ps.json was written anew."""
+    """The same sources are imported once, even if ps.json was written anew elsewhere."""
     first = imported(source, tmp_path / "cache")
     written = (first / "session.json").stat().st_mtime_ns
 
@@ -77,7 +77,7 @@ def change_a_default(source: Source) -> None:
 
 @pytest.mark.parametrize("change", [change_dense_weights, change_a_vector, change_a_default])
 def test_any_change_is_imported_anew(source: Source, tmp_path: Path, change: Any) -> None:
-    """Weights, rows and what ps.json says of them all count; the import before stays as it was."""
+    """Weights, rows and their fields of ps.json all count; the earlier import stays unchanged."""
     first = imported(source, tmp_path / "cache")
     with InferenceSession.open(first) as session:
         before = session.predict(source.request())
@@ -103,7 +103,7 @@ def test_files_that_are_written_over_do_not_change_an_import(source: Source, tmp
 
 
 def test_a_version_is_found_by_its_number(source: Source, tmp_path: Path) -> None:
-    """As it was opened last: whatever the sources are by now, and not as one that could not be opened."""
+    """As it was last opened successfully, even if the sources have changed since."""
 
     def kept(version: int) -> Path | None:
         with kept_import("small", source.folder, version, folder=tmp_path / "cache") as version_dir:
@@ -157,7 +157,7 @@ def test_processes_that_start_at_once_share_one_import(source: Source, tmp_path:
 
 
 def test_what_a_killed_import_left_is_taken_over(source: Source, tmp_path: Path) -> None:
-    """Half an import is none."""
+    """Half an import does not count."""
     version_dir = imported(source, tmp_path / "cache")
     version_dir.rename(version_dir.with_name(".tmp-1"))
     (version_dir.with_name(".tmp-1") / "session.json").write_bytes(b"{")
@@ -183,7 +183,7 @@ def test_rows_of_earlier_versions_are_kept_where_they_are_gone(source: Source, t
 
 
 def test_rows_are_kept_of_whole_versions_only(source: Source, tmp_path: Path) -> None:
-    """One folder for two tables is a mistake."""
+    """Two tables in one folder are an error."""
     with pytest.raises(ConfigurationError, match=r"has 2 tables, but 1 folders in keep_rows_of; give one per table"):
         imported(source, tmp_path / "cache", keep_rows_of=[source.table_folder(0)])
 

@@ -1,4 +1,4 @@
-"""HugeCTR's files become versions that answer as HugeCTR did; what does not fit is refused and leaves nothing."""
+"""HugeCTR's files become versions that answer as HugeCTR did; files that do not fit are refused and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _answer(session: InferenceSession, inputs: dict[str, NDArray[Any]], outputs:
 
 
 def test_malformed_requests_get_what_they_must(models: ExampleModels, tmp_path: Path) -> None:
-    """Each is refused, or answered rightly where that is allowed; the session goes on answering the others."""
+    """Each is refused, or answered correctly where that is allowed; the session keeps answering the others."""
     folder = models.wide_and_deep
     cases = json.loads((folder / "malformed.json").read_text(encoding="utf-8"))["cases"]
     with ExitStack() as stack:
@@ -206,7 +206,7 @@ def test_tables_alone_take_their_widths_from_their_files(source: Source, tmp_pat
 
 
 def test_the_width_of_an_empty_table_must_be_given(tmp_path: Path) -> None:
-    """Files without a byte tell nothing."""
+    """Empty files do not give the width."""
     source = Source(tmp_path / "source", (0, 1))
     del source.model["network_file"]
 

@@ -94,7 +94,7 @@ def _predict(graph: GraphMaker, tensor: str) -> None:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_computes_its_formula(name: str, tmp_path: Path) -> None:
-    """What ONNX Runtime makes of the layer is what the formula says, whatever the weights behind it."""
+    """ONNX Runtime computes the layer's formula, whatever the weights are."""
     graph = maker()
     _predict(graph, LAYERS[name][1](graph))
 
@@ -104,7 +104,7 @@ def test_a_layer_computes_its_formula(name: str, tmp_path: Path) -> None:
 
 
 def test_every_supported_layer_is_tested() -> None:
-    """No layer is served that has no test."""
+    """Every layer that is served has a test."""
     assert set(supported_layers()) == {kind for kind, _ in LAYERS.values()}
 
 
@@ -121,7 +121,7 @@ def test_no_samples_give_no_predictions(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in LAYERS if name != "prelu_dice"])
 def test_a_sample_is_answered_alike_alone_and_in_a_batch(name: str, tmp_path: Path) -> None:
-    """Rows that a layer makes of one sample never reach another, so that requests may be joined."""
+    """A layer never mixes rows of different samples, so that requests may be joined."""
     graph = maker()
     _predict(graph, LAYERS[name][1](graph))
     network = graph.network(tmp_path)

@@ -30,7 +30,7 @@ def test_dcn_inference(tmp_path: Path) -> None:
 
 
 def test_dcn(tmp_path: Path) -> None:
-    """Cross layers beside an MLP; the input is copied implicitly, by being used twice."""
+    """Cross layers in parallel with an MLP; the input is copied implicitly, as two layers use it."""
     graph = GraphMaker(2, dense_dim=13, embeddings=[("sparse_embedding1", 26, 16)])
     wide = graph.add("Concat", [graph.add("Reshape", "sparse_embedding1", leading_dim=416), "dense"])
     crossed = graph.add("MultiCross", wide, mc_param={"num_layers": 6})

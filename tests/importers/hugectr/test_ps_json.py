@@ -120,7 +120,7 @@ def test_a_file_of_24_06_is_read(tmp_path: Path) -> None:
 
 
 def test_defaults_are_those_of_the_generation(tmp_path: Path) -> None:
-    """The two generations disagree; the file decides which one speaks."""
+    """The two generations disagree; the file decides which one counts."""
     old = changed(WDL, "volatile_db", value={})
     for name in ("hit_rate_threshold", "gpucacheper", "cache_refresh_percentage_per_iteration"):
         del old["models"][0][name]
@@ -180,7 +180,7 @@ def test_the_key_type_follows_supportlonglong(value: Any, key_type: str, tmp_pat
 
 
 def test_the_misspelt_persistent_block_of_the_readme_counts(tmp_path: Path) -> None:
-    """HugeCTR's documentation says `peristent_db`; a store must not be lost for it."""
+    """HugeCTR's documentation says `peristent_db`; a store must not be lost because of that."""
     parsed = read(changed(WDL, "peristent_db", value={"type": "rocks_db"}), tmp_path)
 
     assert parsed.persistent.kind == "rocksdb"
@@ -188,7 +188,7 @@ def test_the_misspelt_persistent_block_of_the_readme_counts(tmp_path: Path) -> N
 
 
 def test_a_block_without_filters_subscribes_as_documented(tmp_path: Path) -> None:
-    """HugeCTR cleared the list and received nothing; here the default holds, and an empty list is one's own wish."""
+    """HugeCTR cleared the list and received nothing; here the default holds, and an explicit empty list counts."""
     assert read(changed(WDL, "persistent_db", value={"type": "rocks_db"}), tmp_path).persistent.update_filters == (
         ".+",
     )
@@ -240,7 +240,7 @@ def test_updates_are_followed_where_the_file_says(tiers: dict[str, Any], pattern
 
 
 def test_unknown_fields_are_listed_and_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A misspelt setting is not silently lost, and does not stop a server either."""
+    """A misspelt setting is logged, and does not stop a server."""
     document = changed(changed(WDL, "volatile_db", value={"adress": "x"}), "models", 0, "gpu_cache", value=1)
 
     with caplog.at_level(logging.WARNING):
@@ -308,7 +308,7 @@ def test_a_wrong_value_is_named_with_file_line_field_and_what_is_allowed(
 
 @pytest.mark.parametrize("block", [{"type": "redis", "password": 20406080}, [{"password": "20406080"}], "20406080"])
 def test_a_password_is_in_no_message(block: Any, tmp_path: Path) -> None:
-    """However the block that holds it is misshapen."""
+    """Whatever is wrong with the block that holds it."""
     with pytest.raises(ConfigurationError) as error:
         read(changed(HPS, "volatile_db", value=block), tmp_path)
 
@@ -338,7 +338,7 @@ def test_a_missing_comma_is_found(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_or_model_is_named(tmp_path: Path) -> None:
-    """With the models that are there."""
+    """The error lists the models that exist."""
     with pytest.raises(ConfigurationError, match=r"none.json: cannot be read"):
         read_ps_json(tmp_path / "none.json")
     with pytest.raises(ConfigurationError, match="has no model 'dcn'; its models: 'wdl'"):

@@ -33,7 +33,7 @@ class RandomGraph:
         )
 
     def grow(self, num_layers: int) -> None:
-        """Add layers, then one loss per label over whatever has become of the inputs."""
+        """Add layers, then one loss per label over the resulting tensors."""
         for _ in range(num_layers):
             self._tame(self._pick(_GROWTHS)(self))
         for label in self.maker.layers[0]["label"]["top"] if self._is_multi_task() else ["label0"]:

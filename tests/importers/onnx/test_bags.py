@@ -39,7 +39,7 @@ def _bags(*pairs: tuple[int, int], num_keys: int = 10) -> Arrays:
 
 @pytest.mark.parametrize("op", ["ReduceSum", "ReduceMean"])
 def test_bags_are_pooled_by_the_lookup(tmp_path: Path, op: str) -> None:
-    """No Loop is left: the look-up is told where the bags lie."""
+    """No Loop is left: the look-up gets the positions of the bags."""
     model = model_of(_loop().replace("ReduceSum", op), {"w": table()})
 
     report = check(tmp_path, model, _bags((0, 3), (3, 3), (3, 10)), _bags((0, 1)), _bags((7, 9), (-9, -5), (2, 1)))
@@ -59,7 +59,7 @@ def test_bags_are_pooled_by_the_lookup(tmp_path: Path, op: str) -> None:
     ids=["ends early", "another end", "may not begin"],
 )
 def test_other_loops_stay(tmp_path: Path, parts: dict[str, str]) -> None:
-    """A condition, or an end that is not the iteration's, is nothing that a look-up does."""
+    """A look-up cannot compute a condition, or an end that is not the iteration's."""
     report = check(tmp_path, model_of(_loop(**parts), {"w": table()}), _bags((0, 3), (3, 3), (3, 10)))
 
     assert [lookup.pooling for lookup in report.spec.lookups] == ["none"]

@@ -14,7 +14,7 @@ from inference_session.importers.onnx import ImportReport, import_onnx
 from tests.testing.onnx_models import assert_same
 from tests.testing.torch_export import export_torch
 
-# Exporters warn of their own future; that is not ours to mend.
+# Exporters warn of their own future changes, which we cannot fix.
 pytestmark = [pytest.mark.exporters, pytest.mark.filterwarnings("ignore")]
 
 NUM_ROWS, DIM = 1200, 8

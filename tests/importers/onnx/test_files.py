@@ -36,7 +36,7 @@ def _left(tmp_path: Path) -> list[str]:
 
 @pytest.mark.parametrize("threshold", [0, 1024])
 def test_external_data_are_read(tmp_path: Path, threshold: int) -> None:
-    """Tables and small weights in a file beside the model are found."""
+    """Tables and small weights in a file next to the model are found."""
     path = write_split(tmp_path, threshold)
 
     report = import_onnx(path, tmp_path / "repository", "m")
@@ -56,7 +56,7 @@ def test_the_staged_version_holds_no_more_than_it_should(tmp_path: Path) -> None
 
 
 def test_networks_too_large_for_one_file_are_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond protobuf's 2 GB the dense weights lie beside dense.onnx (here the limit is lower)."""
+    """Beyond protobuf's 2 GB the dense weights lie next to dense.onnx (here the limit is lower)."""
     monkeypatch.setattr(evaluation, "_MAX_INLINE_BYTES", 1000)
     graph = TWO_LOOKUPS.replace("2, 3] y", "2, 512] y")
 
@@ -83,7 +83,7 @@ def test_external_data_outside_the_folder_are_refused(tmp_path: Path, location: 
 
 
 def test_links_that_leave_the_folder_are_refused(tmp_path: Path) -> None:
-    """A symbolic link is no way out of the folder."""
+    """A symbolic link must not lead out of the folder."""
     (tmp_path / "inner").mkdir()
     path = write_split(tmp_path / "inner")
     (tmp_path / "inner/model.data").rename(tmp_path / "model.data")
@@ -131,7 +131,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path, content: bytes) -> None:
 @settings(max_examples=60)
 @given(data=st.data())
 def test_damaged_models_end_in_our_own_errors(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """A byte changed or bytes cut off lead to an error of ours or to a working model, and never leave a mess."""
+    """A byte changed or bytes cut off lead to an error of ours or to a working model, and never leave files behind."""
     tmp_path = tmp_path_factory.mktemp("damaged")
     content = bytearray(model_of(TWO_LOOKUPS, {"w": table(10), "d": table(4, 3)}).SerializeToString())
     at = data.draw(st.integers(0, len(content) - 1))
@@ -149,13 +149,13 @@ def test_damaged_models_end_in_our_own_errors(tmp_path_factory: pytest.TempPathF
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
-    """The path that is not there stands in the message."""
+    """The message names the missing path."""
     with pytest.raises(ModelFormatError, match=r"nowhere\.onnx"):
         import_onnx(tmp_path / "nowhere.onnx", tmp_path / "repository", "m")
 
 
 def test_models_that_onnx_runtime_does_not_take_are_refused(tmp_path: Path) -> None:
-    """An operator nobody knows is reported at import, not at the first request."""
+    """An unknown operator is reported at import, not at the first request."""
     model = model_of("m (int64[b] k) => (float[b, 4] y) { v = Gather(w, k)  y = Bogus(v) }", {"w": table()})
 
     with pytest.raises(ModelFormatError, match="ONNX Runtime cannot load this model:"):
@@ -165,7 +165,7 @@ def test_models_that_onnx_runtime_does_not_take_are_refused(tmp_path: Path) -> N
 
 
 def test_refusals_are_one_line_and_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """ONNX Runtime's reasons come on several lines, and names that are no text make it print and try again."""
+    """ONNX Runtime's reasons have several lines; names that are not text make it print and try again."""
     path = tmp_path / "model.onnx"
     graph = "agraph (int64[N, 2] x) => (float[N, 2, 4] y) { y = Gather(W, x) }"
     onnx.save(model_of(graph, {"W": table()}), path)

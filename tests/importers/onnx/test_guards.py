@@ -100,7 +100,7 @@ def test_models_that_meet_no_empty_lists_are_left_alone(tmp_path: Path) -> None:
     ids=["left", "right", "sum"],
 )
 def test_what_is_summed_over_no_list_is_zero(tmp_path: Path, sums: str, opset: int) -> None:
-    """Attention over an empty history, and not what the last request has left in the memory."""
+    """Attention over an empty history does not read what the last request left in memory."""
     reduce = "ReduceSum <axes=[-2]> (weighted)" if opset < 13 else "ReduceSum(weighted, axis)"
     sums = sums.replace("SUM(weighted)", f"z = {reduce}  y = Transpose <perm=[0, 2, 1]> (z)")
     model = model_of(

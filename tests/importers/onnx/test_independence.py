@@ -294,7 +294,7 @@ def requests() -> list[Arrays]:
 
 
 def answers(version_dir: Path, original: Path) -> tuple[bool, list[tuple[Any, NDArray[Any]]]]:
-    """Whether requests are joined, and of each what all together were answered and what it is answered alone."""
+    """Whether requests are joined; and for each request, its answer in the batch and its answer alone."""
     asked = requests()
     expected = [run_network(original, inputs)["y"] for inputs in asked]
     with InferenceSession.open(version_dir) as session:
@@ -311,7 +311,7 @@ def assert_right(pairs: list[tuple[Any, NDArray[Any]]]) -> None:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_sample_that_looks_at_others_is_answered_alone(name: str, tmp_path: Path) -> None:
-    """However it looks, and however seldom it matters."""
+    """By whatever operator it does, and however seldom that matters."""
     write(tmp_path / "model.onnx", HOSTILE[name])
 
     report = import_onnx(tmp_path / "model.onnx", tmp_path / "repository", "m")

@@ -258,7 +258,7 @@ def test_keys_that_depend_on_vectors_keep_their_table_dense(tmp_path: Path) -> N
 
 
 def test_positions_counted_from_the_shape_of_vectors(tmp_path: Path) -> None:
-    """Asking looked-up vectors for their shape is no dependence on them."""
+    """Reading the shape of looked-up vectors does not depend on their values."""
     graph = """m (int64[b, l] keys) => (float[b, l, 4] y) {
         a = Gather(w, keys)  s = Shape(a)  o = Constant<value = int64 {1}>()  n = Gather(s, o)
         z = Constant<value = int64 {0}>()  r = Range(z, n, o)  p = Gather(u, r)  y = Add(a, p) }"""
@@ -530,7 +530,7 @@ DLRM = """g (float[batch, 4] dense, int64[2, batch] offsets, int64[n] keys) => (
 
 
 def test_sizes_of_one_name_are_equal(tmp_path: Path) -> None:
-    """Offsets beside dense features, as DLRM has them: sizes that a model cannot take together are refused by name."""
+    """Offsets and dense features, as in DLRM: sizes that do not fit together are refused, and the inputs named."""
     offsets, keys = np.array([[0, 2], [1, 2]]), np.array([5, 6, 999])
     inputs = {"dense": np.ones((2, 4), np.float32), "offsets": offsets, "keys": keys}
 
@@ -544,7 +544,7 @@ def test_sizes_of_one_name_are_equal(tmp_path: Path) -> None:
 
 
 def test_sizes_of_one_name_that_need_not_be_equal(tmp_path: Path) -> None:
-    """Exporters give names without a meaning, too: what the model is seen to take is not refused up front."""
+    """Exporters also give meaningless names: sizes that the model accepts in a trial are not refused up front."""
     graph = """g (int64[n] a, int64[n] b) => (float[1, 4] y) {
         z = Constant <value = int64[1] {0}> ()  u = Gather(t, a)  v = Gather(t, b)
         p = ReduceSum(u, z)  q = ReduceSum(v, z)  y = Add(p, q) }"""
@@ -555,7 +555,7 @@ def test_sizes_of_one_name_that_need_not_be_equal(tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_taken_apart_wrongly_is_kept_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mistake of the importer's costs the tables, never the answers: here, look-ups read each other's keys."""
+    """After a mistake of the importer a model has no tables, but right answers: here, look-ups swap their keys."""
     carve = importer.carve
 
     def carve_wrongly(*args: Any, **options: Any) -> Any:
@@ -614,7 +614,7 @@ def test_a_long_chain_takes_an_import_as_long_as_its_length(
     ],
 )
 def test_values_that_depend_on_themselves_are_refused(tmp_path: Path, nodes: str) -> None:
-    """Wherever the importer follows values back to their beginning, such a one has none."""
+    """The importer follows values back to their origin; such a value does not have one."""
     model = model_of(f"m (int64[b] keys) => (float[b, 4] y) {{ {nodes} y = Gather(w, k) }}", {"w": table()})
 
     with pytest.raises(ModelFormatError, match="depend on themselves: "):

@@ -55,7 +55,7 @@ def test_other_axes_are_not_pooled(tmp_path: Path) -> None:
 
 
 def test_vectors_that_others_read_too_are_not_pooled(tmp_path: Path) -> None:
-    """Pooling would take the single vectors from who needs them."""
+    """Pooling would remove single vectors that another node needs."""
     graph = """m (int64[b, 3] keys) => (float[b, 4] y, float[b, 3, 4] z) {
         v = Gather(w, keys)  a = Constant<value = int64[1] {1}>()  y = ReduceSum<keepdims = 0>(v, a)  z = Neg(v) }"""
 
@@ -101,7 +101,7 @@ def test_factors_from_the_request_become_weights(tmp_path: Path) -> None:
     "factor", ["z = Constant<value = int64 {5}>()  e = Equal(keys, z)  n = Not(e)  c = Cast<to = 1>(n)"]
 )
 def test_masks_computed_from_keys_become_weights(tmp_path: Path, factor: str) -> None:
-    """A padding mask is computed beside the keys."""
+    """A padding mask is computed in addition to the keys."""
     model = model_of(_weighted(f"{factor}  f = Unsqueeze(c, l)", "float[b] x"), {"w": table()})
 
     report = check(tmp_path, model, {"keys": KEYS, "x": WEIGHTS[:, 0]})
@@ -123,7 +123,7 @@ def test_factors_are_stretched_to_the_keys(tmp_path: Path, shape: str) -> None:
 
 
 def test_factors_per_element_are_not_weights(tmp_path: Path) -> None:
-    """A factor for each element of a vector is the dense network's business."""
+    """A factor for each element of a vector stays in the dense network."""
     model = model_of(_weighted("f = Identity(x)", "float[b, 3, 4] x"), {"w": table()})
 
     report = check(tmp_path, model, {"keys": KEYS, "x": np.ones((3, 3, 4), np.float32)})
@@ -194,7 +194,7 @@ def test_stacked_vectors_share_a_matrix(tmp_path: Path) -> None:
 
 
 def test_vectors_with_other_readers_are_not_joined(tmp_path: Path) -> None:
-    """A vector that something else reads too keeps an input of its own."""
+    """A vector with a further reader keeps a separate input."""
     graph = """m (int64[b] a, int64[b] c) => (float[b, 8] y, float[b, 4] z) {
         u = Gather(w, a)  v = Gather(w, c)  y = Concat<axis = 1>(u, v)  z = Neg(u) }"""
 
@@ -214,7 +214,7 @@ def test_concat_over_samples_is_not_joined(tmp_path: Path) -> None:
 
 
 def test_neighbours_of_unequal_length_are_refused(tmp_path: Path) -> None:
-    """What no Concat would join is no reason to write beyond the matrix."""
+    """Lengths that no Concat would join must not make the look-up write beyond the matrix."""
     graph = """m (int64[n] a, int64[k] c, float[8, 1] f) => (float[n, 1] y) {
         u = Gather(w, a)  v = Gather(w, c)  x = Concat<axis = 1>(u, v)  y = MatMul(x, f) }"""
     report = import_model(tmp_path, model_of(graph, {"w": table()}))

@@ -231,7 +231,7 @@ def _part(array: NDArray[Any], claim: tuple[int, int, int], sample: int, num_sam
 @settings(max_examples=300, deadline=None)
 @given(steps=STEPS)
 def test_a_sample_alone_is_computed_as_in_a_batch(claims_of: Callable[..., Mapping[str, Any]], steps: Any) -> None:
-    """Whatever the proof says of a value of a random graph is so."""
+    """All that the proof says of a value of a random graph is true."""
     model = _graph(steps)
     runs = Runs(model)
     claims = claims_of(model, runs)

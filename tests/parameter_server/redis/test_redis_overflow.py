@@ -1,4 +1,4 @@
-"""A Redis that may hold so many rows only: which of them leave, and that what was used lately stays."""
+"""A Redis that may hold a limited number of rows: which rows are evicted, and that recently used ones stay."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def server() -> Iterator[RedisServer]:
 
 
 def open_store(url: str, policy: str, *, margin: int = 40, target: float = 0.5, partitions: int = 2) -> RedisStore:
-    """A store in a name space of its own."""
+    """A store in its own name space."""
     options = f"overflow_margin={margin}&overflow_policy={policy}&overflow_resolution_target={target}"
     namespace = Namespace(f"overflow{next(_numbers)}", "1")
     store = create_store(f"{url}?partitions={partitions}&{options}", namespace, DIMS, timeout_ms=PATIENCE_MS)
@@ -43,7 +43,7 @@ def open_store(url: str, policy: str, *, margin: int = 40, target: float = 0.5, 
 
 
 def marks(store: RedisStore, client: redis.Redis, table: str = "user") -> dict[int, bytes]:
-    """What stands beside each row."""
+    """The mark that is stored for each row."""
     found: dict[bytes, bytes] = {}
     for partition in range(store.num_partitions(table)):
         found |= client.hgetall(layout.times_name(store.namespace.tag(table), partition))
@@ -108,7 +108,7 @@ def test_the_least_used_rows_leave(server: RedisServer) -> None:
 
 
 def test_rows_without_marks_leave_as_well(server: RedisServer) -> None:
-    """What others have written without a time does not stay for ever."""
+    """Rows that others have written without a time are evicted in the end."""
     with open_store(server.url, "evict_oldest", partitions=1) as store, server.client() as client:
         name = layout.rows_name(store.namespace.tag("user"), 0)
         client.hset(name, mapping={packed(key): VECTORS[0].tobytes() for key in KEYS[:60].tolist()})

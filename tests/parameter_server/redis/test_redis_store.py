@@ -65,7 +65,7 @@ def eventually_answers(call: Callable[[], Answer]) -> Answer:
 
 
 def open_store(url: str, namespace: Namespace | None = None, *, timeout_ms: int = PATIENCE_MS) -> RedisStore:
-    """A store in a name space of its own."""
+    """A store in its own name space."""
     store = create_store(url, namespace or Namespace(f"model{next(_numbers)}", "1"), DIMS, timeout_ms=timeout_ms)
     assert isinstance(store, RedisStore)
     return store
@@ -347,7 +347,7 @@ def test_a_name_of_another_type_concerns_its_partition_only(server: RedisServer,
 
 
 def test_fields_that_others_put_among_the_rows_hide_no_table(server: RedisServer) -> None:
-    """Keys of another length or in another partition than theirs keep nobody from telling how rows are spread."""
+    """The rule of partitions is found in spite of keys of another length or in a wrong partition."""
     keys, vectors = random_keys(500), random_vectors(500, 4)
     namespace = Namespace(f"stray{next(_numbers)}")
     with open_store(f"{server.url}?partitions=5", namespace) as writer, server.client() as client:
@@ -638,7 +638,7 @@ class TestOutages:
     def test_a_server_with_too_many_clients_says_so(self) -> None:
         """That may pass, so it is no fault of the request."""
         with RedisServer("--maxclients", "1") as server, server.client() as client:
-            # Whoever asked whether it is up need not be gone yet.
+            # The connection that checked whether it is up may still exist.
             wait_until(lambda: lets_in(client), "the only client's place")
             url = f"redis://127.0.0.1:{server.port}?partitions=1"
             with open_store(url) as store, pytest.raises(UnavailableError, match="max number of clients"):
@@ -797,7 +797,7 @@ class TestTls:
     def test_only_the_authority_that_is_named_is_trusted(
         self, server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Those of the system are trusted where none is named, and not beside one that is."""
+        """The system's authorities are trusted if the URL names none; if it names one, only that one is."""
         of_system, named = trustme.CA(), trustme.CA()
         cert, key, trusted = certificate_of(of_system, tmp_path, "localhost")
         named.cert_pem.write_to_path(tmp_path / "named.pem")

@@ -39,7 +39,7 @@ _numbers = itertools.count()
 
 
 def open_store(url: str, *, timeout_ms: int = PATIENCE_MS) -> RedisStore:
-    """A store in a name space of its own."""
+    """A store in its own name space."""
     store = create_store(url, Namespace(f"watched{next(_numbers)}", "1"), DIMS, timeout_ms=timeout_ms)
     assert isinstance(store, RedisStore)
     return store

@@ -1,4 +1,4 @@
-"""RocksDbStore: the stores' contract, readers beside a writer, crashes and damage."""
+"""RocksDbStore: the stores' contract, readers next to a writer, crashes and damage."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TestRocksDb(SharedStoreContract):
 
 
 class TestReaders:
-    """Any number of secondaries beside one writer."""
+    """Any number of secondaries next to one writer."""
 
     def test_a_reader_sees_what_was_written_before_it_opened(self, tmp_path: Path) -> None:
         """Rows still in the writer's log are seen as well."""
@@ -170,7 +170,7 @@ class TestReaders:
         assert list(temporary.iterdir()) == []
 
     def test_folders_of_killed_readers_are_removed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """By the next reader; those of living ones, and whatever else is there, stay."""
+        """By the next reader; folders of living readers, and all other files, stay."""
         temporary = tmp_path / "temporary"
         temporary.mkdir()
         monkeypatch.setenv("TMPDIR", str(temporary))
@@ -392,7 +392,7 @@ def test_a_folder_that_may_not_be_written_to_is_an_error_that_says_so(text: str)
 
 
 def test_rows_survive_reopening(tmp_path: Path) -> None:
-    """Rows and notes are there again after a close, for the same version only."""
+    """Rows and notes are found again after a close, for the same version only."""
     keys, vectors = random_keys(1000), random_vectors(1000, 128)
     with open_store(tmp_path) as store:
         store.insert("wide", keys, vectors)
@@ -441,7 +441,7 @@ def test_a_killed_writer_loses_nothing_it_vouched_for(tmp_path: Path) -> None:
 
 
 def test_tables_of_a_database_are_listed(tmp_path: Path) -> None:
-    """The list tells exact rows and widths of every tag, beside a writer too."""
+    """The list gives exact rows and widths of every tag, also while a writer has the database open."""
     with open_store(tmp_path) as store:
         store.insert("user", random_keys(100), random_vectors(100, 4))
         store.insert("user", random_keys(100)[:50], random_vectors(50, 4))
@@ -541,7 +541,7 @@ def _write_beyond_a_limit(path: Path) -> None:
 def test_writes_go_on_once_the_disk_takes_them_again(tmp_path: Path) -> None:
     """What a disk refuses is an error, rows are read meanwhile, and nothing but another write is needed after it.
 
-    A limit on the size of files, which holds for a process of its own, stands for a disk that fails or a quota.
+    A limit on the size of files, set in a separate process, stands for a disk that fails or a quota.
     """
     process = multiprocessing.get_context("spawn").Process(target=_write_beyond_a_limit, args=(tmp_path / "db",))
     process.start()

@@ -98,5 +98,5 @@ def children_of(pid: int) -> list[int]:
 
 
 def is_zombie(pid: int) -> bool:
-    """Whether it has ended, and nobody has waited for it."""
+    """Whether it has ended, and its parent has not waited for it."""
     return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] == "Z"

@@ -32,7 +32,7 @@ def test_a_choice_is_given_up_for_the_policy_that_it_replaced(config: dict[str, 
 
 
 def test_without_a_choice_the_policy_stays() -> None:
-    """What config.pbtxt says is passed on as it is."""
+    """The policy in config.pbtxt is passed on unchanged."""
     config = {"version_policy": {"specific": {"versions": ["2", "5"]}}}
 
     assert without_choice(config) == config

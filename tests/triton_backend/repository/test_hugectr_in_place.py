@@ -17,7 +17,7 @@ from triton_backend.repository.servable import ps_json_variables
 
 @pytest.fixture
 def source(tmp_path: Path) -> Source:
-    """A small model of HugeCTR with its ps.json beside it."""
+    """A small model of HugeCTR with its ps.json next to it."""
     source = Source(tmp_path / "small")
     source.ps_json()
     return source
@@ -80,7 +80,7 @@ def test_parameters_point_at_other_files(source: Source) -> None:
 
 
 def test_hotrows_own_settings_reach_the_session(source: Source) -> None:
-    """They stand beside HugeCTR's; those in capitals are Triton's."""
+    """They stand next to HugeCTR's; those in capitals are Triton's."""
     found = read(source, unknown_keys="reject", gpucache="true", EXECUTION_ENV_PATH="x")
 
     assert found.session_settings == {"unknown_keys": "reject"}

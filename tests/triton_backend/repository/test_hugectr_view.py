@@ -146,7 +146,7 @@ def test_a_model_is_never_seen_half_made(view: RepositoryView, repository: Path,
 
 
 def test_a_full_disk_makes_nobody_wait(view: RepositoryView, repository: Path, tmp_path: Path) -> None:
-    """Where no file can be made beside the one that is read, he who reads gets what is true, at once."""
+    """If no file can be made next to the one that is read, the reader gets the true content at once."""
     obstacle = tmp_path / "view/ctr/.tmp-config.pbtxt"
 
     def write(number: int) -> None:
@@ -160,7 +160,7 @@ def test_a_full_disk_makes_nobody_wait(view: RepositoryView, repository: Path, t
     obstacle.mkdir()
     write(1)
     with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(size).result(30) == ["1"]  # Linux would let him in after 45 s
+        assert thread.submit(size).result(30) == ["1"]  # Linux would let the reader in after 45 s
     write(2)
     wait_until(lambda: size() == ["2"], "the change to be seen")
     obstacle.rmdir()

@@ -119,7 +119,7 @@ def test_scalars_are_served_in_shape_1() -> None:
 
 
 def test_a_users_config_is_kept_for_the_next_version(version_dir: Path) -> None:
-    """An existing file that describes the same tensors stays as it is."""
+    """An existing file that describes the same tensors stays unchanged."""
     spec = spec_of([IDS], [CLICK])
     path = write_model_config(version_dir, spec, "ctr")
     edited = path.read_text(encoding="utf-8").replace("max_batch_size: 1024", "max_batch_size: 8 # ours")

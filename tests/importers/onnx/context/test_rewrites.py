@@ -158,7 +158,7 @@ def din_constants(scale: float = 1.0, shift: float = 0.0) -> dict[str, Any]:
 
 
 def test_sums_and_products_of_context_and_candidate_are_taken_apart(tmp_path: Path) -> None:
-    """(h - t) W and (h * t) W of a history and a candidate: neither h, nor t, nor their difference is tiled."""
+    """(h - t) W and (h * t) W of a history and a candidate: h, t and their difference are not tiled."""
     report = check(tmp_path, DIN, din_constants(0.1), {"u": (LENGTH,), "v": ()})
     assert_nothing_tiled(report)
     assert "Sub" not in operators(report)
@@ -166,7 +166,7 @@ def test_sums_and_products_of_context_and_candidate_are_taken_apart(tmp_path: Pa
 
 
 def test_sums_whose_parts_are_large_stay_whole(tmp_path: Path) -> None:
-    """Vectors near 4,096: h W - t W would be off by the rounding of numbers that the difference does not have."""
+    """Vectors near 4,096: h W - t W would have rounding errors of large numbers, which the difference does not have."""
     report = check(tmp_path, DIN, din_constants(1.0, 4096.0), {"u": (LENGTH,), "v": ()})
     assert "Sub" in operators(report)
 
@@ -226,7 +226,7 @@ def test_attention_to_the_context_tiles_no_history(tmp_path: Path, *, heads: boo
 
 
 def test_attention_to_histories_of_any_length(tmp_path: Path) -> None:
-    """The length of a history is known when a request comes; a mask hides what is no click."""
+    """The length of a history is known when a request comes; a mask hides the padding."""
     report = check(
         tmp_path,
         """g (int64[n, length] u, int64[n] v) => (float[n, 4] y) {
@@ -328,7 +328,7 @@ def test_outputs_of_the_context_have_a_row_for_each_candidate(tmp_path: Path) ->
 
 
 def test_what_cannot_be_cut_is_tiled_and_named(tmp_path: Path) -> None:
-    """A recurrent network over history and candidate reads both, whatever is done."""
+    """A recurrent network over history and candidate needs both, and cannot be divided."""
     report = check(
         tmp_path,
         """g (int64[n, 5] u, int64[n, 1] v) => (float[1, n, 3] last_h, float[n, 3] y) {
@@ -368,7 +368,7 @@ def test_recurrent_networks_of_the_context_run_once(tmp_path: Path) -> None:
 
 
 def test_shapes_of_the_other_side_are_known_without_it(tmp_path: Path) -> None:
-    """Exporters ask any input for the number of samples: context and candidate each get their own."""
+    """Exporters take the number of samples from any input: context and candidate each get their own."""
     report = check(
         tmp_path,
         """g (int64[n, length] u, int64[n] v) => (float[n, 4] y) {
@@ -510,7 +510,7 @@ HISTORY_LAYERS = """g (int64[n, 5] u, int64[n] v) => (float[n, 5, 1] y) {
 
 @pytest.mark.parametrize("activation", ["Relu", "Sigmoid", "Tanh", "LeakyRelu", "Gelu", "Softplus", "Neg"])
 def test_columns_of_ones_carry_biases(tmp_path: Path, activation: str) -> None:
-    """Layers behind an attention over a history add no bias in a pass of its own."""
+    """Layers behind an attention over a history add no bias in a separate pass."""
     report = check(
         tmp_path,
         HISTORY_LAYERS.replace("ACTIVATION", activation),

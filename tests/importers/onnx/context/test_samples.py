@@ -1,4 +1,4 @@
-"""Models that look along the samples: each request is answered as the original answers it alone, whatever is cut."""
+"""Models that look along the samples: each request is answered as by the original alone, whatever is divided."""
 
 from __future__ import annotations
 
