@@ -259,7 +259,7 @@ def test_a_processor_without_bfloat16(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is for processors: on a GPU the load fails, also if device is auto, and names the setting for GPUs."""
+    """It is for processors: on a GPU the load fails, also if device is auto, and names the precisions for GPUs."""
     monkeypatch.setattr(type(HOST), "name", "cuda:0")
     gpu = type(HOST)()
 

@@ -91,7 +91,7 @@ def test_the_autoscaler_asks_for_a_metric_that_the_adapter_makes() -> None:
 
 
 def test_compose_names_what_is_there() -> None:
-    """Folders that it mounts exist, ports are bound to this machine only, and the image's target is defined in the Dockerfile."""
+    """Folders that it mounts exist, ports are bound to this machine only, and the Dockerfile has the image's target."""
     compose = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text(encoding="utf-8"))
     targets = re.findall(r"^FROM \S+ AS (\w+)$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
     assert compose["services"]["hotrow"]["build"]["target"] in targets

@@ -231,7 +231,7 @@ def test_closing_waits_for_readers() -> None:
 
 
 def test_what_cannot_be_is_refused_clearly() -> None:
-    """Too little memory or a wrong dtype: the errors say what is allowed."""
+    """Too much memory or a wrong dtype: the errors say what is allowed."""
     with pytest.raises(ConfigurationError, match=r"cache_bytes is 10{15}, more memory than this process can allocate"):
         CpuEmbeddingCache({"t": 4}, 10**15)
     with pytest.raises(ConfigurationError, match="dtype 'float64' is not one of float32, float16, int8"):

@@ -1,4 +1,4 @@
-"""`hotrow serve --front`: requests that end a bare Triton 24.10 reach nginx, and the server goes on."""
+"""`hotrow serve --front`: requests that crash a bare Triton 24.10 stop at nginx or do no harm."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def hang_up_http(served: Served, number: int, seed: int) -> None:
 
 @pytest.mark.parametrize("give_up", [cancel_some, give_short_deadlines, close_channels, hang_up_http])
 def test_a_server_survives_clients_that_give_up(fronted: Served, give_up: Callable[[Served, int, int], None]) -> None:
-    """Of a bare server, 1,000 cancelled requests or missed deadlines leave nothing: it dies of signal 11."""
+    """A bare server dies of signal 11 after 1,000 cancelled requests or missed deadlines."""
     server = fronted.server()
 
     with ThreadPoolExecutor(8) as threads:
@@ -162,7 +162,7 @@ HUGE: dict[str, bytes] = {
 
 @pytest.mark.parametrize("case", HUGE)
 def test_huge_shapes_in_json_are_refused(fronted: Served, case: str) -> None:
-    """However they are written; the server that they would have ended goes on."""
+    """However they are written; the server, which they would have crashed, keeps running."""
     server = fronted.server()
 
     status, answer = post(fronted, "ctr", HUGE[case])
@@ -173,7 +173,7 @@ def test_huge_shapes_in_json_are_refused(fronted: Served, case: str) -> None:
 
 
 def test_a_huge_shape_before_binary_data_is_refused(fronted: Served) -> None:
-    """The JSON of a request with binary tensors is looked at too, wherever it says that it ends."""
+    """The JSON of a request with binary tensors is checked too, wherever the request says that it ends."""
     for length in (len(HUGE["one size"]), 10):
         body = HUGE["one size"] + bytes(64)
         assert post(fronted, "ctr", body, **{"Inference-Header-Content-Length": str(length)})[0] == 400
@@ -234,7 +234,7 @@ def test_binary_tensors_may_be_large(fronted: Served) -> None:
 
 
 def test_errors_keep_their_codes(fronted: Served) -> None:
-    """What the server refuses arrives as it says it; streams are refused by the front."""
+    """The server's errors arrive unchanged; the front refuses streams."""
     with fronted.grpc_client() as client:
         for model, arrays, status, message in (
             ("absent", CTR, "NOT_FOUND", "unknown model: 'absent'"),
@@ -254,7 +254,7 @@ def test_errors_keep_their_codes(fronted: Served) -> None:
 
 
 def test_commands_work_through_it(fronted: Served) -> None:
-    """Loads, health and versions, as the port that is announced is the front's."""
+    """Loads, health and versions; the announced port is the front's."""
     with fronted.grpc_client() as client:
         client.load_model("ctr")
         assert client.get_model_metadata("ctr").versions == ["1"]
@@ -263,7 +263,7 @@ def test_commands_work_through_it(fronted: Served) -> None:
 
 
 def test_the_front_speaks_tls(serve: Serve, tmp_path: Path, authority: Authority) -> None:
-    """Towards clients, who show certificates if they have to; the server behind it need not."""
+    """For clients, with client certificates if required; the server behind it needs no TLS."""
     write_ctr(tmp_path / "repository" / "ctr" / "1")
     server, client = authority.issue("localhost"), authority.issue("client.example.org")
     served = serve(tmp_path / "repository", "--front", *tls_flags(server), "--tls-client-ca", str(authority.file))
@@ -283,7 +283,7 @@ def test_the_front_speaks_tls(serve: Serve, tmp_path: Path, authority: Authority
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_of_it(serve: Serve, tmp_path: Path, number: signal.Signals) -> None:
-    """It ends with the launcher, though clients are connected; and where the launcher was killed, soon after."""
+    """It ends with the launcher, though clients are connected; and if the launcher was killed, soon after."""
     write_ctr(tmp_path / "repository" / "ctr" / "1")
     served = serve(tmp_path / "repository", "--front")
     family = served.family()
@@ -337,7 +337,7 @@ def test_a_missing_nginx_is_an_error_that_says_how_to_install_it(
 
 
 def test_the_pattern_takes_time_in_proportion(fronted: Served) -> None:
-    """The largest bodies of the kinds that make a pattern slow are refused or answered; others are not kept waiting."""
+    """The largest bodies of the kinds that make a pattern slow are refused or answered; other requests do not wait."""
     size = MAX_BYTES - 100
     for body in (b"{" * size, b'{"a":"' + b"\\\\" * (size // 2), b'{"' * (size // 2), b'{"a":[' + b"1," * (size // 2)):
         assert post(fronted, "ctr", body)[0] == 400

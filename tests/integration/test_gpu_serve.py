@@ -1,4 +1,4 @@
-"""Models on a real server's GPUs: instances of KIND_GPU, tensors that clients have in device memory, several GPUs.
+"""Models on a real server's GPUs: instances of KIND_GPU, clients' tensors in device memory, several GPUs.
 
 Runs where there is a CUDA device and a tritonserver: `make test PYTEST_ARGS="-m gpu"`.
 """

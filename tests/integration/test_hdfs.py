@@ -40,7 +40,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def remote(hdfs: Hdfs) -> str:
-    """A folder on HDFS that is not there yet."""
+    """A folder on HDFS that does not exist yet."""
     return f"{hdfs.url}/models/{os.getpid()}-{next(_numbers)}"
 
 
@@ -98,7 +98,7 @@ def test_external_data_elsewhere_are_not_fetched(remote: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("relative", [True, False])
 def test_hugectr_files_are_imported(remote: str, tmp_path: Path, relative: bool) -> None:
-    """ps.json and all that it names, by relative names and by URLs, become what the same files here become."""
+    """ps.json and all that it names, by relative names and by URLs, give the same import as local files."""
     source = Source(tmp_path / "source")
     (local,) = import_hugectr(source.ps_json(), tmp_path / "local")
     if not relative:
@@ -126,7 +126,7 @@ def test_a_file_that_is_not_there_is_named(remote: str, tmp_path: Path) -> None:
 
 
 def test_hps_reads_tables_of_hdfs_again_when_they_change(remote: str, tmp_path: Path) -> None:
-    """A ps.json here may name tables there: they are copied once, and once more when they have changed."""
+    """A local ps.json may name tables on HDFS: they are copied once, and again when they have changed."""
     source = Source(tmp_path / "source")
     upload(source.folder, remote)
     folders = [f"{remote}/{table}_sparse.model" for table in range(2)]

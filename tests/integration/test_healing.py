@@ -39,7 +39,7 @@ def await_scale(served: Served, scale: float) -> None:
 
 
 def scale_of(served: Served) -> float | None:
-    """By what the version that answers scales its sums; None where none answers."""
+    """The factor by which the version that answers scales its sums; None if none answers."""
     with served.grpc_client() as client:
         try:
             answer = ask(client, "ctr", {"ids": IDS, "dense": DENSE}, client_timeout=5).as_numpy("OUTPUT0")
@@ -55,7 +55,7 @@ def hotrow(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def is_healthy(served: Served) -> bool:
-    """Whether `hotrow health` says so."""
+    """Whether `hotrow health` says that the server is healthy."""
     return hotrow("health", "--model", "ctr", "--url", served.grpc).returncode == 0
 
 
@@ -74,7 +74,7 @@ def await_line(served: Served, text: str) -> None:
 
 @pytest.mark.parametrize(("number", "how"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "is stopped")])
 def test_a_lost_backend_process_is_replaced(serve: Serve, repository: Path, number: signal.Signals, how: str) -> None:
-    """Killed or stopped: it is logged and counted, and the version that served answers again; others never stop."""
+    """Killed or stopped: it is logged and counted, and the same version answers again; other models never stop."""
     served = serve(repository)
     with served.grpc_client() as client:
         config = client.get_model_config("ctr", as_json=True)["config"]
@@ -115,7 +115,7 @@ def test_health_notices_without_a_watchdog(serve: Serve, repository: Path, numbe
 
 
 def test_the_version_that_was_chosen_comes_back(serve: Serve, repository: Path) -> None:
-    """A loss does not undo a roll-back, nor load a version that was published and not loaded; a bare load then does."""
+    """A loss does not undo a roll-back, nor load a version that was only published; a bare load then does."""
     served = serve(repository)
     assert hotrow("roll-back", "ctr", "--url", served.grpc).returncode == 0
     write_ctr(repository / "ctr" / "3", scale=5)
@@ -187,7 +187,7 @@ def test_a_server_that_goes_down_with_a_backend_process_is_started_again(serve: 
 @pytest.mark.parametrize("victims", [["launcher"], ["launcher", "tritonserver"]])
 @pytest.mark.parametrize("loading", [False, True])
 def test_a_killed_launcher_leaves_nothing(serve: Serve, repository: Path, victims: list[str], loading: bool) -> None:
-    """Server, stubs (a stopped one too) and shared memory are gone soon after, in the middle of a load as well."""
+    """Server, stubs (a stopped one too) and shared memory are gone soon after, also in the middle of a load."""
     served = serve(repository)
     served.stub("flat").suspend()
     with ThreadPoolExecutor(1) as thread:

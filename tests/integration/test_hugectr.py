@@ -169,7 +169,7 @@ def test_malformed_requests_get_what_they_must(in_place: Served, models: Example
 
 @pytest.mark.parametrize("concurrency", [1, 8, 64])
 def test_requests_at_once_are_joined(in_place: Served, models: ExampleModels, concurrency: int) -> None:
-    """However many wait, all are answered rightly; those that wait together are computed together."""
+    """However many wait, all get right answers; requests that wait together are computed together."""
     folder = models.wide_and_deep
     requests = requests_of(folder / "requests.npz")
     with np.load(folder / "expected.npz") as archive:
@@ -240,7 +240,7 @@ def test_uint32_keys_are_served(in_place: Served, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["hugectr_wdl", "hugectr_dcn", "hugectr_wdl_hps", "labels", "short_keys"])
 def test_models_are_healthy(in_place: Served, name: str) -> None:
-    """`hotrow health` gets an answer though it cannot know how a request's tensors have to agree; it fails none."""
+    """`hotrow health` gets an answer although it does not know how tensors must agree; no request fails."""
     before = settled(in_place, name)
 
     assert health(in_place, name) == (0, "")
@@ -285,7 +285,7 @@ def switch_to_v2(v2: Path, folder: Path, *, keep_rows: bool) -> None:
 def test_a_load_call_switches_to_new_files(
     serve: Serve, models: ExampleModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, keep_rows: bool
 ) -> None:
-    """The version that the user's own config.pbtxt points at serves as soon as his Load call returns, and back."""
+    """The version in the user's own config.pbtxt serves once the Load call returns; going back works, too."""
     monkeypatch.setenv("HOTROW_CACHE_DIR", str(tmp_path / "cache"))
     folder = models.wide_and_deep
     expected = "expected_upsert.npz" if keep_rows else "expected.npz"
@@ -358,7 +358,7 @@ def test_a_load_of_broken_files_leaves_the_old_version(
 
 
 def test_errors_of_models_beside_them_name_the_users_files(serve: Serve, tmp_path: Path) -> None:
-    """Triton sees links to them; what is wrong is to be mended in the user's folder."""
+    """Triton sees links to them; the user has to fix errors in the original folder."""
     folder, ctr = tmp_path / "repository/small", tmp_path / "repository/ctr"
     folder.mkdir(parents=True)
     place_small(folder, Source(folder))

@@ -38,7 +38,7 @@ def alerts() -> dict[str, str]:
 
 @pytest.mark.triton
 def test_the_page_has_each_metric_of_a_server_with_its_kind_and_labels(serve: Serve, tmp_path: Path) -> None:
-    """Of a model with a store and an update stream, which has them all; and the page has none that do not exist."""
+    """A model with a store and an update stream has all metrics; and all metrics of the page exist."""
     version_dir, database = tmp_path / "repository/ctr/1", f"rocksdb://{tmp_path}/db"
     write_ctr(version_dir)
     CliRunner().invoke(cli, ["push", str(version_dir), "--to", database], catch_exceptions=False)
@@ -69,7 +69,7 @@ def test_the_page_has_each_alert_its_first_steps_and_what_it_reads() -> None:
 
 
 def test_the_page_has_all_that_is_looked_at() -> None:
-    """What the dashboard and the scaling rule query is described."""
+    """The metrics that the dashboard and the scaling rule query are described."""
     dashboard = json.loads((ROOT / "deploy/grafana/dashboards/hotrow.json").read_text(encoding="utf-8"))
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     scaling = yaml.safe_load((ROOT / "deploy/kubernetes/adapter.yaml").read_text(encoding="utf-8"))

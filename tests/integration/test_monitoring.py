@@ -39,7 +39,7 @@ def prometheus() -> None:
 
 
 def test_every_alert_fires_by_its_fault_and_none_without() -> None:
-    """Promtool plays the faults to the rules; the configuration is sound as well, and no alert goes untested."""
+    """Promtool runs the rules on the faults; the configuration is valid, too, and every alert is tested."""
     folder = RULES.parent
     subprocess.run(["promtool", "check", "config", folder / "prometheus.yml"], check=True, capture_output=True)
     subprocess.run(["promtool", "test", "rules", folder / "rules_test.yml"], check=True, capture_output=True)
@@ -80,14 +80,14 @@ class Monitored:
         return bool(answer.json()["data"]["result"])
 
     def close(self) -> None:
-        """Stop asking, and Prometheus."""
+        """Stop the requests, and Prometheus."""
         self._stopping.set()
         self._load.join()
         self._process.terminate()
         self._process.wait()
 
     def _ask(self) -> None:
-        """Requests that are well, that hold unknown keys, and that are larger than the model allows, in turn."""
+        """In turn: good requests, requests with unknown keys, and requests larger than the model allows."""
         requested = 0
         with self.served.grpc_client() as client:
             while not self._stopping.wait(0.02):

@@ -40,7 +40,7 @@ def served_models(
 
 
 def area_under_curve(labels: NDArray[np.float32], scores: NDArray[np.float32]) -> float:
-    """By ranks, ties sharing theirs (Mann and Whitney)."""
+    """By ranks; ties share one rank (Mann and Whitney)."""
     _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
     ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
     positive = labels > 0.5

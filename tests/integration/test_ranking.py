@@ -112,7 +112,7 @@ def test_shared_memory(ranker: Served) -> None:
 
 
 def test_bad_requests_harm_no_other(ranker: Served) -> None:
-    """Of requests that come together, those whose numbers do not add up are refused with what was found."""
+    """Of requests that come together, those with contradictory numbers are refused; the error says what was found."""
 
     def send(seed: int) -> str:
         inputs = request(1, 20 + seed, seed)

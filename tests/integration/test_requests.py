@@ -142,7 +142,7 @@ def test_triton_refuses_no_samples_where_it_batches(grpc: Any) -> None:
 
 
 def test_nan_stays_in_its_row(grpc: Any) -> None:
-    """A NaN in one sample reaches that sample's predictions alone."""
+    """A NaN in one sample affects only that sample's predictions."""
     dense = DENSE.copy()
     dense[0, 0] = math.nan
 
@@ -376,7 +376,7 @@ def test_random_bodies_do_not_hurt(served: Served) -> None:
 
 
 def mutate(rng: random.Random, tensor: dict[str, Any]) -> None:
-    """Change one thing in a tensor of a JSON request. Huge shapes are Triton's own weakness, and left out."""
+    """Change one thing in a tensor of a JSON request. Huge shapes, which crash Triton itself, are left out."""
     field = rng.choice(["name", "shape", "datatype", "data"])
     tensor[field] = rng.choice(
         {

@@ -1,4 +1,4 @@
-"""Passwords and keys of a served model: they open what they should, and are in nothing that anybody can read."""
+"""Passwords and keys of a served model: they work, and nothing that other users can read contains them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_secrets_are_nowhere_to_be_read(serve: Serve, tmp_path: Path) -> None:
             answer = client.infer("ctr", ctr_tensors(1)).as_numpy("OUTPUT0")
             np.testing.assert_allclose(answer, ctr_answer(*ctr_inputs(1)))
             redis.stop()
-            for first in range(4, NUM_ROWS - 3, 3):  # rows that the cache does not have yet: those are asked for
+            for first in range(4, NUM_ROWS - 3, 3):  # rows that the cache lacks, so that the store is asked
                 client.infer("ctr", ctr_tensors(first))
         wait_until(lambda: any(str(redis.port) in line for line in served.errors), "the outage in the log")
     config.write_text(sound + parameter("volatile_store", f"redis://:{PASSWORD}@127.0.0.1:x"), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`hotrow serve`: start, stop and every way in which either can fail."""
+"""`hotrow serve`: start, stop, and all failures of either."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Load:
         self._clients = [self._threads.submit(ask_on, first, seen) for first, seen in enumerate(self.seen)]
 
     def reaches(self, version: int) -> None:
-        """Wait until the last answer of each client is of this version; what made a client stop is raised."""
+        """Wait until the last answer of each client is of this version; the error that stopped a client is raised."""
         wait_until(
             lambda: any(client.done() for client in self._clients) or all(version in seen[-1:] for seen in self.seen),
             f"all clients to be answered by version {version}",
@@ -71,7 +71,7 @@ class Load:
                 client.result()
 
     def stop(self) -> list[list[int]]:
-        """End the clients and return what they have seen; what made one of them stop before is raised."""
+        """End the clients and return what they have seen; an error that stopped one of them before is raised."""
         self._done.set()
         for client in self._clients:
             client.result()
@@ -106,7 +106,7 @@ def tell_ctr(answer: NDArray[Any], request: int) -> int:
 
 
 def test_hugectr_versions_swap_whole(serve: Serve, models: ExampleModels, tmp_path: Path) -> None:
-    """Dense weights and tables of hugectr_wdl change together: no answer has new weights with old rows."""
+    """Dense weights and tables of hugectr_wdl change together: no answer mixes new weights and old rows."""
     source, repository = models.wide_and_deep, tmp_path / "repository"
     hotrow("import", "hugectr", source / "ps.json", "--repository", repository)
     hotrow("import", "hugectr", source / "v2" / "ps.json", "--repository", tmp_path / "next", "--version", 2)
@@ -195,7 +195,7 @@ def test_metrics_of_versions_that_are_gone_are_deleted_but_for_the_last(serve: S
 
 
 def damage(version_dir: Path, file: str, content: bytes | None = None) -> None:
-    """Change a file's first byte, or all of it; without a word in the manifest."""
+    """Change a file's first byte, or all of it, but not the manifest."""
     path = version_dir / file
     old = path.read_bytes()
     path.write_bytes(bytes([old[0] ^ 1]) + old[1:] if content is None else content)
@@ -304,7 +304,7 @@ def opened_pipe(pipe: Path) -> Iterator[None]:
 
 
 def test_wild_answers_to_canary_requests_refuse_a_version(serve: Serve, tmp_path: Path) -> None:
-    """The load says which output is off by how much; the old version goes on; one near enough is taken."""
+    """The load says which output is off by how much; the old version serves on; a near enough version loads."""
     from click.testing import CliRunner
 
     repository = tmp_path / "repository"

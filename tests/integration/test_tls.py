@@ -26,8 +26,8 @@ def repository(tmp_path: Path) -> Path:
 
 
 def ask(served: Served, *options: object, host: str = "localhost") -> Result:
-    """`hotrow versions ctr` of a server by its host's name. A name may stand for several addresses, of which the one
-    that is not listened on may be what an error is about: where the reason is looked at, call an address.
+    """`hotrow versions ctr` of a server by its host's name. A name may have several addresses, and an error may be
+    about one without a listener: tests that check the reason call an address.
     """
     port = served.grpc.rpartition(":")[2]
     return CliRunner().invoke(cli, ["versions", "ctr", "--url", f"{host}:{port}", *map(str, options)])
@@ -132,7 +132,7 @@ def test_what_cannot_be_used_is_said_before_the_start(authority: Authority, tmp_
 
 @pytest.mark.parametrize("name", ["localhost", "*.example.org", "127.0.0.1"])
 def test_the_launcher_knows_a_name_that_its_certificate_is_good_for(authority: Authority, name: str) -> None:
-    """Whatever the certificate is for, the launcher's own client looks for that and not for the address it calls."""
+    """The launcher's own client expects the certificate's name, not the address that it calls."""
     issued = authority.ca.issue_cert(name)
     certificate, key = authority.folder / "certificate.pem", authority.folder / "key.pem"
     certificate.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))

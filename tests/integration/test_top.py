@@ -67,7 +67,7 @@ class _Terminal:
         return self.process.wait()
 
     def _has_ended(self) -> bool:
-        """Whether it has, and all is read that it has drawn."""
+        """Whether it has ended, and all that it has drawn is read."""
         ended = self.process.poll() is not None
         with contextlib.suppress(OSError):  # a terminal without a writer cannot be read
             while select.select([self._ours], [], [], 0)[0] and (data := os.read(self._ours, 1 << 16)):
@@ -76,12 +76,12 @@ class _Terminal:
 
 
 def test_one_picture(served: Served) -> None:
-    """Requests, keys and memory of a version are there while it is asked, and its percentiles."""
+    """Requests, keys, memory and percentiles of a version are shown while it gets requests."""
     stop = threading.Event()
     shown = [""]
 
     def is_asked() -> bool:
-        """Whether there were requests in the second that is shown; a busy machine may not get to any."""
+        """Whether there were requests in the second that is shown; a busy machine may not answer any."""
         run = [*_TOP, "--once", "--metrics-url", served.metrics, "--url", served.grpc]
         shown[0] = subprocess.run(run, capture_output=True, text=True, check=False).stdout
         row = re.search(r"^ *ctr +1 +([\d,.]+) +0 +([\d,.]+) .* (us|ms|s) .*MiB", shown[0], re.MULTILINE)

@@ -90,8 +90,8 @@ def test_stages_are_shown_below_tritons_spans(
         client.infer("ctr", tensors, headers={"traceparent": f"00-{TRACE_ID}-{CLIENT_SPAN_ID}-01"})
 
     def spans() -> list[Span]:
-        """Of this trace: the launcher may itself send requests to a server that it finds slow. Each once: what is
-        confirmed too late is exported again.
+        """Of this trace: the launcher may itself send requests to a server that it finds slow. Each once: spans
+        that are confirmed too late are exported again.
         """
         return list(dict.fromkeys(span for span in collector.spans if span[1] == TRACE_ID))  # type: ignore[attr-defined]
 

@@ -37,7 +37,7 @@ def answer(served: Served, inputs: small_model.Arrays) -> small_model.Arrays:
 
 
 def test_published_rows_are_served(serve: Serve, tmp_path: Path) -> None:
-    """A diff of two versions changes the answers of the old one into the new one's, and metrics tell of it."""
+    """A diff of two versions changes the answers of the old one into the new one's, and metrics show it."""
     repository = tmp_path / "repository"
     version, newer = repository / "small" / "1", tmp_path / "newer"
     small_model.write(version)

@@ -112,7 +112,7 @@ def test_a_new_model_goes_live_and_back(server: Served, model: str) -> None:
 
 
 def test_versions_may_be_dates(server: Served, model: str) -> None:
-    """Large numbers are loaded and listed like others; roll-back, which cannot see the folder, says where it looked."""
+    """Large numbers load and are listed like others; roll-back, which does not see the folder, says where it looked."""
     url, date = ("--url", server.grpc), 20260131120000
     write_ctr(server.repository / model / str(date), scale=SCALES[2])
     assert succeed("load", model, *url) == f"{model}: version {date} serves\n"
@@ -153,7 +153,7 @@ def test_a_version_is_chosen_and_left_again(server: Served, model: str) -> None:
 def test_no_version_chosen_means_the_policy_of_config_pbtxt(
     policy: str, served: list[int], server: Served, model: str
 ) -> None:
-    """A version that was chosen, or gone back to, gives way to it, whatever is newest."""
+    """It replaces a version that was chosen, or rolled back to, whatever is newest."""
     url = ("--url", server.grpc)
     write_ctr(server.repository / model / "3", scale=SCALES[3])
     config = server.repository / model / "config.pbtxt"
@@ -179,7 +179,7 @@ def test_no_version_chosen_means_the_policy_of_config_pbtxt(
 
 
 def test_versions_are_listed(server: Served, model: str) -> None:
-    """A line per version, number and state first, then who serves, how long, and why one does not."""
+    """A line per version, number and state first, then which one serves, for how long, and why another does not."""
     url = ("--url", server.grpc)
     succeed("load", model, "--version", 1, *url)
     write_ctr(server.repository / model / "3", scale=SCALES[3])
@@ -309,7 +309,7 @@ def test_health_of_what_is_not_there(server: Served, model: str) -> None:
 
 
 def test_health_of_a_stopped_server(server: Served) -> None:
-    """A server that takes the connection and says nothing is not waited for."""
+    """The command does not wait for a server that takes the connection and does not answer."""
     process = server.server()
     process.suspend()
     try:
@@ -326,7 +326,7 @@ def _is_stopped(process: psutil.Process) -> bool:
 
 
 def test_what_a_server_does_not_know_is_one_line(server: Served) -> None:
-    """Commands about a model that is not there say which are."""
+    """Commands about a missing model list those that exist."""
     assert "has no model 'absent'; models: " in fail("versions", "absent", "--url", server.grpc)
     assert "has no model 'absent'" in fail("roll-back", "absent", "--url", server.grpc)
     assert "'absent': the server does not find this folder" in fail("load", "absent", "--url", server.grpc)

@@ -110,7 +110,7 @@ def test_requests_that_wait_are_answered_before_an_unload(serve: Serve, tmp_path
     expected = flat_answer(arrays["item"], arrays["price"])
 
     def send(_: int) -> bool:
-        """Whether it was answered; refused it may only be once the model is gone."""
+        """Whether it was answered; it may only be refused once the model is gone."""
         try:
             answer = ask(client, "flat", arrays).as_numpy("score")
         except InferenceServerException as error:

@@ -1,4 +1,4 @@
-"""Compiled kernels are kept on disk, and found again only while all that went into them is the same."""
+"""Compiled kernels are kept on disk, and found again only while all of their inputs are the same."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_folder_of_shipped_kernels_that_is_none_does_no_harm(shipped: str, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize(("suffix", "size"), [("nbi", 0), ("nbc", 20)])
 def test_damaged_machine_code_is_compiled_anew(suffix: str, size: int, tmp_path: Path) -> None:
-    """What a loss of power leaves of a file costs the next process time, and the one after it nothing."""
+    """A file that a loss of power cut off costs the next process time, and later ones none."""
     (tmp_path / "outer.py").write_text(OUTER)
     assert run_outer(tmp_path, "a + 1") == [20, 0]
     for file in (tmp_path / "compiled").rglob(f"*.{suffix}"):
@@ -116,7 +116,7 @@ def test_a_full_disk_keeps_nothing_and_fails_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("opened", ["folder", "inner folder", "file", "chosen folder of a link"])
 def test_kernels_that_others_may_have_written_are_not_used(opened: str, tmp_path: Path) -> None:
-    """Numba's files are pickles: one that somebody else has put there is not loaded, and the log names the folder."""
+    """Numba's files are pickles: a file that others may have written is not loaded, and the log names the folder."""
     (tmp_path / "outer.py").write_text(OUTER)
     folder = tmp_path / "compiled"
     assert run_outer(tmp_path, "a + 1") == [20, 0]
@@ -164,7 +164,7 @@ def test_who_may_write_to_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "file").chmod(0o602)
     assert "all users" in str(open_to_others(tmp_path / "file"))
     owner = (tmp_path / "file").stat().st_uid
-    os.chown(tmp_path / "file", owner or 4321, -1)  # root may give it to somebody; others pretend to be somebody else
+    os.chown(tmp_path / "file", owner or 4321, -1)  # root may change the owner; other users pretend to be somebody else
     monkeypatch.setattr(os, "geteuid", lambda: 1234)
     assert "another user" in str(open_to_others(tmp_path / "file"))
 

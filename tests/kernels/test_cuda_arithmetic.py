@@ -72,7 +72,7 @@ def test_an_index_is_small_and_nearly_always_large_enough(num_rows: int, most_by
 @settings(max_examples=50)
 @given(bucket=st.binary(min_size=64, max_size=64), tag=st.integers(0, 255))
 def test_the_slots_of_a_tag_are_found(bucket: bytes, tag: int) -> None:
-    """As a plain comparison finds them, whatever the other bytes are; the last two bytes are no slots."""
+    """The same as by plain comparison, whatever the other bytes are; the last two bytes are not slots."""
     found = list(gpu_model.candidates(gpu_model.match_slots(bucket, tag)))
     assert found == [slot for slot in range(SLOTS) if bucket[slot] == tag]
 

@@ -1,4 +1,4 @@
-"""`hotrow copy`: what arrives, what does not, and what becomes of a copy that was interrupted."""
+"""`hotrow copy`: what arrives, what does not, and what happens to an interrupted copy."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _InterruptError(Exception):
-    """What a test breaks a copy off with."""
+    """Raised by a test to break a copy off."""
 
 
 def contents(place: str) -> dict[str, bytes | None]:
@@ -84,7 +84,7 @@ def copy(origin: str, target: str, progress: Callable[[int], None] | None = None
 
 
 def interrupted_after(num_bytes: int) -> Callable[[int], None]:
-    """A progress that breaks the copy off when so much is done."""
+    """A progress callback that breaks the copy off after this many bytes."""
     done = [0]
 
     def progress(count: int) -> None:
@@ -119,7 +119,7 @@ def test_a_target_that_exists_is_refused(origin: str, target: str) -> None:
 
 
 def test_a_target_that_is_there_already_is_compared(origin: str, target: str) -> None:
-    """A run that was killed when all was done is followed by one that finds so; another byte is refused, and stays."""
+    """A target that a killed run had completed is found whole; a target with another byte is refused, and stays."""
     copy(origin, target)
     assert copy(origin, target) == _BIG + 8003
     with create_source(target) as place:
@@ -171,7 +171,7 @@ def test_an_interrupted_copy_goes_on_at_its_byte(origin: str, target: str) -> No
 
 
 def test_what_has_changed_since_is_copied_anew(origin: str, target: str) -> None:
-    """A file that is another by the time a copy goes on is begun again, and one that is gone leaves nothing."""
+    """A file that changed before a copy goes on is begun again; a file that is gone leaves nothing."""
     with pytest.raises(_InterruptError):
         copy(origin, target, interrupted_after(3_000_000))
     with create_source(origin) as source:
@@ -276,7 +276,7 @@ def test_a_killed_command_is_completed_by_the_next(hdfs: Hdfs, tmp_path: Path) -
         first = subprocess.Popen(command)
 
         def has_begun() -> bool:
-            """Looked at while it stands still: it must not come to its end meanwhile."""
+            """Checked while the process is stopped, as it must not end meanwhile."""
             first.send_signal(signal.SIGSTOP)
             begun = num_staged(place, "table") > 0
             first.send_signal(signal.SIGKILL if begun else signal.SIGCONT)

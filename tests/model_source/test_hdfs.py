@@ -1,4 +1,4 @@
-"""HDFS when something is wrong with it: what is said, and how soon."""
+"""Faults of HDFS: what the error says, and how soon."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.testing.sources import CONTENT, put
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not try again for seconds what is known to fail."""
+    """Do not retry for seconds a call that is known to fail."""
     monkeypatch.setattr(hdfs_source, "PAUSES_S", (0.01, 0.01))
 
 
@@ -52,7 +52,7 @@ def test_urls_have_a_port_if_none_is_given() -> None:
     ],
 )
 def test_wrong_urls_are_refused(url: str, said: str) -> None:
-    """A URL that cannot be meant is an error that says what is allowed, and shows no password."""
+    """An invalid URL is an error that says what is allowed, and shows no password."""
     with pytest.raises(ConfigurationError, match=said) as refused:
         create_source(url)
     assert "secret" not in str(refused.value)
@@ -73,7 +73,7 @@ def test_the_wrong_port(hdfs: Hdfs) -> None:
 
 @pytest.mark.parametrize("body", [b"[]", b'{"FileStatus": 5}', b"<html>", b"", b"[" * 100_000])
 def test_another_web_server(body: bytes) -> None:
-    """A server that answers something else is no HDFS, whatever it says."""
+    """A server with other answers is not taken for HDFS, whatever they are."""
     with saying(body) as port, pytest.raises(SourceError, match="does not answer as WebHDFS"):
         create_source(f"hdfs://127.0.0.1:{port}/a").stat("")
 
@@ -113,7 +113,7 @@ def test_folders_without_end_are_refused() -> None:
 
 @contextmanager
 def saying(body: bytes) -> Iterator[int]:
-    """A web server that gives the same answer to all that it is asked."""
+    """A web server that gives the same answer to all requests."""
     head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n" % len(body)
     with answering(head + body) as port:
         yield port
@@ -161,7 +161,7 @@ def test_safe_mode_is_named(hdfs: Hdfs, impatient: None) -> None:
 
 
 def test_safe_mode_that_ends_is_waited_for(hdfs: Hdfs, patient: None) -> None:
-    """What a NameNode in safe mode refuses is done once it has left it."""
+    """A call that a NameNode in safe mode refuses is repeated until it has left safe mode."""
     with create_source(hdfs.url + "/safe") as source:
         with hdfs.safe_mode():
             thread = threading.Thread(target=source.make_folder, args=("b",))

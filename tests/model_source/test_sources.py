@@ -1,4 +1,4 @@
-"""What every place of files must do, on a folder of this machine and on a real HDFS."""
+"""The contract of every source of files, on a local folder and on a real HDFS."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SourceContract:
         assert source.entries("b/c/deep") == [source.stat("b/c/deep")]
 
     def test_what_is_absent_is_none_or_an_error(self, source: ModelSource) -> None:
-        """Asking for the state of nothing gives None, reading or listing it an OSError that names it."""
+        """The state of a missing path is None; reading or listing it is an OSError that names it."""
         assert source.stat("nothing") is None
         for call in (lambda: source.entries("nothing"), lambda: source.read("nothing", 0, 1)):
             with pytest.raises(OSError, match="nothing"):
@@ -65,7 +65,7 @@ class SourceContract:
             assert source.read("content", begin, size) == CONTENT[begin : begin + size]
 
     def test_a_write_goes_on_at_the_end(self, source: ModelSource) -> None:
-        """A write that failed leaves what it wrote, the next one is asked for the rest, and the whole is right."""
+        """A failed write keeps its bytes; the next write calls for the rest only, and the whole file is right."""
         asked: list[int] = []
 
         def failing(begin: int) -> Iterator[bytes]:
@@ -87,7 +87,7 @@ class SourceContract:
         assert 0 <= asked[-1] <= 3_000_000
 
     def test_a_rename_never_replaces(self, source: ModelSource) -> None:
-        """A folder moves to a free place; it does not move onto a file or folder that exists, and stays."""
+        """A folder moves to a free path; it does not move onto a file or folder that exists, and stays."""
         put(source, "one/file", b"1")
         source.make_folder("two")
         put(source, "three", b"3")

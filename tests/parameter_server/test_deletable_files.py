@@ -15,7 +15,7 @@ KEYS = np.arange(3)
 
 
 class CountedStore(WrapperStore):
-    """Does something once, between counting the rows of a table and telling the number."""
+    """Calls a function once, after the rows of a table are counted and before the number is returned."""
 
     hook: Callable[[], None] | None = None
 

@@ -35,7 +35,7 @@ def test_what_is_added_is_taken_in_pieces(adds: list[tuple[str, np.ndarray | Non
 
 
 def test_too_many_keys_become_all_keys() -> None:
-    """Different ones, that is: the same keys again and again stay what they are."""
+    """Different keys: the same keys, added again and again, stay single keys."""
     unwritten = KeysByTable(20)
     for _ in range(50):
         unwritten.add("same", np.arange(5))

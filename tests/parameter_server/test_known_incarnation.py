@@ -12,7 +12,7 @@ from tests.testing.servers import PATIENCE_S
 
 
 def test_only_what_others_have_noted_is_news() -> None:
-    """Once; and a note that was never made is none."""
+    """It is reported once; a missing note is not reported."""
     store = MemoryStore({NOTE_TABLE: 1})
     one, other = KnownIncarnation(store), KnownIncarnation(store)
     assert one.read() is None
@@ -30,7 +30,7 @@ def test_only_what_others_have_noted_is_news() -> None:
 
 
 def test_a_note_that_is_written_while_it_is_read_is_no_news() -> None:
-    """A reader that had seen the note before would otherwise take its own process for another."""
+    """Otherwise a reader that has seen the earlier note would take its own process for another one."""
     reading, writing = threading.Event(), threading.Event()
 
     class SlowStore(MemoryStore):
@@ -53,7 +53,7 @@ def test_a_note_that_is_written_while_it_is_read_is_no_news() -> None:
         read = threads.submit(known.read)
         assert reading.wait(PATIENCE_S)
         saved = threads.submit(known.save_that_writes_are_missing)
-        futures.wait([saved], 0.1)  # where nothing held it up, it is done now
+        futures.wait([saved], 0.1)  # unless it was held up, it has ended by now
         writing.set()
         assert read.result() is None
         saved.result()
@@ -62,7 +62,7 @@ def test_a_note_that_is_written_while_it_is_read_is_no_news() -> None:
 
 
 def test_what_is_noted_over_is_news_still() -> None:
-    """Also where both say the same: rows that others have missed are not those that this process has."""
+    """Also where both say the same: the rows that others missed are not the ones that this process missed."""
     store = MemoryStore({NOTE_TABLE: 1})
     KnownIncarnation(store).save_that_writes_are_missing()
     for save in (lambda known: known.save("first"), KnownIncarnation.save_that_writes_are_missing):

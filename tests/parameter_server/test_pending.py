@@ -1,4 +1,4 @@
-"""What waits for the background is bounded, and handed out in pieces."""
+"""The queue of the background work is bounded, and handed out in pieces."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def promotion(tiers: tuple[Tier, Tier], num_rows: int, first: int = 0) -> Promot
 def test_rows_beyond_the_bound_are_dropped_and_counted(
     tiers: tuple[Tier, Tier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And there is room again once others are taken."""
+    """There is room again once rows are taken."""
     monkeypatch.setattr(pending, "MAX_PENDING_BYTES", 4 * DIM * 10)
     promotions = PendingPromotions()
 

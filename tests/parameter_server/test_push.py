@@ -99,7 +99,7 @@ def test_a_version_is_pushed_to_redis(server: RedisServer, version_dir: Path) ->
 
 @pytest.mark.parametrize("name", ["hashed/key", "halved/emb_vector"])
 def test_a_damaged_version_is_not_pushed(name: str, server: RedisServer, version_dir: Path, tmp_path: Path) -> None:
-    """A changed byte is found before anything is written: rows in a store have no checksum any more."""
+    """A changed byte is found before anything is written, because rows in a store have no checksum."""
     damaged = shutil.copytree(version_dir, tmp_path / "damaged" / "1")
     path = damaged / TABLES_FOLDER / name
     path.write_bytes(path.read_bytes()[:-1] + b"\x55")
@@ -138,7 +138,7 @@ def test_a_version_is_pushed_to_rocksdb(tmp_path: Path, version_dir: Path) -> No
 
 
 def test_a_push_goes_on_where_it_was_interrupted(version_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that the note counts are not written again; what comes after it is, and all is right in the end."""
+    """Rows that the note counts are not written again; later rows are, and all rows are right in the end."""
     monkeypatch.setattr(table_push, "_BYTES_PER_BATCH", 400 * 64)
     monkeypatch.setattr(table_push, "_NOTE_INTERVAL_S", 0)
     memory, calls = MemoryStore(DIMS), iter(range(100))
@@ -156,7 +156,7 @@ def test_a_push_goes_on_where_it_was_interrupted(version_dir: Path, monkeypatch:
 
 @pytest.mark.parametrize("note", ["", "{}", "[]", "null", "}", '{"rows": 5}', '{"source": "other", "rows": 5}'])
 def test_a_note_of_other_files_is_no_reason_to_skip_rows(version_dir: Path, note: str) -> None:
-    """Only a push of the very same files is gone on with."""
+    """Only a push of exactly the same files is continued."""
     memory = MemoryStore(DIMS)
     memory.set_note("hashed", note)
     push = TablePush(version_dir, ModelSpec.read(version_dir).tables[0], memory)
@@ -166,7 +166,7 @@ def test_a_note_of_other_files_is_no_reason_to_skip_rows(version_dir: Path, note
 
 @pytest.mark.parametrize(("damage", "message"), [("erase", "is missing"), ("insert", "differs")])
 def test_verify_finds_a_single_wrong_row(version_dir: Path, damage: str, message: str) -> None:
-    """A row that is not there, or is another, is named by its key."""
+    """The error names the key of a row that is missing or different."""
     memory = MemoryStore(DIMS)
     push = TablePush(version_dir, ModelSpec.read(version_dir).tables[0], memory)
     push.run()

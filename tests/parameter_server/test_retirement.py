@@ -1,4 +1,4 @@
-"""Retired versions leave the volatile store, but for those whose rows would be lost with it."""
+"""Retired versions are removed from the volatile store, unless their rows would be lost."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def versions_in(url: str) -> Collection[str]:
 
 
 def test_opening_a_version_retires_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Redis keeps the newest two, what comes later, and what nothing else has; rows below stay where they are."""
+    """Redis keeps the newest two, later versions, and rows that no other tier has; the tiers below keep theirs."""
     monkeypatch.setattr(retirement, "DELAY_S", 0.05)
     repository, database = tmp_path / "small", f"rocksdb://{tmp_path}/db"
     with RedisServer() as server:

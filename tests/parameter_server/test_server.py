@@ -114,7 +114,7 @@ def test_a_promotion_never_replaces_a_newer_row(make: Callable[..., Stack]) -> N
 
 
 class LaggingStore(HookedStore):
-    """Shows what is written to the store inside when it is refreshed, as a RocksDB's reader does."""
+    """Shows writes to the wrapped store only after a refresh, like a RocksDB's reader."""
 
     def __init__(self, store: MemoryStore, table: str = "user") -> None:
         self.table = table
@@ -151,7 +151,7 @@ def test_a_row_erased_while_it_is_fetched_is_not_promoted() -> None:
 
 
 def test_rows_that_another_process_has_changed_are_not_promoted() -> None:
-    """What a tier that lags behind shows too late does not come back into the tier above."""
+    """Old rows that a lagging tier still shows are not promoted to the tier above."""
     volatile, behind = MemoryStore(DIMS), MemoryStore(DIMS)
     behind.insert("user", KEYS, VECTORS)
     lagging = LaggingStore(behind)
@@ -174,7 +174,7 @@ def test_rows_that_another_process_has_changed_are_not_promoted() -> None:
 
 
 class SharedStore(MemoryStore):
-    """What other processes write to it is seen at once, as in a Redis."""
+    """Writes of other processes are seen at once, as in a Redis."""
 
     @property
     def is_shared(self) -> bool:
@@ -272,7 +272,7 @@ def test_promotions_are_bounded_in_bytes(make: Callable[..., Stack], monkeypatch
 
 
 def test_without_a_store_that_takes_writes_a_write_is_an_error() -> None:
-    """A row that goes nowhere is not accepted."""
+    """A row that no tier takes is not accepted."""
     server = ParameterServer([])
     with pytest.raises(StoreError, match="'user' cannot be written to"):
         server.insert("user", KEYS, VECTORS)
@@ -305,7 +305,7 @@ def test_a_tier_that_is_down_is_left_out_and_comes_back(
 
 
 def test_a_tier_that_refuses_all_is_left_out(make: Callable[..., Stack], caplog: pytest.LogCaptureFixture) -> None:
-    """As a Redis does whose password was changed: it is down until it lets us in, each time anew."""
+    """As a Redis does whose password was changed: it is down until it accepts the password, each time anew."""
     stack = make()
     for times in (1, 2):
         stack.faults["volatile"] = StoreError("WRONGPASS")
@@ -317,7 +317,7 @@ def test_a_tier_that_refuses_all_is_left_out(make: Callable[..., Stack], caplog:
 
 
 def test_a_tier_that_refuses_one_thing_stays(make: Callable[..., Stack]) -> None:
-    """What is wrong with one table's rows keeps no other's from being found."""
+    """A fault in one table's rows does not hide the rows of others."""
     stack = make()
     refusing = FaultStore(stack.volatile, lambda verb: StoreError("WRONGTYPE") if verb == "fetch_many" else None)
     tier = Tier("volatile", refusing, volatile=True)
@@ -349,7 +349,7 @@ def test_keys_that_a_dead_tier_may_have_are_counted_or_refused(make: Callable[..
 
 
 def test_a_tier_with_a_broken_table_stays_in_use(make: Callable[..., Stack]) -> None:
-    """A StoreError concerns what was asked, not the tier."""
+    """A StoreError is a fault of the request, not of the tier."""
     stack = make()
     stack.faults["volatile"] = StoreError("another width")
     for _ in range(3):
@@ -384,7 +384,7 @@ def test_updates_missed_during_an_outage_leave_nothing_stale(
 
 
 class ReluctantStore(HookedStore):
-    """Erases few keys at once only, and every second time none."""
+    """Erases only few keys in a call, and none in every second call."""
 
     num_calls = 0
 
@@ -396,7 +396,7 @@ class ReluctantStore(HookedStore):
 
 
 def test_a_tier_comes_back_in_pieces(make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it has missed is dropped little by little; what is done need not be done again after a failure."""
+    """Rows that it missed are dropped in pieces; finished pieces are not repeated after a failure."""
     monkeypatch.setattr(tier_module, "KEYS_PER_DROP", 10)
     stack = make()
     stack.volatile.insert("user", KEYS, VECTORS)
@@ -416,7 +416,7 @@ def test_a_tier_comes_back_in_pieces(make: Callable[..., Stack], monkeypatch: py
 
 
 def test_a_late_call_concerns_itself(make: Callable[..., Stack]) -> None:
-    """A tier that answers a check stays in use, unless it is late again and again; after an answer that begins anew."""
+    """A tier that answers a check stays in use, unless it is late repeatedly; an answer in time resets the count."""
     stack = make()
     stack.volatile.insert("user", KEYS, VECTORS)
     tier = stack.server._tiers[0]
@@ -438,7 +438,7 @@ def test_a_late_call_concerns_itself(make: Callable[..., Stack]) -> None:
 
 
 def test_a_late_call_to_a_tier_that_is_down_tells_so(make: Callable[..., Stack]) -> None:
-    """It does not answer something small either."""
+    """It does not answer a small request either."""
     stack = make()
     stack.faults["volatile"] = LateError("late")
     assert stack.fetch(KEYS)[0].all()
@@ -446,7 +446,7 @@ def test_a_late_call_to_a_tier_that_is_down_tells_so(make: Callable[..., Stack])
 
 
 def test_the_first_write_goes_to_a_known_incarnation(make: Callable[..., Stack]) -> None:
-    """A store that is another one just after it is left out until it has dropped what was written."""
+    """A store that is another incarnation right after it is not used until it has dropped the written rows."""
     stack = make()
     tier = stack.server._tiers[0]
     dropped: list[str] = []
@@ -464,7 +464,7 @@ def test_the_first_write_goes_to_a_known_incarnation(make: Callable[..., Stack])
 
 
 def test_a_write_that_no_tier_keeps_is_an_error() -> None:
-    """Where the only store is volatile and out, the caller hears of it; the older rows, all there are, stay."""
+    """If the only store is volatile and down, the caller gets an error; the older rows, the only ones, stay."""
     volatile = MemoryStore(DIMS)
     volatile.insert("user", KEYS, VECTORS)
     faults = [UnavailableError("gone")]
@@ -538,7 +538,7 @@ def test_a_write_that_the_persistent_tier_takes_in_part_leaves_no_older_rows_abo
 
 
 def test_background_work_survives_the_unexpected(make: Callable[..., Stack], caplog: pytest.LogCaptureFixture) -> None:
-    """An error that is not one of ours ends one piece of work, not the worker."""
+    """An unexpected exception ends one piece of work, not the worker."""
     stack = make()
     stack.volatile.insert_absent = lambda *_: 1 / 0  # type: ignore[method-assign, assignment]
     stack.fetch(KEYS[:5])
@@ -575,7 +575,7 @@ def test_a_tier_that_takes_no_rows_is_still_read(
 def test_a_tier_that_answers_checks_only_is_tried_less_and_less(
     make: Callable[..., Stack], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Requests need not find out again and again; after a steady time it is tried as soon as any other."""
+    """Requests do not test it again and again; after a steady time it is tried as soon as any other."""
     monkeypatch.setattr(tier_module, "STEADY_S", 1e6)
     stack = make()
     stack.volatile.insert("user", KEYS, VECTORS)

@@ -69,7 +69,7 @@ SECRETS = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=6
     st.sampled_from(["/1", "", ":x", "/db", "?a=b", ",b:2/rows/1", "/rows/x"]),
 )
 def test_no_text_made_of_a_url_shows_the_password(secret: str, scheme: str, rest: str) -> None:
-    """Neither str, repr nor an error has it, even where the URL is malformed."""
+    """Neither str, repr nor an error contains it, even if the URL is malformed."""
     from urllib.parse import quote
 
     for written in (quote(secret, safe=""), secret.replace("/", "").replace("#", "").replace("?", "")):
@@ -96,13 +96,13 @@ def test_a_url_written_and_read_again_is_the_same() -> None:
 
 
 def test_the_password_is_shown_as_stars() -> None:
-    """One sees that there is one."""
+    """The text shows that there is one."""
     assert str(StoreUrl.parse("redis://me:secret@host:1/2")) == "redis://me:***@host:1/2"
     assert str(StoreUrl.parse("redis://:secret@host:1")) == "redis://:***@host:1"
 
 
 def test_a_password_may_stand_in_a_file(tmp_path: Path) -> None:
-    """It is read, is in no text, and the URL shows the file in its place."""
+    """It is read and in no text; the URL shows the file instead."""
     (tmp_path / "secret").write_text("p@ss word\n", encoding="utf-8")
     text = f"redis://me@host:1?password_file={tmp_path}/secret"
     url = StoreUrl.parse(text)
@@ -123,7 +123,7 @@ def test_a_password_may_stand_in_a_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_without_a_password_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
-    """The file is named, and nothing of what it holds."""
+    """The error names the file, and shows nothing of its content."""
     if content is not None:
         (tmp_path / "secret").write_bytes(content)
     with pytest.raises(ConfigurationError, match=message) as caught:

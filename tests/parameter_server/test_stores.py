@@ -25,7 +25,7 @@ from tests.testing.store_contract import DIMS, ReadContract, StoreContract, fetc
 
 
 class MemoryContract(StoreContract):
-    """Past the store: its dictionaries."""
+    """Access that bypasses the store: its dictionaries."""
 
     memory: MemoryStore
 
@@ -84,7 +84,7 @@ class TestTableFiles(ReadContract):
 
 
 def test_faults_come_when_they_are_told_to() -> None:
-    """The call that is to fail does, and what is inside is not reached."""
+    """The chosen call fails, and does not reach the wrapped store."""
     plan = iter([None, UnavailableError("down"), None])
     store = FaultStore(MemoryStore(DIMS), lambda _: next(plan))
     store.insert("odd", keys_of(1), np.ones((1, 1), np.float32))

@@ -1,4 +1,4 @@
-"""Keys that no tier has: remembered for a moment, and never in the way of a row that comes."""
+"""Keys that no tier has: remembered for a moment, and never hiding a row that comes later."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def insert(store: EmbeddingStore | ParameterServer, key: int, value: float) -> N
 
 
 def test_unknown_keys_are_not_asked_for_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key that no tier has is remembered until refresh(); the other keys of a request are asked for as ever."""
+    """A key that no tier has is remembered until refresh(); the other keys of a request are fetched as usual."""
     monkeypatch.setattr(unknown_keys, "MEMORY_S", 1e6)
     store = RecordingStore(MemoryStore(DIMS))
     insert(store, 1, 10)
@@ -78,7 +78,7 @@ def test_a_row_inserted_through_the_server_is_there_at_once() -> None:
 
 
 def test_a_key_asked_for_while_its_row_is_written_is_not_unknown() -> None:
-    """A fetch that began before an insert ended, and found nothing, leaves no memory."""
+    """A fetch that began before an insert ended, and found nothing, is not remembered."""
 
     class Writing(WrapperStore):
         def fetch_many(self, requests: Sequence[FetchRequest]) -> list[NDArray[np.bool_]]:

@@ -1,4 +1,4 @@
-"""WriteLog: what was written since a moment, or more, never less."""
+"""WriteLog: at least all rows that were written since a moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left of a machine's memory, and of a container's."""
+"""The available memory of a machine, and of a container."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from inference_session.platform.available_memory import available_bytes
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """A file system of a machine with 1000 KiB to be had."""
+    """A file system of a machine with 1000 KiB available."""
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 4000 kB\nMemAvailable:    1000 kB\nHugePages_Total:  0\n")
     return tmp_path

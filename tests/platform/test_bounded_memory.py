@@ -1,4 +1,4 @@
-"""The memory of what took work to make."""
+"""The bounded memory of values that are expensive to make."""
 
 from __future__ import annotations
 

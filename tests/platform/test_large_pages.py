@@ -63,7 +63,7 @@ def test_pieces(sizes: list[int], begin: int) -> None:
 
 @pytest.fixture
 def keeps_large_pages(tmp_path: Path) -> bool:
-    """Whether this kernel and file system do, where everything is right for them."""
+    """Whether this kernel and file system use large pages under ideal conditions."""
     path = tmp_path / "probe"
     path.write_bytes(bytes(4 * LARGE_PAGE_BYTES))
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
@@ -104,7 +104,7 @@ def test_appending(tmp_path: Path) -> None:
 
 
 def test_small_files(tmp_path: Path) -> None:
-    """A file smaller than a large page has none to tell of."""
+    """A file smaller than a large page has none to report."""
     write_zeros(tmp_path / "small", LARGE_PAGE_BYTES - 1)
     write_zeros(tmp_path / "empty", 0)
     assert large_page_fraction(tmp_path / "small") is None

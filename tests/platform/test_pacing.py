@@ -8,7 +8,7 @@ from inference_session.platform import pacing
 
 
 class Clock(threading.Event):
-    """Time that passes when somebody works or waits, and an event that is set at a moment."""
+    """A clock that advances with work and waits, and an event that is set at a given time."""
 
     def __init__(self, ends_at: float = float("inf")) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Clock(threading.Event):
 
 
 def do_all(clock: Clock, monkeypatch: pytest.MonkeyPatch, work_s: float, over_s: float = 0.0) -> list[float]:
-    """When each of five pieces, which take so long, began."""
+    """The times at which five pieces, which take this long, began."""
     monkeypatch.setattr(pacing, "time", clock)
     begins = []
     for _ in pacing.paced(range(5), clock, over_s=over_s):

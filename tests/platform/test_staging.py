@@ -13,7 +13,7 @@ from inference_session.platform.staging import next_version, stage_version
 
 
 def test_a_version_appears_when_it_is_complete(tmp_path: Path) -> None:
-    """Until then it has a name that no server looks at."""
+    """Until then it has a name that servers ignore."""
     with stage_version(tmp_path / "repository", "ctr") as (staging, target):
         (staging / "file").write_text("x", encoding="utf-8")
         assert [path.name for path in (tmp_path / "repository/ctr").iterdir()] == [".tmp-1"]
@@ -48,7 +48,7 @@ def _write_half(staging: Path) -> None:
 
 
 def test_a_failure_leaves_other_versions_alone(tmp_path: Path) -> None:
-    """Only what was being written goes."""
+    """Only the files that were being written are removed."""
     with stage_version(tmp_path, "ctr"):
         pass
     with pytest.raises(OSError, match="disk"), stage_version(tmp_path, "ctr"):
@@ -58,7 +58,7 @@ def test_a_failure_leaves_other_versions_alone(tmp_path: Path) -> None:
 
 
 def test_an_existing_version_is_refused(tmp_path: Path) -> None:
-    """Versions never change once they are there."""
+    """Versions never change once they exist."""
     (tmp_path / "ctr/3").mkdir(parents=True)
 
     with (
@@ -69,7 +69,7 @@ def test_an_existing_version_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_version_that_appeared_meanwhile_is_not_replaced(tmp_path: Path) -> None:
-    """Whoever comes first wins; the other's work is removed."""
+    """The first one wins; the other's files are removed."""
     with pytest.raises(ConfigurationError, match="already exists"), stage_version(tmp_path, "ctr", 1):
         (tmp_path / "ctr/1").mkdir()
 
@@ -130,7 +130,7 @@ def test_a_writer_at_work_is_not_disturbed(tmp_path: Path) -> None:
 def test_a_writer_that_ends_in_the_same_moment_is_another_writer(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It renames the folder between any two steps of ours: that is an error that may pass, not a missing file."""
+    """It renames the folder between any two steps of ours: that is a temporary error, not a missing file."""
     staging, opened = tmp_path / "ctr" / ".tmp-1", os.open
     staging.mkdir(parents=True)
 

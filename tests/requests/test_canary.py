@@ -1,4 +1,4 @@
-"""A version that answers recorded requests wildly wrong is not opened."""
+"""A version whose answers to recorded requests are far off is not opened."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inputs on a GPU, as far as that can be told without one."""
+"""Inputs on a GPU, as far as tests can check without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests in groups: who is computed with whom, and who gets which answer or error."""
+"""Requests in groups: which are computed together, and which answer or error each gets."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_requests_that_must_not_be_joined_come_alone() -> None:
 
 @pytest.mark.parametrize("num_requests", [1, 4])
 def test_where_a_group_fails_each_is_computed_alone(num_requests: int) -> None:
-    """So that only the one to blame gets the error."""
+    """So that only the request at fault gets the error."""
     requests, tried = grouped([(i + 4, 1) for i in range(num_requests)]), []
     for group in requests:
         tried.append(list(group.positions))

@@ -185,7 +185,7 @@ def test_malformed_keys_of_hps_are_refused(inputs: Inputs, expected: str) -> Non
 
 @given(st.binary(max_size=80), st.binary(max_size=80), st.binary(max_size=80))
 def test_random_bytes_are_decoded_or_refused(dense: bytes, keys: bytes, offsets: bytes) -> None:
-    """No request whatever does worse than an error, and no position leaves the keys."""
+    """The worst result of any request is an error, and no position is outside the keys."""
     inputs = {
         "DES": np.frombuffer(dense[: len(dense) // 4 * 4], np.float32),
         "CATCOLUMN": np.frombuffer(keys[: len(keys) // 8 * 8], np.int64),

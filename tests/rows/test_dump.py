@@ -1,4 +1,4 @@
-"""Dumps: what comes out is what is served, of one moment, whole or not at all."""
+"""Dumps: the rows that are served at one moment, whole or not at all."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_the_command_goes_by_config_pbtxt(version: Path, tmp_path: Path) -> None
 
 
 def test_a_dump_goes_to_hdfs(version: Path, tmp_path: Path, hdfs: Hdfs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dump to HDFS is the same, read back from there; and nothing stays in the cache folder."""
+    """A dump to HDFS, read back from there, is the same; nothing stays in the cache folder."""
     monkeypatch.setenv("HOTROW_CACHE_DIR", str(tmp_path / "cache"))
     run("dump", str(version), "--to", f"{hdfs.url}/dumps/one")
     with Copy(f"{hdfs.url}/dumps/one", tmp_path / "back") as copy:
@@ -172,7 +172,7 @@ def test_rows_changed_in_memory_are_dumped(version: Path, tmp_path: Path) -> Non
 
 
 def test_the_command_does_not_miss_updates_in_memory(version: Path, tmp_path: Path) -> None:
-    """Where updates are in a server's memory alone, the command says so, rather than dump what was before them."""
+    """If only a server's memory has the updates, the command says so instead of dumping the rows before them."""
     parameter = '{ key: "update_stream" value: { string_value: "kafka://127.0.0.1:9092" } }'
     (version.parent / "config.pbtxt").write_text(f'backend: "hotrow"\nparameters [ {parameter} ]\n')
     with pytest.raises(ConfigurationError, match="in the memory of the process that serves it"):
@@ -215,7 +215,7 @@ def scanned(server: ParameterServer) -> dict[int, set[float]]:
 
 
 def test_updates_wait_for_a_scan_and_reads_do_not(server: ParameterServer) -> None:
-    """An update that comes amid a frozen scan is in none of its rows, and is made when the scan has ended."""
+    """An update during a frozen scan is in none of its rows, and is applied when the scan has ended."""
     volatile = server._tiers[0].store
     assert isinstance(volatile, _Hooked)
     writers: list[threading.Thread] = []

@@ -1,4 +1,4 @@
-"""What is hot in one session is in the next one's cache before the first request."""
+"""Hot keys of one session are in the next one's cache before the first request."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def counts(session: InferenceSession) -> tuple[int, int]:
 
 
 def test_the_next_session_starts_with_the_rows_of_the_last(stored: tuple[Path, dict[str, Any]]) -> None:
-    """What the first session looked up is a hit in the second, whose counters begin at 0."""
+    """Keys that the first session looked up are hits in the second, whose counters begin at 0."""
     directory, settings = stored
     with InferenceSession.open(directory, **settings) as session:
         assert counts(session) == (0, 0)
@@ -83,7 +83,7 @@ def test_another_version_starts_with_the_rows_of_this_one(stored: tuple[Path, di
 
 
 def test_a_running_session_writes_by_itself(stored: tuple[Path, dict[str, Any]]) -> None:
-    """A process that is killed leaves what was hot a moment before."""
+    """A killed process leaves the keys that were hot shortly before."""
     directory, settings = stored
     path = Path(settings["state_dir"]) / "small.hot_keys"
     with InferenceSession.open(directory, **settings) as session:
@@ -163,7 +163,7 @@ def test_keys_are_read_as_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"{}", b"[1]", b"\xff", b'{"tables": [1]}', b'{"tables": {"a": "b"}}'])
 def test_a_state_file_of_another_kind_counts_as_none(content: bytes, tmp_path: Path) -> None:
-    """It is whole, but it is not what is looked for: neither hot keys nor verified files."""
+    """It is whole, but of another kind: neither hot keys nor verified files."""
     write_state(tmp_path / "state", content)
 
     assert read_hot_keys(tmp_path / "state") == {}

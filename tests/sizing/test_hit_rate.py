@@ -1,4 +1,4 @@
-"""Hit rates from traces: exact for LRU, the real cache's own for ours, near them from a sample."""
+"""Hit rates from traces: exact for LRU, the real cache's for ours, and near both from a sample."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_ours_ends_at_the_best_possible(trace: NDArray[np.int64]) -> None:
 
 @pytest.mark.parametrize("max_keys", [200_000, 50_000])
 def test_a_sample_is_within_its_stated_error(trace: NDArray[np.int64], max_keys: int) -> None:
-    """Both curves of a sample lie around those of the whole trace as narrowly as is said."""
+    """Both curves of a sample are as close to those of the whole trace as documented."""
     whole = LruCurve(trace)
     sample = _sampled(trace, max_keys, step=100_000)
     lru, error = LruCurve.of_sample(sample), SamplingError.of_sample(sample)
@@ -157,7 +157,7 @@ def _plan(*tables: NDArray[np.int64]) -> CachePlan:
 
 
 def test_the_recommendation_is_the_smallest_that_reaches_the_target() -> None:
-    """Any smaller size, but for rounding, falls short."""
+    """Any smaller size misses the target, except for rounding."""
     rng = np.random.default_rng(0)
     plan = _plan(rng.zipf(1.3, 20_000) % 5000, rng.zipf(1.6, 10_000) % 300)
 

@@ -92,7 +92,7 @@ def test_a_folder_that_cannot_be_made_fails_the_load(tmp_path: Path) -> None:
 
 
 def test_closing_twice_is_harmless(tmp_path: Path) -> None:
-    """A recorder that was told nothing leaves an empty recording."""
+    """A recorder without keys leaves an empty recording."""
     recorder = KeyRecorder(tmp_path, ("t",), max_bytes=4096)
     recorder.close()
     recorder.close()
@@ -105,7 +105,7 @@ def test_closing_twice_is_harmless(tmp_path: Path) -> None:
     ["", "[]", '{"tables": 3}', '{"tables": {"t": {"num_keys": -1}}}', '{"tables": {"../t": {}}}'],
 )
 def test_a_damaged_summary_is_named(tmp_path: Path, summary: str) -> None:
-    """It is never guessed how much was recorded."""
+    """The amount that was recorded is never guessed."""
     (tmp_path / "trace.json").write_text(summary)
 
     with pytest.raises(TraceFormatError, match=r"trace\.json"):
@@ -135,7 +135,7 @@ def test_keys_without_their_file(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_recordings_names_them(tmp_path: Path) -> None:
-    """Who points at the setting's folder learns what lies in it."""
+    """For the setting's folder, the error lists the recordings in it."""
     (tmp_path / "ctr-1-x").mkdir()
     KeyRecorder(tmp_path / "ctr-1-x", ("t",), max_bytes=4096).close()
 

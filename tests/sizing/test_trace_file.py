@@ -1,4 +1,4 @@
-"""Files of keys: each format gives back what was written, and says what is wrong with anything else."""
+"""Files of keys: each format reads back what was written, and names the fault of other files."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_narrow_types_and_shapes(tmp_path: Path) -> None:
 
 
 def test_an_npy_file_cut_short(tmp_path: Path) -> None:
-    """The header's shape is compared with what came."""
+    """The header's shape is compared with the size of the data."""
     path = tmp_path / "t.npy"
     np.save(path, _KEYS)
     path.write_bytes(path.read_bytes()[:-8])
@@ -141,7 +141,7 @@ def test_an_npy_file_cut_short(tmp_path: Path) -> None:
 
 @given(content=st.binary(max_size=300), name=st.sampled_from(["t.npy", "t.txt", "t.csv", "t.gz", "t.npy.xz", "t"]))
 def test_any_bytes_are_keys_or_an_error(tmp_path_factory: pytest.TempPathFactory, content: bytes, name: str) -> None:
-    """Nothing but TraceFormatError comes out of a foreign file."""
+    """A foreign file raises only TraceFormatError."""
     path = tmp_path_factory.mktemp("t") / name
     path.write_bytes(content if name != "t.npy" else b"\x93NUMPY\x01\x00" + content)
 

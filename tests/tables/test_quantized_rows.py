@@ -78,7 +78,7 @@ def test_what_int8_cannot_hold_is_refused(bad: float) -> None:
 
 
 def test_float16_keeps_nan_and_infinities_and_refuses_what_overflows() -> None:
-    """A finite element must not become infinite."""
+    """No finite element becomes infinite."""
     special = np.array([[np.nan, np.inf, -np.inf, 65504]], np.float32)
     np.testing.assert_array_equal(dequantize_rows(quantize_rows(special, "float16"), "float16"), special)
     with pytest.raises(ModelFormatError, match=r"range of float16 \(65504\)"):

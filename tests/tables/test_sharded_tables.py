@@ -143,7 +143,7 @@ def test_the_largest_table_is_sharded_where_it_must_be(files: list[TableFile]) -
 
 
 def test_shards_that_do_not_fit_are_refused(files: list[TableFile]) -> None:
-    """With what is needed, what there is, and the way out."""
+    """With the memory needed, the memory available, and what to do."""
     from inference_session.tables.placed_tables import open_cuda_tables
 
     with pytest.raises(ConfigurationError, match=r"shard=rows needs \d+ bytes on each of 2 GPUs, .* may take 1000"):

@@ -52,7 +52,7 @@ def entries(cache: Path) -> list[Path]:
 
 
 def test_an_import_is_found_again(source: Source, tmp_path: Path) -> None:
-    """The same sources are imported once, even if ps.json was written anew elsewhere."""
+    """The same sources are imported once, even if ps.json is written anew, at any path."""
     first = imported(source, tmp_path / "cache")
     written = (first / "session.json").stat().st_mtime_ns
 

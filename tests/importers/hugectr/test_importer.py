@@ -1,4 +1,4 @@
-"""HugeCTR's files become versions that answer as HugeCTR did; files that do not fit are refused and leave nothing behind."""
+"""HugeCTR's files become versions that answer as HugeCTR did; misfits are refused and leave nothing behind."""
 
 from __future__ import annotations
 

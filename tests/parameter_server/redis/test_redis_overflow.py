@@ -89,7 +89,7 @@ def test_the_oldest_rows_leave(server: RedisServer) -> None:
 
 
 def test_the_least_used_rows_leave(server: RedisServer) -> None:
-    """Rows that were touched less often go first; times from before count for nothing."""
+    """Rows that were touched less often go first; times from before do not count."""
     with open_store(server.url, "evict_least_used", partitions=1) as store, server.client() as client:
         store.insert("user", KEYS[:40], VECTORS[:40])
         client.hset(
@@ -155,7 +155,7 @@ def test_rows_that_are_read_are_touched(server: RedisServer) -> None:
 
 
 def test_a_redis_that_takes_no_writes_is_read_all_the_same(server: RedisServer) -> None:
-    """Rows that cannot be touched are answered as ever, and the tier stays in use."""
+    """Rows that cannot be touched are still answered, and the tier stays in use."""
     user = f"reader{next(_numbers)}"
     with server.client() as client, open_store(server.url, "evict_oldest") as store:
         store.insert("user", KEYS, VECTORS[:, :4])

@@ -55,7 +55,7 @@ Answer = TypeVar("Answer")
 
 
 def eventually_answers(call: Callable[[], Answer]) -> Answer:
-    """What a call answers once the connections that were cut are known to be."""
+    """What a call answers once the store has noticed the connections that were cut."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         with suppress(UnavailableError):
@@ -196,7 +196,7 @@ def test_a_row_lies_where_hps_looks_for_it(server: RedisServer) -> None:
 
 
 def test_versions_are_apart(server: RedisServer) -> None:
-    """A version's rows are its own; the shared name space is another one still."""
+    """Versions do not share rows; the shared name space is separate, too."""
     one, two, shared = Namespace("apart", "1"), Namespace("apart", "2"), Namespace("apart")
     with open_store(server.url, one) as first, open_store(server.url, two) as second:
         first.insert("odd", keys_of(1), np.ones((1, 1), np.float32))
@@ -268,7 +268,7 @@ def test_keys_that_are_not_mixed_are_found(server: RedisServer) -> None:
 
 @pytest.mark.parametrize("num_rows_before", [0, 2])
 def test_rows_that_others_write_later_are_found(server: RedisServer, num_rows_before: int) -> None:
-    """A table that had too few rows to tell its partitions by is looked at again."""
+    """A table that had too few rows to find its number of partitions is examined again."""
     namespace = Namespace(f"later{num_rows_before}")
     keys, vectors = random_keys(500), random_vectors(500, 4)
     with open_store(f"{server.url}?partitions=16", namespace) as writer, open_store(server.url, namespace) as store:
@@ -284,7 +284,7 @@ def test_rows_that_others_write_later_are_found(server: RedisServer, num_rows_be
 
 
 def test_partitions_that_fit_no_number_are_an_error(server: RedisServer) -> None:
-    """Rows that no rule explains are not guessed at."""
+    """The store does not guess where no rule fits the rows."""
     with server.client() as client, open_store(server.url, Namespace("scrambled")) as store:
         for partition in range(4):
             names = layout.rows_name("hps_et.scrambled.user", partition)
@@ -294,7 +294,7 @@ def test_partitions_that_fit_no_number_are_an_error(server: RedisServer) -> None
 
 
 def test_tables_of_a_server_are_listed(server: RedisServer, cluster: RedisClusterServers) -> None:
-    """The list tells rows and widths of every tag, and takes foreign names for what they are."""
+    """The list tells rows and widths of every tag, and does not mistake foreign names for tables."""
     for place in (server, cluster):
         with open_store(place.url, Namespace("listed", "3")) as store:
             store.insert("user", random_keys(100), random_vectors(100, 4))
@@ -406,7 +406,7 @@ class TestOutages:
             assert not fetch(store, "user", keys_of(1))[0].any()
 
     def test_a_server_that_hangs_is_given_up_in_time(self) -> None:
-        """A stopped process is not waited for; when it goes on, so do we."""
+        """The store does not wait for a stopped process; when it continues, it is used again."""
         namespace = Namespace("hanging", "1")
         with RedisServer() as server, open_store(server.url, namespace, timeout_ms=300) as store:
             with open_store(server.url, namespace) as patient:
@@ -433,7 +433,7 @@ class TestOutages:
         ],
     )
     def test_a_server_that_speaks_otherwise_is_an_error(self, answer: bytes) -> None:
-        """Whatever is at the other end, the call ends in time with an error."""
+        """Whatever the server answers, the call ends in time with an error."""
         url = "redis://127.0.0.1:{}?partitions=1"
         with answering(answer) as port, open_store(url.format(port), timeout_ms=300) as store:
             with pytest.raises(UnavailableError, match=str(port)):
@@ -546,7 +546,7 @@ class TestOutages:
                         assert "wrong-secret" not in str(caught.value)
 
     def test_a_password_that_was_changed_in_its_file_lets_new_connections_in(self, tmp_path: Path) -> None:
-        """Those that there were have been cut; nothing has to be opened anew."""
+        """The old connections were cut; the store need not be opened anew."""
         secret = tmp_path / "secret"
         secret.write_text("first-secret", encoding="utf-8")
         with RedisServer("--requirepass", "first-secret") as server:
@@ -623,7 +623,7 @@ class TestOutages:
             assert fetch(store, "user", keys_of(1))[0].all()
 
     def test_what_is_no_redis_fails_a_check(self) -> None:
-        """As long as something else listens there, the store counts as down, which may pass."""
+        """As long as another program listens there, the store counts as down, which may be temporary."""
         with answering(b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
             store = open_store(f"redis://127.0.0.1:{port}")
             with store, pytest.raises(UnavailableError, match=str(port)):
@@ -636,7 +636,7 @@ class TestOutages:
             store.num_rows("user")
 
     def test_a_server_with_too_many_clients_says_so(self) -> None:
-        """That may pass, so it is no fault of the request."""
+        """It may be temporary, so it is not an error of the request."""
         with RedisServer("--maxclients", "1") as server, server.client() as client:
             # The connection that checked whether it is up may still exist.
             wait_until(lambda: lets_in(client), "the only client's place")
@@ -645,7 +645,7 @@ class TestOutages:
                 fetch(store, "user", keys_of(1))
 
     def test_a_replica_that_takes_no_writes_says_so(self, server: RedisServer) -> None:
-        """READONLY is a state that may pass, reads go on."""
+        """READONLY may be temporary; reads go on."""
         with RedisServer("--replicaof", "127.0.0.1", str(server.port)) as replica:
             with open_store(server.url, Namespace("replicated")) as store:
                 store.insert("odd", keys_of(1), np.ones((1, 1), np.float32))

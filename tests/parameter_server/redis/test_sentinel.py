@@ -108,7 +108,7 @@ def test_the_new_master_answers_after_a_fail_over(number: signal.Signals, binary
 
 
 def test_a_replica_is_never_read(servers: RedisSentinelServers) -> None:
-    """Where sentinels name a server that is none any more, as for a moment in a fail-over, it is not believed."""
+    """A server that sentinels name but that is no longer a master, as briefly in a fail-over, is not used."""
     port = servers.replica.port
     said = b"*2\r\n$9\r\n127.0.0.1\r\n$%d\r\n%d\r\n" % (len(str(port)), port)
     with answering(said) as sentinel, open_store(f"redis+sentinel://127.0.0.1:{sentinel}/rows") as store:

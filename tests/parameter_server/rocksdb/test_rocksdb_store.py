@@ -130,7 +130,7 @@ class TestReaders:
             assert not store.lags
 
     def test_a_reader_is_right_while_the_writer_compacts(self, tmp_path: Path) -> None:
-        """Files that a compaction removes stay readable to those who have them open."""
+        """Files that a compaction removes stay readable for readers that have them open."""
         keys, vectors = random_keys(4000), random_vectors(4000, 128)
         with open_store(tmp_path) as writer:
             writer.insert("wide", keys, vectors)
@@ -206,7 +206,7 @@ class TestReaders:
     def test_a_database_that_is_replaced_is_opened_again(
         self, tmp_path: Path, writable: Literal[False, "later"], gap: bool
     ) -> None:
-        """By readers, and by who has become the writer; while there is none, that is an error."""
+        """By readers, and by a reader that has become the writer; while no database exists, calls are errors."""
         old, new, path = tmp_path / "old", tmp_path / "new", tmp_path / "db"
         for folder, value in ((path, 1), (new, 2)):
             with open_store(folder) as store:
@@ -261,7 +261,7 @@ class TestReaders:
         assert process.exitcode == 0
 
     def test_a_database_that_is_made_anew_in_the_same_folder_is_opened_again(self, tmp_path: Path) -> None:
-        """The folder itself stays, as that of a mount does."""
+        """The folder itself stays, like the folder of a mount."""
         path, copy = tmp_path / "db", tmp_path / "copy"
         for folder, value in ((path, 1), (copy, 2)):
             with open_store(folder) as store:
@@ -378,7 +378,7 @@ def test_no_database_is_an_error_that_names_the_way_out(tmp_path: Path) -> None:
 
 
 def test_a_path_that_cannot_be_a_database_is_named(tmp_path: Path) -> None:
-    """A file in the way is said to be there."""
+    """The error says that a file is in the way."""
     (tmp_path / "file").write_text("x")
     with pytest.raises(UnavailableError, match="file"):
         open_store(tmp_path / "file")
@@ -499,7 +499,7 @@ def _cut(path: Path) -> None:
 def test_a_reader_refuses_an_incomplete_database_until_it_is_mended(
     tmp_path: Path, pattern: str, damage: Callable[[Path], None]
 ) -> None:
-    """Rows of a file that is missing or cut are not taken for rows that never were."""
+    """Rows of a file that is missing or cut do not count as unknown keys."""
     whole, damaged = tmp_path / "whole", tmp_path / "damaged"
     keys, vectors = random_keys(3000), random_vectors(3000, 128)
     with open_store(whole) as store:
