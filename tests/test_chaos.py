@@ -1,7 +1,7 @@
-"""Stores that die, hang, fail over, fill up or come back with old rows while they are read and written.
+"""Stores that crash, hang, fail over, fill up or come back with old rows during reads and writes.
 
-Each row of one table holds its own version number. Writers count it up, readers see that what they are answered is
-no older than the last update that had returned before they asked, and no newer than the last that has begun.
+Each row of one table holds its own version number. Writers count it up, readers check that an answer is
+no older than the last update that had returned before the request, and no newer than the last that has begun.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def test_a_cluster_fails_over_while_it_is_written(tmp_path: Path, number: signal
 
 
 def test_a_redis_comes_back_with_an_old_snapshot(tmp_path: Path) -> None:
-    """What it held at an earlier time is not answered: rows written since are dropped from it first."""
+    """Its old rows are not answered: rows written since are dropped from it first."""
     with RedisServer() as server, opened(tmp_path, server.url, cache_bytes=2000) as session:
         rows = WrittenRows(session)
         with rows.under_load():
@@ -200,7 +200,7 @@ def test_an_old_snapshot_is_not_believed(tmp_path: Path, cache_bytes: int) -> No
 
 
 def test_a_redis_is_full(tmp_path: Path) -> None:
-    """Rows that it does not take are answered from below, and the older ones that it has are not."""
+    """Rows that it refuses are answered from the tier below; its older ones are not answered."""
     with RedisServer() as server, opened(tmp_path, server.url, cache_bytes=0) as session, server.client() as client:
         rows = WrittenRows(session)
         with rows.under_load():
@@ -232,7 +232,7 @@ def test_a_redis_becomes_read_only(tmp_path: Path) -> None:
 
 
 def test_a_rocksdb_is_damaged(tmp_path: Path) -> None:
-    """Rows that Redis has are answered as ever; those that only the damaged files have are UNAVAILABLE."""
+    """Rows that Redis has are still answered; rows that only the damaged files have are UNAVAILABLE."""
     settings = {"cache_bytes": 0, "on_store_failure": "error", "store_timeout_ms": PATIENCE_MS}
     with RedisServer() as server, opened(tmp_path, server.url, **settings) as session:
         expected = session.lookup("code", [0, 1])
@@ -265,7 +265,7 @@ def test_a_rocksdb_has_another_writer(tmp_path: Path) -> None:
 
 
 def test_a_redis_that_came_back_older_is_never_believed(tmp_path: Path) -> None:
-    """Not by the first look-up after it, whether rows were asked for meanwhile or not."""
+    """Not even by the first look-up afterwards, with or without look-ups meanwhile."""
     with RedisServer() as server, opened(tmp_path, server.url, cache_bytes=0) as session:
         rows = WrittenRows(session)
         with server.client() as client:
@@ -282,7 +282,7 @@ def test_a_redis_that_came_back_older_is_never_believed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keep_files", [True, False])
 @pytest.mark.parametrize("is_written_meanwhile", [True, False])
 def test_the_next_session_knows_what_redis_misses(tmp_path: Path, is_written_meanwhile: bool, keep_files: bool) -> None:
-    """Redis came back from an old snapshot, or missed writes, and the session that knew is gone."""
+    """Redis came back from an old snapshot, or missed writes, and the session that knew it has ended."""
     with RedisServer() as server:
         settings = {"volatile_store": server.url, "persistent_store": f"rocksdb://{tmp_path}/db", "cache_bytes": 0}
         with (

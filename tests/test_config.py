@@ -64,7 +64,7 @@ def test_several_gpus_can_be_named(device: str, several: bool) -> None:
 
 
 def test_threads_are_resolved_for_the_machine() -> None:
-    """Zero means that hotrow chooses, at least one thread."""
+    """Zero means that hotrow chooses the number, at least one thread."""
     assert SessionConfig().num_dense_threads >= 1
     assert SessionConfig(dense_threads=5).num_lookup_threads == 5
 

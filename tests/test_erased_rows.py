@@ -29,7 +29,7 @@ def push(directory: Path, url: str) -> None:
 
 
 def assert_erased(session: InferenceSession, rows: np.ndarray) -> None:
-    """The rows that were erased are answered by zeros, the table's default vector, all others by what they were."""
+    """The rows that were erased are answered by zeros, the table's default vector, all others by their vectors."""
     expected = rows.copy()
     expected[ERASED] = 0
     np.testing.assert_array_equal(session.lookup("user.weight", EVERY), expected)
@@ -76,7 +76,7 @@ def test_erased_rows_stay_erased(tmp_path: Path, directory: Path, kind: str, cac
 
 
 def test_what_remembers_erased_rows_is_not_evicted(tmp_path: Path, directory: Path) -> None:
-    """A Redis that may hold few rows forgets rows, which the files have as well, and no erasure."""
+    """A Redis that may hold few rows evicts rows, which the files also have, but no erasure."""
     rows = small_model.write(directory)["user_weight"]
     with (
         stores_of("small Redis", tmp_path) as stores,
@@ -95,7 +95,7 @@ def test_what_an_empty_redis_has_lost_is_there_again(directory: Path) -> None:
         session.erase("user.weight", ERASED)
         assert_erased(session, rows)
         server.stop()
-        session.refresh()  # asks again for keys that were unknown a moment ago
+        session.refresh()  # fetches keys again that were unknown a moment ago
         np.testing.assert_array_equal(session.lookup("user.weight", EVERY), rows)
         with pytest.raises(UnavailableError):
             session.erase("user.weight", ERASED)

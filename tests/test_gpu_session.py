@@ -100,7 +100,7 @@ def test_many_threads_get_their_own_answers(
     ids=["joined", "ctr"],
 )
 def regular(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Regular]:
-    """Models whose batches of one size differ in nothing but values, and what they answer."""
+    """Models whose batches of one size differ only in values, and their answers."""
     write, answer = request.param
     directory = tmp_path_factory.mktemp("regular") / "1"
     write(directory)
@@ -129,7 +129,7 @@ def test_batches_of_one_size_differ_in_their_answers(regular: Regular) -> None:
 
 
 def test_each_request_gets_the_outputs_it_asked_for(regular: Regular) -> None:
-    """Also where one of the same size asked for others."""
+    """Also after a request of the same size for other outputs."""
     session, answer = regular
     rng = np.random.default_rng(3)
     first = session.spec.outputs[0].name
@@ -263,7 +263,7 @@ def engine_of(path: Path) -> Any:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of CuPy's streams that were never made
 def test_a_device_without_memory_is_refused_or_left_alone(version: tuple[Path, small_model.Arrays]) -> None:
-    """Where others have taken it all, `cuda:0` says so, and `auto` serves from the processor."""
+    """If other processes have taken all of it, `cuda:0` says so, and `auto` serves from the processor."""
     with full_device():
         with pytest.raises(ConfigurationError, match=r"memory ran out on cuda:0, which has \d+ bytes free of \d+"):
             InferenceSession.open(version[0], device="cuda:0")
@@ -327,7 +327,7 @@ def test_a_network_of_many_inputs_runs_with_graphs_or_without(tmp_path: Path) ->
 
 
 def test_inputs_come_out_as_outputs(tmp_path: Path) -> None:
-    """A network that only hands on what it gets, small or large, copies it between host memory and the device."""
+    """A network that only passes on its inputs, small or large, copies them between host memory and the device."""
     nodes = [helper.make_node("Identity", ["x"], ["y"]), helper.make_node("Flatten", ["x"], ["flat"])]
     inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 2, 3])]
     outputs = [

@@ -329,7 +329,7 @@ def test_the_cache_takes_a_part_of_the_rows(version: tuple[Path, small_model.Arr
 
 
 def test_a_cache_that_does_not_fit_is_refused(version: tuple[Path, small_model.Arrays]) -> None:
-    """Too little for a row of each table, and more than the device has: both name the bytes needed."""
+    """Too little for a row of each table, and more than the device has: both errors name the bytes needed."""
     with pytest.raises(ConfigurationError, match="cache_bytes is 100, too little for 3 tables on a GPU: set at least"):
         open_on_gpu(version[0], cache_bytes=100)
     from inference_session.device.cuda import CudaDevice
@@ -340,7 +340,7 @@ def test_a_cache_that_does_not_fit_is_refused(version: tuple[Path, small_model.A
 
 
 def test_more_rows_than_are_written_or_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large cache that is filled, dumped, updated and erased in pieces holds what one in a single piece would."""
+    """A large cache that is filled, dumped, updated and erased in pieces holds the same as without pieces."""
     monkeypatch.setattr("inference_session.embedding_cache.gpu._BUCKETS_AT_ONCE", 50)
     from inference_session.device.cuda import CudaDevice
     from inference_session.embedding_cache.gpu import GpuEmbeddingCache
@@ -558,7 +558,7 @@ def test_others_are_answered_while_rows_are_fetched() -> None:
 
 
 def test_a_row_updated_while_it_is_fetched_is_not_cached() -> None:
-    """What a look-up under way puts into the cache is never older than what the stores have."""
+    """A look-up under way never caches a row older than the stores' row."""
     store = HookedStore(memory_store()[0])
     rows = gpu_rows(ParameterServer([Tier("memory", store)]), cache_bytes=1 << 20)
     out = np.zeros((90, 4), np.float32)

@@ -125,7 +125,7 @@ def test_parameters_of_both_generations_are_taken(source: Source) -> None:
 
 
 def test_repr_tells_what_but_no_password(source: Source) -> None:
-    """What a notebook shows of these objects is their model or kind, and never what their settings hold."""
+    """A notebook shows the model or kind of these objects, and never their settings."""
     redis = VolatileDatabaseParams(type=DatabaseType_t.redis_cluster, password="hidden")  # noqa: S106
 
     assert repr(HPS(source.ps_json())) == "<HPS of models 'small'>"
@@ -173,7 +173,7 @@ def test_scripts_of_later_versions_run(source: Source) -> None:
 
 
 def test_a_table_may_be_called_as_the_folder_of_another(source: Source) -> None:
-    """Each number has its own rows, whatever names become as folders."""
+    """Each number has its own rows, whatever folders the names give."""
     tables = ({"small": ["a.b", "a_b"]}, {"small": [1, 4]}, {"small": [2, 3]})
     params = params_of(source)
     hps = HPS(ParameterServerConfig(*tables, [params]))
@@ -184,7 +184,7 @@ def test_a_table_may_be_called_as_the_folder_of_another(source: Source) -> None:
 
 
 def test_parameters_without_a_default_must_be_given() -> None:
-    """Although `device_id`, which stands before them, has one."""
+    """Although `device_id`, which precedes them, has one."""
     with pytest.raises(TypeError, match="of model 'm' needs cache_size_percentage, i64_input_key"):
         InferenceParams("m", 1, 1.0, "", [], use_gpu_embedding_cache=True)
 
@@ -213,7 +213,7 @@ def test_capsules_are_read_and_filled(source: Source) -> None:
 def test_capsules_of_other_tensors_are_refused(
     source: Source, keys: NDArray[Any], out: NDArray[Any], message: str
 ) -> None:
-    """What is found and what is expected is said."""
+    """The error says what is found and what is expected."""
     with pytest.raises(HotrowError, match=message):
         HPS(source.ps_json()).lookup_fromdlpack(keys.__dlpack__(), out.__dlpack__(), "small", 1)
 

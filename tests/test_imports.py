@@ -80,7 +80,7 @@ def imports() -> dict[str, set[str]]:
 
 
 def package_of(module: str) -> str:
-    """What the tables above call the part of the product that a module belongs to."""
+    """The name in the tables above of the part that a module belongs to."""
     top, *rest = module.split(".")
     if top == "inference_session":
         return rest[0] if rest else top

@@ -1,4 +1,4 @@
-"""Contexts that are kept between requests: reused as long as nothing they depend on has changed, and never longer."""
+"""Contexts that are kept between requests: reused only while nothing that they depend on has changed."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_kept_context_is_never_stale(session: InferenceSession, drawn: list[tu
 
 @pytest.mark.parametrize("session", [1 << 20], indirect=True)
 def test_contexts_of_unknown_keys_are_not_kept_over_stores(session: InferenceSession) -> None:
-    """A row that is not there now may come, from wherever: the default vector is answered, and nothing is kept."""
+    """Any process may add a missing row later: the default vector is answered, and nothing is kept."""
     inputs = {**ranking_of(3, 4), "user": np.array([ROWS + 5])}
     session.run(inputs)
     session.run(inputs)

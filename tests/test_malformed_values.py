@@ -127,7 +127,7 @@ def test_refreshes_go_on_behind_a_malformed_value(
 def test_updates_go_on_beside_a_name_of_another_type(
     directory: Path, tables: small_model.Arrays, server: RedisServer, tmp_path: Path
 ) -> None:
-    """A list in the place of a hash: its rows are updated below, others in Redis as well, which stays in use."""
+    """A list instead of a hash: its rows are updated in the tier below, others also in Redis, which stays in use."""
     push(directory, f"rocksdb://{tmp_path}/db")
     name = layout.rows_name(NAMESPACE.tag("user_weight"), 3)
     with server.client() as client:

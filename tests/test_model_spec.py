@@ -52,7 +52,7 @@ def test_a_table_is_found_by_name_and_by_folder() -> None:
 
 
 def test_names_of_tables_come_before_folders() -> None:
-    """A table whose name is another one's folder is meant by it."""
+    """A name that is also another table's folder means the table of that name."""
     clash = replace(SPEC, tables=(TableSpec("a.b", "a_b", 1, 1), TableSpec("a_b", "a_b_2", 1, 1)))
 
     assert clash.table("a_b").folder == clash.table("a_b_2").folder == "a_b_2"

@@ -1,4 +1,4 @@
-"""InferenceSession against plain NumPy, and against everything a caller can get wrong."""
+"""InferenceSession against plain NumPy, and against callers' mistakes."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_no_outputs_are_none(session: InferenceSession) -> None:
 
 
 def test_outputs_come_in_the_order_asked(session: InferenceSession) -> None:
-    """Only what is asked for is computed and returned."""
+    """Only requested outputs are computed and returned."""
     inputs = small_model.random_inputs(2, np.random.default_rng(0))
 
     assert list(session.run(inputs, ["stay", "click"])) == ["stay", "click"]
@@ -134,7 +134,7 @@ def test_outputs_come_in_the_order_asked(session: InferenceSession) -> None:
 def test_joined_requests_are_answered_as_if_alone(
     session: InferenceSession, tables: small_model.Arrays, sizes: list[int], lengths: list[int]
 ) -> None:
-    """Requests of any sizes, empty ones and bags of different lengths included, are joined without a trace."""
+    """Requests of any sizes, also empty ones and bags of different lengths, are joined with no effect on answers."""
     rng = np.random.default_rng(len(sizes))
     requests = [small_model.random_inputs(n, rng, num_items=k) for n, k in zip(sizes, lengths, strict=False)]
 
@@ -327,7 +327,7 @@ def test_many_threads_get_their_own_answers(session: InferenceSession, tables: s
 
 @pytest.mark.parametrize("word", [b"\xff", "\ud800", None, 7])
 def test_what_is_no_text_is_refused(tmp_path: Path, word: object) -> None:
-    """Nothing is made up for it, such as the text 'None'; texts and their UTF-8 come back as they were."""
+    """No text such as 'None' replaces it; texts and their UTF-8 come back unchanged."""
     write_types(tmp_path / "1", strings=True)
     known = {"flag": [[True]] * 2, "half": np.zeros((2, 1), np.float16)}
     with InferenceSession.open(tmp_path / "1") as session:
@@ -421,7 +421,7 @@ def test_a_changed_byte_is_refused_where_checksums_are_asked(tmp_path: Path) -> 
 def test_networks_that_do_not_fit_session_json_are_refused(
     tmp_path: Path, lookup: dict[str, Any], message: str
 ) -> None:
-    """What no request could ever satisfy is found when the version is opened."""
+    """A condition that no request can satisfy is found when the version is opened."""
     small_model.write(tmp_path / "1")
     pooled = dataclasses.replace(small_model.SPEC.lookups[2], **lookup)
     lookups = (*small_model.SPEC.lookups[:2], pooled, *small_model.SPEC.lookups[3:])
@@ -454,7 +454,7 @@ def test_a_gpu_that_is_not_there_is_refused(version: tuple[Path, small_model.Arr
 
 
 def test_one_device_has_no_shards(version: tuple[Path, small_model.Arrays]) -> None:
-    """To ask for them is an error, which names the device and the way out."""
+    """Requesting them is an error that names the device and says what to do."""
     with pytest.raises(ConfigurationError, match=r"device 'cpu' is one device: name several \(cuda:0,1\)"):
         InferenceSession.open(version[0], device="cpu", shard="rows")
 
@@ -468,7 +468,7 @@ def test_every_error_is_of_our_tree() -> None:
 
 
 def test_nobody_is_told_of_what_is_served(tmp_path: Path) -> None:
-    """ONNX Runtime's telemetry is off: it keeps nothing for it in the user's home."""
+    """ONNX Runtime's telemetry is off: it stores no files for it in the user's home."""
     small_model.write(tmp_path / "1")
     code = "import sys; from inference_session import InferenceSession; InferenceSession.open(sys.argv[1]).close()"
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "ORT_"))}

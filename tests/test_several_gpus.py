@@ -90,7 +90,7 @@ def test_both_gpus_look_rows_up_themselves(session: InferenceSession, version: t
 
 
 def test_a_swap_is_one_for_all_gpus(tmp_path: Path) -> None:
-    """Answers come whole from one content or the other, on each GPU, while the content is replaced again and again."""
+    """Each answer is wholly of one content or the other, on each GPU, while the content is replaced again and again."""
     directory = tmp_path / "1"
     contents = [small_model.write(directory)]
     with VersionManager(
@@ -124,7 +124,7 @@ def test_a_swap_is_one_for_all_gpus(tmp_path: Path) -> None:
 
 
 def test_a_closed_session_answers_no_more(version: tuple[Path, small_model.Arrays]) -> None:
-    """Requests under way on both GPUs are answered or told that the session has been closed."""
+    """Requests under way on both GPUs are answered, or fail because the session is closed."""
     session = InferenceSession.open(version[0], device="cuda:all", shard="rows")
     asked = threading.Barrier(5, timeout=PATIENCE_S)
 

@@ -1,4 +1,4 @@
-"""A real Redis that takes its time: what is late concerns itself, what goes on is waited for."""
+"""A slow, real Redis: a late answer affects only its own call, and calls that make progress may finish."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_work_may_take_longer_than_the_timeout_as_long_as_it_goes_on(monkeypatch
 
 
 def test_a_late_request_concerns_itself(tmp_path: Path) -> None:
-    """Large answers never come, small ones do: requests for few rows are answered from Redis all the while."""
+    """Large answers never come, small ones do: requests for few rows are still answered from Redis."""
     stalled = threading.Event()
 
     def delay_s(num_bytes: int) -> float:

@@ -1,4 +1,4 @@
-"""InferenceSession over stores: the answers are those of the table files, whatever the cache holds or drops."""
+"""InferenceSession over stores: the answers equal those of table files, whatever the cache holds or drops."""
 
 from __future__ import annotations
 
@@ -401,7 +401,7 @@ def test_in_an_outage_only_requests_that_need_the_tier_fail(
 
 
 def test_refresh_in_an_outage_erases_nothing(version: tuple[Path, small_model.Arrays]) -> None:
-    """Cached rows that only the dead tier has stay; refresh() says that it could not be done."""
+    """Cached rows that only the dead tier has stay; refresh() raises an error."""
     failing = FailingRows(version[1])
     cache = CpuEmbeddingCache(DIMS, 1 << 16)
     rows = StoredRows(small_model.TABLES, cache, failing.rows._server)

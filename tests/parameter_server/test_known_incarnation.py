@@ -53,7 +53,7 @@ def test_a_note_that_is_written_while_it_is_read_is_no_news() -> None:
         read = threads.submit(known.read)
         assert reading.wait(PATIENCE_S)
         saved = threads.submit(known.save_that_writes_are_missing)
-        futures.wait([saved], 0.1)  # unless it was held up, it has ended by now
+        futures.wait([saved], 0.1)  # if nothing held it up, it has ended by now
         writing.set()
         assert read.result() is None
         saved.result()

@@ -1,4 +1,4 @@
-"""A broker for all tests that leave it running, and small models of their own names."""
+"""A broker for all tests that leave it running, and small models with unique names."""
 
 from __future__ import annotations
 

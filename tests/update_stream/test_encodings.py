@@ -114,7 +114,7 @@ def test_what_cannot_be_applied_is_refused_alone(message: Message, reason: str, 
 
 
 def test_a_header_without_rows_is_harmless() -> None:
-    """It is no update, and no error, whatever size it promises."""
+    """It is neither an update nor an error, whatever size it declares."""
     for size in (12, 16, 0):
         updates = decode([(None, b"HCTR" + size.to_bytes(4, "little"))], 3)
         assert not len(updates.keys) + len(updates.deleted) + len(updates.refusals)

@@ -124,7 +124,7 @@ class Hostile:
         self.publish()
 
     def restart_broker(self) -> None:
-        """It comes back empty, at once or after it was missed."""
+        """It comes back empty, at once or after sessions have noticed its absence."""
         self.broker.stop()
         if self.sessions and self.random.random() < 0.5:
             wait_until(lambda: self.updates(0)["failure"] is not None, "the outage to be noticed")
@@ -149,7 +149,7 @@ class Hostile:
             self.sessions.pop(self.random.randrange(len(self.sessions))).close()
 
     def settle(self) -> None:
-        """Every session serves the last row of every key of the topic; of others some row that they once had."""
+        """Every session serves the last row of every key of the topic; of other keys some earlier row."""
         expected = self.expected()
         keys = np.array(sorted(self.sent), np.int64)
         for number, session in enumerate(self.sessions):
@@ -185,7 +185,7 @@ class Hostile:
         return {**rows, **dict.fromkeys(updates.deleted.tolist())}
 
     def check_stores(self) -> None:
-        """Redis and RocksDB hold the same rows as are served, and no more."""
+        """Redis and RocksDB hold exactly the rows that are served."""
         expected = self.expected()
         keys = np.array(sorted(expected), np.int64)
         for url in (self.redis.url, self.database):

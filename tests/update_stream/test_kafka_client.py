@@ -1,4 +1,4 @@
-"""What we make of Kafka's client library."""
+"""How we use Kafka's client library."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ def test_topics_are_filtered(broker: Broker, small: SmallVersion) -> None:
 
 
 def test_updates_before_a_moment_are_passed_over(broker: Broker, small: SmallVersion) -> None:
-    """A version that has learned from them keeps its own rows, and gets those that come after."""
+    """A version that was trained on them keeps its own rows, and gets the later ones."""
     topic, other = small.topic("user_weight"), small.topic("hashed")
     old = [(packed(key)[0], vectors(9).tobytes()) for key in (1, 2)]
     broker.send(topic, *old)
@@ -320,7 +320,7 @@ def test_who_cannot_write_follows_who_does(broker: Broker, small: SmallVersion, 
 
 
 def test_updates_wait_for_a_store_that_is_down(broker: Broker, small: SmallVersion) -> None:
-    """Nothing is passed over: they are applied, in order, once it is back."""
+    """Nothing is skipped: they are applied, in order, once it is back."""
     with RedisServer() as redis:
         push(small.directory, redis.url)
         settings = {"persistent_store": redis.url, "update_stream": broker.url, "store_timeout_ms": 500}
@@ -359,7 +359,7 @@ def test_a_table_that_is_pushed_while_it_is_served_gets_its_updates_again(broker
 
 
 def test_updates_that_are_held_wait(broker: Broker, small: SmallVersion) -> None:
-    """While another session applies them; afterwards they are applied as ever."""
+    """While another session applies them; afterwards they are applied as usual."""
     with (
         InferenceSession.open(small.directory, update_stream=broker.url) as session,
         InferenceSession.open(small.directory, update_stream=broker.url) as other,
@@ -377,7 +377,7 @@ def test_updates_that_are_held_wait(broker: Broker, small: SmallVersion) -> None
 
 
 def test_a_session_that_ends_while_it_is_held_writes_nothing_more(broker: Broker, small: SmallVersion) -> None:
-    """Messages that it had received by then are older than what its successor has written to the same store."""
+    """Messages that it has received are older than the rows that its successor has written to the same store."""
     with RedisServer() as redis:
         settings = {"volatile_store": redis.url, "update_stream": broker.url, "store_timeout_ms": PATIENCE_MS}
         with (

@@ -1,4 +1,4 @@
-"""How far updates have been applied, in a note that others write to as well."""
+"""How far updates have been applied, in a note that other processes also write."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_notes_of_before_identities_are_read() -> None:
 
 @pytest.mark.parametrize("offset", [-1, "5", 5.0, True, None])
 def test_offsets_are_whole_numbers(offset: object) -> None:
-    """Anything else is as good as none, so that all is read again."""
+    """Anything else counts as no note, so that all is read again."""
     assert read_applied(json.dumps({"offsets": {"t": {"0": offset, "1": 7}}}), "t") == {1: Applied(7)}
 
 

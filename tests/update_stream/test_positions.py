@@ -1,4 +1,4 @@
-"""How far partitions are applied, and when that is not believed, against logs written out by hand."""
+"""How far partitions are applied, and when that is not trusted, against logs written out by hand."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_offsets_of_before_identities_were_noted_prove_nothing(topic_id: str) ->
 
 
 def test_messages_on_their_way_are_not_used_once_a_partition_begins_elsewhere() -> None:
-    """Until the client library has been told, what comes is of the old place, and counts as nothing."""
+    """Until the client library knows the new place, messages are from the old one, and are ignored."""
     positions = followed(Log("id", {0: "a", 1: "b"}, 2))
     positions.suspect(ONE)
 
@@ -123,7 +123,7 @@ def test_messages_on_their_way_are_not_used_once_a_partition_begins_elsewhere() 
 
 
 def test_a_partition_that_comes_back_is_remembered() -> None:
-    """It is left with how far it was applied, also for the note, and followed no more."""
+    """Its position is kept, also for the note, but it is no longer followed."""
     positions = followed(Log("id", {0: "a", 1: "b"}, 2))
     applied = positions.applied()[ONE]
 

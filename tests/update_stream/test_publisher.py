@@ -1,4 +1,4 @@
-"""What `hotrow publish` and the Publisher send, by what a real broker holds afterwards."""
+"""The messages of `hotrow publish` and the Publisher, read back from a real broker."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_table_folder_is_published(broker: Broker, small: SmallVersion, tmp_pa
 
 
 def test_a_table_of_a_version_goes_by_its_folder(broker: Broker, small: SmallVersion, tmp_path: Path) -> None:
-    """Where another table's folder has the name that this one's would have, the version knows better."""
+    """If another table's folder has the name that this table's would have, session.json decides."""
     version = tmp_path / "version"
     shutil.copytree(small.directory, version)
     spec = ModelSpec.read(version)
@@ -173,10 +173,10 @@ def test_what_is_no_rows_is_refused(broker: Broker, small: SmallVersion) -> None
 
 
 def test_brokers_that_have_lost_everything_are_an_error_of_ours(small: SmallVersion) -> None:
-    """The client library gives up for good, which the publisher says once; after that it goes on."""
+    """The client library gives up permanently; the publisher reports that once, and then works again."""
     rows = np.array([1, 2, 3]), np.ones((3, 2))
     with Broker() as broker, Publisher(broker.url, small.model) as publisher:
-        for _ in range(2):  # messages that have ones before them
+        for _ in range(2):  # messages that have predecessors
             publisher.publish("hashed", *rows)
             publisher.flush()
         broker.stop()

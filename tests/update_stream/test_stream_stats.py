@@ -1,4 +1,4 @@
-"""What a stream tells of itself."""
+"""The statistics and log of a stream."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_failure_is_logged_when_it_begins_and_ends(stats: StreamStats, caplog:
 
 
 def test_refusals_are_logged_once_per_reason(stats: StreamStats, caplog: pytest.LogCaptureFixture) -> None:
-    """The log does not grow with a producer's faults, nor does what is kept of them."""
+    """Neither the log nor the kept faults grow with the number of a producer's faults."""
     for i in range(2 * MAX_SET_ASIDE):
         stats.refuse("no_key", f"message {i}")
     stats.refuse("truncated", "another")
@@ -55,7 +55,7 @@ def test_refusals_are_logged_once_per_reason(stats: StreamStats, caplog: pytest.
 
 
 def test_staleness_grows_while_messages_wait(stats: StreamStats) -> None:
-    """What is being applied counts by its age, and what has been by the age that it had."""
+    """A message that is being applied counts by its age now, an applied one by its age at that time."""
     stats.begin(time.time() - 1000)
     pending = asdict(stats.snapshot())["staleness_s"]
     stats.end(5)

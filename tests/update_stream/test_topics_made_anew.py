@@ -1,4 +1,4 @@
-"""Topics that are deleted and made anew, brokers that come back empty: no message of the new topic is passed over."""
+"""Topics that are deleted and made anew, brokers that come back empty: no message of the new topic is skipped."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_topic_made_anew_in_one_moment(broker: Broker, small: SmallVersion, da
 def test_a_topic_that_is_not_listed_for_a_while_goes_on(
     broker: Broker, small: SmallVersion, database: str, with_ids: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor does one whose metadata bear an error begin anew: rows never become older, and nothing is read twice."""
+    """Nor is a topic with an error in its metadata begun anew: rows never become older, and nothing is read twice."""
     answers: list[str] = []
     create = kafka_stream._create_consumer
     monkeypatch.setattr(kafka_stream, "_create_consumer", lambda *args: Unsteady(create(*args), answers))
@@ -184,7 +184,7 @@ class Unsteady:
 def test_a_note_of_an_earlier_release_is_a_doubt(
     broker: Broker, small: SmallVersion, database: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It has offsets and no identity: what it says is not believed, all is read again, and then noted with identity."""
+    """It has offsets and no identity: it is not trusted, all is read again, and then noted with identity."""
     topic = small.topic("user_weight")
     send(broker, topic, NUM_OLD, 100)
     with create_store(database, Namespace(small.model, "1"), DIMS, writable=True) as store:

@@ -63,7 +63,7 @@ def published(version: Path, repository: Path) -> None:
 def test_external_data_outside_the_version_are_refused(
     location: str, network: str, act: Callable[[Path, Path], None], version: Path, tmp_path: Path
 ) -> None:
-    """Whatever ONNX Runtime thinks of it, and however the path leads there."""
+    """Even if ONNX Runtime accepts it, and however the path leads there."""
     (version / "link.bin").symlink_to(tmp_path / "secret.bin")
     (version / "far").symlink_to(tmp_path)
     scale_by(version, network, location.format(absolute=tmp_path / "secret.bin"))
@@ -152,7 +152,7 @@ def test_a_file_that_is_no_network_is_refused(content: bytes, tmp_path: Path) ->
 
 
 def test_graphs_in_each_other_without_end_are_refused(tmp_path: Path) -> None:
-    """A file of hundreds of graphs in each other is no reason to run out of stack."""
+    """Hundreds of nested graphs do not overflow the stack."""
     content = b""
     for _ in range(500):
         for tag in (b"\x32", b"\x2a", b"\x0a"):  # a graph in an attribute, in a node, in a graph

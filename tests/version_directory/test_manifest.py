@@ -117,7 +117,7 @@ def test_a_manifest_that_leaves_out_a_file_is_refused(name: str, version: Path) 
 def test_a_link_out_of_the_version_is_refused(
     linked: str, version: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """A version that is copied, shared or removed is so with all its files; links within it are no harm."""
+    """A version is copied, shared or removed with all its files; links within it are harmless."""
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "moved"
     (version / linked).rename(elsewhere)
     (version / linked).symlink_to(elsewhere)

@@ -139,7 +139,7 @@ def test_a_file_of_an_earlier_version_that_cannot_be_read_is_not_shared(
 
 
 def test_publishing_again_heals_a_damaged_version(folder: Path, repository: Path) -> None:
-    """What the how-to advises for a damaged version helps, also where an older version shares the damaged file."""
+    """The how-to's advice for a damaged version helps, also if an older version shares the damaged file."""
     first = publish_version(folder, repository, "ctr").version_dir
     second = publish_version(folder, repository, "ctr").version_dir
     rot(second / "tables" / "user_weight" / "emb_vector")
@@ -274,7 +274,7 @@ def damage(path: Path) -> None:
 def test_a_bad_folder_is_refused_by_name(
     folder: Path, repository: Path, name: str, fault: Callable[[Path], None]
 ) -> None:
-    """What is missing or damaged is named and not published, even if an earlier version has the same file."""
+    """A missing or damaged file is named and not published, even if an earlier version has the same file."""
     publish_version(folder, repository, "ctr")
     fault(folder / name)
 
@@ -285,7 +285,7 @@ def test_a_bad_folder_is_refused_by_name(
 
 
 def test_tables_that_session_json_does_not_describe_are_refused(folder: Path, repository: Path) -> None:
-    """A manifest that agrees with wrong files does not help them: sizes follow from rows and embedding_dim."""
+    """Wrong files are refused even if the manifest agrees: sizes follow from rows and embedding_dim."""
     session = folder / "session.json"
     document = json.loads(session.read_text(encoding="utf-8"))
     document["tables"][1]["embedding_dim"] += 1

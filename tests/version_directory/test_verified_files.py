@@ -1,4 +1,4 @@
-"""Files that need not be read again, and those that have to be."""
+"""Which files need not be read again, and which must be."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def remembering(file: Path) -> VerifiedFiles:
-    """What a later process knows of a file that was verified."""
+    """The checksum that a later process knows of a verified file."""
     known = VerifiedFiles(file.with_name("m.verified"))
     known.add(verified_state(file), CHECKSUM)
     known.save()
@@ -124,7 +124,7 @@ def load(version_dir: Path) -> None:
 
 @pytest.mark.usefixtures("settled")
 def test_what_a_publication_has_linked_and_read_is_not_read_again(repository: Path, read: list[str]) -> None:
-    """Although the link has changed the files' state. What is damaged after that is found."""
+    """Although the link has changed the files' state. Later damage is found."""
     small_model.write(repository.parent / "out")
     load(publish_version(repository.parent / "out", repository, "ctr").version_dir)
     second = publish_version(repository.parent / "out", repository, "ctr").version_dir

@@ -1,4 +1,4 @@
-"""What a version directory says of itself."""
+"""Facts that a version directory gives about itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contents of a version directory taking each other's place while requests run."""
+"""Contents of a version directory that replace each other while requests run."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_other_rows_are_refused_where_stores_hold_the_old_ones(directory: Path) 
 
 
 def test_a_replaced_session_is_gone_at_once(directory: Path, tmp_path: Path) -> None:
-    """Its memory does not wait for the garbage collector, which under Triton never looks at what was loaded first."""
+    """Its memory does not wait for the garbage collector, which under Triton never visits the first loaded objects."""
     settings = {
         "persistent_store": f"rocksdb://{pushed(directory)}",
         "cache_bytes": 1 << 20,
@@ -304,7 +304,7 @@ def pushed(directory: Path) -> Path:
 
 
 def test_a_folder_that_is_gone_for_a_moment_is_no_harm(directory: Path) -> None:
-    """Between two renames there is no version directory: what serves goes on."""
+    """Between two renames there is no version directory: the present content keeps serving."""
     with manage(directory) as versions:
         directory.rename(directory.with_name("away"))
         with pytest.raises(ModelFormatError, match="no such file"):

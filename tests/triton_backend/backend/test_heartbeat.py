@@ -1,4 +1,4 @@
-"""What a backend process does to be watched."""
+"""How a backend process lets others watch it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_process_beats_until_it_is_stopped(folder: Path) -> None:
-    """Others can tell when it last did; nothing is left of it."""
+    """Other processes can read the time of the last beat; no file is left afterwards."""
     begin = time.monotonic()
     beating = Heartbeat()
     wait_until(lambda: (last_beat(folder, os.getpid()) or 0) > begin, "a beat")
@@ -77,7 +77,7 @@ def test_a_guard_ends_a_process_whose_server_is_gone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("forks", [False, True])
 def test_a_guard_leaves_a_process_alone_whose_server_lives(tmp_path: Path, forks: bool) -> None:
-    """Killed alone, its memory is left to the server. A process that was forked from it does not keep the guard."""
+    """If only it is killed, its memory is left to the server. A process forked from it does not keep the guard."""
     process, memory = guarded(tmp_path, server=os.getpid(), forks=forks)
     wait_until(lambda: len(children_of(process.pid)) == 1 + forks, "the guard")
     guarding, *forked = children_of(process.pid)  # in the order of their start

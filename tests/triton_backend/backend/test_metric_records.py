@@ -21,7 +21,7 @@ def key(version: str, name: str = "hotrow_requests_total") -> MetricKey:
 
 
 def write_as_another(records: Path, version: str, *keys: MetricKey, model: str = "ctr") -> None:
-    """What a process leaves that has ended."""
+    """The files that an ended process leaves."""
     code = (
         "import json, sys; from pathlib import Path; from triton_backend.backend import metric_records as m\n"
         "keys = [m.MetricKey(*k[:3], tuple(map(tuple, k[3]))) for k in json.loads(sys.argv[4])]\n"
@@ -59,7 +59,7 @@ def test_the_last_versions_that_are_gone_are_kept(records: Path) -> None:
 
 
 def test_a_version_that_is_served_again_is_kept(records: Path) -> None:
-    """Its metrics are in use, whatever an earlier process of it left; later they go together."""
+    """Its metrics are in use, whatever an earlier process of it left; later both are deleted together."""
     write_as_another(records, "1", key("1", "hotrow_tier_up"))
     for version in ("2", "3", "4", "5"):
         write_as_another(records, version)

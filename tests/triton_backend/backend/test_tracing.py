@@ -102,7 +102,7 @@ def test_spans_are_made_of_what_fails(tracing: Tracing, exporter: InMemorySpanEx
 def test_without_an_exporter_nothing_is_traced(
     variables: dict[str, str], warning: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where none is asked for; and one that cannot be had is no reason not to serve, but is logged."""
+    """If none is requested; if one is requested but not available, it is logged, and the model serves."""
     for name in (*ENDPOINT_VARIABLES, EXPORTER_VARIABLE, "OTEL_SDK_DISABLED", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

@@ -1,4 +1,4 @@
-"""Model folders as HugeCTR's users have them: which files count, and what is said about the rest."""
+"""Model folders as HugeCTR's users have them: which files count, and which messages the others cause."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_triton_s_flags_name_ps_json_by_backend(source: Source, tmp_path: Path) 
 
 
 def test_parameters_point_at_other_files(source: Source) -> None:
-    """Paths in config.pbtxt count from the model's folder, spaces between them do not."""
+    """Paths in config.pbtxt are relative to the model's folder; spaces between them are ignored."""
     found = read(source, config="v2/graph.json", dense_file="v2.model", sparse_files="a, b", keep_rows_of="0,1")
 
     assert found.model.graph_file == str(source.folder / "v2/graph.json")

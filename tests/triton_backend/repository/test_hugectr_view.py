@@ -1,4 +1,4 @@
-"""The repository as Triton is to see it: always what the user's says at the moment."""
+"""The repository as Triton sees it: always the present state of the user's."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_models_come_and_go(repository: Path, tmp_path: Path) -> None:
 
 
 def test_a_configuration_may_come_long_after_its_folder(view: RepositoryView, repository: Path, tmp_path: Path) -> None:
-    """As where a large model is copied, or another backend is chosen; with the times that the copied file had."""
+    """As when a large model is copied, or another backend is chosen; with the times of the copied file."""
     for name in ("late", "other"):
         (repository / name / "1").mkdir(parents=True, exist_ok=True)
         wait_until((tmp_path / "view" / name).is_symlink, "the folder to be seen")
@@ -180,7 +180,7 @@ def test_a_model_may_change_to_another_backend(view: RepositoryView, repository:
 def test_a_broken_configuration_is_left_to_triton(
     view: RepositoryView, repository: Path, tmp_path: Path, text: str
 ) -> None:
-    """The view goes on; the server says what is wrong."""
+    """The view keeps working; the server says what is wrong."""
     (repository / "ctr/config.pbtxt").write_text(text, encoding="utf-8")
     (tmp_path / "view/ctr/config.pbtxt").read_text(encoding="utf-8")
 

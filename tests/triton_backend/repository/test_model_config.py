@@ -162,7 +162,7 @@ def test_a_users_config_may_count_samples_itself(version_dir: Path) -> None:
 
 @pytest.mark.parametrize("sizes", [(-1, 16), (16, -1)])
 def test_sizes_of_outputs_that_one_version_knows(version_dir: Path, sizes: tuple[int, int]) -> None:
-    """The same network by another exporter, which says more or less of its outputs, is the next version."""
+    """The same network by another exporter, which declares more or less about its outputs, is the next version."""
     first, second = (TensorSpec("vector", "float32", (-1, size)) for size in sizes)
     path = write_model_config(version_dir, spec_of([IDS], [first]), "ctr")
     before = path.read_text(encoding="utf-8")
@@ -173,7 +173,7 @@ def test_sizes_of_outputs_that_one_version_knows(version_dir: Path, sizes: tuple
 
 
 def test_an_input_that_takes_more_than_the_config_says_is_an_error(version_dir: Path) -> None:
-    """The server would refuse what the next version is made for."""
+    """The server would refuse the requests that the next version is made for."""
     write_model_config(version_dir, spec_of([IDS], [CLICK]), "ctr")
 
     with pytest.raises(
@@ -276,7 +276,7 @@ def test_a_version_that_config_pbtxt_describes_is_served(inputs: Any, outputs: A
     ],
 )
 def test_a_version_that_config_pbtxt_does_not_describe_is_refused(inputs: Any, outputs: Any, difference: str) -> None:
-    """It would go live and answer nothing that its clients ask."""
+    """It would go live and refuse all requests of its clients."""
     with pytest.raises(ConfigurationError, match=difference):
         check_config(_json(inputs, outputs), spec_of([IDS], [CLICK]))
 
