@@ -51,7 +51,7 @@ def session(request: pytest.FixtureRequest, version: tuple[Path, small_model.Arr
 
 
 def assert_answers(answer: Any, expected: small_model.Arrays) -> None:
-    """Of the right type and shape, and as precise as float32 is."""
+    """Answers have the right type and shape, and the precision of float32."""
     for name, values in expected.items():
         assert answer[name].dtype == np.float32
         assert answer[name].shape == values.shape

@@ -303,7 +303,7 @@ def test_async_inserts_answer_by_default_and_then_by_row(version: tuple[Path, sm
 def test_the_next_session_starts_with_the_rows_of_the_last(
     version: tuple[Path, small_model.Arrays], tmp_path: Path
 ) -> None:
-    """What one session has cached on the GPU is cached in the next before the first request."""
+    """Rows that one session has cached on the GPU are cached in the next before the first request."""
     settings = {"state_dir": str(tmp_path), "warm_up_s": PATIENCE_S}
     inputs = small_model.random_inputs(40, np.random.default_rng(0))
     unknown = int((~np.isin(inputs["items"], version[1]["hashed/key"])).sum())
@@ -393,7 +393,7 @@ class Look(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the output."""
+        """The shape of the output."""
         width = 1 if self.pooling else self.keys.shape[1]
         return len(self.bags), width * SPECS[self.table].embedding_dim
 
@@ -402,7 +402,7 @@ Known = list[dict[int, NDArray[np.float32]]]
 
 
 def random_look(rng: np.random.Generator, known: Known) -> Look:
-    """Of cached, missing and unknown keys, some of them more than once."""
+    """A look-up of cached, missing and unknown keys, some of them more than once."""
     table = int(rng.integers(len(SPECS)))
     dtype = rng.choice([np.int64, np.int32])
     pool = np.array([key for key in known[table] if abs(key) < 2**31 or dtype == np.int64] + [10**6, -(10**6)])

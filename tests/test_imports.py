@@ -148,7 +148,7 @@ def test_what_tests_share_lies_in_testing() -> None:
 
 
 def test_tests_import_no_private_names() -> None:
-    """What a test needs of the product has a public name."""
+    """Tests use only public names of the product."""
     for path, module, name in imports_of_tests():
         if module.split(".")[0] in PACKAGES:
             assert not name.startswith("_"), f"{path} imports {name} from {module}"

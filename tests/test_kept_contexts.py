@@ -75,7 +75,7 @@ def assert_score(session: InferenceSession, tables: Tables, inputs: dict[str, ND
 
 
 def fresh_tables() -> Tables:
-    """As they were imported."""
+    """The tables as they were imported."""
     return {"users": table(ROWS, DIM, 1), "items": table(ROWS, DIM, 2)}
 
 
@@ -108,7 +108,7 @@ def test_nothing_is_kept_unless_asked_for(imported: ImportReport) -> None:
 
 
 def test_an_unsuitable_value_is_refused(imported: ImportReport) -> None:
-    """As of any setting."""
+    """It is refused like that of any setting."""
     with pytest.raises(ConfigurationError, match="context_cache_bytes"):
         InferenceSession.open(imported.version_dir, context_cache_bytes=-1)
 
@@ -143,7 +143,7 @@ def session(imported: ImportReport, tmp_path: Path, request: pytest.FixtureReque
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=30)
 @given(drawn=actions)
 def test_a_kept_context_is_never_stale(session: InferenceSession, drawn: list[tuple[str, Any, int]]) -> None:
-    """Whatever is updated, erased and refreshed between requests, each is answered by the rows as they are."""
+    """After any updates, erasures and refreshes, each request is answered by the present rows."""
     tables = fresh_tables()
     for name, rows in tables.items():
         session.update(name, np.arange(ROWS), rows)

@@ -135,7 +135,7 @@ def test_a_bad_field_is_named(tmp_path: Path, change: Any, message: str) -> None
 
 @pytest.mark.parametrize("text", ["", "nonsense", "[1]", "null", "\udcff", "[" * 100_000])
 def test_foreign_bytes_are_refused(tmp_path: Path, text: str) -> None:
-    """Whatever is not session.json is refused by name, never with a crash."""
+    """Any other content is refused with the file's name, never with a crash."""
     (tmp_path / SESSION_FILE).write_bytes(text.encode("utf-8", "surrogateescape"))
 
     with pytest.raises(ModelFormatError, match=r"session\.json"):

@@ -53,7 +53,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[ImportReport, Pa
 
 @pytest.fixture(scope="module")
 def session(imported: tuple[ImportReport, Path]) -> Iterator[InferenceSession]:
-    """Of that model."""
+    """A session of that model."""
     with InferenceSession.open(imported[0].version_dir) as opened:
         yield opened
 
@@ -101,7 +101,7 @@ def test_one_context_has_all_candidates(session: InferenceSession, imported: tup
 def test_as_many_contexts_as_candidates_are_an_ordinary_request(
     session: InferenceSession, imported: tuple[ImportReport, Path]
 ) -> None:
-    """Clients that tile go on as before, to the last bit, with CANDIDATES of ones too."""
+    """Clients that tile get the same answers as before, to the last bit, also with CANDIDATES of ones."""
     inputs = request(6, 6)
     plain = session.run(inputs)
     assert_alike(plain, expected(imported[1], inputs, [1] * 6))

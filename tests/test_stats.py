@@ -10,7 +10,7 @@ from inference_session.stats import added, gauge
 
 @dataclass(frozen=True)
 class Inner:
-    """Of one table."""
+    """Statistics of one table."""
 
     hits: int
     rows: int = gauge()
@@ -18,7 +18,7 @@ class Inner:
 
 @dataclass(frozen=True)
 class Outer:
-    """Of all."""
+    """All statistics."""
 
     requests: int
     load_s: float

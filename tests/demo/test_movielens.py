@@ -1,4 +1,4 @@
-"""What the demo makes of the data set, on a few made-up ratings."""
+"""The demo's processing of the data set, on a few made-up ratings."""
 
 from __future__ import annotations
 

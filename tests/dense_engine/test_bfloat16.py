@@ -282,7 +282,7 @@ def test_damaged_files(tmp_path: Path, bfloat16: None, name: str) -> None:
 
 
 def test_shapes_that_contradict_each_other(tmp_path: Path, bfloat16: None) -> None:
-    """The load fails and names setting, network and way out."""
+    """The load fails; the error names setting and network, and says what to do."""
     path = tmp_path / "dense.onnx"
     onnx.save(model_of("g (float[n, 25] x) => (y) { y = MatMul(x, w) }", {"w": drawn(24, 16)}), path)
 

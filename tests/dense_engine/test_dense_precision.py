@@ -28,7 +28,7 @@ DIMS = (48, 128, 32, 1)
 
 
 def weights() -> list[NDArray[np.float32]]:
-    """Of a small click model's layers."""
+    """Weights of a small click model's layers."""
     rng = np.random.default_rng(0)
     shapes = itertools.pairwise(DIMS)
     return [(rng.standard_normal(shape) * (2 / shape[0]) ** 0.5).astype(np.float32) for shape in shapes]
@@ -86,7 +86,7 @@ def test_constants_stay_finite(tmp_path: Path) -> None:
 
 
 def test_an_operator_without_float16(tmp_path: Path) -> None:
-    """The load fails and names setting, network and way out; in float32 the network loads."""
+    """The load fails; the error names setting and network, and says what to do. In float32 the network loads."""
     path = tmp_path / "dense.onnx"
     nodes = [
         helper.make_node("Abs", ["x"], ["positive"]),

@@ -120,7 +120,7 @@ def test_secure(tritonserver: None, tmp_path: Path) -> None:
 
 
 def test_several_gpus(tmp_path: Path) -> None:
-    """What each GPU would hold is computed without one."""
+    """The content of each GPU is computed without a GPU."""
     write_versions(tmp_path / "model_repository")
     page = Walkthrough(HOW_TO / "several-gpus.md", tmp_path)
     page.run()

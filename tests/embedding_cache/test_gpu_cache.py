@@ -164,7 +164,7 @@ def test_rows_come_from_several_threads() -> None:
 
 
 def test_rows_that_the_device_computes_are_waited_for() -> None:
-    """What was launched on the caller's stream before the call has ended before rows are read."""
+    """Rows are read only after earlier launches on the caller's stream have ended."""
     import cupy
 
     with cache_of({"t": 4}, 1 << 26) as cache:
@@ -223,7 +223,7 @@ def test_what_cannot_be_is_refused_clearly() -> None:
 
 
 def test_a_thread_may_begin_with_a_look_up() -> None:
-    """One that has not used the device before."""
+    """The thread has not used the device before."""
     keys = {"t": np.arange(8)}
     with cache_of({"t": 4}) as cache, ThreadPoolExecutor(1) as pool:
         cache.insert("t", keys["t"], np.ones((8, 4), np.float32))

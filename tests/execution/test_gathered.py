@@ -48,7 +48,7 @@ class Model:
             self.network.plan(batch, self.outputs)
 
     def answer(self, requests: list[Inputs]) -> Inputs | None:
-        """What the network reads."""
+        """The arrays that the network reads."""
         arrays = [inputs[name] for inputs in requests for name in self.names]
         batch = self.gathered.fill(arrays, len(requests), self.outputs)
         if batch is None:

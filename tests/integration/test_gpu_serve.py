@@ -73,7 +73,7 @@ def client(served: Served) -> Iterator[Any]:
 
 
 def random_request(num_samples: int, seed: int) -> dict[str, NDArray[Any]]:
-    """Of the model `ctr`."""
+    """A random request to the model `ctr`."""
     rng = np.random.default_rng(seed)
     dense = rng.integers(-50, 50, (num_samples, 2)) / 64
     return {"ids": rng.integers(-NUM_ROWS, NUM_ROWS, (num_samples, 3)), "dense": dense.astype(np.float32)}

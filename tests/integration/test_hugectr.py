@@ -147,7 +147,7 @@ def test_a_missing_gpu_is_said_once(in_place: Served) -> None:
 
 
 def test_malformed_requests_get_what_they_must(in_place: Served, models: ExampleModels) -> None:
-    """Each is refused or answered as its file says; a good request at the same time is answered as ever."""
+    """Each is refused or answered as its file says; a good request at the same time is answered as usual."""
     folder = models.wide_and_deep
     cases = json.loads((folder / "malformed.json").read_text(encoding="utf-8"))["cases"]
     good = requests_of(folder / "requests.npz")["one_sample"]
@@ -267,7 +267,7 @@ def health(served: Served, name: str) -> tuple[int, str]:
 
 
 def switch_to_v2(v2: Path, folder: Path, *, keep_rows: bool) -> None:
-    """What a HugeCTR user does: new weights, a config.pbtxt that names them, a new version number."""
+    """The steps of a HugeCTR user: new weights, a config.pbtxt that names them, a new version number."""
     for path in v2.glob("*_1.model"):
         copy = shutil.copytree if path.is_dir() else shutil.copyfile
         copy(path, folder / path.name)
@@ -393,7 +393,7 @@ def test_an_imported_model_keeps_its_requests(serve: Serve, models: ExampleModel
 
 
 def test_updates_come_from_the_brokers_of_ps_json(serve: Serve, tmp_path: Path) -> None:
-    """What a trainer publishes to HugeCTR's topics is served, with nothing said of it in config.pbtxt."""
+    """Rows that a trainer publishes to HugeCTR's topics are served without a setting in config.pbtxt."""
     newer = Source(tmp_path / "newer")
     newer.vectors[1] += 1
     newer.write_table(1)

@@ -158,7 +158,7 @@ def test_every_panel_shows_data_and_real_faults_raise_alerts(monitored: Monitore
 
 
 def faults(monitored: Monitored) -> dict[str, Any]:
-    """What makes each alert fire, in the order in which it is done; None: the requests do so all along."""
+    """The fault for each alert, in order of execution; None: the requests make it fire all along."""
     return {
         "HotrowDefaultVectors": None,
         "HotrowRequestsFail": None,

@@ -61,14 +61,14 @@ def request(num_users: int, num_items: int, seed: int = 0) -> dict[str, NDArray[
 
 
 def scores(inputs: Mapping[str, NDArray[Any]], counts: list[int]) -> NDArray[np.float64]:
-    """What they are answered with."""
+    """The expected answers."""
     users = USERS[inputs["user"]].astype(float) + ITEMS[inputs["clicks"]].astype(float).sum(axis=1)
     owners = np.repeat(np.arange(len(counts)), counts)
     return (users[owners] * ITEMS[inputs["item"]]).sum(axis=1, keepdims=True)
 
 
 def assert_alike(answer: Any, wanted: NDArray[np.float64], output: str = "score") -> None:
-    """Within rounding."""
+    """Equal within rounding."""
     np.testing.assert_allclose(answer.as_numpy(output), wanted, rtol=1e-5, atol=1e-5)
 
 

@@ -257,7 +257,7 @@ def test_an_unknown_repository_is_refused(tmp_path: Path, tritonserver: None) ->
 
 
 def test_management_can_be_restricted(serve: Serve, repository: Path, tmp_path: Path) -> None:
-    """With --restrict-apis only who sends the key may load models; everybody may infer."""
+    """With --restrict-apis only clients that send the key may load models; all clients may infer."""
     key = tmp_path / "key"
     key.write_text("s3cret\n", encoding="utf-8")
     served = serve(repository, "--restrict-apis", str(key))

@@ -216,7 +216,7 @@ def test_a_version_is_tested_beside_the_one_that_serves(server: Served, model: s
     succeed("load", model, "--version", 2, *url)
 
     def states() -> dict[int, str]:
-        """Of each version."""
+        """The state of each version."""
         return {row["version"]: row["state"] for row in json.loads(succeed("versions", model, *url, "--json"))}
 
     assert states()[2] == "READY"

@@ -61,7 +61,7 @@ def segment(keys: NDArray[Any], output: NDArray[np.float32], **fields: int) -> N
 
 
 def pooled(vectors: NDArray[np.float64], weights: NDArray[np.float64], pooling: PoolingCode) -> NDArray[np.float64]:
-    """What a bag becomes."""
+    """The pooled vector of a bag."""
     if len(vectors) == 0:
         return np.zeros(vectors.shape[1])
     if pooling == PoolingCode.MAX:

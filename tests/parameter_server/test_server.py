@@ -74,7 +74,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Stack]]:
 
 
 def test_rows_are_fetched_through_the_tiers(make: Callable[..., Stack]) -> None:
-    """What the first tier lacks comes from the next; what none has is not found, and its output not touched."""
+    """Rows that the first tier lacks come from the next; keys that none has are not found, their output not touched."""
     stack = make()
     stack.volatile.insert("user", KEYS[:50], -VECTORS[:50])
     found, out = stack.fetch(np.concatenate([KEYS, keys_of(4321), KEYS[:3]]))
@@ -104,7 +104,7 @@ def test_rows_that_were_found_go_up_and_nothing_else(make: Callable[..., Stack])
 
 
 def test_a_promotion_never_replaces_a_newer_row(make: Callable[..., Stack]) -> None:
-    """A row written while an older one is on its way up stays."""
+    """A row written while an older one is being promoted stays."""
     stack = make()
     with stack.server._writing:  # the promotion has to wait, as it would behind a long write
         stack.fetch(KEYS[:10])
@@ -135,7 +135,7 @@ class LaggingStore(HookedStore):
 
 
 def test_a_row_erased_while_it_is_fetched_is_not_promoted() -> None:
-    """Of rows that are on their way up, those written meanwhile stay where they are; the others arrive."""
+    """Of the rows being promoted, those written meanwhile are not promoted; the others arrive."""
     volatile, persistent = MemoryStore(DIMS), HookedStore(MemoryStore(DIMS))
     persistent.insert("user", KEYS, VECTORS)
     tiers = [Tier("volatile", volatile, volatile=True, cache_missed_keys=True), Tier("persistent", persistent)]
@@ -183,7 +183,7 @@ class SharedStore(MemoryStore):
 
 @pytest.mark.parametrize("lags", [False, True])
 def test_rows_of_files_that_another_process_has_erased_are_not_promoted(*, lags: bool) -> None:
-    """A row that is on its way up from the files while another process erases it is taken back."""
+    """A row that is promoted from the files while another process erases it is removed again."""
     erased = "user" + ERASED_SUFFIX
     behind = SharedStore(DIMS | {table + ERASED_SUFFIX: 1 for table in DIMS})
     marks = LaggingStore(behind, erased) if lags else behind
@@ -598,7 +598,7 @@ def test_a_tier_that_answers_checks_only_is_tried_less_and_less(
 
 
 def test_promotions_are_bounded(make: Callable[..., Stack]) -> None:
-    """What does not fit in the queue is dropped and counted; requests do not wait."""
+    """Rows that do not fit in the queue are dropped and counted; requests do not wait."""
     stack = make()
     in_hand = pending.PROMOTIONS_AT_ONCE
     with stack.server._writing:

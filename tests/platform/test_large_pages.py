@@ -1,4 +1,4 @@
-"""Files in whole large pages: the same bytes whatever the pieces, and what the kernel makes of them."""
+"""Files in whole large pages: the same bytes for any pieces, and whether the kernel uses large pages."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def hugectr_session(hugectr_dir: Path) -> Iterator[InferenceSession]:
 
 @st.composite
 def _hugectr_request(draw: st.DrawFn) -> Inputs:
-    """Of some samples with 2 and 3 slots: one key in each, or any number."""
+    """A request of some samples with 2 and 3 slots: one key in each, or any number."""
     num_samples = draw(st.integers(1, 4))
     lengths = st.just(1) if draw(st.booleans()) else st.integers(0, 2)
     counts = [[draw(lengths) for _ in range(num_samples * slots)] for slots in (2, 3)]

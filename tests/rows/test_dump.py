@@ -151,7 +151,7 @@ def test_a_target_that_exists_is_refused(version: Path, tmp_path: Path) -> None:
 
 
 def test_rows_changed_in_memory_are_dumped(version: Path, tmp_path: Path) -> None:
-    """Of a model without stores, rows changed by its update stream are dumped so, erased ones not at all."""
+    """For a model without stores, the dump has the rows as its update stream changed them, without erased ones."""
     expected = of_files(version)
     first, second = list(expected["hashed"])[:2]
     spec = ModelSpec.read(version)
@@ -253,7 +253,7 @@ def test_closing_ends_a_scan(server: ParameterServer) -> None:
 
 
 def test_rows_that_come_twice_are_dumped_once(version: Path, tmp_path: Path) -> None:
-    """Of a table file with equal keys the last row is served, and it alone is dumped."""
+    """If a table file has equal keys, the last row is served, and only that row is dumped."""
     spec = ModelSpec.read(version)
     folder = version / "tables" / "hashed"
     keys = np.fromfile(folder / "key", "<i8")

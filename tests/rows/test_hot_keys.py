@@ -108,7 +108,7 @@ def test_no_time_for_warming_up_is_no_harm(stored: tuple[Path, dict[str, Any]]) 
 def test_a_damaged_file_is_ignored_and_said(
     stored: tuple[Path, dict[str, Any]], content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever is in the file, the version opens."""
+    """The version opens with any content of the file."""
     directory, settings = stored
     for kind in ("hot_keys", "verified"):
         path = Path(settings["state_dir"]) / f"small.{kind}"

@@ -60,7 +60,7 @@ def test_nothing_is_recorded_unless_asked(tmp_path: Path) -> None:
 
 
 def test_files_stay_within_their_bytes(tmp_path: Path) -> None:
-    """Of a long recording a fair sample is kept: all uses of some keys, at a known rate."""
+    """A long recording keeps a fair sample: all uses of some keys, at a known rate."""
     small_model.write(tmp_path / "ctr" / "1")
     rng = np.random.default_rng(0)
     asked = []
@@ -113,7 +113,7 @@ def test_a_damaged_summary_is_named(tmp_path: Path, summary: str) -> None:
 
 
 def test_a_recording_is_read_while_it_is_written(tmp_path: Path) -> None:
-    """Of two files of a table the one of fewer keys counts, which is complete; the other is about to go."""
+    """If a table has two files, the one with fewer keys counts: it is complete, and the other is removed soon."""
     recorder = KeyRecorder(tmp_path, ("t",), max_bytes=4096)
     recorder.close()
     np.arange(3).tofile(tmp_path / "t.2.keys")

@@ -49,7 +49,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[TableFile]:
 
 
 def devices_of(count: int) -> list[Any]:
-    """As many as `count`, on all GPUs that exist."""
+    """As many as `count`, spread over the GPUs that exist."""
     import cupy
 
     from inference_session.device.cuda import CudaDevice

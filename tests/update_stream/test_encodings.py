@@ -131,7 +131,7 @@ def test_rows_that_are_not_finite_are_refused_one_by_one() -> None:
 
 
 def test_a_row_may_begin_with_the_magic() -> None:
-    """What has a key and the width of a vector is a row, whatever its bytes."""
+    """A message with a key and the width of a vector is a row, whatever its bytes."""
     value = b"HCTR" + np.ones(3, "<f4").tobytes()
     updates = decode([((5).to_bytes(8, "little"), value)], 4)
     assert updates.vectors.tobytes() == value
@@ -159,7 +159,7 @@ def test_keys_go_where_librdkafka_would_send_them(keys: list[int]) -> None:
 
 
 def test_topics_belong_to_one_table() -> None:
-    """Of both generations; what lies deeper, or elsewhere, is not one of ours."""
+    """For both generations; deeper topics, or topics elsewhere, are not ours."""
     assert topic_name("hps_et", "ctr", "user") == "hps_et.ctr.user"
     assert table_of("hps_et.ctr.user", "ctr") == table_of("hctr_et.ctr.user", "ctr") == "user"
     for topic in (

@@ -208,7 +208,7 @@ def test_updates_before_a_moment_are_passed_over(broker: Broker, small: SmallVer
 
 
 def test_duplicates_and_old_rows_that_come_again_do_no_harm(broker: Broker, small: SmallVersion) -> None:
-    """What counts is the order in the topic: after a repetition the last row is the last one again."""
+    """The order in the topic counts: after a repetition the last row is the last one again."""
     sent = [(packed(i % 3)[0], vectors(i).tobytes()) for i in range(9)]
     with InferenceSession.open(small.directory, update_stream=broker.url) as session:
         broker.send(small.topic("user_weight"), *sent)

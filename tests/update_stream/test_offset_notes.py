@@ -64,7 +64,7 @@ def test_the_rest_of_a_note_stays() -> None:
 
 
 def test_notes_of_before_identities_are_read() -> None:
-    """As offsets that nothing proves."""
+    """They are read as offsets without proof."""
     assert read_applied('{"offsets": {"t": {"0": 4}}}', "t") == {0: Applied(4)}
 
 

@@ -14,13 +14,13 @@ LOGGER = "inference_session.update_stream.stream_stats"
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What it has logged; threads of other streams may have something to say as well."""
+    """Its log lines; threads of other streams may also write to the log."""
     return [record.getMessage() for record in caplog.records if record.name == LOGGER]
 
 
 @pytest.fixture
 def stats() -> StreamStats:
-    """Of a stream that has done nothing yet."""
+    """Statistics of a stream that has done nothing yet."""
     return StreamStats("ctr")
 
 

@@ -94,7 +94,7 @@ def test_tables_may_be_absent_as_a_whole_where_allowed(version: Path) -> None:
     ],
 )
 def test_a_foreign_manifest_is_refused(version: Path, text: str) -> None:
-    """Whatever is not a manifest is refused by the file's name."""
+    """Any other content is refused with the file's name."""
     (version / manifest.MANIFEST_FILE).write_text(text)
 
     with pytest.raises(ModelFormatError, match="MANIFEST"):

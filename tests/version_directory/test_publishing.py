@@ -50,7 +50,7 @@ def same_file(path: Path, other: Path) -> bool:
 
 
 def test_a_published_version_is_the_folder(folder: Path, repository: Path) -> None:
-    """What is published answers as the folder does, and is numbered from 1."""
+    """The published version answers as the folder does, and numbers begin at 1."""
     report = publish_version(folder, repository, "ctr")
 
     assert report.version_dir == repository / "ctr" / "1"
@@ -319,7 +319,7 @@ def test_a_file_that_the_manifest_leaves_out_is_not_left_behind(folder: Path, re
 
 
 def test_a_full_disk_is_told_beforehand(folder: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is needed and what is free are compared before anything is copied."""
+    """The bytes needed and the bytes free are compared before anything is copied."""
     monkeypatch.setattr(publishing.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10})())
 
     with pytest.raises(UnavailableError, match=r"needs \d+ bytes, but only 10 are free"):

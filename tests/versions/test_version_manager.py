@@ -64,7 +64,7 @@ def answer(session: InferenceSession) -> np.ndarray:
 
 
 def expected(seed: int) -> np.ndarray:
-    """What the content of that seed answers."""
+    """The answer of the content of that seed."""
     return small_model.expected(small_model.random_tables(seed), REQUEST)["OUTPUT0"]
 
 
@@ -86,7 +86,7 @@ def test_new_content_takes_over_and_old_leases_end_on_the_old(directory: Path) -
 
 
 def test_counters_go_on_over_updates(directory: Path) -> None:
-    """What earlier contents have counted stays in the sums."""
+    """The counts of earlier contents stay in the sums."""
     with manage(directory) as versions:
         for seed in (2, 3, 4):
             with versions.lease() as session:

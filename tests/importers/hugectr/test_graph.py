@@ -333,7 +333,7 @@ def _places(value: Any, at: tuple[str | int, ...] = ()) -> list[tuple[str | int,
 @settings(max_examples=300)
 @given(data=st.data(), replacement=_JSON)
 def test_no_replaced_value_does_worse_than_an_error(data: st.DataObject, replacement: Any, tmp_path: Path) -> None:
-    """Whatever stands in any place of the graph: a network, or an error of ours."""
+    """Any value in any place of the graph gives a network, or an error of ours."""
     content = document()
     place = data.draw(st.sampled_from(_places(content)))
     _set(*place, value=replacement)(content)

@@ -167,7 +167,7 @@ def test_what_a_killed_import_left_is_taken_over(source: Source, tmp_path: Path)
 
 
 def test_rows_of_earlier_versions_are_kept_where_they_are_gone(source: Source, tmp_path: Path) -> None:
-    """Of several versions the newest that has a key counts; a key that all lost is unknown."""
+    """Of several versions the newest one with the key counts; a key that none has any more is unknown."""
     older, old = Source(tmp_path / "older"), Source(tmp_path / "old")
     for number, (earlier, keys) in enumerate([(older, [1, 2, 3]), (old, [2, 3])]):
         earlier.keys[1] = np.array(keys)

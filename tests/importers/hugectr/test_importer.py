@@ -124,7 +124,7 @@ def test_an_imported_version_says_what_it_is(source: Source, tmp_path: Path) -> 
 
 
 def test_duplicate_keys_are_reported(source: Source, tmp_path: Path) -> None:
-    """Of equal keys in a sparse folder the last row is found; the report counts the others."""
+    """If a sparse folder has equal keys, the last row is found; the report counts the others."""
     source.keys[1][[0, 3]] = source.keys[1][8]
     source.write_table(1)
 

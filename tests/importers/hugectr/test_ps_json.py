@@ -397,7 +397,7 @@ _JSON = st.recursive(
 @settings(max_examples=200)
 @given(data=st.data(), value=_JSON)
 def test_no_replaced_value_does_worse_than_an_error(data: st.DataObject, value: Any, tmp_path: Path) -> None:
-    """Whatever stands in any place: a configuration, or an error that names file and line."""
+    """Any value in any place gives a configuration, or an error that names file and line."""
     places: list[tuple[str | int, ...]] = [(name,) for name in HPS]
     places += [(block, name) for block in ("volatile_db", "persistent_db", "update_source") for name in HPS[block]]
     places += [("models", 0, name) for name in HPS["models"][0]]

@@ -65,7 +65,7 @@ def test_bags_of_different_sizes_in_a_loop(tmp_path: Path) -> None:
 
 
 def test_keys_carried_from_iteration_to_iteration(tmp_path: Path) -> None:
-    """What the keys need of the Loop's state is computed along with them."""
+    """The parts of the Loop's state that the keys need are computed with them."""
     graph = """m (int64[b, 2] keys) => (float[4, b, 2, 4] y) {
         n = Constant<value = int64 {4}>()  t = Constant<value = bool {1}>()  h = Constant<value = int64 {500}>()
         fk, ff, y = Loop(n, t, keys, x)<body = body (int64 i, bool c, int64[b, 2] k, float s) =>

@@ -1,4 +1,4 @@
-"""Models as PyTorch (both exporters), JAX and Keras really write them."""
+"""Models written by the real exporters of PyTorch (both), JAX and Keras."""
 
 from __future__ import annotations
 

@@ -325,7 +325,7 @@ def test_a_sample_that_looks_at_others_is_answered_alone(name: str, tmp_path: Pa
 
 @pytest.mark.parametrize("name", SOUND)
 def test_what_recommenders_do_is_joined(name: str, tmp_path: Path) -> None:
-    """What stays within a sample is proved to, and joined requests are answered as they are alone."""
+    """Independence of samples is proved, and joined requests are answered as they are alone."""
     write(tmp_path / "model.onnx", SOUND[name])
 
     report = import_onnx(tmp_path / "model.onnx", tmp_path / "repository", "m")

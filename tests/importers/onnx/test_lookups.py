@@ -92,7 +92,7 @@ def test_int32_and_one_dimensional_keys(tmp_path: Path) -> None:
 
 
 def test_casts_and_reshapes_of_keys_need_no_network(tmp_path: Path) -> None:
-    """What only changes shape or integer type of the keys is done to the vectors instead, or not at all."""
+    """Changes of only the keys' shape or integer type are applied to the vectors instead, or dropped."""
     graph = """m (int32[b, 1] keys) => (float[b, 4] y) {
         k = Cast<to = 7>(keys)  one = Constant<value = int64[1] {1}>()  s = Squeeze(k, one)  y = Gather(w, s) }"""
 
@@ -412,7 +412,7 @@ def test_batches_that_matter_under_some_values_only_are_found(tmp_path: Path) ->
 
 
 def test_answers_drawn_at_random(tmp_path: Path) -> None:
-    """Noise differs from run to run; what does not is compared as ever."""
+    """Noise differs from run to run; other values are compared as usual."""
     model = model_of(
         """g (int64[n, 2] ids) => (float[n, 2, 4] y, float[n, 2, 4] noisy) {
             y = Gather(t, ids)  noise = RandomNormalLike(y)  noisy = Add(y, noise) }""",

@@ -219,7 +219,7 @@ def _claims_of_inference(model: ModelProto, _runs: Runs) -> Mapping[str, Any]:
 
 
 def _part(array: NDArray[Any], claim: tuple[int, int, int], sample: int, num_samples: int) -> NDArray[Any]:
-    """What belongs to one sample."""
+    """The part of an array that belongs to one sample."""
     axis, outer, inner = claim
     shape = array.shape
     assert shape[axis] == outer * num_samples * inner

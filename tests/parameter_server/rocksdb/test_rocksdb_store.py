@@ -539,7 +539,7 @@ def _write_beyond_a_limit(path: Path) -> None:
 
 
 def test_writes_go_on_once_the_disk_takes_them_again(tmp_path: Path) -> None:
-    """What a disk refuses is an error, rows are read meanwhile, and nothing but another write is needed after it.
+    """A write that the disk refuses is an error; reads go on meanwhile, and later another write is enough.
 
     A limit on the size of files, set in a separate process, stands for a disk that fails or a quota.
     """

@@ -31,7 +31,7 @@ def read(
 
 
 def spec_of(found: InPlaceModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSpec:
-    """What the import makes of it."""
+    """The result of the import."""
     monkeypatch.setenv("HOTROW_CACHE_DIR", str(tmp_path / "cache"))
     with found.imported(3) as version_dir:
         assert version_dir.name == "3"
@@ -117,7 +117,7 @@ def test_a_model_that_ps_json_does_not_have_is_an_error(source: Source) -> None:
 def test_contradictions_are_told_and_the_files_hold(
     source: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What agrees is not mentioned."""
+    """Fields that agree are not mentioned."""
     found = read(source, slots="5", des_feature_num="99", label_dim="1", mixed_precision="true", max_nnz="7")
     spec = spec_of(found, tmp_path, monkeypatch)
 

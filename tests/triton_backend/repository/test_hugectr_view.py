@@ -36,7 +36,7 @@ def repository(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def view(repository: Path, tmp_path: Path) -> Iterator[RepositoryView]:
-    """Of a machine without a GPU."""
+    """A view on a machine without a GPU."""
     with RepositoryView.followed(repository, tmp_path / "view", has_gpu=False) as view:
         yield view
 

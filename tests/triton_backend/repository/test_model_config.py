@@ -220,7 +220,7 @@ def test_no_request_may_be_empty_in_all_inputs_where_triton_batches(dtype: str) 
     ],
 )
 def test_a_message_in_a_values_place_is_an_error_that_names_the_file(text: str, tmp_path: Path) -> None:
-    """As every other config.pbtxt that is none."""
+    """Like any other invalid config.pbtxt."""
     path = tmp_path / "config.pbtxt"
     path.write_text(text, encoding="utf-8")
 
@@ -282,7 +282,7 @@ def test_a_version_that_config_pbtxt_does_not_describe_is_refused(inputs: Any, o
 
 
 def test_a_reshape_in_config_pbtxt_counts() -> None:
-    """Of a tensor that Triton reshapes, the model sees the new shape."""
+    """If Triton reshapes a tensor, the model gets the new shape."""
     config = {
         "max_batch_size": 8,
         "input": [{"name": "id", "data_type": "TYPE_INT64", "dims": [1], "reshape": {"shape": []}}],

@@ -43,7 +43,7 @@ def test_reads_what_model_configurations_hold() -> None:
     ],
 )
 def test_malformed_text_names_the_line(text: str, message: str) -> None:
-    """What is no text format is a ValueError that says where."""
+    """Other text is a ValueError that says where the fault is."""
     with pytest.raises(ValueError, match=message):
         parse(text)
 

@@ -30,7 +30,7 @@ def assert_nothing_tiled(report: Any) -> None:
 
 
 def test_layers_of_the_context_alone_run_once_per_context(tmp_path: Path) -> None:
-    """What depends on the context alone has a row per context, and so have its look-ups."""
+    """Values and look-ups that depend on the context alone have one row per context."""
     report = check(
         tmp_path,
         """g (int64[n, 5] u, int64[n] v) => (float[n, 4] y) {
@@ -147,7 +147,7 @@ DIN = """g (int64[n, 5] u, int64[n] v) => (float[n, 4] y) {
 
 
 def din_constants(scale: float = 1.0, shift: float = 0.0) -> dict[str, Any]:
-    """Of DIN, its table around a number."""
+    """Constants of DIN; the table's values lie around `shift`."""
     return {
         "items": table(dim=DIM) * np.float32(scale) + np.float32(shift),
         "one": np.array([1]),
