@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["HotrowError", "InferenceSession", "Request"]
 
 # Read by ONNX Runtime when it is first imported: some releases report to their maker by default, and keep a device's id
-# and a database in the user's home for that. Whoever wants it sets a value of his own.
+# and a database in the user's home for that. A user who wants that sets another value.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 _HOMES = {"InferenceSession": "inference_session.session", "Request": "inference_session.requests.batch"}

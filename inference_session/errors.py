@@ -20,7 +20,7 @@ class ConfigurationError(HotrowError, ValueError):
 
 
 class InvalidRequestError(HotrowError, ValueError):
-    """One request is malformed: a wrong or missing input, type, shape or size. Others are not concerned."""
+    """One request is malformed: a wrong or missing input, type, shape or size. Other requests are not affected."""
 
 
 class UnknownKeyError(InvalidRequestError):
@@ -44,11 +44,11 @@ class UnsupportedModelError(HotrowError, ValueError):
 
 
 class CanaryError(HotrowError, ValueError):
-    """A version answers its recorded requests with NaN, or far from what was recorded; it is not to serve."""
+    """A version answers its recorded requests with NaN, or far from what was recorded; it must not serve."""
 
 
 class StoreError(HotrowError, RuntimeError):
-    """A tier could not do what was asked of it."""
+    """A tier could not carry out an operation."""
 
 
 class SourceError(HotrowError, OSError):
@@ -56,7 +56,7 @@ class SourceError(HotrowError, OSError):
 
 
 class UnavailableError(HotrowError, RuntimeError):
-    """The answer cannot be given now, but may be later: a tier is down, or the queue is full."""
+    """A request cannot be answered now, but may be later: a tier is down, or the queue is full."""
 
 
 class SessionClosedError(HotrowError, RuntimeError):

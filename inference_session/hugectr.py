@@ -1,8 +1,8 @@
-"""HugeCTR's own names, for offline scripts: change the import line, and nothing else.
+"""HugeCTR's own names, for offline scripts: only the import line changes.
 
     from inference_session.hugectr import CreateInferenceSession, InferenceParams
 
-Settings are those of ps.json, and are checked as it is; docs/reference/hugectr.md says what each does here.
+Settings are those of ps.json, with the same checks; docs/reference/hugectr.md says what each does here.
 Relative paths count from the working directory. Models are imported into a cache folder (HOTROW_CACHE_DIR) and opened
 from there.
 """
@@ -102,7 +102,7 @@ class _Section:
         return {"type": fields.pop(self._kind), **fields}
 
     def __repr__(self) -> str:
-        # No more of it: it may hold a password.
+        # Show no more of it: it may hold a password.
         return f"<{type(self).__name__} {str(self.document()['type'])!r}>"
 
 
@@ -211,7 +211,7 @@ class ParameterServerConfig:
     update_source: UpdateSourceParams | None = None
 
     def parsed(self) -> PsJson:
-        """The same as ps.json says it."""
+        """The same in the form of ps.json."""
         models = []
         for params in self.inference_params_array:
             name = params.model_name
@@ -298,7 +298,7 @@ class HPS:
             weakref.finalize(self, self._sessions[model.name].close)
 
     def lookup(self, keys: ArrayLike, model_name: str, table_id: int, device_id: int = 0) -> NDArray[np.float32]:  # noqa: ARG002
-        """The vectors of keys, float32 [n, embedding_dim]; of an unknown key the table's default vector.
+        """The vectors of keys, float32 [n, embedding_dim]; for an unknown key the table's default vector.
 
         Args:
             keys: int64 [n].

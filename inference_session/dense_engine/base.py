@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 
 class BoundRun(ABC):
-    """A run of the network over certain places in memory, as often as something new has been put there."""
+    """A run of the network over fixed places in memory; it may be repeated with new values in them."""
 
     places: Mapping[str, NDArray[Any]]
     """By input, where the host puts it; inputs that the device itself writes are not among them."""
@@ -30,7 +30,7 @@ class DenseEngine(ABC):
     """The outputs that it can compute."""
 
     def prepare(self) -> Any:
-        """What `run` may keep for inputs of always the same shapes."""
+        """State that `run` may keep for inputs whose shapes never change."""
         return None
 
     @abstractmethod
@@ -39,7 +39,7 @@ class DenseEngine(ABC):
     ) -> list[np.ndarray[Any, Any]]:
         """The outputs of those names, in that order. Inputs are read in place, not copied.
 
-        `prepared`: what `prepare` gave for inputs of these shapes; None: nothing is kept.
+        `prepared`: the result of `prepare` for inputs of these shapes; None: nothing is kept.
 
         Raises:
             InvalidRequestError: the network refused these values (a row number outside a small table that

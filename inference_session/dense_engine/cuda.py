@@ -2,7 +2,7 @@
 
 Small inputs and outputs stay in pinned host memory, where the network's kernels read and write them. Batches of the
 sizes that a session warms up with are recorded as CUDA graphs, whose launch takes the host a fraction of the time that
-launching each kernel does.
+launching each kernel takes.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class CudaEngine(OnnxEngine):
         self._may_record = True
         self._open_on_gpu(path, content, num_threads, settings)
         self._path = path
-        self._gpu = gpu  # behind the network among our attributes: that has to go before the stream that it runs on
+        self._gpu = gpu  # set after the network: the network must be freed before the stream that it runs on
         if self.provider != self.expected_provider:
             raise ConfigurationError(
                 f"device cannot be 'cuda:{gpu.device_id}': ONNX Runtime gave {self.provider} instead of"
@@ -149,7 +149,7 @@ class CudaEngine(OnnxEngine):
         return BoundedMemory(_PLACES_PER_SHAPE)
 
     def may_bind(self, outputs: Sequence[str]) -> bool:
-        """See DenseEngine: the shapes that the file declares have to have been seen to be theirs."""
+        """See DenseEngine: only after a run has confirmed the shapes that the file declares."""
         return bool(outputs) and self._can_bind and self._trusted.issuperset(outputs)
 
     def bind(self, inputs: Mapping[str, Any], outputs: Sequence[str]) -> CudaBoundRun | None:
@@ -219,7 +219,7 @@ class CudaEngine(OnnxEngine):
         shapes: Mapping[str, tuple[int, ...]],
         bindings: _Bindings,
     ) -> _Binding | None:
-        """The binding of inputs in their places, and of results in theirs; None where their shapes are not sure."""
+        """The binding of inputs and results in their places; None where their shapes are not certain."""
         if not (self._trusted & shapes.keys()).issuperset(outputs) or any(map(_is_large, shapes.values())):
             return None
         results = {name: self._gpu.pinned(shapes[name], _TYPES[self._declared[name][1]]) for name in outputs}
@@ -249,7 +249,7 @@ class CudaEngine(OnnxEngine):
         placed.array.set(placed.staged, stream=self._gpu.stream)
 
     def _bind(self, session: Any, placed: Mapping[str, Any], results: Mapping[str, Any]) -> _Binding:
-        """The binding of arrays in these places, with a graph of its own while the session warms up."""
+        """The binding of arrays in these places; it gets its own graph while the session warms up."""
         binding = session.io_binding()
         for name, array in placed.items():
             self._bind_input(binding, name, array)
@@ -277,7 +277,7 @@ class CudaEngine(OnnxEngine):
                 _run(session, bound.binding, bound.options)
         except VALUE_ERRORS as error:
             self._gpu.end_recording()
-            _run(session, bound.binding, self._unwaited)  # where this fails too, it was not for the graph
+            _run(session, bound.binding, self._unwaited)  # if this fails too, the graph was not the cause
             self._give_up_graphs(str(error))  # not everything that a network does can be recorded
 
     def _give_up_graphs(self, reason: str) -> None:
@@ -285,8 +285,8 @@ class CudaEngine(OnnxEngine):
         _log.warning("%s: CUDA graphs are off from now on: %s", self._path, reason)
 
     def _check_graphs(self, recorded: Sequence[_Binding]) -> None:
-        """Give graphs up unless all compute what plain runs do: those of a network that reads host memory of its own
-        may not, once that memory holds what another run has left there.
+        """Give up graphs unless all of them compute what plain runs do: graphs of a network that reads its own host
+        memory may differ, once another run has written to that memory.
         """
         try:
             expected = [self._results_of(bound._replace(options=self._unwaited)) for bound in recorded]
@@ -301,7 +301,7 @@ class CudaEngine(OnnxEngine):
             )
 
     def _results_of(self, bound: _Binding) -> list[np.ndarray[Any, Any]]:
-        """What a run makes of certain numbers: fractions, and zeros for whole numbers, as these may be positions."""
+        """The results of a run on test numbers: fractions, and zeros for whole numbers, which may be positions."""
         generator = np.random.default_rng(0)
         for array in bound.inputs.values():
             fractions = array.dtype.kind == "f"
@@ -361,7 +361,7 @@ def _run_options(graph: str, *, waits: bool = True) -> Any:
 
 
 def _address(array: Any) -> int:
-    """The address by which the device knows it."""
+    """Its address on the device."""
     if isinstance(array, np.ndarray):
         return int(array.__array_interface__["data"][0])
     return int(array.data.ptr)

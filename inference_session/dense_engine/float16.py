@@ -1,4 +1,4 @@
-"""A dense network in float16, behind the inputs and outputs that it had."""
+"""A dense network in float16, with its original inputs and outputs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def in_float16(path: Path) -> bytes:
 
 
 def not_in_float16(path: Path, error: Exception) -> UnsupportedModelError:
-    """That the network at `path` cannot be computed so, and what to do."""
+    """An error that says that the network at `path` cannot be computed in float16, and what to do."""
     reason = str(error).removeprefix(f"{path}: ")
     return UnsupportedModelError(
         f"{path}: dense_precision 'float16' cannot be used for this network, use 'float32' or 'tf32': {reason}"

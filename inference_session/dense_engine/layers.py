@@ -1,7 +1,7 @@
-"""Which part of a network consists of layers that another engine than ONNX Runtime may compute.
+"""Finds the part of a network that consists of layers, which an engine other than ONNX Runtime may compute.
 
-A layer computes each sample by itself, from float32 values of shape [n, fixed sizes] and constants. Nothing in such a
-part depends on a request but the number of samples, so that no request can make an engine fail that does not check
+A layer computes each sample by itself, from float32 values of shape [n, fixed sizes] and constants. In such a
+part only the number of samples depends on a request, so no request can make an engine fail that does not check
 shapes or row numbers. All other operators, and those that they need, are left to ONNX Runtime.
 """
 
@@ -23,7 +23,7 @@ _SHAPE = "/hotrow_shape"
 
 
 class Division(NamedTuple):
-    """A network in two parts, of which the second may read what the first computes."""
+    """A network in two parts; the second may read what the first computes."""
 
     first: ModelProto | None
     """What is left to ONNX Runtime; None: nothing."""
@@ -40,7 +40,7 @@ class Division(NamedTuple):
 
 
 def divide_layers(model: ModelProto) -> Division:
-    """Divide a network; raises what ONNX's shape inference does of one that it cannot hold."""
+    """Divide a network; raises what ONNX's shape inference raises for a network that is too large for it."""
     network = _Network(model)
     first, layers = network.sorted_nodes()
     products = [node for node in model.graph.node if node.op_type in _PRODUCTS]
@@ -121,7 +121,7 @@ class _Network:
         return numpy_helper.to_array(self._tensors[name]) if name in self._tensors else None
 
     def variables(self, node: NodeProto) -> list[tuple[int, ...]]:
-        """The row shapes of what a node reads beside constants."""
+        """The row shapes of a node's inputs that are not constants."""
         return [self.row_shape(name) or () for name in node.input if name and name not in self.constants]
 
     def constant_ranks(self, node: NodeProto) -> list[int] | None:
@@ -183,7 +183,7 @@ class _Network:
 
 
 def _is_elementwise(network: _Network, node: NodeProto) -> bool:
-    """Samples meet samples: values have equally many dimensions, and no constant reaches over the samples."""
+    """Samples are aligned: values have the same number of dimensions, and no constant extends over the samples."""
     (rank, *others) = {1 + len(shape) for shape in network.variables(node)}
     constants = network.constant_ranks(node)
     return not others and constants is not None and all(size < rank for size in constants)

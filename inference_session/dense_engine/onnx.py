@@ -31,7 +31,7 @@ VALUE_ERRORS = (ort_errors.InvalidArgument, ort_errors.Fail, ort_errors.RuntimeE
 
 
 class OnnxEngine(DenseEngine):
-    """One ONNX file on the CPU, with a thread pool of its own that does not spin."""
+    """One ONNX file on the CPU, with its own thread pool, which does not spin."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class OnnxEngine(DenseEngine):
         num_threads: int,
         providers: Sequence[Any] = ("CPUExecutionProvider",),
     ) -> None:
-        """`content`: what to take for the file's, if not what is in it.
+        """`content`: bytes to use instead of the file's content.
 
         Raises:
             ModelFormatError: ONNX Runtime cannot load it.
@@ -53,7 +53,7 @@ class OnnxEngine(DenseEngine):
         # Spinning threads would take the cores that look-ups, Triton and its clients need.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         try:
-            # Its fallback prints to stdout and tries the same provider again.
+            # ONNX Runtime's fallback prints to stdout and tries the same provider again.
             self._session: Any = onnxruntime.InferenceSession(
                 path if content is None else content, options, providers=list(providers), enable_fallback=0
             )
@@ -122,7 +122,7 @@ class OnnxBoundRun(BoundRun):
         self._bind_outputs()
         options = onnxruntime.RunOptions()
         options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        # The wrapper of ONNX Runtime 1.32 takes ten times as long as the run where it is given options.
+        # With options, the wrapper of ONNX Runtime 1.32 takes ten times as long as the run.
         self._run = functools.partial(session._sess.run_with_iobinding, self._binding._iobinding, options)
 
     def run(self) -> list[np.ndarray[Any, Any]]:
@@ -143,7 +143,7 @@ class OnnxBoundRun(BoundRun):
             self._binding.bind_output(name, "cpu")
 
     def _run_unbound(self) -> list[np.ndarray[Any, Any]]:
-        """Once more, for outputs may have shapes other than before; from then on ONNX Runtime allocates them."""
+        """Run again because outputs may have new shapes; from then on ONNX Runtime allocates them."""
         self._results, self._may_bind_results = None, False
         self._bind_outputs()
         return self.run()
@@ -152,7 +152,7 @@ class OnnxBoundRun(BoundRun):
         # Arrays of ONNX Runtime's may lie in the memory of the inputs, which the next run overwrites.
         found = [array.copy() for array in self._binding.copy_outputs_to_cpu()]
         if not self._may_bind_results or not all(array.size and array.dtype != object for array in found):
-            self._bind_outputs()  # else the next run would write over arrays that somebody has
+            self._bind_outputs()  # else the next run would write over arrays that a caller still holds
             return found
         self._results = [np.empty_like(array) for array in found]
         self._binding.clear_binding_outputs()
@@ -162,10 +162,10 @@ class OnnxBoundRun(BoundRun):
 
 
 def refused(error: Exception) -> InvalidRequestError:
-    """What to say where ONNX Runtime says that values do not suit the network."""
+    """The message for values that ONNX Runtime rejects."""
     return InvalidRequestError(f"the network cannot compute these values: {_first_line(error)}")
 
 
 def _first_line(error: Exception) -> str:
-    """What an error says first; some of ONNX Runtime's say nothing but their name."""
+    """The first line of an error; some of ONNX Runtime's errors contain only their name."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,7 +1,7 @@
-"""The dense engine of `dense_precision` `bfloat16`: layers on OpenVINO, what is no layer on ONNX Runtime.
+"""The dense engine of `dense_precision` `bfloat16`: OpenVINO runs layers, ONNX Runtime the rest.
 
 OpenVINO computes matrix products in bfloat16 on processors that have instructions for it. It does not check shapes or
-row numbers as ONNX Runtime does, so that it gets layers only (layers.py), and arrays whose shapes have been checked.
+row numbers as ONNX Runtime does, so it gets only layers (layers.py), and arrays whose shapes have been checked.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def unusable_bfloat16() -> str | None:
 
 
 def read_division(path: Path) -> Division:
-    """The layers of the network at `path`, and what else it has.
+    """The layers of the network at `path`, and the rest of it.
 
     Raises:
         ModelFormatError: the file, or the one with its weights, is missing or damaged.
@@ -143,7 +143,7 @@ class OpenVinoEngine(DenseEngine):
         return compiled.create_infer_request()
 
     def infer(self, request: Any, outputs: Sequence[str]) -> list[np.ndarray[Any, Any]]:
-        """Run the layers on the tensors that the request has; what comes out is the caller's."""
+        """Run the layers on the request's tensors; the caller owns the results."""
         try:
             request.infer()
         except RuntimeError as error:
@@ -151,7 +151,7 @@ class OpenVinoEngine(DenseEngine):
         return [request.get_output_tensor(self._places[name]).data.copy() for name in outputs]
 
     def tensors(self, known: Mapping[str, NDArray[Any]]) -> list[Any]:
-        """The inputs of the layers, in place; OpenVINO would not notice what does not fit."""
+        """The inputs of the layers, in place; OpenVINO does not check that they fit."""
         import openvino
 
         samples = known[self._row_shapes[0][0]].shape[:1]
@@ -208,7 +208,7 @@ def _core() -> Any:
 
 
 def _compile(layers: onnx.ModelProto, num_threads: int) -> Any:
-    """The layers as OpenVINO runs them: one batch at a time on so many threads, which are pinned to no core."""
+    """The layers as OpenVINO runs them: one batch at a time on this many threads, which are not pinned to cores."""
     settings = {
         "INFERENCE_PRECISION_HINT": "bf16",
         "INFERENCE_NUM_THREADS": num_threads,
@@ -227,5 +227,5 @@ def _not_in_bfloat16(path: Path, error: Exception) -> UnsupportedModelError:
 
 
 def _last_line(error: Exception) -> str:
-    """What OpenVINO says last: where it stood comes before."""
+    """The last line of OpenVINO's message; the lines before it give source locations."""
     return (str(error).strip() or type(error).__name__).splitlines()[-1]

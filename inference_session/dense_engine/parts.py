@@ -1,4 +1,4 @@
-"""Parts of a network, as networks of their own."""
+"""Parts of a network, as separate networks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onnx import AttributeProto, ModelProto, NodeProto, ValueInfoProto
 def part_of(
     model: ModelProto, inputs: Sequence[ValueInfoProto], outputs: Sequence[ValueInfoProto], given: Collection[str]
 ) -> ModelProto:
-    """What computes these outputs, where some values are given; of `inputs` it has those that it reads."""
+    """The network that computes these outputs from given values; it keeps only those of `inputs` that it reads."""
     part = ModelProto()
     part.CopyFrom(model)
     wanted, nodes = {value.name for value in outputs}.difference(given), list[NodeProto]()

@@ -50,7 +50,7 @@ class TensorRtEngine(CudaEngine):
             "device_id": str(gpu.device_id),
             "user_compute_stream": str(gpu.stream.ptr),
             "trt_fp16_enable": str(int(in_float16)),
-            "trt_timing_cache_enable": "1",  # of how long kernels took: never of what a network computes
+            "trt_timing_cache_enable": "1",  # it holds durations of kernels, and no results of a network
             "trt_timing_cache_path": str(user_cache_folder() / "tensorrt"),
             **profile_shapes(path, content, max_samples),
         }

@@ -15,7 +15,7 @@ def profile_shapes(path: Path, content: bytes | None, max_samples: int) -> dict[
 
     Raises:
         ModelFormatError: the network cannot be read.
-        UnsupportedModelError: an input has an open size beside the number of samples.
+        UnsupportedModelError: an input has an open size other than the number of samples.
     """
     try:
         model = onnx.load_from_string(content) if content else onnx.load(path, load_external_data=False)

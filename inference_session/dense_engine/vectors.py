@@ -26,7 +26,7 @@ class VectorEngine(DenseEngine):
         return [_on_host(inputs[name]) for name in outputs]
 
     def close(self) -> None:
-        """There is nothing to free."""
+        """Do nothing: there is nothing to free."""
 
 
 def _on_host(array: Any) -> NDArray[Any]:

@@ -1,5 +1,5 @@
-"""`python -m inference_session.execution.all_kernels`: compile the kernels that serving may want,
-for an image to bring along.
+"""`python -m inference_session.execution.all_kernels`: compile the kernels that serving may need,
+to be included in an image.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _TABLE = TableSpec("table", "table", num_rows=2, embedding_dim=1)
 
 
 def compile_all() -> None:
-    """Look-ups, requests, caches, updates, Redis, files, and HugeCTR's bags; what is compiled already is loaded."""
+    """Look-ups, requests, caches, updates, Redis, files, and HugeCTR's bags; kernels that are compiled already are loaded."""
     bags.compile_kernels()
     staging.compile_kernels()
     bag_staging.compile_kernels()

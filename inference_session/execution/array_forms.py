@@ -1,6 +1,6 @@
-"""The layouts of requests that compiled code stages: what the arrays of a request are, and what follows for a batch.
+"""The layouts of requests that compiled code stages: what each array of a request is, and how a batch follows from them.
 
-A form belongs to one Staging: its records hold the addresses of that one's memory.
+A form belongs to one Staging: its records hold addresses of that Staging's memory.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class ArrayForm(Protocol):
         """Read the arrays of some requests, and describe their look-up: STAGED, NOT_STAGED or NO_ROOM."""
 
     def shapes(self, num_samples: int) -> Shapes:
-        """Of all that the network reads beside vectors, and of keys, in the batch that was staged last."""
+        """Shapes of the keys, and of what the network reads other than vectors, in the batch that was staged last."""
 
     def fits(self, shapes: Shapes) -> bool:
-        """Whether sizes are equal that have to be."""
+        """Whether the sizes that must be equal are equal."""
 
 
 class TensorForm:
@@ -144,7 +144,7 @@ def create_form(spec: ModelSpec, layout: Any, lookups: ModelLookups, dense: Dens
 
 
 def compile_kernels(spec: ModelSpec) -> None:
-    """Have the kernel of a model's form ready."""
+    """Compile or load the kernel of a model's form."""
     (bag_staging if spec.takes_hugectr_requests else staging).compile_kernels()
 
 

@@ -1,4 +1,4 @@
-"""Divides a ranking network into the context's part and the candidates', so that the former's results can be kept."""
+"""Divides a ranking network into the context's part and the candidates', so that the context's results can be kept."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The way of most requests on a GPU: their arrays go straight to where a recorded batch of their shape reads them.
+"""The path of most requests on a GPU: their arrays are copied straight to where a recorded batch of their shape reads.
 
 Compiled code checks the arrays and copies them (kernels/cpu/gathering.py); then the look-up and the network are
-launched as they were recorded. Requests that do not fit, for whatever reason, take the way of
-`InferenceSession.run_many`, which also records the shapes that come again.
+launched as they were recorded. All other requests take the path of
+`InferenceSession.run_many`, which also records shapes that recur.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _CONVERSIONS = {"int32": FROM_INT32, "uint32": FROM_UINT32}
 
 
 class Source(NamedTuple):
-    """Where in an input the values are that a batch has under some name."""
+    """Where in an input the values of one of a batch's names are."""
 
     input: int
     row_elements: int
@@ -67,7 +67,7 @@ class _Target(NamedTuple):
 
 
 class RequestForm(ABC):
-    """How requests carry what a batch has; checks them without Python per input."""
+    """How requests carry the values of a batch; checks them without Python per input."""
 
     inputs: NDArray[np.void]
     """INPUT records."""
@@ -79,7 +79,7 @@ class RequestForm(ABC):
 
     @abstractmethod
     def sources(self, batch: JoinedBatch) -> Mapping[str, Source]:
-        """Where the inputs have what the batch has, by its names."""
+        """Where in the inputs the batch's values are, by the batch's names."""
 
 
 class TensorForm(RequestForm):
@@ -89,7 +89,7 @@ class TensorForm(RequestForm):
         self._names = [tensor.name for tensor in spec.inputs]
         self._max_elements = layout.max_elements
         self.inputs = input_records(spec, layout, frozenset())
-        # Lists of different lengths are no one shape.
+        # Lists of different lengths have no common shape.
         self.inputs["expected"][self.inputs["expected"] == DIFFERING] = OPEN
         self.num_open_sizes = 1 + int((self.inputs["expected"] == OPEN).sum())
 
@@ -145,7 +145,7 @@ class GatheredModel:
         self._num_misses: BoundedMemory[_Case, int] = BoundedMemory(_MAX_PLANS)
 
     def take(self) -> GatheredModel:
-        """See StagedModel: the memory is that of the recorded batches, which whoever holds the device has."""
+        """See StagedModel: the memory is that of the recorded batches, which the thread that holds the device owns."""
         return self
 
     def give_back(self, taken: Any) -> None:
@@ -192,7 +192,7 @@ class GatheredModel:
 
 
 def gather_model(spec: ModelSpec, layout: RequestLayout, network: Network) -> GatheredModel | None:
-    """What fills recorded batches; None: the model has something that only the way of `run_many` knows."""
+    """The object that fills recorded batches; None: the model needs something that only `run_many` supports."""
     if network.keys is not None or not can_read_arrays() or not spec.batched or not network.may_record:
         return None
     form: RequestForm

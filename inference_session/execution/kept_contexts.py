@@ -1,7 +1,8 @@
-"""Ranks candidates, and keeps what was computed of their contexts: a context that comes again is not computed again.
+"""Ranks candidates, and keeps results per context: a context that recurs is not computed again.
 
-What is kept is found by the bytes of the context's inputs, and is used as long as none of the rows that were looked up
-for it has changed (parameter_server/write_log.py). The ranking network is divided in two for that (context_parts.py).
+The key of a kept result is the bytes of the context's inputs. The result is used until one of the rows that were
+looked up for it changes (parameter_server/write_log.py). The ranking network is divided in two for this
+(context_parts.py).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _ENTRY_BYTES = 500
 
 
 class Context(NamedTuple):
-    """What was computed of one context."""
+    """The results for one context."""
 
     values: Mapping[str, NDArray[Any]]
     """Each of one row."""
@@ -44,7 +45,7 @@ class Context(NamedTuple):
 
 
 class ContextMemory:
-    """Contexts by the bytes of their inputs, up to so many bytes; the one used longest ago goes first. Thread-safe."""
+    """Contexts by the bytes of their inputs, up to this many bytes; the least recently used one is evicted first. Thread-safe."""
 
     def __init__(self, max_bytes: int, log: WriteLog) -> None:
         self._max_bytes = max_bytes
@@ -54,7 +55,7 @@ class ContextMemory:
         self._lock = threading.Lock()
 
     def get(self, key: bytes) -> Context | None:
-        """What is known of a context; None where nothing is, or a row that it looked up has changed since."""
+        """The kept results of a context; None where there are none, or where a row that it looked up has changed since."""
         with self._lock:
             context = self._contexts.get(key)
             if context is None:
@@ -119,7 +120,7 @@ class KeptContexts:
         self._keeps_unknown = keeps_unknown
 
     def find(self, requests: Sequence[CheckedRequest]) -> WantedContexts:
-        """Which contexts the requests are about, and what is known of them."""
+        """The contexts of the requests, and their kept results."""
         moment = self._log.moment
         every = [(_key(row), row) for request in requests for row in self._rows(request)]
         keys, rows = [key for key, _ in every], dict(every)
@@ -131,7 +132,7 @@ class KeptContexts:
         return self._layout.of_contexts(list(wanted.missing.values()))
 
     def add(self, wanted: WantedContexts, batch: JoinedBatch, ran: RunResult) -> None:
-        """Take, and keep, what was computed of the batch of missing contexts."""
+        """Take, and keep, the results for the batch of missing contexts."""
         values = {**ran.outputs, **{name: batch.array(name) for name in self._vectors}}
         places = self._places(batch, len(wanted.missing))
         for i, key in enumerate(wanted.missing):

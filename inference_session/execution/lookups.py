@@ -1,4 +1,4 @@
-"""The look-ups of a model, and the records that describe them, as far as these follow from the shapes of keys alone."""
+"""The look-ups of a model, and the records that describe them, as far as they follow from the shapes of keys alone."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class ModelLookups:
         """Whether batches are laid out alike that have the same number of samples, the same `shapes`, the same
         `irregular_shapes`, and no ragged keys.
         """
-        return bool(self.lookups) and self._counts_samples  # where samples are not counted, `shapes` tell nothing
+        return bool(self.lookups) and self._counts_samples  # where samples are not counted, `shapes` is not enough
 
     def is_ragged(self, batch: JoinedBatch) -> bool:
         """Whether any keys are bags of different lengths."""
@@ -134,7 +134,7 @@ class ModelLookups:
         return _shape(batch.parts(self.key_names[i]), self.lookups[i])
 
     def _describe_packed(self, members: Packed, segments: NDArray[np.void], num_rows: int) -> None:
-        """Enter where in their matrix of keys look-ups find theirs."""
+        """Enter where in the matrix of keys each look-up finds its keys."""
         strides = members.key_bytes, num_rows * members.key_bytes
         row_stride, key_stride = strides if self._by_column else (members.row_stride, members.key_bytes)
         segments["key_bytes"][members.lookups] = members.key_bytes
@@ -160,7 +160,7 @@ class ModelLookups:
         return (keys[block.members[0]][0], column)
 
     def _check_samples(self, block: Block, keys: Sequence[tuple[int, ...]]) -> None:
-        """Refuse keys that cannot stand side by side: the kernel would write beyond the matrix."""
+        """Refuse keys that cannot stand side by side: the kernel would write past the end of the matrix."""
         first, *others = block.members
         for i in others:
             if keys[i][0] != keys[first][0]:
@@ -170,7 +170,7 @@ class ModelLookups:
                 )
 
     def _describe_alone(self, i: int, segments: NDArray[np.void], keys: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """One look-up with an array of its own; returns that array's shape."""
+        """One look-up with its own array; returns that array's shape."""
         table, shape = self._table_specs[i], keys[i]
         pooled = self.lookups[i].pooling != "none"
         rows, keys_per_row = (shape[:-1], shape[-1]) if pooled else (shape, 1)
@@ -190,7 +190,7 @@ def _blocks(lookups: Sequence[LookupSpec]) -> tuple[Block, ...]:
 
 
 def _is_bare(keys: Part, lookup: LookupSpec) -> bool:
-    """Whether the keys have no dimension but, where they are pooled, that of their one bag."""
+    """Whether the keys are a scalar or, where they are pooled, one bag."""
     return len(keys.shape) <= (lookup.pooling != "none") and not isinstance(keys, Ragged)
 
 
@@ -207,7 +207,7 @@ def _packed(spec: ModelSpec) -> dict[str, Packed]:
 
 
 def _is_regular(lookup: LookupSpec, spec: ModelSpec) -> bool:
-    """Whether the keys are [samples, …] with all but the first size told by the shapes of the requests."""
+    """Whether the keys are [samples, …] where the shapes of the requests determine all sizes but the first."""
     shapes = [tensor.shape for tensor in spec.inputs if tensor.name == lookup.keys]
     if lookup.columns is not None:
         return True
@@ -221,7 +221,7 @@ def _shape(parts: list[Part], lookup: LookupSpec) -> tuple[int, ...]:
     if lookup.columns is not None:
         shape = (shape[0], lookup.columns[1] - lookup.columns[0])
     elif isinstance(first, Ragged):
-        shape = (*shape, 0)  # no one length is true of the bags
+        shape = (*shape, 0)  # the bags have different lengths
     elif _is_bare(first, lookup):
         shape = (1, *shape)
     if len(parts) == 1:

@@ -1,4 +1,4 @@
-"""One network of a model, with all that runs before it: the graph that computes its keys, and its look-ups."""
+"""One network of a model, with everything that runs before it: the graph that computes its keys, and its look-ups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from inference_session.rows.base import Rows
 
 
 class RunResult(NamedTuple):
-    """What a run of a network gave."""
+    """The result of a run of a network."""
 
     outputs: Answer
     num_unknown: NDArray[np.int64]
@@ -50,7 +50,7 @@ class Network:
         self._plans = ExecutionPlans(lookups, rows, dense, keys.output_names if keys else ())
 
     def plan(self, batch: JoinedBatch, outputs: Sequence[str]) -> ExecutionPlan:
-        """What a batch does to compute these outputs. Keys that are computed are added to it."""
+        """The plan by which a batch computes these outputs. Keys that are computed are added to it."""
         if self.keys:
             names = sorted(self.keys.output_names)
             results = self.keys.run({name: batch.array(name) for name in self.keys.input_names}, names)
@@ -90,6 +90,6 @@ def check_network(
 
 
 def check_outputs(spec: ModelSpec, directory: Path, made: frozenset[str], file: str) -> None:
-    """Refuse a network that lacks an output of the model, as `check_network` one that lacks an input."""
+    """Refuse a network that lacks an output of the model; `check_network` refuses one that lacks an input."""
     if missing := [tensor.name for tensor in spec.outputs if tensor.name not in made]:
         raise ModelFormatError(f"{directory / SESSION_FILE}: output {missing[0]!r} is not an output of {file}")

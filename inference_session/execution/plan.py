@@ -1,4 +1,4 @@
-"""One plan per shape of batch: what follows from shapes alone, worked out once, and what each batch of that shape does.
+"""One plan per shape of batch: what follows from shapes alone, computed once, and the steps of each batch of that shape.
 
     plan = plans.of(batch, outputs)
     with plan.held():                       # the device, until the answers are on the host
@@ -6,7 +6,7 @@
         rows.look_up(lookup)                # vectors go where the network reads them
         answers = plan.run_network(batch)
 
-Each plan keeps the memory that its batches pass through.
+Each plan keeps the memory that its batches use.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KEY_BYTES = 8
 
 
 class ExecutionPlan(ABC):
-    """What batches of one shape do."""
+    """The steps of batches of one shape."""
 
     outputs: tuple[str, ...]
     """What the network computes."""
@@ -54,7 +54,7 @@ class ExecutionPlan(ABC):
 
     @abstractmethod
     def num_unknown(self, lookup: Lookup) -> NDArray[np.int64]:
-        """Unknown keys per look-up, once the network has run; the caller's to keep."""
+        """Unknown keys per look-up, once the network has run; the caller owns them."""
 
 
 class FreshPlan(ExecutionPlan):
@@ -121,7 +121,7 @@ class FreshPlan(ExecutionPlan):
         return {name: batch.array(name) for name in self._dense.input_names}
 
     def _fill_loose(self, segments: NDArray[np.void], batch: JoinedBatch) -> NDArray[np.int64]:
-        """Lay the keys that are no columns behind each other, and enter where; returns the keys per look-up."""
+        """Concatenate the keys that are not columns, and enter where they are; returns the keys per look-up."""
         names, num_keys = self._loose_names, self._geometry.num_keys
         all_parts = [batch.parts(name) for name in names]
         if any(isinstance(parts[0], Ragged) for parts in all_parts):
@@ -162,7 +162,7 @@ class FreshPlan(ExecutionPlan):
         return num_keys
 
     def _fill_packed(self, segments: NDArray[np.void], batch: JoinedBatch) -> None:
-        """Enter where the keys are that are columns of a matrix."""
+        """Enter the places of keys that are columns of a matrix."""
         for name, members in self._lookups.packed.items():
             address = self._stage(batch, (name,), batch.array(name), by_column=self._device.reads_by_column)
             if len(members.lookups) == len(segments):
@@ -171,7 +171,7 @@ class FreshPlan(ExecutionPlan):
                 segments["keys_address"][members.lookups] += address
 
     def _fill_weights(self, segments: NDArray[np.void], batch: JoinedBatch) -> None:
-        """Enter where the weights are of the look-ups that have any."""
+        """Enter the places of the weights of look-ups that have weights."""
         for i, keys_name, weights_name in self._lookups.weighted:
             keys, weights = batch.array(keys_name), batch.array(weights_name)
             if weights.shape != keys.shape:
@@ -190,10 +190,9 @@ class FreshPlan(ExecutionPlan):
 
 
 class RecordedPlan(ExecutionPlan):
-    """Batches always use the same memory, so that nothing is worked out again between their launches.
+    """Batches always use the same memory, so that nothing is computed again between their launches.
 
-    A request leaves nothing in the memory that it passes through, and all of one shape lie in the same places. What
-    remains for the host is to copy the inputs, launch the look-up, run the network, wait, and copy the outputs: about
+    A request leaves no state in this memory, and all requests of one shape use the same places. The host only has to copy the inputs, launch the look-up, run the network, wait, and copy the outputs: about
     half of the work of a batch that comes for the first time.
     """
 
@@ -234,7 +233,7 @@ class ExecutionPlans:
     """The plans of one model by shape, in one bounded memory. Safe to use from several threads."""
 
     def __init__(self, lookups: ModelLookups, rows: Rows, dense: DenseEngine, computed: Collection[str]) -> None:
-        """`computed`: names that batches have beside their inputs, as outputs of a key graph."""
+        """`computed`: names that batches have in addition to their inputs, as outputs of a key graph."""
         self._lookups = lookups
         self._rows = rows
         self._dense = dense
@@ -262,7 +261,7 @@ class ExecutionPlans:
         return self._plans.get(self._shape(batch, outputs))
 
     def _shape(self, batch: JoinedBatch, outputs: tuple[str, ...]) -> Hashable:
-        """What batches have in common that have one plan."""
+        """The properties that batches of one plan share."""
         computed = [batch.array(name).shape for name in self._computed] if self.may_record else ()
         return (batch.num_samples, batch.shapes, self._lookups.irregular_shapes(batch), outputs, *computed)
 
@@ -273,9 +272,9 @@ class ExecutionPlans:
         return FreshPlan(self._lookups, geometry, self._rows, self._dense, outputs, may_record=may_record)
 
     def _recorded(self, plan: FreshPlan, batch: JoinedBatch) -> FreshPlan | RecordedPlan:
-        """The same with its places fixed, unless the batch or the network cannot be bound to them."""
+        """The same plan with fixed places, unless the batch or the network cannot be bound to them."""
         plan.may_record = False
-        if not batch.is_on_host:  # each batch has places of its own
+        if not batch.is_on_host:  # each batch has its own places
             return plan
         trial = batch.copy()
         with plan.held():

@@ -1,4 +1,4 @@
-"""The devices of a session, each with all of the model, and which of them answers a batch."""
+"""The devices of a session, each with the whole model, and the choice of the device that answers a batch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _Result = TypeVar("_Result")
 
 
 class DeviceThread:
-    """Runs all that a session does on a device: in the caller's thread, or in one of its own.
+    """Runs all of a session's work on a device: in the caller's thread, or in its own thread.
 
-    With several GPUs each has a thread of its own: a CUDA graph is known only in the thread that recorded it.
+    With several GPUs each has its own thread: only the thread that recorded a CUDA graph can launch it.
     """
 
     def __init__(self, device: Device, *, is_own: bool) -> None:
@@ -63,7 +63,7 @@ class Replicas:
         self._lock = threading.Lock()
 
     def run(self, work: Callable[[Replica], _Result]) -> _Result:
-        """What the work returns on the device that has the fewest batches under way; of several, they take turns."""
+        """Run the work on the device with the fewest batches in progress; among equals, devices take turns."""
         if len(self.all) == 1:
             return work(self.all[0])
         with self._lock:

@@ -1,9 +1,9 @@
-"""The way of most requests on the processor: arrays as a model's inputs describe them, in a batch of a known shape.
+"""The path of most requests on the processor: arrays as a model's inputs describe them, in a batch of a known shape.
 
 Compiled code reads the arrays where the requests have them and describes the look-up; array_forms.py has a form for
-each layout of requests that it knows. Vectors and outputs lie in memory that stays, over which the network runs, bound
-once per shape. Nothing is done in Python per input or table. Requests that do not fit, for whatever reason, take the
-way of `InferenceSession.run_many`.
+each layout of requests that it knows. Vectors and outputs lie in fixed memory, to which the network is bound
+once per shape. Nothing is done in Python per input or table. All other requests take the path of
+`InferenceSession.run_many`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StagedBatch(NamedTuple):
 
 
 class StagedModel:
-    """What all batches of a model have in common, and the memory that they pass through, one batch at a time each.
+    """The state that all batches of a model share, and the memory that they use, one batch at a time each.
 
     Safe to use from several threads: `take` gives each its own memory, which `give_back` keeps for the next.
     """
@@ -68,12 +68,12 @@ class StagedModel:
             return Staging(self._spec, self._lookups, self._dense, self._new_form())
 
     def give_back(self, staging: Any) -> None:
-        """Another batch may have it."""
+        """Return memory, so that another batch may use it."""
         self._free.append(staging)
 
 
 class Staging:
-    """The memory that batches pass through, and a plan of the network over it for each shape. For one thread."""
+    """The memory that batches use, and a plan of the network over it for each shape. For one thread."""
 
     def __init__(self, spec: ModelSpec, lookups: ModelLookups, dense: DenseEngine, form: ArrayForm) -> None:
         self._spec, self._dense, self._form = spec, dense, form
@@ -113,7 +113,7 @@ class Staging:
         return self._form.stage(id(arrays), num_requests, *records)
 
     def _first_records(self, num_segments: int) -> _Records:
-        """What a Lookup of so many segments is made of; remembered, for cutting arrays takes as long as staging."""
+        """The parts of a Lookup of this many segments; remembered because slicing arrays takes as long as staging."""
         unknown = np.zeros(num_segments, np.int64)
         records = self._segments[:num_segments], self._num_keys[:num_segments], unknown
         self._records_of[num_segments] = records
@@ -126,7 +126,7 @@ class Staging:
         self._records_of: dict[int, _Records] = {}
 
     def _grow(self, num_requests: int) -> bool:
-        """Make room for the batch that lacked some; False: it is too large."""
+        """Make room for a batch that did not fit; False: it is too large."""
         if num_requests > len(self._counts):
             if num_requests > _MAX_REQUESTS:
                 return False
@@ -134,7 +134,7 @@ class Staging:
             return True
         if self._inputs["wanted_bytes"].sum() + self._blocks["wanted_bytes"].sum() > _MAX_BYTES:
             return False
-        self._plans.clear()  # they run over the memory that goes
+        self._plans.clear()  # they use the memory that is replaced
         for kind, records in (("input", self._inputs), ("block", self._blocks)):
             for i in np.flatnonzero(records["wanted_bytes"] > records["num_bytes"]).tolist():
                 num_bytes = _power_of_two(int(records["wanted_bytes"][i]))
@@ -143,7 +143,7 @@ class Staging:
         return True
 
     def _plan(self, case: tuple[bytes, tuple[str, ...]]) -> BoundRun | None:
-        """The network over the memory that batches of these sizes pass through; None: requests would be refused."""
+        """The network bound to the memory of batches of these sizes; None: requests would be refused."""
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
         shapes = self._form.shapes(int(self._open_sizes[0]))
@@ -174,7 +174,7 @@ class Staging:
 
 
 def stage_model(spec: ModelSpec, layout: RequestLayout, network: Network, rows: Rows) -> StagedModel | None:
-    """What stages requests to a model; None: it has something that only the way of `run_many` knows."""
+    """The object that stages requests to a model; None: the model needs something that only `run_many` supports."""
     if rows.device is not HOST or network.keys is not None or not can_read_arrays():
         return None
     if not has_form(spec, layout, network.dense):

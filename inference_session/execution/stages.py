@@ -1,4 +1,4 @@
-"""The stages of a batch, for whoever wants to know when each began."""
+"""The stages of a batch, for callers that want to know when each began."""
 
 from __future__ import annotations
 
@@ -13,4 +13,4 @@ Mark: TypeAlias = Callable[[Stage], None]
 
 
 def unmarked(stage: Stage) -> None:
-    """Nobody wants to know."""
+    """Does nothing: no caller wants to know."""
