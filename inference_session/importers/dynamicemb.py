@@ -1,7 +1,7 @@
 """Dumps of DynamicEmb (NVIDIA's recsys-examples): its hash tables become tables with stored keys.
 
 A dump has for each table and rank `<table>_emb_keys.rank_R.world_size_W`, raw int64, and `<table>_emb_values…`, raw
-float32, in a folder per collection; scores and optimizer values lie beside them and are not read.
+float32, in a folder per collection; scores and optimizer values lie next to them and are not read.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def import_dynamicemb(
 
     Args:
         dump: the folder that was dumped into; collections may be in folders below it.
-        version: one above the highest there is if None.
+        version: None: one above the highest that exists.
         progress: told the bytes of tables written.
         complete: called with the staged version before it appears.
 
     Raises:
-        ModelFormatError: a file is missing, or has a size that cannot be; names it.
+        ModelFormatError: a file is missing, or has an impossible size; names it.
         ConfigurationError: the version exists.
     """
     tables = _find(dump)
@@ -73,7 +73,7 @@ def import_dynamicemb(
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank dumped of a table."""
+    """The files that one rank dumped of a table."""
 
     keys: Path
     values: Path
@@ -114,7 +114,7 @@ class _DumpedTable:
         return next(iter(dims))
 
     def write(self, staging: Path, folder: str, progress: Progress | None) -> TableSpec:
-        """Put the ranks' files behind each other."""
+        """Concatenate the ranks' files."""
         dim, target = self.embedding_dim, staging / TABLES_FOLDER / folder
         target.mkdir(parents=True)
         _join([part.keys for part in self.parts], target / KEY_FILE, progress)

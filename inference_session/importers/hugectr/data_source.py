@@ -72,7 +72,7 @@ class DataSource:
         self._params = params
 
     def move_to_local(self) -> None:
-        """Copy all that is named on both sides from HDFS to this machine; files that are there already are refused.
+        """Copy the named files from HDFS to the paths of the same rank on this machine; existing files are refused.
 
         Raises:
             ConfigurationError: lists of different lengths, a file that exists, or files that are not on HDFS.

@@ -1,6 +1,6 @@
 """The dense `.model` file: raw float32, the weights of all trained layers in the order of the graph, nothing else.
 
-And the JSON file beside it that holds the running statistics of the BatchNorm layers, in the same order.
+And the JSON file next to it, with the running statistics of the BatchNorm layers, in the same order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_DENSE_BYTES = 0x70000000
 
 
 class DenseWeights:
-    """Hands out the weights layer by layer, and knows in the end whether the file held exactly what was asked."""
+    """Hands out the weights layer by layer, and checks at the end that the file held exactly those."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -97,7 +97,7 @@ class BatchStatistics:
                 yield position
 
     def take(self, layer: Layer, width: int) -> Statistics:
-        """The next layer's statistics; ModelFormatError where there are none, or of another width."""
+        """The next layer's statistics; ModelFormatError where there are none, or they have another width."""
         if self._file is None:
             layer.fail("its running mean and variance are missing; name their file as 'non_trainable_params_file'")
         position = next(self._positions, None)

@@ -48,7 +48,7 @@ class Embedding:
 
 @dataclass(frozen=True)
 class Layer:
-    """One element of `layers`, and access to its parameters; what is wrong with them names layer, line and field."""
+    """One element of `layers`, and access to its parameters; errors name layer, line and field."""
 
     file: JsonFile
     position: int
@@ -62,7 +62,7 @@ class Layer:
         return f"layer {self.position} {self.type}{top}"
 
     def has(self, *field: str) -> bool:
-        """Whether the parameter is there."""
+        """Whether the parameter exists."""
         return self._find(field) is not None
 
     def whole(self, *field: str, low: int = 1, default: int | None = None) -> int:
@@ -83,11 +83,11 @@ class Layer:
         return cast("tuple[tuple[int, ...], ...]", self._read(values.list_of(pair), field, None))
 
     def fail(self, message: str, *field: str) -> NoReturn:
-        """The graph is not what its format promises."""
+        """The error of a graph that violates its format."""
         self.file.fail(("layers", self.position, *field), f"{self}: {message}")
 
     def refuse(self, message: str) -> NoReturn:
-        """The graph is well-formed, but cannot be served."""
+        """The error of a graph that is well-formed, but cannot be served."""
         line = self.file.line_of(("layers", self.position))
         raise UnsupportedModelError(f"{self.file.path}:{line}: {self}: {message}")
 
@@ -115,7 +115,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Graph:
-    """The whole file, checked: names are unique, every bottom is there before it is used."""
+    """The whole file, checked: names are unique, every bottom is made before it is used."""
 
     file: JsonFile
     dense_name: str

@@ -1,13 +1,13 @@
 """HugeCTR's files as a version directory, made when they are first opened and kept for the next time.
 
 <cache>/<model>-<hash of the model's folder>/
-  lock                          held by whoever imports; shared by whoever opens
+  lock                          held by the process that imports; shared by processes that open
   <hash of the sources>/        what was made of them
     <model>/<version>/          a version directory
-    .served                     its time is when that was last opened without an error
+    .served                     its time is the last time that the version was opened without an error
 
-The hash of the sources covers every byte of every file, what ps.json says of the model, and hotrow's own importer: what
-any of them changes is imported anew. Tables are copied, not linked: whoever trains may write over the originals.
+The hash of the sources covers every byte of every file, what ps.json says of the model, and hotrow's own importer: a
+change of any of them causes a new import. Tables are copied, not linked: training may overwrite the originals.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def cached_import(
     folder: Path | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Path]:
-    """Yield the version directory of a model, which is imported first unless it has been before.
+    """Yield the version directory of a model, which is imported first if it is not in the cache.
 
-    Nobody removes it while the context lasts. A session opened meanwhile may last longer: it has mapped its files.
+    No process removes it while the context lasts. A session opened in it may live longer: it has mapped its files.
 
     Args:
         model: one of the settings' models, its files as they are to be read.
@@ -91,7 +91,7 @@ def cached_import(
                     _refuse_changes(before, _states(sources))
             os.utime(entry)
             _remove_old(imports, entry)
-            # Others may open while we do. The lock is let go for a moment on the way: look again.
+            # Other processes may open it at the same time. Changing the lock releases it for a moment: check again.
             fcntl.flock(lock, fcntl.LOCK_SH)
             if version_dir.is_dir():
                 break
@@ -101,9 +101,9 @@ def cached_import(
 
 @contextmanager
 def kept_import(name: str, owner: Path, version: int, *, folder: Path | None = None) -> Iterator[Path | None]:
-    """Yield what was last opened without an error as this version of a model; None where it is not kept any more.
+    """Yield the import last opened without an error as this version of a model; None where it is no longer kept.
 
-    Nobody removes it while the context lasts.
+    No process removes it while the context lasts.
 
     Args:
         name, owner, folder: as the model's name, `owner` and `folder` of `cached_import`.
@@ -132,7 +132,7 @@ def _files(model: PsModel, keep_rows_of: Sequence[Path]) -> list[Path]:
 
 
 def _statement(settings: PsJson, model: PsModel) -> tuple[object, ...]:
-    """What ps.json says that the files do not, wherever they lie."""
+    """What ps.json says in addition to the files, without their paths."""
     elsewhere = replace(model, sparse_files=(), graph_file="", dense_file="", statistics_file="")
     return bool(model.graph_file), elsewhere, settings.key_type, settings.generation, settings.session_settings(model)
 
@@ -161,7 +161,7 @@ def _refuse_changes(before: Sequence[tuple[Path, int, int, int]], after: Sequenc
 
 @cache
 def _importer_hash() -> str:
-    """Stands for the code that reads HugeCTR's files, so that a newer hotrow imports anew."""
+    """A hash of the code that reads HugeCTR's files, so that a newer hotrow imports again."""
     code = sorted(Path(__file__).parent.rglob("*.py"))
     formats = f"{native.FORMAT} {manifest.FORMAT}"
     return _hash(formats + "".join(path.read_text(encoding="utf-8") for path in code))
@@ -172,9 +172,9 @@ def _hash(text: str) -> str:
 
 
 def _remove_old(imports: Path, used: Path) -> None:
-    """Remove all but the imports used last, of which `used` is the very last, and the one that serves.
+    """Remove all but the most recent imports, of which `used` is the newest, and the one that serves.
 
-    Must be called while holding the lock alone: nobody is opening one.
+    Must be called while holding the lock exclusively: no process is opening one.
     """
     others = [path for path in imports.iterdir() if path.is_dir() and path != used]
     others.sort(key=lambda path: path.stat().st_mtime_ns)

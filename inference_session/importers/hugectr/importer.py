@@ -1,4 +1,4 @@
-"""From HugeCTR's files to the native layout: the graph becomes ONNX, the tables are linked as they are."""
+"""From HugeCTR's files to the native layout: the graph becomes ONNX, the tables are linked unchanged."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from inference_session.version_directory.version import VersionDirectory
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What became of one model."""
+    """The result of importing one model."""
 
     model: str
     version_dir: Path
@@ -101,7 +101,7 @@ def import_hugectr(
     Args:
         ps_json: a path or an `hdfs://` URL, as are the files that it names.
         model: its name in ps.json; None: all.
-        version: None: the one after the highest there is.
+        version: None: the one after the highest that exists.
         keep_rows_of: see `write_version`.
         tables: how tables are stored, where that makes them smaller; see `quantizing.narrowed`.
         progress: told the bytes of keys indexed, then those of all files read for their checksums.
@@ -112,7 +112,7 @@ def import_hugectr(
         ConfigurationError: ps.json is wrong, or the version exists.
         ModelFormatError: a file is missing, damaged, or does not belong to the graph; names file and field.
         UnsupportedModelError: names the layer that cannot be served.
-        OSError, UnavailableError: a file on HDFS cannot be had.
+        OSError, UnavailableError: a file on HDFS cannot be read.
     """
     settings = read_ps_json(ps_json)
     models = settings.models if model is None else (settings.model(model),)
@@ -143,14 +143,14 @@ def write_version(
     may_link: bool = True,
     progress: Progress | None = None,
 ) -> tuple[ModelSpec, int]:
-    """Write one model into an empty folder, complete with its manifest; what it is, and its dense parameters.
+    """Write one model into an empty folder, complete with its manifest; returns its spec, and its dense parameters.
 
     Args:
-        model: may differ from what ps.json says, as where config.pbtxt names other files.
+        model: may differ from ps.json, for example where config.pbtxt names other files.
         keep_rows_of: table folders of an earlier version, one per table in the order of the tables; of several
-            versions the oldest first. Rows that the model itself has no more are kept, as HugeCTR's own update does.
+            versions the oldest first. Rows that the model no longer contains are kept, as HugeCTR's own update does.
         tables: as `import_hugectr`.
-        may_link: False: tables are copied, so that whoever writes to the originals does not change the version.
+        may_link: False: tables are copied, so that writes to the originals do not change the version.
 
     Raises:
         as `import_hugectr`.
@@ -241,13 +241,13 @@ def _tables_alone(job: _Job) -> ModelSpec:
 
 
 def _session_settings(settings: PsJson, model: PsModel) -> dict[str, str]:
-    """What of ps.json this release's sessions have a setting for."""
+    """The parts of ps.json that this release's sessions have a setting for."""
     known = {item.name for item in fields(SessionConfig)}
     return {name: value for name, value in settings.session_settings(model).items() if name in known}
 
 
 def _embedding_dim(settings: PsJson, model: PsModel, folder: Path) -> int:
-    """Where ps.json says nothing of it."""
+    """The default where ps.json does not set it."""
     if dim := stored_embedding_dim(folder):
         return dim
     raise ConfigurationError(

@@ -21,7 +21,7 @@ FieldPath = tuple[str | int, ...]
 
 @dataclass(frozen=True)
 class JsonFile:
-    """A file that was read as JSON; `error` is the type that its complaints are raised as."""
+    """A file that was read as JSON; `error` is the type of the errors about its content."""
 
     path: Path
     text: str
@@ -60,7 +60,7 @@ def read_json(path: Path, error: type[HotrowError]) -> JsonFile:
     try:
         document = json.loads(text, parse_constant=_reject_constant)
     except json.JSONDecodeError as cause:
-        # A missing comma is found at the word behind it.
+        # The parser reports a missing comma at the next word.
         raise error(f"{path}:{cause.lineno}: not valid JSON: {cause.msg} (column {cause.colno})") from cause
     except (ValueError, RecursionError) as cause:
         raise error(f"{path}: not valid JSON: {cause}") from cause

@@ -55,7 +55,7 @@ class DenseNetwork:
 def build_dense_network(graph: Graph, dense_file: Path, statistics_file: Path | None = None) -> DenseNetwork:
     """Translate the dense layers with their weights.
 
-    ModelFormatError where graph and files do not belong together or contradict themselves; UnsupportedModelError names
+    ModelFormatError where graph and files do not fit each other or contradict themselves; UnsupportedModelError names
     a layer that cannot be served.
     """
     weights = DenseWeights(dense_file)
@@ -97,7 +97,7 @@ def translate(
 
 @dataclass(frozen=True)
 class _Prediction:
-    """What the network says about one label, before its last activation."""
+    """The network's output for one label, before its last activation."""
 
     layer: Layer
     tensor: Tensor

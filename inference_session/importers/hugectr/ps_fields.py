@@ -1,4 +1,4 @@
-"""What ps.json says, as frozen objects in our words: every field of both generations, with its default.
+"""The content of ps.json as frozen objects with our names: every field of both generations, with its default.
 
 The hugectr backend (3.4) and HPS (24.06) disagree about some defaults. A file that holds a field only 24.06 knows,
 or a model without `network_file`, is taken as 24.06; any other as 3.4. `PsJson.generation` says which.
@@ -47,7 +47,7 @@ TAKEN_OVER = _OF_UPDATES | {"cache_fraction", "cache_missed_keys", "hit_rate_thr
 
 
 def acting_settings() -> frozenset[str]:
-    """Those of them that have an effect in this environment: updates need the package `confluent-kafka`."""
+    """The settings that have an effect in this environment: updates need the package `confluent-kafka`."""
     has_kafka = importlib.util.find_spec("confluent_kafka") is not None
     return TAKEN_OVER if has_kafka else TAKEN_OVER - _OF_UPDATES
 
@@ -57,7 +57,7 @@ def _setting(
 ) -> Any:
     """A field of ps.json: its names (the first is the usual one), its reader, its default.
 
-    A `+` before a name: only 24.06 knows it. `default_24_06`: that generation's default where it is another one.
+    A `+` before a name: only 24.06 knows it. `default_24_06`: that generation's default where it differs.
     `acts_on`: "import" if the importer reads it, the name of a session's setting that takes it over, or "nothing".
     """
     metadata = {
@@ -263,7 +263,7 @@ class PsJson:
         settings = {
             "cache_fraction": str(model.cache_fraction if model.use_cache else 0.0),
             "cache_missed_keys": str(self.volatile.cache_missed_keys).lower(),
-            # Above 1, as HPS may have it, means what 1 does: no look-up that misses a key is good enough.
+            # A value above 1, which HPS allows, means the same as 1: no look-up may miss a key.
             "hit_rate_threshold": str(min(model.hit_rate_threshold, 1.0)),
             "refresh_interval_s": str(model.refresh_interval_s),
         }

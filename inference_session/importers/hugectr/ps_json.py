@@ -35,14 +35,14 @@ _MAX_TABLES = 10_000
 def read_ps_json(place: str | Path) -> PsJson:
     """Read and check ps.json, a path or an `hdfs://` URL; relative files count from its own folder.
 
-    ConfigurationError names file, line, field, value and what is allowed. Fields that nobody knows are logged once.
+    ConfigurationError names file, line, field, value and what is allowed. Unknown fields are logged once.
     """
     file = read_json(fetch(place).absolute(), ConfigurationError)
     return parse_ps_json(file, folder=split_place(place)[0] if is_url(place) else None)
 
 
 def parse_ps_json(file: JsonFile, *, folder: str | None = None) -> PsJson:
-    """The same for what has been read already. `folder`: where relative files count from; None: the file's own."""
+    """The same for content that has been read already. `folder`: where relative files count from; None: the file's own."""
     parsed = _Parser(file, folder or str(file.path.parent)).parse()
     if parsed.unknown:
         _log.warning("%s: ignoring unknown fields: %s", file.path, ", ".join(parsed.unknown))
@@ -62,7 +62,7 @@ class _Parser:
         self._ignored: list[str] = []
         self._unknown: list[str] = []
         self._generation = self._recognise()
-        # What this release has no setting for has no effect, and must not be passed over in silence.
+        # A field without a setting in this release has no effect; the user must be told.
         self._acting = {"import"} | acting_settings() & {item.name for item in fields(SessionConfig)}
 
     def parse(self) -> PsJson:
@@ -87,7 +87,7 @@ class _Parser:
         )
 
     def _recognise(self) -> Generation:
-        """Which generation's defaults hold."""
+        """Which generation's defaults apply."""
         document = self._file.document
         raw_models = document.get("models")
         models = [model for model in raw_models if isinstance(model, dict)] if isinstance(raw_models, list) else []
@@ -101,7 +101,7 @@ class _Parser:
     def _volatile(self) -> VolatileStore:
         if "volatile_db" in self._file.document:
             return self._block(VolatileStore, ("volatile_db",), self._file.document["volatile_db"])
-        # Both generations have a hash map where the block is absent; 24.06 has none where only `type` is.
+        # Both generations have a hash map where the block is absent; in 24.06 a block with only `type` has none.
         return replace(self._block(VolatileStore, ("volatile_db",), {}), kind="hash_map")
 
     def _models(self) -> tuple[PsModel, ...]:
@@ -150,7 +150,7 @@ class _Parser:
 
     def _block(self, kind: type[Block], at: FieldPath, raw: Any) -> Block:
         if not isinstance(raw, dict):
-            # What is there may be a password, in the wrong place.
+            # The value may be a password in the wrong place.
             what = "a string" if isinstance(raw, str) else "a list" if isinstance(raw, list) else repr(raw)
             self._file.fail(at, f"expected an object, found {what}")
         known = {name for item in fields(kind) for name in item.metadata["names"]}

@@ -1,4 +1,4 @@
-"""Files that ps.json names by URL, brought to this machine before they are read."""
+"""Files that ps.json names by URL, copied to this machine before they are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HugeCTR's sparse folders into the tables of a version: linked or copied as they are, never converted."""
+"""HugeCTR's sparse folders into the tables of a version: linked or copied, never converted."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class SparseFolder:
 
 
 def stored_embedding_dim(folder: Path) -> int | None:
-    """What the sizes of a sparse folder's files say; None where there is no row to tell."""
+    """The layout that the sizes of a sparse folder's files imply; None where it has no row."""
     num_rows = _size(folder / KEY_FILE) // _KEY_BYTES
     return max(1, _size(folder / VECTOR_FILE) // _FLOAT_BYTES // num_rows) if num_rows else None
 
@@ -83,12 +83,12 @@ def write_table(
     Args:
         source: where the rows are.
         target: the table's folder, which is made.
-        earlier: sparse folders of earlier versions, the oldest first, of which rows are kept that no later one has.
-        may_link: False: files are copied, so that whoever writes to the originals does not change the version.
+        earlier: sparse folders of earlier versions, the oldest first, whose rows are kept if no later version has them.
+        may_link: False: files are copied, so that writes to the originals do not change the version.
         progress: told the bytes of keys indexed.
 
     Raises:
-        ModelFormatError: a file is missing, or has a size that cannot be.
+        ModelFormatError: a file is missing, or has an impossible size.
     """
     num_rows = source.num_rows
     target.mkdir(parents=True)
@@ -104,7 +104,7 @@ def write_table(
 
 
 def _keep_rows(source: SparseFolder, target: Path) -> int:
-    """Append the rows whose keys the table has not; returns how many."""
+    """Append the rows whose keys the table lacks; returns how many."""
     known = np.sort(_mapped(target / KEY_FILE))
     num_kept = 0
     with (
@@ -140,7 +140,7 @@ def _take(source: Path, target: Path, *, may_link: bool) -> None:
 
 
 def _all_uint32(path: Path) -> bool:
-    """Whether a key file holds nothing but what uint32 can."""
+    """Whether all keys of a file fit into uint32."""
     return all(((chunk >= 0) & (chunk < 1 << 32)).all() for chunk in _chunks(path))
 
 
@@ -152,7 +152,7 @@ def _write_uint32(source: SparseFolder, target: Path) -> None:
 
 
 def _chunks(path: Path) -> Iterator[NDArray[np.int64]]:
-    """A key file as it is, in parts."""
+    """The stored keys of a file, in parts."""
     keys: NDArray[np.int64] = _mapped(path)
     return (keys[begin : begin + _KEYS_PER_CHUNK] for begin in range(0, keys.size, _KEYS_PER_CHUNK))
 

@@ -1,6 +1,6 @@
 """Readers of single values of ps.json: as lenient as HugeCTR about spelling, strict about meaning.
 
-Each takes what JSON held and returns the value; a ValueError says what is allowed.
+Each takes a value from JSON and returns the converted value; a ValueError says what is allowed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FLOAT32_MAX = 3.4028234663852886e38
 
 
 def text(value: Any) -> str:
-    """A string that can be a name or a path: JSON can spell some that no file system and no ONNX file takes."""
+    """A string that can be a name or a path: JSON allows some that no file system and no ONNX file accepts."""
     if not isinstance(value, str):
         raise ValueError("allowed: a string")
     if "\0" in value or any("\ud800" <= character <= "\udfff" for character in value):
@@ -81,7 +81,7 @@ def choice(spellings: Mapping[str, str]) -> Reader[str]:
 
 
 def list_of(read_one: Reader[Value]) -> Reader[tuple[Value, ...]]:
-    """A list, every element read by the reader given."""
+    """A list; the given reader reads each element."""
 
     def read(value: Any) -> tuple[Value, ...]:
         if not isinstance(value, list):

@@ -1,14 +1,14 @@
 """ONNX models in: embedding tables are carved out, the rest becomes the dense network.
 
 wire, weights      the file, without loading what is bulky
-canonical          one form for what exporters write in many
+canonical          one form for the many forms that exporters write
 tables             which initializers are only read by rows
 hoisting           row reads out of Loop, Scan and If
 lookups, pooling, joining    row reads become look-ups
 carve              the dense network and the network that computes keys
-guards             operators that ONNX Runtime dies of, where a list is empty
-probe, replay      the original is asked, and held against the result
-importer           all of it, into a version directory that appears whole or not at all
+guards             operators that crash ONNX Runtime where a list is empty
+probe, replay      the original is run, and compared with the result
+importer           all steps, into a version directory that appears whole or not at all
 """
 
 from inference_session.importers.onnx.importer import import_onnx, import_staged

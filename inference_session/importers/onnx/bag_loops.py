@@ -1,6 +1,6 @@
 """Writes a Loop over bags of equal size as one look-up of a matrix of keys and one reduction.
 
-That is what PyTorch's exporters make of EmbeddingBag over a matrix: a Loop, or two within each other, which takes the
+PyTorch's exporters write EmbeddingBag over a matrix this way: a Loop, or two nested Loops, which take the
 rows of one bag after the other, with or without factors and a padding key. `symbolic_loop.py` runs the Loop on symbols
 for several numbers of samples; it is replaced only if every iteration reduces the rows of its own sample and no others.
 """
@@ -36,7 +36,7 @@ _AXES_INPUT_OPSETS = {"ReduceSum": 13, "ReduceMean": 18, "ReduceMax": 18}
 
 
 class _Bags(NamedTuple):
-    """What a Loop does: `widths` rows a bag, under each probe, and what is done to them."""
+    """What a Loop does: the number of rows per bag under each probe (`widths`), and how they are reduced."""
 
     pattern: Bag
     widths: tuple[int, ...]
@@ -71,7 +71,7 @@ class _Replacement:
     _new: list[NodeProto] = field(default_factory=list)
 
     def try_loop(self, loop: NodeProto) -> None:
-        """Change the graph, unless the Loop does anything else than to pool bags of equal size."""
+        """Change the graph, unless the Loop does anything other than pool bags of equal size."""
         output = self._result(loop)
         if output is None:
             return
@@ -86,7 +86,7 @@ class _Replacement:
         set_nodes(graph, needed_nodes(graph.node, [value.name for value in graph.output]))
 
     def _result(self, loop: NodeProto) -> str | None:
-        """The value that a Loop is there for: its only output that is read, or the matrix made of a sequence."""
+        """The result of a Loop: its only output that is read, or the matrix made from a sequence."""
         uses = use_counts(self.model.graph)
         read = [name for name in loop.output if uses[name]]
         if len(read) != 1:
@@ -115,7 +115,7 @@ class _Replacement:
             raise NotABagError
         return _Bags(patterns.pop(), tuple(widths))
 
-    # What takes its place
+    # Its replacement
 
     def _write(self, bags: _Bags, output: str) -> None:
         pattern = bags.pattern
@@ -155,7 +155,7 @@ class _Replacement:
         return self._add("Gather", [table, self._matrix(keys, bags)], axis=0), factors
 
     def _check_padding(self, pattern: Bag, table: str) -> None:
-        """A row that is left out is multiplied by zero, which only numbers survive."""
+        """A row that is left out is multiplied by zero, which is correct only if it is finite."""
         if pattern.padding is None:
             return
         dims = self.weights[table].dims
@@ -187,7 +187,7 @@ class _Replacement:
         return all(value is not None and bool((value == 1).all()) for value in values)
 
     def _mask(self, pattern: Bag, bags: _Bags) -> str:
-        """Whether a key is none that pads, [samples, width]."""
+        """Whether a key is not a padding key, [samples, width]."""
         if pattern.padding is None:
             raise NotABagError
         keys = self._matrix(pattern.padding.keys, bags)

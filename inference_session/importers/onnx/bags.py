@@ -1,8 +1,8 @@
 """Moves the pooling of bags that a Loop cuts out of one list of keys into the look-up.
 
-That is how PyTorch's legacy exporter writes EmbeddingBag with offsets: iteration i slices the vectors from `begins[i]`
-up to `ends[i]`, and the Loop stacks their sums or means. A Loop that does anything besides stays as it is, and so do
-maxima, which ONNX Runtime finds in an empty bag as well.
+PyTorch's legacy exporter writes EmbeddingBag with offsets this way: iteration i slices the vectors from `begins[i]`
+up to `ends[i]`, and the Loop stacks their sums or means. A Loop that does anything else stays unchanged, and so do
+maxima, for which ONNX Runtime returns a value even for an empty bag.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _pool(surgery: Surgery, lookup: Lookup, vectors: set[str]) -> None:
 
 
 def _first(surgery: Surgery, offsets: str, count: str, output: str) -> list[NodeProto]:
-    """The offsets of as many bags as the Loop has iterations."""
+    """The offsets of the bags, one bag per iteration of the Loop."""
     narrow, zero = surgery.names.fresh(f"{output}_first"), surgery.constant(f"{output}_zero", [0])
     return [
         make_node("Slice", [offsets, zero, count, zero], narrow),
@@ -100,7 +100,7 @@ def _cut(surgery: Surgery, loop: NodeProto, lookup: Lookup) -> _Cut | None:
 
 
 def _runs_to_the_end(surgery: Surgery, loop: NodeProto, body: GraphProto) -> bool:
-    """Whether the number of iterations is the trip count: no condition ends the Loop before."""
+    """Whether the number of iterations is the trip count: no condition ends the Loop earlier."""
     made_by, condition = producers(body), body.output[0].name
     while condition in made_by and made_by[condition].op_type in ("Identity", "Cast"):
         condition = made_by[condition].input[0]
@@ -122,7 +122,7 @@ def _slice_behind(surgery: Surgery, body: GraphProto, value: str, lookup: Lookup
 
 
 def _keeps_shape(surgery: Surgery, body: GraphProto, node: NodeProto, lookup: Lookup) -> bool:
-    """Whether it is the Reshape by which the hoister says again what a row is."""
+    """Whether it is the Reshape by which the hoister restates the shape of a row."""
     return node.op_type == "Reshape" and _constant(surgery, body, node.input[1]) == [0, *lookup.row_shape]
 
 

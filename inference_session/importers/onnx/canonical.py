@@ -1,6 +1,6 @@
-"""One form for what exporters write in many: the rest of the importer then has fewer patterns to know.
+"""One form for the many forms that exporters write, so that the rest of the importer handles fewer patterns.
 
-Afterwards the model holds no functions, every value has a name of its own, all constants are initializers of the
+Afterwards the model holds no functions, every value has a unique name, all constants are initializers of the
 main graph, and a Loop carries nothing that never changes (it captures it instead).
 """
 
@@ -35,7 +35,7 @@ _SMALL_BYTES = 4096
 
 
 def to_canonical(path: Path, model: ModelProto, blobs: dict[int, Blob]) -> tuple[ModelProto, dict[str, Weight], Names]:
-    """The model in canonical form, and its bulky initializers apart, by name.
+    """The model in canonical form, and its large initializers separately, by name.
 
     Raises:
         ModelFormatError: external data are missing, too short or outside the model's folder.
@@ -46,7 +46,7 @@ def to_canonical(path: Path, model: ModelProto, blobs: dict[int, Blob]) -> tuple
     graph = model.graph
     sort_nodes(graph)
     _drop_default_inputs(graph, weights)
-    # IR 3 demands that initializers are inputs; later ones do not, and those are what we leave.
+    # IR 3 demands that initializers are inputs; later versions do not, and we write a later one.
     model.ir_version = max(model.ir_version, 4)
     for node in all_nodes(graph):
         node.domain = "" if node.domain == "ai.onnx" else node.domain
@@ -94,7 +94,7 @@ def _mentioned(graph: GraphProto) -> set[str]:
 
 
 def _lift_constants(graph: GraphProto, names: Names) -> None:
-    # Bodies before what holds them: a graph's nodes are copied, with their bodies, when they are replaced.
+    # Bodies before the graphs that hold them: a graph's nodes are copied, with their bodies, when they are replaced.
     for scope in reversed(list(all_graphs(graph))):
         lifted: list[TensorProto] = [] if scope is graph else list(scope.initializer)
         nodes: list[NodeProto] = []
@@ -144,7 +144,7 @@ def _constant_value(node: NodeProto) -> TensorProto | None:
 
 
 def _capture_invariants(graph: GraphProto) -> None:
-    """Take out of each Loop what it carries but never changes; jax2onnx passes whole tables that way."""
+    """Remove from each Loop the values that it carries but never changes; jax2onnx passes whole tables that way."""
     for node in graph.node:
         for body in bodies(node):
             if node.op_type == "Loop":

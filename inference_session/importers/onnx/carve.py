@@ -39,11 +39,11 @@ class Carved:
 
 
 def carve(model: ModelProto, weights: dict[str, Weight], names: Names, min_rows: int, *, merge: bool) -> Carved:
-    """Take a canonical model apart; the model itself is left as it is.
+    """Take a canonical model apart; the model itself is not changed.
 
     Args:
-        merge: do what rests on inferred shapes as well, where it is exactly equivalent: move pooling into look-ups, let
-            neighbours share a matrix, put right what ONNX Runtime makes of empty lists.
+        merge: also make changes that rely on inferred shapes, where they are exactly equivalent: move pooling into
+            look-ups, let neighbours share a matrix, correct ONNX Runtime's results for empty lists.
     """
     return _carve_found(model, weights, names, find_tables(model.graph, weights, min_rows), merge=merge)
 
@@ -136,7 +136,7 @@ def _width(lookups: list[Lookup], matrix: str) -> int | None:
 
 
 def _keys_network(surgery: Surgery, lookups: list[Lookup]) -> ModelProto | None:
-    """What computes the keys, and their factors, that are not inputs of the model as they stand."""
+    """The network that computes the keys, and their factors, that are not themselves inputs of the model."""
     given = {value.name for value in surgery.graph.input}
     wanted = dict.fromkeys(name for lookup in lookups for name in lookup.reads)
     factors = {lookup.weights for lookup in lookups}

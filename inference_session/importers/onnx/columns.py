@@ -1,4 +1,4 @@
-"""Finds look-ups whose keys are columns of a matrix of keys, so that the session reads them where they lie."""
+"""Finds look-ups whose keys are columns of a matrix of keys, so that the session reads them in place."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _FAR = 1 << 31
 
 
 def read_columns(surgery: Surgery, lookups: list[Lookup]) -> None:
-    """Let look-ups that share a matrix read columns of a model's input [samples, n], where that is what their keys are.
+    """Let look-ups that share a matrix read columns of a model's input [samples, n], where their keys are such columns.
 
-    Only those: alone, a look-up's vectors would have to bear the shape that the graph gave its keys.
+    Only those: the vectors of a look-up without a shared matrix need the shape that the graph gave its keys.
     """
     made_by = producers(surgery.graph)
     for lookup in lookups:

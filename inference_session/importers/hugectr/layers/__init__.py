@@ -47,7 +47,7 @@ _REASONS = {
 
 
 def supported_layers() -> tuple[str, ...]:
-    """The types of dense layers that can be served, beside the losses."""
+    """The types of dense layers that can be served, in addition to the losses."""
     return tuple(_EMITTERS)
 
 

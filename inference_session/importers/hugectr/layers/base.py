@@ -1,4 +1,4 @@
-"""What the layers are built with: tensors with known shapes, and a builder of ONNX nodes."""
+"""The means to build layers: tensors with known shapes, and a builder of ONNX nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from inference_session.importers.hugectr.graph import MAX_ELEMENTS, Layer
 class Tensor:
     """A float32 tensor of the graph: [samples x rows, *dims].
 
-    HugeCTR reshapes across its first dimension, so that one sample may have several rows there; they stand together.
+    HugeCTR reshapes across its first dimension, so one sample may have several rows there; they are adjacent.
     """
 
     name: str
@@ -38,14 +38,14 @@ class Tensor:
 
 
 class WeightSource(Protocol):
-    """Where the layers' weights come from: a file, or a trainer that makes them up."""
+    """The source of the layers' weights: a file, or a trainer that initializes them."""
 
     def take(self, layer: Layer, what: str, *shape: int) -> npt.NDArray[np.float32]:
         """The next weights, float32 [*shape]."""
 
 
 class StatisticsSource(Protocol):
-    """Where running statistics come from."""
+    """The source of running statistics."""
 
     def take(self, layer: Layer, width: int) -> Statistics:
         """Those of the next BatchNorm layer."""

@@ -34,7 +34,7 @@ def chain(op: str) -> Emitter:
 
 
 def subtract(build: Builder, layer: Layer, bottoms: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The first less the second."""
+    """The first minus the second."""
     if len(bottoms) != 2:
         layer.fail(f"needs two tensors, found {len(bottoms)}", "bottom")
     return chain("Sub")(build, layer, bottoms)

@@ -1,4 +1,4 @@
-"""Layers with weights of their own, taken from the dense file in the order written here."""
+"""Layers with weights, which are taken from the dense file in the order written here."""
 
 from __future__ import annotations
 
