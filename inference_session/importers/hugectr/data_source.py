@@ -72,7 +72,7 @@ class DataSource:
         self._params = params
 
     def move_to_local(self) -> None:
-        """Copy the named files from HDFS to the paths of the same rank on this machine; existing files are refused.
+        """Copy each `hdfs_…` file to the `local_…` path at its position; files that exist here are refused.
 
         Raises:
             ConfigurationError: lists of different lengths, a file that exists, or files that are not on HDFS.

@@ -83,11 +83,11 @@ class Layer:
         return cast("tuple[tuple[int, ...], ...]", self._read(values.list_of(pair), field, None))
 
     def fail(self, message: str, *field: str) -> NoReturn:
-        """The error of a graph that violates its format."""
+        """Raise the error of a graph that violates its format."""
         self.file.fail(("layers", self.position, *field), f"{self}: {message}")
 
     def refuse(self, message: str) -> NoReturn:
-        """The error of a graph that is well-formed, but cannot be served."""
+        """Raise the error of a graph that is well-formed, but cannot be served."""
         line = self.file.line_of(("layers", self.position))
         raise UnsupportedModelError(f"{self.file.path}:{line}: {self}: {message}")
 

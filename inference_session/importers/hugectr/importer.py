@@ -247,7 +247,7 @@ def _session_settings(settings: PsJson, model: PsModel) -> dict[str, str]:
 
 
 def _embedding_dim(settings: PsJson, model: PsModel, folder: Path) -> int:
-    """The default where ps.json does not set it."""
+    """The embedding size where ps.json does not give it."""
     if dim := stored_embedding_dim(folder):
         return dim
     raise ConfigurationError(

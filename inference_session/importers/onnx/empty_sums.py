@@ -1,7 +1,7 @@
 """Keeps ONNX Runtime from answering wrongly where a list is empty.
 
-Reductions over axes that are counted from the end leave an empty axis as it is. Products over an empty axis, of which
-one side is a transposed matrix, are whatever the memory held: it computes both steps at once, and then nothing.
+Reductions over axes that are counted from the end leave an empty axis unchanged. Products over an empty axis
+with a transposed matrix return uninitialized memory: ONNX Runtime fuses both steps, and the fused step writes nothing.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ _MAX_INLINE_BYTES = 1_900_000_000
 
 
 def save_network(model: ModelProto, path: Path) -> None:
-    """Write a model file, with its weights beside it where they would not fit into one."""
+    """Write a model file, with its weights in a second file next to it if one file cannot hold them."""
     data = path.with_name(f"{path.name}.data")
     data.unlink(missing_ok=True)
     if sum(len(tensor.raw_data) for tensor in model.graph.initializer) < _MAX_INLINE_BYTES:
@@ -32,7 +32,7 @@ def open_network(model: Path | bytes) -> Any:
     options.log_severity_level = _FATAL
     options.intra_op_num_threads = 1
     source = model if isinstance(model, bytes) else str(model)
-    # Its fallback prints to stdout and tries the same provider again.
+    # ONNX Runtime's fallback prints to stdout and tries the same provider again.
     return onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"], enable_fallback=0)
 
 

@@ -1,4 +1,4 @@
-"""Plain questions to ONNX graphs, and the small changes that the importer makes to them.
+"""Simple queries of ONNX graphs, and the small changes that the importer makes to them.
 
 All functions expect names that are unique across the graph and its bodies (canonical.py sees to that).
 """
@@ -18,7 +18,7 @@ _SMALL_BYTES = 4096
 
 
 class Names:
-    """Gives out names that nothing in the model bears."""
+    """Gives out names that the model does not use."""
 
     def __init__(self, taken: Iterable[str]) -> None:
         self._taken = set(taken)
@@ -59,7 +59,7 @@ def all_nodes(graph: GraphProto) -> Iterator[NodeProto]:
 
 
 def defined(graph: GraphProto) -> set[str]:
-    """The values that this graph itself, without its bodies, brings into being."""
+    """The values that this graph itself, without its bodies, defines."""
     names = {value.name for value in graph.input}
     names.update(tensor.name for tensor in graph.initializer)
     names.update(tensor.values.name for tensor in graph.sparse_initializer)
@@ -125,7 +125,7 @@ def insert_before(graph: GraphProto, node: NodeProto, new: list[NodeProto]) -> N
 
 
 def position(graph: GraphProto, node: NodeProto) -> int:
-    """Where a node stands in its graph; nodes are told apart by their outputs."""
+    """Where a node stands in its graph; nodes are identified by their outputs."""
     return next(i for i, other in enumerate(graph.node) if other.output == node.output)
 
 
@@ -143,7 +143,7 @@ def rename(graph: GraphProto, names: Callable[[str], str]) -> None:
 
 
 def rename_inner(body: GraphProto, names: Names) -> None:
-    """Give all that a body, and those within it, define a fresh name."""
+    """Give a fresh name to every value that a body, or a body within it, defines."""
     fresh = {name: names.fresh(name) for name in sorted(defined(body))}
     rename(body, lambda name: fresh.get(name, name))
     for node in body.node:
@@ -167,12 +167,12 @@ def replace_reads(graph: GraphProto, new_names: Mapping[str, str]) -> None:
 
 
 def sort_nodes(graph: GraphProto) -> None:
-    """Put the nodes of a graph and of its bodies into an order of execution, unless they are in one.
+    """Put the nodes of a graph and of its bodies into an order of execution, unless they are already.
 
     Raises:
-        ValueError: there is none, as some depend on themselves.
+        ValueError: no such order exists, as some nodes depend on themselves.
     """
-    # Bodies before what holds them: set_nodes copies nodes, with their bodies.
+    # Bodies before the graphs that hold them: set_nodes copies nodes, with their bodies.
     for scope in reversed(list(all_graphs(graph))):
         makers = {name: i for i, node in enumerate(scope.node) for name in node.output if name}
         needs = {i: {makers[name] for name in reads(node) & makers.keys()} for i, node in enumerate(scope.node)}

@@ -1,8 +1,8 @@
 """Keeps ONNX Runtime from ending the process where a list is empty.
 
-Its GRU and LSTM abort when they get no samples or no steps, its Einsum divides by zero; ONNX says that they give
-nothing, or zeros. Each such node moves into a branch that is taken only where there is something to compute. Models
-that cannot meet an empty list are left alone: CUDA graphs hold no branches.
+Its GRU and LSTM abort when they get no samples or no steps, its Einsum divides by zero; ONNX defines the result as
+empty, or zeros. Each such node moves into a branch that runs only where there is something to compute. Models
+that never get an empty list are not changed: CUDA graphs cannot hold branches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FILTERS = ("NonZero", "Compress", "Unique")
 
 
 def may_meet_empty_lists(graph: GraphProto, inputs: Iterable[ValueType], *, batched: bool) -> bool:
-    """Whether a list may be empty although a request has samples: of open size beside them, or filtered by its values.
+    """Whether a list may be empty although a request has samples: of an open size independent of the samples, or filtered by its values.
 
     A request of no samples never reaches the networks of a batched model.
     """
@@ -68,7 +68,7 @@ def _text(node: NodeProto, name: str) -> str:
 
 
 def _guarded(scope: GraphProto, names: Names, node: NodeProto) -> list[NodeProto]:
-    """What takes the place of a node."""
+    """The replacement of a node."""
     operands = node.input[:1] if node.op_type in _RECURRENT else node.input
     outputs = [name for name in node.output if name]
     total = names.fresh(f"{outputs[0]}_num_elements")
@@ -110,7 +110,7 @@ class _Empty:
         return self._graph
 
     def _recurrent(self) -> list[str]:
-        """Of no steps, an empty sequence and the first state as the last; of no samples, nothing."""
+        """For no steps, an empty sequence and the initial state as the last one; for no samples, empty outputs."""
         steps, samples = (self._dim(self._node.input[0], axis) for axis in (0, 1))
         num_directions = 2 if _text(self._node, "direction") == "bidirectional" else 1
         directions, width = (self._constant([n]) for n in (num_directions, attribute(self._node, "hidden_size", 0)))

@@ -1,8 +1,8 @@
-"""Moves row reads out of the bodies of Loop, Scan and If, one level at a time, until all stand in the main graph.
+"""Moves row reads out of the bodies of Loop, Scan and If, one level at a time, until all are in the main graph.
 
-Where the keys inside a body are a selection from keys outside, rows are read for all of those and the body selects
+Where a body selects its keys from keys outside, rows are read for all outer keys and the body selects
 among the vectors. Where the body computes its keys, a copy of the control flow that computes nothing but the keys is
-put in front, and the body picks its vectors by iteration. Either way the graph means what it meant.
+put in front, and the body picks its vectors by iteration. In both cases the meaning of the graph stays the same.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Hoister:
     # Keys selected from outside
 
     def _selection(self, body: GraphProto, keys: str) -> list[NodeProto] | None:
-        """The nodes of the body that select keys from a value of the outer graph, first to last; None if not that."""
+        """The nodes of the body that select keys from a value of the outer graph, first to last; None if it does something else."""
         inner, made_by = defined(body), producers(body)
         steps: list[NodeProto] = []
         while keys in inner:
@@ -128,7 +128,7 @@ class Hoister:
         replace_node(body, gather, [*new, *self._with_row_shape(vectors, gather, output)])
 
     def _select(self, step: NodeProto, vectors: str, table: str) -> list[NodeProto]:
-        """What a step does to keys, done to vectors."""
+        """Apply to vectors what a step does to keys."""
         if step.op_type in ("Identity", "Cast"):
             return []
         output = self.names.fresh(f"{step.output[0]}_vectors")
@@ -139,24 +139,24 @@ class Hoister:
         node.name, node.input[0], node.output[0] = f"hotrow_{output}", vectors, output
         if step.op_type == "Slice" and len(step.input) > 3 and step.input[3]:
             is_narrow = constants(self.main)[step.input[3]].data_type == TensorProto.INT32
-            dtype = np.int32 if is_narrow else np.int64  # that of the other indices, which ONNX wants to be the same
+            dtype = np.int32 if is_narrow else np.int64  # ONNX requires the type of the other indices
             node.input[3] = add_constant(self.main, self.names, f"{output}_axes", self._axes(step) or [], dtype)
         return [node]
 
     def _shaped_as_keys(self, vectors: str, keys: str, table: str, output: str) -> list[NodeProto]:
-        """Vectors in whatever shape, brought into the shape of the keys followed by that of a row."""
+        """Reshape vectors to the shape of the keys followed by that of a row."""
         shape, target = self.names.fresh(f"{output}_keys_shape"), self.names.fresh(f"{output}_shape")
         row_shape = self.tables[table].dims[1:]
         nodes = [make_node("Shape", [keys], shape)]
         if row_shape:
             row = add_constant(self.main, self.names, f"{output}_row_shape", row_shape)
             nodes.append(make_node("Concat", [shape, row], target, axis=0))
-        # Keys of no elements: a 0 in their shape is a size, not to be taken over from the vectors.
+        # Keys without elements: a 0 in their shape is a size, and must not be copied from the vectors.
         allow_zero = {"allowzero": 1} if self.opset >= _ALLOW_ZERO_OPSET else {}
         return [*nodes, make_node("Reshape", [vectors, target if row_shape else shape], output, **allow_zero)]
 
     def _with_row_shape(self, vectors: str, gather: NodeProto, output: str) -> list[NodeProto]:
-        """Say again that the last dimensions are a row's: a Loop of no iterations has only inference to go by."""
+        """Restate that the last dimensions are a row's: for a Loop of no iterations only inference knows the shape."""
         rank = self.types.rank(gather.input[1])
         if rank is None:
             return [make_node("Identity", [vectors], output)]
@@ -210,7 +210,7 @@ class Hoister:
     def _append_collected_keys(self, body: GraphProto, stem: str) -> tuple[str, str]:
         """Let a keys-only Loop body append its keys (its first output) to earlier ones, and note where they begin.
 
-        Appending suits keys of any number per iteration, which outputs that are stacked do not.
+        Appending works for any number of keys per iteration; stacked outputs need the same number.
         """
         fresh = self.names.fresh
         so_far, joined, size, begin = (fresh(f"{stem}_{part}") for part in ("so_far", "joined", "size", "begin"))
@@ -297,7 +297,7 @@ class Hoister:
             elif item.name in ("scan_input_axes", "scan_input_directions"):
                 item.ints.append(0)
 
-    # What both share
+    # Shared by both
 
     def _carried(self, body: GraphProto, targets: list[str], inputs: list[str], results: list[str]) -> set[str]:
         """The values carried between iterations that the targets depend on."""
@@ -322,7 +322,7 @@ class Hoister:
         copy = GraphProto(name=f"{body.name}_keys", node=nodes)
         copy.input.extend(value for value in body.input if value.name in inputs)
         for target in targets:
-            relay = self.names.fresh(target)  # an output must be made by a node of the body, and be no output twice
+            relay = self.names.fresh(target)  # an output must be made by a node of the body, and be an output only once
             copy.node.append(make_node("Identity", [target], relay))
             copy.output.append(ValueInfoProto(name=relay))
         rename_inner(copy, self.names)

@@ -67,13 +67,13 @@ def import_onnx(
 ) -> ImportReport:
     """Import an ONNX model as `<repository>/<name>/<version>`.
 
-    The version appears whole or not at all. Tables are streamed, never held.
+    The version appears whole or not at all. Tables are streamed, never held in memory.
 
     Args:
         model: the .onnx file; its external data must lie in the same folder.
-        repository: the model repository; made if there is none.
+        repository: the model repository; made if it does not exist.
         name: the model's folder in it.
-        version: one above the highest there is if None.
+        version: None: one above the highest that exists.
         min_rows: initializers with fewer rows stay in the dense network.
         context: the inputs that requests may give once for many candidates; see the package `context`.
         tables: how tables are stored, where that makes them smaller; see `quantizing.narrowed`.
@@ -104,15 +104,15 @@ def import_onnx(
 
 
 def import_staged(model: Path, staging: Path, version_dir: Path, places: Mapping[str, TablePlace]) -> ImportReport:
-    """Take an ONNX model apart in a staging folder where its tables are already.
+    """Take an ONNX model apart in a staging folder that already holds its tables.
 
-    The caller writes session.json and the manifest, and removes the folders of tables that the report does not have.
+    The caller writes session.json and the manifest, and removes the folders of tables that are not in the report.
 
     Args:
         model: the .onnx file, in the staging folder. Every initializer that `places` names is external data from the
             beginning of its table's file; all of them become tables, however few rows they have.
-        version_dir: what the staging folder is going to be.
-        places: how tables are called, by the names of their initializers.
+        version_dir: the future path of the staging folder.
+        places: the names of tables, by the names of their initializers.
 
     Raises:
         ModelFormatError, UnsupportedModelError: as `import_onnx`.
@@ -123,7 +123,7 @@ def import_staged(model: Path, staging: Path, version_dir: Path, places: Mapping
 
 @contextmanager
 def _malformed_refused(model: Path) -> Iterator[None]:
-    """Call what a malformed graph breaks by its name: no check up front would find as much as taking it apart does."""
+    """Report a malformed graph as such: no check in advance would find as much as taking it apart does."""
     try:
         yield
     except (HotrowError, OSError, MemoryError):
@@ -134,7 +134,7 @@ def _malformed_refused(model: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Source:
-    """A model file as it is read, and what its inputs and outputs are declared to be."""
+    """A model file as it was read, and the declarations of its inputs and outputs."""
 
     path: Path
     inputs: dict[str, ValueType]
@@ -200,7 +200,7 @@ class _Import:
         return report
 
     def _joinable_if_proved(self, carved: Carved, findings: Findings) -> Findings:
-        """The findings, joinable only where it is proved that no sample has an influence on another."""
+        """The findings; joinable only where it is proved that no sample influences another."""
         if not findings.joinable:
             return findings
         culprit = "the model could not be run on generated inputs"
@@ -219,7 +219,7 @@ class _Import:
     def _more_careful(
         self, model: ModelProto, weights: dict[str, Weight], names: Names, findings: Findings, original: Prober
     ) -> Carved:
-        """The same without what rests on inferred shapes, hence on what exporters declare; if need be, all dense."""
+        """The same without changes that rely on inferred shapes, and so on exporters' declarations; if necessary, all dense."""
         carved = carve(model, weights, names, self.min_rows, merge=False)
         if self._is_faithful(carved, findings, original):
             return carved
@@ -241,7 +241,7 @@ class _Import:
 
     def _write_tables(self, carved: Carved, folders: dict[str, str]) -> None:
         for table in carved.tables:
-            if table.name not in self.places:  # those are there already
+            if table.name not in self.places:  # those exist already
                 self._write_table(table, self._table_file(folders[table.name]))
 
     def _table_file(self, folder: str) -> Path:
@@ -275,7 +275,7 @@ class _Import:
         save_network(written, self.staging / name)
 
     def _probe(self, carved: Carved, folders: dict[str, str]) -> tuple[Findings, Prober]:
-        """Run the original, its tables read from where they were written: mapped, not loaded."""
+        """Run the original; its tables are mapped from where they were written, not loaded."""
         model, blobs = read_skeleton(self.source.path)
         for i, tensor in enumerate(model.graph.initializer):
             weight = weight_of(self.source.path, tensor, blobs.get(i))
@@ -304,7 +304,7 @@ class _Import:
         return rows
 
     def _is_faithful(self, carved: Carved, findings: Findings, original: Prober) -> bool:
-        """Write the networks, and hold the version against the original."""
+        """Write the networks, and compare the version with the original."""
         self._write_networks(carved, batched=findings.batched)
         if not findings.feeds:
             return True
@@ -317,7 +317,7 @@ class _Import:
 
 
 def _same(found: list[NDArray[Any]], original: Prober, arrays: Arrays) -> bool:
-    """Whether these are the original's answers. An output that it draws at random, anew each time, may be anything."""
+    """Whether these are the original's answers. An output that the original draws at random in each run may be anything."""
     expected, again = original.run(arrays), original.run(arrays)
     if expected is None or again is None:
         return False
@@ -327,7 +327,7 @@ def _same(found: list[NDArray[Any]], original: Prober, arrays: Arrays) -> bool:
 
 
 def _refer_to(tensor: TensorProto, location: str, num_bytes: int) -> None:
-    """Let an initializer take its values from a file, from its first byte on."""
+    """Let an initializer take its values from a file, starting at the first byte."""
     tensor.CopyFrom(TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims))
     tensor.data_location = TensorProto.EXTERNAL
     for key, value in (("location", location), ("offset", "0"), ("length", str(num_bytes))):

@@ -1,6 +1,6 @@
 """Whether the samples of a batch may be computed together: the imported networks, followed operator by operator.
 
-What is not proved is not joined. The proof is that of sample_axis.py, first over the network that computes keys, then
+Without a proof, samples are not joined. The proof (sample_axis.py) goes first over the network that computes keys, then
 over the look-ups, then over the dense network.
 """
 
@@ -39,10 +39,10 @@ def samples_are_independent(
     """Whether each answer follows from its own sample.
 
     Args:
-        carved: the networks, as they are before anything guards them.
+        carved: the networks, before guards are added.
         replay: the same version, opened.
         feeds: inputs that the model accepts, of PRIME_SIZES samples each.
-        path: a file that may be written meanwhile.
+        path: a temporary file to write.
     """
     kinds: dict[str, Kind] = {tensor.name: _SAMPLES for tensor in spec.inputs}
     culprit = None
@@ -70,7 +70,7 @@ def _is_batch(kind: Kind, name: str, observed: Observed) -> bool:
 
 
 def _looked_up(lookup: LookupSpec, kinds: Mapping[str, Kind], seen: Observed) -> Kind:
-    """What a look-up makes of its keys; a pooled one looks along their last axis."""
+    """The result of a look-up of these keys; a pooled one reduces their last axis."""
     around = [kinds.get(name, CONSTANT) for name in lookup.reads]
     keys = around[0]
     if lookup.bags is not None:

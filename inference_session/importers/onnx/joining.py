@@ -13,7 +13,7 @@ from inference_session.importers.onnx.types import Dims
 
 
 def join_lookups(surgery: Surgery, lookups: list[Lookup]) -> list[Lookup]:
-    """Change the graph; returns the look-ups, those of one matrix next to each other and in its order."""
+    """Change the graph; returns the look-ups, those of one matrix adjacent and in its order."""
     joined: list[Lookup] = []
     counts = use_counts(surgery.graph)
     for concat in [node for node in surgery.graph.node if node.op_type == "Concat" and not node.domain]:

@@ -1,4 +1,4 @@
-"""Row reads of the main graph, taken out of it: what the session looks up, under which keys, for which value."""
+"""Takes row reads out of the main graph: what the session looks up, by which keys, for which value."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MAX_FIXED_BYTES = 64 << 20
 
 @dataclass
 class Lookup:
-    """One read of a table, as it will be in the dense network's place of it."""
+    """One read of a table that the session does instead of the dense network."""
 
     table: str
     keys: str
@@ -102,10 +102,10 @@ class Surgery:
 
 
 def take_lookups(surgery: Surgery) -> list[Lookup]:
-    """Remove the row reads from the graph; their vectors become values that nothing makes.
+    """Remove the row reads from the graph; their vectors become values that no node makes.
 
     Raises:
-        StaysDenseError: keys depend on looked-up vectors, or on chance.
+        StaysDenseError: keys depend on looked-up vectors, or on random numbers.
     """
     graph, tables = surgery.graph, surgery.tables
     tainted = values_of_vectors(graph, set(tables))
@@ -150,7 +150,7 @@ def _fixed_rows(surgery: Surgery, table: Weight, keys: str, output: str) -> Node
 
 
 def _take(surgery: Surgery, table: Weight, gather: NodeProto) -> Lookup:
-    """Put a look-up, and what brings its vectors into the shape and type the graph expects, in place of a row read."""
+    """Replace a row read by a look-up, and the nodes that give its vectors the shape and type that the graph expects."""
     keys, output = gather.input[1], gather.output[0]
     base, shape = _keys_behind(surgery, keys)
     vectors = surgery.names.fresh(f"{table.name}_vectors")
@@ -171,7 +171,7 @@ def _take(surgery: Surgery, table: Weight, gather: NodeProto) -> Lookup:
 
 
 def _skip_widening(graph: GraphProto, half: str, wide: str) -> None:
-    """Look-ups answer float32: who casts to that reads them directly."""
+    """Look-ups return float32: casts to float32 are removed."""
     for node in graph.node:
         if node.op_type == "Cast" and node.input[0] == half and attribute(node, "to", 0) == TensorProto.FLOAT:
             del node.attribute[:]
@@ -179,9 +179,9 @@ def _skip_widening(graph: GraphProto, half: str, wide: str) -> None:
 
 
 def _keys_behind(surgery: Surgery, keys: str) -> tuple[str, list[int] | None]:
-    """The model's input that the keys are, but for shape and integer type, and the shape to give what it looks up.
+    """The model's input that equals the keys except in shape and integer type, and the shape for the looked-up vectors.
 
-    Where there is none, the keys themselves. The shape is None where nothing needs to be done.
+    Without such an input, the keys themselves. The shape is None where no reshape is needed.
     """
     types, dims = surgery.types, surgery.types.dims(keys)
     base = _input_behind(surgery, keys)

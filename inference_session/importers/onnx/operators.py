@@ -1,4 +1,4 @@
-"""Operators that make each element of their result of one element of each operand."""
+"""Operators that compute each element of their result from one element of each operand."""
 
 from __future__ import annotations
 

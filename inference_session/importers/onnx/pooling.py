@@ -1,4 +1,4 @@
-"""Moves sum, mean and maximum over the keys' last axis from the graph into the look-up, where that is the same."""
+"""Moves sum, mean and maximum over the keys' last axis from the graph into the look-up, where the result is the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _AXES_INPUT_OPSET = 13
 
 
 def pool_lookups(surgery: Surgery, lookups: list[Lookup]) -> None:
-    """Change the graph and the look-ups; those whose pooling is not exactly ours stay as they are."""
+    """Change the graph and the look-ups; those whose pooling is not exactly ours are not changed."""
     for lookup in lookups:
         dims = lookup.keys_dims
         if lookup.pooling == "none" and dims and len(dims) > 1 and dims[-1] != 0 and len(lookup.row_shape) <= 1:
@@ -49,7 +49,7 @@ def _pool(surgery: Surgery, lookup: Lookup) -> None:
 
 
 def _only_reader(surgery: Surgery, value: str) -> NodeProto | None:
-    """The one node of the main graph that reads a value, if nothing else does."""
+    """The node of the main graph that reads a value, if it is the only reader."""
     if use_counts(surgery.graph)[value] != 1:
         return None
     return next((node for node in surgery.graph.node if value in node.input and not node.domain), None)
@@ -64,7 +64,7 @@ def _reduces_bags(surgery: Surgery, reader: NodeProto, lookup: Lookup) -> bool:
 
 
 def _reshaped(surgery: Surgery, lookup: Lookup, reader: NodeProto) -> NodeProto:
-    """What gives the pooled vectors the shape that the reduction gave them."""
+    """The nodes that give the pooled vectors the shape that the reduction gave them."""
     output, leading = reader.output[0], len(lookup.keys_dims or ()) - 1
     kept = [1] if attribute(reader, "keepdims", 1) else []
     if not kept and lookup.row_shape:
@@ -94,7 +94,7 @@ def _key_weights(surgery: Surgery, lookup: Lookup, product: NodeProto) -> str | 
 
 
 def _fits(dims: Dims, keys_dims: Dims) -> bool:
-    """Whether a shape stretches to that of the keys, as far as sizes are known."""
+    """Whether a shape broadcasts to that of the keys, as far as sizes are known."""
     if len(dims) > len(keys_dims):
         return False
     aligned = zip(reversed(dims), reversed(keys_dims), strict=False)

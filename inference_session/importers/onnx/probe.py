@@ -1,7 +1,7 @@
-"""Asks the original model, with made-up inputs, what its declaration does not say.
+"""Runs the original model on made-up inputs, to find out what its declaration does not say.
 
 Does the first dimension count samples? Do samples of a batch influence one another? How many columns does an output
-have? ONNX Runtime answers; where no made-up input suits the model, the declared shapes have to do.
+have? ONNX Runtime answers; where the model accepts no made-up input, the declared shapes are used.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Recipe:
 
 
 def _clustered(random: np.random.Generator, bound: int, shape: tuple[int, ...]) -> NDArray[np.int64]:
-    """Integers below a bound, from its beginning, middle and end: few pages of a mapped table are then touched."""
+    """Integers below a bound, from its beginning, middle and end: so few pages of a mapped table are read."""
     begins = random.choice([0, bound // 2, max(bound - _CLUSTER, 0)], shape)
     return np.minimum(begins + random.integers(0, _CLUSTER, shape), bound - 1)
 
@@ -88,7 +88,7 @@ def _first_symbol(name: str, kind: ValueType) -> str:
 
 
 def _shape(kind: ValueType, size: int, inner: int, named: Mapping[str, int]) -> tuple[int, ...]:
-    """Open sizes are `size` in front and `inner` behind, but for those that bear the name of one in front."""
+    """Open sizes are `size` in front and `inner` behind, except those that have the name of one in front."""
     dims = kind.dims or ()
     behind = [dim if isinstance(dim, int) else named.get(dim or "", inner) for dim in dims[1:]]
     return (*(dim if isinstance(dim, int) else size for dim in dims[:1]), *behind)
@@ -96,7 +96,7 @@ def _shape(kind: ValueType, size: int, inner: int, named: Mapping[str, int]) -> 
 
 @dataclass(frozen=True)
 class Findings:
-    """What the original model turned out to do."""
+    """The findings about the original model."""
 
     batched: bool
     joinable: bool
@@ -126,12 +126,12 @@ class Prober:
         """All outputs, or None where the model does not take these inputs."""
         try:
             results: list[NDArray[Any]] = self.network.run(None, arrays)
-        except Exception:  # noqa: BLE001  ONNX Runtime raises whatever its operators do; any means "not these"
+        except Exception:  # noqa: BLE001  ONNX Runtime raises any type that its operators raise; each means "not these"
             return None
         return results
 
     def find(self) -> Findings:
-        """Ask all questions."""
+        """Try everything."""
         recipe = self._recipe()
         may_be_batched = bool(self.inputs) and all(
             kind.dims and not isinstance(kind.dims[0], int) for kind in self.inputs.values()
@@ -158,21 +158,21 @@ class Prober:
         return next(filter(self._suits, self._recipes()), None)
 
     def _recipes(self) -> Iterator[Recipe]:
-        """Those that try most first; the last let no key be large, as small tables may be read by it as well."""
+        """Recipes that test most come first; the last ones have only small keys, as these may index small tables too."""
         for keys_too, bound, ascending in product((False, True), _BOUNDS, (False, True)):
             rows = {name: min(num, bound) for name, num in self.rows.items()} if keys_too else self.rows
             yield Recipe(self.inputs, rows, bound, ascending)
 
     def _suits(self, recipe: Recipe) -> bool:
-        # Many samples, so that a small table in the network is not spared by luck; few first, as numbers that the
-        # model takes for lengths make it fill much memory before it fails.
+        # Many samples, so that keys beyond a small table in the network are drawn with certainty; few first, because
+        # numbers that the model takes for lengths make it fill much memory before it fails.
         return all(self.run(recipe.arrays(seed, self._sizes(n))) is not None for seed, n in ((1, 2), (0, 100)))
 
     def _sizes(self, size: int) -> dict[str, int]:
         return dict.fromkeys(self.inputs, size)
 
     def _takes_unequal(self, recipe: Recipe) -> bool:
-        """Whether inputs may differ in their first dimension, which then is no number of samples.
+        """Whether inputs may differ in their first dimension, which then does not count samples.
 
         A list of keys and the lengths of its parts fit together under some values only: longer lists than parts, or
         parts of no length, do.
@@ -188,7 +188,7 @@ class Prober:
         )
 
     def _first_symbols(self) -> list[str]:
-        """The symbols of the inputs' first dimensions, each once; where there is none, an input's own name."""
+        """The symbols of the inputs' first dimensions, each once; an input without one counts under its own name."""
         return list(dict.fromkeys(_first_symbol(name, kind) for name, kind in self.inputs.items()))
 
     def _sizes_by(self, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -208,7 +208,7 @@ class Prober:
                 yield arrays
 
     def _is_joinable(self, recipe: Recipe) -> bool:
-        """Whether joined requests are answered as they are alone, as far as trying tells."""
+        """Whether joined requests get the same answers as single ones, as far as trials show."""
         tried = [(recipe, sizes, seed) for seed, sizes in enumerate(_JOINED_SIZES)]
         others = product(_REACHES[1:], _JOINED_SIZES[:4])
         tried += [(replace(recipe, reach=reach), sizes, 100 + seed) for seed, (reach, sizes) in enumerate(others)]
@@ -219,7 +219,7 @@ class Prober:
         both = {name: np.concatenate([first[name], second[name]]) for name in first}
         part, other, whole = self.run(first), self.run(second), self.run(both)
         if whole is None or part is None or other is None:
-            return recipe.reach != _REACHES[0] and (part is None or other is None)  # such values are not taken at all
+            return recipe.reach != _REACHES[0] and (part is None or other is None)  # the model rejects such values
         tolerance = _TOLERANCE * max(1.0, *map(abs, recipe.reach))
         return all(
             a.shape[1:] == b.shape[1:] and close(together, np.concatenate([a, b]), tolerance)
@@ -227,7 +227,7 @@ class Prober:
         )
 
     def _symbols(self, batched: bool) -> Iterator[Dimensions]:
-        """The dimensions that share a symbol, but for those that count the samples of a batched model."""
+        """The dimensions that share a symbol, except those that count the samples of a batched model."""
         found: dict[str, list[tuple[str, int]]] = {}
         for name, kind in self.inputs.items():
             for axis, dim in enumerate(kind.dims or ()):
@@ -273,7 +273,7 @@ def _common(sizes: tuple[int, ...]) -> int:
 def close(found: NDArray[Any], expected: NDArray[Any], tolerance: float) -> bool:
     """Whether two outputs are the same: numbers within a tolerance, absolute and relative, all else exactly.
 
-    Half precision is given a few of its own steps: ONNX Runtime itself rounds to it more or less often.
+    Half precision may differ by a few of its steps: ONNX Runtime itself rounds to it more or less often.
     """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False

@@ -1,4 +1,4 @@
-"""The networks for requests that give their context once for many candidates, and the proof that they answer alike."""
+"""The networks for requests that give their context once for many candidates, and the test that their answers are the same."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class RankingImport:
         return replace(spec, inputs=inputs, ranking=ranking, joinable=spec.joinable and split.proven)
 
     def _is_faithful(self, spec: ModelSpec, context: Sequence[str], recipe: Recipe, cut: Cut) -> bool:
-        """Hold random requests against the original on tiled inputs."""
+        """Compare random requests with the original on tiled inputs."""
         try:
             lookups = spec.ranking.lookups if spec.ranking else ()
             replay = Replay(
@@ -123,7 +123,7 @@ class RankingImport:
     def _answers_alike(
         self, replay: Replay, spec: ModelSpec, arrays: Arrays, counts: NDArray[np.int64], tolerance: float
     ) -> bool:
-        """Whether a request is answered as the original answers it tiled; what the original refuses says nothing."""
+        """Whether a request is answered as the original answers it tiled; requests that the original refuses do not count."""
         rows = np.repeat(np.arange(len(counts)), counts)
         tiled = {
             tensor.name: arrays[tensor.name][rows] if tensor.context else arrays[tensor.name] for tensor in spec.inputs

@@ -1,4 +1,4 @@
-"""An ONNX model on HDFS, with its external data, as files of one folder of this machine."""
+"""An ONNX model on HDFS, with its external data, as files in one folder of this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from inference_session.platform.progress import Progress
 
 @contextmanager
 def local_model(place: str | Path, progress: Progress | None = None) -> Iterator[Path]:
-    """Yield a model file of this machine: a path as it is, for a URL a copy, which is removed when all went well.
+    """Yield a model file of this machine: a path unchanged, for a URL a copy, which is removed after success.
 
     Raises:
         ModelFormatError: the model names external data outside of its own folder.

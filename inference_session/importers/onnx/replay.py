@@ -1,4 +1,4 @@
-"""Runs an imported version with plain NumPy look-ups, to hold it against the original before it is handed out."""
+"""Runs an imported version with plain NumPy look-ups, to compare it with the original before it is published."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Replay:
         return [results[output.name] for output in self._spec.outputs]
 
     def feeds(self, arrays: Arrays) -> Arrays:
-        """All that the dense network could read: these inputs, the keys, the looked-up vectors."""
+        """All values that the dense network can read: these inputs, the keys, the looked-up vectors."""
         values = {**arrays, **_run(self._keys, arrays)} if self._keys else dict(arrays)
         blocks: dict[str, list[NDArray[Any]]] = {}
         for lookup in self._spec.lookups:

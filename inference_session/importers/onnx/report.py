@@ -1,4 +1,4 @@
-"""What an import did, for the person who ran it."""
+"""The result of an import, for the person who ran it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_NAMES = 12
 
 @dataclass(frozen=True)
 class DenseInitializer:
-    """An initializer that is read by rows, and is in the dense network nevertheless."""
+    """An initializer that is read by rows, but stays in the dense network."""
 
     name: str
     reason: str
@@ -21,7 +21,7 @@ class DenseInitializer:
 
 @dataclass(frozen=True)
 class ImportReport:
-    """What became of a model."""
+    """The result of an import."""
 
     version_dir: Path
     spec: ModelSpec
@@ -58,7 +58,7 @@ class ImportReport:
 
 
 def shortened(names: Sequence[str]) -> str:
-    """Names in a line that a person reads; of many, the first ones and how many there are."""
+    """Names in a line that a person reads; of many, the first ones and the total number."""
     if len(names) <= _MAX_NAMES:
         return ", ".join(names)
     return f"{', '.join(names[: _MAX_NAMES - 1])} … ({len(names)} in all)"

@@ -31,7 +31,7 @@ def gather_instead_of_slice(model: ModelProto, weights: dict[str, Weight]) -> No
 
 
 def _key(model: ModelProto, scope: GraphProto, node: NodeProto, dims: tuple[int, ...]) -> str | None:
-    """The value, of one element, that names the row; None where it is not one whole row that is taken."""
+    """The value, of one element, that names the row; None where the Slice does not take one whole row."""
     _, starts, ends, axes_name = node.input
     known = constants(model.graph)
     axes = integers(known.get(axes_name))

@@ -2,11 +2,11 @@
 
 Each value of a network is one of three things: *free* of the samples (a constant, or computed from sizes alone), *per
 sample* (it holds a block for each sample, and each block depends on that sample alone), or neither. Rules say what each
-operator makes of its operands; what has no rule, and what looks along the samples, is neither. Shapes, and the values
-of axes, are those of two runs with different numbers of samples, both prime: what holds in both is no coincidence.
+operator makes of its operands; operators without a rule, and those that read along the samples, give neither. Shapes,
+and the values of axes, come from two runs with different prime numbers of samples, so that sizes do not match by chance.
 
-A per-sample value is known by `before`: read in row-major order, it is `before` times the sequence of all samples, each
-with an equal number of elements. Reshaping keeps that number, so that samples are found again in any shape.
+A per-sample value is described by `before`: in row-major order, it is `before` times the sequence of all samples, each
+with an equal number of elements. Reshaping keeps that number, so samples can be located in any shape.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Observed:
-    """What two runs of a network with different numbers of samples have shown."""
+    """The observations of two runs of a network with different numbers of samples."""
 
     num_samples: tuple[int, ...]
     dims: tuple[Mapping[str, tuple[int, ...]], ...]
@@ -84,7 +84,7 @@ class Observed:
     def of_runs(
         cls, num_samples: tuple[int, ...], values: tuple[Mapping[str, Any], ...], weights: Mapping[str, tuple[int, ...]]
     ) -> Observed:
-        """What two runs have computed; `weights`: the shapes of constants whose values are of no interest."""
+        """The values of two runs; `weights`: the shapes of constants whose values do not matter."""
         dims = tuple(
             {**weights, **{name: value.shape for name, value in run.items() if isinstance(value, np.ndarray)}}
             for run in values
@@ -92,7 +92,7 @@ class Observed:
         return cls(num_samples, dims, values)
 
     def shapes(self, name: str) -> Shapes | None:
-        """The shapes of a value; None where it was not seen in both runs, or is no tensor."""
+        """The shapes of a value; None where it did not occur in both runs, or is no tensor."""
         found = [run[name] for run in self.dims if name in run]
         return tuple(found) if len(found) == len(self.dims) else None
 
@@ -138,7 +138,7 @@ class SampleAxis:
     """Follows the samples through one graph."""
 
     def __init__(self, graph: GraphProto, observed: Observed, kinds: Mapping[str, Kind]) -> None:
-        """`kinds`: of the graph's inputs. What it names otherwise from outside is constant."""
+        """`kinds`: of the graph's inputs. All other values from outside are constant."""
         self._graph = graph
         self._observed = observed
         self.kinds: dict[str, Kind] = dict(kinds)
@@ -157,7 +157,7 @@ class SampleAxis:
         else:
             try:
                 found = _RULES.get(node.op_type, _neither)(step)
-            except (ValueError, IndexError, TypeError, ZeroDivisionError):  # a node that is not as ONNX has it
+            except (ValueError, IndexError, TypeError, ZeroDivisionError):  # a node that violates ONNX's specification
                 found = [None] * len(node.output)
         for name, kind in zip(node.output, found, strict=False):
             self.kinds[name] = kind
@@ -171,7 +171,7 @@ def _is_random(node: NodeProto) -> bool:
 
 @dataclass(frozen=True)
 class _Step:
-    """One node, and what its operands are."""
+    """One node, and the kinds of its operands."""
 
     node: NodeProto
     observed: Observed
@@ -272,7 +272,7 @@ _KEEPS_COUNTS = {"Identity": (0,), "Cast": (0,), "Mul": (0, 1), "Div": (0,), "Wh
 
 
 def _is_size(kind: Kind) -> bool:
-    """Whether a value may say of which shape another one becomes: constants, and multiples of the number of samples."""
+    """Whether a value may be the target shape of another one: constants, and multiples of the number of samples."""
     return isinstance(kind, Free) and kind.counts is not True
 
 
@@ -337,7 +337,7 @@ def _arg(step: _Step) -> list[Kind]:
 
 
 def _along(default: int, *, from_there_on: bool = False) -> Callable[[_Step], list[Kind]]:
-    """A node that looks along one axis, or along all from one on, and keeps the shape."""
+    """A node that computes along one axis, or along all from one on, and keeps the shape."""
 
     def rule(step: _Step) -> list[Kind]:
         at = step.only()
@@ -351,7 +351,7 @@ def _along(default: int, *, from_there_on: bool = False) -> Callable[[_Step], li
 
 
 def _softmax(step: _Step) -> list[Kind]:
-    """Before opset 13, it looked along all axes from one on; the stricter reading holds for both."""
+    """Before opset 13, it computed along all axes from one on; the stricter rule is valid for both."""
     at = step.only()
     if at is None:
         return _neither(step)
@@ -488,7 +488,7 @@ def _slice(step: _Step) -> list[Kind]:
 
 
 def _takes_all(step: _Step, position: int) -> bool:
-    """Whether a Slice leaves an axis as it is, whatever its size."""
+    """Whether a Slice leaves an axis of any size unchanged."""
     begins, ends, steps = step.fixed(1), step.fixed(2), step.fixed(4)
     if not begins or not ends or steps is None or len(begins) <= position or len(ends) <= position:
         return False
@@ -508,7 +508,7 @@ def _sliced_sizes(step: _Step) -> Kind:
 
 
 def _expand(step: _Step) -> list[Kind]:
-    """Repeats along axes; a number of samples among the sizes is where there is a block for each of them."""
+    """Repeats along axes; if a size is the number of samples, that axis gets a block for each of them."""
     if isinstance(step.kinds[0], PerSample):
         if not _is_size(step.kinds[1]):
             return [None]
@@ -521,7 +521,7 @@ def _constant_of_shape(step: _Step) -> list[Kind]:
 
 
 def _filled(step: _Step, sizes: Kind) -> list[Kind]:
-    """The same block for each sample, where just one of the sizes depends on how many there are."""
+    """The same block for each sample, where exactly one of the sizes depends on the number of samples."""
     if not isinstance(sizes, Free) or not isinstance(sizes.counts, np.ndarray) or np.sum(sizes.counts) != 1:
         return _neither(step)
     shapes = step.observed.shapes(step.node.output[0])
@@ -580,7 +580,7 @@ def _samples_in_front(step: _Step) -> list[Kind]:
 
 
 def _recurrent(step: _Step) -> list[Kind]:
-    """GRU, LSTM, RNN: the sequence, the lengths and the first states have samples in places of their own."""
+    """GRU, LSTM, RNN: the sequence, the lengths and the first states have their samples on different axes."""
     is_first = step.attribute("layout", 0) == 1
     wanted = {0: 0 if is_first else 1, 4: 0, 5: 0 if is_first else 1, 6: 0 if is_first else 1}
     places = step.per_sample
@@ -596,7 +596,7 @@ def _recurrent(step: _Step) -> list[Kind]:
 
 
 def _dropout(step: _Step) -> list[Kind]:
-    """As it is outside training, which a third operand may ask for."""
+    """The rule outside training; a third operand may ask for training."""
     asks_for_training = len(step.kinds) > 2 and bool(step.node.input[2]) and step.fixed(2) not in ([0], [False])
     return _neither(step) if asks_for_training else _elementwise(step)
 

@@ -1,4 +1,4 @@
-"""What session.json says of an imported model."""
+"""The content of session.json for an imported model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PREDICTION_TYPES = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 
 
 class TablePlace(NamedTuple):
-    """Where a table belongs that has been written before the model was imported."""
+    """The place of a table that was written before the model was imported."""
 
     name: str
     folder: str
@@ -41,7 +41,7 @@ def model_spec(
     *,
     places: Mapping[str, TablePlace],
 ) -> tuple[ModelSpec, tuple[str, ...]]:
-    """The description of an imported model, and what a person should know of it besides."""
+    """The description of an imported model, and further notes for people."""
     folders = table_folders(carved, places)
     shapes = dict(zip(outputs, _output_shapes(outputs, findings), strict=True))
     labels = _labels(outputs, shapes, findings)
@@ -71,7 +71,7 @@ def _sizes(dims: Dims | None) -> tuple[int, ...]:
 
 
 def _output_shapes(outputs: Mapping[str, ValueType], findings: Findings) -> list[tuple[int, ...]]:
-    """As declared, but for sizes that are declared fixed and are not, and for what is not declared at all."""
+    """As declared, except sizes that are declared fixed and are not, and what is not declared."""
     declared = [_sizes(kind.dims) for kind in outputs.values()]
     if findings.shapes is None:
         return declared

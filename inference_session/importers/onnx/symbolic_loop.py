@@ -1,7 +1,7 @@
 """Runs a Loop with its sizes as numbers and its data as symbols, to see which rows each iteration reduces.
 
-Numbers, conditions and positions that follow from sizes are computed. Of data, only the operators are known that bags
-are written with: rows are taken, looked up, multiplied by factors and reduced; keys are compared with the padding key.
+Numbers, conditions and positions that follow from sizes are computed. For data, only the operators of bags
+are supported: rows are taken, looked up, multiplied by factors and reduced; keys are compared with the padding key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_STEPS = 5000
 
 
 class NotABagError(Exception):
-    """A Loop does something that is not known of bags. Never leaves the importer."""
+    """A Loop does something that bags do not do. Never leaves the importer."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class SymbolicLoop:
     _num_steps: int = 0
 
     def bags(self, loop: NodeProto, *, is_stacked: bool) -> list[Bag]:
-        """What each row of the result is.
+        """The meaning of each row of the result.
 
         Args:
             is_stacked: the result is a row of each iteration, rather than a sequence of matrices of one row.
@@ -235,7 +235,7 @@ def _integers(value: Value) -> list[int]:
 
 
 def _either(condition: _Question, then: Value, other: Value) -> Value:
-    """What an If gives whose condition is about keys."""
+    """The result of an If whose condition depends on keys."""
     subject = condition.subject
     if condition.kind == "is negative" and isinstance(then, _Question) and then.kind == "moved":
         is_moved = then.subject == other == subject
@@ -374,7 +374,7 @@ def _appended(_node: NodeProto, values: Sequence[Value]) -> Value:
 
 
 def _cast_like(_node: NodeProto, values: Sequence[Value]) -> Value:
-    """A number in the type of a key, whatever that is."""
+    """A number in the type of the keys."""
     if not isinstance(values[0], np.ndarray):
         raise NotABagError
     return values[0]

@@ -105,7 +105,7 @@ def _count_other_read(uses: _Uses, node: NodeProto, *, is_first: bool, read_by_r
         uses.by_rows, uses.otherwise = True, f"is read by {reader}, which is not a Gather"
     else:
         uses.otherwise = f"is read completely by {reader}"
-        # Rows of what is made of it are read, as of a quantized table: whoever trained it calls it a table.
+        # Rows of a value computed from it are read, as of a quantized table: users regard it as a table.
         uses.by_rows |= is_first and node.output[0] in read_by_rows
 
 
@@ -132,7 +132,7 @@ def _aliases(graph: GraphProto, tables: set[str]) -> dict[str, str]:
 def read_directly(graph: GraphProto, weights: dict[str, Weight], tables: list[str], names: Names) -> None:
     """Let every row read of a table name the table itself: a cast of the whole becomes one of the rows read.
 
-    Questions for a table's shape are answered by constants.
+    Shape nodes of a table become constants.
     """
     aliases = _aliases(graph, set(tables))
     casts = {name: _casts_to(graph, name) for name in aliases}
@@ -153,7 +153,7 @@ def read_directly(graph: GraphProto, weights: dict[str, Weight], tables: list[st
 
 
 def _ask_keys_for_shapes(graph: GraphProto, weights: dict[str, Weight], tables: list[str], names: Names) -> None:
-    """The shape of looked-up vectors is that of their keys and of a row: who asks for it needs no vectors."""
+    """Compute the shape of looked-up vectors from their keys and the row, without the vectors."""
     for scope in all_graphs(graph):
         gathers = {node.output[0]: node for node in scope.node if is_row_read(node) and node.input[0] in tables}
         for node in list(scope.node):

@@ -1,4 +1,4 @@
-"""Which values depend on looked-up vectors: those cannot take part in computing keys."""
+"""Which values depend on looked-up vectors: keys cannot be computed from them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _mark(graph: GraphProto, marked: set[str]) -> None:
 
 
 def _mark_carried(node: NodeProto, body: GraphProto, marked: set[str], *, first_input: int, first_output: int) -> None:
-    """Mark inside a body until what it carries from one iteration to the next is settled."""
+    """Mark inside a body until the marks of its carried values no longer change."""
     inner = [value.name for value in body.input][first_input:]
     results = [value.name for value in body.output][first_output:]
     marked.update(name for name, given in zip(inner, node.input[first_input:], strict=False) if given in marked)

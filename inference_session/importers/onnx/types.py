@@ -16,7 +16,7 @@ Dims = tuple[int | str | None, ...]
 
 @dataclass(frozen=True)
 class ValueType:
-    """What is known of one value."""
+    """The known facts about one value."""
 
     elem_type: int
     dims: Dims | None
@@ -63,7 +63,7 @@ def _dim(dim: Any) -> int | str | None:
 
 
 def _inferred(model: ModelProto, weights: dict[str, Weight]) -> ModelProto:
-    """The model with inferred types; weights stand in it as inputs, for their values are elsewhere."""
+    """The model with inferred types; weights become inputs because their values are elsewhere."""
     probe = ModelProto()
     probe.CopyFrom(model)
     for name, weight in weights.items():
@@ -71,4 +71,4 @@ def _inferred(model: ModelProto, weights: dict[str, Weight]) -> ModelProto:
     try:
         return shape_inference.infer_shapes(probe, data_prop=True)
     except (shape_inference.InferenceError, ValueError):
-        return probe  # what the exporter declared is all there is
+        return probe  # only the exporter's declarations are known

@@ -16,7 +16,7 @@ from inference_session.errors import ModelFormatError
 from inference_session.importers.onnx.wire import Blob
 
 _CHUNK_BYTES = 8 << 20
-# By name, for an older onnx lacks the newest; those of 8 bits and fewer are the rest.
+# By name, because an older onnx lacks the newest; all other types have 8 bits or fewer.
 _BITS = {
     **dict.fromkeys(("COMPLEX128",), 128),
     **dict.fromkeys(("INT64", "UINT64", "DOUBLE", "COMPLEX64"), 64),
@@ -86,7 +86,7 @@ def little_endian(array: NDArray[Any]) -> bytes:
 
 
 def tensor_bytes(elem_type: int, dims: tuple[int, ...]) -> int:
-    """Bytes that the raw values take; ValueError for a type that has none, as strings."""
+    """Bytes that the raw values take; ValueError for a type without raw values, such as strings."""
     name = TensorProto.DataType.Name(elem_type)
     if name not in _BITS and not name.startswith("FLOAT8"):
         raise ValueError(f"{name} has no raw data")
@@ -134,7 +134,7 @@ def _external_blob(model: Path, tensor: TensorProto) -> Blob:
 
 
 def _inside(model: Path, name: str, location: str) -> Path:
-    """The external file, which must lie in the model's own folder: a model is not to read the rest of the machine."""
+    """The external file, which must lie in the model's own folder: a model must not read the rest of the machine."""
     folder = model.resolve().parent
     path = folder / location
     escapes = Path(location).is_absolute() or PureWindowsPath(location).is_absolute() or ".." in Path(location).parts

@@ -1,4 +1,4 @@
-"""A model file without its large weights: the protobuf is walked, not parsed, and bulk data stays where it lies.
+"""A model file without its large weights: the protobuf is walked, not parsed, and large data stays in the file.
 
 Parsing a model of 1.9 GB the usual way holds it twice. Here the file is mapped, the initializers' `raw_data` are
 stepped over, and only what is left is parsed.

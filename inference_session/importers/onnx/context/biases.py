@@ -1,4 +1,4 @@
-"""Lets products of large values add their biases themselves, instead of in a pass of its own over the result.
+"""Lets products of large values add their biases themselves, instead of in a separate pass over the result.
 
 f(x W1 + b1) W2 + b2 is f(x [W1 0] + [b1 1]) [W2; b2 / f(1)]: a column that is always f(1) carries the bias of the next
 layer. The first layer's bias is part of what is computed once per context (columns.py). Layers behind an attention over
@@ -33,7 +33,7 @@ class _Layer:
 
     @property
     def output(self) -> str:
-        """Behind the activations."""
+        """After the activations."""
         return str((self.activations or [self.add])[-1].output[0])
 
 
@@ -86,7 +86,7 @@ def _only(work: Work, node: NodeProto, readers: dict[str, list[NodeProto]]) -> N
 
 
 def _value_of_one(work: Work, activations: Sequence[NodeProto]) -> float | None:
-    """What activations make of one; None where nothing can be carried by it."""
+    """The result of the activations for 1; None where it cannot carry a bias."""
     if not activations:
         return 1.0
     ends = [[ValueInfoProto(name=name)] for name in (activations[0].input[0], activations[-1].output[0])]

@@ -1,4 +1,4 @@
-"""How large the values of a graph can become, as far as tables and operators say."""
+"""How large the values of a graph can become, as far as tables and operators limit them."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Bounds:
         return sum(known) * longest * _ROUNDING <= _MAX_ERROR
 
     def length(self, name: str) -> float | None:
-        """None where nothing limits it: inputs, for instance, may be any numbers."""
+        """None where it has no limit: inputs, for instance, may be any numbers."""
         if name not in self._lengths:
-            self._lengths[name] = None  # for graphs that have cycles, which none has
+            self._lengths[name] = None  # ends the recursion if a malformed graph has a cycle
             self._lengths[name] = self._found(name)
         return self._lengths[name]
 
@@ -83,7 +83,7 @@ class Bounds:
         }
 
     def _normalized(self, node: NodeProto) -> float | None:
-        """At most the root of the width long, times the largest factor, plus the row that is added."""
+        """At most the root of the width, times the largest factor, plus the length of the added row."""
         width, rank = (self._work.dims(node.output[0]) or (0,))[-1], self._work.rank(node.output[0]) or 0
         scale = self._work.constant(node.input[1])
         shift = self.length(node.input[2]) if len(node.input) > 2 else 0.0
@@ -153,7 +153,7 @@ class Bounds:
         return float(np.sqrt(sum(length**2 for length in known))) if len(known) == len(lengths) else None
 
     def _keeps_width(self, node: NodeProto) -> bool:
-        """Whether the last axis stays as it is."""
+        """Whether the last axis stays unchanged."""
         before, after = (self._work.dims(name) for name in (node.input[0], node.output[0]))
         return before is not None and after is not None and before[-1:] == after[-1:]
 

@@ -1,13 +1,13 @@
-"""Cuts products with weights by columns: what the context contributes is multiplied once per context.
+"""Cuts products with weights by columns: the context's contribution is computed once per context.
 
 A matrix that is multiplied by weights is taken apart into a sum of terms, each a value times a matrix of constants:
 Concat(h, t, h - t, h * t) W = h (W1 + W3) + t (W2 - W3) + (h * t) W4. Terms of the context are multiplied at one row
 per context. A product of a context's and a candidate's value makes the weights the context's own: for every row of h,
-(h * t) W4 = t diag(h) W4, so that one product of t with a matrix that is made once per context is all that is left.
+(h * t) W4 = t diag(h) W4, so that only one product remains, of t with a matrix that is made once per context.
 
 Sums, (h - t) W, are taken apart only where that leaves fewer columns to the candidates, and where the values are known
-to be so small that the rounding of h W and t W is as that of (h - t) W (bounds.py): numbers near 4,096 that differ by
-one are not.
+to be so small that h W and t W round no worse than (h - t) W (bounds.py). Numbers near 4,096 that differ by one are
+not that small.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _bias_behind(work: Work, name: str, width: int) -> tuple[Matrix, str]:
 
 
 def _cut(work: Work, product: _Product, bounds: Bounds | None) -> list[NodeProto] | None:
-    """The nodes that take the place of a product; None where the context has no part in it of its own."""
+    """The nodes that take the place of a product; None where no part of it depends on the context alone."""
     found = _apart(work, product.matrix, None)
     if bounds is not None:
         further = _apart(work, product.matrix, _Limit(bounds, product.weights))
@@ -107,7 +107,7 @@ def _cut(work: Work, product: _Product, bounds: Bounds | None) -> list[NodeProto
 
 
 def _covers(work: Work, found: Sum, name: str) -> bool:
-    """Whether the terms, added up, have all of the value's dimensions: one of them has to be as long in each."""
+    """Whether the terms, added up, have all of the value's dimensions: in each dimension one of them must have the full size."""
     values = [term.factor or term.value for term in found.terms]
     dims, whole = [work.dims(value) for value in values], work.dims(name)
     if whole is None or any(d is None or len(d) != len(whole) for d in dims):
@@ -118,7 +118,7 @@ def _covers(work: Work, found: Sum, name: str) -> bool:
 
 
 def _num_columns(work: Work, found: Sum) -> float:
-    """Columns that are multiplied for each candidate; those of values that are stretched count less."""
+    """The number of columns that are multiplied for each candidate; columns of stretched values count less."""
     columns: dict[str, float] = {}
     for term in found.terms:
         dims = work.dims(term.value) or ()
@@ -179,7 +179,7 @@ def _of_concat(work: Work, node: NodeProto, limit: _Limit | None) -> Sum | None:
 
 
 def _of_sum(work: Work, node: NodeProto, limit: _Limit | None) -> Sum | None:
-    """Add or Sub, where the limit lets it be."""
+    """Add or Sub, where the limit allows it."""
     sign = -1.0 if node.op_type == "Sub" else 1.0
     if limit is None or not limit.bounds.may_part(node, limit.weights):
         return None
@@ -314,7 +314,7 @@ class _Writer:
     def write(self, found: Sum) -> list[NodeProto]:
         """The context's part, tiled, plus the candidates' parts, the least first.
 
-        Of matrices, the product itself adds the context's part, and what follows it, as ReLU, can be one with it.
+        Of matrices, the product itself adds the context's part, and the operator after it, such as ReLU, can be fused with it.
         """
         terms = _collected(found.terms)
         contexts = self._contexts([term for term in terms if term.is_contexts])

@@ -1,7 +1,7 @@
 """Lets layers that treat columns one by one run before a Concat of the context's columns and the candidates'.
 
-f(Concat(context, candidates)) becomes Concat(f(context), f(candidates)), to the last bit the same: f of the context
-then runs once. Elementwise operators, inference of BatchNormalization, look-ups of tables and flattening are such.
+f(Concat(context, candidates)) becomes Concat(f(context), f(candidates)), which is bitwise equal; f of the context
+then runs once. Such f are elementwise operators, inference of BatchNormalization, look-ups of tables and flattening.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Concatenation(NamedTuple):
 
 
 class _Columns(NamedTuple):
-    """The columns of a part, along the axis so far from the last one."""
+    """The columns of a part, along the axis at this distance from the last one."""
 
     from_end: int
     number: int
@@ -68,7 +68,7 @@ class _Delay:
         self._made: dict[str, Concatenation] = {}
 
     def run(self) -> None:
-        """Visit the nodes in their order, so that what is delayed once is delayed further."""
+        """Visit the nodes in their order, so that a Concat can move past several nodes."""
         replaced = {i: nodes for i, node in enumerate(self._work.graph.node) if (nodes := self._visit(node))}
         if replaced:
             self._work.replace(replaced)
@@ -152,7 +152,7 @@ class _Delay:
     def _operand(
         self, name: str, node: NodeProto, given: Concatenation, columns: _Columns, builder: Builder
     ) -> _Operand | None:
-        """What an operator on one part reads in the place of an input; None where that cannot be said."""
+        """What an operator on one part reads in the place of an input; None where that is not known."""
         if not name:
             return _Operand("", None)
         if (made := self._made.get(name)) is not None:
@@ -197,7 +197,7 @@ class _Delay:
         return given._replace(parts=[part._replace(value=value) for part, value in zip(given.parts, made, strict=True)])
 
     def _flatten(self, node: NodeProto, given: Concatenation, builder: Builder) -> Concatenation | None:
-        """[rows, parts, …] as [rows, columns], or the other way round: the parts stay behind each other."""
+        """[rows, parts, …] as [rows, columns], or the reverse: the order of the parts stays the same."""
         before, after = self._work.sizes(node.input[0]), self._work.sizes(node.output[0])
         if before is None or after is None or given.axis != 1 or None in (*before[1:], *after[1:]):
             return None

@@ -1,7 +1,7 @@
 """Writes sums of products of a candidate's and its context's values as products of matrices.
 
 ReduceSum(h * t) over the last axis is t times the transposed h, and ReduceSum(h * scores) over the history is the
-scores times h: as MatMul neither needs a history for every candidate (products.py).
+scores times h: written as MatMul, neither repeats the history for every candidate (products.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a division saves, and what it leaves: for the report of an import."""
+"""What a division saves, and what still runs per candidate: for the report of an import."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Costs(NamedTuple):
 
 
 def saved_costs(model: ModelProto, weights: Mapping[str, Weight], work: Work) -> Costs:
-    """Compare a model with what it was divided into."""
+    """Compare a model with its two parts."""
     inputs = [value.name for value in model.graph.input]
     whole = _shapes(model, weights, inputs, ())
     parts = _shapes(work.model, work.weights, inputs, work.context)
@@ -112,12 +112,12 @@ def tiled_readers(work: Work) -> list[str]:
 
 
 def _is_bias(node: NodeProto, name: str) -> bool:
-    """Whether a product adds this value: the context's part of it, in a row for each candidate as the product is."""
+    """Whether a product adds this value: the context's part of it, with a row for each candidate like the product."""
     return node.op_type == "Gemm" and name == node.input[2]
 
 
 def unproven_readers(graph: GraphProto, rows: RowAnalysis) -> list[str]:
-    """The operators of which it is not proved that samples do not see each other, where the first ones are."""
+    """The first operators for which samples are not proved to be independent of each other."""
     found = []
     for node in graph.node:
         is_first = not any(rows.state(name) is Other.UNKNOWN for name in reads(node))

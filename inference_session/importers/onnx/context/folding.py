@@ -1,6 +1,6 @@
-"""Computes what is always the same, and tells shapes without the values, so that the rewrites see plain operators.
+"""Folds constants, and infers shapes without values, so that the rewrites see plain operators.
 
-Exporters write constants as casts and sums of others, and ask a large value for the number of samples alone.
+Exporters write constants as casts and sums of others, and read a large value only for its number of samples.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Divides the products of all pairs of a sample's vectors, as in DLRM: pairs of two of the context's are its own.
+"""Divides the products of all pairs of a sample's vectors, as in DLRM: pairs of two context vectors are computed once per context.
 
-T Tᵀ of T = Concat(context, candidates) has four parts, of which one depends on the context alone, and two are each
-other's transposes. Flattened, they are columns, which a layer behind them is then cut by.
+T Tᵀ of T = Concat(context, candidates) has four parts: one depends on the context alone, and two are each other's
+transposes. Flattened, they are columns, by which the next layer is then cut.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def _flat(builder: Builder, one: str, other: str) -> str:
 
 
 def _places(counts: list[int]) -> NDArray[np.int64]:
-    """Where the product of each pair of vectors stands among the columns, [vectors, vectors]."""
+    """The column of the product of each pair of vectors, [vectors, vectors]."""
     begins, total, begin = np.cumsum([0, *counts]), sum(counts), 0
     places = np.zeros((total, total), np.int64)
     for i, j in _pairs(len(counts)):

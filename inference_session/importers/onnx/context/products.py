@@ -1,7 +1,7 @@
 """Multiplies candidates by their context's matrices block by block, with no matrix repeated for a candidate.
 
 The candidates of a block, one below the other, are one matrix: attention over a context's history is then one product
-per block. MatMul, from either side, and Einsum are written so.
+per block. MatMul, from either side, and Einsum are rewritten this way.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reduces a Concat of the context's and the candidates' vectors part by part: sums of fields, as in an FM.
 
 ReduceSum(Concat(u, t)) along the concatenated axis is the context's sum, which is computed once, plus the candidate's;
-of a mean, both have their share.
+in a mean, both are weighted by their number of vectors.
 """
 
 from __future__ import annotations

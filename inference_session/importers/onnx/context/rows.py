@@ -20,7 +20,7 @@ _NUM_SAMPLES, _OPEN_SIZE = (101, 103), 13
 
 
 class Other(Enum):
-    """What values are that have no part for each sample."""
+    """The state of values that do not hold a part per sample."""
 
     FREE = "the same for every batch"
     SIZES = "depends only on the size of the batch"

@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 
 class Shapes:
-    """What inference knows of a model whose inputs have these shapes.
+    """The results of shape inference for a model whose inputs have these shapes.
 
     Args:
         shapes: of the graph's inputs, without an open size.
@@ -105,13 +105,13 @@ def _type(elem_type: int, dims: Shape) -> TypeProto:
 
 
 def _part(node: NodeProto, dims: Shape) -> Shape:
-    """What Shape answers, which may be told to leave dimensions out."""
+    """The result of Shape, whose attributes may leave dimensions out."""
     limits = {item.name: int(item.i) for item in node.attribute}
     return dims[slice(limits.get("start", 0), limits.get("end", len(dims)))]
 
 
 def sized(graph: GraphProto, name: str, num_samples: int, inner: int) -> Shape:
-    """The shape of an input: symbols that stand in front of any input count samples wherever they are."""
+    """The shape of an input: a symbol that is the first dimension of any input counts samples everywhere."""
     kinds = {value.name: value_type(value).dims or () for value in graph.input}
     in_front = {dims[0] for dims in kinds.values() if isinstance(dims[0], str)}
     sizes = [dim if isinstance(dim, int) else num_samples if dim in in_front else inner for dim in kinds[name][1:]]

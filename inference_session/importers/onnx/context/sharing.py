@@ -1,4 +1,4 @@
-"""Computes once what the rewrites ask for several times: shapes of blocks, and a context's value for each block."""
+"""Merges values that the rewrites compute several times: shapes of blocks, and a context's value for each block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHARED = frozenset({"Concat", "Expand", "Gather", "Reshape", "Shape", "Slice", 
 
 
 def share_equal_nodes(work: Work) -> None:
-    """Change the graph: of nodes, and of small constants, that are the same in all but their names, one stays."""
+    """Change the graph: of nodes, and of small constants, that differ only in their names, keep one."""
     replace_reads(work.graph, _equal_constants(work))
     outputs = {value.name for value in work.graph.output}
     first: dict[bytes, str] = {}

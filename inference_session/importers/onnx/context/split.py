@@ -1,4 +1,4 @@
-"""A model whose context inputs have one row per context, out of one that has them repeated for every candidate."""
+"""Makes a model whose context inputs have one row per context from one that repeats them for every candidate."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Cut(Enum):
 
 @dataclass(frozen=True)
 class ContextSplit:
-    """What became of a model."""
+    """The result of dividing a model."""
 
     model: ModelProto
     weights: dict[str, Weight]
@@ -44,7 +44,7 @@ class ContextSplit:
 def split_context(
     model: ModelProto, weights: Mapping[str, Weight], names: Names, context: Sequence[str], cut: Cut = Cut.ALL
 ) -> ContextSplit:
-    """Divide a canonical model, which is left as it is.
+    """Divide a canonical model, which is not changed.
 
     Args:
         context: the inputs that are given once per context.
@@ -96,7 +96,7 @@ def _counts_samples(rows: RowAnalysis, name: str) -> bool:
 
 
 def _declare(graph: GraphProto, context: Sequence[str], worlds: Worlds) -> None:
-    """Say that the context's inputs have another number of rows, and forget what was said of its values inside."""
+    """Declare another number of rows for the context's inputs, and drop the declarations of its inner values."""
     for value in graph.input:
         if value.name in context:
             value.type.tensor_type.shape.dim[0].dim_param = CONTEXT

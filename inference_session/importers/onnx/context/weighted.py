@@ -1,4 +1,4 @@
-"""Products of a value with weights, in whichever way they are written."""
+"""Products of a value with weights, in any of the forms that exporters write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The divided graph while it is rewritten: what is known of its values, and how nodes are added."""
+"""The divided graph while it is rewritten: the facts about its values, and methods that add nodes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Work:
         return next(int(item.version) for item in self.model.opset_import if item.domain in ("", "ai.onnx"))
 
     def refresh(self) -> None:
-        """Find out again what is known of the values."""
+        """Infer the facts about the values again."""
         self.made_by = producers(self.graph)
         self.uses = dict(use_counts(self.graph))
         self._initializers = {tensor.name: tensor for tensor in self.graph.initializer}
@@ -95,7 +95,7 @@ class Work:
 
     @property
     def dims_of_rows(self) -> int:
-        """The number of candidates under the first probe, which is no other size."""
+        """The number of candidates under the first probe; no other size has this value."""
         return _PROBES[0][0]
 
     def has_rows(self, name: str) -> bool:
@@ -143,7 +143,7 @@ class Work:
         return None if tensor is None else numpy_helper.to_array(tensor)
 
     def tiled(self, name: str, axis: int = 0) -> str | None:
-        """The context's value that this one repeats for its candidates, along that axis; None if it is no such."""
+        """The context's value that this one repeats for its candidates, along that axis; None if it repeats none."""
         node = self.made_by.get(name)
         if node is None or node.op_type != "Gather" or node.input[1] != ROW_CONTEXT:
             return None
@@ -152,7 +152,7 @@ class Work:
     # Changes
 
     def fresh(self, stem: str) -> str:
-        """A name that nothing bears."""
+        """An unused name."""
         return self.names.fresh(stem)
 
     def add_integers(self, stem: str, values: ArrayLike) -> str:
@@ -215,11 +215,11 @@ class Builder:
         return name
 
     def extend(self, nodes: Iterable[NodeProto]) -> None:
-        """Further nodes as they are."""
+        """Add further nodes unchanged."""
         self.nodes.extend(nodes)
 
     def rename(self, old: str, new: str) -> None:
-        """Let a value that was added bear another name."""
+        """Rename a value that was added."""
         for node in self.nodes:
             node.output[:] = [new if name == old else name for name in node.output]
 
@@ -266,7 +266,7 @@ class Builder:
         return self.list_of([*leading, *self.sizes(value, 1)])
 
     def whole(self, known: str, blocks: str) -> str:
-        """The shape that a value [blocks, rows of a block, …] has without blocks; `known` is what it will be called."""
+        """The shape that a value [blocks, rows of a block, …] has without blocks; `known` is its future name."""
         sizes = self._work.sizes(known)
         if sizes is not None and None not in sizes[1:]:
             return self.list_of([-1, *(size for size in sizes[1:] if size is not None)])

@@ -1,6 +1,6 @@
 """Computes what depends on the context alone at one row per context, and tiles it wherever a candidate meets it.
 
-The result is right whatever the graph does; the rewrites then remove the tiles.
+The result is correct for any graph; the rewrites then remove the tiles.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Worlds:
         """Whether a value has one row per context."""
         return self._world.get(name) == CONTEXT
 
-    # Who depends on whom
+    # Dependencies
 
     def _find_content(self) -> None:
         for value in self.graph.input:
@@ -74,7 +74,7 @@ class Worlds:
             self._content.update(dict.fromkeys(filter(None, node.output), found))
 
     def _assign(self) -> None:
-        """Let as much as possible be the context's: values whose samples share an axis with others cannot be tiled."""
+        """Mark as much as possible as the context's: values whose samples share an axis with others cannot be tiled."""
         demoted: set[str] = set()
         while True:
             self._assign_without(demoted)
@@ -102,7 +102,7 @@ class Worlds:
         return CONTEXT if all(self._is_available(name) for name in reads(node)) else CANDIDATES
 
     def _is_available(self, name: str) -> bool:
-        """Whether a value can be had once per context."""
+        """Whether a value can be computed once per context."""
         if self._world.get(name) is not None or self.rows.state(name) is Other.FREE:
             return self._world.get(name) != CANDIDATES
         node = self._made_by[name]
@@ -143,7 +143,7 @@ class Worlds:
             self._new.append(self._rewired(node, None))
 
     def _rewired(self, node: NodeProto, world: str | None) -> NodeProto:
-        """The node with inputs of that world; None: of whichever has them."""
+        """The node with inputs of that world; None: of the world that has them."""
         here = {name: self._in_world(name, world) for name in sorted(reads(node))}
         copy = NodeProto()
         copy.CopyFrom(node)
@@ -161,7 +161,7 @@ class Worlds:
         return self._tile(name)
 
     def _native_world(self, name: str) -> str:
-        """Where the sizes that a value depends on are known."""
+        """The world in which the sizes that a value depends on are known."""
         node = self._made_by[name]
         if node.op_type in ("Shape", "Size") and not self._is_neutral(node.input[0]):
             return self._world.get(node.input[0]) or CANDIDATES
@@ -233,7 +233,7 @@ class Worlds:
         return add_constant(self.graph, self.names, "context_constant", values)
 
     def _relay_outputs(self) -> None:
-        """Outputs have a row for each candidate, under the names that they had."""
+        """Give outputs a row for each candidate, under their original names."""
         for value in self.graph.output:
             if self._world.get(value.name) == CONTEXT:
                 self._rename(value.name, inner := self.names.fresh(f"{value.name}_context"))
