@@ -1,4 +1,4 @@
-"""The native layout: what a version directory says about its model (`session.json`), as frozen objects.
+"""The native layout: how a version directory describes its model (`session.json`), as frozen objects.
 
 <version>/
   session.json         this module
@@ -107,7 +107,7 @@ class LookupSpec:
 
     Unpooled, keys of shape S become vectors of shape S + row_shape. Pooled, the last axis of the keys is the bag:
     keys of shape S + (L,) become S + (embedding_dim,). An empty bag is a zero vector.
-    Lookups of one `dense_input` stand side by side in it, in the order of the list: each contributes
+    Lookups of one `dense_input` are side by side in it, in the order of the list: each contributes
     (keys per sample x embedding_dim) columns of a matrix [samples, columns].
     """
 
@@ -137,7 +137,7 @@ class LookupSpec:
 
 @dataclass(frozen=True)
 class RankingSpec:
-    """How requests are answered that give their context once for many candidates."""
+    """How the model answers requests that give their context once for many candidates."""
 
     lookups: tuple[LookupSpec, ...]
     """As ModelSpec.lookups, for ranking.onnx. Keys of the context have a row per context."""
@@ -216,11 +216,11 @@ class ModelSpec:
 
     @property
     def joins_requests(self) -> bool:
-        """Whether several requests can be computed at once: those of HPS as well, which have no samples to count."""
+        """Whether several requests can be computed at once: those of HPS as well, although they have no number of samples."""
         return self.joinable and (self.batched or self.answers_vectors)
 
     def table(self, name: str) -> TableSpec:
-        """The table of that original name, else of that folder; TableNotFoundError where there is neither."""
+        """The table of that original name, else of that folder; TableNotFoundError where neither exists."""
         by_folder = {table.folder: table for table in self.tables}
         by_name = {table.name: table for table in self.tables}
         if table := by_name.get(name) or by_folder.get(name):
@@ -229,7 +229,7 @@ class ModelSpec:
         raise TableNotFoundError(f"the model has no table {name!r}; its tables: {known}")
 
     def table_in(self, folder: str) -> TableSpec:
-        """The table of that folder, which may be another table's name; TableNotFoundError where there is none."""
+        """The table of that folder, which may be another table's name; TableNotFoundError where none has it."""
         for table in self.tables:
             if table.folder == folder:
                 return table
@@ -370,7 +370,7 @@ def _check_tensors(tensors: tuple[TensorSpec, ...]) -> None:
 
 
 def _is_type_name(text: str) -> bool:
-    """Whether NumPy has a type of that name. Texts that are no name it may take for a list of types, and evaluate."""
+    """Whether NumPy has a type of that name. NumPy may take other texts for a list of types, and evaluate them."""
     if not text.isidentifier():
         return False
     try:
@@ -438,7 +438,7 @@ _FOLDER_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUV
 
 
 def is_folder_name(name: str) -> bool:
-    """Whether a table's folder may bear this name."""
+    """Whether a table's folder may have this name."""
     return bool(name) and set(name) <= _FOLDER_CHARACTERS
 
 

@@ -1,4 +1,4 @@
-"""The contract of a place that holds files: what a copy needs of it, and no more."""
+"""The contract of a place that holds files: only what a copy needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Source = TypeVar("Source", bound="ModelSource")
 
 
 class Entry(NamedTuple):
-    """A file or a folder as it is at one moment."""
+    """The state of a file or a folder at one moment."""
 
     path: str
     """Relative to the source's root, `/` between its parts; empty for the root itself."""
@@ -30,8 +30,8 @@ again."""
 class ModelSource(ABC):
     """Files below a root. Paths are relative to it; all methods may be called from any thread.
 
-    What fails for good is an OSError that names the file (SourceError, where the file is not of this machine), what may
-    succeed later an UnavailableError; the latter is raised only after some attempts.
+    A permanent failure is an OSError that names the file (SourceError, where the file is not on this machine). A failure
+    that may pass is an UnavailableError, which is raised only after some attempts.
     """
 
     @abstractmethod
@@ -40,7 +40,7 @@ class ModelSource(ABC):
 
     @abstractmethod
     def stat(self, path: str) -> Entry | None:
-        """What is there; None for nothing."""
+        """The file or folder at this path; None where nothing exists."""
 
     @abstractmethod
     def entries(self, path: str = "") -> list[Entry]:
@@ -48,25 +48,25 @@ class ModelSource(ABC):
 
     @abstractmethod
     def read(self, path: str, begin: int, num_bytes: int) -> bytes:
-        """So many bytes of a file from byte `begin` on; an OSError where it ends before."""
+        """This many bytes of a file from byte `begin` on; an OSError where it ends earlier."""
 
     @abstractmethod
     def write(self, path: str, chunks_from: ChunksFrom) -> None:
-        """Write a file to its end, which is made if there is none. After an error some of it may be written: another
-        call goes on from there.
+        """Write a file to its end; it is made if it does not exist. After an error a part may be written: another call
+        continues from there.
         """
 
     @abstractmethod
     def make_folder(self, path: str) -> None:
-        """Make a folder and those above it; one that is there is no error."""
+        """Make a folder and those above it; an existing folder is no error."""
 
     @abstractmethod
     def rename(self, path: str, target: str) -> None:
-        """Move a file or folder to where nothing is (ConfigurationError otherwise), at once and safe from a crash."""
+        """Move a file or folder to a free path (ConfigurationError if it is taken), atomically and safe from a crash."""
 
     @abstractmethod
     def remove(self, path: str) -> None:
-        """Remove a file, or a folder with all that it holds; nothing there is no error."""
+        """Remove a file, or a folder with all that it holds; a missing one is no error."""
 
     def close(self) -> None:  # noqa: B027
         """Give up connections. May be called more than once."""

@@ -1,8 +1,8 @@
 """A file or a folder from one source to another: parallel, resumable, verified, and at its target whole or not at all.
 
-Chunks are read ahead in parallel and written in their order, so that the size of a file says how far it has come: a
-second run goes on at that byte, unless the source has changed since. Every byte is read back from the target, and its
-SHA-256 compared with what was sent and with the MANIFEST.json that lists the file.
+Chunks are read ahead in parallel and written in their order, so the size of a file says how far its copy has come: a
+second run continues at that byte, unless the source has changed since. Every byte is read back from the target, and
+the SHA-256 is compared with what was sent and with the MANIFEST.json that lists the file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_ROUNDS = 3
 
 @dataclass(frozen=True)
 class CopyReport:
-    """What a copy did."""
+    """The result of a copy."""
 
     num_files: int
     num_bytes: int
@@ -42,11 +42,11 @@ class Copy:
     """One copy. A context manager, which holds connections."""
 
     def __init__(self, source: str | Path, target: str | Path) -> None:
-        """Look at both ends; nothing is written yet.
+        """Read the state of source and target; nothing is written yet.
 
         Raises:
             ConfigurationError: the target exists with other files, or lies in the source; a URL is malformed.
-            ModelFormatError: the source is not as its manifest says.
+            ModelFormatError: the source does not match its manifest.
             OSError, UnavailableError: the source cannot be read.
         """
         folder, self._name = split_place(target)
@@ -67,10 +67,10 @@ class Copy:
         return self._inventory.num_bytes
 
     def run(self, progress: Progress | None = None) -> CopyReport:
-        """Copy what an earlier run has not, and put it in place. A target that is there already is compared instead.
+        """Copy what an earlier run has not copied, and put it in place. An existing target is compared instead.
 
         Raises:
-            ConfigurationError: what is there has other contents.
+            ConfigurationError: the existing target has other contents.
             ModelFormatError: a file is not what the manifest says; names it.
             OSError: the source cannot be read, or the target not written.
             UnavailableError: one of them does not answer, or the source changes all the time. Run it again.
@@ -105,7 +105,7 @@ class Copy:
         self.close()
 
     def _refuse_bad_target(self) -> bool:
-        """Returns whether files of these sizes are there, as of an earlier run that was killed at its very end."""
+        """Returns whether the target exists with files of these sizes, as after a run that was killed at its very end."""
         target = self._place.name_of(self._name)
         if self._place.stat(self._name) is not None:
             with create_source(self._target) as there:
@@ -133,7 +133,7 @@ class Copy:
         return ConfigurationError(f"{target}: already exists with other contents; choose another target")
 
     def _transfer(self, kept: dict[str, int], progress: Progress) -> OSError | ModelFormatError | None:
-        """Copy all files, some at a time. Returns the error where the source itself may have caused it by a change."""
+        """Copy all files, some at a time. Returns the error if a change of the source may have caused it."""
         stopped = Event()
         with ThreadPoolExecutor(NUM_FILES * NUM_CHUNKS) as readers, ThreadPoolExecutor(NUM_FILES) as writers:
             transfers = [
@@ -162,7 +162,7 @@ class Copy:
         return None
 
     def _is_unchanged(self) -> bool:
-        """Whether the source is still as it was when it was looked at; looks at it anew."""
+        """Whether the source is unchanged since its state was read; reads it again."""
         before = self._inventory
         if before.entries == tuple(self._origin.entries()):
             return True
@@ -176,4 +176,4 @@ def _files(entries: Sequence[Entry]) -> list[tuple[str, int, bool]]:
 
 
 def _ignore(num_bytes: int) -> None:
-    """Nobody wants to know."""
+    """Does nothing: no caller wants to know."""

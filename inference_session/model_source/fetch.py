@@ -1,13 +1,13 @@
-"""Files of HDFS for readers that want files of this machine: copied into the user's cache folder, and kept there.
+"""Files of HDFS for readers that need local files: copied into the user's cache folder, and kept there.
 
 <cache>/sources/<hash of the URL>/
-  lock                     held by whoever copies
+  lock                     held by the process that copies
   <hash of the state>/     one per state of the source: its files, their sizes and stamps
     <name>                 the file or folder
     MANIFEST.json          its sizes and checksums, written when the copy was complete
 
-A state that is there is not copied again, unless its bytes are not those of its manifest any more; only the newest ones
-are kept.
+A state in the cache is not copied again, unless its bytes no longer match its manifest; only the newest states are
+kept.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def cache_folder() -> Path:
 
 
 def fetch(place: str | Path, progress: Progress | None = None) -> Path:
-    """The path of a file or folder on this machine: a path as it is, what a URL names as a verified copy of it.
+    """The path of a file or folder on this machine: a path unchanged, for a URL the path of a verified copy.
 
     Raises:
         as `Copy`; ConfigurationError also where the cache cannot be written.
@@ -84,7 +84,7 @@ def link_tree(source: Path, target: Path) -> None:
 
 
 def _is_whole(copy: Path) -> bool:
-    """Whether a copy is there as it was made: every byte is read. A damaged one is removed."""
+    """Whether an undamaged copy exists: every byte is read. A damaged one is removed."""
     if not copy.exists():
         return False
     try:
@@ -112,12 +112,12 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _states(folder: Path) -> list[Path]:
-    """The copies of one source, the one used last at the end."""
+    """The copies of one source, the most recently used one last."""
     return sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime_ns)
 
 
 def _remove_old(folder: Path, used: Path) -> None:
-    """Remove all but the states used last, of which `used` is the very last. Must be called while holding the lock."""
+    """Remove all but the most recently used states, of which `used` is the newest. Must be called while holding the lock."""
     others = [path for path in _states(folder) if path != used]
     for path in others[: 1 - NUM_KEPT]:
         shutil.rmtree(path)

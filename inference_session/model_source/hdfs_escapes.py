@@ -1,7 +1,7 @@
 """Names with a % in them on HDFS: DataNodes of some releases (Hadoop 2.7 among them) decode such a path twice.
 
-They would read and write another file than was asked for. So, before the first such path goes to a DataNode, it is
-asked for something that it must refuse, for which reason says what it has decoded.
+They would read and write another file than the requested one. So, before the first such path goes to a DataNode, a
+request asks it for something that it must refuse; its error message shows what it has decoded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BLOCK_BYTES = 1
 
 
 class EscapingSession(requests.Session):
-    """Sends paths as those DataNodes want them, once it has found out that they do."""
+    """Escapes paths as those DataNodes need it, once it has detected them."""
 
     def __init__(self, name_node: str) -> None:
         """`name_node`: its host:port, which decodes paths once."""
@@ -39,7 +39,7 @@ class EscapingSession(requests.Session):
                 self._decodes_twice = "escape sequence" in answer.text
 
     def send(self, request: requests.PreparedRequest, **settings: Any) -> requests.Response:
-        """See requests.Session; redirections come by here as well."""
+        """See requests.Session; redirections pass through here as well."""
         parts = urlsplit(request.url or "")
         if self._decodes_twice and parts.netloc != self._name_node:
             request.url = parts._replace(path=parts.path.replace("%", "%25")).geturl()

@@ -1,7 +1,7 @@
 """Files on HDFS, through WebHDFS and the `hdfs` package.
 
-A NameNode says where a file's blocks are, a DataNode gives or takes the bytes. What may pass (a DataNode that has just
-died, a NameNode in safe mode) is tried again for some seconds, a read from the byte that it had reached. Messages never
+A NameNode says where a file's blocks are, a DataNode gives or takes the bytes. After a failure that may pass (a DataNode that has just
+died, a NameNode in safe mode) the work is tried again for some seconds; a read continues at the byte that it had reached. Messages never
 repeat those of the HTTP client: they show whole URLs, and these hold delegation tokens.
 """
 
@@ -52,7 +52,7 @@ class HdfsSource(ModelSource):
     """A folder of HDFS, or one file."""
 
     def __init__(self, url: HdfsUrl) -> None:
-        """Nothing is sent before it is needed. ConfigurationError where the environment asks for what is not there."""
+        """Nothing is sent before it is needed. ConfigurationError where the environment asks for something that is missing."""
         self.url = url
         self._session = EscapingSession(url.address)
         self._session.mount(
@@ -101,7 +101,7 @@ class HdfsSource(ModelSource):
         return b"".join(parts)
 
     def _read_on(self, path: str, begin: int, num_bytes: int, parts: list[bytes]) -> None:
-        """Read what is not among the parts yet."""
+        """Read the rest, which the parts lack."""
         left = num_bytes - sum(map(len, parts))
         if not left:
             return
@@ -128,14 +128,14 @@ class HdfsSource(ModelSource):
         except _LeasedError as error:
             failure = error
         if isinstance(failure, _LeasedError):
-            # The writer before us died with its DataNode, and holds the file for a minute. Begin it again.
+            # The previous writer died with its DataNode, and holds the lease of the file for a minute. Start the file again.
             self.remove(path)
             failure = self._try(path, lambda: self._write_on(path, chunks_from))
         if failure is not None:
             raise failure
 
     def _write_on(self, path: str, chunks_from: ChunksFrom) -> BaseException | None:
-        """Write from the file's end; returns what the chunks themselves failed by, which is not ours to try again."""
+        """Write from the file's end; returns the error of the chunks themselves, which is not retried here."""
         self._session.prepare_for(self._client, self._path(path))
         before = self._status(path)
         begin = before["length"] if before else 0
@@ -147,7 +147,7 @@ class HdfsSource(ModelSource):
                 raise
             return sent.failure
         after = self._status(path)
-        # A DataNode that runs into a quota, or has no room for a further block, may call that a success.
+        # A DataNode that reaches a quota, or has no room for another block, may report success.
         if after is None or after["length"] != begin + sent.num_bytes:
             raise SourceError(
                 f"{self.name_of(path)}: {begin + sent.num_bytes} bytes were written, {after['length'] if after else 0}"
@@ -167,7 +167,7 @@ class HdfsSource(ModelSource):
             renamed = self._client._rename(self._path(path), destination=self._path(target)).json()["boolean"]
             inside = self._status(f"{target}/{name}") if renamed else None
             if inside is not None and self._status(path) is None:
-                # Somebody has made a folder there meanwhile: HDFS moved ours into it. Take it back.
+                # Another process has made a folder there meanwhile: HDFS moved ours into it. Move it back.
                 self._client._rename(self._path(f"{target}/{name}"), destination=self._path(path))
                 renamed = False
         if not renamed:
@@ -206,7 +206,7 @@ class HdfsSource(ModelSource):
             raise ConfigurationError(f"{self.name_of(target)}: already exists; choose another target")
 
     def _try(self, path: str, work: Callable[[], Result]) -> Result:
-        """The result of some work, which is done again where a failure may pass."""
+        """The result of some work, which is tried again after failures that may pass."""
         begin = time.monotonic()
         for pause in PAUSES_S:
             with contextlib.suppress(UnavailableError), self._translated(path):
@@ -219,14 +219,14 @@ class HdfsSource(ModelSource):
 
     @contextlib.contextmanager
     def _translated(self, path: str) -> Iterator[None]:
-        """Errors of the packages beneath as ours."""
+        """Translate errors of the packages that this module uses into ours."""
         try:
             yield
         except HotrowError:
             raise
         except HdfsError as error:
             raise self._of_hdfs(path, error) from None
-        except (KeyError, TypeError, ValueError, RecursionError):  # an answer of another form, as of another web server
+        except (KeyError, TypeError, ValueError, RecursionError):  # an answer of another form, for example from another web server
             raise SourceError(f"{self.name_of(path)}: {self._not_webhdfs()}") from None
         except (requests.RequestException, HTTPError) as error:
             raise UnavailableError(f"{self.name_of(path)}: {self._of_http(error)}") from None
@@ -263,11 +263,11 @@ class HdfsSource(ModelSource):
 
 
 class _LeasedError(UnavailableError):
-    """Somebody else is writing the file, or was."""
+    """Another process is writing the file, or was."""
 
 
 class _Counted:
-    """Chunks as they go by: how many bytes they were, and the error that ended them."""
+    """Passes chunks on, and records the number of bytes and the error that ended them."""
 
     def __init__(self, chunks: Iterable[bytes]) -> None:
         self._chunks = chunks
@@ -285,7 +285,7 @@ class _Counted:
 
 
 def _entry(path: str, status: dict[str, Any]) -> Entry:
-    """ValueError, KeyError or TypeError where the NameNode's answer is none."""
+    """ValueError, KeyError or TypeError where the NameNode's answer has another form."""
     if status["type"] == "DIRECTORY":
         return Entry(path, 0, "", is_folder=True)
     return Entry(path, _checked_length(status), f"{status['modificationTime']}-{status.get('fileId', '')}")

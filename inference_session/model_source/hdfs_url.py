@@ -14,7 +14,7 @@ _DEFAULT_PORTS = {"hdfs": 9870, "webhdfs": 9870, "swebhdfs": 9871}
 
 @dataclass(frozen=True)
 class HdfsUrl:
-    """The parts of a URL. The path is taken as it stands: `%` and the like mean themselves, as for Hadoop."""
+    """The parts of a URL. The path is taken literally: `%` and similar characters have no special meaning, as in Hadoop."""
 
     scheme: str
     host: str
@@ -24,7 +24,7 @@ class HdfsUrl:
 
     @classmethod
     def parse(cls, text: str) -> HdfsUrl:
-        """Take a URL apart; ConfigurationError says what is wrong. What stands before an `@` is never shown."""
+        """Take a URL apart; ConfigurationError says what is wrong. The part before an `@` is never shown."""
         scheme, _, rest = text.partition("://")
         if scheme not in _DEFAULT_PORTS:
             allowed = ", ".join(f"{name}://" for name in _DEFAULT_PORTS)

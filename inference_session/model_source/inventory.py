@@ -1,4 +1,4 @@
-"""What a source holds at one moment, and what the manifests in it promise."""
+"""The content of a source at one moment, and what its manifests promise."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Inventory:
 
     @classmethod
     def of(cls, source: ModelSource) -> Inventory:
-        """Take down the state of a source.
+        """Record the state of a source.
 
         Raises:
-            ModelFormatError: it is not as a manifest in it says.
+            ModelFormatError: it does not match a manifest in it.
             OSError, UnavailableError: it cannot be read.
         """
         entries = tuple(source.entries())
@@ -55,7 +55,7 @@ class Inventory:
         return sum(entry.num_bytes for entry in self.entries)
 
     def states(self) -> dict[str, list[int | str]]:
-        """By path, what tells two states of a file apart; as JSON gives it back."""
+        """By path, values that distinguish two states of a file, as JSON returns them."""
         return {entry.path: [entry.num_bytes, entry.stamp] for entry in self.files}
 
 
@@ -69,7 +69,7 @@ def _promised(source: ModelSource, manifest: Entry, sizes: dict[str, int]) -> di
 
 
 def _present(source: ModelSource, folder: str, item: FileEntry, sizes: dict[str, int]) -> str | None:
-    """The file's path; None where its folder at the top is gone as a whole, as `tables` where a store has the rows."""
+    """The file's path; None where its top-level folder is missing as a whole, as `tables` is where a store has the rows."""
     path = posixpath.join(folder, str(item.path))
     if path in sizes:
         if sizes[path] != item.num_bytes:

@@ -14,7 +14,7 @@ from inference_session.model_source.inventory import Inventory
 
 
 class StagedCopy:
-    """The folder beside the target. What a run that failed has left there is gone on with."""
+    """The folder next to the target. A run continues with what a failed run has left there."""
 
     def __init__(self, place: ModelSource, name: str) -> None:
         """`place`: the folder that the target will be in; `name`: the target's."""
@@ -28,8 +28,8 @@ class StagedCopy:
         return f"{self._folder}/content/{path}".rstrip("/")
 
     def prepare(self, source: str, inventory: Inventory) -> dict[str, int]:
-        """Make all folders, and remove what is not of this source in its present state; returns the bytes that are
-        there by file.
+        """Make all folders, and remove what is not part of this source in its present state; returns the bytes that
+        exist by file.
         """
         states = inventory.states()
         earlier = self._read_journal(source)
@@ -43,12 +43,12 @@ class StagedCopy:
         return kept
 
     def publish(self) -> None:
-        """Make it the target, and leave nothing beside; ConfigurationError where something is there by now."""
+        """Make it the target, and remove the staging folder; ConfigurationError where the target exists by now."""
         self.place.rename(self.path_of(""), self._name)
         self.tidy_up()
 
     def tidy_up(self) -> None:
-        """Leave nothing beside the target."""
+        """Remove the staging folder."""
         self.place.remove(self._folder)
 
     def _keep_good(self, states: dict[str, Any], earlier: dict[str, Any], folders: set[str]) -> dict[str, int]:
@@ -67,7 +67,7 @@ class StagedCopy:
         return kept
 
     def _staged(self) -> list[Entry]:
-        """All that is there, folders after what they hold."""
+        """All files and folders, each folder after its content."""
         top = self.place.stat(self.path_of(""))
         if top is None:
             return []
@@ -78,7 +78,7 @@ class StagedCopy:
         entry = self.place.stat(self._journal)
         try:
             journal = json.loads(self.place.read(entry.path, 0, entry.num_bytes)) if entry else None
-        except ValueError:  # it was killed as it wrote
+        except ValueError:  # the earlier run was killed while writing
             return None
         if isinstance(journal, dict) and journal.get("source") == source:
             return dict(journal["files"])

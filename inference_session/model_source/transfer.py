@@ -21,7 +21,7 @@ NUM_CHUNKS = 4
 def read_ahead(
     source: ModelSource, entry: Entry, readers: Executor, *, begin: int = 0, num_chunks: int = NUM_CHUNKS
 ) -> Iterator[bytes]:
-    """A file's bytes from `begin` on, in chunks, of which so many are under way at a time."""
+    """A file's bytes from `begin` on, in chunks, of which this many are requested at a time."""
     pending: deque[Future[bytes]] = deque()
     try:
         for offset in range(begin, entry.num_bytes, CHUNK_BYTES):
@@ -55,8 +55,8 @@ class FileTransfer:
         """Copy `entry` of `origin` to the path `target` of `place`.
 
         Args:
-            num_staged: bytes that an earlier run has written there; None: there is no file.
-            sha256: what a manifest says.
+            num_staged: bytes that an earlier run has written there; None: the file does not exist.
+            sha256: from a manifest.
             stopped: ends the transfer before its next chunk.
         """
         self._origin, self._entry = origin, entry
@@ -85,7 +85,7 @@ class FileTransfer:
         self._place.write(self._target, self._chunks_from)
         stored = self._stored_sha256()
         if self._expected not in (None, stored) and self._num_staged:
-            # What an earlier run has left was damaged since: once more, from the start.
+            # The bytes of an earlier run were damaged since: copy again, from the start.
             self._num_staged = 0
             self._place.remove(self._target)
             self._place.write(self._target, self._chunks_from)
@@ -124,7 +124,7 @@ class FileTransfer:
         self._num_reported = num_bytes
 
     def _stored_sha256(self) -> str:
-        """Of the file as it is at the target."""
+        """The SHA-256 of the file at the target."""
         stored = self._place.stat(self._target)
         if stored is None or stored.num_bytes != self._entry.num_bytes:
             return "of another size"

@@ -1,4 +1,4 @@
-"""How much memory processes of this machine may still take."""
+"""How much memory processes on this machine may still allocate."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """What can be had without swapping, cached files included: the machine's, or what the container's limit leaves.
+    """Memory available without swapping, cached files included: the machine's, or the rest of the container's limit.
 
-    0 where Linux does not say. `root`: of the file system that tells of it.
+    0 where Linux does not report it. `root`: of the file system that reports it.
     """
     machine = _fields(root / "proc/meminfo").get("MemAvailable", 0) << 10
     container = _left_in_container(root / "sys/fs/cgroup")
@@ -16,7 +16,7 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def _left_in_container(group: Path) -> int | None:
-    """By the control group of version 2; None: there is no limit."""
+    """The rest of the limit of the control group (version 2); None: no limit."""
     limit, used = group / "memory.max", group / "memory.current"
     if not (limit.exists() and used.exists()):
         return None

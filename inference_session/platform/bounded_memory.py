@@ -1,4 +1,4 @@
-"""A memory of what took some work to make, by what it was made of: the entry that was used longest ago goes first."""
+"""A bounded cache of computed values by the keys that they were made from; evicts the least recently used entry."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Value = TypeVar("Value")
 
 
 class BoundedMemory(Generic[Key, Value]):
-    """At most so many values by their keys. Thread-safe."""
+    """At most this many values by their keys. Thread-safe."""
 
     def __init__(self, max_values: int) -> None:
         self._max_values = max_values
@@ -20,7 +20,7 @@ class BoundedMemory(Generic[Key, Value]):
         self._lock = threading.Lock()
 
     def get(self, key: Key) -> Value | None:
-        """The value of a key, which counts as a use of it; None: there is none."""
+        """The value of a key, which counts as a use of it; None: it has no value."""
         with self._lock:
             value = self._values.get(key)
             if value is not None:
@@ -28,7 +28,7 @@ class BoundedMemory(Generic[Key, Value]):
             return value
 
     def put(self, key: Key, value: Value) -> None:
-        """Remember a value; where there are too many, the one that was used longest ago is forgotten."""
+        """Store a value; where there are too many, drop the least recently used one."""
         with self._lock:
             self._values[key] = value
             self._values.move_to_end(key)

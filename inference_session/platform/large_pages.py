@@ -27,7 +27,7 @@ _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 class LargePageWriter:
-    """A file that is written in whole large pages, however much is given at a time; use `open_for_writing`."""
+    """A file that is written in whole large pages, whatever the size of single writes; use `open_for_writing`."""
 
     def __init__(self, file: FileIO) -> None:
         self._file = file
@@ -73,7 +73,7 @@ class LargePageWriter:
             while data:
                 data = data[self._file.write(data) :]
         except OSError as error:
-            error.filename = self._file.name  # a full disk does not say where it is full
+            error.filename = self._file.name  # the error of a full disk does not name the file
             raise
 
 
@@ -99,7 +99,7 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def write_zeros(path: Path, num_bytes: int) -> None:
-    """A new file of zeros, in place of any that is there."""
+    """A new file of zeros, which replaces an existing one."""
     zeros = bytes(LARGE_PAGE_BYTES)
     with open_for_writing(path) as file:
         for begin in range(0, num_bytes, LARGE_PAGE_BYTES):
@@ -109,7 +109,7 @@ def write_zeros(path: Path, num_bytes: int) -> None:
 def large_page_fraction(path: Path) -> float | None:
     """How much of a file the kernel maps in large pages, judged by up to 256 of them; None: it is smaller than one.
 
-    What is not in memory is read: one page at each of these places, and what the kernel reads ahead.
+    Pages that are not in memory are read: one at each of these places, and those that the kernel reads ahead.
     """
     num_pages = path.stat().st_size // LARGE_PAGE_BYTES
     if not num_pages:
@@ -124,7 +124,7 @@ def large_page_fraction(path: Path) -> float | None:
 
 
 def large_page_setting() -> str:
-    """What `transparent_hugepage` is set to; empty: the kernel has none."""
+    """The value of `transparent_hugepage`; empty: the kernel lacks it."""
     try:
         text = _SETTING.read_text(encoding="ascii")
     except OSError:

@@ -1,4 +1,4 @@
-"""Mapped files before they are read: without this the first look-up of every page waits for the kernel to map it."""
+"""Maps the pages of files in advance: otherwise the first look-up of every page waits for the kernel to map it."""
 
 from __future__ import annotations
 

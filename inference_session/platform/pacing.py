@@ -1,4 +1,4 @@
-"""How background work leaves requests their turn: small pieces, with rests in between."""
+"""How background work yields to requests: small pieces, with rests in between."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Piece = TypeVar("Piece")
 
 
 def rest_after(worked_s: float, rest_per_work: float = REST_PER_WORK) -> float:
-    """Seconds to rest after work that took so many of this thread's processor time."""
+    """Seconds to rest after work that took this many seconds of the thread's processor time."""
     return min(rest_per_work * worked_s, MAX_REST_S)
 
 
 def paced(pieces: Sequence[Piece], ending: Event, *, over_s: float = 0.0) -> Iterator[Piece]:
-    """Hand out pieces of work, each of which its receiver does at once, with a rest after each.
+    """Hand out pieces of work, each of which the receiver does immediately, with a rest after each.
 
-    They are spread over `over_s` seconds if that is longer than they take so. Ends early once `ending` is set.
+    They are spread over `over_s` seconds if that is longer than they take otherwise. Ends early once `ending` is set.
     """
     begin = time.monotonic()
     for number, piece in enumerate(pieces, start=1):
@@ -43,7 +43,7 @@ def paced(pieces: Sequence[Piece], ending: Event, *, over_s: float = 0.0) -> Ite
 
 
 class Rests:
-    """Moments in which a thread leaves the interpreter to those that answer requests, within a piece of work."""
+    """Short pauses within a piece of work, in which the interpreter runs the threads that answer requests."""
 
     def __init__(self) -> None:
         self._next_at = 0.0

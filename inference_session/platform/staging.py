@@ -19,8 +19,8 @@ MAX_VERSION = 2**63 - 1
 def stage_version(repository: Path, model: str, version: int | None = None) -> Iterator[tuple[Path, Path]]:
     """Yield an empty folder to write a version into, and what it becomes: `<repository>/<model>/<version>`.
 
-    Without `version` it is the one after the highest, 1 in an empty folder. After an error nothing is left. What a
-    writer that was killed left behind is taken over; one that is still at work is not disturbed.
+    Without `version` it is the one after the highest, 1 in an empty folder. After an error nothing is left. The
+    remains of a killed writer are replaced; a writer that is still at work is not disturbed.
 
     Raises:
         ConfigurationError: the version exists already, or the names cannot be folders.
@@ -54,7 +54,7 @@ def stage_version(repository: Path, model: str, version: int | None = None) -> I
                 with suppress(OSError):  # others have put something there
                     path.rmdir()
             if isinstance(error, OSError) and error.errno and not error.filename:
-                error.filename = str(staging)  # a full disk does not say where it is full
+                error.filename = str(staging)  # the error of a full disk does not name the folder
             raise
 
 
@@ -116,7 +116,7 @@ def _locked_folder(folder: Path) -> Iterator[None]:
 
 
 def _opened_folder(folder: Path) -> int:
-    """A handle on a folder, which is made; UnavailableError where its holder renames it in the same moment."""
+    """A handle on a folder, which is made if needed; UnavailableError where its holder renames it at the same moment."""
     try:
         folder.mkdir(exist_ok=True)
         return os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -139,22 +139,22 @@ def _lock(handle: int) -> bool:
 
 
 def _is_same(folder: Path, handle: int) -> bool:
-    """Whether the name still means what was opened: its holder may have renamed it before we got the lock."""
+    """Whether the name still refers to the opened folder: its holder may have renamed it before we got the lock."""
     with suppress(FileNotFoundError):
         return folder.stat().st_ino == os.fstat(handle).st_ino
     return False
 
 
 def flush_tree(path: Path) -> None:
-    """Bring a file, or a folder and all below it, to the disk: a rename must not outlive the files in a crash of the
-    machine.
+    """Flush a file, or a folder and all below it, to the disk: after a crash of the machine, a renamed folder must hold
+    its files.
     """
     for item in (*(path.rglob("*") if path.is_dir() else ()), path):
         flush(item)
 
 
 def flush(path: Path) -> None:
-    """Bring a file, or a folder's own entries, to the disk."""
+    """Flush a file, or a folder's own entries, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Small files that a serving process leaves for the next one: whole or not at all, and never trusted blindly.
+"""Small files that a serving process leaves for the next one: written whole or not at all, and checked when read.
 
 A file is a line that names the format, the SHA-256 of the content, and the content. A damaged one counts as absent.
 """
@@ -21,16 +21,16 @@ _log = logging.getLogger(__name__)
 
 
 def write_state(path: Path, content: bytes) -> None:
-    """Write a file and flush it to the disk, then rename it into place; OSError where that cannot be."""
+    """Write a file and flush it to the disk, then rename it into place; OSError where that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for staged in path.parent.glob(f".tmp-*-{path.name}"):
         with contextlib.suppress(FileNotFoundError):  # its writer has just renamed it
             if time.time() - staged.stat().st_mtime > _ABANDONED_S:
                 staged.unlink()
-    # Several processes may write the same state: each renames a file of its own.
+    # Several processes may write the same state: each renames its own file.
     staged = path.with_name(f".tmp-{os.getpid()}-{path.name}")
     try:
-        staged.touch(0o600)  # keys may be people
+        staged.touch(0o600)  # keys may identify people
         with staged.open("wb") as file:
             file.write(_MAGIC + hashlib.sha256(content).digest())
             file.write(content)

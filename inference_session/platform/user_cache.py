@@ -1,4 +1,4 @@
-"""Where hotrow keeps what it can make again: imports of HugeCTR's files, and what helps the next process to start."""
+"""Where hotrow keeps what it can rebuild: imports of HugeCTR's files, and state that helps the next process to start."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def lock_file(folder: Path) -> Iterator[int]:
     """A file in the folder, which is made, for flock; never removed, so that all lock the same one.
 
     Raises:
-        ConfigurationError: nothing can be kept there.
+        ConfigurationError: the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

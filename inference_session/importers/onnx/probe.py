@@ -164,7 +164,7 @@ class Prober:
             yield Recipe(self.inputs, rows, bound, ascending)
 
     def _suits(self, recipe: Recipe) -> bool:
-        # Many samples, so that keys beyond a small table in the network are drawn with certainty; few first, because
+        # Many samples, so that keys beyond a small table in the network are sure to occur; few first, because
         # numbers that the model takes for lengths make it fill much memory before it fails.
         return all(self.run(recipe.arrays(seed, self._sizes(n))) is not None for seed, n in ((1, 2), (0, 100)))
 
