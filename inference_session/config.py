@@ -1,6 +1,6 @@
 """The settings of a session: one frozen object, from config.pbtxt parameters, session.json and defaults.
 
-docs/reference/settings.md has a heading for each; a test holds the two together.
+docs/reference/settings.md has a heading for each; a test compares the two.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ def _flag(value: Any) -> bool:
 
 
 def _store(value: Any) -> StoreUrl | None:
-    """A store's URL, whose errors never show it whole: it may hold a password. Empty: no store."""
+    """A store's URL. Errors never show all of it, because it may hold a password. Empty: no store."""
     if value is None or value == "" or isinstance(value, StoreUrl):
         return value or None
     return StoreUrl.parse(str(value))
 
 
 def _stream(value: Any) -> KafkaUrl | None:
-    """An update stream's URL, which errors never show, as it may hold a password. Empty: none."""
+    """An update stream's URL. Errors never show it, because it may hold a password. Empty: none."""
     if value is None or value == "" or isinstance(value, KafkaUrl):
         return value or None
     return KafkaUrl.parse(str(value))
@@ -103,7 +103,7 @@ def _moment(value: Any) -> datetime | None:
     try:
         moment = datetime.fromisoformat(str(value).replace("Z", "+00:00"))
     except ValueError:
-        moment = datetime.min  # has no zone, and so is refused as well
+        moment = datetime.min  # has no zone, so it is refused as well
     if moment.tzinfo is None:
         raise ValueError("allowed: a date and time with its zone, such as 2026-01-31T12:00:00Z")
     return moment
@@ -257,7 +257,7 @@ class SessionConfig:
                 raise ConfigurationError(f"unknown setting {name!r}; known settings: {', '.join(sorted(parsers))}")
             try:
                 values[name] = parsers[name](value)
-            except ConfigurationError as error:  # of a URL, which is not to be shown
+            except ConfigurationError as error:  # of a URL, which must not be shown
                 raise ConfigurationError(f"setting {name!r}: {error}") from None
             except ValueError as error:
                 raise ConfigurationError(f"setting {name!r} cannot be {value!r}; {error}") from error

@@ -20,12 +20,12 @@ _GAUGE = "gauge"
 
 
 def gauge() -> Any:
-    """A field of statistics that goes up and down. Whole numbers that are not declared so are counters."""
+    """A field of statistics that goes up and down. Other whole numbers are counters."""
     return field(metadata={_GAUGE: True})
 
 
 def added(earlier: Stats, later: Stats) -> Stats:
-    """The statistics of two that served one after the other: counters add up, all else is the later one's."""
+    """Merge the statistics of two sessions that served in turn: counters add up, other values are the later one's."""
     total: Stats = _added(earlier, later)
     return total
 
@@ -58,7 +58,7 @@ class LookupStats:
 
 @dataclass(frozen=True)
 class SessionCounts:
-    """What a session has answered."""
+    """Counters of a session's answers."""
 
     requests: int
     failed_requests: int
@@ -113,7 +113,7 @@ class SessionStats:
                 self._num_unknown += np.bincount(tables, num_unknown, len(self._names)).astype(np.int64)
 
     def count_staged(self, lookup: Lookup, num_samples: Sequence[int]) -> None:
-        """A batch of requests, with so many samples each, that has been answered whole."""
+        """Count a batch of requests, with this many samples each, of which all were answered."""
         with self._lock:
             self._requests += len(num_samples)
             self._batches += 1
@@ -121,7 +121,7 @@ class SessionStats:
             count_keys(lookup.segments, lookup.num_keys, lookup.num_unknown, self._num_keys, self._num_unknown)
 
     def count_contexts(self, num_contexts: int, num_candidates: int, num_reused: int) -> None:
-        """What a batch of a model with context inputs has ranked, and how many of its contexts were kept before."""
+        """Count what a batch of a model with context inputs ranked, and how many of its contexts were already kept."""
         with self._lock:
             self._contexts += num_contexts
             self._candidates += num_candidates

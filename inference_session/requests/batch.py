@@ -19,7 +19,7 @@ from inference_session.requests.outputs import Answer, Outputs
 
 
 class Request(NamedTuple):
-    """What a client sent: arrays by input name, and the outputs it wants (None: all of them)."""
+    """A client's request: arrays by input name, and the outputs that it asks for (None: all of them)."""
 
     inputs: Mapping[str, NDArray[Any]]
     outputs: Sequence[str] | None = None
@@ -52,7 +52,7 @@ class CheckedRequest(NamedTuple):
 
 
 class JoinedBatch:
-    """The arrays of several requests, as those of one.
+    """The arrays of several requests, joined as if they were one.
 
     What the networks read is joined when they ask for it. Keys of look-ups stay in parts, one per request, because
     the look-up gathers the keys of all tables at once.
@@ -70,7 +70,7 @@ class JoinedBatch:
 
     @classmethod
     def of(cls, requests: Sequence[CheckedRequest]) -> JoinedBatch:
-        """The inputs of these requests as they are."""
+        """The unchanged inputs of these requests."""
         names = requests[0].inputs
         parts = {name: [request.inputs[name] for request in requests] for name in names}
         return cls(parts, sum([request.num_samples for request in requests]), requests[0].shapes)
@@ -84,11 +84,11 @@ class JoinedBatch:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether all inputs are in host memory, and not where a caller has them on a GPU."""
+        """Whether all inputs are in host memory, rather than in a caller's memory on a GPU."""
         return all(isinstance(part, (np.ndarray, Ragged)) for parts in self._parts.values() for part in parts)
 
     def in_order(self, outputs: Answer) -> Answer:
-        """Of outputs with a row for each row of the batch, those of its samples."""
+        """Of outputs with a row for each row of the batch, the rows of its samples."""
         if self.places is None:
             return outputs
         return {name: array[self.places] for name, array in outputs.items()}
@@ -98,7 +98,7 @@ class JoinedBatch:
         return self._parts[name]
 
     def array(self, name: str) -> NDArray[Any]:
-        """The same as one array; that of a single request is not copied."""
+        """The same as one array; the array of a single request is not copied."""
         parts = self._parts[name]
         if len(parts) > 1:
             parts[:] = [np.concatenate(parts)]  # type: ignore[arg-type]  # only bags of keys are ragged
@@ -115,7 +115,7 @@ class JoinedBatch:
 
 
 class Staged(NamedTuple):
-    """Memory that holds what a batch has under these names, behind each other; no names: something made of it."""
+    """Memory that holds a batch's values of these names, concatenated; no names: a value computed from them."""
 
     names: tuple[str, ...]
     array: NDArray[Any]
@@ -123,7 +123,7 @@ class Staged(NamedTuple):
     def fill(self, batch: JoinedBatch) -> None:
         """Write another batch of the same shapes over it."""
         parts: list[Any] = [part for name in self.names for part in batch.parts(name)]
-        if not self.array.flags.c_contiguous:  # a matrix that lies there column by column
+        if not self.array.flags.c_contiguous:  # a matrix that is stored column by column
             np.concatenate(parts, out=self.array)
         elif len(parts) == 1:
             self.array.reshape(-1)[:] = parts[0].reshape(-1)
@@ -140,12 +140,12 @@ class RequestLayout(ABC):
     """Whether the keys of look-ups are inputs of the model, so that their shapes follow from those of the requests."""
 
     def __init__(self, spec: ModelSpec, outputs: Outputs, *, network_inputs: frozenset[str], max_elements: int) -> None:  # noqa: ARG002
-        """Read from the model what requests have to look like.
+        """Derive the form of requests from the model.
 
         Args:
             spec: the model.
             outputs: what clients may ask for.
-            network_inputs: what networks read, beside the vectors.
+            network_inputs: what networks read, in addition to the vectors.
             max_elements: elements of one input of a request, at most.
         """
         self._outputs = outputs
@@ -157,18 +157,18 @@ class RequestLayout(ABC):
 
     @abstractmethod
     def made_up(self, num_samples: int) -> Request:
-        """A request of zeros, of so many samples where it may have any number, to warm up with."""
+        """A request of zeros to warm up with, of this many samples where the number is free."""
 
     def join(self, requests: Sequence[CheckedRequest]) -> JoinedBatch:
         """Several requests of equal `shapes` as one batch."""
         return JoinedBatch.of(requests)
 
     def wanted(self, requests: Sequence[CheckedRequest]) -> list[str]:
-        """What the network has to compute for a batch."""
+        """The outputs that the network has to compute for a batch."""
         return self._outputs.of_network([request.outputs for request in requests])
 
     def split(self, computed: Answer, requests: Sequence[CheckedRequest]) -> list[Answer]:
-        """What each request of a batch asked for, out of what the network computed for all of them."""
+        """The outputs that each request of a batch asked for, taken from the network's outputs for the batch."""
         wanted = [request.outputs for request in requests]
         return self._outputs.split(computed, wanted, [request.num_samples for request in requests])
 

@@ -1,4 +1,4 @@
-"""Arranges the candidates of a batch in blocks: all of one length, each of one context."""
+"""Arranges the candidates of a batch in blocks: all blocks have one length, and each has one context."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BLOCK_COST = 16
 
 
 class Blocks(NamedTuple):
-    """Where the candidates of a batch stand."""
+    """The positions of the candidates of a batch."""
 
     row_context: NDArray[np.int64]
     """The context of each row."""
@@ -25,7 +25,7 @@ class Blocks(NamedTuple):
 
 
 def arrange(counts: NDArray[np.int64], *, may_pad: bool) -> Blocks:
-    """Blocks for contexts with so many candidates each, at least one in all.
+    """Blocks for contexts with these numbers of candidates; at least one block.
 
     Args:
         may_pad: whether blocks may be filled up by repeating candidates.

@@ -1,4 +1,4 @@
-"""Arrays as callers of Python pass them: what converts without loss does, all else is an InvalidRequestError."""
+"""Arrays from Python callers: values that convert without loss are converted, others are an InvalidRequestError."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inference_session.model_spec import TableSpec
 
 
 def as_input(name: str, value: ArrayLike, expected: np.dtype[Any] | None) -> NDArray[Any]:
-    """An input of a model: arrays whose type converts without loss, and lists of numbers that do. None: as it is."""
+    """An input of a model: arrays whose type converts without loss, and lists of numbers that do. None: unchanged."""
     array = _as_array(f"input {name!r}", value)
     if expected is None:
         return array
@@ -30,7 +30,7 @@ def as_keys(keys: ArrayLike) -> NDArray[np.int64]:
 
 
 def as_written_keys(keys: ArrayLike, spec: TableSpec) -> NDArray[np.int64]:
-    """Keys of rows to be written. Stores know row numbers from 0 alone: no look-up would ever find another one."""
+    """Keys of rows to be written. Stores accept row numbers from 0 only: no look-up would ever find another one."""
     wanted = as_keys(keys)
     if spec.keys == "row_number" and (wanted < 0).any():
         raise InvalidRequestError(
@@ -58,7 +58,7 @@ def _as_array(what: str, value: ArrayLike) -> NDArray[Any]:
 
 
 def _narrowed(array: NDArray[Any], expected: np.dtype[Any]) -> NDArray[Any]:
-    """A list's numbers in the type that is expected: NumPy gives lists the widest. As they are where that loses any."""
+    """A list's numbers in the expected type, because NumPy gives lists the widest one. Unchanged where the conversion would lose any."""
     if array.size and array.dtype.kind + expected.kind not in ("ii", "iu", "if", "ff"):
         return array
     narrow = array.astype(expected)

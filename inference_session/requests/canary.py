@@ -1,7 +1,7 @@
-"""Canary requests: a file of one request, and what a version that is known to be good answered it.
+"""Canary requests: a file of one request, and the answer of a version that is known to be good.
 
-It is NumPy's `.npz`, arrays `input/<name>` and `output/<name>`; without any of the latter, answers are looked at for
-NaN and infinities alone. `hotrow record-canary` writes one.
+It is NumPy's `.npz`, arrays `input/<name>` and `output/<name>`; without outputs, answers are checked only for
+NaN and infinities. `hotrow record-canary` writes one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def record_canary(run: Run, inputs: Arrays, path: Path) -> None:
     for name, answer in outputs.items():
         _check_finite(name, answer)
     parts = {f"{INPUT}{name}": array for name, array in inputs.items()}
-    # NumPy would pickle strings, which nobody should have to unpickle.
+    # NumPy would pickle strings, and readers never unpickle.
     parts |= {f"{OUTPUT}{name}": array for name, array in outputs.items() if array.dtype != object}
     with path.open("wb") as file:
         np.savez(file, **parts)  # type: ignore[arg-type]  # its stub takes names for its flags
@@ -50,7 +50,7 @@ def check_canary(run: Run, path: Path, tolerance: float) -> None:
         tolerance: largest mean absolute difference of an output.
 
     Raises:
-        CanaryError: says which output is not finite, or how far off.
+        CanaryError: says which output is not finite, or how far it is off.
         ConfigurationError: the file cannot be read, or is no request to this model.
     """
     inputs, recorded = _split(read_arrays(path), path)
@@ -65,12 +65,12 @@ def check_canary(run: Run, path: Path, tolerance: float) -> None:
 
 
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of an .npz file; ConfigurationError where it is none."""
+    """The arrays of an .npz file; ConfigurationError for any other file."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             return dict(archive)
     except BROKEN as error:
-        # NumPy's own words would advise to unpickle it.
+        # NumPy's own message would advise to unpickle it.
         raise ConfigurationError(f"canary requests {path}: cannot be read: not an .npz file, or damaged") from error
     except OSError as error:
         raise ConfigurationError(f"canary requests {path}: cannot be read: {error.strerror}") from error

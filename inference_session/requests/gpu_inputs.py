@@ -36,7 +36,7 @@ def copied_to_host(name: str, value: Any) -> NDArray[Any]:
 
 
 def may_stay_on_gpu(spec: ModelSpec, layout: RequestLayout) -> bool:
-    """Whether look-ups and the dense network of a model read its inputs as they are, and nothing else does."""
+    """Whether look-ups and the dense network of a model read its inputs unchanged, and nothing else reads them."""
     lookups = spec.lookups
     plain = not any(lookup.bags or lookup.weights for lookup in lookups)
     inputs = {tensor.name for tensor in spec.inputs}

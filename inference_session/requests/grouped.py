@@ -21,8 +21,8 @@ class Group(NamedTuple):
 class GroupedRequests:
     """The groups of several requests, and their answers.
 
-    An answer that cannot be given is an error in its place. A malformed request is in no group, and where a group fails
-    its requests come again one by one, so that only the one to blame gets the error.
+    An answer that cannot be given is an error in its place. A malformed request is in no group. Where a group fails,
+    its requests are tried again one by one, so that only the request at fault gets the error.
     """
 
     def __init__(self, requests: Sequence[Request], layout: RequestLayout, *, may_join: bool) -> None:
@@ -54,7 +54,7 @@ class GroupedRequests:
             self.answers[position] = answer
 
     def fail(self, group: Group, error: HotrowError) -> None:
-        """A group cannot be answered; its requests may be, each alone."""
+        """Note that a group failed; its requests may be answered one by one."""
         if len(group.requests) == 1:
             self.answers[group.positions[0]] = error
             return

@@ -1,4 +1,4 @@
-"""How a HugeCTR or HPS request carries its keys, checked before anything is read by it.
+"""How a HugeCTR or HPS request carries its keys, checked before any key is read.
 
 hugectr backend                                               hps backend
     DES        float32  [samples * dense_dim], by sample          KEYS     int64  all keys of table 0, then table 1 …
@@ -38,7 +38,7 @@ Inputs = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class RequestFormat:
-    """What a model says about its requests."""
+    """The properties of a model that its requests must match."""
 
     dense_dim: int
     """Dense features per sample."""
@@ -75,7 +75,7 @@ class DecodedRequest(NamedTuple):
 
     @property
     def bags(self) -> tuple[Bags, ...]:
-        """The bags per table, also where each has one key."""
+        """The bags per table, even where each has one key."""
         return self.ragged or _bags(self.offsets, self.keys.size, self.slots, self.num_samples)
 
 
@@ -163,7 +163,7 @@ def _num_samples(num_offsets: int, form: RequestFormat) -> int:
 
 
 def _bags(offsets: npt.NDArray[np.int32], num_keys: int, slots: tuple[int, ...], num_samples: int) -> tuple[Bags, ...]:
-    """Positions in CATCOLUMN, once the offsets are known to begin with 0, never to fall, and to cover all keys."""
+    """Positions in CATCOLUMN, after a check that the offsets begin with 0, never decrease, and cover all keys."""
     begins = np.empty(num_samples * sum(slots), np.int64)
     ends = np.empty_like(begins)
     addresses = [address_of(array) for array in (offsets, begins, ends)]

@@ -1,4 +1,4 @@
-"""HugeCTR's and HPS's requests as a session sees them: decoded one by one, joined like any others."""
+"""HugeCTR's and HPS's requests in a session: decoded one by one, joined like all others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from inference_session.requests.outputs import Answer, Outputs
 class HugectrLayout(RequestLayout):
     """DES, CATCOLUMN and ROWINDEX: dense features, and per table a bag for each slot of each sample.
 
-    Where each of them has one key, they are arrays like those of any model; else they are ragged.
+    Where each bag has one key, keys are arrays like those of any model; otherwise they are ragged.
     """
 
     def __init__(self, spec: ModelSpec, outputs: Outputs, *, network_inputs: frozenset[str], max_elements: int) -> None:
@@ -88,7 +88,7 @@ class HpsLayout(RequestLayout):
         return CheckedRequest(parts, outputs, num_samples=1, shapes=())
 
     def made_up(self, num_samples: int) -> Request:
-        """So many keys per table."""
+        """Zeros: this many keys per table."""
         num_tables = len(self._names)
         keys = np.zeros(num_samples * num_tables, np.int64)
         return Request({HPS_KEYS: keys, HPS_COUNTS: np.full(num_tables, num_samples, np.int32)})
@@ -98,7 +98,7 @@ class HpsLayout(RequestLayout):
         return self._vectors
 
     def split(self, computed: Answer, requests: Sequence[CheckedRequest]) -> list[Answer]:
-        """See RequestLayout. In a batch the vectors of all requests from one table stand together."""
+        """See RequestLayout. In a batch the vectors of one table are adjacent for all requests."""
         answers: list[Answer] = []
         begins = [0] * len(self._names)
         for request in requests:

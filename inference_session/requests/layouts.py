@@ -12,7 +12,7 @@ def layout_of(spec: ModelSpec) -> type[RequestLayout]:
     """The kind of layout."""
     if spec.has_own_inputs:
         return TensorLayout if spec.ranking is None else RankingLayout
-    # Imported where needed: what they build on takes half a second to load.
+    # Imported where needed: their dependencies take half a second to load.
     from inference_session.requests.hugectr_layout import HpsLayout, HugectrLayout
 
     return HpsLayout if spec.answers_vectors else HugectrLayout

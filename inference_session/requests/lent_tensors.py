@@ -1,6 +1,6 @@
 """Tensors that other libraries lend as DLPack capsules.
 
-NumPy takes capsules over, after which nobody else may; HugeCTR's callers go on with theirs.
+NumPy consumes a capsule, after which no other reader may use it; HugeCTR's callers continue to use theirs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def borrowed_array(name: str, capsule: Any, dtype: type[np.generic]) -> NDArray[
     """The elements of a capsule, flat and not copied, as long as the tensor lives that it was made from.
 
     Raises:
-        InvalidRequestError: it is no capsule, or holds something but such elements, side by side, in host memory.
+        InvalidRequestError: it is no capsule, or does not hold such elements contiguously in host memory.
     """
     tensor = _tensor(name, capsule)
     shape = [tensor.shape[axis] for axis in range(tensor.ndim)]

@@ -1,4 +1,4 @@
-"""From the dense network's outputs to what each request asked for."""
+"""Selects the outputs that each request asked for from those of the dense network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAX_KNOWN = 256
 
 
 class Wanted(NamedTuple):
-    """What requests ask for."""
+    """The outputs that requests ask for."""
 
     names: Sequence[str]
     computed: tuple[str, ...]
@@ -31,13 +31,13 @@ class Outputs:
         self._specs = {tensor.name: tensor for tensor in spec.outputs}
         self._label_outputs = spec.label_outputs
         self._num_labels = len(spec.labels)
-        # A model's own output of that name is not ours to replace.
+        # A model's own output of that name must not be replaced.
         self._has_predictions = bool(spec.label_outputs) and PREDICTIONS not in self._specs
         self.names = (*self._specs, PREDICTIONS) if self._has_predictions else tuple(self._specs)
         self._known: dict[tuple[str, ...] | None, Wanted] = {}
 
     def resolve(self, wanted: Sequence[str] | None) -> Sequence[str]:
-        """The wanted outputs, all of them for None; InvalidRequestError for a name that is none."""
+        """The requested outputs, all of them for None; InvalidRequestError for an unknown name."""
         for name in wanted or ():
             if name not in self.names:
                 known = ", ".join(repr(name) for name in self.names)
@@ -45,7 +45,7 @@ class Outputs:
         return self.names if wanted is None else wanted
 
     def wanted(self, outputs: Collection[str] | None) -> Wanted:
-        """What requests with these outputs, None: all, ask for; remembered. Errors are those of `resolve`."""
+        """The selection of requests with these outputs (None: all), cached. Errors are those of `resolve`."""
         key = None if outputs is None else tuple(outputs)
         known = self._known.get(key)
         if known is None:
@@ -56,7 +56,7 @@ class Outputs:
         return known
 
     def of_network(self, wanted: Sequence[Sequence[str]]) -> list[str]:
-        """What the dense network has to compute to satisfy several requests."""
+        """The outputs that the dense network has to compute for several requests."""
         names = dict.fromkeys(name for outputs in wanted for name in outputs)
         if self._has_predictions and PREDICTIONS in names:
             del names[PREDICTIONS]
@@ -64,7 +64,7 @@ class Outputs:
         return list(names)
 
     def split(self, computed: Answer, wanted: Sequence[Sequence[str]], num_samples: Sequence[int]) -> list[Answer]:
-        """Each request's outputs out of those of their batch, without a copy."""
+        """Each request's outputs as views of those of their batch."""
         if self._has_predictions and any(PREDICTIONS in outputs for outputs in wanted):
             computed = {**computed, PREDICTIONS: self.predictions(computed)}
         if len(wanted) == 1:
@@ -83,13 +83,13 @@ class Outputs:
     def predictions(self, computed: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
         """All tasks side by side: float32 [samples, number of labels]."""
         columns = [computed[name] for name in self._label_outputs]
-        if not len(columns[0]):  # whose own sizes may be open
+        if not len(columns[0]):  # its other sizes may be open
             return np.empty((0, self._num_labels), np.float32)
         parts = [c.reshape(len(c), math.prod(c.shape[1:])).astype(np.float32, copy=False) for c in columns]
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     def of_no_samples(self, wanted: Sequence[str]) -> Answer:
-        """What a request without samples gets; networks often cannot compute that."""
+        """The answer to a request without samples, which networks often cannot compute."""
         return {name: self._empty(name) for name in wanted}
 
     def _empty(self, name: str) -> NDArray[Any]:

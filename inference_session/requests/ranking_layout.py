@@ -20,7 +20,7 @@ class RankingLayout(TensorLayout):
     """A request carries the model's own inputs: for C contexts and N candidates, those of the context [C, …], the
     others [N, …], and CANDIDATES, int32 [C], says how many candidates each context has.
 
-    Without it, one context has all candidates, and as many contexts as candidates are an ordinary request.
+    Without it, a single context has all candidates, and a request with as many contexts as candidates is an ordinary one.
     """
 
     def __init__(self, spec: ModelSpec, outputs: Outputs, *, network_inputs: frozenset[str], max_elements: int) -> None:
@@ -42,13 +42,13 @@ class RankingLayout(TensorLayout):
         return CheckedRequest(inputs, outputs, num_samples, (CANDIDATES, *shapes), counts)
 
     def made_up_ranking(self, num_contexts: int, num_candidates: int) -> Request:
-        """A request of zeros, of so many contexts with so many candidates each, to warm up with."""
+        """A request of zeros to warm up with, of this many contexts with this many candidates each."""
         total = num_contexts * num_candidates
         inputs = {e.name: self._zeros(e, num_contexts if e.context else total) for e in self._inputs}
         return Request({**inputs, CANDIDATES: np.full(num_contexts, num_candidates, np.int32)})
 
     def join(self, requests: Sequence[CheckedRequest]) -> JoinedBatch:
-        """See RequestLayout. The rows of contexts stand behind each other, and so do those of candidates, in blocks."""
+        """See RequestLayout. The rows of contexts are concatenated, and those of candidates too, in blocks."""
         batch = super().join(requests)
         if requests[0].num_candidates is None:
             return batch
@@ -70,7 +70,7 @@ class RankingLayout(TensorLayout):
         return batch
 
     def _any_ragged(self, parts: Mapping[str, list[Part]]) -> bool:
-        """Whether candidates have bags of different lengths: those are not moved."""
+        """Whether candidates have bags of different lengths, which are not moved into blocks."""
         return any(isinstance(part[0], Ragged) for name, part in parts.items() if name not in self._context)
 
     @staticmethod
@@ -85,7 +85,7 @@ class RankingLayout(TensorLayout):
 
 
 def _num_candidates(given: NDArray[Any] | None, num_samples: int, num_contexts: int) -> NDArray[np.int64]:
-    """Of each context, as the request says or implies."""
+    """The number of candidates of each context, as the request says or implies."""
     if given is None:
         if num_contexts not in (1, num_samples):
             raise InvalidRequestError(

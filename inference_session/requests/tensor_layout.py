@@ -18,7 +18,7 @@ from inference_session.requests.outputs import Outputs
 
 @dataclass(frozen=True)
 class _Expected:
-    """What the check of one input compares with, taken out of its TensorSpec once."""
+    """The values that the check of one input compares with, taken from its TensorSpec once."""
 
     name: str
     dtype: np.dtype[Any]
@@ -52,7 +52,7 @@ class TensorLayout(RequestLayout):
     def _check_inputs(
         self, inputs: Mapping[str, NDArray[Any]]
     ) -> tuple[dict[str, NDArray[Any]], tuple[Hashable, ...], tuple[int, int]]:
-        """The inputs, what requests that are joined have in common, and the numbers of samples and contexts, or -1."""
+        """The inputs, the shapes that joined requests share, and the numbers of samples and contexts, or -1."""
         if len(inputs) != len(self._inputs):
             self._explain_names(inputs)
         counts = [-1, -1]
@@ -64,7 +64,7 @@ class TensorLayout(RequestLayout):
                 self._explain_names(inputs)
                 continue
             if not expected.rank and array.shape == (1,):
-                array = array.reshape(())  # a scalar, as servers without scalars send it
+                array = array.reshape(())  # a scalar, from a server that cannot send scalars
             if array.dtype != expected.dtype or array.ndim != expected.rank or array.size > self.max_elements:
                 self._explain_array(expected, array)
             shape = array.shape
@@ -150,7 +150,7 @@ def _expected(tensor: TensorSpec, ragged: bool) -> _Expected:
 
 
 def _ragged_inputs(spec: ModelSpec, network_inputs: frozenset[str]) -> set[str]:
-    """Inputs whose last dimension is only ever a bag of keys, so that requests of different lengths can be joined."""
+    """Inputs whose last dimension is always a bag of keys, so that requests of different lengths can be joined."""
     lookups = (*spec.lookups, *(spec.ranking.lookups if spec.ranking else ()))
     pooled = {lookup.keys for lookup in lookups if lookup.pooling != "none" and lookup.weights is None}
     others = {lookup.keys for lookup in lookups if lookup.pooling == "none" or lookup.weights is not None}
@@ -159,7 +159,7 @@ def _ragged_inputs(spec: ModelSpec, network_inputs: frozenset[str]) -> set[str]:
 
 
 def _even_out(arrays: Sequence[Any]) -> list[Part]:
-    """Keys [samples, …, L] of requests with different L, as bags behind each other; equal ones as they are."""
+    """Keys [samples, …, L] of requests with different L, as concatenated bags; keys of equal L unchanged."""
     if all(array.shape[1:] == arrays[0].shape[1:] for array in arrays):
         return list(arrays)
     lengths = np.concatenate([np.full(math.prod(a.shape[:-1]), a.shape[-1], np.int64) for a in arrays])
@@ -183,7 +183,7 @@ def _text(item: object) -> str:
         return item.decode()
     if not isinstance(item, str):
         raise TypeError(f"found {item!r}")
-    item.encode()  # Python has strings that no UTF-8 can hold, and ONNX Runtime wants that
+    item.encode()  # Python allows strings that UTF-8 cannot encode, and ONNX Runtime needs UTF-8
     return str(item)
 
 

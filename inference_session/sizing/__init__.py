@@ -1,1 +1,1 @@
-"""How much memory a model needs, and what hit rate a cache of some size would have: told from a trace of keys."""
+"""How much memory a model needs, and the hit rate of a cache by its size, computed from a trace of keys."""

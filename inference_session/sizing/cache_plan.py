@@ -1,4 +1,4 @@
-"""The hit rate of a whole model's cache by its bytes, and how many of them are worth having."""
+"""The hit rate of a whole model's cache by its bytes, and how many bytes are worth their cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SMALLEST_PART = 1000
 
 
 class CachePoint(NamedTuple):
-    """A size of the cache, and what it would do on the trace."""
+    """A size of the cache, and its hit rate on the trace."""
 
     cache_bytes: int
     hit_rate: float
@@ -26,7 +26,7 @@ class CachePoint(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedTable:
-    """What a trace says of one table."""
+    """The trace of one table."""
 
     num_keys: int
     num_distinct: int
@@ -36,7 +36,7 @@ class TracedTable:
 
 
 class CachePlan:
-    """What caches of different sizes would do for a model on a trace. Tables without a trace take room all the same."""
+    """Hit rates of caches of different sizes for a model on a trace. Tables without a trace still take up room."""
 
     def __init__(self, dims: Mapping[str, int], num_rows: Mapping[str, int], traced: Mapping[str, TracedTable]) -> None:
         """Tables by folder: embedding_dim and rows of all of them, and at least one that has been traced."""
@@ -64,7 +64,7 @@ class CachePlan:
         return self.hit_rate(self.most_bytes)
 
     def points(self, num_points: int) -> list[CachePoint]:
-        """The hit rate at so many sizes, up to the largest that is of use, evenly on a logarithmic scale."""
+        """The hit rate at this many sizes, up to the largest useful one, evenly on a logarithmic scale."""
         least_rows = max(table.least_rows for table in self._traced.values())
         told = bytes_to_hold(self._dims, {table: min(rows, least_rows) for table, rows in self._num_rows.items()})
         least = min(max(told, self.most_bytes // _SMALLEST_PART), self.most_bytes)
@@ -83,9 +83,9 @@ class CachePlan:
         return CachePoint(cache_bytes, self.hit_rate(cache_bytes))
 
     def knee(self) -> CachePoint:
-        """Where the curve bends most: above it a byte brings less than the average byte does, below it more.
+        """Where the curve bends most: above it a byte adds less than the average byte does, below it more.
 
-        The point that is farthest above the straight line from no cache to one of everything.
+        The point that is farthest above the straight line from no cache to a cache of all rows.
         """
         points = self.points(_NUM_KNEE_POINTS)
         best = max(self.best_hit_rate, np.finfo(float).tiny)

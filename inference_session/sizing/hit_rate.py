@@ -27,11 +27,11 @@ class HitRateCurve(Protocol):
     """The hit rate of one table's cache on its trace, by size."""
 
     def hit_rate(self, rows: float) -> float:
-        """Of a cache of so many rows, 0 to 1."""
+        """The hit rate of a cache of this many rows, 0 to 1."""
 
 
 class LruCurve:
-    """The hit rate of every size of a cache that evicts the row that was used longest ago."""
+    """The hit rate of every size of a cache that evicts the least recently used row."""
 
     def __init__(self, keys: NDArray[np.int64], *, rate: float = 1.0, num_keys: int | None = None) -> None:
         """Compute the curve of a trace, or from a sample of one.
@@ -39,7 +39,7 @@ class LruCurve:
         Args:
             keys: int64 [n] in their order.
             rate: the part of all keys that is in the sample.
-            num_keys: length of the trace that was sampled; None: these are all.
+            num_keys: length of the trace that was sampled; None: `keys` is the whole trace.
         """
         previous = _previous_uses(keys)
         self.num_distinct = round(np.count_nonzero(previous < 0) / rate)
@@ -62,7 +62,7 @@ class LruCurve:
 
 
 class SimulatedCurve:
-    """The hit rate of our own cache, which ran over the keys at several sizes."""
+    """The hit rate of our own cache, simulated on the keys at several sizes."""
 
     def __init__(self, rows: NDArray[np.float64], hit_rates: NDArray[np.float64]) -> None:
         """Sizes, ascending from 0, and the hit rate of each; both [n]."""
@@ -73,7 +73,7 @@ class SimulatedCurve:
     def of_sample(
         cls, sample: KeySample, num_distinct: int, progress: Callable[[int], None] = lambda _: None
     ) -> SimulatedCurve:
-        """Simulate; `progress` is told the keys done since the last call, `num_simulated_keys` in all.
+        """Simulate; `progress` gets the keys done since the last call, `num_simulated_keys` in all.
 
         `num_distinct`: keys of the trace, each once.
         """
@@ -84,7 +84,7 @@ class SimulatedCurve:
             hits = count_hits(sample.keys, capacity=max(round(rows * sample.rate), 1))
             hit_rates.append(scale.hit_rate(hits, rows))
             progress(len(sample.keys))
-        # More rows may by chance serve a few keys less well; a curve that falls would only confuse its readers.
+        # By chance, more rows may serve a few keys worse; a curve that falls would confuse readers.
         return cls(np.concatenate([[0.0], sizes]), np.maximum.accumulate(hit_rates))
 
     def hit_rate(self, rows: float) -> float:
@@ -111,7 +111,7 @@ class SamplingError:
 
     @classmethod
     def of_sample(cls, sample: KeySample) -> SamplingError:
-        """Estimate; nothing is off where nothing was left out."""
+        """Estimate; the error is 0 where the sample is the whole trace."""
         if sample.rate == 1:
             return cls(np.zeros(1), np.zeros(1))
         rate = sample.rate / _ERROR_PARTS
@@ -123,12 +123,12 @@ class SamplingError:
         return cls(rows, 2 * hit_rates.std(axis=0, ddof=1) / math.sqrt(_ERROR_PARTS))
 
     def at(self, rows: float) -> float:
-        """Of the hit rate of a cache of so many rows."""
+        """The error of the hit rate of a cache of this many rows."""
         return float(np.interp(rows, self.rows, self.errors))
 
 
 class _Scale:
-    """From hits counted in a sample to the hit rate of the trace."""
+    """Converts hits counted in a sample to the hit rate of the trace."""
 
     def __init__(self, num_expected: float, num_surplus: float) -> None:
         self._num_expected = num_expected
@@ -136,7 +136,7 @@ class _Scale:
 
     @classmethod
     def of(cls, num_sampled: int, rate: float, num_keys: int | None) -> _Scale:
-        """`num_keys`: length of the whole trace; the uses that a fair sample of it has, and how many too few are there.
+        """`num_keys`: length of the whole trace. Computes the uses that a fair sample of it has, and how many are missing.
 
         Whether the hottest keys were sampled decides nearly all of that difference, and they are always hits.
         """
@@ -150,7 +150,7 @@ class _Scale:
 
 
 def _previous_uses(keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[n]: where the key at each position was used last before it, -1 where never."""
+    """[n]: the position of the previous use of the key at each position, -1 where none exists."""
     previous = np.full(len(keys), -1, np.int64)
     order = np.argsort(keys, kind="stable")
     ordered = keys[order]
@@ -160,7 +160,7 @@ def _previous_uses(keys: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _simulated_sizes(num_distinct: int, rate: float) -> NDArray[np.float64]:
-    """Round numbers of rows up to all keys there are."""
+    """Round numbers of rows up to the number of all keys."""
     most = max(num_distinct, 1)
     least = max(most / _SMALLEST_PART, 1, _LEAST_SAMPLED_ROWS / rate if rate < 1 else 1)
     sizes = [size * 10.0**decade for decade in range(-1, 13) for size in _ROUND_SIZES]

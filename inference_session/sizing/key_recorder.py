@@ -2,11 +2,11 @@
 
 A recording is a folder:
 
-    trace.json           per table: `num_keys` looked up; `dropped_keys`: while too many waited to be written
+    trace.json           per table: `num_keys` looked up; `dropped_keys`: lost while too many waited to be written
     <table>.<n>.keys     int64, little endian, in the order of the look-ups: all uses of 2**-n of the keys
 
-Which keys are recorded is told by a hash (sizing/key_sample.py). When a file has grown to its share of the bytes, half
-of the keys that are left go, into a file of the next n: it stays a fair sample of everything since the beginning.
+A hash decides which keys are recorded (sizing/key_sample.py). When a file has grown to its share of the bytes, half of
+its keys are dropped, and the rest go into a file of the next n: it stays a fair sample of the whole recording.
 trace.json is brought up to date once a second.
 """
 
@@ -54,7 +54,7 @@ class _Batch(NamedTuple):
 
 
 class KeyRecorder:
-    """Writes what `record` is told to a folder of its own, until closed. Thread-safe."""
+    """Writes the keys that `record` gets to its own folder, until closed. Thread-safe."""
 
     def __init__(self, folder: Path, tables: tuple[str, ...], *, max_bytes: int) -> None:
         """Start a recording in `folder`, which exists, of these tables, in `max_bytes` in all."""
@@ -72,7 +72,7 @@ class KeyRecorder:
         self._thread.start()
 
     def record(self, segments: NDArray[np.void], num_keys: NDArray[np.int64]) -> None:
-        """Note the keys of SEGMENT records, so many each, whose addresses are good until this returns."""
+        """Note the keys of SEGMENT records, this many each, whose addresses are valid until this returns."""
         num_all = int(num_keys.sum())
         with self._lock:
             if self._waiting_bytes + num_all * _KEY_BYTES > _MAX_WAITING_BYTES:
@@ -85,7 +85,7 @@ class KeyRecorder:
             self._waiting.append(_Batch(segments["table"].copy(), num_keys.copy(), keys))
 
     def close(self) -> None:
-        """Write what waits, and end. May be called more than once."""
+        """Write the keys that wait, and end. May be called more than once."""
         self._closing.set()
         self._thread.join()
 
@@ -148,7 +148,7 @@ class _KeyFile:
         self._write(sampled_keys(keys, self._halvings))
 
     def thin(self) -> None:
-        """Keep half of the keys, in a file of their own, which readers find once it is complete."""
+        """Keep half of the keys, in a new file, which readers find once it is complete."""
         old = self._path
         self._file.close()
         self._halvings += 1
@@ -196,7 +196,7 @@ def read_recording(folder: Path) -> Iterator[TracePart]:
 
 
 def _newest_file(folder: Path, table: str) -> tuple[int, Path]:
-    """The file of the fewest keys: others are about to go."""
+    """The file with the lowest sampling rate: the others are about to be removed."""
     found = {path.name.split(".")[-2]: path for path in folder.glob(f"{table}.*{_KEYS_SUFFIX}")}
     numbered = [(int(number), path) for number, path in found.items() if number.isdecimal()]
     if not numbered or (newest := max(numbered))[0] > _MOST_HALVINGS:

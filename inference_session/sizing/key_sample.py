@@ -2,8 +2,8 @@
 
 Keys are chosen by a hash (spatial sampling; Waldspurger, Park, Garthwaite and Ahmad, "Efficient MRC construction with
 SHARDS", FAST 2015). In a part `rate` of all keys, a cache of `rate` times as many rows has about the hit rate that the
-whole cache has on the whole trace. What the few hottest keys distort, being in the sample or not, is set right by
-taking the uses that the sample has too few or too many for hits of a cache of any size.
+whole cache has on the whole trace. The few hottest keys distort the sample, whether they are in it or not. This
+is corrected: uses that the sample has too few or too many of count as hits of a cache of any size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class KeySample:
     """
 
     def __init__(self, max_keys: int = DEFAULT_MAX_KEYS) -> None:
-        """`max_keys`: uses that are kept at most; the part of the keys that is sampled is halved until they are."""
+        """`max_keys`: the most uses that are kept; the sampled part of the keys is halved until they fit."""
         self.max_keys = max_keys
         self.num_keys = 0
         """Uses seen, sampled or not."""
@@ -45,11 +45,11 @@ class KeySample:
         return self._chunks[0]
 
     def add(self, keys: NDArray[np.int64]) -> None:
-        """Go on with more of the trace."""
+        """Add the next keys of the trace."""
         self.add_sampled(keys, len(keys), self._halvings)
 
     def add_sampled(self, keys: NDArray[np.int64], num_keys: int, halvings: int) -> None:
-        """Go on with a part of the trace, `num_keys` long, of which `keys` have been sampled at 2**-halvings."""
+        """Add the next part of the trace, `num_keys` long, of which `keys` have been sampled at 2**-halvings."""
         self.num_keys += num_keys
         if halvings > self._halvings:
             self.thin(halvings)
@@ -66,14 +66,14 @@ class KeySample:
         self._num_kept = len(self._chunks[0])
 
     def parts(self, num_parts: int) -> list[NDArray[np.int64]]:
-        """The uses, divided by key into so many samples of their own, each at `rate` / num_parts."""
+        """The uses, divided by key into this many separate samples, each at `rate` / num_parts."""
         groups = np.empty(len(self.keys), np.uint8)
         assign_groups(self.keys, num_parts, groups)
         return [self.keys[groups == part] for part in range(num_parts)]
 
 
 def sampled_keys(keys: NDArray[np.int64], halvings: int) -> NDArray[np.int64]:
-    """Those of the keys that a sample at 2**-halvings has."""
+    """The keys that belong to a sample at 2**-halvings."""
     selected = np.empty(len(keys), np.int64)
     threshold = np.uint64(ALL_KEYS >> halvings)
     count = int(select_keys(np.ascontiguousarray(keys), threshold, selected))

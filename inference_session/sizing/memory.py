@@ -51,11 +51,11 @@ def memory_items(
     cache_on_device: bool = False,
     shard: Shard = "none",
 ) -> list[MemoryItem]:
-    """What one version takes; during a swap two versions are loaded, each with all of it.
+    """The memory of one version; during a swap two versions are loaded, each with all of it.
 
     Args:
         spec: of the version.
-        version_dir: where its networks are, and its tables unless it has none but those of its stores.
+        version_dir: where its networks are, and its tables unless only its stores have them.
         cache_bytes: of each process; with `rows_on_device`, what tables and indexes may take of each device.
         num_processes: that serve the version.
         num_devices: GPUs that hold the network; 0: the processes do.
@@ -85,7 +85,7 @@ def memory_items(
 def _rows_on_device(
     tables: Sequence[TableSpec], cache_bytes: int, num_devices: int, num_processes: int, shard: Shard
 ) -> list[MemoryItem]:
-    """What tables take that are looked up by GPUs; those that do not fit are pinned in host memory."""
+    """The memory of tables that GPUs look up; tables that do not fit are pinned in host memory."""
     places = places_of(tables, cache_bytes, num_devices, shard)
     copied, shards, pinned = (
         [table for table, place in zip(tables, places, strict=True) if place == wanted]
@@ -101,7 +101,7 @@ def _rows_on_device(
 
 
 def bytes_in(items: Iterable[MemoryItem], place: Place) -> int:
-    """What one process or device has of them; of `page cache`, what the machine has."""
+    """The bytes of one process or device; for `page cache`, those of the machine."""
     return sum(item.each_bytes for item in items if item.place == place)
 
 

@@ -1,4 +1,4 @@
-"""Traces of keys in files: which keys a table was asked for, in their order.
+"""Traces of keys in files: the keys that were looked up in a table, in order.
 
 | format     | what it is |
 | ---------- | ---------- |
@@ -7,7 +7,7 @@
 | `text`     | whole numbers, with white space or commas between |
 | `csv`      | a header and rows, with a column `key` and, where several tables are traced, a column `table` |
 
-Any of them may be compressed (`.gz`, `.xz`, `.bz2`). A folder is a recording, as the setting `record_keys` makes them
+Any of them may be compressed (`.gz`, `.xz`, `.bz2`). A folder is a recording, made by the setting `record_keys`
 (key_recorder.py). Files are read piece by piece, so that they may be larger than memory. Nothing is ever unpickled.
 """
 
@@ -55,7 +55,7 @@ def read_trace(path: Path, trace_format: str = "auto") -> Iterator[TracePart]:
 
     Args:
         path: the file.
-        trace_format: one of TRACE_FORMATS; `auto` goes by the name's ending, `int64` where that is none of theirs.
+        trace_format: one of TRACE_FORMATS; `auto` goes by the name's suffix, and takes `int64` for an unknown one.
 
     Raises:
         TraceFormatError: the file is not of that format, or damaged; names it.
@@ -108,7 +108,7 @@ def _read_binary(stream: IO[bytes], dtype: np.dtype[np.integer]) -> Iterator[Tra
 
 
 def _read_fully(stream: IO[bytes], num_bytes: int) -> bytes:
-    """So many bytes, fewer only at the end: a decompressor may give less at a time."""
+    """This many bytes, fewer only at the end: a decompressor may return less per call."""
     data = stream.read(num_bytes)
     while 0 < len(data) < num_bytes and (more := stream.read(num_bytes - len(data))):
         data += more
@@ -119,7 +119,7 @@ def _read_text(stream: IO[bytes]) -> Iterator[TracePart]:
     rest = b""
     while data := stream.read(_CHUNK_BYTES):
         words = (rest + data.replace(b",", b" ")).split()
-        # The last word may go on in the next piece.
+        # The last word may continue in the next piece.
         rest = words.pop() if words and not data[-1:].isspace() and data[-1:] != b"," else b""
         if len(rest) > _LONGEST_NUMBER:
             raise ValueError(f"{rest[:16]!r}... is not a number")
