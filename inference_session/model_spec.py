@@ -216,7 +216,7 @@ class ModelSpec:
 
     @property
     def joins_requests(self) -> bool:
-        """Whether several requests can be computed at once: those of HPS as well, although they have no number of samples."""
+        """Whether several requests can be computed at once: those of HPS as well, although they have no samples."""
         return self.joinable and (self.batched or self.answers_vectors)
 
     def table(self, name: str) -> TableSpec:

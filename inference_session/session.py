@@ -99,7 +99,7 @@ class SessionSnapshot:
 
 
 class InferenceSession:
-    """Answers requests from one version of a model. Safe to use from several threads; knows nothing of Triton."""
+    """Answers requests from one version of a model. Safe to use from several threads; independent of Triton."""
 
     @classmethod
     def open(
@@ -109,8 +109,8 @@ class InferenceSession:
 
         Args:
             directory: `<repository>/<model>/<version>`.
-            defaults: fields of SessionConfig, for those that are in neither of the others.
-            settings: fields of SessionConfig; they come before those in session.json.
+            defaults: fields of SessionConfig, used where neither `settings` nor session.json has one.
+            settings: fields of SessionConfig; they take precedence over those in session.json.
 
         Raises:
             ModelFormatError: a file is missing, damaged or not what session.json says; names it.
@@ -143,7 +143,7 @@ class InferenceSession:
         self.spec = spec = version.spec
         self.config = config
         self.directory = version.path
-        self._closed = True  # until everything below is there
+        self._closed = True  # until everything below is set
         cpu.compile_kernels()
         layout = layout_of(spec)
         threads = [DeviceThread(device, is_own=len(devices) > 1) for device in devices]
@@ -176,12 +176,12 @@ class InferenceSession:
 
     @property
     def failure(self) -> str | None:
-        """Why no request can be answered any more, for instance because a GPU has failed; None: they can."""
+        """Why requests can no longer be answered, for instance because a GPU has failed; None: they can."""
         return next((device.failure for device in self._devices if device.failure is not None), None)
 
     @property
     def num_devices(self) -> int:
-        """How many batches are computed at the same time, at most, where that depends on devices."""
+        """The most batches that are computed at the same time, where that depends on devices."""
         return len(self._devices)
 
     @property
@@ -217,7 +217,7 @@ class InferenceSession:
 
         Inputs may also lie on a GPU, as arrays of CuPy or PyTorch. A session on that GPU reads them in place, if the
         model has neither bags by offsets, weights of keys, strings, computed keys nor context inputs; otherwise they
-        are copied to the host. Types of arrays in place have to be the model's own.
+        are copied to the host. Arrays that are read in place must have the model's own types.
 
         Raises:
             InvalidRequestError: an input is missing, unknown or malformed, or an output unknown.
@@ -233,13 +233,13 @@ class InferenceSession:
         return answer
 
     def _run_from_gpu(self, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] | None) -> Answer:
-        """As `run`, for inputs of which some lie on a GPU: alone, for they are not joined with those of others."""
+        """As `run`, for inputs of which some are on a GPU; they are not joined with other requests."""
         self._check_open()
         take = self._devices[0].given if self._reads_gpu_inputs else None
         try:
             arrays = {name: self._input_from_gpu(name, value, take) for name, value in inputs.items()}
             request = self._layout.check(Request(arrays, outputs))
-            # Plans of such batches are their own: other batches of these shapes have places on the host.
+            # Such batches have separate plans: other batches of these shapes have places on the host.
             answer = self._answer([request._replace(shapes=("on GPU", request.shapes))])[0]
         except HotrowError:
             self._stats.count_requests(1, 1)
@@ -249,13 +249,13 @@ class InferenceSession:
 
     @property
     def _reads_gpu_inputs(self) -> bool:
-        """Whether inputs on the session's one GPU are read there: nothing on the host looks at keys."""
+        """Whether inputs on the session's one GPU are read there: nothing on the host reads keys."""
         if self.num_devices > 1:
             return False
         return self._rows.is_launched and self._recorder is None and may_stay_on_gpu(self.spec, self._layout)
 
     def _input_from_gpu(self, name: str, value: Any, take: Callable[[Any], Any] | None) -> Any:
-        """An input where the session reads it: what `take` makes of it, on the GPU; None: on the host."""
+        """An input where the session reads it: the result of `take`, on the GPU; None: on the host."""
         if is_on_gpu(value):
             return copied_to_host(name, value) if take is None else take(value)
         array = as_input(name, value, self._input_types.get(name))
@@ -264,7 +264,7 @@ class InferenceSession:
     def run_many(self, requests: Sequence[Request], mark: Mark = unmarked) -> list[Answer | HotrowError]:
         """Answer several requests with one look-up and one run of the dense network wherever their shapes allow.
 
-        An answer that cannot be given is an error in its place; the other requests are not concerned. `mark` is told
+        An answer that cannot be given is an error in its place; the other requests are not affected. `mark` gets
         the stages from `look-up` on.
         """
         self._check_open()
@@ -274,7 +274,7 @@ class InferenceSession:
         for group in grouped:
             try:
                 grouped.answer(group, self._answer(group.requests, mark))
-            except HotrowError as error:  # noqa: PERF203  no other group is concerned
+            except HotrowError as error:  # noqa: PERF203  no other group is affected
                 grouped.fail(group, error)
         self._stats.count_requests(len(requests), grouped.num_failed)
         return grouped.answers
@@ -282,7 +282,7 @@ class InferenceSession:
     def run_arrays(
         self, arrays: Arrays, num_requests: int, outputs: Collection[str] | None = None, mark: Mark = unmarked
     ) -> list[Answer] | None:
-        """Answer requests that are as the model's inputs describe them, by one look-up and one run of the network.
+        """Answer requests that match the model's inputs exactly, by one look-up and one run of the network.
 
         Args:
             arrays: a list: those of the first request in the order of `spec.inputs`, then those of the next.
@@ -291,7 +291,7 @@ class InferenceSession:
             mark: see `run_many`.
 
         Returns:
-            None where `run_many` has to be asked: it takes any request, and says what is wrong with it.
+            None where the caller must use `run_many`, which takes any request, and says what is wrong with it.
         """
         self._check_open()
         if self._staged is None or (num_requests > 1 and not self._may_join):
@@ -331,7 +331,7 @@ class InferenceSession:
         return self.run_arrays(arrays, len(requests), requests[0].outputs, mark) if requests else None
 
     def _answer(self, requests: Sequence[CheckedRequest], mark: Mark = unmarked) -> list[Answer]:
-        """The path of every other request: keys, look-up, dense network, split."""
+        """The path of all other requests: keys, look-up, dense network, split."""
         if self.spec.batched and not any(request.num_samples for request in requests):
             return [self._outputs.of_no_samples(request.outputs) for request in requests]
         return self._replicas.run(lambda replica: self._answer_on(replica, requests, mark))
@@ -352,7 +352,7 @@ class InferenceSession:
         return self._layout.split(batch.in_order(outputs), requests)
 
     def _fill_in_contexts(self, kept: KeptContexts, batch: JoinedBatch, requests: Sequence[CheckedRequest]) -> int:
-        """Add to the batch what is known, or computed, of its contexts; returns how many were known."""
+        """Add to the batch the kept, or computed, results of its contexts; returns how many were kept."""
         wanted = kept.find(requests)
         num_known = sum(key in wanted.found for key in wanted.keys)
         if wanted.missing:
@@ -400,8 +400,8 @@ class InferenceSession:
         """Vectors of one table: keys int64 [n] become float32 [n, embedding_dim]; unknown keys the default vector.
 
         Raises:
-            TableNotFoundError: neither a table's name nor its folder.
-            UnavailableError: a store is down that may have one of the keys, and the settings want no default instead.
+            TableNotFoundError: no table has this name or folder.
+            UnavailableError: a store is down that may have one of the keys, and the settings allow no default instead.
         """
         self._check_open()
         spec = self.spec.table(table)
@@ -411,7 +411,7 @@ class InferenceSession:
         return vectors
 
     def update(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
-        """Write rows to the stores, the persistent one first, and to the cache; look-ups that begin later answer them.
+        """Write rows to the stores, the persistent one first, and to the cache; look-ups that begin later return them.
 
         Args:
             table: its name or folder.
@@ -434,18 +434,18 @@ class InferenceSession:
         self._rows.writer.erase(spec.folder, as_written_keys(keys, spec))
 
     def refresh(self) -> None:
-        """Read the cached rows again from the stores; requests go on meanwhile. Without stores this does nothing.
+        """Read the cached rows again from the stores while requests continue. Without stores this does nothing.
 
         Raises:
-            UnavailableError: a store is down. Rows that it may have stay as they are.
+            UnavailableError: a store is down. Rows that it may have are not changed.
         """
         self._check_open()
         self._rows.writer.refresh()
 
     def save_hot_keys(self) -> None:
-        """Have the next session of the model, in whichever process, start with what is hot here now.
+        """Let the next session of the model, in any process, start with the rows that are hot here now.
 
-        Without a cache over stores, or without `state_dir`, this does nothing. It is done by itself every few seconds.
+        Without a cache over stores, or without `state_dir`, this does nothing. Sessions also do it every few seconds.
         """
         if self._hot_keys is not None:
             self._hot_keys.write()
@@ -455,8 +455,8 @@ class InferenceSession:
         table; see inference_session/rows/dump.py. Requests are answered meanwhile, updates wait.
 
         Args:
-            target: a path, or `hdfs://HOST:PORT/path`; appears when it is whole.
-            progress: told the number of rows read since the last call.
+            target: a path, or `hdfs://HOST:PORT/path`; it appears when complete.
+            progress: called with the number of rows read since the last call.
 
         Raises:
             ConfigurationError: the target exists.
@@ -470,18 +470,18 @@ class InferenceSession:
         return self.snapshot().as_dict()
 
     def snapshot(self) -> SessionSnapshot:
-        """What `stats` says, as objects."""
+        """The same as `stats`, as objects."""
         updates = None if self._updates is None else self._updates.stats()
         return SessionSnapshot(self._stats.snapshot(), self._row_stats(), updates)
 
     @property
     def shares_rows(self) -> bool:
-        """Whether what its update stream writes is seen by other sessions, none of which is in charge."""
+        """Whether other sessions see what its update stream writes, without one session being responsible for it."""
         return self._updates is not None and self.config.has_store and not self._rows.writer.is_durable
 
     @contextlib.contextmanager
     def updates_held(self) -> Iterator[AppliedPartitions]:
-        """Apply nothing of the update stream until the context ends; gives how far it is applied."""
+        """Pause the update stream until the context ends; yields how far it is applied."""
         if self._updates is None:
             yield {}
         else:
@@ -489,14 +489,14 @@ class InferenceSession:
                 yield applied
 
     def catch_up_with(self, applied: AppliedPartitions) -> None:
-        """Wait until what another session has applied is applied here as well, for `catch_up_s` at most."""
+        """Wait, for `catch_up_s` at most, until this session has applied what another session has applied."""
         if self._updates is not None:
             self._updates.wait_until_applied(applied, self.config.catch_up_s)
 
     def close(self) -> None:
-        """Answer no more: requests and changes are a SessionClosedError from now on. May be called twice.
+        """Stop answering: requests and changes are a SessionClosedError from now on. May be called twice.
 
-        Without stores, what is under way is finished; with them it is a SessionClosedError where rows are missing.
+        Without stores, running requests finish; with stores they are a SessionClosedError where rows are missing.
         """
         if not self._closed:
             self._closed = True
@@ -504,7 +504,7 @@ class InferenceSession:
                 self._updates.close()
             if self._hot_keys is not None:
                 self._hot_keys.close()
-                self._hot_keys = None  # it knows us: the memory would wait for the garbage collector
+                self._hot_keys = None  # it refers to us: only the garbage collector would free the memory
             for rows in self._all_rows:
                 rows.close()
             self._replicas.close()
@@ -533,7 +533,7 @@ class InferenceSession:
 
     @property
     def _network_specs(self) -> list[ModelSpec]:
-        """Of the model's network, and of the one that ranks candidates, if there is any."""
+        """For the model's network, and for the one that ranks candidates, if any."""
         ranking = self.spec.ranking
         return [self.spec] if ranking is None else [self.spec, replace(self.spec, lookups=ranking.lookups)]
 
@@ -552,7 +552,7 @@ class InferenceSession:
         return Replica(networks[0], networks[-1], thread)
 
     def _open_engines(self, spec: ModelSpec, thread: DeviceThread, dense_file: str, keys_file: str) -> _Engines:
-        """A dense network, and the one that computes its keys, if there is any."""
+        """A dense network, and the one that computes its keys, if any."""
         layout = layout_of(spec)
         if not layout.has_network:
             return VectorEngine([lookup.dense_input for lookup in spec.lookups]), None
@@ -565,7 +565,7 @@ class InferenceSession:
         return dense, keys
 
     def _keep_contexts(self) -> KeptContexts | None:
-        """What ranks candidates and keeps their contexts, where the settings ask for it."""
+        """The object that ranks candidates and keeps their contexts, where the settings ask for it."""
         if not self.config.context_cache_bytes or not isinstance(self._layout, RankingLayout):
             return None
         if self._rows.device is not HOST:
@@ -578,17 +578,17 @@ class InferenceSession:
         return open_kept_contexts(self.version, self.config, self._rows, self._layout)
 
     def _stage_model(self) -> StagedModel | GatheredModel | None:
-        """What answers `run_arrays`; None where several devices take turns."""
+        """The object that answers `run_arrays`; None where several devices take turns."""
         network = self._replicas.all[0].network
         if self._rows.device is HOST:
             return stage_model(self.spec, self._layout, network, self._rows)
-        # Imported where needed: what reads HugeCTR's requests takes half a second to load.
+        # Imported where needed: the reader of HugeCTR's requests takes half a second to load.
         from inference_session.execution.gathered import gather_model
 
         return gather_model(self.spec, self._layout, network) if len(self._replicas.all) == 1 else None
 
     def _create_engine(self, path: Path, thread: DeviceThread) -> DenseEngine:
-        """The dense engine: where nobody insists on a GPU, on the CPU if ONNX Runtime cannot use it after all."""
+        """The dense engine; if ONNX Runtime cannot use the GPU, and no setting requires it, it runs on the CPU."""
         try:
             return create_engine(path, self.config, thread.device)
         except ConfigurationError as error:
@@ -607,7 +607,7 @@ class InferenceSession:
             raise
 
     def _warm_up(self) -> None:
-        """Have everything in place that the first requests need: the network, its memory, the hot rows."""
+        """Prepare everything that the first requests need: the network, its memory, the hot rows."""
         seconds = self.config.warm_up_s / len(self._replicas.all)
         for replica in self._replicas.all:  # one by one, as only one may record
             replica.thread.run(partial(self._warm_up_on, replica, seconds))
@@ -615,11 +615,11 @@ class InferenceSession:
             raise UnavailableError(self.failure)
 
     def _warm_up_on(self, replica: Replica, seconds: float) -> None:
-        self._run_made_up(replica, 1, 1)  # whatever it takes: kernels and network have to be there
+        self._run_made_up(replica, 1, 1)  # without a time limit: kernels and network must be ready
         deadline = time.monotonic() + seconds
         if seconds:
             hot_keys = read_hot_keys(self._hot_keys_file) if self.config.state_dir else {}
-            with contextlib.suppress(UnavailableError):  # some rows of a store that is down, or none, are enough
+            with contextlib.suppress(UnavailableError):  # if a store is down, some rows, or none, are enough
                 replica.network.rows.warm_up(hot_keys, deadline)
         more = () if replica.thread.device is HOST else _GPU_WARM_UP_BATCHES
         for num_requests, num_samples in (*_WARM_UP_BATCHES, *more):
@@ -636,17 +636,17 @@ class InferenceSession:
         self._run_request(replica, self._layout.made_up(num_samples), num_requests)
 
     def _run_request(self, replica: Replica, request: Request, times: int = 1) -> None:
-        # Zeros need not be a sensible request, nor need all stores be up; a batch that fails is no request's end.
+        # Zeros may be an invalid request, and a store may be down; a failed warm-up batch affects no request.
         with contextlib.suppress(HotrowError):
             checked = [self._layout.check(request)] * times
-            # The first runs of a shape bind it, the last is what requests will do.
+            # The first runs of a shape bind it; the last one runs as requests will.
             for _ in range(2 if replica.network.rows.is_launched else 1):
                 self._answer_on(replica, checked, unmarked)
             for _ in range(2):
                 self._run_staged([request] * times, unmarked)
 
     def _start_counting(self) -> None:
-        """What comes from now on is counted, makes rows hot, and is recorded if so wished."""
+        """From now on, requests are counted, make rows hot, and are recorded if a setting asks for it."""
         self._recorder = create_key_recorder(self.version, self.config)
         self._stats = SessionStats(self.spec)
         self._rows_before = self._rows.stats()
@@ -655,7 +655,7 @@ class InferenceSession:
             self._hot_keys = HotKeysWriter(self._hot_keys_file, self._rows.hot_keys, self._num_lookups)
 
     def _follow_updates(self) -> None:
-        """Apply what changes from now on, and what has been published before, as far as that has not been done."""
+        """Apply changes from now on, and those published before that have not been applied."""
         if self.config.update_stream is None:
             return
         from inference_session.update_stream.kafka_stream import KafkaUpdateStream
@@ -677,7 +677,7 @@ class InferenceSession:
         return self.version.state_file(self.config.state_dir, "hot_keys")
 
     def _row_stats(self) -> RowStats:
-        """What has been counted of the rows since the session serves."""
+        """The counters of the rows since the session began to serve."""
         stats = self._rows.stats()
         return stats if self._rows_before is None else stats.after(self._rows_before)
 
@@ -686,7 +686,7 @@ class InferenceSession:
 
 
 def _check_devices(config: SessionConfig, num_devices: int) -> None:
-    """Refuse settings that do not go with so many devices."""
+    """Refuse settings that are not supported with this many devices."""
     if num_devices == 1 and config.shard == "rows":
         raise ConfigurationError(
             f"shard=rows divides rows among several GPUs, but device {config.device!r} is one device: name several"
@@ -701,7 +701,7 @@ def _check_devices(config: SessionConfig, num_devices: int) -> None:
 
 
 def _verify(version: VersionDirectory, config: SessionConfig) -> None:
-    """Compare the files with the manifest, as far as the settings want it and it has not been done before."""
+    """Compare the files with the manifest, as far as the settings ask for it and it has not been done before."""
     absent = frozenset({TABLES_FOLDER}) if config.has_store else frozenset()
     known = VerifiedFiles(version.state_file(config.state_dir, "verified")) if config.state_dir else None
     manifest.verify(version.path, checksums=config.verify == "full", absent=absent, known=known)

@@ -25,7 +25,7 @@ _TABLE = TableSpec("table", "table", num_rows=2, embedding_dim=1)
 
 
 def compile_all() -> None:
-    """Look-ups, requests, caches, updates, Redis, files, and HugeCTR's bags; kernels that are compiled already are loaded."""
+    """Look-ups, requests, caches, updates, Redis, files, and HugeCTR's bags; compiled kernels are only loaded."""
     bags.compile_kernels()
     staging.compile_kernels()
     bag_staging.compile_kernels()

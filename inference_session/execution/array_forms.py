@@ -1,4 +1,4 @@
-"""The layouts of requests that compiled code stages: what each array of a request is, and how a batch follows from them.
+"""The layouts of requests that compiled code stages: what each array of a request is, and how a batch follows.
 
 A form belongs to one Staging: its records hold addresses of that Staging's memory.
 """

@@ -45,7 +45,7 @@ class Context(NamedTuple):
 
 
 class ContextMemory:
-    """Contexts by the bytes of their inputs, up to this many bytes; the least recently used one is evicted first. Thread-safe."""
+    """Contexts by the bytes of their inputs, up to this many bytes; evicts the least recently used one. Thread-safe."""
 
     def __init__(self, max_bytes: int, log: WriteLog) -> None:
         self._max_bytes = max_bytes
@@ -55,7 +55,7 @@ class ContextMemory:
         self._lock = threading.Lock()
 
     def get(self, key: bytes) -> Context | None:
-        """The kept results of a context; None where there are none, or where a row that it looked up has changed since."""
+        """The kept results of a context; None where none exist, or a row that it looked up has changed since."""
         with self._lock:
             context = self._contexts.get(key)
             if context is None:

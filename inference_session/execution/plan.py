@@ -1,4 +1,4 @@
-"""One plan per shape of batch: what follows from shapes alone, computed once, and the steps of each batch of that shape.
+"""One plan per shape of batch: what follows from shapes alone, computed once, and the steps of each batch.
 
     plan = plans.of(batch, outputs)
     with plan.held():                       # the device, until the answers are on the host
@@ -192,7 +192,8 @@ class FreshPlan(ExecutionPlan):
 class RecordedPlan(ExecutionPlan):
     """Batches always use the same memory, so that nothing is computed again between their launches.
 
-    A request leaves no state in this memory, and all requests of one shape use the same places. The host only has to copy the inputs, launch the look-up, run the network, wait, and copy the outputs: about
+    A request leaves no state in this memory, and all requests of one shape use the same places.
+    The host only has to copy the inputs, launch the look-up, run the network, wait, and copy the outputs: about
     half of the work of a batch that comes for the first time.
     """
 

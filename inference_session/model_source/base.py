@@ -30,8 +30,8 @@ again."""
 class ModelSource(ABC):
     """Files below a root. Paths are relative to it; all methods may be called from any thread.
 
-    A permanent failure is an OSError that names the file (SourceError, where the file is not on this machine). A failure
-    that may pass is an UnavailableError, which is raised only after some attempts.
+    A permanent failure is an OSError that names the file (SourceError, where the file is not on this machine). A
+    failure that may pass is an UnavailableError, which is raised only after some attempts.
     """
 
     @abstractmethod
@@ -48,7 +48,7 @@ class ModelSource(ABC):
 
     @abstractmethod
     def read(self, path: str, begin: int, num_bytes: int) -> bytes:
-        """This many bytes of a file from byte `begin` on; an OSError where it ends earlier."""
+        """Read this many bytes of a file from byte `begin` on; an OSError where it ends earlier."""
 
     @abstractmethod
     def write(self, path: str, chunks_from: ChunksFrom) -> None:
@@ -62,7 +62,7 @@ class ModelSource(ABC):
 
     @abstractmethod
     def rename(self, path: str, target: str) -> None:
-        """Move a file or folder to a free path (ConfigurationError if it is taken), atomically and safe from a crash."""
+        """Move a file or folder to a free path (ConfigurationError if it is taken), atomically and crash-safe."""
 
     @abstractmethod
     def remove(self, path: str) -> None:

@@ -105,7 +105,7 @@ class Copy:
         self.close()
 
     def _refuse_bad_target(self) -> bool:
-        """Returns whether the target exists with files of these sizes, as after a run that was killed at its very end."""
+        """Returns whether the target exists with files of these sizes, as after a run that was killed at its end."""
         target = self._place.name_of(self._name)
         if self._place.stat(self._name) is not None:
             with create_source(self._target) as there:

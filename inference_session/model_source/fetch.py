@@ -117,7 +117,7 @@ def _states(folder: Path) -> list[Path]:
 
 
 def _remove_old(folder: Path, used: Path) -> None:
-    """Remove all but the most recently used states, of which `used` is the newest. Must be called while holding the lock."""
+    """Remove all but the most recently used states, of which `used` is the newest. The caller holds the lock."""
     others = [path for path in _states(folder) if path != used]
     for path in others[: 1 - NUM_KEPT]:
         shutil.rmtree(path)

@@ -1,8 +1,8 @@
 """Files on HDFS, through WebHDFS and the `hdfs` package.
 
-A NameNode says where a file's blocks are, a DataNode gives or takes the bytes. After a failure that may pass (a DataNode that has just
-died, a NameNode in safe mode) the work is tried again for some seconds; a read continues at the byte that it had reached. Messages never
-repeat those of the HTTP client: they show whole URLs, and these hold delegation tokens.
+A NameNode says where a file's blocks are, a DataNode gives or takes the bytes. After a failure that may pass (a DataNode that
+has just died, a NameNode in safe mode) the work is tried again for some seconds; a read continues at the byte that it
+had reached. Messages never repeat those of the HTTP client: they show whole URLs, and these hold delegation tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class HdfsSource(ModelSource):
     """A folder of HDFS, or one file."""
 
     def __init__(self, url: HdfsUrl) -> None:
-        """Nothing is sent before it is needed. ConfigurationError where the environment asks for something that is missing."""
+        """Nothing is sent before it is needed. ConfigurationError where the environment asks for what is missing."""
         self.url = url
         self._session = EscapingSession(url.address)
         self._session.mount(
@@ -128,7 +128,7 @@ class HdfsSource(ModelSource):
         except _LeasedError as error:
             failure = error
         if isinstance(failure, _LeasedError):
-            # The previous writer died with its DataNode, and holds the lease of the file for a minute. Start the file again.
+            # The previous writer died with its DataNode, and holds the lease for a minute. Start the file again.
             self.remove(path)
             failure = self._try(path, lambda: self._write_on(path, chunks_from))
         if failure is not None:
@@ -226,7 +226,12 @@ class HdfsSource(ModelSource):
             raise
         except HdfsError as error:
             raise self._of_hdfs(path, error) from None
-        except (KeyError, TypeError, ValueError, RecursionError):  # an answer of another form, for example from another web server
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            RecursionError,
+        ):  # an answer of another form, for example from another web server
             raise SourceError(f"{self.name_of(path)}: {self._not_webhdfs()}") from None
         except (requests.RequestException, HTTPError) as error:
             raise UnavailableError(f"{self.name_of(path)}: {self._of_http(error)}") from None

@@ -14,7 +14,7 @@ _DEFAULT_PORTS = {"hdfs": 9870, "webhdfs": 9870, "swebhdfs": 9871}
 
 @dataclass(frozen=True)
 class HdfsUrl:
-    """The parts of a URL. The path is taken literally: `%` and similar characters have no special meaning, as in Hadoop."""
+    """The parts of a URL. The path is taken literally: `%` and the like have no special meaning, as in Hadoop."""
 
     scheme: str
     host: str

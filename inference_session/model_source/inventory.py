@@ -69,7 +69,7 @@ def _promised(source: ModelSource, manifest: Entry, sizes: dict[str, int]) -> di
 
 
 def _present(source: ModelSource, folder: str, item: FileEntry, sizes: dict[str, int]) -> str | None:
-    """The file's path; None where its top-level folder is missing as a whole, as `tables` is where a store has the rows."""
+    """The file's path; None where its top-level folder is missing, as `tables` is where a store has the rows."""
     path = posixpath.join(folder, str(item.path))
     if path in sizes:
         if sizes[path] != item.num_bytes:

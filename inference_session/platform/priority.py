@@ -10,7 +10,7 @@ _NICENESS = 5
 
 
 def yield_to_others() -> None:
-    """Lower the priority of the calling thread permanently: on Linux each thread has its own, and may not raise it again."""
+    """Lower the priority of the calling thread permanently: on Linux each has its own, and may not raise it again."""
     thread = threading.get_native_id()
     if os.getpriority(os.PRIO_PROCESS, thread) < _NICENESS:
         os.setpriority(os.PRIO_PROCESS, thread, _NICENESS)

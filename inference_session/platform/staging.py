@@ -116,7 +116,7 @@ def _locked_folder(folder: Path) -> Iterator[None]:
 
 
 def _opened_folder(folder: Path) -> int:
-    """A handle on a folder, which is made if needed; UnavailableError where its holder renames it at the same moment."""
+    """A handle on a folder, which is made if needed; UnavailableError where its holder renames it meanwhile."""
     try:
         folder.mkdir(exist_ok=True)
         return os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -1,4 +1,4 @@
-"""Where hotrow keeps what it can rebuild: imports of HugeCTR's files, and state that helps the next process to start."""
+"""Where hotrow keeps what it can rebuild: imports of HugeCTR's files, and state that helps the next process start."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def _as_array(what: str, value: ArrayLike) -> NDArray[Any]:
 
 
 def _narrowed(array: NDArray[Any], expected: np.dtype[Any]) -> NDArray[Any]:
-    """A list's numbers in the expected type, because NumPy gives lists the widest one. Unchanged where the conversion would lose any."""
+    """A list's numbers in the expected type; NumPy uses the widest. Unchanged where that loses any."""
     if array.size and array.dtype.kind + expected.kind not in ("ii", "iu", "if", "ff"):
         return array
     narrow = array.astype(expected)

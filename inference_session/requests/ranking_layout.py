@@ -20,7 +20,7 @@ class RankingLayout(TensorLayout):
     """A request carries the model's own inputs: for C contexts and N candidates, those of the context [C, …], the
     others [N, …], and CANDIDATES, int32 [C], says how many candidates each context has.
 
-    Without it, a single context has all candidates, and a request with as many contexts as candidates is an ordinary one.
+    Without it, one context has all candidates, and a request with as many contexts as candidates is an ordinary one.
     """
 
     def __init__(self, spec: ModelSpec, outputs: Outputs, *, network_inputs: frozenset[str], max_elements: int) -> None:

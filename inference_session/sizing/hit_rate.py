@@ -136,7 +136,7 @@ class _Scale:
 
     @classmethod
     def of(cls, num_sampled: int, rate: float, num_keys: int | None) -> _Scale:
-        """`num_keys`: length of the whole trace. Computes the uses that a fair sample of it has, and how many are missing.
+        """`num_keys`: length of the whole trace. Computes a fair sample's uses, and how many are missing.
 
         Whether the hottest keys were sampled decides nearly all of that difference, and they are always hits.
         """

@@ -108,7 +108,7 @@ def _read_binary(stream: IO[bytes], dtype: np.dtype[np.integer]) -> Iterator[Tra
 
 
 def _read_fully(stream: IO[bytes], num_bytes: int) -> bytes:
-    """This many bytes, fewer only at the end: a decompressor may return less per call."""
+    """Read this many bytes, fewer only at the end: a decompressor may return less per call."""
     data = stream.read(num_bytes)
     while 0 < len(data) < num_bytes and (more := stream.read(num_bytes - len(data))):
         data += more

@@ -1,1 +1,1 @@
-"""URLs of stores and brokers, as settings have them: parsed, and shown without their passwords."""
+"""URLs of stores and brokers, as in settings: parsed, and shown without their passwords."""

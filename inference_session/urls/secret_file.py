@@ -1,4 +1,4 @@
-"""Passwords that stand in files of their own, as Kubernetes and Docker hand out secrets."""
+"""Passwords in separate files, as Kubernetes and Docker provide secrets."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MAX_BYTES = 4096
 
 
 def url_password(given: str | None, options: Mapping[str, str]) -> str | None:
-    """The password of a URL: `given`, what stands in it, or the content of the file that its options name.
+    """The password of a URL: `given`, its own password, or the content of the file that its options name.
 
-    ConfigurationError where both are there, or the file cannot be used; it never shows what is in it.
+    ConfigurationError where both exist, or the file cannot be used; it never shows the file's content.
     """
     path = options.get(OPTION)
     if path is None:
@@ -26,7 +26,7 @@ def url_password(given: str | None, options: Mapping[str, str]) -> str | None:
 
 
 def read_secret(path: Path) -> str:
-    """What a file holds, without the end of its line; ConfigurationError where that is no password."""
+    """The content of a file, without the end of its line; ConfigurationError where that is no password."""
     if not path.is_absolute():
         raise ConfigurationError(f"{OPTION} cannot be {str(path)!r}; allowed: an absolute path")
     try:

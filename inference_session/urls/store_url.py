@@ -1,4 +1,4 @@
-"""Stores by URL: what may be written, and how it is read.
+"""Stores by URL: the syntax, and its parser.
 
     redis://[user:password@]host[:port][/db]      rediss:// for TLS
     redis+cluster://[user:password@]host[:port]   any node of a Cluster; rediss+cluster:// for TLS
@@ -8,7 +8,7 @@
     rocksdb:///path/to/folder
 
 Options follow behind `?`, as `name=value` with `&` between. `password_file=/path`: a file with the
-password. A password is kept from every text made of a URL.
+password. No text made of a URL shows a password.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class StoreUrl:
 
     @property
     def of_sentinels(self) -> StoreUrl:
-        """The same for connections to the sentinels, which have users and passwords of their own."""
+        """The same for connections to the sentinels, which have their own users and passwords."""
         path = self.options.get(SENTINEL_PASSWORD_FILE)
         options = {name: value for name, value in self.options.items() if name in _TLS_OPTIONS}
         password = None if path is None else read_secret(Path(path))
@@ -83,16 +83,16 @@ class StoreUrl:
         return self.scheme.startswith("rediss")
 
     def current_password(self) -> str | None:
-        """The password by now: that of a file may have been changed since."""
+        """The current password: a password file may have changed since."""
         path = self.options.get(OPTION)
         if path is None:
             return self.password
-        with suppress(ConfigurationError):  # just being exchanged, perhaps
+        with suppress(ConfigurationError):  # the file may be being replaced
             return read_secret(Path(path))
         return self.password
 
     def count(self, name: str, default: int, at_most: int | None = None) -> int:
-        """An option that is a whole number from 1, with an end where more of it would take up the machine."""
+        """An option that is a whole number from 1, with an upper limit that protects the machine."""
         text = self.options.get(name)
         if text is None:
             return default
@@ -124,7 +124,7 @@ class StoreUrl:
         if scheme.endswith("+sentinel"):
             return cls._parse_sentinels(scheme, rest)
         try:
-            # Only the scheme is ours to judge; urlsplit takes the rest apart by the rules of any URL with a host.
+            # Only the scheme is checked here; urlsplit splits the rest by the rules of any URL with a host.
             parts = urlsplit(f"store://{rest}")
             port = parts.port
         except ValueError as error:
@@ -155,7 +155,7 @@ class StoreUrl:
         options = _options(scheme, parts.query)
         name, _, db = parts.path.strip("/").partition("/")
         if not name or not (db or "0").isdecimal():
-            # What was found is not shown: of a password with a slash in it, it might be the end.
+            # The found text is not shown: it may be the end of a password that contains a slash.
             raise ConfigurationError(
                 f"a {scheme}:// URL names no master, or a database that is not a whole number; allowed:"
                 f" {scheme}://host:port,host:port/NAME, followed by /N for a database other than 0"
@@ -169,7 +169,7 @@ class StoreUrl:
             db=int(db or "0"),
             options=options,
         )
-        _ = url.of_sentinels  # whose password must be there
+        _ = url.of_sentinels  # its password must exist
         return url
 
 
@@ -202,7 +202,7 @@ def _options(scheme: str, query: str) -> dict[str, str]:
 
 
 def _path(scheme: str, path: str, host: str | None) -> str:
-    """The path of a scheme that has one; checks that the URL has just what its scheme needs."""
+    """The path of a scheme that has one; checks that the URL has exactly what its scheme needs."""
     if scheme not in ("unix", "rocksdb"):
         if not host:
             raise ConfigurationError(f"a {scheme}:// URL needs a host: {scheme}://host:port")

@@ -1,4 +1,4 @@
-"""Which other files an ONNX file takes its tensors from: a network must not read the rest of the machine.
+"""Finds the other files that an ONNX file takes its tensors from: a network must not read the rest of the machine.
 
 ONNX Runtime's own check depends on its release: the oldest that hotrow runs with opens `../../x`. The file is walked,
 not parsed: large weights inside it are stepped over, and the `onnx` package is not needed.
@@ -57,7 +57,7 @@ def _locations(data: mmap.mmap, begin: int, end: int, message: str, depth: int) 
 
 
 def _checked(network: Path, location: str) -> PurePosixPath:
-    """The path of an external file; symbolic links count as what they lead to."""
+    """The path of an external file; symbolic links count as their targets."""
     path, folder = PurePosixPath(location), network.parent.resolve()
     escapes = path.is_absolute() or PureWindowsPath(location).is_absolute() or ".." in path.parts
     # ONNX Runtime takes a location with `*` for an address in its own memory.

@@ -37,7 +37,7 @@ _CHUNK_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What the manifest says of one file."""
+    """The manifest's entry for one file."""
 
     path: PurePosixPath
     """Relative to the version directory."""
@@ -52,7 +52,7 @@ def write_manifest(
 
     Args:
         progress: told the bytes that are read for their checksums.
-        known: SHA-256 of files, by path relative to the directory, whose writer computed it: these are not read.
+        known: SHA-256 of files, by path relative to the directory, where its writer computed it: these are not read.
     """
     files = [path for path in sorted(directory.rglob("*")) if path.is_file() and _is_listed(path, directory)]
     names = {path.relative_to(directory).as_posix(): path for path in files}
@@ -102,7 +102,7 @@ def verify(
     known: VerifiedFiles | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Check the files of a version directory against its manifest, which must list all that a version is made of.
+    """Check the files of a version directory against its manifest, which must list all files of a version.
 
     No file may lead out of the directory, by a symbolic link or as external data of a network.
 
@@ -124,13 +124,13 @@ def verify(
 
 
 def file_states(directory: Path) -> tuple[FileState, ...]:
-    """Which file each entry of the manifest is at present, the manifest itself first: unequal if any was replaced."""
+    """The identity of the present file of each entry, the manifest itself first: unequal if any file was replaced."""
     paths = [directory / MANIFEST_FILE, *(directory / entry.path for entry in read_manifest(directory))]
     return tuple(file_state(path) for path in paths)
 
 
 def _check_size(directory: Path, entry: FileEntry, absent: frozenset[str]) -> bool:
-    """Whether the file is there to be read; raises where it should be and is not."""
+    """Whether the file can be read; raises where it should exist and does not."""
     path = directory / entry.path
     try:
         state = path.stat()
@@ -151,7 +151,7 @@ def _check_size(directory: Path, entry: FileEntry, absent: frozenset[str]) -> bo
 
 
 def _check_listed(directory: Path, listed: set[PurePosixPath]) -> None:
-    """ModelFormatError where the manifest leaves out a file that is read: nobody would notice damage of it."""
+    """ModelFormatError where the manifest omits a file that is read: its damage would not be noticed."""
     if not listed:
         raise ModelFormatError(
             f"{directory / MANIFEST_FILE}: it lists no files, so it is not the manifest of a version"

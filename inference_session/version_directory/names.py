@@ -1,4 +1,4 @@
-"""Which model and version a directory is of: its own name is the version's, that of the folder above the model's."""
+"""The model and version of a directory: its own name is the version's, the name of the folder above is the model's."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def model_and_version(path: Path) -> tuple[str, str]:
 def absolute(path: Path) -> Path:
     """The absolute path of a version directory.
 
-    Links on the way keep their names: a repository may lead to folders that are called otherwise.
+    Links on the way keep their names: a repository may link to folders with other names.
     """
     return Path(os.path.abspath(path))  # noqa: PTH100 - Path.resolve follows links
 
 
 def state_file(state_dir: Path, model: str, kind: str) -> Path:
-    """Where processes that serve a model, or publish it, keep state of some kind for each other."""
+    """The path where processes that serve or publish a model keep state of one kind for each other."""
     return state_dir / f"{model}.{kind}"

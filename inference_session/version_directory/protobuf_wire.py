@@ -23,7 +23,7 @@ class Field(NamedTuple):
 
 
 def message_fields(data: mmap.mmap | bytes, begin: int, end: int) -> Iterator[Field]:
-    """The fields of the message between two positions, in their order; ValueError where there is none."""
+    """The fields of the message between two positions, in their order; ValueError where the bytes are no message."""
     position = begin
     while position < end:
         tag, value = _varint(data, position, end)

@@ -1,7 +1,7 @@
-"""A version directory from anywhere becomes the next version of a model, sharing with earlier ones what is the same.
+"""A version directory from anywhere becomes the next version of a model, and shares equal files with earlier ones.
 
 Files of a version are never written to once it is in place, so that versions may share them by hard links: a version
-that changes one table costs the disk, and the page cache, that table.
+that changes one table takes only that table's size of disk and page cache.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PublishReport:
-    """What has been published."""
+    """The result of a publication."""
 
     version_dir: Path
     spec: ModelSpec
@@ -54,7 +54,7 @@ class PublishReport:
 
 
 class PublishedFiles:
-    """The files of a model's versions, by what their manifests say is in them."""
+    """The files of a model's versions, by the checksums in their manifests."""
 
     def __init__(self, folder: Path) -> None:
         """`folder`: the model's, in its repository."""
@@ -63,7 +63,7 @@ class PublishedFiles:
         """Links that were made and read: the state in which each was read, and its checksum."""
         self._paths: dict[tuple[str, int], list[Path]] = {}
         for version_dir in sorted(folder.glob("[1-9]*")):
-            with suppress(ModelFormatError):  # one that is being removed, or not of our layout
+            with suppress(ModelFormatError):  # a version that is being removed, or has another layout
                 for entry in manifest.read_manifest(version_dir):
                     self._paths.setdefault((entry.sha256, entry.num_bytes), []).append(version_dir / entry.path)
 
@@ -102,10 +102,10 @@ class PublishedFiles:
     def remember_linked(self) -> None:
         """Tell the processes of this machine that serve the model which linked files are verified.
 
-        A link changes the file's ctime, so without this the next load would read every shared file again. Where nobody
-        has verified files of the model before, nothing is kept.
+        A link changes the file's ctime, so without this the next load would read every shared file again. Where no
+        process has verified files of the model before, nothing is kept.
         """
-        with suppress(RuntimeError):  # a user without a home has no state kept
+        with suppress(RuntimeError):  # no state is kept for a user without a home
             known = VerifiedFiles(state_file(state_folder(self._folder.parent), self._folder.name, "verified"))
             if known.exists:
                 for path, (state, checksum) in self._linked.items():
@@ -128,9 +128,9 @@ def publish_version(
     Every byte of the folder is read once and compared with its manifest.
 
     Args:
-        folder: in the native layout, anywhere; it stays as it is.
-        version: one above the highest there is if None.
-        progress: told the bytes that have been read.
+        folder: in the native layout, anywhere; it is not changed.
+        version: None: one above the highest that exists.
+        progress: called with the bytes that have been read.
         complete: called with the staged version before it appears, to add what a server needs (config.pbtxt); if it
             raises, nothing is published.
 
@@ -160,7 +160,7 @@ def publish_version(
 
 
 def share_unchanged(staging: Path) -> int:
-    """Let a staged version, its manifest written, share files with the versions beside it; returns the bytes saved."""
+    """Let a staged version with a manifest share files with the model's other versions; returns the bytes saved."""
     published = PublishedFiles(staging.parent)
     shared_bytes = 0
     for entry in manifest.read_manifest(staging):
@@ -196,7 +196,7 @@ def _check_space(repository: Path, num_bytes: int) -> None:
 
 
 def _check_networks(staging: Path) -> None:
-    """ModelFormatError where ONNX Runtime does not take a network."""
+    """ModelFormatError where ONNX Runtime does not accept a network."""
     for name in NETWORK_FILES:
         if (staging / name).exists():
             OnnxEngine(staging / name, num_threads=1).close()
@@ -205,7 +205,7 @@ def _check_networks(staging: Path) -> None:
 def _take(
     folder: Path, staging: Path, entry: FileEntry, published: PublishedFiles, progress: Progress | None
 ) -> Path | None:
-    """Bring one file into the staged version; returns the file of another version that it is a link to, if it is."""
+    """Link or copy one file into the staged version; returns the file of another version if it is a link to one."""
     source, target = folder / entry.path, staging / entry.path
     target.parent.mkdir(parents=True, exist_ok=True)
     shared = published.link(entry, target)
@@ -234,7 +234,7 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 
 def link_file(path: Path, target: Path) -> bool:
-    """Whether the file system could do it; some have no hard links, and a file only so many."""
+    """Whether the file system made the link; some lack hard links, and the links of one file are limited."""
     with suppress(OSError):
         os.link(path, target)
         return True
@@ -242,7 +242,7 @@ def link_file(path: Path, target: Path) -> bool:
 
 
 def _take_indexes(folder: Path, staging: Path, spec: ModelSpec, linked: Mapping[FileEntry, Path | None]) -> None:
-    """Share the index of a table whose keys are shared, copy others. What is not whole is left out, and built anew when
+    """Share the index of a table whose keys are shared, copy others. A damaged index is left out, and built again when
     the version is opened.
     """
     origins = {entry.path.as_posix(): path for entry, path in linked.items()}
@@ -257,7 +257,7 @@ def _take_indexes(folder: Path, staging: Path, spec: ModelSpec, linked: Mapping[
 
 
 def _is_good_index(path: Path, table: TableSpec) -> bool:
-    """Whether every byte is that of an index of the `key` file beside it."""
+    """Whether the file is an undamaged index of the `key` file next to it."""
     try:
         TableFile.open(path.parent, table, must_have_index=True, verify_index=True).close()
     except ModelFormatError as error:

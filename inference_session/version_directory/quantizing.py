@@ -34,15 +34,15 @@ _CHUNK_BYTES = 512 << 10
 
 
 class QuantizedVersion(NamedTuple):
-    """What `quantize_version` has made of a version."""
+    """The result of `quantize_version`."""
 
     before: ModelSpec
     after: ModelSpec
 
 
 def narrowed(spec: ModelSpec, dtype: VectorType) -> ModelSpec:
-    """The same model with tables of that type. A table that would become no smaller stays as it is: an int8 row has
-    8 bytes more than elements, so that one of 2 elements takes more than float32, and one of 8 as much as float16.
+    """The same model with tables of that type. A table that would not become smaller is not changed: an int8 row has
+    8 bytes more than elements, so a row of 2 elements takes more than float32, and one of 8 as much as float16.
     """
     tables = (
         replace(table, dtype=dtype) if bytes_per_row(table.embedding_dim, dtype) < table.row_bytes else table
@@ -52,10 +52,10 @@ def narrowed(spec: ModelSpec, dtype: VectorType) -> ModelSpec:
 
 
 def quantize_tables(staging: Path, spec: ModelSpec, dtype: VectorType, progress: Progress | None = None) -> ModelSpec:
-    """Rewrite the tables of a staged version as `narrowed` says; returns what it is then. Tables are streamed.
+    """Rewrite the tables of a staged version as `narrowed` says; returns the new spec. Tables are streamed.
 
-    Files are replaced, not written to, so that hard links of them elsewhere stay as they are. The caller writes
-    session.json and the manifest. `progress` is told the bytes read.
+    Files are replaced, not written to, so that other hard links to them do not change. The caller writes
+    session.json and the manifest. `progress` is called with the bytes read.
 
     Raises:
         ModelFormatError: the type cannot hold a row; names the table and the row.
@@ -80,7 +80,7 @@ def quantize_version(
     """Write a version again with tables of a smaller type, whole or not at all. Other files are shared by hard links.
 
     Args:
-        version_dir: in the native layout; every byte is compared with its manifest, and it stays as it is.
+        version_dir: in the native layout; every byte is compared with its manifest; it is not changed.
         target: the new version directory, which must not exist.
         dtype: see `narrowed`.
         progress: told the bytes verified, the bytes of tables read, and the bytes of the new version.
@@ -124,7 +124,7 @@ def _check_space(folder: Path, before: ModelSpec, after: ModelSpec) -> None:
 
 
 def _share_other_files(version_dir: Path, staging: Path, before: ModelSpec, after: ModelSpec) -> None:
-    """Link, or else copy, all that quantizing does not change; indexes too, as the keys stay the same."""
+    """Link, or else copy, all files that quantizing does not change, including indexes, as the keys stay the same."""
     rewritten = {PurePosixPath(TABLES_FOLDER, old.folder, VECTOR_FILE) for old, _ in _changed_tables(before, after)}
     rewritten.add(PurePosixPath(SESSION_FILE))
     listed = [entry.path for entry in manifest.read_manifest(version_dir)]
@@ -164,7 +164,7 @@ def _chunks(path: Path, table: TableSpec) -> Iterator[NDArray[np.generic]]:
 
 
 def _refused(table: TableSpec, begin: int, vectors: NDArray[np.float32], error: ModelFormatError) -> ModelFormatError:
-    """The error, with the row that it is about: one with NaN, else that of the largest magnitude."""
+    """The error, with the row that causes it: one with NaN, else the one with the largest magnitude."""
     with np.errstate(invalid="ignore"):
         row = begin + int(np.argmax(np.abs(vectors).max(axis=1)))
     return ModelFormatError(f"table {table.name!r}, row {row}: {error}")

@@ -1,8 +1,8 @@
-"""Files whose checksums have been found right before, so that a new version costs the reading of what is new in it.
+"""Files whose checksums were verified before, so that loading a new version reads only its new files.
 
-A file is known again by its device, inode, size and both of its times. The time of modification can be set back, as
+A file is recognized by its device, inode, size and both of its times. The time of modification can be set back, as
 `cp -p` and `rsync --times` do; the time of change (ctime) cannot. A hard link changes the ctime too, so a publication
-notes the files that it links and reads (publishing.py). Any other change of the ctime costs one more reading.
+notes the files that it links and reads (publishing.py). After any other change of the ctime the file is read again.
 
 Kept as a state file (state_file.py), JSON, the files verified last at its end.
 """
@@ -26,12 +26,12 @@ FileState = tuple[int, ...]
 
 
 def file_state(path: Path) -> FileState:
-    """What tells this file from any other, and from itself before it was written to. Hard links do not change it."""
+    """Values that identify a file and its state: a write changes them, a hard link does not."""
     return verified_state(path)[:-1]
 
 
 def verified_state(path: Path) -> FileState:
-    """What tells that nobody has written to this file since, not even one who set its time of modification back."""
+    """Values that show that the file was not written to since, even if the time of modification was set back."""
     try:
         stat = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -43,10 +43,10 @@ class VerifiedFiles:
     """Remembers the checksums of files over the life of a process. May be used from several threads."""
 
     def __init__(self, path: Path) -> None:
-        """`path`: where they are remembered; nothing is known where it does not exist, or is damaged."""
+        """`path`: the file that keeps them; nothing is known where it does not exist, or is damaged."""
         self._path = path
         self._checksums: dict[str, str] = {}
-        with suppress(ValueError, TypeError):  # a whole file, but another one
+        with suppress(ValueError, TypeError):  # an undamaged file with other content
             self._checksums.update(json.loads(read_state(self._path) or b"{}"))
         self._has_news = False
 
@@ -66,7 +66,7 @@ class VerifiedFiles:
             self._has_news = True
 
     def save(self) -> None:
-        """Keep it for the next process; where that cannot be, files are read again."""
+        """Save it for the next process; where that fails, files are read again."""
         kept = dict(list(self._checksums.items())[-MAX_FILES:])
         if self._has_news:
             with suppress(OSError):

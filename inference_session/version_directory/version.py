@@ -1,4 +1,4 @@
-"""VersionDirectory: the files of one version of a model, where they are, and what they are called."""
+"""VersionDirectory: the files of one version of a model, their places and names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class VersionDirectory:
 
     @property
     def tables_folder(self) -> Path:
-        """The folder of the tables; not there where their rows are in a store alone."""
+        """The folder of the tables; it is missing where only a store has their rows."""
         return self.path / TABLES_FOLDER
 
     def sibling(self, version: str) -> Path:
@@ -44,11 +44,11 @@ class VersionDirectory:
         return absolute(self.path).parent / version
 
     def model_file(self, name: str) -> Path:
-        """A file that all versions of the model share, beside them."""
+        """A file that all versions of the model share, in the model's folder."""
         return self.path.parent / name
 
     def state_file(self, state_dir: str, kind: str) -> Path:
-        """What processes that serve the model leave for each other, of some kind."""
+        """The state of one kind that processes that serve the model keep for each other."""
         return state_file(Path(state_dir), absolute(self.path).parent.name, kind)
 
     def open_tables(self, *, verify_indexes: bool = False) -> list[TableFile]:

@@ -1,4 +1,4 @@
-"""A model's content may be replaced while it serves: load beside, warm, activate, drain, close."""
+"""Replaces a model's content while it serves: load next to the old content, warm, activate, drain, close."""
 
 from __future__ import annotations
 

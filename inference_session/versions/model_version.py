@@ -9,7 +9,7 @@ from inference_session.session import InferenceSession
 
 
 class ModelVersion:
-    """One loaded content of a version directory. Whoever holds a lease on it may use its session.
+    """One loaded content of a version directory. A caller that holds a lease on it may use its session.
 
     `VersionManager.lease` gives leases; `with` ends one.
     """
@@ -17,12 +17,14 @@ class ModelVersion:
     def __init__(self, session: InferenceSession) -> None:
         self.session = session
         self._num_leases = 0
-        self._lock = threading.Lock()  # taken by itself for every request: entering a Condition takes thrice as long
+        self._lock = (
+            threading.Lock()
+        )  # taken directly for every request: entering a Condition takes three times as long
         self._changed = threading.Condition(self._lock)
         self._retired = False
 
     def take_lease(self) -> bool:
-        """Count one more user; False once the version is retired, which takes no more."""
+        """Count one more user; False once the version is retired, after which it accepts no users."""
         with self._lock:
             self._num_leases += not self._retired
             return not self._retired

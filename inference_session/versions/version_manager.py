@@ -1,11 +1,11 @@
-"""VersionManager: which content of a version directory answers, and how another one takes over.
+"""VersionManager: decides which content of a version directory answers, and replaces it.
 
-    load       the directory's new content is opened beside what serves, verified and warmed
+    load       the directory's new content is opened next to the content that serves, verified and warmed
     activate   from one moment on leases are on the new content
     drain      requests that began on the old one end on it
-    close      the old one gives up what it holds
+    close      the old one frees its resources
 
-Whatever goes wrong before `activate` leaves the old content serving.
+After any failure before `activate` the old content continues to serve.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class VersionManager:
             open_session: opens it; called again for each new content.
 
         Raises:
-            what `open_session` does; UnavailableError where the directory was written to meanwhile.
+            the errors of `open_session`; UnavailableError where the directory was written to meanwhile.
         """
         self._directory = directory
         self._open_session = open_session
@@ -77,7 +77,7 @@ class VersionManager:
 
     @property
     def spec(self) -> ModelSpec:
-        """What the model is; the same for every content in all that a client sees."""
+        """The description of the model; every content has the same in all that a client sees."""
         return self._active.session.spec
 
     @property
@@ -87,7 +87,7 @@ class VersionManager:
 
     @property
     def failure(self) -> str | None:
-        """Why the content that serves cannot answer any more; None: it can."""
+        """Why the content that serves can no longer answer; None: it can."""
         return self._active.session.failure
 
     def lease(self) -> ModelVersion:
@@ -100,7 +100,7 @@ class VersionManager:
         """Serve what the directory holds now, unless that is served already; returns whether it took over.
 
         Raises:
-            HotrowError: the new content cannot be served; the old one goes on.
+            HotrowError: the new content cannot be served; the old one continues.
         """
         with self._replacing, contextlib.ExitStack() as held:
             if self._served == manifest.read_manifest(self._directory):
@@ -147,11 +147,11 @@ class VersionManager:
     def _load_beside(
         self, old: InferenceSession, held: contextlib.ExitStack
     ) -> tuple[InferenceSession, tuple[FileEntry, ...]]:
-        """Load what may take over from the old content, with all updates that this one answers: which applies no more
-        of them from some moment until `held` is closed, so that no row is answered older than it was.
+        """Load the content that may replace the old one, with all updates that the old one answers. The old one applies
+        no more updates from some moment until `held` is closed, so that no row becomes older.
         """
         old.save_hot_keys()
-        if old.shares_rows:  # it must not write older ones over those that the new content writes
+        if old.shares_rows:  # it must not overwrite the new content's rows with older ones
             held.enter_context(old.updates_held())
         session, served = self._load()
         with _closed_on_error(session):
@@ -163,7 +163,7 @@ class VersionManager:
         return session, served
 
     def _load(self) -> tuple[InferenceSession, tuple[FileEntry, ...]]:
-        """Open the directory, and make sure that it was one and the same content all along."""
+        """Open the directory, and make sure that its content did not change meanwhile."""
         before = manifest.file_states(self._directory)
         served = manifest.read_manifest(self._directory)
         session = self._open_session()
@@ -186,7 +186,7 @@ class VersionManager:
         old.session.close()
 
     def _watch(self, interval_s: float) -> None:
-        """Update whenever the manifest has changed; what cannot be loaded is tried again, ever more seldom."""
+        """Update whenever the manifest has changed; after a failure it tries again, at growing intervals."""
         failure, failed, pause_s, retry_at = "", None, interval_s, 0.0
         while not self._closing.wait(interval_s):
             found = self._manifest_state()
@@ -209,7 +209,7 @@ class VersionManager:
         """Update, or log once and return why not."""
         try:
             if self.update():
-                level = logging.WARNING if last_failure else logging.INFO  # shown to whoever was shown the failure
+                level = logging.WARNING if last_failure else logging.INFO  # shown at the level of the failure's message
                 _log.log(level, "%s: now serving its new content", self._directory)
         except Exception as error:  # noqa: BLE001 - whatever it was, the old content serves, and the watch goes on
             failure = f"{type(error).__name__}: {error}"
@@ -240,7 +240,7 @@ def check_same(served: ModelSpec, new: ModelSpec) -> None:
 
 
 def _without_content(spec: ModelSpec) -> dict[str, Any]:
-    """All fields of a spec but those that any content may have values of its own for."""
+    """All fields of a spec except those that may differ between contents."""
     document = {name: value for name, value in asdict(spec).items() if name not in _CONTENT}
     tables = [
         {name: value for name, value in table.items() if name not in _TABLE_CONTENT} for table in document["tables"]
@@ -249,7 +249,7 @@ def _without_content(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _check_same_tables(served: Iterable[FileEntry], new: Iterable[FileEntry]) -> None:
-    """Refuse other rows where stores, which know versions by their numbers, hold and outlive those of this one."""
+    """Refuse other rows where stores hold the rows: stores identify versions by number and keep this version's rows."""
     before, after = ({e for e in entries if e.path.parts[0] == TABLES_FOLDER} for entries in (served, new))
     if before != after:
         changed = min(str(entry.path) for entry in before ^ after)

@@ -42,7 +42,7 @@ def read_ps_json(place: str | Path) -> PsJson:
 
 
 def parse_ps_json(file: JsonFile, *, folder: str | None = None) -> PsJson:
-    """The same for content that has been read already. `folder`: where relative files count from; None: the file's own."""
+    """The same for content already read. `folder`: where relative files count from; None: the file's own."""
     parsed = _Parser(file, folder or str(file.path.parent)).parse()
     if parsed.unknown:
         _log.warning("%s: ignoring unknown fields: %s", file.path, ", ".join(parsed.unknown))

@@ -219,7 +219,7 @@ class _Import:
     def _more_careful(
         self, model: ModelProto, weights: dict[str, Weight], names: Names, findings: Findings, original: Prober
     ) -> Carved:
-        """The same without changes that rely on inferred shapes, and so on exporters' declarations; if necessary, all dense."""
+        """The same without changes that rely on inferred shapes, and so on declared ones; if necessary, all dense."""
         carved = carve(model, weights, names, self.min_rows, merge=False)
         if self._is_faithful(carved, findings, original):
             return carved
@@ -317,7 +317,7 @@ class _Import:
 
 
 def _same(found: list[NDArray[Any]], original: Prober, arrays: Arrays) -> bool:
-    """Whether these are the original's answers. An output that the original draws at random in each run may be anything."""
+    """Whether these are the original's answers. An output that is random in each run may be anything."""
     expected, again = original.run(arrays), original.run(arrays)
     if expected is None or again is None:
         return False

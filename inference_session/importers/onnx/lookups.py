@@ -150,7 +150,7 @@ def _fixed_rows(surgery: Surgery, table: Weight, keys: str, output: str) -> Node
 
 
 def _take(surgery: Surgery, table: Weight, gather: NodeProto) -> Lookup:
-    """Replace a row read by a look-up, and the nodes that give its vectors the shape and type that the graph expects."""
+    """Replace a row read by a look-up, and nodes that give its vectors the shape and type that the graph expects."""
     keys, output = gather.input[1], gather.output[0]
     base, shape = _keys_behind(surgery, keys)
     vectors = surgery.names.fresh(f"{table.name}_vectors")

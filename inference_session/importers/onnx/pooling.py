@@ -1,4 +1,4 @@
-"""Moves sum, mean and maximum over the keys' last axis from the graph into the look-up, where the result is the same."""
+"""Moves sum, mean and maximum over the keys' last axis from the graph into the look-up, where results stay the same."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class Prober:
         return next(filter(self._suits, self._recipes()), None)
 
     def _recipes(self) -> Iterator[Recipe]:
-        """Recipes that test most come first; the last ones have only small keys, as these may index small tables too."""
+        """Recipes that test most come first; the last have only small keys, as these may index small tables too."""
         for keys_too, bound, ascending in product((False, True), _BOUNDS, (False, True)):
             rows = {name: min(num, bound) for name, num in self.rows.items()} if keys_too else self.rows
             yield Recipe(self.inputs, rows, bound, ascending)

@@ -1,4 +1,4 @@
-"""The networks for requests that give their context once for many candidates, and the test that their answers are the same."""
+"""The networks for requests that give their context once for many candidates, and the test of their answers."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class RankingImport:
     def _answers_alike(
         self, replay: Replay, spec: ModelSpec, arrays: Arrays, counts: NDArray[np.int64], tolerance: float
     ) -> bool:
-        """Whether a request is answered as the original answers it tiled; requests that the original refuses do not count."""
+        """Whether a request is answered as the original answers it tiled; requests that it refuses do not count."""
         rows = np.repeat(np.arange(len(counts)), counts)
         tiled = {
             tensor.name: arrays[tensor.name][rows] if tensor.context else arrays[tensor.name] for tensor in spec.inputs

@@ -3,7 +3,7 @@
 Each value of a network is one of three things: *free* of the samples (a constant, or computed from sizes alone), *per
 sample* (it holds a block for each sample, and each block depends on that sample alone), or neither. Rules say what each
 operator makes of its operands; operators without a rule, and those that read along the samples, give neither. Shapes,
-and the values of axes, come from two runs with different prime numbers of samples, so that sizes do not match by chance.
+and the values of axes, come from two runs with different prime numbers of samples, so sizes do not match by chance.
 
 A per-sample value is described by `before`: in row-major order, it is `before` times the sequence of all samples, each
 with an equal number of elements. Reshaping keeps that number, so samples can be located in any shape.

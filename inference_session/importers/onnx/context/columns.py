@@ -107,7 +107,7 @@ def _cut(work: Work, product: _Product, bounds: Bounds | None) -> list[NodeProto
 
 
 def _covers(work: Work, found: Sum, name: str) -> bool:
-    """Whether the terms, added up, have all of the value's dimensions: in each dimension one of them must have the full size."""
+    """Whether the sum of the terms has the value's shape: in each dimension one term must have the full size."""
     values = [term.factor or term.value for term in found.terms]
     dims, whole = [work.dims(value) for value in values], work.dims(name)
     if whole is None or any(d is None or len(d) != len(whole) for d in dims):
@@ -314,7 +314,7 @@ class _Writer:
     def write(self, found: Sum) -> list[NodeProto]:
         """The context's part, tiled, plus the candidates' parts, the least first.
 
-        Of matrices, the product itself adds the context's part, and the operator after it, such as ReLU, can be fused with it.
+        Of matrices, the product itself adds the context's part, and the next operator, such as ReLU, can be fused with it.
         """
         terms = _collected(found.terms)
         contexts = self._contexts([term for term in terms if term.is_contexts])

@@ -1,4 +1,4 @@
-"""Divides the products of all pairs of a sample's vectors, as in DLRM: pairs of two context vectors are computed once per context.
+"""Divides the products of all pairs of a sample's vectors, as in DLRM: pairs of context vectors once per context.
 
 T Tᵀ of T = Concat(context, candidates) has four parts: one depends on the context alone, and two are each other's
 transposes. Flattened, they are columns, by which the next layer is then cut.
