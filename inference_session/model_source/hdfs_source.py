@@ -1,8 +1,8 @@
 """Files on HDFS, through WebHDFS and the `hdfs` package.
 
-A NameNode says where a file's blocks are, a DataNode gives or takes the bytes. After a failure that may pass (a DataNode that
-has just died, a NameNode in safe mode) the work is tried again for some seconds; a read continues at the byte that it
-had reached. Messages never repeat those of the HTTP client: they show whole URLs, and these hold delegation tokens.
+A NameNode says where a file's blocks are, a DataNode gives or takes the bytes. After a failure that may pass (a DataNode
+has just died, a NameNode is in safe mode) the work is tried again for some seconds; a read continues where it had
+stopped. Messages never repeat those of the HTTP client: they show whole URLs, and these hold delegation tokens.
 """
 
 from __future__ import annotations
@@ -226,12 +226,7 @@ class HdfsSource(ModelSource):
             raise
         except HdfsError as error:
             raise self._of_hdfs(path, error) from None
-        except (
-            KeyError,
-            TypeError,
-            ValueError,
-            RecursionError,
-        ):  # an answer of another form, for example from another web server
+        except (KeyError, TypeError, ValueError, RecursionError):  # an unknown answer, e.g. of another web server
             raise SourceError(f"{self.name_of(path)}: {self._not_webhdfs()}") from None
         except (requests.RequestException, HTTPError) as error:
             raise UnavailableError(f"{self.name_of(path)}: {self._of_http(error)}") from None

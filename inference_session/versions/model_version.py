@@ -17,9 +17,7 @@ class ModelVersion:
     def __init__(self, session: InferenceSession) -> None:
         self.session = session
         self._num_leases = 0
-        self._lock = (
-            threading.Lock()
-        )  # taken directly for every request: entering a Condition takes three times as long
+        self._lock = threading.Lock()  # taken directly for every request: a Condition takes three times as long
         self._changed = threading.Condition(self._lock)
         self._retired = False
 

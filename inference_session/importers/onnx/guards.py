@@ -29,7 +29,7 @@ _FILTERS = ("NonZero", "Compress", "Unique")
 
 
 def may_meet_empty_lists(graph: GraphProto, inputs: Iterable[ValueType], *, batched: bool) -> bool:
-    """Whether a list may be empty although a request has samples: it has another open size, or is filtered by its values.
+    """Whether a list may be empty although a request has samples: it has another open size, or is filtered by value.
 
     A request of no samples never reaches the networks of a batched model.
     """

@@ -86,7 +86,7 @@ class Hoister:
     # Keys selected from outside
 
     def _selection(self, body: GraphProto, keys: str) -> list[NodeProto] | None:
-        """The nodes of the body that select keys from a value of the outer graph, first to last; None if there are none."""
+        """The nodes of the body that select keys from a value of the outer graph, first to last; None if none do."""
         inner, made_by = defined(body), producers(body)
         steps: list[NodeProto] = []
         while keys in inner:

@@ -314,7 +314,7 @@ class _Writer:
     def write(self, found: Sum) -> list[NodeProto]:
         """The context's part, tiled, plus the candidates' parts, the least first.
 
-        Of matrices, the product itself adds the context's part, and the next operator, such as ReLU, can be fused with it.
+        Of matrices, the product itself adds the context's part, and the next operator (e.g. ReLU) can be fused with it.
         """
         terms = _collected(found.terms)
         contexts = self._contexts([term for term in terms if term.is_contexts])
