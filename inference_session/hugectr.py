@@ -270,7 +270,7 @@ class CreateInferenceSession:
         return predictions
 
     def refresh_embedding_cache(self) -> None:
-        """Read the model's files again, if they have changed, and answer by them from now on."""
+        """Read the model's files again, if they have changed, and use them from now on."""
         outdated = self._close
         self._open()
         outdated()

@@ -53,7 +53,7 @@ def import_dynamicemb(
     Args:
         dump: the folder that was dumped into; collections may be in folders below it.
         version: None: one above the highest that exists.
-        progress: told the bytes of tables written.
+        progress: called with the bytes of tables written.
         complete: called with the staged version before it appears.
 
     Raises:

@@ -1,6 +1,6 @@
 """Files on HDFS, through WebHDFS and the `hdfs` package.
 
-A NameNode says where a file's blocks are, a DataNode gives or takes the bytes. After a failure that may pass (a DataNode
+A NameNode says where a file's blocks are, a DataNode reads or writes them. After a failure that may pass (a DataNode
 has just died, a NameNode is in safe mode) the work is tried again for some seconds; a read continues where it had
 stopped. Messages never repeat those of the HTTP client: they show whole URLs, and these hold delegation tokens.
 """

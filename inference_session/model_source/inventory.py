@@ -14,7 +14,7 @@ _MAX_MANIFEST_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Inventory:
-    """All files and folders below the root of a source, or the one file that it is."""
+    """All files and folders below the root of a source, or its single file."""
 
     entries: tuple[Entry, ...]
     """Sorted by path; a single file has an empty one."""

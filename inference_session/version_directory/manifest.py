@@ -51,7 +51,7 @@ def write_manifest(
     """Write MANIFEST.json for the files of a version directory that is being staged.
 
     Args:
-        progress: told the bytes that are read for their checksums.
+        progress: called with the bytes that are read for their checksums.
         known: SHA-256 of files, by path relative to the directory, where its writer computed it: these are not read.
     """
     files = [path for path in sorted(directory.rglob("*")) if path.is_file() and _is_listed(path, directory)]

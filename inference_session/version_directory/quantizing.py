@@ -83,7 +83,7 @@ def quantize_version(
         version_dir: in the native layout; every byte is compared with its manifest; it is not changed.
         target: the new version directory, which must not exist.
         dtype: see `narrowed`.
-        progress: told the bytes verified, the bytes of tables read, and the bytes of the new version.
+        progress: called with the bytes verified, the bytes of tables read, and the bytes of the new version.
         accept: called with the staged version; if it raises, nothing is written.
 
     Raises:

@@ -28,7 +28,7 @@ class ModelVersion:
             return not self._retired
 
     def retire(self) -> None:
-        """Give no more leases."""
+        """Stop giving leases."""
         with self._changed:
             self._retired = True
 

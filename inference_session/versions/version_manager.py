@@ -148,7 +148,7 @@ class VersionManager:
         self, old: InferenceSession, held: contextlib.ExitStack
     ) -> tuple[InferenceSession, tuple[FileEntry, ...]]:
         """Load the content that may replace the old one, with all updates that the old one answers. The old one applies
-        no more updates from some moment until `held` is closed, so that no row becomes older.
+        no more updates from some moment until `held` is closed, so that no row is answered older than before.
         """
         old.save_hot_keys()
         if old.shares_rows:  # it must not overwrite the new content's rows with older ones

@@ -104,7 +104,7 @@ def import_hugectr(
         version: None: the one after the highest that exists.
         keep_rows_of: see `write_version`.
         tables: how tables are stored, where that makes them smaller; see `quantizing.narrowed`.
-        progress: told the bytes of keys indexed, then those of all files read for their checksums.
+        progress: called with the bytes of keys indexed, then those of all files read for their checksums.
         complete: called with each staged version before it appears, to add what a server needs (config.pbtxt); if it
             raises, the model is not imported.
 
@@ -146,7 +146,7 @@ def write_version(
     """Write one model into an empty folder, complete with its manifest; returns its spec, and its dense parameters.
 
     Args:
-        model: may differ from ps.json, for example where config.pbtxt names other files.
+        model: may differ from ps.json, e.g. where config.pbtxt names other files.
         keep_rows_of: table folders of an earlier version, one per table in the order of the tables; of several
             versions the oldest first. Rows that the model no longer contains are kept, as HugeCTR's own update does.
         tables: as `import_hugectr`.

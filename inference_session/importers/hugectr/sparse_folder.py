@@ -85,7 +85,7 @@ def write_table(
         target: the table's folder, which is made.
         earlier: sparse folders of earlier versions, the oldest first, whose rows are kept if no later version has them.
         may_link: False: files are copied, so that writes to the originals do not change the version.
-        progress: told the bytes of keys indexed.
+        progress: called with the bytes of keys indexed.
 
     Raises:
         ModelFormatError: a file is missing, or has an impossible size.

@@ -77,7 +77,7 @@ def import_onnx(
         min_rows: initializers with fewer rows stay in the dense network.
         context: the inputs that requests may give once for many candidates; see the package `context`.
         tables: how tables are stored, where that makes them smaller; see `quantizing.narrowed`.
-        progress: told the bytes of tables written, then read again for their checksums.
+        progress: called with the bytes of tables written, then read again for their checksums.
         complete: called with the staged version before it appears, to add what a server needs (config.pbtxt); if
             it raises, nothing is imported.
 
