@@ -1,4 +1,4 @@
-"""From a live PyTorch or TorchRec model, in training, to the servers. Needs the extra `hotrow[torch]`.
+"""Brings live PyTorch and TorchRec models, in training, to the servers. Needs the extra `hotrow[torch]`.
 
     from hotrow import training
 
@@ -49,7 +49,7 @@ _PACKAGES = {
     "onnxscript": "pip install 'hotrow[torch]'",
     "keras": "pip install 'keras>=3.5'",
 }
-"""What may be missing, and the way to it."""
+"""Names a missing dependency, and how to install it."""
 
 __all__ = [
     "SGD",

@@ -23,14 +23,14 @@ def folder_of(file: TableFile) -> str:
 
 
 def assemble(staging: Path, target: Path, network: ModelProto, files: Mapping[str, TableFile]) -> ModelSpec:
-    """Take the network apart, and describe what has become of it; session.json and the manifest are the caller's.
+    """Take the network apart and describe the result; the caller writes session.json and the manifest.
 
     Args:
         network: with the tables as external data.
         files: of the tables, by the names of their initializers.
 
     Raises:
-        UnsupportedModelError: a table is used otherwise than by rows; names its module.
+        UnsupportedModelError: the model uses a table other than by rows; names its module.
     """
     path = staging / _TRACED_FILE
     save(network, path)

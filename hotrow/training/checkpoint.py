@@ -1,4 +1,4 @@
-"""`Checkpoint`: what training needs to go on, in a folder of this machine or on HDFS, whole or not at all."""
+"""`Checkpoint`: saves what training needs to go on, in a local folder or on HDFS, completely or not at all."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Checkpoint:
             if step % 10_000 == 0:
                 checkpoint.save(step)
 
-    Below the place, each checkpoint is a folder called as its step: torch's distributed checkpoint, and
+    Below the place, each checkpoint is a folder named after its step: torch's distributed checkpoint, and
     `checkpoint.json`. It appears when it is complete. Any number of ranks may restore what another number has saved.
     All ranks call `save` and `restore`; a folder must be in a file system that they share.
     """
@@ -56,10 +56,10 @@ class Checkpoint:
         *,
         keep: int = 2,
     ) -> None:
-        """Nothing is read or written yet.
+        """Read and write nothing yet.
 
         Args:
-            model: as it is trained. What TorchRec optimizes within its tables' backward is saved with it.
+            model: the model in training. The states of TorchRec's fused optimizers are saved with it.
             optimizer: one or several, always in the same order.
             place: a folder, or hdfs://HOST:PORT/path.
             keep: how many checkpoints stay; older ones are removed after one has been saved.
@@ -77,10 +77,10 @@ class Checkpoint:
             pass  # a malformed URL is refused here
 
     def save(self, step: int) -> None:
-        """Save what there is after a step; returns when it is in its place.
+        """Save the state after a step; returns when the checkpoint is in its place.
 
         Raises:
-            ConfigurationError: there is a checkpoint of this step already.
+            ConfigurationError: a checkpoint of this step exists already.
             UnavailableError: the place does not answer, or a rank failed.
             OSError: it cannot be written.
         """
@@ -99,14 +99,14 @@ class Checkpoint:
         self._ranks.first(self._remove_older)
 
     def restore(self, step: int | None = None) -> int:
-        """Bring model and optimizers back to a checkpoint, the newest if None; returns the step to go on with.
+        """Restore model and optimizers from a checkpoint, the newest if None; returns the step to go on with.
 
-        That is the one after the saved step, or 0 where there is no checkpoint. An `UpdatePublisher` of this model
-        then publishes anew what the servers have from steps that are lost.
+        That is the step after the saved one, or 0 if no checkpoint exists. An `UpdatePublisher` of this model
+        then publishes the rows again that the servers have from the lost steps.
 
         Raises:
             ModelFormatError: the checkpoint is damaged, or incomplete.
-            ConfigurationError: there is none of this step, or it is of another model.
+            ConfigurationError: no checkpoint of this step exists, or it is of another model.
             UnavailableError: the place does not answer, or a rank failed.
         """
         steps = self._ranks.first(self.steps)
@@ -120,7 +120,7 @@ class Checkpoint:
         return chosen + 1
 
     def steps(self) -> list[int]:
-        """The steps of which there are checkpoints, ascending."""
+        """The steps that have checkpoints, ascending."""
         with create_source(self._place) as source:
             if source.stat("") is None:
                 return []
@@ -137,7 +137,7 @@ class Checkpoint:
                 _describe(staging, description)
 
     def _save_remotely(self, step: int, tensors: dict[str, Any], description: dict[str, Any]) -> None:
-        """Each rank writes files of its own here, copies them to a folder beside the target, and rank 0 renames it."""
+        """Each rank writes its own files here and copies them to a folder next to the target; rank 0 renames it."""
         staged, target = f".tmp-{step}", str(step)
         with tempfile.TemporaryDirectory(prefix="hotrow-checkpoint-") as folder, create_source(self._place) as source:
 
@@ -234,7 +234,7 @@ def _content(source: ModelSource, path: str) -> bytes:
 
 
 def _unconfirmed(source: ModelSource) -> dict[str, NDArray[np.int64]]:
-    """Keys that had not been confirmed on any rank, by the folder of their table."""
+    """Keys of all ranks that the brokers had not confirmed, by the folder of their table."""
     found: dict[str, NDArray[np.int64]] = {}
     for entry in source.entries():
         if entry.path.startswith(_UNCONFIRMED):
@@ -266,7 +266,7 @@ def _held(ranks: Ranks, stage: Callable[[], Any]) -> Iterator[Path]:
 
 
 def _translated(error: BaseException, what: str) -> HotrowError | OSError:
-    """What torch's checkpoint raised, which holds what failed on each rank as well, as one of our errors."""
+    """Turns the error of torch's checkpoint, which holds the errors of all ranks, into one of our errors."""
     causes = [cause[0] for cause in getattr(error, "failures", {}).values()] or [error]
     for cause in causes:
         if isinstance(cause, (HotrowError, OSError)):

@@ -1,4 +1,4 @@
-"""torch's distributed checkpoints in any place that hotrow knows: read from there by pieces, and without unpickling."""
+"""Reads torch's distributed checkpoints from any place that hotrow knows, in pieces and without unpickling."""
 
 from __future__ import annotations
 
@@ -111,11 +111,11 @@ class _Files(FileSystemBase):
         return posixpath.join(str(path), suffix)
 
     def init_path(self, path: Any) -> str:
-        """A path as it is."""
+        """The path, unchanged."""
         return str(path)
 
     def exists(self, path: Any) -> bool:
-        """Whether a file is there."""
+        """Whether a file exists."""
         return self._source.stat(str(path).lstrip("/")) is not None
 
     def rename(self, path: Any, new_path: Any) -> None:

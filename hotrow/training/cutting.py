@@ -1,6 +1,6 @@
-"""Which modules of a model are look-ups, and what stands in their place while the rest is traced.
+"""Finds the modules of a model that are look-ups, and replaces them by stand-ins while the rest is traced.
 
-Look-ups are cut out at the boundary of a module: what goes into it are ids, what comes out are vectors. A stand-in does
+Look-ups are cut out at the boundary of a module: its inputs are ids, its outputs are vectors. A stand-in does
 the same by operators that the importer of ONNX models takes for look-ups (a gather, a product, a sum), on a tensor that
 only has the table's shape.
 """
@@ -33,7 +33,7 @@ class Cut:
     tables: list[Table]
     stand_in: Callable[[Cut], nn.Module]
     order: list[str] = field(default_factory=list)
-    """Names of the vectors as the live module gives them out, side by side; empty until it has run."""
+    """Names of the vectors in the order in which the live module outputs them; empty until it has run."""
 
 
 def find_cuts(model: nn.Module) -> list[Cut]:
@@ -80,7 +80,7 @@ def _cut(module: nn.Module, path: str) -> Cut | None:
 
 
 def _name_apart(cuts: list[Cut]) -> None:
-    """Tables are called as their config says; of two with one name the later one has its module's path in front."""
+    """Tables have the names of their config; of two with one name, the later one is prefixed by its module's path."""
     taken: dict[str, Table] = {}
     for cut in cuts:
         for table in cut.tables:
@@ -152,7 +152,7 @@ def _device(weight: Any) -> torch.device:
 
 
 class EmbeddingStandIn(nn.Module):
-    """In the place of an nn.Embedding."""
+    """Replaces an nn.Embedding."""
 
     def __init__(self, original: Any, table: Table) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class EmbeddingStandIn(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The whole table; a model that uses it otherwise than by rows is refused by the importer."""
+        """The whole table; the importer refuses a model that uses it other than by rows."""
         return _weights(self._table)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name that torch gives it
@@ -171,7 +171,7 @@ class EmbeddingStandIn(nn.Module):
 
 
 class BagStandIn(nn.Module):
-    """In the place of an nn.EmbeddingBag."""
+    """Replaces an nn.EmbeddingBag."""
 
     def __init__(self, original: Any, table: Table) -> None:
         super().__init__()
@@ -243,7 +243,7 @@ def _weights(table: Table) -> Tensor:
 
 
 def pool_lists(vectors: Tensor, begins: Tensor, ends: Tensor) -> Tensor:
-    """Sums over lists that lie behind each other, as one operator; dense_network.py says what it becomes in ONNX."""
+    """Sums over concatenated lists, as one operator; dense_network.py says what it becomes in ONNX."""
     pooled: Tensor = torch.onnx.ops.symbolic(
         "hotrow.training::PoolLists",
         (vectors, begins.to(torch.int64), ends.to(torch.int64)),
@@ -324,7 +324,7 @@ def _table(module: Any, config: Any, path: str, *, bags: bool) -> Table:
 
 
 class CollectionStandIn(nn.Module):
-    """In the place of TorchRec's collections of tables: pooled (bags), or a vector for each id (lists)."""
+    """Replaces TorchRec's collections of tables: pooled (bags), or a vector for each id (lists)."""
 
     def __init__(self, cut: Cut, configs: list[Any], module: Any, *, bags: bool) -> None:
         super().__init__()
@@ -391,14 +391,14 @@ class CollectionStandIn(nn.Module):
 
 
 class CollisionsStandIn(nn.Module):
-    """In the place of a collection with managed collisions."""
+    """Replaces a collection with managed collisions."""
 
     def __init__(self, collection: CollectionStandIn) -> None:
         super().__init__()
         self.collection = collection
 
     def forward(self, features: Any, mutate_miss_lengths: bool = True) -> tuple[Any, None]:
-        """As the original: what the collection gives, and no remapped features."""
+        """As the original: the output of the collection, and no remapped features."""
         return self.collection(features), None
 
 

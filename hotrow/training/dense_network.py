@@ -1,4 +1,4 @@
-"""Traces a model around its look-ups: an ONNX file whose tables are files that are already there."""
+"""Traces a model around its look-ups: writes an ONNX file whose tables are files that exist already."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def _inside(module: nn.Module) -> nn.Module:
 
 
 def cut_copy(model: nn.Module, cuts: Sequence[Cut]) -> nn.Module:
-    """The model in evaluation mode, with stand-ins for what is cut out. Shares all else with the live one.
+    """The model in evaluation mode, with stand-ins for its look-ups. Shares all else with the live one.
 
-    The live model itself is left as it is.
+    The live model itself does not change.
     """
     made: dict[int, nn.Module] = {id(cut.module): cut.stand_in(cut) for cut in cuts}
     return _copied(model, made)
@@ -86,14 +86,14 @@ def _copied(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
     )
     twin.__dict__["_modules"] = children
     for name, value in module.__dict__.items():
-        # A list of modules that forward goes through beside the registered ones.
+        # A list of modules that forward runs in addition to the registered ones.
         if isinstance(value, list) and value and all(isinstance(item, nn.Module) for item in value):
             twin.__dict__[name] = [_copied(item, made) for item in value]
     return twin
 
 
 def flat_outputs(value: Any) -> list[Tensor]:
-    """The tensors in what forward gave out, in its order."""
+    """The tensors in the output of forward, in its order."""
     if hasattr(value, "wait") and not isinstance(value, Tensor):  # TorchRec's awaitables
         value = value.wait()
     if isinstance(value, Tensor):
@@ -161,7 +161,7 @@ def trace(
         cuts: its look-ups.
         inputs: of the example.
         chosen: which of forward's outputs are served, and
-        outputs: how they are called.
+        outputs: their names.
         files: where the tables are, in the order of the cuts.
 
     Raises:
@@ -191,7 +191,7 @@ def trace(
 
 
 def table_names(files: Sequence[TableFile]) -> list[str]:
-    """How the initializers of tables are called in a traced network."""
+    """The names of the tables' initializers in a traced network."""
     return [f"hotrow_table_{number}" for number in range(len(files))]
 
 
@@ -202,7 +202,7 @@ def first_lines(error: Exception) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Exporters warn of their own future, and log what they try."""
+    """Hides the exporters' deprecation warnings and logs."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -306,7 +306,7 @@ def _all_nodes(graph: GraphProto) -> Iterator[NodeProto]:
 
 
 def _rename(graph: GraphProto, names: dict[str, str]) -> None:
-    """Call inputs and outputs as they are served; other values of these names give way."""
+    """Give inputs and outputs their served names; other values with these names are renamed."""
     taken = set(names.values())
     made = {output for node in _all_nodes(graph) for output in node.output}
     made |= {tensor.name for tensor in graph.initializer}

@@ -1,4 +1,4 @@
-"""`export`: a live model in, a version directory out, written by all ranks."""
+"""`export`: all ranks write a live model as a version directory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from triton_backend.repository.model_config import write_model_config
 
 _SHARED_FILE = ".ranks"
 _TOLERANCE = 1e-5
-"""Of answers, absolute and relative: float32 sums in another order."""
+"""Tolerance of answers, absolute and relative: float32 sums in another order."""
 
 
 def export(
@@ -48,32 +48,32 @@ def export(
     name: str,
     version: int | None = None,
 ) -> int:
-    """Write a model as it is now, in training, as `<repository>/<name>/<version>`; returns the version.
+    """Write the current state of a model in training as `<repository>/<name>/<version>`; returns the version.
 
     Look-ups are cut out at the boundary of the modules that do them (nn.Embedding, nn.EmbeddingBag, `HashEmbedding`,
     `HashEmbeddingBag`, TorchRec's collections, sharded or not, with managed collisions or not), the tables are written
     to files, and the rest becomes the dense network. Before the version appears, it answers the example, and the
-    answers are compared with the live model's. It appears whole or not at all.
+    answers are compared with the live model's. It appears completely or not at all.
 
-    All ranks of a distributed job call this; each writes its own rows, so that the repository must be in a file system
+    All ranks of a distributed job call this; each writes its own rows, so the repository must be in a file system
     that they share. The example may be a different one on each rank.
 
     Args:
         example: the argument of `forward`, a tuple where there are several: a batch that the model takes. Served
-            inputs are called as forward's parameters, tensors in a dict or dataclass by their own names, features of a
-            KeyedJaggedTensor by theirs. What no served output depends on, as labels, is left out.
+            inputs have the names of forward's parameters, tensors in a dict or dataclass their own names, features of a
+            KeyedJaggedTensor theirs. Inputs that no served output depends on, such as labels, are left out.
         inputs: how lists of ids arrive: `padded(max_len=...)`, `lengths()`, or a dict of these by feature.
-        outputs: names of what forward gives out, in its order. Losses (tensors without dimensions) and tensors that
-            are given out as they came in are not counted where there are fewer names than tensors.
-        repository: the model repository; made if there is none.
+        outputs: names of forward's outputs, in its order. Losses (tensors without dimensions) and inputs that forward
+            returns unchanged are not counted if there are fewer names than tensors.
+        repository: the model repository; created if it does not exist.
         name: the model's folder in it.
-        version: one above the highest there is if None.
+        version: if None, one above the highest that exists.
 
     Raises:
         ConfigurationError: the example, the outputs or the names do not fit, or the version exists.
         UnsupportedModelError: a module cannot be cut out, or the network not be traced; names it.
         UnavailableError: another process writes this version; a rank failed, or does not see the repository.
-        OSError: the file system does not take it.
+        OSError: the file system refuses a write.
     """
     ranks = Ranks()
     began = datetime.now(timezone.utc)
@@ -110,7 +110,7 @@ class _Plan:
         return cls(network, cuts, ServedInputs(network, example, forms), names, [])
 
     def run_live(self, model: nn.Module) -> list[NDArray[Any]]:
-        """What the live model gives out for the example; all ranks run it, as sharded modules want them to."""
+        """The live model's outputs for the example; all ranks run it, as sharded modules need."""
         args, kwargs = self.inputs.original
         with _evaluating(model), _noting_orders(self.cuts):
             tensors = flat_outputs(model(*args, **kwargs))
@@ -120,7 +120,7 @@ class _Plan:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """The live model in evaluation mode, exactly as it was afterwards; with no rounding that training allows."""
+    """Puts the live model into evaluation mode without reduced precision, and restores its mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     precision = torch.get_float32_matmul_precision()
     model.eval()
@@ -136,11 +136,11 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _noting_orders(cuts: Sequence[Cut]) -> Iterator[None]:
-    """Note in which order collections of the live model give out their vectors: sharding may change it."""
+    """Note the order in which collections of the live model output their vectors: sharding may change it."""
 
     def noting(cut: Cut) -> Callable[..., Any]:
         def note(_module: nn.Module, _args: Any, output: Any) -> Any:
-            # An awaitable may be waited for once, so that the model is given what came of it.
+            # An awaitable may be waited for only once, so the model gets its result.
             parts = [_waited(part) for part in output] if isinstance(output, tuple) else [_waited(output)]
             if hasattr(parts[0], "length_per_key") and hasattr(parts[0], "keys"):
                 cut.order[:] = list(parts[0].keys())
@@ -159,7 +159,7 @@ def _waited(value: Any) -> Any:
 
 
 def _chosen(tensors: list[Tensor], names: list[str], inputs: ServedInputs) -> list[int]:
-    """Which of the tensors that forward gave out bear the names."""
+    """The output tensors of forward that the names belong to."""
     if len(tensors) == len(names):
         return list(range(len(tensors)))
     served = [i for i, tensor in enumerate(tensors) if tensor.dim() and not inputs.is_given(tensor)]
@@ -355,7 +355,7 @@ def _write_stored(staging: Path, file: TableFile, first: int) -> dict[str, str |
 
 
 def _default_vector(table: Table, parts: list[_Rows | None]) -> tuple[float, ...]:
-    """The answer to unknown ids, which is the last row of the shard that they would be looked up in."""
+    """The answer to unknown ids: the last row of the shard that they would be looked up in."""
     found = {part.default_vector for part in parts if part}
     if len(found) > 1:
         raise UnsupportedModelError(
@@ -366,7 +366,7 @@ def _default_vector(table: Table, parts: list[_Rows | None]) -> tuple[float, ...
 
 
 def _verify(staging: Path, spec: ModelSpec, arrays: Mapping[str, NDArray[Any]], expected: list[NDArray[Any]]) -> None:
-    """UnsupportedModelError where the staged version answers the example otherwise than the live model did."""
+    """UnsupportedModelError if the staged version answers the example differently from the live model."""
     sent = {tensor.name: arrays[tensor.name] for tensor in spec.inputs}
     with InferenceSession.open(staging, device="cpu", update_stream="") as session:
         answers = session.run(sent, [tensor.name for tensor in spec.outputs])

@@ -15,16 +15,16 @@ from inference_session.errors import ConfigurationError
 
 
 class HashEmbedding(HashTable):
-    """In the place of nn.Embedding, for keys of any value and number.
+    """Replaces nn.Embedding, for keys of any value and number.
 
         items = HashEmbedding(64, optimizer=Adagrad(0.05), initializer=partial(nn.init.normal_, std=0.01))
         vectors = items(keys)          # int64 [any shape] to float32 [the same, 64]
 
-    A key gets a row when training reads it first. Rows learn in backward: the gradients of a row are added up over the
+    A key gets a row when training first reads it. Rows learn in backward: the gradients of a row are added up over the
     whole batch, and the optimizer of the embedding is applied once; no optimizer of torch sees the rows. In
     `eval()` no rows are added, nothing is learned, and unknown keys are answered with zeros.
 
-    In a job of several ranks, each rank looks up keys of its own batch, and the row of a key is on rank
+    In a job of several ranks, each rank looks up the keys of its batch, and the row of a key is on rank
     `key % world_size`; all ranks have to look up, and go backward, equally often.
     """
 
@@ -40,7 +40,7 @@ class HashEmbedding(HashTable):
 
 
 class HashEmbeddingBag(HashTable):
-    """In the place of nn.EmbeddingBag, for keys of any value and number; all else is as in `HashEmbedding`."""
+    """Replaces nn.EmbeddingBag, for keys of any value and number; all else is as in `HashEmbedding`."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class HashEmbeddingBag(HashTable):
         """Bags of keys to float32 [bags, embedding_dim]; an empty bag is zeros.
 
         Args:
-            input: [bags, keys of each], or [keys] of all bags behind each other.
+            input: [bags, keys of each], or [keys] of all bags, concatenated.
             offsets: [bags], where each begins in `input`; only where that has one dimension.
             per_sample_weights: factors of the vectors, shaped as `input`; for sums.
 

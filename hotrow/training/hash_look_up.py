@@ -15,14 +15,14 @@ from hotrow.training.row_access import add_up, gather
 
 @dataclass(frozen=True)
 class LookUp:
-    """Where the vectors are, and what becomes of their gradients."""
+    """Where the vectors are, and what takes their gradients."""
 
     table: Tensor
     """float32 [rows, embedding_dim]"""
     rows: Tensor
     """int64 [m]: the row in `table` of each distinct key."""
     places: Tensor
-    """int64 [n]: the distinct key that each key is."""
+    """int64 [n]: the number of each key among the distinct keys."""
     learn: Callable[[Tensor], None]
     """Takes the gradients of the distinct keys, [m, embedding_dim]."""
 
@@ -51,7 +51,7 @@ class Vectors(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradients: Tensor) -> tuple[None, None]:
-        """Hands the sums for each distinct key on to who learns."""
+        """Passes the sum of each distinct key's gradients to the learner."""
         look_up = ctx.look_up
         look_up.learn(add_up(len(look_up.rows), look_up.places, gradients))
         return None, None
@@ -70,7 +70,7 @@ class Bags:
 
     def pool(self, rows: Tensor, table: Tensor, weights: Tensor | None) -> Tensor:
         """[bags, embedding_dim] of rows [n] of a table; `padding` is a row of it."""
-        if not self.num_keys:  # zeros that have gradients, as those of other batches
+        if not self.num_keys:  # zeros that have gradients, as in other batches
             nothing = table[:0].sum() if weights is None else table[:0].sum() + weights.sum()
             return nothing + table.new_zeros((len(self.begins) - 1, table.shape[1]))
         options: dict[str, Any] = {"mode": self.mode, "per_sample_weights": weights, "include_last_offset": True}
@@ -80,7 +80,7 @@ class Bags:
         """int64 [n]"""
         counts = self.begins.diff()
         bags = torch.arange(len(counts), device=counts.device)
-        return torch.repeat_interleave(bags, counts, output_size=self.num_keys)  # without it, a GPU is waited for
+        return torch.repeat_interleave(bags, counts, output_size=self.num_keys)  # without it, the host awaits the GPU
 
     def factors(self, places: Tensor, weights: Tensor | None) -> Tensor | None:
         """float32 [n]: the part of each vector in its bag; None where all are 1. Not for maxima."""

@@ -18,14 +18,14 @@ from hotrow.training.row_optimizers import RowOptimizer, kernel_of
 INITIAL_ROWS = 4096
 """Vectors that an initializer fills. Each element of a new row is that of the same column in one of them."""
 _CHUNK_ELEMENTS = 1 << 17
-"""Of rows that an optimizer works on at a time, so that they stay in the processor's cache."""
+"""Elements of the rows that an optimizer works on at a time, so that they stay in the processor's cache."""
 _DEVICE_CHUNK_ELEMENTS = 1 << 26
 """The same on a GPU, so that copies of rows take a bounded part of its memory."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a hash embedding, in bulk. `[i]` of each tensor belongs to one key."""
+    """Rows of a hash embedding, in bulk. `[i]` of all tensors belongs to the same key."""
 
     keys: Tensor
     """int64 [n], each once."""
@@ -61,11 +61,11 @@ class HashRows:
         self.optimizer = optimizer
         self.initial = initial.to(device)
         self.counts_use = counts_use
-        """Whether it is noted when and how often a row is read."""
+        """Whether the time and the number of reads of each row are noted."""
         self.steps = 0
-        """Of training, those that are complete."""
+        """Completed steps of training."""
         self.generation = 0
-        """Counts up when rows move, so that numbers of rows from before mean others."""
+        """Counts up when rows move: row numbers from before are then no longer valid."""
         self.listeners: OrderedDict[int, Callable[[Tensor, Tensor], None]] = OrderedDict()
         """Called with keys that training has read, and with keys that have lost their rows; int64 [n]."""
         self._make_empty()
@@ -122,7 +122,7 @@ class HashRows:
             self._learn_some(rows[begin:end], gradients[begin:end])
 
     def remove(self, rows: Tensor) -> None:
-        """Take out rows, each named once: the last ones move to their places."""
+        """Remove rows, each named once: the last rows move to their places."""
         removed = self.index.keys[rows]
         num_left = self.index.num_rows - len(rows)
         is_gone = torch.zeros(self.index.num_rows, dtype=torch.bool, device=self.device)
@@ -137,7 +137,7 @@ class HashRows:
             listener(removed[:0], removed)
 
     def seldom_used(self, unused_for: int | None, used_less_than: int | None) -> Tensor:
-        """The rows that training has not read for more steps than one number, and less often than the other."""
+        """The rows that training last read more than one number of steps ago, and less often than the other number."""
         used = slice(1, self.index.num_rows)
         chosen = torch.ones(self.num_rows, dtype=torch.bool, device=self.device)
         if unused_for is not None:
@@ -147,7 +147,7 @@ class HashRows:
         return chosen.nonzero().squeeze(1) + 1
 
     def least_used(self, num_rows: int, *, by_age: bool) -> Tensor:
-        """So many rows: those that were not read for longest, or read least often."""
+        """This many rows: those least recently or least often read."""
         use = self.last_used if by_age else self.times_used
         return use[1 : self.index.num_rows].topk(num_rows, largest=False).indices + 1
 
@@ -159,7 +159,7 @@ class HashRows:
         return Rows(self.index.keys[used], self.vectors[used], states, *use)
 
     def put(self, rows: Rows) -> None:
-        """Add rows, or overwrite them; what is not given of a row is as in a new one."""
+        """Add rows, or overwrite them; parts of a row that are not given are as in a new row."""
         places = self._added(rows.keys.to(self.device))
         scatter(self.vectors, places, rows.vectors.to(self.device, torch.float32))
         for name, value in self.optimizer.states().items():
@@ -178,7 +178,7 @@ class HashRows:
         self._make_empty()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "listeners": OrderedDict()}  # a copy of the rows is listened to by nobody
+        return {**self.__dict__, "listeners": OrderedDict()}  # a copy of the rows has no listeners
 
     def to(self, device: torch.device) -> HashRows:
         """The same rows on another device."""
@@ -231,7 +231,7 @@ class HashRows:
         self.states = {name: larger(tensor) for name, tensor in self.states.items()}
 
     def _begin(self, first: int) -> None:
-        """Make new rows, from that one on."""
+        """Make new rows, from the given one on."""
         for begin, end in self._chunks(self.index.num_rows - first):
             rows = slice(first + begin, first + end)
             self.vectors[rows] = self.initial_vectors(self.index.keys[rows])

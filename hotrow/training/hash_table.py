@@ -66,10 +66,10 @@ class HashTable(nn.Module):
             initializer: fills a tensor in place, as those of torch.nn.init. It is called once, on [4096,
                 embedding_dim]: each element of a new vector is one of the same column there, picked by the key.
             key_dtype: int64 or uint32, what keys are; tensors of other integers are taken where they fit.
-            padding_idx: a key that stands for none: zeros, never learned, left out of bags.
-            max_rows: beyond it, over all ranks, rows are evicted, some at a time.
-            max_age: rows are evicted that training has not read for that many steps, or up to an eighth more.
-            evict_by: whether `max_rows` evicts rows that were not read for longest ("age"), or least often ("count").
+            padding_idx: a key that stands for no key: zeros, never learned, left out of bags.
+            max_rows: the most rows on all ranks; beyond it, rows are evicted, some at a time.
+            max_age: rows that training last read this many steps ago, or up to an eighth more, are evicted.
+            evict_by: whether `max_rows` evicts the least recently read rows ("age"), or the least often read ("count").
             gradients: whether those of several ranks are added up, or averaged; if None, averaged in a model that
                 DistributedDataParallel wraps, which averages those of all other weights, and else added up.
             grad_scaler: the torch.amp.GradScaler that scales the loss: gradients are unscaled, infinite ones left out.
@@ -101,7 +101,7 @@ class HashTable(nn.Module):
         return self._rows.num_rows
 
     def __bool__(self) -> bool:
-        """Also without rows this is a module."""
+        """True also without rows, since this is a module."""
         return True
 
     @property
@@ -119,11 +119,11 @@ class HashTable(nn.Module):
         self._rows.steps = steps
 
     def rows(self) -> Rows:
-        """The rows that this rank holds, in no order. The tensors are the live ones, and change as training goes on."""
+        """The rows that this rank holds, in no order. The tensors are the live ones, and change with training."""
         return self._rows.all()
 
     def put(self, rows: Rows) -> None:
-        """Add rows, or overwrite them. What another rank owns is left out, so that all ranks may be given all rows.
+        """Add rows, or overwrite them. Rows that another rank owns are left out, so all ranks may be given all rows.
 
         Raises:
             ConfigurationError: the tensors do not fit each other or the embedding.
@@ -145,7 +145,7 @@ class HashTable(nn.Module):
         return rows != 0, gather(self._rows.vectors, rows[rows != 0])
 
     def owns(self, keys: Tensor) -> Tensor:
-        """Of which keys, int64 [n], the rows belong to this rank: bool [n]."""
+        """Whether the rows of keys, int64 [n], belong to this rank: bool [n]."""
         rank, num_ranks = _place()
         return owners(keys, num_ranks) == rank
 
@@ -209,7 +209,7 @@ class HashTable(nn.Module):
         return rows
 
     def _share_initial(self) -> None:
-        """New rows are the same on any number of ranks, also where these were seeded differently."""
+        """New rows are the same on any number of ranks, also if these were seeded differently."""
         if not self._is_shared and _place().num_ranks > 1:
             dist.broadcast(self._rows.initial, 0)
             self._is_shared = True
@@ -222,9 +222,9 @@ class HashTable(nn.Module):
     # Learning
 
     def _learn_later(self, learning: _Learning) -> None:
-        """At the end of backward, as an embedding may be asked more than once for a batch."""
+        """Learn at the end of backward, because a batch may use an embedding more than once."""
         backward = torch._C._current_graph_task_id()
-        if backward != self._backward:  # what an earlier one has left behind has failed
+        if backward != self._backward:  # what is left of an earlier one belongs to a failed backward
             self._backward, self._learning = backward, []
             torch.autograd.Variable._execution_engine.queue_callback(self._learn)
         self._learning.append(learning)
@@ -239,7 +239,7 @@ class HashTable(nn.Module):
             item.rows if item.generation == self._rows.generation else self._rows.find(item.keys) for item in learning
         ]
         self._rows.steps += 1
-        # Ranks may ask for the same row; one rank asks for each row of a look-up once.
+        # Several ranks may request the same row; each rank requests each row of a look-up once.
         are_distinct = len(learning) == 1 and _place().num_ranks == 1
         found = self._unscaled(_joined(rows), _joined([item.gradients for item in learning]))
         self._rows.learn(*found, are_distinct=are_distinct)
@@ -256,10 +256,10 @@ class HashTable(nn.Module):
         return rows[is_finite], gradients[is_finite]
 
     def evict(self, *, unused_for: int | None = None, used_less_than: int | None = None) -> int:
-        """Take out the rows of this rank that all conditions given apply to; returns how many. For use between steps.
+        """Remove the rows of this rank that meet all given conditions; returns how many. For use between steps.
 
         Args:
-            unused_for: training has not read them for more than so many steps.
+            unused_for: training last read them more than this many steps ago.
             used_less_than: training has read them less often.
 
         Raises:
@@ -296,7 +296,7 @@ class HashTable(nn.Module):
             destination[prefix + name] = tensor.clone()
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that a checkpoint holds of this rank, by name; live ones. `load` takes them back."""
+        """All tensors that a checkpoint holds of this rank, by name; live ones. `load` reads them back."""
         rows = self._rows.all()
         optional = {"last_used": rows.last_used, "times_used": rows.times_used}
         return {
@@ -310,7 +310,7 @@ class HashTable(nn.Module):
         }
 
     def load(self, *parts: Mapping[str, Tensor]) -> None:
-        """Replace all rows by what `tensors` gave on any number of ranks; this rank keeps what it owns.
+        """Replace all rows by those that `tensors` returned on any number of ranks; this rank keeps those that it owns.
 
         Raises:
             ConfigurationError: a tensor is missing, or does not fit.
@@ -320,7 +320,7 @@ class HashTable(nn.Module):
             self.load_part(part)
 
     def load_part(self, part: Mapping[str, Tensor]) -> None:
-        """Add what `tensors` gave on one rank, as far as this rank owns it.
+        """Add the rows that `tensors` returned on one rank, if this rank owns them.
 
         Raises:
             ConfigurationError: a tensor is missing, or does not fit.

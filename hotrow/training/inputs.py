@@ -1,4 +1,4 @@
-"""How the arguments of a model's forward arrive when it is served.
+"""How the arguments of a model's forward arrive in served requests.
 
 A model in training takes whatever Python object holds a batch; a served one takes named arrays. `ServedInputs` takes
 the example apart into these arrays, and puts them together again, for the trace of the network.
@@ -23,12 +23,12 @@ from inference_session.errors import ConfigurationError, InvalidRequestError
 
 Arrays: TypeAlias = "dict[str, NDArray[Any]]"
 Rebuild: TypeAlias = "Callable[[Mapping[str, Any]], Any]"
-"""Makes an argument of what is served, by name: a Tensor, or a jagged tensor."""
+"""Makes an argument from the served inputs, by name: a Tensor, or a jagged tensor."""
 
 
 @dataclass(frozen=True)
 class Padded:
-    """Lists of ids arrive as a matrix [batch, N or less], filled up behind each list with `pad`."""
+    """Lists of ids arrive as a matrix [batch, N or less]; each list is padded at its end with `pad`."""
 
     max_len: int
     pad: int = -1
@@ -36,14 +36,14 @@ class Padded:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lists of ids arrive behind each other [ids], with `<feature>_lengths` [batch] beside them."""
+    """Lists of ids arrive concatenated [ids], together with `<feature>_lengths` [batch]."""
 
 
 Form: TypeAlias = "Padded | Lengths"
 
 
 def padded(max_len: int, pad: int = -1) -> Padded:
-    """Serve lists of ids as a matrix int64 [batch, max_len or less], filled up behind each list with `pad`.
+    """Serve lists of ids as a matrix int64 [batch, max_len or less]; each list is padded at its end with `pad`.
 
     Weights of ids arrive as `<feature>_weights`, float32 of the same shape.
 
@@ -56,7 +56,7 @@ def padded(max_len: int, pad: int = -1) -> Padded:
 
 
 def lengths() -> Lengths:
-    """Serve lists of ids as values int64 [ids], with `<feature>_lengths`, int64 [batch], beside them."""
+    """Serve lists of ids as values int64 [ids], together with `<feature>_lengths`, int64 [batch]."""
     return Lengths()
 
 
@@ -90,7 +90,7 @@ class Jagged:
 
 @dataclass
 class _Found:
-    """What has been found in the example so far."""
+    """The findings from the example so far."""
 
     inputs: dict[str, Dense | Jagged] = field(default_factory=dict)
 
@@ -129,7 +129,7 @@ class ServedInputs:
         self._check_array_names()
 
     def arguments(self, served: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The positional and the named arguments of `forward`, made of what is served under each input's name."""
+        """The positional and the named arguments of `forward`, made from the served inputs by name."""
         result: tuple[tuple[Any, ...], dict[str, Any]] = self._rebuild(served)
         return result
 
@@ -165,7 +165,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def array_names(item: Dense | Jagged, form: Form | None) -> list[str]:
-    """The served inputs that one input becomes."""
+    """The served inputs of one input."""
     if isinstance(item, Dense):
         return [item.name]
     names = [item.name]
@@ -209,7 +209,7 @@ def _is_named(example: Any, parameters: Mapping[str, inspect.Parameter], positio
 
 
 def _take_apart(value: Any, name: str, found: _Found) -> Rebuild:
-    """Note the tensors in a value; returns what makes the value again, of served ones."""
+    """Note the tensors in a value; returns a function that rebuilds the value from served tensors."""
     if isinstance(value, Tensor):
         found.add(Dense(name, value))
         return lambda served: served[name]
@@ -240,7 +240,7 @@ def _take_features(features: Any, found: _Found) -> Rebuild:
 
 
 def _parts(value: Any, name: str) -> Iterator[tuple[Any, str, Any]]:
-    """What a container holds: a key for each part, the name that it is served under, and the part."""
+    """The parts of a container: for each its key, the name that it is served under, and the part."""
     if isinstance(value, Mapping):
         yield from ((key, str(key), part) for key, part in value.items())
     elif hasattr(value, "_fields"):
@@ -333,7 +333,7 @@ def _jagged_arrays(item: Jagged, form: Form) -> Arrays:
 
 
 def padded_matrix(values: NDArray[Any], counts: NDArray[np.int64], pad: float) -> NDArray[Any]:
-    """Lists behind each other as a matrix [lists, longest list], at least one wide."""
+    """Concatenated lists as a matrix [lists, longest list], at least one wide."""
     width = max(1, int(counts.max(initial=0)))
     present = np.arange(width) < counts[:, None]
     if int(present.sum()) != len(values):

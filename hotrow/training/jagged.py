@@ -1,4 +1,4 @@
-"""TorchRec's jagged tensors as they are while a network is traced: made of served arrays, with no sizes of their own.
+"""TorchRec's jagged tensors while a network is traced: made of served arrays, without fixed sizes.
 
 TorchRec's own would become loops over lists of unknown length in the traced network, or constants of the example.
 """
@@ -13,7 +13,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 
 class ServedJagged(JaggedTensor):
-    """One feature: lists of ids, or of vectors, for each sample. Behind each other, unless it is a `ServedMatrix`."""
+    """One feature: lists of ids, or of vectors, for each sample. Concatenated, unless it is a `ServedMatrix`."""
 
     def __init__(self, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> None:
         super().__init__(values=values, lengths=lengths, weights=weights)
@@ -24,7 +24,7 @@ class ServedJagged(JaggedTensor):
         return torch.cat([ends.new_zeros(1), ends])
 
     def with_values(self, values: Tensor, weights: Tensor | None = None) -> ServedJagged:
-        """The same lists of something else."""
+        """Lists of the same lengths with other values."""
         return ServedJagged(values, self.lengths(), weights)
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
@@ -41,15 +41,15 @@ class ServedJagged(JaggedTensor):
 
 
 class ServedMatrix(ServedJagged):
-    """Lists as they arrive by `padded`: a matrix [samples, width] or vectors [samples, width, dim], some not there."""
+    """Lists in the form of `padded`: a matrix [samples, width] or vectors [samples, width, dim], with padding."""
 
     def __init__(self, matrix: Tensor, present: Tensor, weights: Tensor | None = None) -> None:
         self.matrix, self.present, self.weight_matrix = matrix, present, weights
-        # What TorchRec keeps is made when somebody asks for it: most models do not.
+        # The attributes that TorchRec stores are computed on request: most models do not read them.
         self._values, self._lengths, self._offsets, self._weights = matrix, None, None, None
 
     def values(self) -> Tensor:
-        """All that is there, behind each other."""
+        """The values without padding, concatenated."""
         return self.matrix[self.present]
 
     def lengths(self) -> Tensor:
@@ -71,7 +71,7 @@ class ServedMatrix(ServedJagged):
         return None if self.weight_matrix is None else self.weights()
 
     def with_values(self, values: Tensor, weights: Tensor | None = None) -> ServedMatrix:
-        """The same lists of something else: `values` and `weights` are matrices, too."""
+        """Lists of the same lengths with other values: `values` and `weights` are matrices, too."""
         return ServedMatrix(values, self.present, weights)
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
@@ -95,7 +95,7 @@ class ServedFeatures(KeyedJaggedTensor):
     def __init__(self, features: dict[str, ServedJagged]) -> None:
         self.features = features
         self._keys = list(features)
-        # What TorchRec's own methods ask for directly.
+        # Attributes that TorchRec's own methods read directly.
         self._length_per_key = self._offset_per_key = self._stride_per_key_per_rank = self._jt_dict = None
         self._inverse_indices = self._index_per_key = None
 

@@ -1,4 +1,4 @@
-"""A Keras 3 callback: versions and fresh rows out of `model.fit`, whatever the backend."""
+"""A Keras 3 callback: publishes versions and changed rows from `model.fit`, with any backend."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class KerasCallback(keras.callbacks.Callback):
 
         model.fit(data, callbacks=[training.KerasCallback("ctr", repository="trained", url="kafka://broker:9092")])
 
-    Rows are compared with those published last, so that what a momentum moves is published, too; this takes a copy of
-    the tables. Tables are called as their layers. Versions go through Keras's own export to ONNX.
+    Rows are compared with those published last, so rows that only momentum moves are published; this needs a copy of
+    the tables. Tables have the names of their layers. Versions go through Keras's own export to ONNX.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class KerasCallback(keras.callbacks.Callback):
         every_steps: int = 50,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Nothing is reached yet; `fit` begins.
+        """Connect to nothing yet; `fit` does.
 
         Args:
-            name: the model's, as it is served.
-            repository: where versions go; None: there are none.
+            name: the name of the served model.
+            repository: where versions go; None: no versions are published.
             url: kafka://HOST:PORT, where rows go and versions are announced; None: rows are not published.
             every_steps: how often rows are compared and queued.
             timeout_s: the longest that the brokers may take to confirm a message.
@@ -81,7 +81,7 @@ class KerasCallback(keras.callbacks.Callback):
             self._outbox = Outbox(lambda: Publisher(url, self._name, timeout_s=self._timeout_s))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Queue changed rows every `every_steps` steps; raises what has gone wrong with earlier ones."""
+        """Queue changed rows every `every_steps` steps; raises errors of earlier ones."""
         self._num_steps += 1
         if self._outbox is not None and self._num_steps % self._every_steps == 0:
             self._queue(self._outbox)
@@ -118,7 +118,7 @@ class _LayerTable:
         self._published = _rows(layer).copy()
 
     def changes(self) -> Iterator[Changes]:
-        """What has changed since the last call, some rows at a time."""
+        """The rows that have changed since the last call, some at a time."""
         now = _rows(self._layer)
         for begin in range(0, len(now), _CHUNK_ROWS):
             part, before = now[begin : begin + _CHUNK_ROWS], self._published[begin : begin + _CHUNK_ROWS]
@@ -134,7 +134,7 @@ def _rows(layer: Any) -> NDArray[np.float32]:
 
 
 def export_keras(model: Any, repository: Path, name: str) -> int:
-    """Write a Keras model as it is now as the next version, by its own export to ONNX; returns the version.
+    """Write the current state of a Keras model as the next version, by Keras's export to ONNX; returns the version.
 
     Raises:
         ConfigurationError, UnsupportedModelError, ModelFormatError: as `hotrow import onnx`.
@@ -156,7 +156,7 @@ def export_keras(model: Any, repository: Path, name: str) -> int:
 
 
 def _name_tables(network: onnx.ModelProto, model: Any) -> None:
-    """Call the initializers that hold rows of a layer as the layer."""
+    """Give the initializers that hold rows of a layer the name of the layer."""
     layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.Embedding)]
     names: dict[str, str] = {}
     for tensor in network.graph.initializer:

@@ -1,4 +1,4 @@
-"""Keys of this rank to the ranks that own their rows, vectors back, and gradients again: torch's collectives."""
+"""Sends keys to the ranks that own their rows, vectors back, and gradients again, by torch's collectives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def owners(keys: Tensor, num_ranks: int) -> Tensor:
 
 
 def by_owner(keys: Tensor, places: Tensor, num_ranks: int) -> tuple[Tensor, Tensor]:
-    """Keys, int64 [n], ordered by their owners, and where places in `keys`, int64 [any], then are."""
+    """Keys, int64 [n], ordered by their owners, and the new places of given places in `keys`, int64 [any]."""
     order = torch.argsort(owners(keys, num_ranks).to(torch.int32), stable=True)
     moved_to = torch.empty_like(order)
     moved_to[order] = torch.arange(len(order), device=order.device)
@@ -32,11 +32,11 @@ class KeyExchange:
         self._sent, self._received = torch.stack([sent, received]).tolist()
 
     def to_owners(self, values: Tensor) -> Tensor:
-        """[n, ...] of this rank's keys to [m, ...] of the keys that all ranks ask of this one."""
+        """[n, ...] of this rank's keys to [m, ...] of the keys that all ranks request from this one."""
         return _exchanged(values, self._received, self._sent)
 
     def back(self, values: Tensor) -> Tensor:
-        """[m, ...] of the keys that were asked of this rank to [n, ...] of this rank's keys."""
+        """[m, ...] of the keys that were requested from this rank to [n, ...] of this rank's keys."""
         return _exchanged(values, self._sent, self._received)
 
 

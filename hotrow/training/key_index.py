@@ -20,7 +20,7 @@ _KEYS_PER_BUCKET = 8
 
 
 class KeyIndex(Protocol):
-    """What a table of keys asks of its index, on any device."""
+    """The interface of a key table's index, on any device."""
 
     keys: Tensor
     """int64 [capacity]: the key of each row."""
@@ -28,17 +28,17 @@ class KeyIndex(Protocol):
     """Rows in use, row 0 among them."""
 
     def find(self, keys: Tensor) -> Tensor:
-        """int64 [n] to the rows, int64 [n], 0 where there is none."""
+        """int64 [n] to the rows, int64 [n], 0 for keys without a row."""
 
     def find_or_add(self, keys: Tensor) -> Tensor:
         """int64 [n], perhaps with duplicates, to their rows; keys without one get the next, in any order."""
 
     def keep(self, num_rows: int) -> None:
-        """Forget all rows from that one on. Keys of rows below may have been overwritten before."""
+        """Forget all rows from the given one on. Keys of lower rows may have been overwritten before."""
 
 
 class HashIndex:
-    """On the processor: the product's own hash index, in compiled code."""
+    """On the processor: the hash index of the served tables, in compiled code."""
 
     def __init__(self, capacity: int = _MIN_CAPACITY) -> None:
         """`capacity`: rows that there is room for at first."""
@@ -127,7 +127,7 @@ class DeviceIndex:
         try:
             found = int(num_rows)
             self._make_room_for_keys(found)
-        except RuntimeError:  # no memory is left: nothing was added
+        except RuntimeError:  # out of memory: nothing was added
             self.keep(self.num_rows)
             raise
         device_rows.publish(self._entries, self.keys, keys, places, rows)
@@ -159,7 +159,7 @@ class DeviceIndex:
 
 
 class SortedIndex:
-    """On any device, by torch's operators: sorted keys, and those that came last apart, to be merged now and then."""
+    """On any device, by torch's operators: sorted keys, and the newest keys apart, which are merged now and then."""
 
     def __init__(self, device: torch.device) -> None:
         self.num_rows = 1

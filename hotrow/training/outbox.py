@@ -1,4 +1,4 @@
-"""Rows on their way to the brokers: queued by the thread that trains, published by one of its own."""
+"""Rows on their way to the brokers: the training thread queues them, a separate thread publishes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inference_session.errors import HotrowError, StoreError, UnavailableError
 from inference_session.update_stream.publisher import Publisher
 
 _MAX_PENDING_BYTES = 256 << 20
-"""Rows that wait for the brokers; whoever queues more waits as well."""
+"""The most rows that wait for the brokers; a thread that queues more waits as well."""
 
 
 class Changes(NamedTuple):
@@ -43,17 +43,17 @@ class OutboxStats:
     """Confirmed by the brokers."""
     num_deleted: int = 0
     num_replaced: int = 0
-    """Not sent, as a newer row of the key came first."""
+    """Not sent because a newer row of the key replaced them."""
 
 
 class Outbox:
     """Publishes what is queued, each key's last row, in order; closed by `close`.
 
-    What the brokers have not confirmed is kept, and tried again after the error has been raised.
+    Rows that the brokers have not confirmed are kept, and sent again after the error has been raised.
     """
 
     def __init__(self, connect: Callable[[], Publisher]) -> None:
-        """Reach the brokers; raises what Publisher does."""
+        """Connect to the brokers; raises the errors of Publisher."""
         self.stats = OutboxStats()
         self._connect = connect
         self._publisher: Publisher | None = connect()
@@ -67,14 +67,14 @@ class Outbox:
         self._thread.start()
 
     def put(self, changes: Changes) -> None:
-        """Queue rows; waits while too many are queued, unless something has gone wrong."""
+        """Queue rows; waits while too many are queued, unless publishing has failed."""
         with self._changed:
             self._merge(changes)
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._num_bytes() <= _MAX_PENDING_BYTES or self._error is not None)
 
     def drain(self) -> None:
-        """Return when the brokers have confirmed all that was queued; raises what went wrong."""
+        """Return when the brokers have confirmed all queued rows; raises errors of publishing."""
         with self._changed:
             self.raise_error()
             self._changed.notify_all()
@@ -82,14 +82,14 @@ class Outbox:
             self.raise_error()
 
     def announce(self, version: int) -> None:
-        """Publish all that is queued, then word of a version; returns when both are confirmed."""
+        """Publish all queued rows, then the announcement of a version; returns when both are confirmed."""
         with self._changed:
             self.raise_error()
             self._announced.append(version)
         self.drain()
 
     def raise_error(self) -> None:
-        """Raise what has gone wrong since the last call, if anything has; what was queued is tried again."""
+        """Raise the error since the last call, if any; queued rows are sent again."""
         with self._changed:
             error, self._error = self._error, None
             if error is not None:
@@ -97,7 +97,7 @@ class Outbox:
                 raise error
 
     def unconfirmed(self) -> dict[str, NDArray[np.int64]]:
-        """Keys that the brokers have not confirmed, by table; some may be there twice."""
+        """Keys that the brokers have not confirmed, by table; there may be duplicates."""
         with self._changed:
             queues = (self._pending, self._sending)
             tables = {table for queue in queues for table in queue}
@@ -108,7 +108,7 @@ class Outbox:
         }
 
     def close(self) -> None:
-        """End the thread, without waiting for what is queued."""
+        """End the thread, without waiting for queued rows."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -184,7 +184,7 @@ class Outbox:
 
 
 def merge(older: Changes, newer: Changes) -> Changes:
-    """Both together; where they differ about a key, the newer ones are right."""
+    """Merge both; of a key in both, the newer row stays."""
     said = np.concatenate([newer.keys, newer.deleted])
     kept = ~np.isin(older.keys, said)
     keys = np.concatenate([older.keys[kept], newer.keys])

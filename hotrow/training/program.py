@@ -1,7 +1,7 @@
-"""`hotrow import torch`: a torch.export program, and where it has one a distributed checkpoint, as a version.
+"""`hotrow import torch`: imports a torch.export program, with a distributed checkpoint if given, as a version.
 
-The program's archive is copied without the values of its tables, and without what would be unpickled; the copy is read
-by torch. Tables go from the archive, or the checkpoint, to their files by pieces.
+The program's archive is copied without its tables' values and without pickled data; the copy is read
+by torch. Tables are copied from the archive, or the checkpoint, to their files in pieces.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ def import_program(
     progress: Progress | None = None,
     complete: Callable[[Path, ModelSpec], None] | None = None,
 ) -> ImportReport:
-    """Import what torch.export.save wrote as `<repository>/<name>/<version>`; whole or not at all.
+    """Import a file of torch.export.save as `<repository>/<name>/<version>`, completely or not at all.
 
     Args:
-        program: the .pt2 file. Inputs are called as its forward's parameters, outputs as the keys of the dict that it
-            gives out, else output_0, output_1 …
-        checkpoint: a folder or URL of a distributed checkpoint whose weights are taken in place of the program's own;
-            weights that it lacks are the program's.
-        version: one above the highest there is if None.
-        progress: told the bytes of tables written.
+        program: the .pt2 file. Inputs have the names of forward's parameters, outputs the keys of the dict that it
+            returns, else output_0, output_1 …
+        checkpoint: a folder or URL of a distributed checkpoint whose weights replace the program's own;
+            weights that it lacks come from the program.
+        version: if None, one above the highest that exists.
+        progress: called with the bytes of tables written.
         complete: called with the staged version before it appears.
 
     Raises:
-        ModelFormatError: a file is damaged, or not what it is taken for.
+        ModelFormatError: a file is damaged, or of another format.
         UnsupportedModelError: the program has no table, or cannot be written as ONNX.
         ConfigurationError: the version exists, or the checkpoint has none of the program's weights.
     """
@@ -92,7 +92,7 @@ class _Payload(NamedTuple):
 
 
 class _Archive:
-    """A .pt2 file, looked into without torch."""
+    """A .pt2 file, read without torch."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -111,7 +111,7 @@ class _Archive:
             ) from error
 
     def load(self, copy: Path) -> Any:
-        """The program, by torch; what may be a table has one element that stands for all."""
+        """The program, read by torch; a weight that may be a table has one element that stands for all."""
         with zipfile.ZipFile(self._path) as source, zipfile.ZipFile(copy, "w", zipfile.ZIP_STORED) as target:
             slim = {name: payload for name, payload in self.payloads.items() if _may_be_table(payload)}
             left_out = {payload.entry for payload in slim.values()}
@@ -211,7 +211,7 @@ class _SavedWeights:
         self.reader.set_up_storage_reader(self.metadata, is_coordinator=True)
 
     def name_of(self, weight: str) -> str | None:
-        """What a weight of the program is called there: the same, behind what wrapped the model."""
+        """The name of a program's weight in the checkpoint: the same, prefixed by the names of the model's wrappers."""
         names = [
             name
             for name in self.metadata.state_dict_metadata
@@ -236,13 +236,13 @@ class _SavedWeights:
 
 @dataclass
 class _Weights:
-    """The values of a program's weights: of the checkpoint where it has them, else of the archive."""
+    """The values of a program's weights: from the checkpoint if it has them, else from the archive."""
 
     archive: _Archive
     saved: _SavedWeights | None
 
     def fill(self, program: Any, tables: set[str]) -> None:
-        """Put the values of all that is no table into the program."""
+        """Put the values of all weights other than tables into the program."""
         found = 0
         for name, payload in self.archive.payloads.items():
             other = self.saved.name_of(name) if self.saved else None
@@ -328,7 +328,7 @@ def _network(program: Any, files: Mapping[str, TableFile]) -> ModelProto:
 
 
 def _unbind(graph: Any, files: Mapping[str, TableFile]) -> None:
-    """Make tables into inputs: the optimizer would compute with what stands for their values."""
+    """Make tables into inputs: the ONNX optimizer would compute with the stand-ins for their values."""
     for name in files:
         value = graph.initializers.pop(name)
         value.const_value = None

@@ -1,4 +1,4 @@
-"""Which keys have been published since a moment, as the brokers remember it."""
+"""Asks the brokers which keys were published since a moment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BROKER_S = 15.0
 
 
 def published_keys(url: str, model: str, folder: str, embedding_dim: int, since: datetime) -> NDArray[np.int64]:
-    """The keys of a table that were published or deleted from that moment on, each once.
+    """The keys of a table that were published or deleted since a moment, each once.
 
     Raises:
         UnavailableError: the brokers do not answer.

@@ -1,4 +1,4 @@
-"""What the processes of a training job have to agree on."""
+"""Agreement among the processes of a training job."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Ranks:
         self.rank = dist.get_rank() if self._joined else 0
         self.size = dist.get_world_size() if self._joined else 1
         self.group: Any = _group(dist.group.WORLD) if self.size > 1 else None
-        """Of all ranks, for objects of the processor; None where there is one."""
+        """The group of all ranks, for objects in host memory; None if there is only one rank."""
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that does what one alone has to do."""
+        """Whether this process does the work that only one process may do."""
         return self.rank == 0
 
     def gather(self, value: Result) -> list[Result]:
-        """What every rank has, in their order. All ranks call it."""
+        """The values of all ranks, in their order. All ranks call it."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -37,7 +37,7 @@ class Ranks:
         return values
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """Do something on every rank; returns what this one made of it, and raises on all ranks if one failed.
+        """Run `work` on every rank; returns the result of this rank, and raises on all ranks if one failed.
 
         Raises:
             what `work` raised here; UnavailableError where it failed on another rank alone.
@@ -57,7 +57,7 @@ class Ranks:
         return cast("Result", result)
 
     def first(self, work: Callable[[], Result]) -> Result:
-        """Do something on rank 0; returns what it made of it to all, and raises on all ranks if it failed.
+        """Run `work` on rank 0; returns its result on all ranks, and raises on all ranks if it failed.
 
         Raises:
             what `work` raised, on all ranks, where it is an error of hotrow's; UnavailableError elsewhere.
@@ -82,5 +82,5 @@ class Ranks:
 
 @functools.lru_cache(maxsize=1)
 def _group(_world: Any) -> Any:
-    """A group of all ranks that takes objects of the processor, whatever the default group is made for."""
+    """A group of all ranks that takes objects in host memory, whatever the backend of the default group."""
     return dist.new_group(backend="gloo")

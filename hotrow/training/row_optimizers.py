@@ -13,7 +13,7 @@ from inference_session.errors import ConfigurationError
 
 
 class RowOptimizer(ABC):
-    """Changes rows by their gradients. It keeps settings only: the states of rows lie beside the rows.
+    """Changes rows by their gradients. It keeps settings only: the states of rows are stored with the rows.
 
     Settings may be changed between steps, as by a schedule of the learning rate.
     """
@@ -22,7 +22,7 @@ class RowOptimizer(ABC):
 
     @abstractmethod
     def states(self) -> Mapping[str, float]:
-        """Names of what is kept for each element of a row, and its value in a new row."""
+        """Names of the states that each element of a row has, and their values in a new row."""
 
     @abstractmethod
     def update(self, vectors: Tensor, gradients: Tensor, states: Mapping[str, Tensor], step: int) -> None:
@@ -114,7 +114,7 @@ class Adam(RowOptimizer):
 
 def kernel_of(optimizer: RowOptimizer, step: int) -> tuple[str, tuple[float, ...]] | None:
     """The kernel that does on a GPU what `update` does, and its settings: rate, three factors, epsilon."""
-    # A class derived from one of these may learn otherwise.
+    # A class derived from one of these may learn by another formula.
     if type(optimizer) is SGD:
         return "learn_sgd", (optimizer.lr, 0.0, 0.0, 0.0, 0.0)
     if type(optimizer) is Adagrad:

@@ -1,4 +1,4 @@
-"""What the parts of this package tell one another about a model in training."""
+"""State of a model in training that the parts of this package share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Restored(NamedTuple):
     moment: datetime
     """When it was saved."""
     unconfirmed: dict[str, NDArray[np.int64]]
-    """Keys of rows that had been touched then, and that the brokers had not confirmed, by the folder of their table."""
+    """Keys of rows that were touched but not yet confirmed by the brokers then, by the folder of their table."""
 
 
 _exporting = threading.local()
@@ -28,7 +28,7 @@ _publishers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def is_exporting() -> bool:
-    """Whether this thread runs a model in order to export it: what it reads then is not touched by training."""
+    """Whether this thread runs a model in order to export it: rows read by such a run do not count as touched."""
     return getattr(_exporting, "active", False)
 
 
@@ -43,7 +43,7 @@ def exporting() -> Iterator[None]:
 
 
 def note_restored(model: Any, restored: Restored) -> None:
-    """A model has gone back to what it was at a moment: rows published since are not its own any more."""
+    """Note that a model was restored to an earlier state: rows published since then are no longer its rows."""
     _restored[model] = restored
 
 
@@ -53,10 +53,10 @@ def take_restored(model: Any) -> Restored | None:
 
 
 def note_publisher(model: Any, publisher: Any) -> None:
-    """A model's rows are published from now on."""
+    """Note that a model's rows are published from now on."""
     _publishers[model] = publisher
 
 
 def publisher_of(model: Any) -> Any:
-    """What publishes a model's rows; None where nothing does."""
+    """The publisher of a model's rows; None if it has none."""
     return _publishers.get(model)

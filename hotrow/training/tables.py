@@ -1,4 +1,4 @@
-"""Embedding tables of a live model: which part of each this rank holds, and how it gets into a file."""
+"""Embedding tables of a live model: which part of each this rank holds, and how it is written to a file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class KnownKeys(NamedTuple):
     rows: Tensor
     """int64 [n], numbers of their rows in the whole table."""
     unknown_row: int
-    """The row that stands for all other keys."""
+    """The row that answers all other keys."""
 
 
 @dataclass
@@ -55,9 +55,9 @@ class Table:
     """The weights as the module has them: a tensor, or one of torch's sharded kinds, of which this rank has a part."""
     device: torch.device
     known: Callable[[], KnownKeys] | None = None
-    """The keys of this rank's rows, where rows are found by keys that come as they please, not by their numbers."""
+    """The keys of this rank's rows, if rows are found by arbitrary keys, not by their numbers."""
     prepare: Callable[[Tensor], Tensor] | None = None
-    """What becomes of raw ids before they are looked for among the keys."""
+    """The mapping of raw ids before they are looked up among the keys."""
     hash_table: Any = None
     """The `HashTable` whose rows these are."""
     placeholder: Tensor | None = field(default=None, repr=False)
@@ -111,7 +111,7 @@ class Table:
 
 
 def local_shards(weight: Any, path: str) -> list[Shard]:
-    """The parts of a weight that this rank holds; none of a table that is elsewhere.
+    """The parts of a weight that this rank holds; none of a table that is on other ranks.
 
     Raises:
         UnsupportedModelError: the weight is of a kind that is not known here.
@@ -128,7 +128,7 @@ def local_shards(weight: Any, path: str) -> list[Shard]:
 
 
 def _is_sharded(weight: Any) -> bool:
-    """Whether it is torch's ShardedTensor, which newer releases replace by DTensor."""
+    """Whether it is torch's ShardedTensor, which DTensor replaces in newer releases."""
     return hasattr(weight, "local_shards") and hasattr(weight, "metadata")
 
 
@@ -158,10 +158,10 @@ def create_file(path: Path, num_bytes: int) -> None:
 
 
 class FileWriter:
-    """Writes parts of a file that is there. Computes their checksum and brings them to the disk meanwhile."""
+    """Writes parts of an existing file. Computes their checksum and writes them to disk meanwhile."""
 
     def __init__(self, path: Path, *, hashed: bool = False) -> None:
-        """`hashed`: whether all of the file will be written here, in order, so that its checksum can be told."""
+        """`hashed`: whether all of the file will be written here, in order, so that its checksum is known."""
         self._path = path
         self._digest = hashlib.sha256() if hashed else None
         self._background = ThreadPoolExecutor(2)

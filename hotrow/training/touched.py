@@ -21,11 +21,11 @@ from hotrow.training.tables import Table
 from inference_session.errors import UnsupportedModelError
 
 _MAX_NOTED = 4 << 20
-"""Ids that are kept as they come; of more, each is kept once."""
+"""The most ids that are kept with duplicates; beyond it, each is kept once."""
 
 
 class Noted:
-    """Numbers or keys of rows since they were last asked for."""
+    """Numbers or keys of rows that were noted since the last `take`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -42,13 +42,13 @@ class Noted:
             self._num_noted = self._rows[0].numel() // 2  # so that few new ones do not sort all of them again
 
     def take(self) -> Tensor:
-        """int64, ascending, each once; then there are none."""
+        """int64, ascending, each once; forgets them."""
         rows = self._unique()
         self._rows, self._num_noted = [], 0
         return rows
 
     def seen(self) -> Tensor:
-        """The same as `take` gives, and they stay."""
+        """The same as `take`, without forgetting them."""
         return self._unique()
 
     def _unique(self) -> Tensor:
@@ -68,7 +68,7 @@ class TouchedRows(Noted):
 
 
 class Watch:
-    """Hooks on all look-ups of a model. What is read without gradients, or for an export, is not touched."""
+    """Hooks on all look-ups of a model. Rows read without gradients, or for an export, do not count as touched."""
 
     def __init__(self, cuts: Sequence[Cut]) -> None:
         self.tables = {id(table): TouchedRows(table) for cut in cuts for table in cut.tables}
@@ -85,7 +85,7 @@ class Watch:
         yield from self.tables.values()
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for hook in self._hooks:
             with suppress(KeyError):
                 hook.remove()
@@ -111,7 +111,7 @@ def _hooked(cut: Cut, touched: dict[int, TouchedRows]) -> Iterator[Any]:
 
 
 def _config_name(table: Table, cut: Cut) -> str:
-    """As TorchRec calls it; of two tables of one name ours has a path in front."""
+    """The table's name in TorchRec; of two tables with one name, ours is prefixed by a path."""
     return table.name.removeprefix(f"{cut.path}.")
 
 

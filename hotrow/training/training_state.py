@@ -1,4 +1,4 @@
-"""What a model and its optimizers hold, as flat names and tensors, and back."""
+"""Converts the state of a model and its optimizers to flat names and tensors, and back."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class TrainingState:
                 table.load_part({part[name]: tensor for name, tensor in tensors.items()})
 
     def targets(self, saved: Mapping[str, Any], place: str) -> dict[str, Any]:
-        """Tensors for what has been saved: the live ones where there are any, made where an optimizer has none yet.
+        """Tensors to read the saved ones into: the live ones, or new ones for an optimizer that has none yet.
 
         Raises:
             ConfigurationError: the checkpoint lacks what the model has, or has another shape for it.
@@ -113,7 +113,7 @@ class TrainingState:
         return tensors
 
     def apply(self, tensors: Mapping[str, Any], others: Others) -> None:
-        """Take over what has been read into `targets`."""
+        """Adopt the values that were read into `targets`."""
         model = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
         with without_rows(self._model):
             self._model.load_state_dict(model)
@@ -143,7 +143,7 @@ class TrainingState:
         return {parameter: name for name, parameter in self._model.named_parameters()}
 
     def _made(self, prefix: str, optimizer: Any, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Tensors for the state of parameters that a new optimizer has not met yet."""
+        """Tensors for the state of parameters for which a new optimizer has no state yet."""
         made: dict[str, Any] = {}
         names = self._names()
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
@@ -216,7 +216,7 @@ def _flat(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _groups(prefix: str, optimizer: Any, names: Mapping[Any, str]) -> Iterator[tuple[str, Any]]:
-    """Learning rates and the like, as schedules have set them; by parameter, as ranks differ in their groups."""
+    """Learning rates and other settings that schedules change; by parameter, because ranks differ in their groups."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             for key, value in group.items():
@@ -234,7 +234,7 @@ def _set_groups(prefix: str, optimizer: Any, names: Mapping[Any, str], others: O
 
 
 def _start(prefix: str, optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Let optimizers that have not stepped yet make their state, where there is some to be read into it."""
+    """Let optimizers that have not stepped yet create their state, if the checkpoint has values for it."""
     begin = f"{prefix}.state."
     for part in [inner for _, inner in getattr(optimizer, "optimizers", [])] or [optimizer]:
         names = [f"{begin}{name}." for name in part.params]

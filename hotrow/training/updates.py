@@ -1,4 +1,4 @@
-"""`UpdatePublisher`: the rows that training changes, to the servers, while it trains."""
+"""`UpdatePublisher`: sends the rows that training changes to the servers while it trains."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from inference_session.model_spec import folder_names
 from inference_session.update_stream.publisher import DEFAULT_TIMEOUT_S, Encoding, Publisher
 
 _CLOCKS_DIFFER = timedelta(minutes=1)
-"""How far the clocks of ranks and of what saved a checkpoint may be apart."""
+"""The largest difference between the clocks of the ranks and of the process that saved a checkpoint."""
 _NO_KEYS = np.empty(0, np.int64)
 
 
 class UpdatePublisher:
-    """Publishes the rows that a model in training has touched, from a thread of its own.
+    """Publishes the rows that a model in training has touched, from a separate thread.
 
         updates = UpdatePublisher(model, "kafka://broker:9092", "ctr", every_steps=50)
         for batch in loader:
@@ -38,13 +38,13 @@ class UpdatePublisher:
             updates.step()
         updates.close()
 
-    Rows are read in `step`, once every `every_steps` steps, as they are then. Of rows that wait for the brokers only
-    the last of each key is sent. Ids that a module with managed collisions gives up become deletions; its ids are
-    published as they come in, not as numbers of rows. On several ranks each publishes the rows that it holds;
-    replicated tables and tables split by columns are put together on rank 0, so that all ranks have to call `step`
+    Rows are read in `step`, once every `every_steps` steps. Of rows that wait for the brokers, only
+    the last of each key is sent. Ids that a module with managed collisions evicts become deletions; raw ids are
+    published, not row numbers. On several ranks, each publishes the rows that it holds;
+    rank 0 assembles replicated tables and tables split by columns, so all ranks have to call `step`
     equally often.
 
-    Rows that an optimizer moves although no batch has read them (momentum of a dense optimizer, weight decay) are not
+    Rows that an optimizer moves without a batch reading them (momentum of a dense optimizer, weight decay) are not
     published: they follow with the next export.
     """
 
@@ -58,12 +58,12 @@ class UpdatePublisher:
         encoding: Encoding = "row",
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Reach the brokers, and begin to note which rows are touched.
+        """Connect to the brokers, and begin to note which rows are touched.
 
         Args:
-            model: as it is trained, with what distributes it.
+            model: the model in training, with its wrappers for distribution.
             url: kafka://HOST:PORT[,HOST:PORT].
-            name: the model's name, as it is served.
+            name: the name of the served model.
             every_steps: how often rows are read and queued.
             encoding: of messages, as for `Publisher`.
             timeout_s: the longest that the brokers may take to confirm a message.
@@ -92,7 +92,7 @@ class UpdatePublisher:
 
     @property
     def stats(self) -> OutboxStats:
-        """Rows that the brokers have confirmed, and more."""
+        """Counts of rows, such as those that the brokers have confirmed."""
         return self._outbox.stats
 
     def step(self) -> None:
@@ -110,9 +110,9 @@ class UpdatePublisher:
         self._outbox.raise_error()
 
     def unconfirmed(self) -> dict[str, NDArray[np.int64]]:
-        """Keys of rows that were touched and that the brokers have not confirmed, by the folder of their table.
+        """Keys of touched rows that the brokers have not confirmed yet, by the folder of their table.
 
-        Of tables that rank 0 publishes for others, each rank tells what it has touched itself.
+        Of tables that rank 0 publishes for others, each rank returns the keys that it touched itself.
         """
         keys = self._outbox.unconfirmed()
         for table in self._tables:
@@ -179,20 +179,20 @@ class UpdatePublisher:
         for table in self._tables:
             if restored is not None:
                 table.touch_again(self._keys_since(restored, table))
-        # Ranks take part in all of it before one of them may fail.
+        # All ranks complete the collective calls before one of them may fail.
         for changes in [table.changes() for table in self._tables]:
             if len(changes.keys) or len(changes.deleted):
                 self._outbox.put(changes)
 
     def _keys_since(self, restored: Restored, table: _FollowedTable | _FollowedKeys) -> NDArray[np.int64]:
-        """Keys of which the servers may have other rows than the restored model."""
+        """Keys whose rows on the servers may differ from those of the restored model."""
         earlier = restored.moment - _CLOCKS_DIFFER
         published = published_keys(self._url, self._name, table.folder, table.embedding_dim, earlier)
         return np.union1d(published, restored.unconfirmed.get(table.folder, _NO_KEYS))
 
 
 def _kind(table: Table, *, alone: bool) -> str:
-    """Who has whole rows: this rank alone its own ("rows"), all of them ("copies"), or none of them ("columns")."""
+    """Which ranks have whole rows: each has its own ("rows"), all have all ("copies"), or none has any ("columns")."""
     if alone:
         return "rows"
     if table.is_replicated():
@@ -213,7 +213,7 @@ class _Piece(NamedTuple):
 
 
 class _FollowedKeys:
-    """A hash embedding, whose rows go by keys: from touched keys to what is published, each on the rank of its row."""
+    """A hash embedding: turns touched keys into rows to publish, each on the rank that holds the row."""
 
     def __init__(self, touched: TouchedRows, folder: str) -> None:
         self.folder = folder
@@ -231,7 +231,7 @@ class _FollowedKeys:
         return np.union1d(_numpy(self._touched.seen()), _numpy(self._touched.gone.seen()))
 
     def touch_again(self, keys: NDArray[np.int64]) -> None:
-        """Publish these keys as they are now, also those that have no row any more."""
+        """Publish the current rows of these keys, and deletions of those that have no row any more."""
         tensor = torch.from_numpy(keys)
         self._touched.note(tensor[self._rows.owns(tensor)].to(self._touched.table.device))
 
@@ -242,19 +242,19 @@ def _numpy(keys: Tensor) -> NDArray[np.int64]:
 
 
 class _FollowedTable:
-    """One table: from touched rows to what is published, on this rank."""
+    """One table: turns touched rows into rows to publish, on this rank."""
 
     def __init__(self, touched: TouchedRows, folder: str, kind: str, ranks: Ranks) -> None:
         self.folder = folder
         self._touched, self._table, self._kind, self._ranks = touched, touched.table, kind, ranks
         self.embedding_dim = self._table.embedding_dim
         self._published = _NO_KEYS
-        """Raw ids that had a row when rows were published last, ascending; of a table with managed collisions."""
+        """Raw ids that had a row at the last publication, ascending; of a table with managed collisions."""
         if self._table.has_keys:
             self._published = _known(self._table).keys[:-1].cpu().numpy().copy()
 
     def changes(self) -> Changes:
-        """What has changed since the last call; none on ranks that publish nothing of this table."""
+        """The changes since the last call; none on ranks that publish nothing of this table."""
         rows = self._touched.take()
         if self._table.has_keys:
             return self._of_ids(rows)
@@ -277,7 +277,7 @@ class _FollowedTable:
         return np.union1d(touched, np.setxor1d(now, self._published))
 
     def touch_again(self, keys: NDArray[np.int64]) -> None:
-        """Publish these keys as they are now: the servers may have rows of a training that has been taken back."""
+        """Publish the current rows of these keys: the servers may have rows of lost training steps."""
         if self._table.has_keys:
             self._published = np.union1d(self._published, keys)
             ids, rows, _ = _known(self._table)
@@ -325,10 +325,10 @@ class _FollowedTable:
         return numbers, vectors
 
     def _of_ids(self, rows: Tensor) -> Changes:
-        """Rows under the ids that have them now; ids that have lost theirs are deleted."""
+        """Rows under the ids that own them now; ids that no longer own a row are deleted."""
         ids, known_rows, _ = _known(self._table)
         ids, known_rows = ids[:-1], known_rows[:-1]  # the last one is the module's filler
-        now = ids.cpu().numpy().copy()  # what the module has changes in place
+        now = ids.cpu().numpy().copy()  # the module changes its ids in place
         is_new = torch.from_numpy(~np.isin(now, self._published)).to(ids.device)
         chosen = torch.isin(known_rows, rows) | is_new
         _, vectors = self._read_in_order(known_rows[chosen])

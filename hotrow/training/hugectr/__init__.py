@@ -1,8 +1,8 @@
-"""HugeCTR's training API on PyTorch: old scripts train, and what they train is served. Needs `hotrow[torch]`.
+"""HugeCTR's training API on PyTorch: existing scripts train models that hotrow serves. Needs `hotrow[torch]`.
 
     from hotrow.training import hugectr          # instead of `import hugectr`
 
-or, with the script as it is, `python -m hotrow.training.hugectr SCRIPT.py`. docs/how-to/hugectr-training.md says what
+or, without a change, `python -m hotrow.training.hugectr SCRIPT.py`. docs/how-to/hugectr-training.md says what
 each call does here.
 """
 
@@ -124,7 +124,7 @@ _INSTEAD = {
     "HybridEmbeddingParam": "use LocalizedSlotSparseEmbeddingHash, which computes the same",
     "TrainingCallback": "write a loop over train() and eval(), the low-level API",
 }
-"""What of HugeCTR is refused, and what to use."""
+"""Unsupported names of HugeCTR, and what to use in their place."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""`python -m hotrow.training.hugectr SCRIPT.py [ARGS]`: runs a training script of HugeCTR as it is."""
+"""`python -m hotrow.training.hugectr SCRIPT.py [ARGS]`: runs a training script of HugeCTR unchanged."""
 
 from __future__ import annotations
 

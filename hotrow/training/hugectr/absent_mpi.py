@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 class _World:
-    """What scripts ask of MPI.COMM_WORLD: who they are."""
+    """The part of MPI.COMM_WORLD that scripts use: rank and size."""
 
     def Get_rank(self) -> int:  # noqa: N802  mpi4py's name
         """The number of this process."""
@@ -31,7 +31,7 @@ class _World:
 
 
 def provide_mpi() -> None:
-    """Enter the stand-in as mpi4py, unless there is a real one."""
+    """Register the stand-in as mpi4py, unless the real one is installed."""
     if "mpi4py" in sys.modules or find_spec("mpi4py") is not None:
         return
     package, mpi = ModuleType("mpi4py"), ModuleType("mpi4py.MPI")

@@ -1,4 +1,4 @@
-"""The table of an embedding layer: rows by key, made when a key is first trained on, with their optimizer's states."""
+"""The table of an embedding layer: rows by key, created when training first reads a key, with optimizer states."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Touched:
 
 
 class EmbeddingTable:
-    """Rows in the memory of a device; their keys in the memory of the host."""
+    """Rows in device memory; their keys in host memory."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class EmbeddingTable:
         self.embedding_dim = embedding_dim
         self.is_trainable = True
         self.num_steps = 0
-        """Steps of the optimizer, all told."""
+        """All steps of the optimizer so far."""
         self.rule = table_rule(params)
         self._combiner = combiner
         self._moves_all = params.update_type is Update_t.Global and self.rule.moves_untouched
@@ -113,7 +113,7 @@ class EmbeddingTable:
             whole.index_copy_(0, touched.rows, part)
 
     def load(self, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """Take these rows in place of all that there are; their states begin anew."""
+        """Replace all rows by these; their states begin anew."""
         self._rows = HashIndex()
         self._states = [self._fresh(len(self._weight)) for _ in self.rule.state_names]
         found, last = np.unique(keys[::-1], return_index=True)  # of rows with one key, the last is found when served
@@ -124,7 +124,7 @@ class EmbeddingTable:
         self.num_steps = 0
 
     def load_states(self, states: Sequence[NDArray[np.float32]], num_steps: int) -> None:
-        """Take these states, each [num_rows, embedding_dim] in the order of `keys`."""
+        """Set the states, each [num_rows, embedding_dim] in the order of `keys`."""
         for whole, part in zip(self.states, states, strict=True):
             whole.copy_(torch.from_numpy(part.reshape(whole.shape)))
         self.num_steps = num_steps
@@ -138,7 +138,7 @@ class EmbeddingTable:
         self._gradient.index_fill_(0, rows, 0.0)
 
     def _find_or_add(self, keys: Tensor) -> Tensor:
-        """The rows of keys, each given once; first values for those that are new."""
+        """The rows of keys, each given once; new keys get initial values."""
         begin = self._rows.num_rows
         rows = self._rows.find_or_add(keys)
         end = self._rows.num_rows

@@ -17,7 +17,7 @@ from inference_session.importers.hugectr.data_source import DataSourceParams
 
 
 class Trainable(Protocol):
-    """What the loop asks of a model: the low-level API."""
+    """The part of a model that the loop uses: the low-level API."""
 
     def train(self, is_first_batch: bool = True) -> bool:
         """One step; False where the data ended."""
@@ -73,7 +73,7 @@ class Fitting:
         self._iteration = 0
 
     def iterations(self, count: int) -> None:
-        """Train so many steps of data that repeats."""
+        """Train this many steps of data that repeats."""
         if count <= 0:
             raise ConfigurationError(f"Model.fit: max_iter is {count}; from 1, as repeat_dataset of the solver is True")
         self._announce(f"Use non-epoch mode with number of iterations: {count}")
@@ -84,7 +84,7 @@ class Fitting:
         self.say(f"Finish {count} iterations with batchsize: {self.solver.batchsize} in {self._elapsed():.2f}s.")
 
     def epochs(self, count: int, source: str, eval_source: str) -> None:
-        """Train over all data so often."""
+        """Train this many epochs."""
         if count <= 0:
             raise ConfigurationError(
                 f"Model.fit: num_epochs is {count}; from 1, as repeat_dataset of the solver is False"
@@ -106,7 +106,7 @@ class Fitting:
         )
 
     def _step(self, of: str) -> str:
-        """One iteration; "end" where there was no more data, "hit" where the target of AUC is reached."""
+        """One iteration; "end" if no data was left, "hit" if the target of AUC is reached."""
         lr = self.model.get_learning_rate_scheduler().get_next()
         self.model.set_learning_rate(lr)
         if not self.model.train():

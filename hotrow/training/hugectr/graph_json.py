@@ -1,4 +1,4 @@
-"""HugeCTR's graph JSON from what a script adds to its model, and back."""
+"""Converts the layers that a script adds to its model to HugeCTR's graph JSON, and back."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _fields_of(layer: DenseLayer) -> Sequence[_Field]:
             return (_Field("selected_slots", ("selected",)),)
         return (_Field("leading_dim", ("leading_dim",)), _Field("time_step", ("time_step",)))
     if name == "Concat":
-        # 3.4 joins along the last dimension; 1, the default, is not told from a 1 that was given.
+        # 3.4 joins along the last dimension; the default 1 cannot be distinguished from a 1 that was given.
         return _AXIS if kind.axis != 1 else ()
     fields = _FIELDS.get(name, ())
     if name.endswith("Loss"):

@@ -44,7 +44,7 @@ class Configuration:
 
     @property
     def prefix(self) -> str:
-        """What the names of files begin with."""
+        """The prefix of file names."""
         return str(self.settings.get("snapshot_prefix", ""))
 
 
@@ -93,7 +93,7 @@ def train(configuration: Configuration) -> Model:
 
 
 def _load(model: Model, settings: Mapping[str, Any]) -> None:
-    """Go on from files, where the solver names them."""
+    """Load the files that the solver names, if any."""
     loads: dict[str, Callable[[Any], None]] = {
         "dense_model_file": model.load_dense_weights,
         "sparse_model_file": lambda files: model.load_sparse_weights(_listed(files)),
@@ -178,7 +178,7 @@ def _reader(file: JsonFile) -> DataReaderParams:
 
 
 def _within(file: JsonFile, section: str, make: Any, *arguments: Any, **named: Any) -> Any:
-    """Call, and say of an error where in the file it comes from."""
+    """Call, and add to an error the place in the file that it comes from."""
     try:
         return make(*arguments, **named)
     except (HotrowError, TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""HugeCTR's metrics of evaluation, over all samples since they were last asked for."""
+"""HugeCTR's metrics of evaluation, over all samples since the last call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HIT = 0.8
 
 
 class Metrics:
-    """Collects batches; `take` works the metrics out and starts anew."""
+    """Collects batches; `take` computes the metrics and starts anew."""
 
     def __init__(self, spec: Mapping[MetricsType, float]) -> None:
         self._kinds = list(spec)

@@ -54,7 +54,7 @@ class _Design:
 
 
 class Model:
-    """A model, from its layers to its files. Methods are called as in HugeCTR, and in its order: add, compile, fit."""
+    """A model, from its layers to its files. Methods have HugeCTR's names, and its order: add, compile, fit."""
 
     def __init__(
         self, solver: Solver, reader_params: DataReaderParams, opt_params: OptParamsPy, etc_params: Any = None
@@ -63,7 +63,7 @@ class Model:
 
         Raises:
             ConfigurationError: the batch size does not divide among the processes; or as `join_processes`.
-            UnsupportedModelError: the embedding training cache is asked for.
+            UnsupportedModelError: the script requests the embedding training cache.
         """
         if etc_params is not None:
             _refuse_training_cache()
@@ -134,7 +134,7 @@ class Model:
         self._say(f"Save the model graph to {graph_config_file} successfully")
 
     def construct_from_json(self, graph_config_file: str, include_dense_network: bool) -> None:
-        """Add what a graph JSON holds: data layer and embeddings, and the dense layers if they are asked for.
+        """Add the layers of a graph JSON: data layer and embeddings, and the dense layers if requested.
 
         Raises:
             ModelFormatError, ConfigurationError, UnsupportedModelError: the file cannot be read; names the layer.
@@ -283,7 +283,7 @@ class Model:
         self._say(f"Dumping weights and optimizer states of {prefix!r}, iteration {iter}, successful")
 
     def load_dense_weights(self, dense_model_file: str) -> None:
-        """Read dense weights, and running statistics where `<file>.ntp.json` is beside them."""
+        """Read dense weights, and running statistics if `<file>.ntp.json` is in the same folder."""
         snapshot.load_dense_weights(self._compiled("load_dense_weights"), dense_model_file, self._data_source)
 
     def load_dense_optimizer_states(self, dense_opt_states_file: str) -> None:
@@ -303,7 +303,7 @@ class Model:
             snapshot.load_table_states(table, place, self._data_source)
 
     def freeze_dense(self) -> None:
-        """Leave the dense network as it is from now on."""
+        """Train the dense network no more."""
         self._compiled("freeze_dense").is_dense_trainable = False
 
     def unfreeze_dense(self) -> None:
@@ -311,7 +311,7 @@ class Model:
         self._compiled("unfreeze_dense").is_dense_trainable = True
 
     def freeze_embedding(self, embedding_name: str | None = None) -> None:
-        """Leave a table, or all of them, as they are from now on."""
+        """Train a table, or all of them, no more."""
         self._set_trainable("freeze_embedding", embedding_name, is_trainable=False)
 
     def unfreeze_embedding(self, embedding_name: str | None = None) -> None:

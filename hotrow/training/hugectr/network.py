@@ -27,11 +27,11 @@ _OWNERS = {
     "MultiCross": "mc_param",
     "BatchNorm": "bn_param",
 }
-"""Where a layer's parameters say how its weights begin."""
+"""The parameters of a layer that name its initializers."""
 
 
 class FirstWeights:
-    """Makes up the first weights, as HugeCTR's initializers do."""
+    """Draws the first weights, as HugeCTR's initializers do."""
 
     def __init__(self, seed: int) -> None:
         self._random = torch.Generator().manual_seed(seed)
@@ -112,7 +112,7 @@ class TrainingNetwork(nn.Module):
         }
 
     def forward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What each label's loss takes: logits, float32 or less precise [samples, columns], by the label's name."""
+        """The inputs of the losses: logits, float32 or less precise [samples, columns], by the label's name."""
         values: dict[str, Any] = dict(inputs)
         values.update(zip(self.translated.parameters, self.weights, strict=True))
         values.update((name, getattr(self, name)) for name in self._statistics)
@@ -125,7 +125,7 @@ class TrainingNetwork(nn.Module):
         return {name: values[source] for name, (source, _) in self._activations.items()}
 
     def predictions(self, logits: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What is served for them: probabilities, float32."""
+        """The served outputs for logits: probabilities, float32."""
         return {name: self._activations[name][1](logit.float()) for name, logit in logits.items()}
 
     def statistics(self) -> list[tuple[Tensor, Tensor]]:

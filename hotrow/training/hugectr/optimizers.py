@@ -36,7 +36,7 @@ class Rule(ABC):
 
 
 class Adam(Rule):
-    """Adam; HugeCTR adds epsilon to the root that has not been corrected for its first steps."""
+    """Adam; HugeCTR adds epsilon to the root before bias correction."""
 
     state_names = ("m", "v")
     moves_untouched = True
@@ -56,7 +56,7 @@ class Adam(Rule):
 
 
 class LazyAdam(Rule):
-    """Adam that makes up for the steps in which a row was not touched when it is."""
+    """Adam that applies the steps that a row missed when the row is touched next."""
 
     state_names = ("m", "v", "touched")
 
@@ -68,7 +68,7 @@ class LazyAdam(Rule):
         skipped = step - last
         kept = beta1**skipped
         alpha = lr / (1.0 - beta1) * (1.0 - beta2**last).sqrt() / (1.0 - beta1**last) * (1.0 - kept)
-        # What the last gradient of the row has not moved yet.
+        # The part of the last gradient's movement that is still to be applied.
         weight.sub_(alpha * m / (v.sqrt() + self.params.epsilon))
         m.mul_(kept).add_(gradient, alpha=1.0 - beta1)
         v.mul_(beta2**skipped).addcmul_(gradient, gradient, value=1.0 - beta2)
@@ -162,7 +162,7 @@ def dense_rule(params: OptParamsPy) -> Rule:
 
 
 def table_rule(params: OptParamsPy) -> Rule:
-    """The rule of a table, which `update_type` has a say in.
+    """The rule of a table, which depends on `update_type`.
 
     Raises:
         UnsupportedModelError: LazyGlobal with another optimizer than Adam.

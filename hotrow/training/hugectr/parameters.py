@@ -1,6 +1,6 @@
-"""What a script hands to `Model`: HugeCTR's classes, their arguments in the order and with the defaults of 3.4.
+"""The arguments of `Model`: HugeCTR's classes, their arguments in the order and with the defaults of 3.4.
 
-What comes behind them, by keyword, is of later releases.
+The keyword arguments after them are of later releases.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from inference_session.importers.hugectr.graph import LOSS_LAYERS
 from inference_session.importers.hugectr.layers import reason_against
 
 _REQUIRED: Any = object()
-"""For what has no default, although what stands before it has one."""
+"""Marks an argument without a default that follows one with a default."""
 _SCALERS = (128, 256, 512, 1024)
 Member = TypeVar("Member", bound=Enum)
 
@@ -201,7 +201,7 @@ class DataReaderSparseParam:
         )
 
     def sparse_input(self) -> SparseInput:
-        """What readers need of it."""
+        """The fields that readers need."""
         return SparseInput(self.top_name, self.slot_num, tuple(self.nnz_per_slot), self.is_fixed_length)
 
 
@@ -326,7 +326,7 @@ class DenseLayer:
 
 @dataclass
 class GroupDenseLayer:
-    """Several FusedInnerProduct layers behind each other, all but the last with ReLU."""
+    """A sequence of FusedInnerProduct layers, all but the last with ReLU."""
 
     group_layer_type: GroupLayer_t
     bottom_name_list: Sequence[str]
@@ -335,7 +335,7 @@ class GroupDenseLayer:
     last_act_type: Activation_t = Activation_t.Relu
 
     def layers(self) -> list[DenseLayer]:
-        """The layers it stands for; ConfigurationError where names and outputs differ in number."""
+        """Its layers; ConfigurationError if names and outputs differ in number."""
         tops, outputs = _names(self.top_name_list), list(self.num_outputs)
         if len(tops) != len(outputs) or len(outputs) < 2:
             raise ConfigurationError(

@@ -36,7 +36,7 @@ class Processes:
             tensor.div_(self.count)
 
     def gathered(self, tensor: Tensor, num_samples: int) -> Tensor:
-        """The parts of all processes behind each other."""
+        """The parts of all processes, concatenated."""
         if self.count == 1 or num_samples % self.count:
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(self.count)]
@@ -44,7 +44,7 @@ class Processes:
         return torch.cat(parts)
 
     def wait(self) -> None:
-        """Until all are here."""
+        """Wait until all processes are here."""
         if self.count > 1:
             dist.barrier()
 
@@ -77,7 +77,7 @@ def join_processes(vvgpu: Sequence[Sequence[int]]) -> Processes:
 
 
 def _start_or_say(vvgpu: Sequence[Sequence[int]], num_gpus: int) -> None:
-    """Run this program anew, once per GPU, where they are here; else say that one process does it all."""
+    """Restart this program once per GPU if this machine has the GPUs; else print that one process trains alone."""
     num_here = torch.cuda.device_count()
     if len(vvgpu) > 1 and num_here:
         raise ConfigurationError(
@@ -95,7 +95,7 @@ def _start_or_say(vvgpu: Sequence[Sequence[int]], num_gpus: int) -> None:
 
 
 def start_command(arguments: Sequence[str], num_processes: int) -> list[str]:
-    """What starts the program of these arguments (those of the interpreter first) once per GPU."""
+    """The command that starts the program of these arguments (the interpreter's first) once per GPU."""
     program = list(arguments[1:])
     while program and program[0].startswith("-") and program[0] != "-m":
         program.pop(0)

@@ -6,7 +6,7 @@ from inference_session.errors import ConfigurationError
 
 
 class LearningRateScheduler:
-    """What `Model.get_learning_rate_scheduler` hands out."""
+    """The result of `Model.get_learning_rate_scheduler`."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """The files of a model: dense weights, tables, optimizer states and running statistics, as HugeCTR names them.
 
-A snapshot is staged, then put in place file by file; the dense weights, without which nothing is a model, come last.
+A snapshot is staged, then put in place file by file; the dense weights, which every model needs, come last.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _STATISTICS = ".ntp.json"
 
 @dataclass(frozen=True)
 class SnapshotNames:
-    """The names that HugeCTR gives the files."""
+    """HugeCTR's names of the files."""
 
     prefix: str
     iteration: int
@@ -66,7 +66,7 @@ def save_snapshot(trainer: Trainer, prefix: str, iteration: int, params: DataSou
     """Write all files of a model, in the working directory or in `local_model_home` or `hdfs_model_home`.
 
     Raises:
-        OSError, UnavailableError: the files cannot be written; what is in place then is no model.
+        OSError, UnavailableError: the files cannot be written; the files in place then are no complete model.
     """
     home = params.hdfs_model_home if params.is_hdfs else params.local_model_home
     whole = params.place_of(f"{home}/{prefix}_" if home else f"{prefix}_")
@@ -83,7 +83,7 @@ def save_snapshot(trainer: Trainer, prefix: str, iteration: int, params: DataSou
 
 
 def _write_all(trainer: Trainer, names: SnapshotNames, staging: Path) -> list[str]:
-    """What was written, in the order in which it is to appear; the dense weights last."""
+    """The written files, in the order in which they are to appear; the dense weights last."""
     written = []
     for number, table in enumerate(trainer.tables):
         _write_table(table, staging / names.sparse(number))
@@ -114,7 +114,7 @@ def _write_table(table: EmbeddingTable, folder: Path) -> None:
 def _write_states(
     staging: Path, name: str, states: Sequence[Tensor], optimizer: str, num_steps: int, about: dict[str, Any]
 ) -> list[str]:
-    """States one behind the other, and beside them what HugeCTR forgets: the steps so far, and whose they are."""
+    """Concatenated states, and in a separate JSON what HugeCTR does not save: the steps so far, and the optimizer."""
     _write_floats(staging / name, states)
     _write(staging / f"{name}.json", [json.dumps({"optimizer": optimizer, "num_steps": num_steps, **about}).encode()])
     return [f"{name}.json", name]
@@ -142,7 +142,7 @@ def _write(path: Path, parts: Any) -> None:
 
 
 def _put_in_place(staging: Path, folder: str, names: Sequence[str]) -> None:
-    """Take away an earlier snapshot of these names, its dense weights first, then let the new one appear."""
+    """Remove an earlier snapshot of these names, its dense weights first, then put the new one in place."""
     with create_source(folder) as place:
         for name in reversed(names):
             place.remove(name)
@@ -155,10 +155,10 @@ def _put_in_place(staging: Path, folder: str, names: Sequence[str]) -> None:
 
 
 def load_dense_weights(trainer: Trainer, place: str, params: DataSourceParams) -> None:
-    """Read dense weights, and running statistics where their file is beside it.
+    """Read dense weights, and running statistics if their file is in the same folder.
 
     Raises:
-        ModelFormatError: a file is not of the size that the network asks for.
+        ModelFormatError: a file does not have the size that the network needs.
         OSError, UnavailableError: a file cannot be read.
     """
     _read_into(fetch(params.place_of(place)), [weight.data for weight in trainer.weights])
@@ -188,7 +188,7 @@ def load_dense_states(trainer: Trainer, place: str, params: DataSourceParams) ->
 
 
 def load_table(table: EmbeddingTable, place: str, params: DataSourceParams, key_type: KeyType) -> None:
-    """Read a table in place of the rows that it has; errors as `load_dense_weights`."""
+    """Read a table and replace its rows; errors as `load_dense_weights`."""
     folder = SparseFolder(fetch(params.place_of(place)), table.embedding_dim, key_type)
     chunks = list(folder.chunks())
     keys = np.concatenate([np.empty(0, np.int64), *(part for part, _ in chunks)])
@@ -200,7 +200,7 @@ def load_table_states(table: EmbeddingTable, place: str, params: DataSourceParam
     """Read optimizer states of a table whose rows were read before.
 
     Raises:
-        ModelFormatError, OSError, UnavailableError: as `load_dense_weights`; also where the states are another table's.
+        ModelFormatError, OSError, UnavailableError: as `load_dense_weights`; also if the states are of another table.
     """
     path = fetch(params.place_of(place))
     about = _about_states(place, params, table.rule.__class__.__name__)
@@ -217,7 +217,7 @@ def load_table_states(table: EmbeddingTable, place: str, params: DataSourceParam
 
 
 def _about_states(place: str, params: DataSourceParams, optimizer: str) -> dict[str, Any]:
-    """What the JSON beside a file of states says; nothing where HugeCTR wrote it."""
+    """The content of the JSON that belongs to a file of states; empty if HugeCTR wrote the file."""
     url = params.place_of(f"{place}.json")
     folder, name = split_place(url)
     with create_source(folder) as source:

@@ -1,4 +1,4 @@
-"""`hugectr.tools`: made-up training data in HugeCTR's formats, and the writers of these formats."""
+"""`hugectr.tools`: synthetic training data in HugeCTR's formats, and the writers of these formats."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EXPONENTS = {PowerLaw_t.Long: 0.9, PowerLaw_t.Medium: 1.1, PowerLaw_t.Short: 1.
 
 @dataclass
 class DataGeneratorParams:
-    """What is made up, and where it is written."""
+    """The data to generate, and where it is written."""
 
     format: DataReaderType_t
     label_dim: int
@@ -190,7 +190,7 @@ def _within(counts: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _put(data: NDArray[np.uint8], at: NDArray[np.int64], values: NDArray[np.generic], size: int) -> NDArray[np.int64]:
-    """Write an element of `size` bytes at each place; where it ends."""
+    """Write an element of `size` bytes at each place; returns the places after the elements."""
     if size and len(at):
         data[at[:, np.newaxis] + np.arange(size)] = values.view(np.uint8).reshape(len(at), size)
     return at + size
@@ -239,7 +239,7 @@ def write_parquet(
 
 
 def column_names(label_dim: int, dense_dim: int, num_slots: int) -> tuple[list[str], list[str], list[str]]:
-    """What `write_parquet` calls labels, dense features and slots."""
+    """The column names of labels, dense features and slots in `write_parquet`."""
     return (
         [f"label{i}" for i in range(label_dim)],
         [f"I{i + 1}" for i in range(dense_dim)],

@@ -1,4 +1,4 @@
-"""Keys to rows while rows are added: the hash index of the product's tables, one writer, no reader beside it."""
+"""Keys to rows while rows are added: the hash index of the served tables, with one writer and no concurrent reader."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from inference_session.kernels.cpu.hash_index import (
 from inference_session.kernels.cpu.intrinsics import kernel, prefetch_near, store
 
 _AHEAD = 24
-"""Keys between the one whose bucket is asked for and the one whose row is asked for, and from there to its search."""
+"""Keys between the one whose bucket is prefetched and the one whose row is, and from there to its search."""
 
 
 @kernel
@@ -41,9 +41,9 @@ def find_rows(index: int, num_buckets: int, table_keys: int, num_rows: int, keys
 def add_rows(
     index: int, num_buckets: int, table_keys: int, capacity: int, num_rows: int, keys: Any, rows: Any, progress: Any
 ) -> int:
-    """As `find_rows` from key progress[0] on, but keys that are not there get the next rows; returns the rows in use.
+    """As `find_rows` from key progress[0] on, but missing keys get the next rows; returns the rows in use.
 
-    Stops where a row would go beyond the capacity: progress[0] is the key that has none yet, or the number of keys.
+    Stops when a row would exceed the capacity: progress[0] is the first key without a row, or the number of keys.
     """
     for i in range(progress[0], len(keys)):
         _ask_ahead(index, num_buckets, table_keys, num_rows, keys, i)
@@ -64,13 +64,13 @@ def add_rows(
 
 @kernel
 def index_rows(index: int, num_buckets: int, table_keys: int, num_rows: int) -> None:
-    """Put all rows from 1 on into an empty index."""
+    """Insert all rows from 1 on into an empty index."""
     insert_rows(index, num_buckets, table_keys, num_rows, 1, num_rows)
 
 
 @kernel
 def _ask_ahead(index: int, num_buckets: int, table_keys: int, num_rows: int, keys: Any, i: int) -> None:
-    """Ask for the bucket of a later key, and for the row's key of one that comes sooner."""
+    """Prefetch the bucket of a later key, and the row's key of a nearer one."""
     later, sooner = i + 2 * _AHEAD, i + _AHEAD
     if later < len(keys):
         prefetch_near(index + BUCKET_BYTES * home_bucket(hash_key(keys[later]), num_buckets))

@@ -12,7 +12,7 @@ from inference_session.kernels.records import VectorCode
 
 _FLOAT32 = int(VectorCode.FLOAT32)
 _AHEAD = 16
-"""Vectors between the one that is asked for and the one in use."""
+"""Vectors between the one that is prefetched and the one in use."""
 
 
 @kernel

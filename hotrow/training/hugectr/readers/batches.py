@@ -12,7 +12,7 @@ from hotrow.training.hugectr.readers.sources import Source
 from inference_session.errors import ModelFormatError
 
 _NUM_AHEAD = 4
-"""Batches that wait in the queue at most."""
+"""The most batches that wait in the queue."""
 _POLL_S = 0.1
 
 
@@ -20,7 +20,7 @@ def batches(source: Source, size: int, *, repeats: bool) -> Iterator[Block]:
     """Batches of `size` samples; without `repeats` the last one may have fewer.
 
     Raises:
-        ModelFormatError, OSError: as `Source.blocks`; also where there is no record to repeat.
+        ModelFormatError, OSError: as `Source.blocks`; also if no record exists to repeat.
     """
     waiting: list[Block] = []
     num_waiting = 0
@@ -81,7 +81,7 @@ class _Ahead:
 
 
 class DataReader:
-    """What `Model.get_data_reader_train` and `get_data_reader_eval` hand out.
+    """The result of `Model.get_data_reader_train` and `get_data_reader_eval`.
 
     In epoch mode it ends with the data, and starts again by `set_source`; in repeat mode it never ends.
     """

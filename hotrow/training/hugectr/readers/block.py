@@ -1,4 +1,4 @@
-"""Records in columns: what readers make, and what batches are cut from."""
+"""Records in columns: readers make them, and batches are cut from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SparseInput:
 
 @dataclass(frozen=True)
 class RecordShape:
-    """What a record holds."""
+    """The fields of a record."""
 
     label_dim: int
     """Columns of all labels together."""
@@ -76,7 +76,7 @@ class Block:
 
 
 def joined(blocks: Sequence[Block]) -> Block:
-    """Blocks behind each other; at least one."""
+    """Concatenated blocks; at least one."""
     if len(blocks) == 1:
         return blocks[0]
     bags = tuple(_joined_bags([block.bags[i] for block in blocks]) for i in range(len(blocks[0].bags)))
@@ -96,7 +96,7 @@ def _joined_bags(parts: Sequence[Bags]) -> Bags:
 def bags_of_counts(
     keys: NDArray[np.int64], counts: NDArray[np.int64], sparse: Sequence[SparseInput]
 ) -> tuple[Bags, ...]:
-    """Split keys that stand by sample, then slot, into the sparse inputs.
+    """Split keys that are ordered by sample, then slot, into the sparse inputs.
 
     Args:
         keys: of all samples and slots.
@@ -118,7 +118,7 @@ def bags_of_counts(
 
 
 def offsets_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each list begins, and where the last one ends."""
+    """The begin of each list, and the end of the last one."""
     offsets = np.zeros(counts.size + 1, np.int64)
     np.cumsum(counts.ravel(), out=offsets[1:])
     return offsets

@@ -1,4 +1,4 @@
-"""Records of the Norm format, whose places follow from the counts of keys in them, found in compiled code."""
+"""Finds records of the Norm format, whose sizes depend on their counts of keys, in compiled code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from inference_session.kernels.machine_code import compiled
 
 WHOLE, ENDS_EARLY, BAD_LENGTH, BAD_CHECKSUM, BAD_COUNT = range(5)
-"""What `find_records` found: all records, or what is wrong with the last one that it looked at."""
+"""The result of `find_records`: all records found, or the error of the last one that it read."""
 
 
 def _int32(data: Any, at: int) -> Any:
@@ -23,7 +23,7 @@ _int32 = compiled(_int32)
 
 
 def _count_keys(data: Any, at: int, end: int, key_bytes: int, counts: Any) -> Any:
-    """The slots that begin at a byte: their counts of keys, and where they end, which is not behind `end`."""
+    """The slots that begin at a byte: their counts of keys, and their end, which is at most `end`."""
     for slot in range(len(counts)):
         if at + 4 > end:
             return ENDS_EARLY, at
@@ -41,7 +41,7 @@ _count_keys = compiled(_count_keys)
 
 
 def _find_checked(data: Any, at: int, head_bytes: int, key_bytes: int, counts: Any) -> Any:
-    """One record with a length before it and a checksum behind it: the state, and where the next one begins."""
+    """One record with a length before it and a checksum after it: the state, and where the next one begins."""
     size = len(data)
     if at + 4 > size:
         return ENDS_EARLY, at
@@ -96,8 +96,8 @@ def _copy_records(
     """Copy what `find_records` found.
 
     Args:
-        heads, counts: as it left them.
-        labels, dense: uint8, of all records behind each other.
+        heads, counts: as `find_records` filled them.
+        labels, dense: uint8, of all records, concatenated.
         keys: uint8, zeros, 8 bytes per key.
     """
     written = 0

@@ -1,4 +1,4 @@
-"""The Parquet format: files whose columns `_metadata.json` beside them calls labels, dense features and keys."""
+"""The Parquet format: files with a `_metadata.json` that names their columns of labels, dense features and keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where training data is: a file list or one file, here or on HDFS; what it holds, block by block."""
+"""Sources of training data: a file list or one file, local or on HDFS, read block by block."""
 
 from __future__ import annotations
 
