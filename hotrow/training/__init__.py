@@ -49,7 +49,7 @@ _PACKAGES = {
     "onnxscript": "pip install 'hotrow[torch]'",
     "keras": "pip install 'keras>=3.5'",
 }
-"""Names a missing dependency, and how to install it."""
+"""The dependencies that may be missing, and how to install them."""
 
 __all__ = [
     "SGD",

@@ -147,7 +147,7 @@ class HashRows:
         return chosen.nonzero().squeeze(1) + 1
 
     def least_used(self, num_rows: int, *, by_age: bool) -> Tensor:
-        """This many rows: those least recently or least often read."""
+        """As many rows as asked for: those least recently or least often read."""
         use = self.last_used if by_age else self.times_used
         return use[1 : self.index.num_rows].topk(num_rows, largest=False).indices + 1
 

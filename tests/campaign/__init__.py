@@ -1,16 +1,16 @@
-"""Random operations and faults against served models, every answer compared with a model of what may be answered.
+"""Random operations and faults against served models; every answer is compared with a model of the allowed answers.
 
-rows           vectors that say which write of which key they are
-contents       the served model: version directories whose dense weights say which content they are
-expectations   the model: what may be answered now, and why
-journal        what was done, kept for a finding
-target         what answers: sessions of this process, or a real Triton
-topics         what the broker holds
+rows           vectors that name their key and their write
+contents       the served model: version directories whose dense weights name their content
+expectations   the model: the answers that are allowed now, and why
+journal        the operations so far, kept for a finding
+target         the server: sessions of this process, or a real Triton
+topics         the messages that the broker holds
 stores         the stores, and the broker, that a target reads
-faults         what goes wrong, and how it heals
-operations     what operators, trainers and sessions do
+faults         faults, and how they heal
+operations     actions of operators, trainers and sessions
 episode        one deployment under operations, faults and clients, drawn from a seed
 __main__       the command line: `make campaign`
 
-In `tests/`, since it stands on the real servers that tests start, and since `make test` runs seeds that once failed.
+It is in `tests/` because it uses the real servers that tests start, and `make test` runs seeds that once failed.
 """

@@ -1,4 +1,4 @@
-"""The wall clock of this process, or of Python processes that it starts, which may jump. Monotonic clocks go on."""
+"""Makes the wall clock of this process, or of Python processes that it starts, jump. Monotonic clocks do not jump."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Number = TypeVar("Number", int, float)
 
 
 class Clock:
-    """A context manager. Python processes that are started within it import what has them follow this clock."""
+    """A context manager. Python processes started within it import a module that makes them follow this clock."""
 
     def __init__(self, folder: Path, *, is_own: bool) -> None:
-        """`is_own`: whether it is this process's, too; a client of gRPC cannot do with one that gRPC does not have."""
+        """`is_own`: whether this process follows it, too; a gRPC client fails on a clock that differs from gRPC's."""
         self._folder = folder
         self._off_s = 0
         path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
@@ -41,7 +41,7 @@ class Clock:
             ]
 
     def set(self, off_s: int) -> None:
-        """Have it be so many seconds ahead of the true time."""
+        """Set how many seconds it is ahead of the true time."""
         self._off_s = off_s
         written = self._folder / "written"
         written.write_text(str(off_s), encoding="ascii")

@@ -24,7 +24,7 @@ from tests.campaign.rows import EMBEDDING_DIM, Integers, encode
 MODEL = "campaign"
 NUM_ROWS = 200
 NUM_NEW = 24
-"""Keys of `item` that no file has: they come, and go, with writes."""
+"""Keys of `item` that are in no file: writes add and remove them."""
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -35,14 +35,14 @@ class Table(NamedTuple):
     number: int
     name: str
     keys: Integers
-    """All keys that requests ask for; those of the files come first."""
+    """All keys that requests name; those of the files come first."""
     num_in_files: int
     default: float
     dtype: str
 
     @property
     def spec(self) -> TableSpec:
-        """What session.json says of it."""
+        """Its entry in session.json."""
         kind = "stored" if self.name == "item" else "row_number"
         return TableSpec(
             self.name,
@@ -89,7 +89,7 @@ SPEC = ModelSpec(
 
 
 def write_version(directory: Path, *, content: int, tag: int, settings: Mapping[str, Any] | None = None) -> None:
-    """Write a version directory whose dense network says `content` and whose rows say `tag`."""
+    """Write a version directory whose dense network outputs `content` and whose rows hold `tag`."""
     for table in TABLES:
         folder = directory / TABLES_FOLDER / table.name
         folder.mkdir(parents=True)
@@ -124,7 +124,7 @@ def _network(content: int) -> onnx.ModelProto:
 
 
 class Question(NamedTuple):
-    """A request, by the positions of the keys that it asks for."""
+    """A request, by the positions of its keys."""
 
     positions: dict[str, Integers]
     """By table, [samples, keys]."""
@@ -155,7 +155,7 @@ def _random_positions(table: Table, num_samples: int, rng: np.random.Generator) 
 
 
 def every_key() -> Arrays:
-    """A request for every key of every table, a sample for each; those of smaller tables are asked for again."""
+    """A request for every key of every table, a sample for each; keys of smaller tables are repeated."""
     num_samples = max(len(table.keys) for table in TABLES)
     inputs: Arrays = {f"{table.name}_keys": np.resize(table.keys, num_samples)[:, None] for table in TABLES}
     return inputs | {"bag": inputs["item_keys"], "dense": np.zeros((num_samples, 1), np.float32)}

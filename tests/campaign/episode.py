@@ -61,7 +61,7 @@ class Episode:
         self._finding = threading.Lock()
 
     def run(self, num_steps: int, deadline_s: float = float("inf")) -> None:
-        """Do so many steps, or as many as there is time for; what is found goes to the journal."""
+        """Do this many steps, or as many as there is time for; findings go to the journal."""
         self._journal.begin_episode(self.name)
         with contextlib.ExitStack() as closing, self._reported():
             closing.callback(shutil.rmtree, self._folder, ignore_errors=True)
@@ -82,7 +82,7 @@ class Episode:
 
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:
-        """What goes wrong is a finding, the first one of an episode; the next episode has nothing to do with it."""
+        """Reports the first error of an episode as a finding; it does not affect the next episode."""
         try:
             yield
         except Exception as error:  # noqa: BLE001
@@ -99,7 +99,7 @@ class Episode:
             return repr(error)
 
     def _missing_in_topics(self) -> list[str]:
-        """What the broker does not show although it has confirmed it."""
+        """Messages that the broker does not show although it has confirmed them."""
         writer = self._operator.writer
         if not isinstance(writer, StreamWriter) or not self._faults.is_healthy("stream"):
             return []
@@ -114,7 +114,7 @@ class Episode:
         return SessionTarget(settings)
 
     def _begin(self) -> RowWriter:
-        """The first version serves, and everything that may go wrong is known."""
+        """Let the first version serve, and create the faults."""
         version = self._operator.publish()
         writer = self._operator.writer = self._create_writer()
         if isinstance(writer, StreamWriter):  # makes the topics

@@ -1,8 +1,8 @@
-"""What may be answered: a model of the served rows, without stores, caches, threads or time.
+"""The allowed answers: a model of the served rows, without stores, caches, threads or time.
 
-Each key of each table has a history of writes, counted from 1; 0 stands for the row of the version's own files. A
+Each key of each table has a history of writes, counted from 1; 0 stands for the row in the version's files. A
 write has *begun* from the moment that it is handed over. The *floor* of a key in a version is the oldest write that
-may still be answered: it rises when a write is acknowledged as visible, and to whatever an answer has shown. An answer
+may still be answered: it rises when a write is acknowledged as visible, and when an answer shows a newer one. An answer
 is right if
 
 * the content that gave it was serving at some time between question and answer;
@@ -10,7 +10,7 @@ is right if
   vector where that write is a deletion, or there is no row;
 * all rows of the answer belong to its content, or to the update stream.
 
-Weakenings that the documentation states are `Permit`s, which are lifted when the fault that needs them has healed.
+Weaker guarantees that the documentation states are `Permit`s; they are lifted when their fault has healed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.campaign.rows import Integers, decode
 
 
 class Permit(Enum):
-    """What an answer may be besides right while a fault, or what it leaves, lasts; the page that says so."""
+    """Deviations that are allowed while a fault, or its effect, lasts; each value is the page that says so."""
 
     DEFAULTS = "settings.md, on_store_failure: default vectors while the only store that has a row is out"
     ERRORS = "run-a-server.md, 'When a backend process dies': requests fail until the new process answers"
@@ -40,7 +40,7 @@ class Permit(Enum):
 
 
 class Writer(Enum):
-    """Whose writes a deployment has; never two at once, as the order of a key's writes would not be known."""
+    """The writer of a deployment; never two, because the order of a key's writes would not be known."""
 
     STREAM = "stream"
     """One history for all versions; the rows' tag is 0."""
@@ -50,10 +50,10 @@ class Writer(Enum):
 
 @dataclass(frozen=True)
 class Content:
-    """What a version directory holds at one time."""
+    """The content of a version directory at one time."""
 
     number: int
-    """What the dense network says."""
+    """The number that the dense network outputs."""
     version: int
     tag: int
     """Of the rows in its files."""
@@ -65,7 +65,7 @@ class History:
     def __init__(self, table: Table) -> None:
         self.begun = np.zeros(len(table.keys), np.int64)
         self.unsure = np.zeros(len(table.keys), np.bool_)
-        """The newest write failed, and may have been done or not."""
+        """The newest write failed, and may have taken effect or not."""
         self.deletions: set[tuple[int, int]] = set()
         self.has_file_row = np.arange(len(table.keys)) < table.num_in_files
 
@@ -98,7 +98,7 @@ class View:
 
 @dataclass
 class Ticket:
-    """A question under way, and what was known when it was asked."""
+    """A question under way, and the state of the model when it was asked."""
 
     question: Question
     moment: int
@@ -107,16 +107,16 @@ class Ticket:
 
 
 class WrongAnswerError(AssertionError):
-    """An answer that may not be; says what was asked, what was found, and what was allowed."""
+    """An answer that is not allowed; states the question, the answer, and the allowed answers."""
 
 
 class Expectations:
-    """What may be answered now. All methods may be called from any thread."""
+    """The answers that are allowed now. All methods may be called from any thread."""
 
     def __init__(self, writer: Writer) -> None:
         self.writer = writer
         self.files_show = False
-        """Whether a deleted key may be answered with its files' row: direct writes over versions with files."""
+        """Whether a deleted key may be answered with its row in the files: direct writes over versions with files."""
         self.num_checked = 0
         """Rows that were compared."""
         self._lock = threading.RLock()
@@ -130,7 +130,7 @@ class Expectations:
         """When a permit was lifted; None: it holds."""
         self._holders: dict[Permit, set[str]] = {permit: set() for permit in Permit}
 
-    # What operations and faults tell.
+    # Called by operations and faults.
 
     def add(self, content: Content) -> None:
         """A content that may serve later."""
@@ -158,7 +158,7 @@ class Expectations:
                 self._permits[permit] = None
 
     def lift(self, holder: str) -> None:
-        """Withdraw what a holder was permitted; questions that were asked before have it still."""
+        """Withdraw the permits of a holder; they stay valid for earlier questions."""
         with self._lock:
             self._moment += 1
             for permit, holders in self._holders.items():
@@ -184,7 +184,7 @@ class Expectations:
             self.history(version, table).unsure[keys] = False
 
     def doubt(self, version: int, table: Table, keys: Integers) -> None:
-        """The newest write of these keys failed: it may have been done or not."""
+        """The newest write of these keys failed: it may have taken effect or not."""
         with self._lock:
             self.history(version, table).unsure[keys] = True
 
@@ -209,7 +209,7 @@ class Expectations:
         """Whether a permit holds now."""
         return permit in self._permits and self._permits[permit] is None
 
-    # What clients tell.
+    # Called by clients.
 
     def ask(self, question: Question) -> Ticket:
         """A question is about to be asked."""
@@ -229,7 +229,7 @@ class Expectations:
         """A question got an answer.
 
         Raises:
-            WrongAnswerError: the answer may not be.
+            WrongAnswerError: the answer is not allowed.
         """
         with self._lock:
             content = self._content_of(ticket, answer["content"])
@@ -279,7 +279,7 @@ class Expectations:
             np.maximum.at(numbers, keys, shown)
 
     def _floors_at(self, ticket: Ticket, content: Content, table: Table) -> Integers:
-        """The floors that held for a question; none where what it says of old rows is not to be held against it."""
+        """The floors that held for a question; zeros if it has none for the version, or if old rows are permitted."""
         begun = self._views[content.version].histories[table.number].begun
         if content.version not in ticket.floors or self._held_since(ticket.moment, Permit.OLD_ROWS):
             return np.zeros_like(begun)
@@ -312,10 +312,10 @@ class Expectations:
             f"; permits: {[permit.name for permit in Permit if self._held_since(ticket.moment, permit)]}"
         )
 
-    # What must be when all faults have healed.
+    # The required state when all faults have healed.
 
     def settled_rows(self, version: int, table: Table) -> Iterator[tuple[int, set[int | None]]]:
-        """Each key's position, and the numbers of the writes of which one is answered; None: the default vector."""
+        """Each key's position, and the numbers of the writes that may be answered; None: the default vector."""
         history = self.history(version, table)
         for key, number in enumerate(history.begun.tolist()):
             if not history.is_missing(key, number):

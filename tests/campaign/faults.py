@@ -1,4 +1,4 @@
-"""What goes wrong, and how it heals. Each fault is one object: `start`, later `heal`."""
+"""Faults, and how they heal. Each fault is one object: `start`, later `heal`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Fault(Protocol):
     """One thing that can go wrong."""
 
     permits: tuple[Permit, ...]
-    """What documentation allows while it lasts."""
+    """Deviations that the documentation allows while it lasts."""
     what: str
-    """That which is faulty: one fault of it at a time."""
+    """The faulty component: it has one fault at a time."""
 
     def start(self) -> None:
         """Begin."""
@@ -67,7 +67,7 @@ class RedisFrozen(RedisKilled):
 
 
 class RedisEmptied(RedisKilled):
-    """All that it holds is gone, at once."""
+    """Deletes all rows at once."""
 
     def start(self) -> None:
         """Empty it."""
@@ -79,7 +79,7 @@ class RedisEmptied(RedisKilled):
 
 
 class RedisRestored(RedisKilled):
-    """A snapshot now; later it is killed and started from that."""
+    """Takes a snapshot now; later the server is killed and started from it."""
 
     def start(self) -> None:
         """Write the snapshot."""
@@ -93,7 +93,7 @@ class RedisRestored(RedisKilled):
 
 
 class RedisFull(RedisKilled):
-    """It takes no rows."""
+    """The server refuses rows."""
 
     def start(self) -> None:
         """Leave it no memory."""
@@ -101,13 +101,13 @@ class RedisFull(RedisKilled):
             client.config_set("maxmemory", "1")
 
     def heal(self) -> None:
-        """Give it all that it wants."""
+        """Remove the memory limit."""
         with self.server.client() as client:
             client.config_set("maxmemory", "0")
 
 
 class RedisReadOnly(RedisKilled):
-    """A replica of a master that is not there: it answers, and takes no rows."""
+    """A replica of a master that does not exist: it answers, and refuses rows."""
 
     def start(self) -> None:
         """Make it a replica."""
@@ -139,7 +139,7 @@ class BrokerFrozen:
 
 
 class BrokerEmptied(BrokerFrozen):
-    """kill -9 of a broker that keeps nothing; its topics are made anew, and rows published once more."""
+    """kill -9 of a broker that keeps nothing; its topics are created again, and rows published again."""
 
     lose: Callable[[Callable[[], None]], None]
 
@@ -160,7 +160,7 @@ class BrokerEmptied(BrokerFrozen):
 
 
 class TopicsDeleted(BrokerEmptied):
-    """The topics of the model are deleted, made anew, and rows published once more."""
+    """The topics of the model are deleted and created again, and rows published again."""
 
     def _lose(self) -> None:
         for table in TABLES:
@@ -168,7 +168,7 @@ class TopicsDeleted(BrokerEmptied):
 
 
 class NetworkFault:
-    """The way to a Redis, or to a broker, is not what it should be."""
+    """The network path to a Redis, or to a broker, is faulty."""
 
     permits: tuple[Permit, ...] = ()
 
@@ -181,7 +181,7 @@ class NetworkFault:
         return f"network of the {self.what}: {self.network.value}"
 
     def start(self) -> None:
-        """Make it so."""
+        """Break the network path."""
         self.proxy.set(self.network)
 
     def heal(self) -> None:
@@ -201,7 +201,7 @@ def broker_faults(broker: Broker, lose: Callable[[Callable[[], None]], None]) ->
 
 
 class ProcessKilled:
-    """kill -9 of a process that serves; what looks after it starts another."""
+    """kill -9 of a process that serves; its supervisor starts another."""
 
     permits: tuple[Permit, ...] = (Permit.ERRORS, Permit.OLD_ROWS)
     """Old rows: the new process serves after `catch_up_s` in any case, and a busy machine may take longer."""
@@ -257,13 +257,13 @@ class ServerKilled(ProcessKilled):
 
 
 class Restarts(Protocol):
-    """Whoever knows which version serves."""
+    """The object that knows which version serves."""
 
     def expect_restart(self) -> None:
-        """From now on the newest version may serve, too."""
+        """From now on the newest version may also serve."""
 
     def take_restart(self, number: int) -> None:
-        """It answers again, by this content."""
+        """The server answers again, with this content."""
 
 
 class DiskFull:
@@ -280,7 +280,7 @@ class DiskFull:
         assert self.filler.parent.is_mount(), "it would be the disk of this machine that is filled"
         with self.filler.open("wb", buffering=0) as file:
             for num_bytes in (1 << 20, 4096, 1):
-                with contextlib.suppress(OSError):  # there is no room for so many
+                with contextlib.suppress(OSError):  # no room is left for this many
                     while True:
                         file.write(bytes(num_bytes))
 
@@ -333,10 +333,10 @@ def redis_faults(server: RedisServer) -> list[Callable[[], Fault]]:
 
 
 class Fleet(Protocol):
-    """Several Redis servers that take each other's place."""
+    """Several Redis servers that replace each other."""
 
     def wait_until_ready(self) -> None:
-        """Return when all are there, and replicas follow their masters."""
+        """Return when all are up, and replicas follow their masters."""
 
 
 class NodeKilled(RedisKilled):
@@ -380,14 +380,14 @@ def sentinel_faults(servers: RedisSentinelServers) -> list[Callable[[], Fault]]:
 
 
 _LONGEST_S = 8.0
-"""So that what waits for a frozen broker (15 s) never gives up, and the order of its messages is known."""
+"""Short enough that no client of a frozen broker (15 s) gives up, so the order of its messages is known."""
 _MOST = 2
 """Faults at a time."""
 _MOST_STEPS = 5
 
 
 class Faults:
-    """Those that are active in one deployment. Used by one thread."""
+    """The active faults of one deployment. Used by one thread."""
 
     def __init__(
         self, rng: random.Random, journal: Journal, expectations: Expectations, *, is_redis_alone: bool = False
@@ -406,7 +406,7 @@ class Faults:
         return all(fault.what != what for fault in self._active)
 
     def start_one(self) -> bool:
-        """Begin one, if there is any that fits."""
+        """Begin a fault, if any fits."""
         fault = self._rng.choice(self.possible)() if self.possible else None
         num_steps = self._rng.randrange(_MOST_STEPS)
         if fault is None or len(self._active) >= _MOST or not self._is_free(fault.what):

@@ -1,4 +1,4 @@
-"""What a campaign has done, in order, and what it has found."""
+"""The operations of a campaign, in order, and its findings."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _NUM_SHOWN = 50
 
 
 class Journal(logging.Handler):
-    """All methods may be called from any thread. As a handler it remembers what the product logs."""
+    """All methods may be called from any thread. As a log handler, it keeps the lines that hotrow logs."""
 
     def __init__(self, *, verbose: bool = False) -> None:
         super().__init__(logging.WARNING)
         self.num_operations = 0
         self.num_faults = 0
         self.kinds: Counter[str] = Counter()
-        """How often each operation, and each fault, was."""
+        """How often each operation, and each fault, happened."""
         self.findings: list[str] = []
         self._verbose = verbose
         self._lines: deque[str] = deque(maxlen=_NUM_SHOWN)
@@ -31,7 +31,7 @@ class Journal(logging.Handler):
         self.note(f"log: {record.getMessage()}{reason}")
 
     def begin_episode(self, name: str) -> None:
-        """What was before has nothing to do with it."""
+        """Forget earlier operations, which do not concern the new episode."""
         self._lines.clear()
         self._began_s = time.monotonic()
         self.note(f"episode {name}")
@@ -52,13 +52,13 @@ class Journal(logging.Handler):
         """Remember a line, and when it was."""
         with self._own_lock:
             if self._lines and self._lines[-1].endswith(f" {line}"):
-                return  # again and again the same
+                return  # a repeated line
             self._lines.append(f"{time.monotonic() - self._began_s:9.3f} {line}")
             if self._verbose:
                 print(self._lines[-1], flush=True)
 
     def finding(self, where: str, text: str) -> None:
-        """Print a finding with what was done before it."""
+        """Print a finding with the operations before it."""
         with self._own_lock:
             self.findings.append(where)
             history = "\n".join(self._lines)

@@ -1,4 +1,4 @@
-"""What operators do: versions are published, loaded, rolled back and replaced in place."""
+"""Actions of operators: they publish, load, roll back and replace versions in place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.campaign.target import Target, rows_of
 from tests.campaign.writers import RowWriter
 
 _SEEN_S = 2.0
-"""Within so long the launcher has surely seen what serves, on a busy machine too."""
+"""Time within which the launcher has seen which version serves, on a busy machine too."""
 
 
 class Operator:
@@ -42,11 +42,11 @@ class Operator:
         self._faults = faults
         self._next = 1
         self.contents: dict[int, Content] = {}
-        """By version, what its folder holds."""
+        """By version, the content of its folder."""
         self.serving = Content(0, 0, 0)
         self.writer: RowWriter | None = None
         self._before, self._replaced_s = self.serving, 0.0
-        """What served before, and when it was replaced."""
+        """The content that served before, and when it was replaced."""
         self._after_restart: list[Content] = []
 
     @property
@@ -77,7 +77,7 @@ class Operator:
         self.load(self.publish())
 
     def load(self, version: int) -> None:
-        """Have a version serve."""
+        """Let a version serve."""
         self._replace(self.contents[version], lambda: self._target.load(self.directory(version)))
 
     def replace_in_place(self) -> None:
@@ -104,7 +104,7 @@ class Operator:
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Wait until all that was published, or written without an error, is served; from then on nothing older is."""
+        """Wait until all rows published, or written without an error, are served; older rows are wrong from then on."""
         assert self.writer is not None
         with self.writer.lock:
             self.writer.flush()
@@ -114,11 +114,11 @@ class Operator:
         self._expectations.lift("stream behind")
 
     def differing(self) -> list[str]:
-        """What is served otherwise than it should be when nothing is under way, as texts."""
+        """Wrong answers while no operation is under way, as texts."""
         return differing(self._expectations, self.serving, self._target)
 
     def swap_after_damage(self) -> None:
-        """A version is damaged on its disk, and not taken; the next one is published from good files, and is right."""
+        """A version is damaged on disk, and refused; the next one is published from good files, and is right."""
         damaged = self.publish()
         for file in self.directory(damaged).glob("tables/*/*"):
             _damage(file)
@@ -131,7 +131,7 @@ class Operator:
         self.load(new)
 
     def damage_what_serves(self) -> None:
-        """Files of the version that serves are replaced by damaged ones: it answers on, and nobody can load it until
+        """Files of the version that serves are replaced by damaged ones: it still answers, but cannot be loaded until
         they are restored.
         """
         directory = self.directory(self.serving.version)
@@ -144,8 +144,8 @@ class Operator:
             self.sweep()
 
     def replace_database(self) -> None:
-        """The RocksDB of the version that serves is replaced by a copy of it, which is read from then on. Nobody can
-        write to that before its writer has ended (use-stores.md), so another version takes over.
+        """The RocksDB of the version that serves is replaced by a copy, which is read from then on. No process can
+        write to the copy before its writer has ended (use-stores.md), so another version takes over.
         """
         assert self.writer is not None
         old, database = self.serving.version, self._stores.database(self.serving.version)
@@ -163,8 +163,8 @@ class Operator:
         del self.contents[old]
 
     def expect_restart(self) -> None:
-        """The server is about to be killed. One that is started anew serves the newest version; one that the launcher
-        starts again what that has seen served, which may be a moment old (run-a-server.md).
+        """The server is about to be killed. A newly started one serves the newest version; one that the launcher
+        restarts serves the version that the launcher last saw, which may be a moment old (run-a-server.md).
         """
         self._after_restart = [self.serving, self.contents[max(self.contents)]]
         if time.monotonic() - self._replaced_s < _SEEN_S and self._before.version in self.contents:
@@ -184,18 +184,18 @@ class Operator:
             self._target.refresh()
 
     def sweep(self) -> None:
-        """Every key is asked for, which evicts what is hot."""
+        """Request every key, which evicts the hot ones."""
         with contextlib.nullcontext() if self._faults.is_healthy("server") else contextlib.suppress(HotrowError):
             rows_of(self._target)
 
     def _replace(self, new: Content, act: Callable[[], None]) -> None:
-        """Have another content take over by `act`, and say what may be answered meanwhile and afterwards."""
+        """Let another content take over by `act`, and note the answers allowed meanwhile and afterwards."""
         assert self.writer is not None
         with self.writer.lock:
             self.writer.flush() if self._faults.is_healthy("stream") else None
             published = self._expectations.begun(new.version)
         if self._plan.is_redis_alone and new.version != self.serving.version:
-            # Redis may have lost what it had of it, by a fault or as `keep_versions` says.
+            # Redis may have lost its rows of this version, by a fault or because of `keep_versions`.
             self._expectations.permit("rolled back", Permit.OLD_ROWS)
             self._expectations.forget_shown(new.version)
         is_current = self._faults.is_healthy("stream")
@@ -215,16 +215,16 @@ class Operator:
 
 
 def _damage(file: Path) -> None:
-    """A bit of it is another."""
+    """Flip a bit of the file."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
-    file.unlink()  # a file of its own: others may share it by hard links, or have mapped it
+    file.unlink()  # a separate file: others may share the old one by hard links, or have mapped it
     file.write_bytes(content)
 
 
 @contextlib.contextmanager
 def _restored(files: list[Path], folder: Path) -> Iterator[list[Path]]:
-    """Files that are what they were in the end."""
+    """Restores files at the end."""
     folder.mkdir()
     for number, file in enumerate(files):
         shutil.copyfile(file, folder / str(number))
@@ -237,6 +237,6 @@ def _restored(files: list[Path], folder: Path) -> Iterator[list[Path]]:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Have two folders change places at once."""
+    """Exchange two folders atomically."""
     arguments = (-100, os.fsencode(one), -100, os.fsencode(other), 2)  # AT_FDCWD, RENAME_EXCHANGE
     assert ctypes.CDLL(None, use_errno=True).renameat2(*arguments) == 0, os.strerror(ctypes.get_errno())

@@ -13,7 +13,7 @@ _SLOW_S = 0.05
 
 
 class Network(Enum):
-    """What becomes of bytes."""
+    """How bytes are handled."""
 
     GOOD = "passed on"
     CUT = "connections are closed, and no new one is taken"
@@ -34,7 +34,7 @@ class Proxy:
         self._accepting = threading.Thread(target=self._accept, daemon=True)
 
     def set(self, network: Network) -> None:
-        """From now on the network is like this."""
+        """Set the state of the network from now on."""
         with self._changed:
             self._network = network
             self._changed.notify_all()
@@ -63,7 +63,7 @@ class Proxy:
                 outside, _ = self._listener.accept()
                 try:
                     self._connect(outside)
-                except OSError:  # nobody listens there now
+                except OSError:  # no process listens there now
                     outside.close()
 
     def _connect(self, outside: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""Vectors that say what they are: table, key, whose row it is and which write, with a check digit.
+"""Vectors that encode their table, key, owner and write, with a check digit.
 
 All elements are whole numbers below 1000, which float16 holds as well as float32.
 """
@@ -19,7 +19,7 @@ Integers = NDArray[np.int64]
 
 
 class Decoded(NamedTuple):
-    """What vectors say; arrays of one element per vector."""
+    """The decoded vectors; arrays of one element per vector."""
 
     whole: NDArray[np.bool_]
     """It is a row of the table and key that were asked for. Elsewhere the other arrays mean nothing."""

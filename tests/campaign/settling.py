@@ -1,4 +1,4 @@
-"""When all is well again: every row is its last write, in what is answered and in each store that has it."""
+"""Checks after all faults have healed: every row is its last write, in answers and in each store that has it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.testing.servers import PATIENCE_S, wait_until
 
 
 def settle(expectations: Expectations, serving: Content, target: Target, stores: Stores, writer: RowWriter) -> None:
-    """Wait until all is well, then compare every row. No fault may be active.
+    """Wait until the target has recovered, then compare every row. No fault may be active.
 
     Raises:
         WrongAnswerError: a row is not what it should be.
@@ -38,7 +38,7 @@ def settle(expectations: Expectations, serving: Content, target: Target, stores:
         expectations.lift("Redis alone")
         expectations.raise_to(serving.version, expectations.begun(serving.version))
         raise_any(differing(expectations, serving, target))
-        # A store that came back older may not have been noticed yet; what it has is not answered meanwhile.
+        # hotrow may not have noticed yet that a store came back older; the store's rows are not answered meanwhile.
         await_none(lambda: _wrong_in_stores(expectations, serving, stores))
         wait_until(target.is_well, "all tiers to be well again")
 
@@ -52,7 +52,7 @@ def _is_refreshed(target: Target) -> bool:
 
 
 def await_none(find: Callable[[], list[str]]) -> None:
-    """Wait until nothing is wrong; what is wrong after `PATIENCE_S` is raised."""
+    """Wait until nothing is wrong; raise what is wrong after `PATIENCE_S`."""
     end = time.monotonic() + PATIENCE_S
     while (wrong := find()) and time.monotonic() < end:
         time.sleep(0.1)
@@ -60,13 +60,13 @@ def await_none(find: Callable[[], list[str]]) -> None:
 
 
 def raise_any(wrong: list[str]) -> None:
-    """Raise what was found, if anything."""
+    """Raise the findings, if any."""
     if wrong:
         raise WrongAnswerError("when all was well again: asked: " + "\n".join(wrong[:5]))
 
 
 def _write_again(expectations: Expectations, serving: Content, writer: RowWriter) -> None:
-    """What Redis alone has lost is gone, until it is written again (use-stores.md)."""
+    """Rows that only Redis had, and lost, are gone until they are written again (use-stores.md)."""
     for table in TABLES:
         written = np.flatnonzero(expectations.history(serving.version, table).begun)
         if expectations.writer is Writer.STREAM:
@@ -88,7 +88,7 @@ def _is_written(serving: Content, table: Table, writer: RowWriter, unsure: NDArr
 
 
 def differing(expectations: Expectations, serving: Content, target: Target) -> list[str]:
-    """Rows that are served otherwise than they should be when no write is under way, as texts; of those whose last
+    """Rows that are served wrongly while no write is under way, as texts; of those whose last
     write failed nothing is known.
     """
     rows = rows_of(target)

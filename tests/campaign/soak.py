@@ -1,4 +1,4 @@
-"""`python -m tests.campaign.soak --minutes N`: a served model under steady load, and what its processes hold over time.
+"""`python -m tests.campaign.soak --minutes N`: a served model under steady load, and the resources of its processes.
 
 A real Triton over Redis, RocksDB and an update stream; clients, updates, a swap each minute, a Redis that is killed and
 started again. The slopes of memory, handles, threads, disk and shared memory, per hour, come last, with the verdict.
@@ -40,9 +40,9 @@ PLAN = Plan(Writer.STREAM, "redis", has_rocksdb=True, cache_bytes=8000, on_trito
 _SAMPLE_S = 5.0
 _MIB = 1 << 20
 _WARM_FRACTION = 0.25
-"""Of the time, in which caches fill and is not looked at."""
+"""The part of the time in which caches fill, and which is not measured."""
 LIMITS = {"private_mib": 24.0, "handles": 6.0, "threads": 3.0, "disk_mib": 24.0, "shared_mib": 4.0}
-"""By how much each may grow in an hour: what the measure itself varies by, not a leak per swap, request or outage."""
+"""How much each may grow in an hour: the measure's own variation, not a leak per swap, request or outage."""
 _FAILURES = "failed requests", "failed threads"
 
 
@@ -158,7 +158,7 @@ class _Soak:
             self._load.done["requests"] += 1
 
     def _publish(self) -> None:
-        """So many rows a second, in batches as a trainer sends them."""
+        """Send this many rows a second, in batches like a trainer's."""
         rng, number = np.random.default_rng(0), 0
         assert self._stores.stream_url is not None
         with Publisher(self._stores.stream_url, MODEL, encoding="batch") as publisher:
@@ -225,7 +225,7 @@ def _shared_bytes(process: psutil.Process) -> dict[str, int]:
 
 
 def _size_of(file: Path) -> int:
-    """0 where it has been removed: what is mapped of it is private memory by then."""
+    """0 if it has been removed: its mapped part is private memory by then."""
     try:
         return file.stat().st_blocks * 512
     except OSError:

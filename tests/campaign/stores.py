@@ -22,7 +22,7 @@ DIMS = {table.name: table.spec.embedding_dim for table in TABLES}
 
 
 class Stores:
-    """What a deployment has below its cache; None: nothing of the kind. A context manager."""
+    """The stores and the broker below a deployment's cache; None: it has none of this kind. A context manager."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.folder = folder
@@ -37,7 +37,7 @@ class Stores:
         if self.broker and self.broker_proxy:
             self.broker.advertised_port = self.broker_proxy.port
         self.small_disk: Path | None = None
-        """Where RocksDBs are on a file system that can be filled; None: they are not, or nobody may mount one here."""
+        """Where RocksDBs are on a file system that can be filled; None: they are not, or mounting is not permitted."""
         self._wants_small_disk = plan.has_small_disk
         self._closing = contextlib.ExitStack()
 
@@ -56,7 +56,7 @@ class Stores:
 
     @property
     def volatile_url(self) -> str | None:
-        """Of the volatile store, as the model is told."""
+        """The URL of the volatile store in the model's settings."""
         if self.redis_proxy is not None:
             return f"redis://127.0.0.1:{self.redis_proxy.port}"
         server = self.redis or self.cluster or self.sentinels
@@ -74,7 +74,7 @@ class Stores:
         return (self.small_disk or self.folder) / f"database-{version}"
 
     def settings(self, version: int) -> Mapping[str, str]:
-        """What session.json of a version says of its stores."""
+        """The stores in session.json of a version."""
         found = {"volatile_store": self.volatile_url, "update_stream": self.stream_url}
         found["persistent_store"] = f"rocksdb://{self.database(version)}" if self.has_rocksdb else None
         return {name: value for name, value in found.items() if value is not None}
@@ -85,7 +85,7 @@ class Stores:
         return create_store(url, namespace, DIMS, writable=writable, timeout_ms=PATIENCE_MS)
 
     def push(self, directory: Path, *, volatile: bool) -> None:
-        """Have the rows of a version's files in its persistent store, and in the volatile one if wanted."""
+        """Write the rows of a version's files to its persistent store, and to the volatile one if wanted."""
         settings = self.settings(int(directory.name))
         for name in ("persistent_store", "volatile_store") if volatile else ("persistent_store",):
             if name in settings:
@@ -96,7 +96,7 @@ class Stores:
 
 @contextlib.contextmanager
 def _mounted(folder: Path) -> Iterator[Path | None]:
-    """A small file system of its own in memory; None where that is not permitted."""
+    """A small separate file system in memory; None if that is not permitted."""
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=128m", "campaign", str(folder)]
     is_mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0

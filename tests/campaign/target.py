@@ -1,4 +1,4 @@
-"""What answers: sessions of this process, or a real Triton."""
+"""The server under test: sessions of this process, or a real Triton."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ class Target(Protocol):
         """One request; any error is raised."""
 
     def load(self, directory: Path) -> None:
-        """Have a version take over; returns when requests that begin are answered by it."""
+        """Let a version take over; returns when it answers all requests that begin."""
 
     def update_in_place(self, number: int) -> None:
-        """Have what the version's folder holds now take over, content `number`."""
+        """Let the current content of the version's folder, content `number`, take over."""
 
     def refresh(self) -> None:
-        """Have the cache read again from the stores."""
+        """Let the cache read its rows again from the stores."""
 
     def is_well(self) -> bool:
         """Whether every store is in use."""
 
     def describe(self) -> str:
-        """What a person would look at when something is wrong."""
+        """The state that helps to explain a finding."""
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
 
 
 def rows_of(target: Target) -> Arrays:
-    """Every row of every table, as it is answered."""
+    """Every row of every table, from answers."""
     answer = target.ask(every_key())
     return {table.name: answer[f"{table.name}_rows"][: len(table.keys), 0] for table in TABLES}
 
@@ -68,7 +68,7 @@ class SessionTarget:
 
     @property
     def session(self) -> InferenceSession:
-        """The session that serves, for one who is the only one to replace it."""
+        """The session that serves, for the only thread that replaces it."""
         assert self._manager is not None
         with self._manager.lease() as session:
             return session

@@ -1,4 +1,4 @@
-"""Short campaigns on seeds that once found something, each on the deployment that it was found in."""
+"""Short campaigns on seeds that once found an error, each on the deployment in which it was found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model itself: right answers pass, and each kind of wrong one is told."""
+"""The model itself: right answers pass, and each kind of wrong one is found."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_rows_of_the_files_are_right(model: Expectations) -> None:
 
 
 def test_a_write_under_way_may_be_seen_or_not(model: Expectations) -> None:
-    """Until it is acknowledged; then it has to be seen."""
+    """Until it is acknowledged; then it must be visible."""
     numbers = model.begin_write(1, USER, KEY)
     for seen in (0, 1):
         ticket = ask(model)
@@ -175,7 +175,7 @@ def test_versions_do_not_mix(model: Expectations) -> None:
 
 
 def test_permits_end(model: Expectations) -> None:
-    """What was asked while one held has it still; what is asked later has not."""
+    """A permit stays valid for questions asked while it held; it is not valid for later ones."""
     write(model)
     model.permit("fault", Permit.ERRORS, Permit.DEFAULTS, Permit.OLD_ROWS)
     during = ask(model)
@@ -192,7 +192,7 @@ def test_permits_end(model: Expectations) -> None:
 
 
 def test_a_stream_has_one_history_for_all_versions() -> None:
-    """Its rows bear no version's tag; a version that has applied all answers none older."""
+    """Its rows have no version's tag; a version that has applied all writes answers no older ones."""
     model = Expectations(Writer.STREAM)
     for content in (FIRST, SECOND):
         model.add(content)

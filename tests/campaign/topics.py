@@ -1,4 +1,4 @@
-"""What topics hold, as a client finds it that reads them from their beginning."""
+"""The messages of topics, as a client reads them from the beginning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who changes rows: a trainer that publishes to the update stream, or a program that writes into the session."""
+"""Writers of rows: a trainer that publishes to the update stream, or a program that writes into the session."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.campaign.topics import last_messages
 from tests.testing.servers import PATIENCE_S, wait_until
 
 _NUM_PARTITIONS = 4
-"""As many as the broker gives to topics that a client's question makes. A topic that comes back must have as many as
-before, whoever makes it: else a key's messages are in two partitions, and in no order (update-rows.md, Order).
+"""As many as the broker gives to topics that a client's query creates. A topic that is created again must have as many
+as before: else a key's messages are in two partitions, and in no order (update-rows.md, Order).
 """
 
 
@@ -40,7 +40,7 @@ class RowWriter(Protocol):
 
 
 class StreamWriter:
-    """Publishes. What the broker has refused, or has lost although it had confirmed it, is published once more."""
+    """Publishes rows. Rows that the broker refused, or confirmed and then lost, are published again."""
 
     def __init__(self, url: str, expectations: Expectations) -> None:
         self.lock = threading.RLock()
@@ -48,7 +48,7 @@ class StreamWriter:
         self._expectations = expectations
         self._publisher = self._create_publisher()
         self._serving: Content | None = None
-        """What served when rows were written last."""
+        """The version that served at the last write of rows."""
 
     def write(self, serving: Content, table: Table, keys: Integers, *, delete: bool) -> None:
         """See RowWriter."""
@@ -96,7 +96,7 @@ class StreamWriter:
         wait_until(lambda: self._publish_again(serving), "all rows to be published once more")
 
     def _publish_again(self, serving: Content) -> bool:
-        """Whether the broker has taken all; one that has just lost its topics may refuse some."""
+        """Whether the broker has accepted all rows; one that has just lost its topics may refuse some."""
         with contextlib.suppress(HotrowError):  # what was queued is as lost as what was in the topics
             self._publisher.close()
         try:

@@ -1,1 +1,1 @@
-"""Files and messages that nobody should trust, damaged at random: whatever they hold, only errors of ours come out."""
+"""Untrusted files and messages, damaged at random: with any content, readers raise only hotrow's own errors."""

@@ -1,6 +1,6 @@
 """`python -m tests.fuzz TARGET`: feed a reader damaged files until the time is over.
 
-The same seed makes the same files. What goes wrong is printed, and the files that it went wrong on stay in the folder.
+The same seed makes the same files. Errors are printed, and the files that caused them stay in the folder.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tests.fuzz.mutator import Mutator
 from tests.fuzz.targets import TARGETS, Target
 
 HANG_S = 60.0
-"""What takes longer on one file hangs, however slow the machine."""
+"""A reader that takes longer on one file hangs, also on a slow machine."""
 MEMORY_BYTES = (4 << 30) + (128 << 20) * (os.cpu_count() or 1)
-"""What one may ask for beyond what the program has when it begins. Threads, as many as cores, reserve some each."""
+"""The most memory a reader may use beyond the program's at its start. Each thread (one per core) reserves some."""
 
 
 def fuzz(target: Target, folder: Path, *, seed: int, seconds: float, max_files: int) -> int:
@@ -59,7 +59,7 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def restore(files: list[Path], sound: list[bytes]) -> None:
-    """Make all files sound again: a reader may mend what goes with a damaged one."""
+    """Restore all files: a reader may repair files that belong to a damaged one."""
     for path, content in zip(files, sound, strict=True):
         if not path.exists() or path.read_bytes() != content:
             replace(path, content)

@@ -1,9 +1,9 @@
 """`python -m tests.fuzz.coverage_guided TARGET`: as `python -m tests.fuzz`, by atheris.
 
-It keeps what reaches new code, and goes on from there. `pip install atheris`, where its authors have built it. With
+It keeps files that reach new code, and mutates those. Needs `pip install atheris`, on platforms with wheels. With
 PYTHONHASHSEED set, the same seed feeds the same files in the same order; the time only says how many of them.
 
-A file is fed as its number among the target's files, one byte, then what it holds. What goes wrong is printed, and kept
+A file is fed as its number among the target's files, one byte, then its content. Errors are printed, and files kept
 in the folder as `crash-…`, `timeout-…` or `oom-…`.
 """
 
@@ -23,7 +23,7 @@ from tests.fuzz.mutator import Mutator
 
 READERS = ("inference_session", "triton_backend", "hotrow")
 COMPILED = re.compile(r"^@\w*kernel|^import numba|^from numba|^from \S+ import .*\bcompiled\b", re.MULTILINE)
-"""In modules that Numba compiles, which knows no instruments."""
+"""Part of the source of modules that Numba compiles; Numba does not support instrumented code."""
 MEMORY_MIB = 4096
 HANG_S = 60
 
@@ -42,7 +42,7 @@ with atheris.instrument_imports(include=READERS, exclude=kernel_modules()):
 
 
 def fuzz(name: str, folder: Path, *, seed: int, seconds: int, max_files: int) -> None:
-    """Ends the process: with status 0 when the time is over, or so many files were read."""
+    """Ends the process: with status 0 when the time is over, or when `max_files` files were read."""
     target, (files_folder, corpus) = TARGETS[name], (folder / "files", folder / "corpus")
     files_folder.mkdir(parents=True)
     corpus.mkdir()
@@ -87,7 +87,7 @@ def fuzz(name: str, folder: Path, *, seed: int, seconds: int, max_files: int) ->
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--folder", type=click.Path(path_type=Path), help="Where the files are; default: a new folder.")
 def main(target: str, seconds: float, max_files: int, seed: int, folder: Path | None) -> None:
-    """Feed a reader of foreign bytes with files that atheris makes up."""
+    """Feed a reader of untrusted bytes with files that atheris generates."""
     logging.disable()
     onnxruntime.set_default_logger_severity(4)
     folder = folder or Path(tempfile.mkdtemp(prefix="hotrow-fuzz-"))

@@ -1,4 +1,4 @@
-"""Makes damaged bytes of sound ones, the same from the same seed."""
+"""Makes damaged bytes from valid ones, the same from the same seed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Mutator:
         )
 
     def mutated(self, data: bytes) -> bytes:
-        """Other bytes, mostly like these; where they are JSON, the values in it half of the time."""
+        """Bytes that differ a little from these; if they are JSON, half of the time only values differ."""
         if data[:1] == b"{" and self.random.random() < 0.5:
             try:
                 return self._mutated_json(json.loads(data))
@@ -112,7 +112,7 @@ class Mutator:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every place in a document: what holds it, and its key there."""
+    """Every place in a document: its container, and its key there."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in list(items):
         yield value, key

@@ -11,11 +11,11 @@ from inference_session.errors import HotrowError
 
 @dataclass(frozen=True)
 class Target:
-    """A reader of foreign bytes."""
+    """A reader of untrusted bytes."""
 
     prepare: Callable[[Path], list[Path]]
-    """Writes sound files into an empty folder; returns those to be damaged, one at a time."""
+    """Writes valid files into an empty folder; returns those to be damaged, one at a time."""
     read: Callable[[Path], object]
-    """Reads what is in the folder, all of it."""
+    """Reads all files of the folder."""
     errors: tuple[type[Exception], ...] = (HotrowError,)
-    """What may come out."""
+    """The errors that it may raise."""

@@ -1,4 +1,4 @@
-"""What is fuzzed: sound files, and what reads them."""
+"""The targets of fuzzing: valid files, and their readers."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ _ROW = _RNG.standard_normal(_DIM, np.float32).tobytes()
 
 
 class _NameNode(BaseHTTPRequestHandler):
-    """Answers each request with what a file in the folder says."""
+    """Answers each request with the content of a file in the folder."""
 
     protocol_version = "HTTP/1.1"
     wbufsize = -1
@@ -202,7 +202,7 @@ class _NameNode(BaseHTTPRequestHandler):
 
 @cache
 def _name_node(folder: Path) -> str:
-    """Starts one that lives as long as the process; returns its address."""
+    """Starts one that lives until the process ends; returns its address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("NameNode", (_NameNode,), {"folder": folder}))
     Thread(target=server.serve_forever, daemon=True).start()
     hdfs_source.PAUSES_S = (0.0,)  # what may pass does not, here
@@ -233,7 +233,7 @@ def _status(name: str, *, is_folder: bool) -> dict[str, object]:
 
 
 def _copy_from_hdfs(folder: Path) -> None:
-    """Whatever the NameNode says, nothing is written beside the copy."""
+    """Whatever the NameNode answers, no file is written outside of the copy."""
     target = folder / "copies/one/copy"
     shutil.rmtree(folder / "copies", ignore_errors=True)
     target.parent.mkdir(parents=True)
@@ -262,7 +262,7 @@ def _rocksdb_files(folder: Path) -> list[Path]:
 
 
 def _use_rocksdb(folder: Path) -> None:
-    """A copy of it: RocksDB mends and tidies what it opens."""
+    """Reads a copy, because RocksDB repairs and compacts the files that it opens."""
     shutil.rmtree(folder / "copy", ignore_errors=True)
     shutil.copytree(folder / "db", folder / "copy")
     list_rocksdb_tables(folder / "copy")
@@ -308,7 +308,7 @@ def _replies(folder: Path) -> list[Path]:
 
 
 def _read_replies(folder: Path) -> None:
-    """As a socket would bring it: in pieces; what the kernel may write to lies between guards."""
+    """Reads as from a socket, in pieces; the kernel's outputs lie between guards."""
     data = np.frombuffer((folder / "replies").read_bytes() + b" ", np.uint8)
     guarded = np.full((9, 4), 7.0, np.float32)
     found = np.zeros(5, np.bool_)

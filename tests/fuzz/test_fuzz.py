@@ -1,4 +1,4 @@
-"""Every reader of foreign bytes, fed with damaged files for some seconds, in a process of its own."""
+"""Every reader of untrusted bytes, fed with damaged files for some seconds, in a separate process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_damaged_files_end_in_errors_of_ours(name: str, tmp_path: Path) -> None:
 
 
 def test_the_same_seed_damages_in_the_same_way() -> None:
-    """So that what was found can be found again."""
+    """So that a finding can be reproduced."""
     sound = b'{"a": [1, 2, {"b": null}]}'
     one, other = Mutator(7), Mutator(7)
 

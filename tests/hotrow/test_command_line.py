@@ -74,7 +74,7 @@ def test_every_command_can_be_loaded(run: Run, name: str) -> None:
 
 
 def test_help_shows_every_command_with_a_sentence(run: Run) -> None:
-    """None is broken off in the middle."""
+    """No text is cut off in the middle."""
     out = run("--help")[1]
 
     for name in command_line.cli.list_commands(click.Context(command_line.cli)):
@@ -144,7 +144,7 @@ def test_a_full_disk_is_named(run: Run, model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "../up", "a b", ".hidden", "a/b"])
 def test_names_that_are_no_folders_are_usage_errors(run: Run, model: Path, tmp_path: Path, name: str) -> None:
-    """A model's name is a folder's."""
+    """A model's name must be a folder name."""
     code, _, err = run("import", "onnx", model, "--name", name, "--repository", tmp_path / "new")
 
     assert code == 2
@@ -183,7 +183,7 @@ def test_inspect_tells_what_computes_the_network(run: Run, version_dir: Path) ->
 
 
 def test_inspect_tells_how_a_table_is_mapped(run: Run, tmp_path: Path) -> None:
-    """As a fraction of large pages; a table smaller than one has none to tell of."""
+    """As a fraction of large pages; a table smaller than one page has none."""
     small_model.write(tmp_path / "1")
     _, text, _ = run("inspect", tmp_path / "1", "--json")
     assert {table["large_pages_fraction"] for table in json.loads(text)["tables"]} == {None}
@@ -222,7 +222,7 @@ FILES = ["dense.onnx", "tables/W/emb_vector", "session.json"]
     ],
 )
 def test_inspect_names_the_damaged_file(run: Run, version_dir: Path, file: str, damage: Callable[[Path], None]) -> None:
-    """Whatever the damage, `--verify` ends with 1 and one line that names the file."""
+    """With any damage, `--verify` ends with status 1 and one line that names the file."""
     damage(version_dir / file)
 
     code, _, err = run("inspect", version_dir, "--verify")
@@ -248,7 +248,7 @@ def test_inspect_names_a_damaged_index(run: Run, tmp_path: Path) -> None:
 
 
 def test_inspect_of_another_folder_says_what_is_missing(run: Run, tmp_path: Path) -> None:
-    """A folder that is no version directory is told apart by what it lacks."""
+    """The error for a folder that is no version directory names what the folder lacks."""
     code, _, err = run("inspect", tmp_path)
 
     assert code == 1
@@ -289,7 +289,7 @@ def _printed(code: str) -> list[str]:
 
 
 def test_help_is_light() -> None:
-    """No command loads a large package, or one that may not be installed, before it works."""
+    """No command imports a large package, or one that may be missing, before it runs."""
     assert _printed(LOAD_ALL) == ["[]"]
 
 

@@ -32,7 +32,7 @@ _ANY_PORTS = (0, 0, 0)
 
 @pytest.fixture
 def repository() -> Iterator[Path]:
-    """One with a model, where every user may look for it."""
+    """A repository with a model, in a folder that every user may read."""
     folder = Path(tempfile.mkdtemp(prefix="hotrow-test-"))
     folder.chmod(0o755)
     write_ctr(folder / "ctr" / "1")
@@ -51,7 +51,7 @@ def _add_parameter(repository: Path, name: str, value: str) -> None:
 
 
 def test_every_warning_has_a_fix(repository: Path) -> None:
-    """What is not in order comes with what to do about it."""
+    """Each problem comes with its fix."""
     for finding in examine(Plan(repository, ports=_ANY_PORTS)):
         assert finding.message
         assert finding.level == "ok" or finding.fix
@@ -83,7 +83,7 @@ def test_no_server_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_a_server_that_does_not_start_is_a_problem(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Its own words are repeated."""
+    """The program's own message is repeated."""
     program = tmp_path / "bin" / "tritonserver"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\necho libdcgm.so.3: cannot open shared object file >&2\nexit 127\n")
@@ -140,7 +140,7 @@ def _as_nobody(check: Callable[[], list[Finding]]) -> list[Finding]:
 
 
 def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the user may not even look at is a problem of its own, and the other checks go on."""
+    """A path that the user may not read is a separate problem, and the other checks go on."""
     locked = PermissionError(13, "Permission denied", "/locked/libpython.so")
 
     def refuse() -> Path:
@@ -167,7 +167,7 @@ def test_files_that_cannot_be_read(repository: Path) -> None:
 
 
 def test_an_index_that_cannot_be_kept(repository: Path) -> None:
-    """A table of stored keys without an index, in a folder that takes none, costs each process its own."""
+    """A table of stored keys without an index, in a read-only folder, costs each process an index."""
     small_model.write(repository / "small" / "1")
     folder = repository / "small" / "1" / "tables" / "hashed"
     folder.chmod(0o555)
@@ -205,7 +205,7 @@ def test_a_package_that_a_model_needs(repository: Path, monkeypatch: pytest.Monk
 
 
 def test_what_computes_dense_networks(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engine and precision of each model; bfloat16 that cannot be had is a problem."""
+    """Engine and precision of each model; bfloat16 that is not available is a problem."""
     (exact,) = _findings("dense network", repository=repository)
     assert (exact.level, exact.message) == ("ok", "ctr: ONNX Runtime, float32")
     _add_parameter(repository, "dense_precision", "bfloat16")
@@ -231,7 +231,7 @@ def test_tensorrt_that_is_not_installed(repository: Path, monkeypatch: pytest.Mo
 
 
 def test_how_tables_are_mapped(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The part of all tables that is in large pages, by their sizes; what to do where that is little."""
+    """The part of all tables that is in large pages, by their sizes; the fix if that part is small."""
     assert not _findings("large pages", repository=repository)  # its table is smaller than one
     file = repository / "ctr" / "1" / "tables" / "item" / "emb_vector"
     monkeypatch.setattr(machine_checks, "large_page_fraction", lambda path: 1.0 if path == file else None)
@@ -276,7 +276,7 @@ def test_a_repository_that_cannot_be_served(repository: Path) -> None:
 
 
 def test_as_a_process(repository: Path) -> None:
-    """Exit code 0 where all is well, 1 with a problem; JSON has the same findings."""
+    """Exit code 0 without a problem, 1 with one; JSON has the same findings."""
     run = [sys.executable, "-m", "hotrow", "doctor", "--http-port=0", "--grpc-port=0", "--metrics-port=0"]
 
     good = subprocess.run([*run, "--repository", repository], capture_output=True, text=True, check=False)
@@ -291,7 +291,7 @@ def test_as_a_process(repository: Path) -> None:
 
 
 def test_a_repository_elsewhere() -> None:
-    """HDFS is not looked at; the command that brings its models here is named."""
+    """HDFS is not checked; the finding names the command that copies its models here."""
     result = CliRunner().invoke(command, ["--repository", "hdfs://namenode/models"])
 
     assert result.exit_code == 2

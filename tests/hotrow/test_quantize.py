@@ -1,4 +1,4 @@
-"""`--tables` of the imports and `hotrow quantize`: what they write, tell and refuse."""
+"""`--tables` of the imports and `hotrow quantize`: what they write, report and refuse."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def inputs(num_samples: int) -> small_model.Arrays:
 def test_an_onnx_model_is_imported_with_smaller_tables(
     tables: str, row_bytes: int, tolerance: float, tmp_path: Path
 ) -> None:
-    """It answers as the same model with float32 tables, nearly; `inspect` and `size` tell its type and bytes."""
+    """It answers nearly as the same model with float32 tables; `inspect` and `size` report its type and bytes."""
     graph = "agraph (int64[N, 3] x) => (float[N, 64] y) { g = Gather(W, x) y = ReduceSum <keepdims = 0> (g, axes) }"
     onnx.save(model_of(graph, {"W": table(dim=64), "axes": np.array([1])}), tmp_path / "model.onnx")
     repository = tmp_path / "repository"
@@ -68,7 +68,7 @@ def test_an_onnx_model_is_imported_with_smaller_tables(
 
 
 def test_a_model_of_hugectr_is_imported_with_int8_tables(models: ExampleModels, tmp_path: Path) -> None:
-    """Its files stay as they are, the table of 1 element stays float32, predictions are near."""
+    """The original's files do not change, the table of 1 element stays float32, predictions are near."""
     folder = models.wide_and_deep
     before = (folder / "hugectr_wdl1_sparse_0.model" / "emb_vector").read_bytes()
     done = run("import", "hugectr", folder / "ps.json", "--repository", tmp_path, "--tables", "int8")
@@ -93,7 +93,7 @@ def test_a_model_of_hugectr_is_imported_with_int8_tables(models: ExampleModels, 
 def test_random_requests_are_made_for_models_of_hugectr(
     model: str, ps_json: str, models: ExampleModels, tmp_path: Path
 ) -> None:
-    """Of keys that their tables have: without any, all answers would be equal."""
+    """Requests with known keys: without any, all answers would be equal."""
     assert run("import", "hugectr", getattr(models, model) / ps_json, "--repository", tmp_path).exit_code == 0
     (version_dir,) = tmp_path.glob("*/1")
     done = run("quantize", version_dir, "--tables", "int8", "--json")
@@ -103,7 +103,7 @@ def test_random_requests_are_made_for_models_of_hugectr(
 
 
 def test_the_next_version_is_written_and_compared(version_dir: Path) -> None:
-    """Tables, bytes and the differences of each output are told."""
+    """The report names tables, bytes and the differences of each output."""
     done = run("quantize", version_dir, "--tables", "int8")
 
     assert done.exit_code == 0, done.output
@@ -116,7 +116,7 @@ def test_the_next_version_is_written_and_compared(version_dir: Path) -> None:
 
 
 def test_differences_are_those_of_the_answers(version_dir: Path, tmp_path: Path) -> None:
-    """Held against the answers of both versions, of more samples than are run at once."""
+    """Compared with the answers of both versions, for more samples than are run at once."""
     np.savez(tmp_path / "requests.npz", **inputs(3000))
     target = tmp_path / "elsewhere" / "7"
     options = ("--requests", tmp_path / "requests.npz", "--output", target, "--json")
@@ -132,7 +132,7 @@ def test_differences_are_those_of_the_answers(version_dir: Path, tmp_path: Path)
 
 
 def test_a_version_that_is_too_far_off_is_not_written(version_dir: Path) -> None:
-    """The report and the reason are told, and nothing is left."""
+    """The command prints the report and the reason, and leaves nothing behind."""
     done = run("quantize", version_dir, "--tables", "int8", "--max-error", "1e-9")
 
     assert done.exit_code != 0
@@ -198,7 +198,7 @@ def test_auc_counts_ties_as_one_half_and_needs_both_labels() -> None:
 def test_what_does_not_fit_is_refused(
     options: tuple[str, ...], message: str, version_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files that are none, requests and labels of something else; nothing is written."""
+    """Files that are not archives, requests and labels of another model; nothing is written."""
     monkeypatch.chdir(tmp_path)
     np.savez("requests.npz", **inputs(5))
     np.savez("other.npz", x=np.zeros(3))
@@ -213,14 +213,14 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_a_folder_that_is_no_version_needs_an_output(version_dir: Path) -> None:
-    """There is no next version of a folder without a number."""
+    """A folder without a number has no next version."""
     folder = version_dir.rename(version_dir.with_name("trained"))
     assert "give --output" in run("quantize", folder, "--tables", "int8").output
     assert run("quantize", folder, "--tables", "int8", "--output", version_dir).exit_code == 0
 
 
 def test_stores_and_streams_of_the_model_are_left_alone(version_dir: Path) -> None:
-    """Answers are those of the files: no store has to be there."""
+    """Answers come from the files: no store is needed."""
     session_file = version_dir / "session.json"
     document = json.loads(session_file.read_text(encoding="utf-8"))
     document["settings"] = {

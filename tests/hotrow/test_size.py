@@ -1,4 +1,4 @@
-"""`hotrow size`: what it says, as tables, JSON, picture and page."""
+"""`hotrow size`: its output as tables, JSON, picture and page."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _json(*arguments: object) -> dict[str, Any]:
 
 
 def test_memory_without_a_trace(version_dir: Path) -> None:
-    """Every part is there with its exact bytes, and a model's folder means its highest version."""
+    """Every part is listed with its exact bytes, and a model's folder means its highest version."""
     document = _json(version_dir.parent, "--processes", 3, "--cache-bytes", "1KiB")
 
     parts = {item["name"]: item for item in document["memory"]}
@@ -159,7 +159,7 @@ def test_settings_tell_the_cache(version_dir: Path) -> None:
 
 
 def test_tables_that_only_stores_have(version_dir: Path) -> None:
-    """Take no memory of this machine's page cache, and it is said where their rows are."""
+    """They take no memory of this machine's page cache, and the output says where their rows are."""
     config = version_dir.parent / "config.pbtxt"
     config.write_text('backend: "hotrow" parameters { key: "volatile_store" value { string_value: "redis://h" } }')
     shutil.rmtree(version_dir / "tables")
@@ -169,7 +169,7 @@ def test_tables_that_only_stores_have(version_dir: Path) -> None:
 
 
 def test_hugectr_s_files_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model folder of HugeCTR's is sized as what its load makes of it, under its own name."""
+    """A HugeCTR model folder is sized as the version that its load creates, under its own name."""
     monkeypatch.setenv("HOTROW_CACHE_DIR", str(tmp_path / "cache"))
     source = Source(tmp_path / "small", num_rows=(40, 60))
     source.ps_json()
@@ -210,7 +210,7 @@ def test_tables_in_one_file_and_unknown_rows(version_dir: Path, tmp_path: Path) 
 
 
 def test_a_long_trace_is_sampled_and_says_so(version_dir: Path, keys: Path) -> None:
-    """The error is printed beside the figures that it concerns."""
+    """The error is printed next to the figures that it concerns."""
     result = _run(version_dir, "--trace", f"hashed={keys}", "--sampled-keys", 12_000)
 
     assert "from a sample of 1 in" in result.stdout
@@ -218,7 +218,7 @@ def test_a_long_trace_is_sampled_and_says_so(version_dir: Path, keys: Path) -> N
 
 
 def test_a_recording_is_a_trace(version_dir: Path, tmp_path: Path) -> None:
-    """What a session recorded goes straight to `hotrow size`."""
+    """`hotrow size` reads the recording of a session directly."""
     rng = np.random.default_rng(0)
     with InferenceSession.open(version_dir, record_keys=str(tmp_path / "keys")) as session:
         for _ in range(5):
@@ -251,7 +251,7 @@ def test_plots_are_a_picture_and_a_page(version_dir: Path, keys: Path, tmp_path:
 
 
 def test_the_page_in_a_browser(browser: Browser, version_dir: Path, keys: Path, tmp_path: Path) -> None:
-    """It draws the curves, fits a phone, complains of nothing and asks for nothing else."""
+    """It draws the curves, fits a phone, logs no error and requests nothing else."""
     page = tmp_path / "curves.html"
     _run(version_dir, "--trace", f"hashed={keys}", "--plot", page)
 
@@ -272,7 +272,7 @@ def test_the_page_in_a_browser(browser: Browser, version_dir: Path, keys: Path, 
     ],
 )
 def test_mistakes_are_explained(version_dir: Path, keys: Path, arguments: list[str], complaint: str) -> None:
-    """Each error says what to write instead."""
+    """Each error names the right form."""
     arguments = [argument.replace("{keys}", str(keys)) for argument in arguments]
 
     with pytest.raises((HotrowError, FileNotFoundError), match=complaint):

@@ -1,4 +1,4 @@
-"""`hotrow top`: metrics pages read, compared and drawn; and where there is no server, said so."""
+"""`hotrow top`: metrics pages are read, compared and drawn; a missing server is reported."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_another_page_is_no_metrics_page(text: str) -> None:
 
 @given(st.text(max_size=100))
 def test_any_text_is_a_page_or_a_value_error(text: str) -> None:
-    """Nothing else comes out of a foreign answer."""
+    """No other exception is raised for any answer."""
     try:
         MetricsPage.parse(text)
     except ValueError:
@@ -123,7 +123,7 @@ def test_rates_latency_and_hit_rates_are_drawn() -> None:
 
 
 def test_packed_requests_count_with_all_their_samples() -> None:
-    """Triton takes one for one sample; hotrow's own counter knows better."""
+    """Triton counts one as one sample; hotrow's own counter is exact."""
     counters = "nv_inference_request_success{{{0}}} {1}\nnv_inference_count{{{0}}} {1}\nhotrow_samples_total{{{0}}} {2}"
     labels = 'model="wdl",version="1"'
     view = TopView("here")
@@ -135,7 +135,7 @@ def test_packed_requests_count_with_all_their_samples() -> None:
 
 
 def test_rates_are_those_of_the_last_looks() -> None:
-    """Counters that move once a second give steady rates, and what was long ago is forgotten."""
+    """Counters that move once a second give steady rates, and old values are dropped."""
     view = TopView("here")
     for second, requests in enumerate([0, 1000, 1000, 1020, 1020, 1040, 1040]):
         view.add(_page(10.0 + second, requests=requests), [])
@@ -206,7 +206,7 @@ def test_events_are_remembered() -> None:
 
 
 def test_versions_that_do_not_serve_are_shown_with_their_reason() -> None:
-    """The repository index tells of failed loads; what was unloaded on purpose is no news."""
+    """The repository index shows failed loads; versions unloaded on purpose are not reported."""
     view = TopView("here")
     states = [
         IndexEntry("ctr", "1", "READY", ""),
@@ -253,12 +253,12 @@ class _Endings(BaseHTTPRequestHandler):
             self.wfile.write(b'hotrow_model_version_info{model="ctr",version="1"} 1\n')
 
     def log_message(self, *args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
 def failing_server() -> Iterator[str]:
-    """A metrics page that cannot always be had."""
+    """A metrics page that is not always available."""
     _Endings.num_answers = 0
     with HTTPServer(("127.0.0.1", 0), _Endings) as server:
         thread = threading.Thread(target=server.serve_forever)

@@ -11,7 +11,7 @@ from inference_session.errors import ConfigurationError
 
 
 def test_it_can_be_imported_and_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The import alone needs nothing; the first name that is used says what is missing."""
+    """The import alone needs nothing; the first use of a name raises an error that says what is missing."""
     for name in [name for name in sys.modules if name.startswith("hotrow.training")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)

@@ -15,7 +15,7 @@ collect_ignore = [] if find_spec("torch") else ["hugectr"]
 
 @pytest.fixture(scope="session")
 def broker() -> Iterator[Broker]:
-    """One broker for all tests that leave it as it is."""
+    """One broker for all tests that do not stop it."""
     with Broker() as broker:
         yield broker
 

@@ -85,7 +85,7 @@ def _sharded(way: str) -> tuple[Any, Any]:
 
     torch.manual_seed(0)
     plan = PLAN if way == "rows" else {"bags": {"t0": "table_wise", "t1": "row_wise"}}
-    # Sums only: TorchRec's own answers are wrong where a mean sharded by rows is beside a sum sharded by tables.
+    # Sums only: TorchRec's own answers are wrong for a mean sharded by rows together with a sum sharded by tables.
     bags = EmbeddingBagCollection(models.bag_configs(means=()))
     model: Any = jobs.distributed(models.Clicks(bags, 16), plan)
     dense = {name: value for name, value in model.named_parameters() if "layers" in name}
@@ -149,7 +149,7 @@ def _saved(tmp_path: Path) -> tuple[Any, Path]:
 
 
 def test_a_file_that_is_gone_or_cut_is_named(tmp_path: Path) -> None:
-    """And nothing else is restored in its place."""
+    """And no other checkpoint is restored in its place."""
     for number, damage in enumerate(("__0_0.distcp", ".metadata", "checkpoint.json")):
         checkpoint, folder = _saved(tmp_path / str(number))
         content = (folder / damage).read_bytes()
@@ -207,7 +207,7 @@ def test_a_half_written_checkpoint_does_not_count(tmp_path: Path) -> None:
 
 
 def test_a_killed_trainer_goes_on_and_the_servers_end_with_its_rows(tmp_path: Path, broker: Broker) -> None:
-    """Rows of steps that were lost are published anew as they are in the restored model."""
+    """Rows of lost steps are published again with their values in the restored model."""
     model, _ = job("SGD")
     directory = exported(model, tmp_path, "killed")
     place = str(tmp_path / "checkpoints")

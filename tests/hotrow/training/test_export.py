@@ -22,7 +22,7 @@ from inference_session.errors import ConfigurationError, UnsupportedModelError  
 from tests.testing import training_models as models  # noqa: E402
 from tests.testing.training_models import managed_collisions  # noqa: E402
 
-# Exporters and TorchRec warn of their own future; that is not ours to mend.
+# Exporters and TorchRec raise deprecation warnings that hotrow cannot fix.
 pytestmark = [pytest.mark.training, pytest.mark.filterwarnings("ignore")]
 
 RANDOM = np.random.default_rng(0)
@@ -250,7 +250,7 @@ def test_plain_modules_of_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", list(FORMS))
 @pytest.mark.parametrize("steps", [0, 3])
 def test_managed_collisions_answer_raw_ids(tmp_path: Path, form: str, steps: int) -> None:
-    """Ids that the module has mapped, ids that it has evicted, ids it never saw: as the live model answers them."""
+    """Mapped ids, evicted ids and unseen ids are answered as by the live model."""
     torch.manual_seed(0)
     model = models.Clicks(managed_collisions(), 16).train()
     extremes = [0, 2**62 + 7, 2**63 - 2, 2**63 - 1]
@@ -335,7 +335,7 @@ def test_examples_and_names_that_do_not_fit(tmp_path: Path) -> None:
 
 
 def test_a_version_that_exists_is_refused(tmp_path: Path) -> None:
-    """And stays as it is."""
+    """And does not change."""
     model = models.Clicks(_bags(), 16)
     dense, lists = _batch(3)
     options: dict[str, Any] = {"example": (dense, models.features(lists)), "inputs": training.padded(max_len=5)}

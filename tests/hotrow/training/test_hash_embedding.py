@@ -1,4 +1,4 @@
-"""Embeddings of any keys hold and learn what a vocabulary of all keys, trained by torch, would."""
+"""Embeddings of any keys hold and learn the same as a vocabulary of all keys, trained by torch."""
 
 from __future__ import annotations
 
@@ -190,14 +190,14 @@ def test_a_backward_that_failed_leaves_nothing_behind() -> None:
     embedding(_int64([3])).sum().backward()
 
     learned = embedding(_int64([1]))
-    assert torch.equal(learned, vectors) or torch.equal(learned, vectors - 1)  # as far as the failed one had come
+    assert torch.equal(learned, vectors) or torch.equal(learned, vectors - 1)  # as far as the failed one got
     assert torch.equal(embedding(_int64([3])), embedding._rows.initial_vectors(_int64([3])) - 1)
 
 
 @settings(max_examples=60, deadline=None)
 @given(batches=st.lists(st.lists(KEYS, max_size=40), max_size=8), is_plain=st.booleans(), kept=st.integers(0, 30))
 def test_an_index_is_a_dictionary(device: str, batches: list[list[int]], is_plain: bool, kept: int) -> None:
-    """It grows from room for one key; keys that are not kept are forgotten."""
+    """It grows from a capacity of one key; keys that are not kept are forgotten."""
     place = torch.device(device)
     fast: Any = HashIndex(1) if device == "cpu" else DeviceIndex(place, 1)
     index, oracle = SortedIndex(place) if is_plain else fast, dict[int, int]()
@@ -312,7 +312,7 @@ def test_what_does_not_fit_is_refused(call: Any, message: str) -> None:
 
 
 def test_rows_are_read_and_written_in_bulk() -> None:
-    """Also over those that are there, with and without what the optimizer keeps."""
+    """Also over existing rows, with and without optimizer states."""
     embedding = training.HashEmbedding(2, optimizer=training.Adagrad(0.1, initial_accumulator_value=0.5))
     embedding(_int64([7, 8])).sum().backward()
     embedding.put(training.Rows(_int64([8, -9]), torch.tensor([[1.0, 2], [3, 4]])))
@@ -383,7 +383,7 @@ def test_the_state_of_a_model_comes_back() -> None:
 
 
 def test_rows_go_by_age() -> None:
-    """What training has not read for more steps than `max_age`."""
+    """Rows that training last read more than `max_age` steps ago."""
     embedding = training.HashEmbedding(1, optimizer=training.SGD(1.0), initializer=nn.init.zeros_, max_age=2)
     for step, keys in enumerate(([1, 2, 3], [2], [2], [2, 4], [2])):
         embedding(_int64(keys)).sum().backward()
@@ -393,7 +393,7 @@ def test_rows_go_by_age() -> None:
 
 
 def test_no_more_rows_than_asked_stay() -> None:
-    """Those read last, or most often; gradients of rows that have gone meanwhile are dropped."""
+    """Those read last, or most often; gradients of rows evicted meanwhile are dropped."""
     by_age = training.HashEmbedding(1, optimizer=training.SGD(1.0), initializer=nn.init.zeros_, max_rows=3)
     by_count = training.HashEmbedding(1, max_rows=3, evict_by="count")
     early = by_age(_int64([1]))
@@ -426,7 +426,7 @@ def test_evicted_rows_leave_the_others_as_they_are() -> None:
 
 
 def test_autocast_and_scaled_losses(device: str) -> None:
-    """Vectors stay float32; scaled gradients are unscaled, and a row whose gradients are infinite stays as it is."""
+    """Vectors stay float32; scaled gradients are unscaled, and a row with infinite gradients does not change."""
 
     class Scaler:
         def is_enabled(self) -> bool:

@@ -58,7 +58,7 @@ def _device(model: Any) -> Any:
 
 
 def _answers(model: Any) -> Any:
-    """Of keys that are known and of one that is not."""
+    """For known keys and an unknown one."""
     model.eval()
     keys = torch.tensor([*KEYS, 99], device=_device(model))
     with torch.no_grad():

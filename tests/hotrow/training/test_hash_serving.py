@@ -131,7 +131,7 @@ def test_touched_rows_and_evictions_are_published(tmp_path: Path, broker: Broker
 
 
 def test_a_restored_model_takes_back_what_was_published(tmp_path: Path, broker: Broker, device: str) -> None:
-    """Rows of steps that are lost go back, and new ones of them are deleted."""
+    """Rows of lost steps return to their earlier values, and rows that are new in them are deleted."""
     torch.manual_seed(0)
     model = Clicks().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -177,7 +177,7 @@ def test_a_checkpoint_brings_rows_and_their_optimizer_back(tmp_path: Path, devic
 
 
 def _ranks(rank: int, folder: Path, num_ranks: int, first: int) -> None:
-    """Train two steps, on from a checkpoint unless they are the first; export after the last ones."""
+    """Train two steps, from a checkpoint unless they are the first; export after the last two."""
     torch.manual_seed(rank)
     model: Any = Clicks() if num_ranks == 1 else DistributedDataParallel(Clicks())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -195,7 +195,7 @@ def _ranks(rank: int, folder: Path, num_ranks: int, first: int) -> None:
 
 @pytest.mark.parametrize("counts", [(2, 1), (1, 4)])
 def test_ranks_of_another_number_go_on(tmp_path: Path, counts: tuple[int, int]) -> None:
-    """Saved by some, restored by others: as one rank that was never interrupted; and all rows are exported."""
+    """Some ranks save, others restore: same result as one uninterrupted rank; and all rows are exported."""
     alone = tmp_path / "alone"
     for first, num_ranks in zip((0, 2), counts, strict=True):
         _ranks(0, alone, 1, first)

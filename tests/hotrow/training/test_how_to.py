@@ -94,7 +94,7 @@ def _write_dump(folder: Path) -> None:
 
 
 def test_move_a_hugectr_script(tmp_path: Path) -> None:
-    """A script that imports hugectr runs as it is, and so does a configuration in JSON; in fewer steps than written."""
+    """A script that imports hugectr runs unchanged, and so does a JSON configuration; in fewer steps than written."""
     from tests.testing.hugectr_configurations import dcn_configuration
     from tests.testing.hugectr_training_samples import SAMPLES, make_data
 

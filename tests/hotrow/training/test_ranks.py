@@ -1,4 +1,4 @@
-"""Several ranks export one version: each writes its own rows, and all of them are there."""
+"""Several ranks export one version: each writes its own rows, and the version has all of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _batch(seed: int, num_samples: int = 6) -> tuple[Any, dict[str, list[list[in
 
 
 def _train_and_export(rank: int, folder: Path) -> None:
-    """Train differently sharded tables; what rank 0 answers, and all rows, lie beside the version."""
+    """Train differently sharded tables; save the answers of rank 0, and all rows, next to the version."""
     model = jobs.distributed(_model(), {"bags": {f"t{i}": way for i, way in enumerate(WAYS)}})
     optimizer = torch.optim.SGD([p for name, p in model.named_parameters() if "layers" in name], lr=0.1)
     for step in range(3):

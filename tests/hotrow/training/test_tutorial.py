@@ -15,6 +15,6 @@ PAGE = Path(__file__).parents[3] / "docs/tutorials/serve-what-you-train.md"
 
 
 def test_the_served_rows_are_the_trainers(broker: Broker, tmp_path: Path) -> None:
-    """Its last command prints how far the rows that are served are from those that were trained: not at all."""
+    """Its last command prints the difference between served and trained rows, which is zero."""
     not_run = ["make online-learning", "docker run", "served      AUC"]
     Walkthrough(PAGE, tmp_path, environment={"BROKER": broker.url}, not_run=not_run).run()

@@ -106,7 +106,7 @@ WAYS = ["row_wise", "table_wise", "column_wise", "data_parallel"]
 
 
 def _train_on_ranks(rank: int, folder: Path, url: str) -> None:
-    """Train differently sharded tables; whole tables, as they are at the end, lie beside the version."""
+    """Train differently sharded tables; save whole tables, with their final rows, next to the version."""
     torch.manual_seed(0)
     ways = {f"t{i}": way for i, way in enumerate(WAYS)}
     model = jobs.distributed(models.Clicks(bag_collection(4), 32), {"bags": ways})
@@ -142,7 +142,7 @@ def test_rows_of_all_ranks_arrive_whole(tmp_path: Path, broker: Broker) -> None:
 
 
 def test_a_broker_that_goes_away_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
-    """`step` raises; what was not confirmed is sent when the brokers are back."""
+    """`step` raises; unconfirmed rows are sent when the brokers are back."""
     model = models.Clicks(bag_collection(), 16)
     directory = exported(model, tmp_path, "outage")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -153,7 +153,7 @@ def test_a_broker_that_goes_away_is_an_error_and_loses_nothing(tmp_path: Path) -
         with pytest.raises(UnavailableError, match="unconfirmed rows are kept"):
             _step_until_it_fails(updates)
         train(model, optimizer, 2)
-        broker.start()  # empty, so that all has to come anew
+        broker.start()  # empty, so all rows must be sent again
         wait_until(lambda: _closes(updates), "the brokers to take the rows")
 
         with InferenceSession.open(directory, device="cpu", update_stream=broker.url) as session:
@@ -196,7 +196,7 @@ KEYS = st.lists(st.integers(-3, 3), max_size=6, unique=True)
 
 @given(st.lists(st.tuples(KEYS, st.sets(st.integers(-3, 3))), min_size=2, max_size=5))
 def test_changes_that_wait_are_joined_as_if_sent_one_after_the_other(rounds: list[tuple[list[int], set[int]]]) -> None:
-    """Of each key the last word counts."""
+    """The last change of each key counts."""
     oracle: dict[int, float | None] = {}
     joined: Changes | None = None
     for number, (keys, deleted) in enumerate(rounds):

@@ -1,4 +1,4 @@
-"""What training saves: whole or not there, on this machine and on HDFS, whence training data come as well."""
+"""Snapshots of training are complete or absent, on this machine and on HDFS, which training data also come from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.training
 
 NAMES = SnapshotNames("a", 1)
 STEPS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
-"""What Python tells of before it asks the system for it."""
+"""Operations on files of which Python raises audit events."""
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,7 @@ def _kill_at_each_step(_rank: int, folder: Path) -> None:
 
 
 def _fill(model: Model, number: int) -> None:
-    """So that each file tells which save has written it."""
+    """So that each file shows which save wrote it."""
     trainer = model._compiled("")
     optimizer = trainer.dense_optimizer
     dense = [*trainer.weights, *(state for states in optimizer.states for state in states)]
@@ -76,7 +76,7 @@ def _fill(model: Model, number: int) -> None:
 
 
 def _save(model: Model, *, killed_before: int) -> None:
-    """In a process of its own, which ends here."""
+    """Runs in a separate process, which ends here."""
     left = killed_before
 
     def count(event: str, _arguments: tuple[object, ...]) -> None:
@@ -95,7 +95,7 @@ def _save(model: Model, *, killed_before: int) -> None:
 
 
 def _check_snapshot(model: Model) -> None:
-    """Where the dense weights are there, all other files are those of the same save."""
+    """If the dense weights exist, all other files are of the same save."""
     if not Path(NAMES.dense).exists():
         return
     files = [NAMES.dense, NAMES.dense_states]
