@@ -95,7 +95,7 @@ class TrainingState:
         """Tensors to read the saved ones into: the live ones, or new ones for an optimizer that has none yet.
 
         Raises:
-            ConfigurationError: the checkpoint lacks what the model has, or has another shape for it.
+            ConfigurationError: the checkpoint lacks a tensor of the model, or has it with another shape.
         """
         for prefix, optimizer in self._keyed.items():
             _start(prefix, optimizer, saved)

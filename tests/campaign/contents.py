@@ -1,7 +1,7 @@
 """The model that a campaign serves, and its version directories.
 
 Three tables of 8 columns: `user` (row numbers), `code` (row numbers, float16) and `item` (stored keys over the whole
-range of int64, a default vector of its own). Outputs are the rows that were looked up, a bag of one item, and
+range of int64, its own default vector). Outputs are the rows that were looked up, a bag of one item, and
 `content`, a constant of the dense network, so that an answer says which content gave it.
 """
 

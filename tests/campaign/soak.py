@@ -219,7 +219,7 @@ class _Soak:
 
 
 def _shared_bytes(process: psutil.Process) -> dict[str, int]:
-    """What the regions of shared memory take that a process has mapped, by their paths; other servers have some too."""
+    """Sizes of the shared memory regions that a process has mapped, by path; other servers have regions, too."""
     paths = {one.path for one in process.memory_maps() if one.path.startswith("/dev/shm/")}  # noqa: S108
     return {path: _size_of(Path(path)) for path in paths}
 

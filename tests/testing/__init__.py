@@ -1,4 +1,4 @@
-"""What tests and benchmarks share: servers, brokers, models, contracts."""
+"""Code that tests and benchmarks share: servers, brokers, models, contracts."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A model that takes HugeCTR's requests, and gives what its network reads as it is."""
+"""A model that takes HugeCTR's requests, and outputs the inputs of its network unchanged."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def write(directory: Path, key_type: str) -> None:
 
 
 def inputs(num_samples: int, rng: np.random.Generator, key_type: str, longest: int = 3) -> dict[str, NDArray[Any]]:
-    """A request with bags of 0 to `longest` keys, known and unknown ones, extremes, some more than once."""
+    """A request with bags of 0 to `longest` keys: known, unknown and extreme ones, with duplicates."""
     lengths = [rng.integers(0, longest + 1, (num_samples, width)) for width in SLOTS]
     num_keys = sum(int(each.sum()) for each in lengths)
     lowest = np.iinfo(key_type).min

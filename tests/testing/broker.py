@@ -1,4 +1,4 @@
-"""A real broker that speaks Kafka's protocol, started on a free port of the loopback; nothing survives its end."""
+"""A real broker that speaks Kafka's protocol, started on a free port of the loopback; it keeps nothing when it ends."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Broker:
 
     def __init__(self) -> None:
         self.port = self.advertised_port = free_port()
-        """Where it listens, and where it tells clients to go."""
+        """The port on which it listens, and the one that it announces to clients."""
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -85,7 +85,7 @@ class Broker:
         admin.delete_topics([name])[name].result(PATIENCE_S)
 
     def send(self, topic: str, *messages: tuple[bytes | None, bytes | None], partition: int = 0) -> None:
-        """Publish raw messages, (key, value), and wait until they are there."""
+        """Publish raw messages, (key, value), and wait until the broker has confirmed them."""
         producer = Producer({"bootstrap.servers": self.address, "log_level": 0, "error_cb": lambda _: None})
         for key, value in messages:
             producer.produce(topic, value, key, partition)
@@ -97,7 +97,7 @@ class Broker:
         consumer = Consumer({**settings, "enable.partition.eof": True})
         found: list[Any] = []
         for partition in consumer.list_topics(topic, timeout=PATIENCE_S).topics[topic].partitions:
-            # To the end itself: of batches, this broker tells a wrong end when it is asked.
+            # Read until the end event: for batches, this broker reports a wrong end offset.
             assign(consumer, [TopicPartition(topic, partition, OFFSET_BEGINNING)])
             while (message := consumer.poll(PATIENCE_S)) is not None and message.error() is None:
                 found.append(message)

@@ -20,19 +20,19 @@ _TIMEOUT_MS = 120_000
 
 @contextmanager
 def started_browser() -> Iterator[Browser]:
-    """A Chromium that draws nowhere: the machine's, else Playwright's own."""
+    """A headless Chromium: the machine's, else Playwright's."""
     program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     with sync_playwright() as playwright:
         if program is None and not Path(playwright.chromium.executable_path).exists():
             pytest.skip("no Chromium; Debian: apt-get install chromium, elsewhere: playwright install chromium")
-        # Its sandbox needs what containers do not have; the pages are our own.
+        # Its sandbox needs rights that containers lack; the pages are our own.
         options = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
         with playwright.chromium.launch(executable_path=program, args=options, timeout=_TIMEOUT_MS) as browser:
             yield browser
 
 
 class Look:
-    """A page in a tab of its own: how it is drawn, and all that the browser has complained of or asked for."""
+    """A page in a new tab: its picture, and all errors and requests of the browser."""
 
     def __init__(self, browser: Browser, path: Path, *, width: int = 1200, dark: bool = False) -> None:
         scheme: Literal["dark", "light"] = "dark" if dark else "light"

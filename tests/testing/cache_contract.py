@@ -30,7 +30,7 @@ OPERATIONS = st.lists(
 
 
 def vectors_of(keys: NDArray[np.int64], dim: int, version: int = 0) -> NDArray[np.float32]:
-    """Rows that tell their key and version; all elements of one are equal, and small enough for float16."""
+    """Rows that encode their key and version; all elements of one are equal, and small enough for float16."""
     numbers = (np.asarray(keys, np.int64) % 1000).astype(np.float32) + version
     return np.repeat(numbers[:, None], dim, axis=1)
 
@@ -40,7 +40,7 @@ class EmbeddingCacheContract:
 
     holds_rows = True
     least_bytes = 2_000
-    """A budget that two small tables can do with."""
+    """A budget that is enough for two small tables."""
 
     def create(self, dims: dict[str, int], cache_bytes: int = AMPLE_BYTES) -> EmbeddingCache:
         """A cache to test."""
@@ -49,7 +49,7 @@ class EmbeddingCacheContract:
     @SHARED
     @given(operations=OPERATIONS)
     def test_it_answers_as_a_dict(self, operations: list[tuple[str, str, list[int]]]) -> None:
-        """With room for all, any sequence of operations leaves what it would leave in a dict, and counts exactly."""
+        """With room for all rows, any sequence of operations has the same result as in a dict, and counts exactly."""
         oracle: dict[str, dict[int, float]] = {table: {} for table in DIMS}
         hits = misses = 0
         with self.create(DIMS) as cache:
@@ -123,7 +123,7 @@ class EmbeddingCacheContract:
             assert np.array_equal(result.vectors["wide"], vectors)
 
     def test_nothing_may_be_asked(self) -> None:
-        """No tables, or no keys, are a look-up like any other."""
+        """A look-up without tables, or without keys, is valid."""
         with self.create(DIMS) as cache:
             cache.insert("wide", [], np.zeros((0, 5), np.float32))
             assert look_up(cache, {}) == ({}, {})
@@ -143,7 +143,7 @@ class EmbeddingCacheContract:
         ],
     )
     def test_an_unknown_table_is_named(self, call: Any) -> None:
-        """A table that is not one of the cache's is an error that names it and those there are."""
+        """A table that the cache does not have is an error that names it and the cache's tables."""
         with self.create(DIMS) as cache, pytest.raises(TableNotFoundError, match=r"no table 'other'.*'narrow', 'wide'"):
             call(cache)
 
@@ -188,7 +188,7 @@ class EmbeddingCacheContract:
     @SHARED
     @given(spare_bytes=st.integers(0, 38_000), seed=st.integers(0, 2**32 - 1))
     def test_rows_are_evicted_to_stay_within_the_budget(self, spare_bytes: int, seed: int) -> None:
-        """However many rows are inserted, bytes and rows stay in bounds, and what is held is what was inserted."""
+        """With any number of inserts, bytes and rows stay in bounds, and the rows held are those inserted."""
         generator = np.random.default_rng(seed)
         cache_bytes = self.least_bytes + spare_bytes
         with self.create(DIMS, cache_bytes) as cache:
@@ -206,7 +206,7 @@ class EmbeddingCacheContract:
                 assert set(held.tolist()) <= set(range(-2000, 2000))
 
     def test_readers_see_whole_rows_while_others_write(self) -> None:
-        """While rows are inserted, updated, evicted and erased, a look-up finds a version that was written, whole."""
+        """While rows are inserted, updated, evicted and erased, a look-up finds a complete version that was written."""
         dim, num_keys, rounds = 64, 300, 150
         cache = self.create({"t": dim}, 40_000)
         keys, done, broken = np.arange(num_keys), threading.Event(), []

@@ -13,16 +13,16 @@ from inference_session.kernels.records import SEGMENT, Lookup, key_segment
 
 
 class Found(NamedTuple):
-    """What a look-up found, by table."""
+    """The result of a look-up, by table."""
 
     vectors: Mapping[str, NDArray[np.float32]]
-    """[n, embedding_dim]; rows of missing keys are as they were."""
+    """[n, embedding_dim]; rows of missing keys are not written to."""
     missing: Mapping[str, NDArray[np.int64]]
     """Positions of missing keys, ascending."""
 
 
 def look_up(cache: EmbeddingCache, keys: Mapping[str, ArrayLike], fill: float = 0.0) -> Found:
-    """The vectors of keys, int64 [n] by table, each table in one segment; `fill` is there before the look-up."""
+    """The vectors of keys, int64 [n] by table, each table in one segment; outputs hold `fill` before the look-up."""
     asked = {table: np.asarray(array, np.int64) for table, array in keys.items()}
     numbers = {table: number for number, table in enumerate(cache.dims)}
     with cache.device.request():

@@ -1,4 +1,4 @@
-"""Certificates for servers with TLS, of an authority that no one else knows."""
+"""Certificates for servers with TLS, of an authority that no other program trusts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Authority:
-    """Somebody who signs certificates."""
+    """An authority that signs certificates."""
 
     folder: Path
     ca: trustme.CA
@@ -38,7 +38,7 @@ class Authority:
 
 
 def new_authority(folder: Path) -> Authority:
-    """One that nobody knows yet."""
+    """A new authority."""
     folder.mkdir()
     authority = Authority(folder, trustme.CA())
     authority.ca.cert_pem.write_to_path(str(authority.file))
@@ -46,5 +46,5 @@ def new_authority(folder: Path) -> Authority:
 
 
 def tls_flags(certificate: Certificate) -> tuple[str, ...]:
-    """Options that show a certificate, of `serve` and of commands that ask a server."""
+    """Options of a certificate, for `serve` and for commands that call a server."""
     return ("--tls-certificate", str(certificate.file), "--tls-key", str(certificate.key))

@@ -1,6 +1,6 @@
-"""What the CUDA kernels compute with numbers of keys, lanes, tags and slots, in plain Python (kernels/cuda/*.cu*).
+"""The CUDA kernels' arithmetic of keys, lanes, tags and slots, in plain Python (kernels/cuda/*.cu*).
 
-One function of the kernels each, by the same name: tests compare the arithmetic with what it is for, without a GPU.
+Each function has the name of a kernel function: tests compare the arithmetic with its purpose, without a GPU.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def lanes_per_row(steps: int) -> int:
 
 
 def copied(steps: int, num_keys: int, in_flight: int) -> Iterator[tuple[int, int]]:
-    """(key, step) in the order in which `copy_rows` copies them, all lanes after each other."""
+    """(key, step) in the order in which `copy_rows` copies them, one lane after the other."""
     width = lanes_per_row(steps)
     rows_at_once = LANES // width
     for first in range(0, num_keys, rows_at_once * in_flight):

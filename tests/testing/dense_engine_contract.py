@@ -1,4 +1,4 @@
-"""What every dense engine of an ONNX file promises, whatever computes it."""
+"""The contract of every dense engine of an ONNX file."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class DenseEngineContract:
     """Subclass it with a fixture `engine`, which opens the file at `network`, and say how far answers may be off."""
 
     tolerance = 1e-5
-    """Of numbers up to 1, and relative to the largest of a tensor's values."""
+    """Tolerance for numbers up to 1, and relative to the largest of a tensor's values."""
 
     @pytest.fixture
     def network(self, tmp_path: Path) -> Path:
@@ -84,7 +84,7 @@ class DenseEngineContract:
                 np.testing.assert_allclose(found, wanted[name], rtol=0, atol=atol)
 
     def test_names(self, engine: DenseEngine) -> None:
-        """An engine tells what it reads and what it can compute."""
+        """An engine names its inputs and the outputs that it can compute."""
         assert engine.input_names == {"ids", "dense"}
         assert engine.output_names == {"click", "layer", "next"}
 
@@ -101,7 +101,7 @@ class DenseEngineContract:
 
     @pytest.mark.parametrize("outputs", [[], ["layer"], ["next"], ["next", "click"], ["click", "layer"]])
     def test_some_outputs(self, engine: DenseEngine, outputs: list[str]) -> None:
-        """Those that are asked for come, in that order."""
+        """The requested outputs are returned, in the requested order."""
         self.assert_right(engine, drawn_inputs(5), outputs)
 
     def test_answers_are_the_caller_s(self, engine: DenseEngine) -> None:
@@ -124,7 +124,7 @@ class DenseEngineContract:
         self.assert_right(engine, inputs, ["click"])
 
     def test_prepared_memory(self, engine: DenseEngine) -> None:
-        """What was prepared for a shape makes no difference to the answers."""
+        """Preparing a shape does not change the answers."""
         prepared = engine.prepare()
         for seed in range(4):
             inputs = drawn_inputs(6, seed)
@@ -132,7 +132,7 @@ class DenseEngineContract:
             np.testing.assert_allclose(found, expected(inputs)["click"], rtol=0, atol=self.tolerance)
 
     def test_bound_runs(self, engine: DenseEngine) -> None:
-        """Where an engine binds memory, it answers for what lies there at each run, with arrays of the caller's."""
+        """An engine that binds memory reads its current content at each run, and answers in the caller's arrays."""
         first, *others = (drawn_inputs(6, seed) for seed in range(4))
         bound = engine.bind({name: array.copy() for name, array in first.items()}, ["layer", "click"])
         if bound is None:
@@ -147,7 +147,7 @@ class DenseEngineContract:
                 np.testing.assert_allclose(array, expected(inputs)[name], rtol=0, atol=4 * self.tolerance)
 
     def test_threads(self, engine: DenseEngine) -> None:
-        """Several threads run it at once, with batches of their own."""
+        """Several threads run it at once, each with its own batches."""
 
         def run(seed: int) -> None:
             for i in range(20):
@@ -180,7 +180,7 @@ class DenseEngineContract:
             engine.run({**drawn_inputs(3), "dense": np.zeros((3, WIDTH))}, ["click"])
 
     def test_closing(self, engine: DenseEngine) -> None:
-        """A closed engine refuses to run, and closing twice is closing once."""
+        """A closed engine refuses to run; a second close has no effect."""
         engine.close()
         engine.close()
         with pytest.raises(SessionClosedError):

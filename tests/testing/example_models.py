@@ -1,4 +1,4 @@
-"""Models of the size that people begin with: two of HugeCTR, and two of ONNX, with requests and their answers.
+"""Models of the size that users begin with: two of HugeCTR, and two of ONNX, with requests and their answers.
 
 They are made for the tests in seconds. Where the environment variable HOTROW_REAL_DATA names a folder with others
 (`models/<folder>/...`, the same files), the same tests run on those.
@@ -21,7 +21,7 @@ class ExampleModels:
     """Their folders, not to be written to."""
 
     wide_and_deep: Path
-    """hugectr_wdl: `hugectr_models.py` says what is in it."""
+    """hugectr_wdl: `hugectr_models.py` describes its content."""
     cross_network: Path
     """hugectr_dcn."""
     multi_task: Path

@@ -1,4 +1,4 @@
-"""Stores that are slow, or fail when they are told to."""
+"""Stores that are slow, or fail when a test demands it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 class LatencyStore(WrapperStore):
-    """Every call takes so much longer."""
+    """Delays every call."""
 
     def __init__(self, store: EmbeddingStore, delay_ms: float) -> None:
         super().__init__(store)
@@ -26,10 +26,10 @@ class LatencyStore(WrapperStore):
 
 
 class FaultStore(WrapperStore):
-    """Calls fail when a test says so."""
+    """Calls fail when a test demands it."""
 
     def __init__(self, store: EmbeddingStore, fault: Callable[[str], Exception | None]) -> None:
-        """`fault` is told the verb before each call, and gives what to raise instead of it, or None."""
+        """`fault` gets the verb before each call, and returns an exception to raise in its place, or None."""
         super().__init__(store)
         self.fault = fault
 

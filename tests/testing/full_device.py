@@ -1,4 +1,4 @@
-"""A GPU whose memory others have taken, for tests of what is said then."""
+"""A GPU without free memory, for tests of the error messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SMALLEST_BYTES = 1 << 16
 
 @contextlib.contextmanager
 def full_device(spare_bytes: int = 0) -> Iterator[None]:
-    """All memory of the first GPU taken, but for about so much."""
+    """Allocates all memory of the first GPU except about `spare_bytes`."""
     import cupy
 
     cupy.get_default_memory_pool().free_all_blocks()

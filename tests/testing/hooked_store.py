@@ -1,4 +1,4 @@
-"""A store in whose fetches and insertions a test has its say."""
+"""A store that calls a test's hook after a fetch or an insertion."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inference_session.parameter_server.wrappers import WrapperStore
 
 
 class HookedStore(WrapperStore):
-    """Does something once, between a fetch, or an insertion, and its return."""
+    """Calls a hook once, between a fetch, or an insertion, and its return."""
 
     hook: Callable[[], None] | None = None
     insertion_hook: Callable[[], None] | None = None

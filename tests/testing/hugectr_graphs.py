@@ -17,7 +17,7 @@ from tests.testing.hugectr_oracle import LOSSES, Array, SameWeights, Weights, ru
 
 
 class GraphMaker:
-    """Writes layers one by one, and holds what each makes of a few samples."""
+    """Writes layers one by one, and keeps the output of each for a few samples."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class GraphMaker:
         return top_names[0]
 
     def loss(self, tensor: str, kind: str = "BinaryCrossEntropyLoss", label: str = "label") -> None:
-        """Add a loss, which makes a prediction of the tensor."""
+        """Add a loss, which makes the tensor a prediction."""
         self.layers.append({"type": kind, "bottom": [tensor, label], "top": f"loss_{label}"})
         self.predictions[label] = LOSSES[kind](self.tensors[tensor])
 
@@ -119,7 +119,7 @@ class GraphMaker:
 
 
 def run(network: DenseNetwork, inputs: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
-    """Run the ONNX model on what it wants of the inputs."""
+    """Run the ONNX model on those of the inputs that it needs."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1
     session = ort.InferenceSession(network.model.SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -1,7 +1,7 @@
-"""Model folders as a user of HugeCTR has them, with requests and the answers that they must get.
+"""Model folders as HugeCTR's users have them, with requests and their expected answers.
 
 The weights are made up. The answers are computed from HugeCTR's formulas in float64 (`hugectr_oracle`), on vectors
-that are looked up in dictionaries and pooled one key at a time; nothing of the product takes part. A folder holds
+that are looked up in dictionaries and pooled one key at a time; no code of hotrow takes part. A folder holds
 
     graph.json <model>_dense_0.model <model><table>_sparse_0.model/{key,emb_vector} ps.json config.pbtxt
     requests.npz            arrays `<request>__<input>`
@@ -320,7 +320,7 @@ def _write_next(folder: Path, model: HugectrModel, requests: dict[str, Question]
 
 @dataclass
 class _Case:
-    """A request of two samples that something is wrong with."""
+    """A request of two samples that has an error."""
 
     name: str
     inputs: Inputs
@@ -333,7 +333,7 @@ class _Case:
     outputs: Sequence[str] = ("OUTPUT0",)
 
     def entry(self) -> dict[str, Any]:
-        """As malformed.json holds it."""
+        """In the form of malformed.json."""
         expect: dict[str, Any] = {"outcome": self.outcome}
         if self.answers is not None:
             expect["check_rows"] = list(self.rows)
@@ -430,7 +430,7 @@ def _wrong_arrays(good: Question) -> Iterator[_Case]:
 
 
 def _odd_requests(model: HugectrModel, good: Question) -> Iterator[_Case]:
-    """What is odd, and may or must be answered: other shapes, extreme numbers, no key at all."""
+    """Unusual requests that may or must be answered: other shapes, extreme numbers, no key at all."""
     inputs, right = good.encode(), model.predict(good)
     yield _Case("control_valid", inputs, "ok", right)
     yield _Case("unknown_input", {**inputs, "EXTRA": np.zeros((1, 1), np.float32)})

@@ -1,4 +1,4 @@
-"""Every dense layer of HugeCTR in float64 NumPy, from its formula. Shares no code with what it checks.
+"""Every dense layer of HugeCTR in float64 NumPy, from its formula. Shares no code with the code that it checks.
 
 A tensor is an array whose first dimension is samples x rows per sample, as HugeCTR sees it.
 """
@@ -17,7 +17,7 @@ Take = Callable[..., Array]
 
 
 class Weights:
-    """Makes up weights as they are asked for, and remembers them in the order of the dense file."""
+    """Draws weights on request, and keeps them in the order of the dense file."""
 
     def __init__(self, random: np.random.Generator) -> None:
         self._random = random
@@ -42,7 +42,7 @@ class Weights:
 
 
 class SameWeights(Weights):
-    """Hands out again what another has made up, in the same order."""
+    """Returns the weights that another source drew, in the same order."""
 
     def __init__(self, weights: Weights) -> None:
         self._next: Iterator[NDArray[np.float32]] = iter(weights.taken)

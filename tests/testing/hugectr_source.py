@@ -115,7 +115,7 @@ parameters [ { key: "config" value: { string_value: "graph.json" } } ]
 
 
 def place_small(folder: Path, source: Source) -> Path:
-    """A small model in a folder of its own name."""
+    """A small model in a folder with its name."""
     source.model["model"] = folder.name
     source.ps_json()
     keys = "TYPE_INT64" if source.settings["supportlonglong"] else "TYPE_UINT32"

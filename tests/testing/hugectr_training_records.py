@@ -1,4 +1,4 @@
-"""Made-up records, and the slow way to cut batches from them."""
+"""Synthetic records, and a slow oracle that cuts batches from them."""
 
 from __future__ import annotations
 

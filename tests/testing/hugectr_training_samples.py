@@ -1,4 +1,4 @@
-"""The networks of HugeCTR's sample scripts, by their layers, narrower and on made-up data."""
+"""The networks of HugeCTR's sample scripts, by their layers, narrower and on synthetic data."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Sample:
     """Name, bottom, embedding_vec_size, combiner."""
     network: Build
     slot_sizes: Sequence[int]
-    """Keys that are made up, by slot."""
+    """The number of synthetic keys, by slot."""
     nnz: Sequence[int] = ()
     slot_size_array: Sequence[int] | None = None
-    """What the reader is told, where that is not slot_sizes."""
+    """The sizes given to the reader, if not slot_sizes."""
     labels: Sequence[str] = ("label",)
     loss_weights: Sequence[float] = ()
     optimizer: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +50,7 @@ def layer(model: Model, kind: Layer_t, bottoms: str, tops: str, **arguments: Any
 
 
 def fully_connected(model: Model, bottom: str, stem: str, widths: Sequence[int], *, dropout: float = 0.0) -> str:
-    """InnerProduct and ReLU, and Dropout if asked for, as often as there are widths; the last top."""
+    """InnerProduct and ReLU, and Dropout if requested, for each width; returns the last top."""
     for i, width in enumerate(widths, 1):
         layer(model, Layer_t.InnerProduct, bottom, f"{stem}_fc{i}", num_output=width)
         layer(model, Layer_t.ReLU, f"{stem}_fc{i}", f"{stem}_relu{i}")

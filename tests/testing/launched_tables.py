@@ -1,4 +1,4 @@
-"""The processor's tables as those of a device that repeats its launches, and a network bound to places in memory."""
+"""CPU tables that act as a device that repeats its launches, and a network bound to places in memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LaunchedTables(HostTables):
 
 
 class Echo(DenseEngine):
-    """Answers its inputs under their names; those `given` by requests are copied to places that are bound."""
+    """Returns its inputs under their names; those `given` by requests are copied to bound places."""
 
     def __init__(self, input_names: Collection[str], given: Collection[str]) -> None:
         self.input_names = self.output_names = frozenset(input_names)

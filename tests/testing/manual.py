@@ -46,13 +46,13 @@ def blocks(page: Path) -> list[Block]:
 
 
 def code_spans(page: Path) -> Iterator[str]:
-    """What stands between backticks in the text and the tables of a page."""
+    """The text between backticks in the text and the tables of a page."""
     for token in _MARKDOWN.parse(page.read_text(encoding="utf-8")):
         yield from (child.content for child in token.children or () if child.type == "code_inline")
 
 
 def shell_commands(script: str) -> list[list[str]]:
-    """The words of each simple command, without what it pipes to or where it writes."""
+    """The words of each simple command, without pipes and redirections."""
     text = re.sub(r"(^|\s)#.*$", r"\1", script.replace("\\\n", " "), flags=re.MULTILINE)
     lexer = shlex.shlex(text, posix=True, punctuation_chars="|&;>\n")
     lexer.whitespace_split, lexer.whitespace = True, " \t"
@@ -66,7 +66,7 @@ def shell_commands(script: str) -> list[list[str]]:
 
 
 def check_command_line(words: list[str]) -> None:
-    """Parse the words after `hotrow` as the command line would; ValueError says what it does not have.
+    """Parse the words after `hotrow` like the command line; ValueError names what does not exist.
 
     Nothing runs, and no file needs to exist.
     """

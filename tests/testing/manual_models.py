@@ -1,4 +1,4 @@
-"""The models that the how-to guides suppose their reader to have."""
+"""The models that the how-to guides expect their reader to have."""
 
 from __future__ import annotations
 

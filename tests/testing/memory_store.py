@@ -1,4 +1,4 @@
-"""A store in plain dictionaries: the specification of every other, and a tier for tests. Not made for size or speed."""
+"""A store in plain dictionaries: the specification of every other store, and a tier for tests. Not made for speed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from inference_session.tables.base import Rows, check_fetch
 
 
 class MemoryStore(BoundStore):
-    """Tables that live as long as the object."""
+    """Tables that exist as long as the object."""
 
     def __init__(self, embedding_dims: Mapping[str, int]) -> None:
         super().__init__(embedding_dims)
@@ -44,7 +44,7 @@ class MemoryStore(BoundStore):
         return found
 
     def scan(self, table: str) -> Iterator[Rows]:
-        """See EmbeddingStore. All at once, as of one moment."""
+        """See EmbeddingStore. All in one batch, a snapshot of one moment."""
         rows = self._open(table)
         with self._lock:
             keys, vectors = np.array(list(rows), np.int64), list(rows.values())

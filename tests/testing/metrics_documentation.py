@@ -1,4 +1,4 @@
-"""What docs/reference/metrics.md says of each metric."""
+"""Reads the description of each metric from docs/reference/metrics.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ METRICS_PAGE = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
 
 @dataclass(frozen=True)
 class Metric:
-    """What is said of a metric: its kind, as Prometheus names it, its labels, and the alerts that read it."""
+    """The description of a metric: its kind, as Prometheus names it, its labels, and the alerts that read it."""
 
     kind: str
     labels: frozenset[str]

@@ -1,4 +1,4 @@
-"""An imported version, evaluated the plain way: NumPy look-ups around ONNX Runtime. The tests' own second opinion."""
+"""An oracle for imported versions: NumPy look-ups around ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def run_network(path: Path, inputs: Arrays) -> Arrays:
-    """All outputs of a model file; of the inputs, those that it has."""
+    """All outputs of a model file; it gets those of the inputs that it has."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     options.log_severity_level = 3
@@ -26,7 +26,7 @@ def run_network(path: Path, inputs: Arrays) -> Arrays:
 
 
 def evaluate(version_dir: Path, inputs: Arrays) -> Arrays:
-    """The outputs of an imported model, as session.json says that they come about."""
+    """The outputs of an imported model, computed as session.json describes."""
     spec = ModelSpec.read(version_dir)
     values = dict(inputs)
     if (version_dir / "keys.onnx").exists():

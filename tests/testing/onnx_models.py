@@ -1,4 +1,4 @@
-"""Small ONNX models in ONNX's own text form, and the comparison that all tests of the importer make."""
+"""Small ONNX models in ONNX's text form, and the comparison that all tests of the importer make."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def import_model(tmp_path: Path, model: ModelProto, **options: Any) -> ImportRep
 
 
 def assert_same(report: ImportReport, original: Path, inputs: Arrays, tolerance: float = TOLERANCE) -> None:
-    """The imported model answers as ONNX Runtime does on the original: evaluated plainly, and by a session."""
+    """The imported model answers like ONNX Runtime on the original: by the oracle, and by a session."""
     expected = run_network(original, inputs)
     assert list(expected) == [output.name for output in report.spec.outputs]
     with InferenceSession.open(report.version_dir) as session:
@@ -76,7 +76,7 @@ def write_split(tmp_path: Path, threshold: int = 0) -> Path:
 
 
 def redirect(path: Path, **entries: str) -> None:
-    """Change what the model says of its table's external data."""
+    """Change the model's description of its table's external data."""
     model = onnx.load(path, load_external_data=False)
     for entry in model.graph.initializer[0].external_data:
         entry.value = entries.get(entry.key, entry.value)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def run_program(*command: str | Path) -> str:
-    """What a program prints; it must succeed and complain of nothing."""
+    """The output of a program, which must succeed and print no errors."""
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -1,4 +1,4 @@
-"""Imports models with context inputs, and holds their ranking networks against the original on tiled inputs."""
+"""Imports models with context inputs, and compares their ranking networks with the original on tiled inputs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOLERANCE = 1e-6
 def check_ranking(
     tmp_path: Path, model: ModelProto, context: Sequence[str], *requests: tuple[Arrays, Sequence[int]]
 ) -> ImportReport:
-    """Import a model; requests, each with the candidates of its contexts, are answered as the original does tiled."""
+    """Import a model; requests, each with its contexts' candidates, get the original's answers to tiled inputs."""
     report = import_model(tmp_path, model, context=context)
     for inputs, counts in requests:
         assert_alike(tmp_path, report, inputs, counts)

@@ -28,7 +28,7 @@ def partition_in_plain_python(key: int, num_partitions: int) -> int:
 
 
 class RedisContract(SharedStoreContract):
-    """The contract, with plain `redis` clients as the way past the store."""
+    """The contract, with plain `redis` clients that bypass the store."""
 
     PARTITIONS = 8
     client: redis.Redis | redis.RedisCluster

@@ -39,14 +39,14 @@ class Served:
     """Lines of stderr so far."""
     reader: threading.Thread
     announced: str = ""
-    """The first model that it says it serves, with its versions."""
+    """The first model that it announces, with its versions."""
 
     def grpc_client(self) -> Any:
-        """A tritonclient for gRPC; whoever asks closes it."""
+        """A tritonclient for gRPC; the caller closes it."""
         return grpc_client.InferenceServerClient(self.grpc)
 
     def http_client(self) -> Any:
-        """A tritonclient for HTTP; whoever asks closes it."""
+        """A tritonclient for HTTP; the caller closes it."""
         return http_client.InferenceServerClient(self.http, network_timeout=PATIENCE_S, connection_timeout=PATIENCE_S)
 
     def family(self) -> list[psutil.Process]:
@@ -73,7 +73,7 @@ class Served:
         return found
 
     def stub(self, model: str, version: int | None = None) -> psutil.Process:
-        """The one backend process of a model, or a version, when those it has replaced are gone."""
+        """The one backend process of a model, or a version, when the replaced ones have ended."""
         wait_until(lambda: len(self.stubs(model, version)) == 1, f"one process of {model!r}, version {version}")
         return self.stubs(model, version)[0]
 
@@ -96,7 +96,7 @@ Serve = Callable[..., Served]
 
 
 def is_ready(client: Any, model: str) -> bool:
-    """Whether a server says so, if there is one at the moment."""
+    """Whether the server says so, if one runs at the moment."""
     try:
         return bool(client.is_model_ready(model))
     except InferenceServerException:
@@ -104,7 +104,7 @@ def is_ready(client: Any, model: str) -> bool:
 
 
 def name_of(process: psutil.Process) -> str:
-    """Its program's; nothing where it has ended since it was listed."""
+    """The program's arguments; none if it has ended since it was listed."""
     try:
         return str(process.name())
     except psutil.NoSuchProcess:
@@ -112,7 +112,7 @@ def name_of(process: psutil.Process) -> str:
 
 
 def is_running(process: psutil.Process) -> bool:
-    """Whether it lives; a zombie does not."""
+    """Whether it runs; a zombie does not."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

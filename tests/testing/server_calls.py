@@ -1,4 +1,4 @@
-"""What tests ask of a parameter server, which nobody else does."""
+"""Calls of a parameter server that only tests make."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ import pytest
 import redis
 
 PATIENCE_S = 120
-"""How long anything may take on a machine that is slow and busy; only what never comes costs as much."""
+"""How long any wait may take on a slow and busy machine; only a wait that fails takes as long."""
 PATIENCE_MS = 1000 * PATIENCE_S
 MASTER_NAME = "rows"
 """What sentinels call their master."""
@@ -53,8 +53,8 @@ def _packaged(package: str, pattern: str) -> str | None:
 def free_port() -> int:
     """A port that is free, and so is that of its Cluster bus.
 
-    Neither is one that the kernel gives to outgoing connections, if the machine has others: a client that calls again
-    and again while nobody listens is given that very port in the end, and then there is no way to listen there.
+    If possible, neither is one that the kernel gives to outgoing connections: a client that connects again
+    and again while no process listens may be given that port itself, and then no server can listen there.
     """
     lowest_outgoing = int(_OUTGOING.read_text(encoding="ascii").split()[0]) if _OUTGOING.exists() else 0
     ports = range(_BUS, lowest_outgoing - _BUS) if lowest_outgoing > 2 * _BUS + 2000 else range(20_000, 45_000)
@@ -134,7 +134,7 @@ class RedisClusterServers:
     """Three masters, each with a replica. A context manager.
 
     Args:
-        node_timeout_ms: a node that is silent for so long counts as dead, which on a busy machine it need not be.
+        node_timeout_ms: a node that is silent for this long counts as dead, even if the machine is only busy.
     """
 
     def __init__(self, binary: str | None = None, *, node_timeout_ms: int = 60_000) -> None:
@@ -149,7 +149,7 @@ class RedisClusterServers:
 
     @property
     def masters(self) -> Sequence[RedisServer]:
-        """Those that began as masters."""
+        """The nodes that started as masters."""
         return self.servers[:3]
 
     def __enter__(self) -> RedisClusterServers:
@@ -186,7 +186,7 @@ class RedisClusterServers:
         self.wait_until_ready()
 
     def wait_until_ready(self) -> None:
-        """Return when all nodes are there, replicas follow their masters, and every slot is served."""
+        """Return when all nodes are up, replicas follow their masters, and every slot is served."""
         wait_until(lambda: all(map(_is_ready, self.servers)), "the cluster to be ready")
 
 
@@ -209,7 +209,7 @@ class RedisSentinelServers:
     Args:
         options: of master and replica.
         settings: lines of the sentinels' configuration.
-        down_after_ms: a master that is silent for so long counts as dead, which on a busy machine it need not be.
+        down_after_ms: a master that is silent for this long counts as dead, even if the machine is only busy.
         passwords: of master and replica, and of the sentinels, where `options` and `settings` set some.
     """
 
@@ -243,11 +243,11 @@ class RedisSentinelServers:
         return server.client(password=self._password)
 
     def wait_until_ready(self) -> None:
-        """Return when one of the two servers follows the other, whichever is the master by now."""
+        """Return when one of the two servers follows the other; either may be the master."""
         wait_until(lambda: sorted(map(_role, (self.master, self.replica))) == ["following", "master"], "one master")
 
     def wait_for_replica(self) -> None:
-        """Return when the replica has what has been written."""
+        """Return when the replica has all writes."""
         with self.client(self.master) as client:
             wait_until(lambda: client.execute_command("WAIT", 1, 1000) > 0, "the replica to follow")
 
@@ -278,7 +278,7 @@ def _num_nodes(client: redis.Redis) -> int:
 def _accepts(replica: redis.Redis, master: bytes) -> bool:
     try:
         replica.execute_command("CLUSTER", "REPLICATE", master)
-    except redis.ResponseError:  # it has not heard of that master yet
+    except redis.ResponseError:  # it does not know that master yet
         return False
     return True
 
@@ -304,7 +304,7 @@ def _is_ready(server: RedisServer) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Ask again and again until a condition holds; a failure after `PATIENCE_S`."""
+    """Check a condition repeatedly until it holds; fails after `PATIENCE_S`."""
     end = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < end, f"waited {PATIENCE_S} s for {what}"
@@ -313,7 +313,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 @contextlib.contextmanager
 def serving(handle: Callable[[socket.socket], None]) -> Iterator[int]:
-    """A server on the port yielded that hands each connection to `handle`, in a thread of its own."""
+    """A server on the yielded port that passes each connection to `handle`, in a separate thread."""
     listener = socket.create_server(("127.0.0.1", 0))
     connections: list[socket.socket] = []
     threads: list[threading.Thread] = []
@@ -350,7 +350,7 @@ def serving(handle: Callable[[socket.socket], None]) -> Iterator[int]:
 
 @contextlib.contextmanager
 def answering(answer: bytes) -> Iterator[int]:
-    """A server that answers whatever it is told with the same bytes, one by one; none: it stays silent."""
+    """A server that answers any input with the same bytes, one by one; none: it stays silent."""
 
     def handle(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -386,8 +386,8 @@ def encrypting(target_port: int, certificate: Path, key: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def slowed(target_port: int, delay_s: Callable[[int], float]) -> Iterator[int]:
-    """A server that passes everything on to another port of this machine. Before it passes on an answer of some bytes,
-    64 KiB at most, it waits as long as `delay_s` says of their number.
+    """A server that forwards all bytes to another port of this machine. Before it forwards an answer of some bytes,
+    64 KiB at most, it waits `delay_s(number of bytes)`.
     """
 
     def pass_on(source: socket.socket, target: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""A small model in the native layout that uses every kind of look-up, and what it must answer, in plain NumPy.
+"""A small model in the native layout that uses every kind of look-up, and its expected answers, in plain NumPy.
 
 user [n, 1] and codes [n, 2] stand side by side in one matrix; items [n, L] are pooled by their mean from `hashed`,
 a table whose keys are stored. keys.onnx doubles `codes`. The dense network adds the columns up in several ways.
@@ -87,7 +87,7 @@ def random_tables(seed: int) -> Arrays:
 
 
 def random_inputs(num_samples: int, rng: np.random.Generator, *, num_items: int = 5) -> Arrays:
-    """A request whose keys are all in their tables, but for a few of `items`."""
+    """A request whose keys are all in their tables, except a few of `items`."""
     return {
         "user": rng.integers(-50, 50, (num_samples, 1)),
         "codes": rng.integers(0, 20, (num_samples, 2)),

@@ -1,4 +1,4 @@
-"""The small model as a version whose name is its own."""
+"""The small model as a version with a unique name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that are put into a source by itself."""
+"""Writes files into a source by the source's own means."""
 
 from __future__ import annotations
 

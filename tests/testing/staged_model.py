@@ -1,4 +1,4 @@
-"""A model whose requests are staged by compiled code: each kind of look-up that this takes, and other inputs."""
+"""A model whose requests compiled code stages: each kind of look-up that this code supports, and other inputs."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def write(directory: Path, seed: int = 0) -> None:
 def inputs(
     num_samples: int, rng: np.random.Generator, *, length: int = 3, num_items: int = 4
 ) -> dict[str, NDArray[Any]]:
-    """A request of known keys, unknown ones and extremes, some more than once."""
+    """A request of known, unknown and extreme keys, with duplicates."""
 
     def keys(dtype: Any, *shape: int) -> NDArray[Any]:
         limits = np.iinfo(dtype)
@@ -118,7 +118,7 @@ def inputs(
 
 
 def _network() -> onnx.ModelProto:
-    """Gives most of what it reads as it is."""
+    """Outputs most of its inputs unchanged."""
 
     def tensor(name: str, shape: tuple[Any, ...], kind: int = TensorProto.FLOAT) -> onnx.ValueInfoProto:
         return helper.make_tensor_value_info(name, kind, shape)

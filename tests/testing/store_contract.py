@@ -1,7 +1,7 @@
-"""What every EmbeddingStore must do. A store's own tests subclass these and say how to make one and how to see past it.
+"""The contract of every EmbeddingStore. A store's tests subclass these, and define how to make and bypass the store.
 
-`put` and `get` reach the medium itself, by means that are not the store's: what it reads must have been written by
-somebody else, and what it writes must be readable by somebody else.
+`put` and `get` access the medium without the store's code: the store must read rows that other programs wrote,
+and other programs must be able to read the rows that it writes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def assert_same_bits(found: NDArray[np.float32], expected: NDArray[np.float32]) 
 
 
 class ReadContract:
-    """What a store must do that is only read. The fixture `filled` gives a store that holds `ROWS`."""
+    """The contract of reads. The fixture `filled` gives a store that holds `ROWS`."""
 
     ROWS: ClassVar[Rows] = {
         "user": (random_keys(150), random_vectors(150, 4)),
@@ -65,7 +65,7 @@ class ReadContract:
     }
 
     def test_tables_and_their_widths_are_known(self, filled: EmbeddingStore) -> None:
-        """The store names its tables and tells the width and the number of rows of each."""
+        """The store reports its tables, and the width and the number of rows of each."""
         assert set(filled.tables) == set(DIMS)
         assert {table: filled.embedding_dim(table) for table in filled.tables} == DIMS
         assert {table: filled.num_rows(table) for table in filled.tables} == {
@@ -81,7 +81,7 @@ class ReadContract:
             assert_same_bits(out, vectors[order])
 
     def test_rows_that_are_not_held_stay_as_they_are(self, filled: EmbeddingStore) -> None:
-        """A key that is not there is told so, and its row of the output is not written to."""
+        """A missing key is reported as missing, and its row of the output is not written to."""
         held, vectors = self.ROWS["user"]
         asked = np.concatenate([held[:3], keys_of(12345, -54321), held[3:5]])
         found, out = fetch(filled, "user", asked)
@@ -110,7 +110,7 @@ class ReadContract:
         assert out.shape == (0, 4)
 
     def test_the_output_may_be_part_of_a_larger_array(self, filled: EmbeddingStore) -> None:
-        """Rows may lie at any distance, and the keys too; what lies between is not touched."""
+        """Rows and keys may have any strides; the memory between them is not touched."""
         keys, vectors = self.ROWS["user"]
         whole = np.full((40, 11), -7777, np.float32)
         found = filled.fetch("user", np.repeat(keys[:20], 2)[::2], whole[::2, 3:7])
@@ -129,7 +129,7 @@ class ReadContract:
             assert_same_bits(request.out, vectors)
 
     def test_an_unknown_table_is_named(self, filled: EmbeddingStore) -> None:
-        """A table that the store was not opened for is an error, whatever is asked of it."""
+        """Every call on a table that the store was not opened for is an error."""
         out = np.zeros((1, 4), np.float32)
         for ask in (
             lambda: filled.fetch("nobody", keys_of(1), out),
@@ -187,14 +187,14 @@ class ReadContract:
 
 
 class StoreContract(ReadContract):
-    """What a store must do that is written as well. The fixture `store` gives one without rows."""
+    """The contract of reads and writes. The fixture `store` gives a store without rows."""
 
     def put(self, table: str, key: int, row: bytes) -> None:
-        """Write a row past the store."""
+        """Write a row without the store."""
         raise NotImplementedError
 
     def get(self, table: str, key: int) -> bytes | None:
-        """Read a row past the store."""
+        """Read a row without the store."""
         raise NotImplementedError
 
     @pytest.fixture
@@ -206,12 +206,12 @@ class StoreContract(ReadContract):
         return store
 
     def test_it_says_that_it_takes_writes(self, store: EmbeddingStore) -> None:
-        """The capability is told before anything is tried."""
+        """The capability is known before any write."""
         assert store.supports_writes
         store.check()
 
     def test_what_is_inserted_lies_as_promised(self, store: EmbeddingStore) -> None:
-        """Somebody else finds the rows inserted: key by 8 bytes, row by float32, little endian."""
+        """Another program finds the rows inserted: key by 8 bytes, row by float32, little endian."""
         keys, vectors = EXTREMES, random_vectors(len(EXTREMES), 4)
         store.insert("user", keys, vectors)
         for key, vector in zip(keys.tolist(), vectors, strict=True):
@@ -230,7 +230,7 @@ class StoreContract(ReadContract):
         assert store.num_rows("user") == 200
 
     def test_of_equal_keys_in_one_insert_the_last_wins(self, store: EmbeddingStore) -> None:
-        """Duplicates within a call mean what they would mean one after the other."""
+        """Duplicates within a call have the same effect as one after the other."""
         keys = np.tile(random_keys(50), 3)
         vectors = random_vectors(150, 4)
         store.insert("user", keys, vectors)
@@ -338,7 +338,7 @@ class StoreContract(ReadContract):
         assert store.num_rows("user") == 0
 
     def test_an_insert_keeps_no_hold_on_the_callers_arrays(self, store: EmbeddingStore) -> None:
-        """What the caller does to its array afterwards changes no row."""
+        """Later changes of the caller's array change no row."""
         vectors = np.ones((1, 4), np.float32)
         store.insert("user", keys_of(1), vectors)
         vectors[:] = 2
@@ -353,7 +353,7 @@ class StoreContract(ReadContract):
         assert_same_bits(out, vectors[::3, ::2])
 
     def test_any_sequence_of_calls_answers_as_a_dictionary(self, store: EmbeddingStore) -> None:
-        """Insert, erase and fetch in any order mean what they mean to a dict."""
+        """Insert, erase and fetch in any order have the same effect as on a dict."""
 
         @settings(max_examples=25)
         @given(CALLS)
@@ -365,7 +365,7 @@ class StoreContract(ReadContract):
 
 
 class SharedStoreContract(StoreContract):
-    """What a store must do that others write to as they please: they may put anything under a key."""
+    """The contract of a store to which other programs write: they may put any value under a key."""
 
     ODD_BYTES = (0, 1, 12, 15, 17, 20, 512, 3_000_000)
     """Lengths of values that are no rows of `user`, whose rows have 16 bytes."""
@@ -383,7 +383,7 @@ class SharedStoreContract(StoreContract):
     def test_a_malformed_value_concerns_its_key_only(
         self, store: EmbeddingStore, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """It counts as missing and is counted; the log names table and key, once. All other rows are found."""
+        """It counts as missing and as malformed; the log names table and key, once. All other rows are found."""
         keys, vectors, is_good = self.put_odd()
         self.put("odd", 1, np.float32(3).tobytes())
         store.refresh()
@@ -405,7 +405,7 @@ class SharedStoreContract(StoreContract):
         assert caplog.text.count("counts as missing") == 1
 
     def test_a_scan_passes_over_malformed_values(self, store: EmbeddingStore) -> None:
-        """All other rows come, and no piece of what is no row."""
+        """All other rows are returned, and no part of a malformed value."""
         keys, vectors, is_good = self.put_odd()
         store.refresh()
 
@@ -416,7 +416,7 @@ class SharedStoreContract(StoreContract):
         assert store.num_malformed == (~is_good).sum()
 
     def test_a_malformed_value_is_replaced_by_a_row(self, store: EmbeddingStore) -> None:
-        """What is written to its key is found from then on."""
+        """A row written to its key is found from then on."""
         self.put("user", 5, b"short")
         store.refresh()
         assert not fetch(store, "user", keys_of(5))[0].any()

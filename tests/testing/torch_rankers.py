@@ -1,4 +1,4 @@
-"""Ranking networks in PyTorch, as people write them: for tests of what becomes of both exporters' graphs."""
+"""Ranking networks in PyTorch, as users write them, for tests with the graphs of both exporters."""
 
 from __future__ import annotations
 
@@ -226,7 +226,7 @@ class ItemInSequence(Ranker):
         self.top = mlp([(NUM_USER + 1) * DIM, 32, 1])
 
     def rank(self, u: Tensor, h: Tensor, t: Tensor, clicks: Tensor) -> Tensor:
-        """Nothing of the sequence is the context's alone."""
+        """No part of the sequence depends on the context alone."""
         sequence = self.encoder(torch.cat([h, t.mean(1, keepdim=True)], dim=1))
         return self.top(torch.cat([u.flatten(1), sequence[:, -1]], dim=1))
 
@@ -252,7 +252,7 @@ class XDeepFm(Ranker):
 
 
 class DeepFm(Ranker):
-    """A factorisation machine beside a deep network with BatchNorm."""
+    """A factorisation machine in parallel with a deep network with BatchNorm."""
 
     def __init__(self, *, deep: bool = True) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Traces of keys: one made up in the likeness of a recommender's, and a real one for those who have it."""
+"""Traces of keys: a synthetic one similar to a recommender's, and a real one if it is available."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def made_up_trace(num_keys: int = 400_000) -> NDArray[np.int64]:
 
 
 def real_trace(real_data: Path) -> NDArray[np.int64]:
-    """1.2 million keys that a recommender was asked for, 258 k of them distinct."""
+    """1.2 million keys of requests to a recommender, 258 k of them distinct."""
     data = lzma.decompress((real_data / "data" / "traces" / "scarab-recs.trace.xz").read_bytes())
     return np.frombuffer(data, ">i8").astype(np.int64)

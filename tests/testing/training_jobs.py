@@ -96,7 +96,7 @@ def distributed(model: nn.Module, plan: dict[str, dict[str, str]], *, learning_r
 
 
 def gathered(model: Any, name: str) -> Any:
-    """A whole table, put together by TorchRec's own means."""
+    """A whole table, assembled by TorchRec."""
     weight = model.state_dict()[name]
     if not hasattr(weight, "local_shards"):
         return weight.detach().numpy()

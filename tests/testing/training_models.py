@@ -1,4 +1,4 @@
-"""Small live models, and what holds their exports against them."""
+"""Small live models, and comparisons with their exports."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def answers(
 
 
 def live(model: nn.Module, *args: Any) -> NDArray[Any]:
-    """What the model gives out in evaluation mode."""
+    """The model's output in evaluation mode."""
     mode = model.training
     model.eval()
     with torch.no_grad():

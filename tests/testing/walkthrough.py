@@ -15,7 +15,7 @@ from tests.testing.manual import ROOT, Block, blocks
 from tests.testing.servers import PATIENCE_S, free_port
 
 _INSTALLED = re.compile(r"^(python3 -m venv|\. venv/bin/activate|pip install|apt-get install).*$", re.MULTILINE)
-"""What the environment of the tests has done already."""
+"""Commands that the tests' environment makes unnecessary."""
 _ASKS_A_SERVER = re.compile(
     r"^(hotrow (?:load|roll-back|versions|smoke-test)\b(?!.* --url ).*?)(?=\s+#|$)", re.MULTILINE
 )
@@ -25,10 +25,10 @@ _TAKES_PORTS = re.compile(r"^(hotrow (?:doctor|serve))\b", re.MULTILINE)
 
 @dataclass
 class Walkthrough:
-    """One page, in a folder of its own.
+    """One page, in a separate folder.
 
-    `replaced` maps what the page names to what there is, such as the address of a store. `prelude` has Python that
-    comes before blocks of Python that are no files, by a text that the block holds. Blocks that begin with a text of
+    `replaced` maps names in the page to real ones, such as the address of a store. `prelude` has Python that
+    runs before Python blocks that are not files, by a text that the block holds. Blocks that begin with a text of
     `not_run` are not run.
     """
 
@@ -60,7 +60,7 @@ class Walkthrough:
         assert not skipped, f"{self.page.name} has no block that begins with {skipped}"
 
     def serve(self, repository: str) -> None:
-        """Start the server that the page supposes."""
+        """Start the server that the page expects."""
         self._start_server(self.placed(f"hotrow serve --repository {repository}"))
 
     def run_python(self, code: str) -> str:
@@ -94,7 +94,7 @@ class Walkthrough:
 
     def _commands(self, block: str) -> str:
         script = _INSTALLED.sub("", block).strip()
-        if "hotrow doctor" in script:  # it asks that the ports are free
+        if "hotrow doctor" in script:  # it requires that the ports are free
             self._stop_server()
         serves = re.search(r"^hotrow serve .*$", script, re.MULTILINE)
         if not serves:
@@ -145,7 +145,7 @@ class Walkthrough:
             self._server = None
 
     def _environment(self) -> dict[str, str]:
-        """That of a reader who has installed this repository's code."""
+        """The environment of a reader who has installed this repository's code."""
         commands = str(Path(sys.executable).parent)
         installed = {"PATH": f"{commands}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
         return {**os.environ, **installed, **self.environment}

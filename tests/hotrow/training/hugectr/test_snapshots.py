@@ -33,7 +33,7 @@ def one_thread() -> None:
 
 
 def test_a_save_that_is_killed_at_any_step_leaves_no_half_of_a_model(tmp_path: Path) -> None:
-    """By SIGKILL before each operation on a file in turn, each over what the one before has left."""
+    """SIGKILL before each operation on a file in turn, each time with the files that the previous one left."""
     multiprocessing.spawn(_kill_at_each_step, (tmp_path,), nprocs=1)
     assert int((tmp_path / "kills").read_text()) > 20
 
