@@ -35,7 +35,7 @@ _ALLOWED = {
     ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
 }
-"""What the metadata of a checkpoint is made of, types of elements aside."""
+"""The classes in a checkpoint's metadata, except types of elements."""
 
 
 class CheckpointReader(FileSystemReader):
@@ -47,7 +47,7 @@ class CheckpointReader(FileSystemReader):
         self._source = source
 
     def read_metadata(self, *_args: Any, **_options: Any) -> Metadata:
-        """What the checkpoint holds.
+        """The metadata of the checkpoint.
 
         Raises:
             ModelFormatError: the file is damaged, or no metadata of a checkpoint.
@@ -92,7 +92,7 @@ def _member_of_encoding(kind: Any, name: str) -> Any:
 
 
 class _Files(FileSystemBase):
-    """What the reader asks of a file system."""
+    """The part of a file system that the reader uses."""
 
     def __init__(self, source: ModelSource) -> None:
         self._source = source

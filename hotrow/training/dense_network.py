@@ -110,7 +110,7 @@ def flat_outputs(value: Any) -> list[Tensor]:
 
 
 class _TracedNetwork(nn.Module):
-    """What is traced: tables and served arrays in, the chosen outputs out."""
+    """The traced module: maps tables and served arrays to the chosen outputs."""
 
     def __init__(self, model: nn.Module, tables: list[Table], inputs: ServedInputs, chosen: Sequence[int]) -> None:
         super().__init__()

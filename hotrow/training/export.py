@@ -85,7 +85,7 @@ def export(
 
 @dataclass
 class _Plan:
-    """What there is to do, on this rank."""
+    """The inputs of an export, on this rank."""
 
     network: nn.Module
     """Unwrapped."""
@@ -174,7 +174,7 @@ def _chosen(tensors: list[Tensor], names: list[str], inputs: ServedInputs) -> li
 
 @dataclass(frozen=True)
 class _Rows:
-    """What one rank writes of a table that has keys."""
+    """The part of a table with keys that one rank writes."""
 
     count: int
     default_vector: tuple[float, ...]

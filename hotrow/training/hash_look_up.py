@@ -15,7 +15,7 @@ from hotrow.training.row_access import add_up, gather
 
 @dataclass(frozen=True)
 class LookUp:
-    """Where the vectors are, and what takes their gradients."""
+    """The places of the vectors, and the receiver of their gradients."""
 
     table: Tensor
     """float32 [rows, embedding_dim]"""

@@ -32,7 +32,7 @@ class Rows:
     vectors: Tensor
     """float32 [n, embedding_dim]"""
     states: Mapping[str, Tensor] = field(default_factory=dict)
-    """What the optimizer keeps, by name: float32 [n, embedding_dim]."""
+    """The optimizer's states, by name: float32 [n, embedding_dim]."""
     last_used: Tensor | None = None
     """int64 [n]: the step of training that read the row last; None where that is not counted."""
     times_used: Tensor | None = None

@@ -1,4 +1,4 @@
-"""What both kinds of hash embeddings are: rows by keys, on one rank or several, that learn in backward."""
+"""The base of both kinds of hash embeddings: rows by keys, on one rank or several, that learn in backward."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Learning(NamedTuple):
     keys: Tensor
     """int64 [n], of the rows"""
     generation: int
-    """Of the rows' numbers."""
+    """The generation of the row numbers."""
 
 
 class HashTable(nn.Module):

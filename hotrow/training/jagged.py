@@ -19,7 +19,7 @@ class ServedJagged(JaggedTensor):
         super().__init__(values=values, lengths=lengths, weights=weights)
 
     def offsets(self) -> Tensor:
-        """Where each list begins, and where the last one ends: int64 [samples + 1]."""
+        """The begin of each list, and the end of the last one: int64 [samples + 1]."""
         ends = self.lengths().to(torch.int64).cumsum(0)
         return torch.cat([ends.new_zeros(1), ends])
 
@@ -119,7 +119,7 @@ class ServedFeatures(KeyedJaggedTensor):
         return self.lengths()
 
     def offsets(self) -> Tensor:
-        """Where each list begins in `values`, and where the last one ends."""
+        """The begin of each list in `values`, and the end of the last one."""
         ends = self.lengths().to(torch.int64).cumsum(0)
         return torch.cat([ends.new_zeros(1), ends])
 

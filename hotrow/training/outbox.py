@@ -31,7 +31,7 @@ class Changes(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """In memory."""
+        """Bytes in memory."""
         return self.keys.nbytes + self.vectors.nbytes + self.deleted.nbytes
 
 

@@ -48,7 +48,7 @@ def note_restored(model: Any, restored: Restored) -> None:
 
 
 def take_restored(model: Any) -> Restored | None:
-    """What was noted, once."""
+    """The note of `note_restored`, which is then forgotten."""
     return _restored.pop(model, None)
 
 

@@ -47,7 +47,7 @@ class Table:
 
     name: str
     path: str
-    """Of its module, for messages."""
+    """The path of its module, for messages."""
     num_rows: int
     embedding_dim: int
     dtype: torch.dtype
@@ -85,7 +85,7 @@ class Table:
 
     @property
     def row_bytes(self) -> int:
-        """Of a vector in the file."""
+        """The bytes of a vector in the file."""
         return self.embedding_dim * np.dtype(self.file_type).itemsize
 
     def shards(self) -> list[Shard]:

@@ -64,7 +64,7 @@ class TouchedRows(Noted):
         super().__init__(table.device)
         self.table = table
         self.gone = Noted(table.device)
-        """Of a hash embedding, keys that have lost their rows."""
+        """Keys of a hash embedding whose rows were evicted."""
 
 
 class Watch:
@@ -81,7 +81,7 @@ class Watch:
             raise
 
     def touched(self) -> Iterator[TouchedRows]:
-        """Of every table, in the order of the cuts."""
+        """The touched rows of every table, in the order of the cuts."""
         yield from self.tables.values()
 
     def close(self) -> None:

@@ -170,7 +170,7 @@ class TrainingState:
 
 
 def _parts(prefix: str, saved: Mapping[str, Any]) -> dict[int, dict[str, str]]:
-    """What each rank saved of a hash embedding: its own names for them by those in the checkpoint."""
+    """The tensors that each rank saved of a hash embedding: their short names by their names in the checkpoint."""
     parts: dict[int, dict[str, str]] = {}
     for full_name in saved:
         rank, _, name = full_name.removeprefix(f"{prefix}.").partition(".")

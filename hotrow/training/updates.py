@@ -221,7 +221,7 @@ class _FollowedKeys:
         self.embedding_dim = touched.table.embedding_dim
 
     def changes(self) -> Changes:
-        """What has changed since the last call."""
+        """The changes since the last call."""
         keys = torch.cat([self._touched.take(), self._touched.gone.take()]).unique()
         held, vectors = self._rows.vectors_of(keys)
         return Changes(self.folder, _numpy(keys[held]), vectors.cpu().numpy(), _numpy(keys[~held]))

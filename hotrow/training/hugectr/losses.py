@@ -23,7 +23,7 @@ class Loss:
     of: Callable[[Tensor, Tensor], Tensor]
     """Logits and labels, both float32 [samples, columns], to the mean over the samples."""
     penalty: Callable[[Sequence[Tensor], int], Tensor] | None
-    """Of all weights of the network, given the number of samples."""
+    """The regularizer of all weights of the network, given the number of samples."""
 
 
 def losses_of(graph: Graph) -> list[Loss]:
@@ -63,7 +63,7 @@ _FORMULAS = {"BinaryCrossEntropyLoss": _binary, "CrossEntropyLoss": _classes}
 
 
 def _several(layer: Layer, width: int) -> Callable[[Tensor, Tensor], Tensor]:
-    """Of each column alone, weighted by `target_weight`; labels below -0.5 are unknown and do not count."""
+    """A loss for each column, weighted by `target_weight`; labels below -0.5 are unknown and do not count."""
     raw = layer.parameters.get("target_weight") or [1.0] * width
     if len(raw) != width:
         layer.fail(f"{len(raw)} weights for {width} columns of the label", "target_weight")

@@ -15,15 +15,15 @@ from hotrow.training.hugectr.parameters import OptParamsPy
 from inference_session.errors import UnsupportedModelError
 
 _TINY = 1.1920928955078125e-07
-"""What Ftrl adds below its roots."""
+"""The number that Ftrl adds below its roots."""
 
 
 class Rule(ABC):
-    """How weights follow from gradients. Its states lie in tensors that the caller keeps, as large as the weights."""
+    """Updates weights by gradients. The caller keeps its states, in tensors as large as the weights."""
 
     state_names: tuple[str, ...] = ()
     first_state = 0.0
-    """What states begin with."""
+    """The initial value of the states."""
     moves_untouched = False
     """Whether a step changes weights whose gradient is zero, so that Global is not Local."""
 

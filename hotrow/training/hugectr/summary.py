@@ -1,4 +1,4 @@
-"""What `Model.summary` prints, laid out as HugeCTR does."""
+"""The output of `Model.summary`, in HugeCTR's layout."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class DataGeneratorParams:
 
     @property
     def exponent(self) -> float:
-        """Of the power law; 0: uniform."""
+        """The exponent of the power law; 0: uniform."""
         if self.dist_type is Distribution_t.Uniform:
             return 0.0
         return _EXPONENTS.get(self.power_law_type, self.alpha)

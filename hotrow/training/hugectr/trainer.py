@@ -62,7 +62,7 @@ class Trainer:
         self.network = TrainingNetwork(graph, solver.seed).to(processes.device)
         self.losses = losses_of(graph)
         self.loss_weights: dict[str, float] = {}
-        """By label; 1 where nothing is said."""
+        """By label; 1 by default."""
         self.is_dense_trainable = True
         self._graph, self._solver, self._processes = graph, solver, processes
         self._table_inputs = table_inputs

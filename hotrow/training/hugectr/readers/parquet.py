@@ -21,7 +21,7 @@ METADATA_FILE = "_metadata.json"
 
 @dataclass(frozen=True)
 class Metadata:
-    """What `_metadata.json` says."""
+    """The content of `_metadata.json`."""
 
     path: Path
     labels: tuple[str, ...]
@@ -29,7 +29,7 @@ class Metadata:
     keys: tuple[str, ...]
     """One column per slot."""
     num_rows: dict[str, int]
-    """By file name; empty where the file does not say."""
+    """By file name; empty if the file does not say."""
 
 
 def read_metadata(folder: Path, shape: RecordShape) -> Metadata:

@@ -26,7 +26,7 @@ class Source:
     params: DataReaderParams
     shape: RecordShape
     num_samples: int
-    """Of the Raw format; 0: all."""
+    """The samples to read of a Raw file; 0: all."""
     data_source: DataSourceParams
 
     def blocks(self) -> Iterator[Block]:
