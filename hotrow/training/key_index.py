@@ -16,7 +16,7 @@ from inference_session.kernels.cpu.hash_index import BUCKET_BYTES, MAX_ROWS
 _MIN_CAPACITY = 1024
 _MAX_DEVICE_ROWS = 2**31 - 1
 _KEYS_PER_BUCKET = 8
-"""The mean number of used slots, of 12: few enough that few keys are outside of their own bucket."""
+"""Used slots of 12, on average, at full capacity: few enough that few keys are outside of their own bucket."""
 
 
 class KeyIndex(Protocol):

@@ -64,7 +64,7 @@ class TouchedRows(Noted):
         super().__init__(table.device)
         self.table = table
         self.gone = Noted(table.device)
-        """Keys of a hash embedding whose rows were evicted."""
+        """Keys of a hash embedding that have lost their rows."""
 
 
 class Watch:
