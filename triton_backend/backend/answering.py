@@ -1,4 +1,4 @@
-"""Triton's requests into arrays, answers into Triton's responses; faults are answers too."""
+"""Converts Triton's requests to arrays and answers to Triton's responses; errors become error responses."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Answering:
     """Answers lists of requests, each by one content of the version; never raises.
 
     Args:
-        max_samples: a request with more rows than this is refused. 0: Triton itself sees to it.
-        device_id: the GPU that Triton has given the instance, told to clients of HugeCTR.
-        tracing: makes spans of the stages of requests that are traced. None: none is.
+        max_samples: a request with more rows than this is refused. 0: Triton itself checks it.
+        device_id: the GPU that Triton assigned to the instance; sent to clients of HugeCTR.
+        tracing: makes spans of the stages of traced requests. None: no request is traced.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Answering:
         self._num_failed = 0
 
     def stats(self) -> dict[str, Any]:
-        """The counters of VersionManager.stats, and the requests that never reached it."""
+        """The counters of VersionManager.stats, and the number of requests that never reached it."""
         stats = self._versions.stats()
         for key in ("requests", "failed_requests"):
             stats[key] += self._num_failed
@@ -74,7 +74,7 @@ class Answering:
                     return responses
                 read = [self._read(request) for request in requests]
                 return [self._response(answer, session.spec) for answer in session.run_many(read, mark)]
-        except Exception as error:  # noqa: BLE001  whatever it was, no request may go without an answer
+        except Exception as error:  # noqa: BLE001  every request must get an answer, whatever the error
             if len(requests) > 1:
                 return [self._answer([request], mark)[0] for request in requests]
             self._num_failed += 1
@@ -83,7 +83,7 @@ class Answering:
     def _answer_plain(
         self, session: InferenceSession, requests: Sequence[TritonRequest], mark: Mark
     ) -> list[TritonResponse] | None:
-        """The way of most requests: one list of arrays in, the tensors of each answer out. None: it is not theirs."""
+        """The fast path for most requests: a list of arrays in, each answer's tensors out. None: it does not apply."""
         if not session.stages_arrays or (plain := self._plain.read(requests)) is None:
             return None
         answers = session.run_arrays(plain.arrays, len(requests), plain.outputs, mark)

@@ -2,7 +2,7 @@
 
 Stubs before Triton 25 are built against NumPy 1 and misread the item size of NumPy 2's arrays: `as_numpy` returns
 wrong values, and tensors made of arrays are empty. DLPack capsules do not pass through NumPy. Those that NumPy makes
-itself cannot be used either: it insists on the name of a consumed capsule, which the stub spells in its own way.
+itself cannot be used either: it requires a certain name for a consumed capsule, and the stub uses another.
 """
 
 from __future__ import annotations

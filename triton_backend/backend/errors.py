@@ -1,4 +1,4 @@
-"""Our errors as Triton's: the only place that gives them codes."""
+"""Converts our errors to Triton's: the only place that assigns their codes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _CODES: tuple[tuple[type[HotrowError], str], ...] = (
     (SessionClosedError, "UNAVAILABLE"),
     (HotrowError, "INTERNAL"),
 )
-"""By name: `pb_utils.TritonError` is not there yet while the stub imports us."""
+"""By name: `pb_utils.TritonError` does not exist yet while the stub imports us."""
 
 
 def triton_error(error: Exception) -> Any:
     """A `pb_utils.TritonError`: the message for the client, with the code of the error's type.
 
-    Of an error that we did not raise on purpose the client learns the type alone: the rest is for the server's log.
+    If we did not raise the error on purpose, the client gets only its type; the rest goes to the server's log.
     """
     for kind, code in _CODES:
         if isinstance(error, kind):
@@ -31,7 +31,7 @@ def triton_error(error: Exception) -> Any:
 
 
 def load_error(error: Exception) -> Exception:
-    """What `initialize` raises, so that whoever asked for the load reads the reason and nothing else.
+    """What `initialize` raises, so that the caller of the load reads only the reason.
 
     The Python backend appends the place in our code to the message, and hands it on as a C string: the zero byte ends
     it before that. An error that we did not raise on purpose leaves its traceback in the server's log.

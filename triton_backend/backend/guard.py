@@ -1,11 +1,11 @@
-"""Ends a backend process whose server is gone: a program of its own, which the process starts.
+"""Ends a backend process whose server is gone. It is a separate program, which the process starts.
 
 The process cannot do that itself in every state. A call into Triton's metrics that the server's end interrupts never
-returns, and holds the interpreter lock. Linux's PR_SET_PDEATHSIG does not help: it tells of the end of the thread that
+returns, and holds the interpreter lock. Linux's PR_SET_PDEATHSIG does not help: it signals the end of the thread that
 started the process, and the server starts processes from threads that end after a load.
 
-Arguments: the process, its server, and the name of its region of shared memory, which nobody else would remove. The
-standard input is a pipe from the process: the word `done` says that it ends in order. Standard library only: it runs as
+Arguments: the process, its server, and the name of its shared memory region, which no other process removes. The
+standard input is a pipe from the process: the word `done` says that it ends normally. Standard library only: it runs as
 a plain script.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 
 POLL_S = 1.0
 LINGER_S = 5.0
-"""How long after a process was killed its server is watched, as both may have been killed together."""
+"""How long the server is watched after its process was killed: both may have been killed together."""
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where the Python backend keeps its tensors
 
 
@@ -30,7 +30,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the server
     process, server, memory = int(sys.argv[1]), int(sys.argv[2]), _SHARED_MEMORY / sys.argv[3]
-    # A process that was forked from ours may hold the pipe open, so its end alone does not tell.
+    # A process that was forked from ours may hold the pipe open, so waiting for the pipe's end is not enough.
     while not (readable := select.select([sys.stdin], [], [], POLL_S)[0]) and os.getppid() == process:
         if _parent(process) not in (server, None):
             os.kill(process, signal.SIGKILL)  # our parent: its number cannot belong to another process meanwhile

@@ -1,8 +1,8 @@
-"""What a backend process does to be watched: it beats, and has a guard that ends it when its server is gone.
+"""Lets a backend process be watched: it beats, and a guard ends it when its server is gone.
 
-A thread writes the time into a file of its own, where `hotrow serve` names a folder for such files. A process that is
+If `hotrow serve` names a folder for it, a thread writes the time into a file of its process. A process that is
 stopped, or whose interpreter hangs, stops beating; a session that computes does not, as computing releases the
-interpreter. guard.py is a process of its own.
+interpreter. guard.py runs as a separate process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 FOLDER_VARIABLE = "HOTROW_HEARTBEAT_DIR"
 RESTARTS_PARAMETER = "HOTROW_RESTARTS"
-"""In a model's configuration: how often backend processes of the model were lost and replaced, told to the next one."""
+"""In a model's configuration: how often backend processes of the model were lost; the next one reads it."""
 INTERVAL_S = 1.0
 _SERVER = os.getppid()
 _TIME = struct.Struct("d")
@@ -40,7 +40,7 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """End both: the process is about to end in order."""
+        """End both: the process is about to end normally."""
         self._stopping.set()
         self._thread.join()
         if self._guard is not None:
@@ -69,13 +69,13 @@ def last_beat(folder: Path, pid: int) -> float | None:
 
 def _open_file() -> int | None:
     if folder := os.environ.get(FOLDER_VARIABLE):
-        with suppress(OSError):  # whoever named the folder may be gone
+        with suppress(OSError):  # the launcher that named the folder may be gone
             return os.open(Path(folder, str(os.getpid())), os.O_WRONLY | os.O_CREAT, 0o644)
     return None
 
 
 def _start_guard() -> subprocess.Popen[bytes] | None:
-    """A guard for this process; None where it is no backend process. Argument 2 of one names its shared memory."""
+    """A guard for this process; None if this is no backend process. Its argument 2 names its shared memory."""
     memory = Path("/proc/self/cmdline").read_bytes().split(b"\0")[2:3]
     if not memory:
         return None

@@ -1,4 +1,4 @@
-"""What Triton calls for `backend: "hugectr"` and `backend: "hps"`: the user's own files, served where they lie."""
+"""What Triton calls for `backend: "hugectr"` and `backend: "hps"`: the user's own files, served in place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TritonPythonModel(model.TritonPythonModel):
         backend: Backend = "hps" if config["backend"] == "hps" else "hugectr"
         found = read_model_folder(Path(args["model_repository"]), args["model_name"], parameters, backend)
         version = int(args["model_version"])
-        # A version that is chosen by its number is not the one that config.pbtxt names the files of.
+        # A version chosen by its number is not the one whose files config.pbtxt names.
         with found.served_before(version) if is_chosen(config) else found.imported(version) as version_dir:
             versions = model.open_versions(version_dir, {**_device(args), **found.session_settings}, args)
         _warn(found, versions.spec, config, args)
@@ -32,7 +32,7 @@ class TritonPythonModel(model.TritonPythonModel):
 
 
 def _device(args: Mapping[str, str]) -> dict[str, str]:
-    """The instance's GPU as a setting. HugeCTR's users ask for one always: where it cannot be used, they are told."""
+    """The instance's GPU as a setting. HugeCTR's users always ask for one; a log line says if it cannot be used."""
     if args.get("model_instance_kind") != "GPU":
         return {}
     device_id = int(args["model_instance_device_id"])
@@ -43,7 +43,7 @@ def _device(args: Mapping[str, str]) -> dict[str, str]:
 
 
 def _warn(found: InPlaceModel, spec: ModelSpec, config: Mapping[str, Any], args: Mapping[str, str]) -> None:
-    """Say once what in the user's files has another effect than with HugeCTR, or none."""
+    """Log once which settings in the user's files have no effect, or another effect than with HugeCTR."""
     name = args["model_name"]
     if found.ps_json.ignored:
         pb_utils.Logger.log_warn(f"{name}: ignored fields of {found.ps_json.path}: {', '.join(found.ps_json.ignored)}")

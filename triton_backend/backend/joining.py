@@ -2,8 +2,8 @@
 
 `execute` gets such requests one at a time. It queues them here and returns at once; a thread takes all that wait
 and answers them together, through their response senders. A model on several GPUs has a thread for each of them, and
-all its requests come here, whoever could join them. The queue is bounded: while it is full, `execute` waits, and
-further requests wait in Triton's own queue, where the model's queue policy applies.
+all its requests come here, even those that Triton could join. The queue is bounded: while it is full, `execute` waits,
+and further requests wait in Triton's own queue, where the model's queue policy applies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import triton_python_backend_utils as pb_utils
 from triton_backend.backend.answering import TritonRequest, TritonResponse
 
 MAX_WAITING = 256
-"""Requests that wait to be joined, at most."""
+"""Maximum number of requests that wait to be joined."""
 
 
 class JoiningQueue:
@@ -90,5 +90,5 @@ class JoiningQueue:
 def _send(request: TritonRequest, response: TritonResponse) -> None:
     try:
         request.get_response_sender().send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-    except Exception as error:  # noqa: BLE001  one that went away must not take the thread, and all others, with it
+    except Exception as error:  # noqa: BLE001  a client that went away must not end the thread, which serves the others
         pb_utils.Logger.log_error(f"a response could not be sent: {error}")

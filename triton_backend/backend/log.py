@@ -1,6 +1,6 @@
-"""What a backend process says goes to the server's output, as lines like the server's own: when, and of which model.
+"""Logs of a backend process go to the server's output, in the server's format: with the time and the model.
 
-Not through Triton's logger: a call to it from a thread of ours would never return once the server is gone.
+They do not use Triton's logger: a call to it from one of our threads never returns once the server is gone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _Lines(logging.Formatter):
 
 
 def show_log(model: str, version: str) -> None:
-    """Show on stderr what our packages log from now on, as said of this version of a model."""
+    """From now on show on stderr what our packages log, marked with this model and version."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Lines(_LINE, style="{", defaults={"model": model, "version": version}))
     for name in _PACKAGES:

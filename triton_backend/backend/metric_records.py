@@ -1,11 +1,11 @@
-"""Deletes the metrics of versions that are gone, but for the last few of each model.
+"""Deletes the metrics of versions that are gone, except the last few of each model.
 
-Triton keeps a metric until somebody deletes it. A process cannot delete its own: its end would race with the server's,
+Triton keeps a metric until it is deleted. A process cannot delete its own: its end would race with the server's,
 and a process that serves the same version shares them. So each process notes in a file what it has made. A process that
 is loaded deletes what processes made that have ended, for versions that no process serves any more. Processes do both
 under one lock, so that no version starts to use a metric while another process deletes it.
 
-The files are in the folder of `hotrow serve`. Under a server that others started, metrics stay.
+The files are in the folder of `hotrow serve`. If the server was started another way, metrics stay.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import NamedTuple
 from triton_backend.backend.heartbeat import FOLDER_VARIABLE
 
 NUM_KEPT = 3
-"""Versions of a model that are gone, and whose metrics stay: dashboards compare a version with the one before."""
+"""Number of a model's unloaded versions whose metrics stay: dashboards compare a version with the one before."""
 
 
 class MetricKey(NamedTuple):
-    """What a metric is known by."""
+    """What identifies a metric."""
 
     name: str
     description: str
@@ -43,7 +43,7 @@ class Record:
     version: str
     pid: int
     started: str
-    """When the process was started, as /proc tells: a number may be used again."""
+    """When the process was started, from /proc: a process number may be reused."""
     metrics: list[MetricKey]
 
     @property
@@ -71,7 +71,7 @@ def locked(records: Path) -> Iterator[None]:
 
 
 def write(records: Path, model: str, version: str, metrics: Sequence[MetricKey]) -> None:
-    """Note what this process has made; what others made for the same version and left is this process's from now on."""
+    """Record this process's metrics; metrics that ended processes made for the same version now belong to it too."""
     made = dict.fromkeys(metrics)
     for path, record in _read_all(records):
         if (record.model, record.version) == (model, version) and not record.is_live:
@@ -82,7 +82,7 @@ def write(records: Path, model: str, version: str, metrics: Sequence[MetricKey])
 
 
 def delete_old(records: Path, model: str, delete: Callable[[MetricKey], None]) -> None:
-    """Delete the metrics of the model's versions that are gone, but for the last `NUM_KEPT`."""
+    """Delete the metrics of the model's versions that are gone, except the last `NUM_KEPT`."""
     found = [(path, record) for path, record in _read_all(records) if record.model == model]
     live = {record.version for _, record in found if record.is_live}
     gone: dict[str, list[tuple[Path, Record]]] = {}

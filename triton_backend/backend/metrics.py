@@ -1,10 +1,10 @@
-"""The `hotrow_*` families on Triton's own /metrics.
+"""The `hotrow_*` metric families on Triton's own /metrics.
 
 A call into Triton's metrics costs tens of microseconds, so a thread compares the session's counters with what it
 reported last, twice a second; requests pay nothing. Two generations of one version (a reload in place) have equal
 labels and share one counter, which goes on. No process deletes its own metrics: the server crashes when one generation
-uses a counter that the other has deleted, an increment fails once its family is gone, and a process that deletes them
-as it ends crashes itself, having left the server before. A later process does (metric_records.py).
+uses a counter that the other has deleted, an increment fails once its family is gone, and a process that deletes its
+metrics while it ends crashes, because it has already left the server. A later process does it (metric_records.py).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ _GAUGES = {
 
 
 def count_restarts(config: Mapping[str, Any], model: str) -> None:
-    """Bring the counter up to what the watch-dog says. It is the model's, and outlives versions and processes."""
+    """Raise the counter to the watch-dog's value. It belongs to the model: it outlives versions and processes."""
     counter = _metric(MetricKey(*_RESTARTS, "counter", (("model", model),)))
     said = int(config.get("parameters", {}).get(RESTARTS_PARAMETER, {"string_value": "0"})["string_value"])
     if (more := said - counter.value()) > 0:
@@ -159,7 +159,7 @@ class SessionMetrics:
             self._try_to_report()
 
     def _try_to_report(self) -> None:
-        """What goes wrong is logged, and the next report has nothing to do with it."""
+        """Errors are logged and do not affect the next report."""
         try:
             self._report()
         except Exception:  # noqa: BLE001 - an error of Triton's, say
@@ -179,7 +179,7 @@ class SessionMetrics:
             self._gauges = {("updates", key): self._gauge(one) for key, one in _UPDATE_GAUGES.items()}
             for reason in stats["updates"]["rejected"]:
                 self._count({reason: _REJECTED}, "updates", "rejected", reason=reason)
-        # Requests come last of all: whoever sees them counted sees what they did counted as well.
+        # Requests come last: a reader that sees them counted sees their effects counted as well.
         self._count(_COUNTERS)
         return {key: self._gauge(one) for key, one in _GAUGES.items()}
 
@@ -191,12 +191,12 @@ class SessionMetrics:
             gauge.set(_value(stats, path))
         for path, counter in self._counters.items():
             self._raise_to(counter, path, _value(stats, path))
-        # Again and again: a generation that this one replaced may set it to 0 after this one began.
+        # Set in every report: a generation that this one replaced may set it to 0 after this one began.
         self._version_info.set(1)
         self._resident_memory.set(_resident_bytes())
 
     def _raise_to(self, counter: Any, path: StatsPath, value: int) -> None:
-        """Triton takes no counter back: a count that is lower for a moment, read while it changes, waits."""
+        """Triton's counters cannot decrease: a count that reads lower for a moment, while it changes, waits."""
         grown = value - self._reported.get(path, 0)
         if grown > 0:
             counter.increment(grown)
@@ -218,14 +218,14 @@ class SessionMetrics:
 
 
 def _metric(key: MetricKey) -> Any:
-    """A metric whose family nobody will ever delete, not even the interpreter at its end."""
+    """A metric whose family is never deleted, not even when the interpreter ends."""
     family = _family(key)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(family))
     return family.Metric(labels=dict(key.labels))
 
 
 def _delete(key: MetricKey) -> None:
-    """Delete a metric that no process uses: a family deletes its metrics with itself, when nobody refers to it."""
+    """Delete a metric that no process uses: a family deletes its metrics when nothing refers to it any more."""
     _family(key).Metric(labels=dict(key.labels))
 
 

@@ -44,7 +44,7 @@ class TritonPythonModel:
             versions, max_samples = self._open(config, args)
             check_types((*versions.spec.inputs, *versions.spec.outputs))
             check_config(config, versions.spec)
-        except Exception as error:  # noqa: BLE001  whatever it was, who asked for the load is told in plain words
+        except Exception as error:  # noqa: BLE001  the caller of the load gets a plain message for every error
             self._heartbeat.stop()
             raise load_error(error) from None
         self._versions = versions
@@ -67,29 +67,29 @@ class TritonPythonModel:
                 num_threads=versions.num_devices,
             )
         self._metrics = _metrics(self._answering, config, args)
-        # What has been loaded stays: no collection while serving has to walk through it again.
+        # Loaded objects stay alive: the garbage collector need not scan them while serving.
         gc.collect()
         gc.freeze()
 
     def _open(self, config: Mapping[str, Any], args: Mapping[str, str]) -> tuple[VersionManager, int]:
-        """The version, and the limit of samples in a request; HotrowError where it cannot be."""
+        """The version, and the limit of samples in a request; HotrowError where it cannot be opened."""
         settings, max_samples = read_parameters(config.get("parameters", {}), args)
         directory = _users_own(Path(pb_utils.get_model_dir()))
         return open_versions(directory, settings, args), max_samples
 
     def execute(self, requests: Sequence[TritonRequest]) -> list[TritonResponse] | None:
-        """A response for each request, in order; None where they are answered through their senders."""
+        """A response for each request, in order; None if they are answered through response senders."""
         if self._joining is None:
             return self._answering.answer(requests)
         self._joining.put(requests)
         return None
 
     def is_ready(self) -> bool:
-        """What readiness probes are told, by servers that ask (Triton 26.03 and later)."""
+        """The answer to readiness probes, on servers that ask for it (Triton 26.03 and later)."""
         return self._answering.is_ready
 
     def finalize(self) -> None:
-        """Triton calls this when no request of this version is left."""
+        """Triton calls this when this version has no more requests."""
         if self._joining is not None:
             self._joining.close()
         if self._metrics is not None:
@@ -101,9 +101,9 @@ class TritonPythonModel:
 
 
 def read_parameters(parameters: Mapping[str, Mapping[str, str]], args: Mapping[str, str]) -> tuple[dict[str, Any], int]:
-    """The session's settings out of config.pbtxt's `parameters`, and the limit of samples in a request.
+    """The session's settings from config.pbtxt's `parameters`, and the limit of samples in a request.
 
-    Parameters in capitals are Triton's own, and none of ours. An instance that is bound to a GPU (KIND_GPU)
+    Parameters in capitals are Triton's own. An instance that is bound to a GPU (KIND_GPU)
     uses that one.
     """
     settings: dict[str, Any] = {}
@@ -122,22 +122,22 @@ def open_versions(directory: Path, settings: Mapping[str, Any], args: Mapping[st
     folder = Path(args["model_repository"])
     source = folder / SOURCE_LINK
     defaults = {"verify": "full", "warm_up_s": 10}
-    with contextlib.suppress(RuntimeError):  # a user without a home has no state kept
+    with contextlib.suppress(RuntimeError):  # no state is kept for a user without a home
         defaults["state_dir"] = str(state_folder((source if source.exists() else folder).resolve().parent))
     return VersionManager(directory, partial(InferenceSession.open, directory, defaults=defaults, **settings))
 
 
 def _come_alone(spec: ModelSpec, config: Mapping[str, Any]) -> bool:
-    """Whether it is ours to join requests, and to check their size.
+    """Whether we, not Triton, join requests and check their size.
 
     Triton does both where it knows which dimension counts samples. Packed requests say themselves how many they hold;
-    it joins them where it has been told to.
+    it joins them if it is configured to.
     """
     return config["max_batch_size"] == 0 if spec.has_own_inputs else "dynamic_batching" not in config
 
 
 def _users_own(version_dir: Path) -> Path:
-    """The version where the user has it, not where Triton sees it through a link of ours: errors name its files."""
+    """The version's folder at the user's path, not our link that Triton sees: errors name its files."""
     folder = version_dir.parent
     is_ours = folder.parent.name == VIEW_FOLDER and folder.is_symlink()
     return folder.readlink() / version_dir.name if is_ours else version_dir
@@ -151,7 +151,7 @@ def _limit(value: str | int) -> int:
 
 
 def _num_samples(request: TritonRequest) -> int:
-    """Of a request that gives its context once, the candidates."""
+    """The number of candidates of a request that gives its context once."""
     shapes = [tensor.shape() for tensor in request.inputs()]
     return max((int(shape[0]) for shape in shapes if shape), default=1)
 

@@ -1,4 +1,4 @@
-"""Answers in the form that clients of HugeCTR's backend and of HPS know."""
+"""Answers in the form that clients of HugeCTR's backend and of HPS expect."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from triton_backend.backend.tensors import write_tensor
 def packed_response(answer: Answer, spec: ModelSpec, device_id: int) -> Any:
     """OUTPUT0 as [num_samples] for one label, [num_samples, labels] for more; HPS's vectors as they are.
 
-    With the response parameters `NumSample` and `DeviceID`, where the server can send any (from Triton 25.02).
+    With the response parameters `NumSample` and `DeviceID`, if the server supports any (from Triton 25.02).
     """
     parameters = {"DeviceID": device_id}
     tensors = []

@@ -1,4 +1,4 @@
-"""Requests that carry a model's inputs and nothing else, read as one list of arrays: the way of most requests."""
+"""Reads requests that carry only a model's inputs as one list of arrays: the fast path for most requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PlainArrays(NamedTuple):
     arrays: list[NDArray[Any]]
     """Views of shared memory, request after request, in the order of the model's inputs."""
     outputs: Collection[str]
-    """What each of them asks for."""
+    """The outputs that each of them asks for."""
 
 
 class PlainRequests:
@@ -34,7 +34,7 @@ class PlainRequests:
         # Mapping these over a request's tensors takes three quarters of the time of a loop in Python.
         self._name_of, self._array_of = pb_utils.Tensor.name, pb_utils.Tensor.as_numpy
         self._places: dict[tuple[str, ...], list[int]] = {}
-        """Of requests in some order of inputs, which Triton chooses, where each input of the model is."""
+        """The position of each of the model's inputs in requests; Triton chooses the order of inputs."""
 
     def read(self, requests: Sequence[Any]) -> PlainArrays | None:
         """The arrays of `pb_utils.InferenceRequest`s.

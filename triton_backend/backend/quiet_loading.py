@@ -1,8 +1,8 @@
 """Loading code at low priority, so that the versions that serve meanwhile keep the processor.
 
 What a new process spends before it can open a version, almost half a second, goes almost all into importing Numba and
-its kernels. On Linux a thread may lower its own priority, but not raise it again: so that is done by a thread of its
-own, and neither the thread that will serve nor those that a session starts are ever slowed down.
+its kernels. On Linux a thread may lower its own priority, but not raise it again: so a separate
+thread does that, and neither the thread that will serve nor those that a session starts are ever slowed down.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def _load_kernels() -> None:
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Code stays, and hardly anything of it is garbage: walking through it, ever more of it, takes a fifth of the time.
+    """Code stays loaded and is hardly ever garbage; scanning the growing heap takes a fifth of the loading time.
 
-    Nor does a later collection walk through it.
+    Later collections do not scan it either.
     """
     gc.disable()
     try:

@@ -16,7 +16,7 @@ from triton_backend.backend.dlpack import ExportedTensor, ImportedTensor
 
 
 def read_array(tensor: Any) -> NDArray[Any]:
-    """A view of the tensor's memory: keep the request as long as the array. Of one on a GPU, a copy."""
+    """A view of the tensor's memory: keep the request as long as the array. A tensor on a GPU is copied."""
     if not tensor.is_cpu():
         return _downloaded(tensor)
     if knows_numpy():
@@ -32,7 +32,7 @@ def write_tensor(name: str, array: NDArray[Any]) -> Any:
 
 
 def check_types(tensors: Iterable[TensorSpec]) -> None:
-    """UnsupportedModelError for strings where the stub would crash on them: DLPack has none."""
+    """UnsupportedModelError for strings where the stub would crash on them: DLPack does not support strings."""
     for tensor in tensors:
         if tensor.dtype == "object" and not knows_numpy():
             raise UnsupportedModelError(
@@ -50,6 +50,6 @@ def _downloaded(tensor: Any) -> NDArray[Any]:
 
 @cache
 def knows_numpy() -> bool:
-    """Whether the stub reads this NumPy's arrays rightly."""
+    """Whether the stub reads this NumPy's arrays correctly."""
     values = np.array([1, 2], np.int32)
     return bool(np.array_equal(pb_utils.Tensor.from_dlpack("probe", ExportedTensor(values)).as_numpy(), values))

@@ -1,7 +1,7 @@
 """OpenTelemetry spans for the stages of requests, below those that Triton makes where its own tracing is on.
 
-A request that Triton traces knows its span there (`request.trace().get_context()`). Where to export to is said by
-OpenTelemetry's environment variables; with none of them set nothing is imported, and nothing is done per request.
+A request that Triton traces has its parent span in `request.trace().get_context()`. OpenTelemetry's environment
+variables say where to export to; if none is set, nothing is imported, and nothing is done per request.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Tracing:
 
     @contextmanager
     def of(self, requests: Sequence[Any]) -> Iterator[Mark]:
-        """What marks the stages of these requests (`pb_utils.InferenceRequest`), which are answered together.
+        """Marks the stages of these requests (`pb_utils.InferenceRequest`), which are answered together.
 
         Each one that is traced gets a span for each stage that began in the meantime, ending where the next one begins.
         """
@@ -76,7 +76,7 @@ class Tracing:
 
 
 def create_tracing() -> Tracing | None:
-    """What the environment asks for; None where it asks for nothing, or for what cannot be had, which is logged."""
+    """The tracing that the environment asks for; None if it asks for none, or for an unavailable one (logged)."""
     has_endpoint = any(os.environ.get(name) for name in ENDPOINT_VARIABLES)
     name = os.environ.get(EXPORTER_VARIABLE) or ("otlp" if has_endpoint else "none")
     if name == "none" or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":

@@ -1,4 +1,4 @@
-"""Why a model did not load, out of the words in which Triton wraps it."""
+"""Extracts the reason why a model did not load from Triton's message."""
 
 from __future__ import annotations
 

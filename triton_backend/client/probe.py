@@ -1,8 +1,8 @@
-"""A made-up request that any model should answer, to tell whether it still does.
+"""A generated request that any model should answer, to check whether it still does.
 
-It is as small as the model's inputs allow: each open size 1, all values 0. The model need not accept such a request
-(HugeCTR's and HPS's tensors have to agree with one another). So a parameter marks it, and hotrow's models then answer a
-request of their own making. The parameter's value is a key that each `hotrow serve` draws at its start: its backend
+It is as small as the model's inputs allow: each open size 1, all values 0. Not every model accepts such a request
+(HugeCTR's and HPS's tensors have to agree with one another). So a parameter marks it, and hotrow's models then answer
+a request that they generate. The parameter's value is a key that each `hotrow serve` draws at its start: its backend
 processes get it in their environment, and `hotrow health` reads it from a file that only the same user can read. A
 client that sends the parameter without the key gets the answer to its own request.
 """
@@ -28,7 +28,7 @@ PROBE_PARAMETER = "hotrow_probe"
 KEY_VARIABLE = "HOTROW_PROBE_KEY"
 """Environment variable with the key, of the server and its backend processes."""
 SERVE_FOLDER_PREFIX = "hotrow-serve-"
-"""Of the temporary folders in which servers work, one per launcher, readable for its user only."""
+"""Prefix of the temporary folders in which servers work, one per launcher, readable only by its user."""
 DATATYPES = {
     "BOOL": np.bool_,
     "UINT8": np.uint8,
@@ -44,13 +44,13 @@ DATATYPES = {
     "FP64": np.float64,
     "BF16": np.float32,
 }
-"""By the names of the inference protocol; BF16 is sent by way of FP32."""
+"""By the names of the inference protocol; BF16 is sent as FP32."""
 _NUM_BYTES = {**{name: np.dtype(of).itemsize for name, of in DATATYPES.items()}, "BF16": 2, "BYTES": 4}
 """Of one element as it is sent."""
 
 
 def is_probe(parameters: str) -> bool:
-    """Whether a request with these parameters, a JSON object, is a probe: it bears the key of this server."""
+    """Whether a request with these parameters, a JSON object, is a probe: it has the key of this server."""
     key = os.environ.get(KEY_VARIABLE)
     if not key or PROBE_PARAMETER not in parameters:
         return False
@@ -111,7 +111,7 @@ def encode_probe(tensors: Iterable[Mapping[str, Any]], key: str) -> tuple[dict[s
 
 def probe_request(spec: ModelSpec) -> dict[str, NDArray[Any]]:
     """One sample that a model of hotrow's takes."""
-    # Imported here: it takes a second to load, for which a probe's command should not wait.
+    # Imported here: it takes a second to load, and a probe's command should not wait for it.
     from inference_session.requests.hugectr_csr import DENSE, HPS_COUNTS, HPS_KEYS, KEYS, OFFSETS
 
     if spec.takes_hugectr_requests:

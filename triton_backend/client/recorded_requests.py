@@ -1,4 +1,4 @@
-"""Requests recorded in a file, and what two versions of a model answer to them.
+"""Requests recorded in a file, and the answers of two versions of a model to them.
 
 A file holds a request per line, as JSON of the inference protocol that Triton serves over HTTP:
 {"inputs": [{"name": "ids", "shape": [1, 3], "datatype": "INT64", "data": [1, 2, 3]}, …]}
@@ -30,7 +30,7 @@ class RecordedRequest:
 
 
 def read_requests(path: Path) -> Iterator[RecordedRequest]:
-    """The requests of a file; ModelFormatError names the line that is none."""
+    """The requests of a file; ModelFormatError names an invalid line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
@@ -62,7 +62,7 @@ def not_finite(answer: Arrays) -> list[str]:
 
 
 def largest_difference(answer: Arrays, other: Arrays) -> float:
-    """Between the numbers of two answers; infinite where their outputs, shapes or other values differ."""
+    """The difference of the numbers in two answers; infinite where their outputs, shapes or other values differ."""
     if {name: array.shape for name, array in answer.items()} != {name: array.shape for name, array in other.items()}:
         return float("inf")
     return max((_difference(array, other[name]) for name, array in answer.items()), default=0.0)

@@ -1,4 +1,4 @@
-"""Which version to go back to, found without a look into the repository, which may be on another machine."""
+"""Finds the version to go back to without reading the repository, which may be on another machine."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from triton_backend.client.server import NoSuchVersionError, RemoteError, RemoteServer
 
 _MAX_GAP = 100
-"""Unlisted version numbers below the one that serves that are tried: a server lists only what it has loaded once."""
+"""How many unlisted lower version numbers are tried: a server lists only versions that it has once loaded."""
 
 
 def roll_back(server: RemoteServer, model: str) -> tuple[int, int]:
     """Serve the next lower version; returns the one that served and the one that does now.
 
     Raises:
-        RemoteError: no version serves, there is no lower one, or it cannot be loaded; what served goes on.
+        RemoteError: no version serves, there is no lower one, or it cannot be loaded; the active version stays.
     """
     listed = [state.version for state in server.versions(model)]
     ready = server.ready_versions(model)
@@ -34,6 +34,6 @@ def roll_back(server: RemoteServer, model: str) -> tuple[int, int]:
 
 
 def _candidates(listed: list[int], serving: int) -> Iterator[int]:
-    """Lower versions, the highest first: the server tells which are there when asked to load them."""
+    """Lower versions, the highest first: the server says which exist when asked to load them."""
     near = range(serving - 1, max(serving - 1 - _MAX_GAP, 0), -1)
     yield from sorted({*near, *(version for version in listed if version < serving)}, reverse=True)

@@ -1,6 +1,6 @@
-"""A running server, whoever started it, as a client over gRPC sees and steers it.
+"""Controls a running server, however it was started, as a gRPC client.
 
-Over gRPC, because a load over HTTP stalls other HTTP clients of the server for as long as it takes.
+It uses gRPC because a load over HTTP stalls other HTTP clients of the server for as long as it takes.
 
 Triton loads models, not versions: which of a model's versions are loaded follows from its version policy. A load may
 bring a configuration of its own, and one that differs in its version policy alone leaves the versions alone that stay.
@@ -26,9 +26,9 @@ from triton_backend.repository.chosen_versions import with_versions, without_cho
 from triton_backend.repository.servable import IN_PLACE_BACKENDS
 
 CALL_TIMEOUT_S = 10.0
-"""How long a question to the server may take; loads take as long as they do."""
+"""Timeout of a query to the server; loads have no limit."""
 RESTRICTED_HEADER = "hotrow-key"
-"""Bears the key to a server's management, where that is restricted."""
+"""Header with the key to a server's management APIs, if they are restricted."""
 _NO_SUCH_VERSION = "at least one version must be available"
 _NOT_POLLED = "failed to poll from model repository"
 _NOT_CONNECTED = {
@@ -40,7 +40,7 @@ _NOT_CONNECTED = {
         "TLS (--tls-ca, --tls-certificate)"
     ),
 }
-"""What gRPC says where somebody is there, and what that means."""
+"""gRPC codes that a reachable server returns, and what they mean."""
 
 
 class RemoteError(HotrowError, RuntimeError):
@@ -67,7 +67,7 @@ class VersionState:
 
 
 class RemoteServer:
-    """A server by its gRPC address; a context manager that hangs up. Methods raise RemoteError and UnavailableError.
+    """A server by its gRPC address; the context closes the connection. Methods raise RemoteError and UnavailableError.
 
     Args:
         url: `host:port`.
@@ -87,7 +87,7 @@ class RemoteServer:
         self._error = InferenceServerException
         self._url = url
         self._headers = {f"triton-grpc-protocol-{RESTRICTED_HEADER}": restricted_key} if restricted_key else {}
-        # Never by way of a proxy that the environment names for other purposes.
+        # Never through a proxy that the environment names for other purposes.
         channel_args = [("grpc.enable_http_proxy", 0), *(tls.channel_args() if tls else ())]
         options = tls.client_options() if tls else {}
         self._client = grpc.InferenceServerClient(url, channel_args=channel_args, **options)
@@ -101,14 +101,14 @@ class RemoteServer:
         self._client.close()
 
     def repository_index(self) -> list[dict[str, str]]:
-        """What the server has found in its repository: `name`, and of what it has or had loaded `version`, `state`
+        """What the server has found in its repository: `name`, and for what is or was loaded also `version`, `state`
         and `reason`, which may be empty.
         """
         index = self._call("get_model_repository_index", as_json=True).get("models", [])
         return [{**entry, "reason": plain_reason(entry.get("reason", ""))} for entry in index]
 
     def has_model(self, model: str) -> bool:
-        """Whether the server has found the model's folder; one that came since it last looked, it finds on a load."""
+        """Whether the server has found the model's folder; it finds a newer folder on a load."""
         return any(entry["name"] == model for entry in self.repository_index())
 
     def versions(self, model: str) -> list[VersionState]:
@@ -141,14 +141,14 @@ class RemoteServer:
             self._load(model)  # only the server can read the configuration of a model that is not loaded
         config = self._config(model)
         if config["backend"] in IN_PLACE_BACKENDS and not self._has_served(model, versions):
-            self._load(model)  # what these are made of is for config.pbtxt to say, which may be a new one
+            self._load(model)  # config.pbtxt, which may be new, says what these are made of
             if self.ready_versions(model) == sorted(versions):
                 return
             config = self._config(model)
         self._load(model, with_versions(config, versions))
 
     def load_with(self, model: str, config: Mapping[str, Any]) -> None:
-        """Load a model with a configuration of the caller's."""
+        """Load a model with the caller's configuration."""
         self._load(model, config)
 
     def ask(
@@ -166,10 +166,10 @@ class RemoteServer:
         return {name: result.as_numpy(name) for name in names}
 
     def probe(self, model: str, *, timeout_s: float) -> str:
-        """Have the model answer a made-up request; returns the version that did.
+        """Have the model answer a generated request; returns the version that did.
 
-        Where no request can be made up for it, the server's word counts that it is ready. A server of another machine
-        or user does not know the request for a probe, and may refuse it, which is an answer too.
+        If no request can be generated for it, the server's report that it is ready counts. A server of another machine
+        or user does not recognize the request as a probe, and may refuse it, which is an answer too.
         """
         metadata = self._call("get_model_metadata", model, timeout_s=timeout_s / 2)
         inputs = probe_inputs((tensor.name, tensor.datatype, tuple(tensor.shape)) for tensor in metadata.inputs)
@@ -187,7 +187,7 @@ class RemoteServer:
         return str(result.get_response().model_version)
 
     def statistics(self, model: str) -> dict[int, Mapping[str, Any]]:
-        """What the server counts, by version that is loaded."""
+        """The server's statistics, by loaded version."""
         stats = self._call("get_inference_statistics", model, as_json=True).get("model_stats", [])
         return {int(entry["version"]): entry for entry in stats}
 

@@ -1,4 +1,4 @@
-"""TLS of the server's gRPC endpoint, and of clients that ask it. Triton's HTTP and metrics endpoints have none."""
+"""TLS of the server's gRPC endpoint and of its clients. Triton's HTTP and metrics endpoints have no TLS."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inference_session.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class ClientTls:
-    """How a client knows the server, and is known by it. Files are PEM.
+    """How a client authenticates the server, and itself to it. Files are PEM.
 
     Raises:
         ConfigurationError: a file cannot be read, is not PEM, or a key does not belong to its certificate.
@@ -25,7 +25,7 @@ class ClientTls:
     """Shown to a server that asks for one; needs `key`."""
     key: Path | None = None
     server_name: str | None = None
-    """The name to look for in the server's certificate. None: the host that is called."""
+    """The name expected in the server's certificate. None: the host of the URL."""
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
@@ -48,7 +48,7 @@ class ClientTls:
 
 @dataclass(frozen=True)
 class ServerTls:
-    """How the server is known, and whom it lets in. Files are PEM.
+    """The server's certificate, and which clients it accepts. Files are PEM.
 
     Raises:
         ConfigurationError: a file cannot be read, is not PEM, or the key does not belong to the certificate.
@@ -58,7 +58,7 @@ class ServerTls:
     """The server's certificate, followed by those between it and its authority."""
     key: Path
     client_ca: Path | None = None
-    """Only clients whose certificate one of these authorities has signed are let in. None: anybody."""
+    """Only clients whose certificate one of these authorities has signed are accepted. None: all clients."""
 
     def __post_init__(self) -> None:
         _context(ssl.PROTOCOL_TLS_SERVER, self.certificate, self.key, self.client_ca)
@@ -73,11 +73,11 @@ class ServerTls:
             yield f"--grpc-root-cert={self.client_ca.absolute()}"
 
     def own_client(self) -> ClientTls:
-        """For the launcher, which knows its server by this very certificate and shows it as its own."""
+        """For the launcher, which trusts exactly this certificate of its server and presents it as its own."""
         return ClientTls(self.certificate, self.certificate, self.key, server_name=self._name())
 
     def _name(self) -> str | None:
-        """A name that the certificate is valid for, learned by shaking hands with ourselves; None if there is none."""
+        """A name that the certificate is valid for, found by a handshake with ourselves; None if there is none."""
         server = _context(ssl.PROTOCOL_TLS_SERVER, self.certificate, self.key, None)
         client = _context(ssl.PROTOCOL_TLS_CLIENT, None, None, self.certificate)
         client.check_hostname = False
@@ -105,7 +105,7 @@ def _context(protocol: int, certificate: Path | None, key: Path | None, ca: Path
 
 
 def _no_password() -> str:
-    """In place of a prompt, which nobody would answer."""
+    """In place of a password prompt, which would wait without end."""
     raise ValueError("the key is encrypted; tritonserver needs an unencrypted key")
 
 

@@ -1,4 +1,4 @@
-"""What `tritonserver` is started with: the options of `hotrow serve` as its flags, safe ones beside them."""
+"""What `tritonserver` is started with: the options of `hotrow serve` as its flags, and safe defaults."""
 
 from __future__ import annotations
 
@@ -37,32 +37,32 @@ class ServerOptions:
     """Empty: all of the repository."""
     host: str = "127.0.0.1"
     http_port: int = 8000
-    """0 for any of the ports: a free one is chosen."""
+    """Port 0: a free one is chosen."""
     grpc_port: int = 8001
     metrics_port: int = 8002
     http_host: str | None = None
-    """Where HTTP listens, if not as the others: it has no TLS. None: as `host`, with `tls` on this machine only."""
+    """Where HTTP listens, if not like the others: it has no TLS. None: as `host`, with `tls` on this machine only."""
     tls: ServerTls | None = None
-    """Of the gRPC endpoint. None: plain text."""
+    """TLS of the gRPC endpoint. None: plain text."""
     restricted_key: str | None = None
     """A secret that clients send as header `hotrow-key` to use the management APIs. None: these are open."""
     front: bool = False
-    """Let nginx listen where HTTP and gRPC are asked for, and tritonserver at ports of this machine (front.py)."""
+    """Let nginx listen on the HTTP and gRPC ports, and tritonserver on local ports of this machine (front.py)."""
     inner_ports: tuple[int, int] = (0, 0)
     """Those ports, of HTTP and gRPC; chosen with the others."""
     verbose: bool = False
     """Show the server's informational log lines too."""
     extra_flags: tuple[str, ...] = ()
-    """Given to tritonserver as they are, after ours."""
+    """Flags passed to tritonserver unchanged, after ours."""
 
     def host_of(self, endpoint: Endpoint) -> str:
-        """The address that clients find an endpoint at."""
+        """The address at which clients reach an endpoint."""
         if endpoint != "http":
             return self.host
         return self.http_host or (self.host if self.tls is None else THIS_MACHINE)
 
     def port_of(self, endpoint: Endpoint) -> int:
-        """The port that clients find an endpoint at."""
+        """The port at which clients reach an endpoint."""
         return {"http": self.http_port, "grpc": self.grpc_port, "metrics": self.metrics_port}[endpoint]
 
     def listens_at(self, endpoint: Endpoint) -> tuple[str, int]:
@@ -73,7 +73,7 @@ class ServerOptions:
 
     @property
     def own_tls(self) -> ServerTls | None:
-        """Of the gRPC endpoint of tritonserver itself."""
+        """TLS of tritonserver's own gRPC endpoint."""
         return None if self.front else self.tls
 
 
@@ -86,7 +86,7 @@ class ServerCommand:
     folder: Path
     """Its working directory: stubs import from theirs first, so it must not be the user's."""
     memory_prefix: str
-    """Of the names of its shared memory."""
+    """Prefix of the names of its shared memory."""
     probe_key: str = field(repr=False)
     """What marks a request as a probe (probe.py)."""
 
@@ -152,7 +152,7 @@ def _flags(options: ServerOptions) -> list[str]:
     flags = [
         f"--model-repository={options.repository}",
         "--model-control-mode=explicit",
-        # Strict readiness turns false while a version is loaded, and for ever after a failed one.
+        # Strict readiness turns false while a version is loaded, and stays false after a failed load.
         "--strict-readiness=false",
         "--disable-auto-complete-config",
         f"--exit-timeout-secs={EXIT_TIMEOUT_S}",
@@ -162,7 +162,7 @@ def _flags(options: ServerOptions) -> list[str]:
         flags += [f"--{endpoint}-address={host}", f"--{endpoint}-port={port}"]
     if options.own_tls is not None:
         flags += options.own_tls.flags()
-    # Percentiles beside the averages; it costs nothing that could be measured.
+    # Percentiles in addition to the averages; the cost is not measurable.
     flags.append("--metrics-config=summary_latencies=true")
     if not options.verbose:
         flags.append("--log-info=false")

@@ -1,6 +1,6 @@
-"""nginx between clients and a tritonserver that some requests would end: `hotrow serve --front`.
+"""nginx in front of tritonserver, because some requests crash the server: `hotrow serve --front`.
 
-front.conf is its configuration, and says what it does. Here it is started, watched and stopped. Only nginx reads and
+Its configuration front.conf says what it does. This module starts, watches and stops it. Only nginx reads and
 writes requests.
 """
 
@@ -25,10 +25,10 @@ from triton_backend.launcher.reaper import FRONT_FOLDER
 MAX_BYTES = 64 << 20
 """The largest request. Triton has the same limit for HTTP from release 25.06 on."""
 STOP_TIMEOUT_S = 12.0
-"""How long requests under way may take when it is stopped."""
+"""How long requests in flight may take when it is stopped."""
 _TEMPLATE = Path(__file__).with_name("front.conf")
 _SYSTEM_FOLDERS = "/usr/sbin:/usr/local/sbin"
-"""Searched after PATH: Debian puts nginx there, where only root's PATH leads."""
+"""Searched after PATH: Debian puts nginx there, and only root's PATH includes it."""
 _MAX_WORKERS = 4
 _MAX_FILES = 65536
 _POLL_S = 0.02
@@ -51,7 +51,7 @@ def safe_json() -> str:
     of elements overflows would end the backend process.
 
     Only the first object counts, as tensors in binary follow it. A key with an escape, such as "sh\u0061pe", fits
-    neither. Nothing in the pattern gives back what it has matched, so the time it takes grows with the body's size.
+    neither. The pattern never backtracks, so its time grows with the body's size.
     """
     small = _object("small", _SMALL_SHAPE, _PLAIN_STRING.format(keys="shape"), _VALUE_STRING)
     binary = _object("binary", _COUNTABLE_SHAPE, _PLAIN_STRING.format(keys="shape|data"), _VALUE_STRING)
@@ -74,7 +74,7 @@ class Front:
 
     Args:
         options: of the server, ports resolved.
-        folder: the launcher's, where it gets one of its own.
+        folder: the launcher's; nginx gets a folder in it.
     """
 
     def __init__(self, options: ServerOptions, folder: Path) -> None:
@@ -88,7 +88,7 @@ class Front:
 
     def start(self) -> None:
         """Start it and return when it listens; FrontError where it does not."""
-        for name in ("http.sock", "grpc.sock"):  # one that was killed leaves them, and would not start again
+        for name in ("http.sock", "grpc.sock"):  # left by a killed nginx, they would prevent a new start
             (self._folder / name).unlink(missing_ok=True)
         command = [self._program, "-c", str(self._config), "-p", str(self._folder)]
         self._process = subprocess.Popen(command, cwd=self._folder, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -105,7 +105,7 @@ class Front:
             self.start()
 
     def stop(self) -> None:
-        """Take no more requests, let those under way be answered, and end it. Idempotent."""
+        """Take no more requests, finish those in flight, and end it. Idempotent."""
         if self._process is None:
             return
         self._process.send_signal(signal.SIGQUIT)
@@ -115,8 +115,8 @@ class Front:
         self._process = None
 
     def _end(self) -> None:
-        """Kill what is left of it: its workers outlive it where it was killed."""
-        assert self._process is not None  # noqa: S101  callers have looked
+        """Kill its remaining processes: its workers outlive it if it was killed."""
+        assert self._process is not None  # noqa: S101  callers have checked
         end_group(self._process)
 
     def _listens(self, endpoint: Endpoint) -> bool:
@@ -186,5 +186,5 @@ def _address(host: str, port: int) -> str:
 
 
 def _reachable(host: str) -> str:
-    """Where this machine reaches what listens on an address."""
+    """The address at which this machine reaches a listener."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104

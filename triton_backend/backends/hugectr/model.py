@@ -1,4 +1,4 @@
-"""Entry point of Triton's Python-based backend `hugectr`: the code is the package's, installed beside this folder."""
+"""Entry point of Triton's Python-based backend `hugectr`: the code is in the package next to this folder."""
 
 from triton_backend.backend.quiet_loading import load_quietly
 
