@@ -1,4 +1,4 @@
-"""How far the answers of one version are from those of another."""
+"""How much the answers of two versions differ."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _OFFLINE: Mapping[str, Any] = {
     **dict.fromkeys(("canary_requests", "record_keys", "state_dir"), ""),
     "warm_up_s": 0,
 }
-"""Settings of sessions that answer from their table files alone, and write nothing."""
+"""Settings of sessions that answer only from their table files, and write nothing."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class AnswerQuality:
 
     @property
     def largest(self) -> float:
-        """The largest difference of all outputs."""
+        """The largest difference over all outputs."""
         return max((difference.largest for difference in self.differences), default=0.0)
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The result in a form for programs."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -93,8 +93,8 @@ def compare(before: Path, after: Path, requests: Path | None, labels: Path | Non
 
 
 def auc(labels: NDArray[Any], scores: NDArray[Any]) -> float:
-    """The chance that a sample with label 1 scores above one with label 0, a tie counting one half; NaN where a label
-    is not there. Both are [samples].
+    """The chance that a sample with label 1 scores above one with label 0, a tie counting one half; NaN if a label
+    does not occur. Both are [samples].
     """
     is_positive = labels > 0
     num_positive, num_negative = int(is_positive.sum()), int((~is_positive).sum())
@@ -114,7 +114,7 @@ def _inputs_of(path: Path) -> Arrays:
 
 
 def _in_parts(spec: ModelSpec, request: Arrays) -> list[Arrays]:
-    """Requests of at most 1024 samples, where samples can be told apart."""
+    """Splits into requests of at most 1024 samples, if the samples can be separated."""
     sizes = {len(array) if array.ndim else 1 for array in request.values()}
     if not (spec.batched and spec.has_own_inputs and not spec.context and len(sizes) == 1):
         return [request]
@@ -123,12 +123,12 @@ def _in_parts(spec: ModelSpec, request: Arrays) -> list[Arrays]:
 
 
 def _joined(answers: Sequence[Arrays], name: str) -> NDArray[Any]:
-    """All values of an output, side by side."""
+    """All values of an output, concatenated."""
     return np.concatenate([answer[name].reshape(-1) for answer in answers])
 
 
 def _difference(name: str, before: NDArray[Any], after: NDArray[Any]) -> OutputDifference:
-    """Values that are no numbers differ by 1; a number differs from NaN by infinity."""
+    """Unequal values of non-numeric types differ by 1; a number differs from NaN by infinity."""
     if before.shape != after.shape or before.dtype.kind not in "fiu":
         same = before.shape == after.shape and np.array_equal(before, after)
         return OutputDifference(name, float(not same), float(not same))

@@ -1,4 +1,4 @@
-"""The `hotrow` command: finds the module of the command that was asked for, and reports errors in one line."""
+"""The `hotrow` command: finds the module of the requested command, and reports errors in one line."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ _SECTIONS = {
         "copy": "Copy version directories and tables, also to and from HDFS.",
     },
 }
-"""The commands and what `--help` says of each, here so that it need not load them."""
+"""The commands and their lines in `--help`, here so that it need not load them."""
 
 _MODULES = {"import": "import_model", "inspect": "inspect_version"}
-"""Where the module is not called as its command."""
+"""Modules whose names differ from their commands'."""
 
 
 class _Commands(click.Group):
-    """Loads a command's module only when that command runs, so that `--help` answers at once."""
+    """Loads a command's module only when that command runs, so that `--help` is fast."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for names in _SECTIONS.values() for name in names]
@@ -60,17 +60,17 @@ class _Commands(click.Group):
             return None
         module = import_module(f"hotrow.commands.{_MODULES.get(cmd_name, cmd_name.replace('-', '_'))}")
         command = cast("click.Command", module.command)
-        command.name = cmd_name  # else what lists commands, such as the manual, would call each one "command"
+        command.name = cmd_name  # else programs that list commands, such as the manual's, would call each one "command"
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Names and sentences as `--help` has them: click would load every command for its own."""
+        """Names and sentences for `--help`: click itself would load every command for them."""
         sentences = {name: sentence for commands in _SECTIONS.values() for name, sentence in commands.items()}
         names = [CompletionItem(name, help=text) for name, text in sentences.items() if name.startswith(incomplete)]
         return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """A section per kind of work."""
+        """One section per kind of task."""
         width = max(map(len, self.list_commands(ctx)))
         for title, commands in _SECTIONS.items():
             with formatter.section(title):
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def _show_what_takes_long() -> None:
-    """Tell a person who looks why the first command on a machine waits: it compiles kernels."""
+    """Tell an interactive user why the first command on a machine waits: it compiles kernels."""
     if sys.stderr.isatty():
         log = logging.getLogger("inference_session.kernels.machine_code")
         log.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""What computes the dense network of a version: which engine, how exactly."""
+"""The engine and precision that compute a version's dense network."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ ENGINE_SETTING = "dense_engine"
 
 
 class DenseSettings(NamedTuple):
-    """What a model's settings say of its dense network."""
+    """A model's settings for its dense network."""
 
     precision: str
     engine: str
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> DenseSettings:
-        """Those of a model, with defaults for what it does not set."""
+        """The settings of a model, with defaults for those not set."""
         default = SessionConfig()
         precision = settings.get(SETTING, default.dense_precision)
         return cls(str(precision), str(settings.get(ENGINE_SETTING, default.dense_engine)))
 
     @property
     def engine_name(self) -> str:
-        """What computes the network, for people."""
+        """What computes the network, as text for people."""
         if self.precision == "bfloat16":
             return "OpenVINO"
         return "TensorRT" if self.engine == "tensorrt" else "ONNX Runtime"
 
 
 def describe_dense_network(spec: ModelSpec, version_dir: Path) -> dict[str, Any] | None:
-    """Engine, precision, and for bfloat16 the matrix products that are computed so; None: there is no network."""
+    """Engine, precision, and for bfloat16 the matrix products computed in it; None: there is no network."""
     if not (version_dir / DENSE_FILE).exists():
         return None
     config = configured_session(spec, version_dir)

@@ -1,4 +1,4 @@
-"""Pages of one HTML file that needs no other, by day and by night, on a phone as well; Matplotlib's figures in them."""
+"""Self-contained HTML pages with Matplotlib figures, with light and dark colours, also for phones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FAINT = "#dde1e7"
-"""Of lines that only guide the eye."""
+"""Colour of guide lines."""
 _INK = "#1d2433"
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2433; --faint: #dde1e7; --paper: #ffffff; --alarm: #c1121f }
@@ -27,12 +27,12 @@ th:first-child, td:first-child, .word { text-align: left }
 .lead { font-size: 1.1rem } .chosen { font-weight: 600; color: var(--alarm) } .strong td { font-weight: 600 }
 summary { cursor: pointer }
 """
-# A browser is told to fetch nothing, whatever a name that got into the page may say.
+# The browser must fetch nothing, even if a name in the page contains markup.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def html_page(title: str, parts: Iterable[str]) -> str:
-    """A whole page of these parts, which are HTML."""
+    """A complete page of these HTML parts."""
     head = (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
@@ -43,19 +43,19 @@ def html_page(title: str, parts: Iterable[str]) -> str:
 
 
 def wide(content: str) -> str:
-    """What may be wider than a phone's screen, and is moved sideways there without the rest of the page."""
-    # With the keyboard as well, which needs a focus.
+    """Wraps content that may be wider than a phone's screen, so that it scrolls sideways on its own."""
+    # Scrolling by keyboard needs a focus.
     return f"<div class='wide' tabindex='0'>{content}</div>"
 
 
 def text(value: object) -> str:
-    """For HTML."""
+    """The text escaped for HTML."""
     return html.escape(str(value))
 
 
 @contextlib.contextmanager
 def page_colors() -> Iterator[None]:
-    """Within, figures are drawn in the page's colours, which `svg` has the page choose."""
+    """In this context figures are drawn in placeholder colours, which `svg` replaces by the page's."""
     import matplotlib as mpl
 
     inked = ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
@@ -65,7 +65,7 @@ def page_colors() -> Iterator[None]:
 
 
 def svg(figure: Figure) -> str:
-    """A figure as it goes into a page: no background, ink and guides of the page's own colours."""
+    """A figure as SVG for a page: no background, ink and guides in the page's colours."""
     written = io.StringIO()
     figure.savefig(written, format="svg", metadata={"Date": None}, transparent=True)
     drawn = written.getvalue()[written.getvalue().index("<svg") :]

@@ -1,4 +1,4 @@
-"""What `hotrow doctor` looks at: each check is a function that yields findings, and changes nothing on the machine."""
+"""The checks of `hotrow doctor`: each is a function that yields findings, and changes nothing on the machine."""
 
 from __future__ import annotations
 
@@ -61,16 +61,16 @@ _PACKAGES = {
     "openvino": ("openvino", "dense_precision bfloat16", ("bfloat16",)),
     "matplotlib": ("report", "`hotrow size --plot`", ()),
 }
-"""By module: the extra of hotrow that brings it, what it is for, and how values of settings begin that need it."""
+"""By module: hotrow's extra that installs it, its purpose, and prefixes of settings' values that need it."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     check: str
     level: Level
-    """`problem`: models will not be served. `warning`: they will, but something will go wrong or slowly."""
+    """`problem`: models will not be served. `warning`: they will, but something will fail or be slow."""
     message: str
     fix: str = ""
 
@@ -86,19 +86,19 @@ class Plan:
 
 
 class _Needs(NamedTuple):
-    """What a model needs of the machine."""
+    """What a model requires from the machine."""
 
     items: list[MemoryItem]
     urls: set[str]
-    """What its settings say, its secrets and all: not to be shown."""
-    tables: list[Path] = []  # noqa: RUF012  a default that nobody changes
-    """Files of vectors that are mapped."""
+    """The values of its settings, including secrets: never show them."""
+    tables: list[Path] = []  # noqa: RUF012  a default that is never changed
+    """Vector files that are memory-mapped."""
     dense: DenseSettings | None = None
     """None: it has no dense network."""
 
 
 def examine(plan: Plan) -> Iterator[Finding]:
-    """All findings, in the order in which one would mend them; a check that may not look is a finding, too."""
+    """All findings, in the order in which to fix them; a check without permission is a finding, too."""
     checks = {
         "Python": _python(),
         "tritonserver": _server(),
@@ -158,7 +158,7 @@ def _server() -> Iterator[Finding]:
 
 
 def _try_to_start(installation: Installation) -> str:
-    """Have the server print its help; what went wrong, empty if nothing."""
+    """Have the server print its help; returns the error, empty if none."""
     with tempfile.TemporaryDirectory(prefix="hotrow-doctor-") as folder:
         try:
             result = subprocess.run(
@@ -224,7 +224,7 @@ def _network_on_gpu() -> Finding:
 
 
 def _cuda() -> Finding:
-    # In a process of its own: CUDA, once begun here, would hold the GPU's memory, and a broken one may crash.
+    # In a separate process: CUDA, once initialized here, would hold GPU memory, and a broken CUDA may crash.
     code = "import cupy; print(cupy.cuda.runtime.getDeviceCount(), int(cupy.arange(3).sum()))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     if result.returncode == 0:
@@ -287,7 +287,7 @@ def _limits() -> Iterator[Finding]:
 
 
 def _kernel_cache() -> Iterator[Finding]:
-    """Where Numba keeps machine code, as it chooses (docs/reference/settings.md, NUMBA_CACHE_DIR)."""
+    """The folder that Numba chooses for machine code (docs/reference/settings.md, NUMBA_CACHE_DIR)."""
     from inference_session import kernels
     from inference_session.kernels.machine_code import open_to_others
 
@@ -313,7 +313,7 @@ def _kernel_cache() -> Iterator[Finding]:
 
 
 def _may_write(folder: Path) -> bool:
-    """Whether files can be made there, or the folder itself."""
+    """Whether files in the folder, or the folder itself, can be created."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return _may(folder, os.W_OK | os.X_OK)
@@ -342,7 +342,7 @@ def _repository(repository: Path) -> Iterator[Finding]:
 def _permissions(repository: Path) -> Iterator[Finding]:
     paths = [repository, *repository.rglob("*")]
     closed = [path for path in paths if not _may(path, os.R_OK | (os.X_OK if path.is_dir() else 0))]
-    # HugeCTR's own folders get none: what serves is a copy.
+    # HugeCTR's own folders get none: a copy is served.
     keys = [path for path in paths if path.name == KEY_FILE and path.parent.parent.name == TABLES_FOLDER]
     tables = [path.parent for path in keys if not (path.parent / INDEX_FILE).exists()]
     unwritable = [folder for folder in tables if not _may(folder, os.W_OK)]
@@ -360,7 +360,7 @@ def _permissions(repository: Path) -> Iterator[Finding]:
 
 
 def _large_pages(tables: list[Path]) -> Iterator[Finding]:
-    """How much of the tables is mapped in pages of 2 MiB: look-ups at random places are up to half as fast again."""
+    """How much of the tables is mapped in pages of 2 MiB: they make random look-ups up to 1.5 times as fast."""
     known = {path: fraction for path in tables if (fraction := large_page_fraction(path)) is not None}
     if not known:
         return
@@ -413,7 +413,7 @@ def _memory(items: list[MemoryItem]) -> Finding:
 
 
 def _needs(repository: Path, model: ServableModel) -> _Needs:
-    """Of its highest version; nothing where another backend serves it."""
+    """The needs of its highest version; nothing if another backend serves it."""
     folder = repository / model.name
     parameters = ModelConfig.read(folder / CONFIG_FILE).parameters
     if backend := in_place_backend(model.backend):
@@ -430,7 +430,7 @@ def _needs(repository: Path, model: ServableModel) -> _Needs:
 
 
 def _needs_in_place(found: InPlaceModel) -> _Needs:
-    """Of HugeCTR's files, which are only looked for: what a load makes of them takes about as much."""
+    """The needs of HugeCTR's files, from their sizes: what a load makes of them takes about as much."""
     settings = found.ps_json.session_settings(found.model) | dict(found.session_settings)
     sources = found.model.sparse_files
     files = [Path(source, name) for source in sources if not is_url(source) for name in (KEY_FILE, VECTOR_FILE)]

@@ -18,7 +18,7 @@ _READING_ONLY = {
     "refresh_interval_s": "0",
     "store_timeout_ms": "30000",
 }
-"""Settings of a session that leaves the stores as they are."""
+"""Settings of a session that does not change the stores."""
 
 
 @click.command()

@@ -67,17 +67,17 @@ def command(model: str, brokers: str, source: str, repository: Path, address: Se
 
 
 class _Follower:
-    """Has announced versions served, one after the other."""
+    """Loads announced versions into the server, one after the other."""
 
     def __init__(self, announcements: Announcements, serve: Callable[[int], None]) -> None:
         self._announcements = announcements
         self._serve = serve
         self._announced: int | None = None
-        """Still to be served."""
+        """Versions still to be served."""
         self._failure = ""
 
     def step(self) -> None:
-        """Serve what has been announced. What goes wrong is told once."""
+        """Serve what has been announced. Each error is reported once."""
         try:
             self._announced = self._announcements.newest(_WAIT_S) or self._announced
             if self._announced is not None:
@@ -87,13 +87,13 @@ class _Follower:
             if str(error) != self._failure:
                 click.echo(f"hotrow: {error}", err=True)
             self._failure = str(error)
-            if isinstance(error, RemoteError):  # the server has said no, and would again
+            if isinstance(error, RemoteError):  # the server has rejected it, and would again
                 self._announced = None
             time.sleep(_RETRY_S)
 
 
 def _serve(model: str, version: int, source: str, repository: Path, address: ServerAddress) -> None:
-    """Have the server serve a version, fetched if it is not there."""
+    """Load a version into the server; fetch it first if the repository lacks it."""
     begin = time.perf_counter()
     target = repository / model / str(version)
     if not target.exists():

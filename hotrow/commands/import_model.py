@@ -15,7 +15,7 @@ from triton_backend.repository.model_config import MAX_BATCH_SIZE
 
 
 class FileOrUrl(click.Path):
-    """A file of this machine that exists, or a URL as it is."""
+    """An existing file on this machine, or an unchanged URL."""
 
     def __init__(self) -> None:
         super().__init__(exists=True, dir_okay=False)

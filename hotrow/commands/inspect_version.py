@@ -1,4 +1,4 @@
-"""`hotrow inspect`: what a version directory holds, or a store."""
+"""`hotrow inspect`: what a version directory or a store holds."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from inference_session.urls.store_url import StoreUrl
 from inference_session.version_directory import manifest
 
 _NUMBERS_WIDTH = 80
-"""Columns that are enough for everything in a line but a table's tag: programs that read it want it unbroken."""
+"""Columns enough for all of a line but a table's tag: programs that read the output need unbroken lines."""
 
 
 def _target(ctx: click.Context, parameter: click.Parameter, value: str) -> Path | StoreUrl:
     """A directory that exists, or a store's URL."""
-    if "://" in value or value.partition(":")[0] in URL_OPTIONS:  # a mistyped URL is not to be repeated in an error
+    if "://" in value or value.partition(":")[0] in URL_OPTIONS:  # an error must not repeat a mistyped URL
         return StoreUrl.parse(value)
     path: Path = click.Path(exists=True, file_okay=False, path_type=Path).convert(value, parameter, ctx)
     return path
@@ -104,7 +104,7 @@ def _check_files(version_dir: Path, *, checksums: bool) -> None:
 
 
 def _check_indexes(version_dir: Path, spec: ModelSpec) -> None:
-    """Compare index files, which the manifest does not list because a missing one is built anew, with their keys."""
+    """Compare index files with their keys; the manifest does not list them, as a missing one is rebuilt."""
     # Imported here because Numba comes with them, which takes a second.
     from inference_session.tables.table_file import TableFile
 
@@ -155,7 +155,7 @@ def _tensor(tensor: TensorSpec) -> dict[str, Any]:
 
 
 def _ranking(ranking: RankingSpec | None) -> dict[str, Any] | None:
-    """What of a candidate's cost is paid once per context."""
+    """Which of a candidate's costs are paid once per context."""
     if ranking is None:
         return None
     return {

@@ -47,7 +47,7 @@ def command(model: str, version: int | None, beside: bool, address: ServerAddres
 
 
 def _report(server: RemoteServer, model: str, version: int | None, before: list[int]) -> None:
-    """Say what is true now; an error unless the version asked for is ready."""
+    """Print the current state; an error unless the requested version is ready."""
     ready = server.ready_versions(model)
     if not ready or (version is not None and version not in ready):
         found = ", ".join(map(str, ready)) or "none"

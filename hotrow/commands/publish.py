@@ -97,7 +97,7 @@ def _difference(new: Table, old: Table) -> _Source:
 
 
 def _publish(source: _Source, publisher: Publisher) -> tuple[int, int]:
-    """Publish one table; returns the rows inserted and deleted."""
+    """Publish one table; returns the numbers of rows inserted and deleted."""
     inserted = deleted = 0
     folder = source.table.spec.folder
     with row_progress(f"Publishing {folder}", source.num_rows) as progress:

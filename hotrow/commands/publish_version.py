@@ -70,7 +70,7 @@ def command(folder: Path, name: str, repository: Path, version: int | None, max_
 
 
 def _report_memory(report: PublishReport) -> None:
-    """What a swap will take on a machine like this one, as long as both versions are loaded."""
+    """The memory of a swap on a machine like this one, while both versions are loaded."""
     from inference_session.sizing.memory import bytes_in, memory_items
 
     cache_bytes = configured_cache_bytes(report.spec, report.version_dir)

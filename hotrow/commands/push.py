@@ -22,7 +22,7 @@ _TIMEOUT_MS = 30_000
 
 
 def _version_dir(ctx: click.Context, parameter: click.Parameter, value: str) -> Path:
-    if "://" in value:  # not to be repeated in an error: it may hold a password
+    if "://" in value:  # errors must not repeat it: it may contain a password
         raise click.BadParameter("expected a directory, found a URL; give the store with --to")
     path: Path = click.Path(exists=True, file_okay=False, path_type=Path).convert(value, parameter, ctx)
     return path

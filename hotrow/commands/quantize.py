@@ -1,4 +1,4 @@
-"""`hotrow quantize`: a version again, with tables in float16 or int8."""
+"""`hotrow quantize`: a copy of a version with tables in float16 or int8."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def command(
     if output is None and not version_dir.name.isdecimal():
         raise click.UsageError(f"{version_dir} is not a numbered version of a model; give --output")
     target = output.absolute() if output else version_dir.parent / str(next_version(version_dir.parent))
-    # What these import takes seconds to load.
+    # These imports take seconds.
     from hotrow.answer_quality import compare
     from inference_session.version_directory.quantizing import quantize_version
 

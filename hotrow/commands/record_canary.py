@@ -30,7 +30,7 @@ def command(version_dir: Path, requests: Path, target: Path) -> None:
     from inference_session.requests.canary import read_arrays, record_canary
 
     inputs = read_arrays(requests)
-    # Without the setting: a file that is to be recorded anew must not stand in its own way.
+    # Without the setting: an existing canary file must not prevent its own replacement.
     with InferenceSession.open(version_dir, canary_requests="") as session:
         record_canary(session.run, inputs, target)
         click.echo(f"{target}: one request and {len(session.spec.outputs)} outputs recorded from {version_dir}")

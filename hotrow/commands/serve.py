@@ -136,7 +136,7 @@ def _enter_repository(stack: ExitStack, repository: str, models: Sequence[str]) 
 
 
 def _interrupt(number: int, frame: object) -> None:
-    """Stop, once: a second signal does not disturb the stop, which ends by itself."""
+    """Stop, once: a second signal does not interrupt the stop, which ends by itself."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""`hotrow size`: the memory that a model needs, and the cache that its keys deserve."""
+"""`hotrow size`: the memory that a model needs, and the cache size that suits its keys."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 class _Bytes(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic from click 8.3 on
-    """A whole number, or one of KiB, MiB, GiB, TiB."""
+    """A whole number, or a number with KiB, MiB, GiB or TiB."""
 
     name = "bytes"
 
@@ -155,7 +155,7 @@ def command(
 def _memory(
     directory: Path, cache_bytes: int | None, processes: int, devices: int, shard: Shard | None
 ) -> tuple[ModelSpec, Path, int, list[MemoryItem], dict[str, Place]]:
-    """The model, its version as it was named, the size of its cache, what needs memory, where tables lie on GPUs."""
+    """The model, its version as named, its cache size, what needs memory, and the GPU placement of tables."""
     from hotrow.served_version import served_version
     from inference_session.device.placement import places_of
     from inference_session.sizing.memory import memory_items
@@ -187,7 +187,7 @@ def _memory(
 
 
 def _check_plots(plots: Iterable[Path]) -> None:
-    """Before the work is done, that the files can be written."""
+    """Check before the work that the files can be written."""
     for plot in plots:
         if plot.suffix not in (".png", ".html"):
             raise click.BadParameter(f"{str(plot)!r} must end in .png or .html", param_hint="'--plot'")

@@ -1,4 +1,4 @@
-"""`hotrow smoke-test`: recorded requests to a version that does not serve yet."""
+"""`hotrow smoke-test`: sends recorded requests to a version that does not serve yet."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def command(
 def _test(
     server: RemoteServer, model: str, request: RecordedRequest, version: int, other: int | None, where: str
 ) -> float:
-    """How far the answers of the two versions differ; RemoteError where one is an error or no number."""
+    """How much the answers of the two versions differ; RemoteError if one is an error or no number."""
     try:
         answer = server.ask(model, request.inputs, version=version, datatypes=request.datatypes)
         old = server.ask(model, request.inputs, version=other, datatypes=request.datatypes) if other else answer

@@ -1,4 +1,4 @@
-"""`hotrow top`: what a running server does, as it does it."""
+"""`hotrow top`: shows live what a running server does."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def command(metrics_url: str, address: ServerAddress | None, interval: float, on
     if "://" not in metrics_url:
         metrics_url = f"http://{metrics_url}"
     view = TopView(metrics_url)
-    # The terminal's Ctrl-C is how one leaves; a reader that has seen enough closes the pipe.
+    # The user leaves with Ctrl-C; a reader of a pipe closes it.
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError), _index(address) as index:
         if once:
             _print_once(view, metrics_url, index, interval)
@@ -59,7 +59,7 @@ def command(metrics_url: str, address: ServerAddress | None, interval: float, on
 
 
 class _RepositoryIndex:
-    """Asks a server which versions it has, over gRPC; without one there is nothing to say."""
+    """Asks a server over gRPC which versions it has; without a gRPC address it returns nothing."""
 
     def __init__(self, server: RemoteServer | None) -> None:
         self._server = server
@@ -83,7 +83,7 @@ def _index(address: ServerAddress | None) -> Iterator[_RepositoryIndex]:
 
 
 def _look(view: TopView, metrics_url: str, index: _RepositoryIndex) -> None:
-    """One look at the server, whatever comes of it."""
+    """Query the server once; failures are shown as well."""
     try:
         view.add(MetricsPage.fetch(metrics_url, timeout_s=_TIMEOUT_S), index.states())
     except (OSError, ValueError) as error:
@@ -92,7 +92,7 @@ def _look(view: TopView, metrics_url: str, index: _RepositoryIndex) -> None:
 
 def _watch(view: TopView, metrics_url: str, index: _RepositoryIndex, interval: float) -> None:
     console = Console()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the terminal is left as it was
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # restores the terminal
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             _look(view, metrics_url, index)

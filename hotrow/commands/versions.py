@@ -1,4 +1,4 @@
-"""`hotrow versions`: which versions of a model a server has, and which of them serves."""
+"""`hotrow versions`: which versions of a model a server has, and which one serves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inference_session.errors import UnavailableError
 from triton_backend.client.server import RemoteError, RemoteServer, VersionState
 
 _LEAST_WIDTH = 8
-"""Of the column of numbers, which may be dates."""
+"""Width of the column of version numbers, which may be dates."""
 
 
 @click.command()

@@ -40,7 +40,7 @@ class Installation:
     stub: Path
     """The stub program for this Python version."""
     library_directories: tuple[Path, ...]
-    """To be put on LD_LIBRARY_PATH."""
+    """For LD_LIBRARY_PATH."""
 
     def prepare(self, folder: Path) -> Path:
         """Lay out a backend directory below `folder`: the server's backends and ours; returns it."""
@@ -50,7 +50,7 @@ class Installation:
         for backend in self.backends.iterdir():
             if backend.is_dir() and backend.name not in ("python", *(path.name for path in ours)):
                 (directory / backend.name).symlink_to(backend)
-        # Copies, because Triton refuses the files of a Python-based backend that are links out of its folder.
+        # Copies, because Triton refuses files of a Python-based backend that are links to outside its folder.
         python = directory / "python"
         shutil.copytree(self.backends / "python", python, ignore=shutil.ignore_patterns(STUB, "__pycache__"))
         shutil.copy2(self.stub, python / STUB)
@@ -66,10 +66,10 @@ class Installation:
         libraries = [str(path) for path in self.library_directories]
         environment["LD_LIBRARY_PATH"] = _joined(*libraries, environment.get("LD_LIBRARY_PATH", ""))
         environment["PATH"] = _joined(str(_python3_folder(folder)), environment.get("PATH", os.defpath))
-        # Byte code written into a version directory would make Triton reload it.
+        # Bytecode written into a version directory would make Triton reload it.
         environment["PYTHONDONTWRITEBYTECODE"] = "1"
         environment["PYTHONUNBUFFERED"] = "1"
-        # The server runs in another folder than ours.
+        # The server's working directory is not ours.
         for name in ("HOTROW_PS_CONFIG", "HOTROW_CACHE_DIR"):
             if environment.get(name):
                 environment[name] = str(Path(environment[name]).absolute())
@@ -88,7 +88,7 @@ def find_installation() -> Installation:
     """The tritonserver of this machine: on PATH, in /opt/tritonserver, else in the nvidia-pytriton wheel.
 
     Raises:
-        ServerNotFoundError: none is there, or none for this Python version; the message says what to install.
+        ServerNotFoundError: none exists, or none for this Python version; the message says what to install.
     """
     found = shutil.which("tritonserver")
     executable = Path(found).resolve() if found else INSTALLED / "bin/tritonserver"
@@ -111,7 +111,7 @@ def _installed(executable: Path) -> Installation:
 
 
 def _from_wheel() -> Installation:
-    # find_spec of a top-level package does not import it: pytriton's own imports are of no use here.
+    # find_spec of a top-level package does not import it: pytriton's own imports are not needed here.
     spec = importlib.util.find_spec("pytriton")
     if spec is None or not spec.submodule_search_locations:
         raise ServerNotFoundError(
@@ -137,7 +137,7 @@ def _stub_versions(stub: Path) -> list[str]:
 
 
 def libpython_directory() -> Path:
-    """The folder of this Python's shared library, which the stub needs; ServerNotFoundError where there is none."""
+    """The folder of this Python's shared library, which the stub needs; ServerNotFoundError if it does not exist."""
     name = f"libpython{_PYTHON}.so.1.0"
     for directory in _library_candidates(name):
         if (directory / name).exists():
@@ -163,7 +163,7 @@ def _library_candidates(name: str) -> Iterator[Path]:
 
 
 def _python3_folder(folder: Path) -> Path:
-    """A folder whose `python3` is this interpreter: its own, else one made below `folder`."""
+    """A folder whose `python3` is this interpreter: the interpreter's own, else one made below `folder`."""
     own = Path(sys.executable).parent
     python3 = own / "python3"
     if python3.exists() and python3.resolve() == Path(sys.executable).resolve():

@@ -1,4 +1,4 @@
-"""What a tritonserver prints: shown to people, and read for the reason why it ended."""
+"""A tritonserver's output: shown to the user, and searched for the reason why the server ended."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _CRASH_SIGNALS = {str(int(s)) for s in (signal.SIGABRT, signal.SIGSEGV, signal.S
 _LOAD_FAILURE = re.compile(r"\"failed to load '(.+?)' version (\d+): (.*)\"$")
 _LOST_LOCK = "boost::interprocess::lock_exception"
 _NOISE = (
-    # Said on every machine without a GPU, and no error there.
+    # Logged on every machine without a GPU; not an error there.
     "CudaDriverHelper has not been initialized",
     "Failed to initialize NVML",
     "DCGM unable to start",
-    # Said of the weights that HugeCTR's users keep in a model's folder.
+    # Logged for the weights that HugeCTR's users keep in a model's folder.
     "ignore version directory",
-    # Said of a version of theirs that has been removed: its link goes a moment later (repository/view.py).
+    # Logged for a HugeCTR version that was removed: its link is removed a moment later (repository/view.py).
     "Failed to determine modification time for",
     # How a version that was chosen at run time is marked (client/server.py).
     "version 0 is specified for model",
-    # The end that we asked for.
+    # The shutdown that we requested.
     "Signal (15) received",
 )
 
@@ -37,9 +37,9 @@ class ServerLog:
 
     def __init__(self, stream: IO[bytes], *, verbose: bool) -> None:
         self.crashed = threading.Event()
-        """Set when the server says that a deadly signal reached it; it may linger afterwards."""
+        """Set when the server logs a fatal signal; its process may linger afterwards."""
         self.lost_lock = False
-        """Whether the server says that a lock it shares with a backend process was lost with that process."""
+        """Whether the server logs that a lock shared with a backend process was lost with that process."""
         self._verbose = verbose
         self._last_lines: deque[str] = deque(maxlen=20)
         self._starting = True
@@ -49,15 +49,15 @@ class ServerLog:
         self._thread.start()
 
     def server_is_ready(self) -> None:
-        """From now on failed loads are shown; while starting they are the reason that the start ends with."""
+        """From now on show failed loads; during the start they become the reason of its failure."""
         self._starting = False
 
     def finish(self) -> None:
-        """Wait for the last lines of a server that has ended; not for ever, as its stubs may live on."""
+        """Wait for the last lines of a server that has ended, with a time limit: its stubs may live on."""
         self._thread.join(timeout=5)
 
     def reason(self) -> str:
-        """Why the server ended, in its own words."""
+        """Why the server ended, quoted from its log."""
         self.finish()
         failures = self._load_failures or self._errors
         return "\n".join(dict.fromkeys(failures)) or "its last lines:\n" + "\n".join(self._last_lines)
@@ -69,7 +69,7 @@ class ServerLog:
                 self._last_lines.append(line)
                 self._note(line)
                 if self._verbose or not self._is_noise(line):
-                    # Where nobody reads our stderr any more, the server's pipe still has to be emptied.
+                    # If our stderr is closed, the server's pipe still has to be emptied.
                     with contextlib.suppress(OSError, ValueError):
                         print(line, file=sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""Ports, tried before a server is started: it would find a taken one only after loading its models."""
+"""Checks ports before a server is started: it would notice a taken one only after loading its models."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from inference_session.errors import ConfigurationError
 
 
 def resolve_ports(wanted: Mapping[str, tuple[str, int]]) -> dict[str, int]:
-    """The ports of hosts and ports by the name of their flag, 0 resolved to a free one.
+    """The ports by the name of their flag, 0 resolved to a free one.
 
     Raises:
-        ConfigurationError: one is taken, by somebody else or by another of these; the message names it.
+        ConfigurationError: one is taken, by another program or by another of these; the message names it.
     """
     with contextlib.ExitStack() as stack:  # all are held until the last one is known, so that no two are the same
         return {flag: _listen(stack, host, port, flag) for flag, (host, port) in wanted.items()}

@@ -1,4 +1,4 @@
-"""A child process and all that it starts: a group that is ended as a whole."""
+"""A child process and its descendants: a process group that is ended as a whole."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _PR_SET_CHILD_SUBREAPER = 36
 def adopt_orphans() -> None:
     """Become the parent of processes that our children start and leave behind.
 
-    Somebody has to wait for them, or they stay zombies. In a container nobody else does: `hotrow serve` is process 1.
+    Some process has to wait for them, or they stay zombies. In a container it is `hotrow serve`, process 1.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def end_group(leader: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of the group that a child leads, and wait until it is gone."""
+    """Kill the rest of the group that a child leads, and wait until it is gone."""
     deadline = time.monotonic() + _PATIENCE_S
     with contextlib.suppress(ProcessLookupError):
         while time.monotonic() < deadline:
@@ -33,7 +33,7 @@ def end_group(leader: subprocess.Popen[bytes]) -> None:
 
 
 def reap_orphans(leader: subprocess.Popen[bytes]) -> None:
-    """Wait for those of the group that have ended and are our children. The leader's end is left to `leader`."""
+    """Reap our children in the group that have ended. The leader is reaped through `leader`."""
     leader.poll()
     with contextlib.suppress(ChildProcessError):
         while ended := os.waitid(os.P_PGID, leader.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):

@@ -1,13 +1,13 @@
 """A tritonserver as a child process: started with safe flags, watched, and stopped with nothing left behind.
 
-What the server does not do by itself, and is done here:
+This module works around what the server does not do:
 * it finds a taken port only after it has loaded its models; the ports are tried first;
 * a client's idle HTTP connection keeps it from unloading on SIGTERM, so models are unloaded before it is told to end;
 * killed, it leaves its stub processes and their shared memory: it runs in a process group of its own, and names its
-  shared memory by a prefix of its own, so that both can be found, by a reaper if we have been killed as well;
-* after a crash it can linger with its ports open: its last words are watched for;
+  shared memory by a unique prefix, so that both can be found, by a reaper if we have been killed as well;
+* after a crash it can linger with its ports open: its log is watched for the crash message;
 * it does not notice that a stub is dead or hung: watchdog.py does;
-* requests of some kinds end it: with `--front`, nginx keeps them from it (front.py).
+* some kinds of requests crash it: with `--front`, nginx blocks them (front.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from triton_backend.repository.view import RepositoryView, has_gpu
 __all__ = ["ServerError", "ServerOptions", "TritonServer"]
 
 UNLOAD_TIMEOUT_S = 12.0
-"""How long a stop waits for requests under way and for models to close."""
+"""How long a stop waits for requests in flight and for models to close."""
 HANG_UP_TIMEOUT_S = 2.0
 """How long a server without models may take to end. One that waits for clients to hang up, or has failed to load a
 model, would take all of EXIT_TIMEOUT_S, and then give up."""
@@ -79,7 +79,7 @@ class TritonServer:
         cleanup: contextlib.ExitStack,
     ) -> None:
         self.options = options
-        """As asked, the ports resolved."""
+        """The options as given, with resolved ports."""
         self._command = command
         self._cleanup = cleanup
         self._process = command.start(models)
@@ -120,7 +120,7 @@ class TritonServer:
             if server._front is not None:
                 cleanup.callback(server._front.stop)
                 server._front.start()
-            server._watchdog.look()  # before anybody learns that it serves: what is lost from now on is missed
+            server._watchdog.look()  # before the server is announced as ready: processes lost from now on are noticed
             server._cleanup = cleanup.pop_all()
             return server
 
@@ -146,14 +146,14 @@ class TritonServer:
 
     @property
     def endpoints(self) -> dict[str, str]:
-        """Where it is served: `HTTP`, `gRPC`, `metrics`."""
+        """The addresses of `HTTP`, `gRPC` and `metrics`."""
         http, grpc, metrics = (
             _address(self.options.host_of(endpoint), self.options.port_of(endpoint)) for endpoint in get_args(Endpoint)
         )
         return {"HTTP": f"http://{http}", "gRPC": grpc, "metrics": f"http://{metrics}/metrics"}
 
     def served_versions(self) -> dict[str, list[int]]:
-        """The versions that answer, ascending, by model; of a folder's versions Triton serves the highest by itself."""
+        """The versions that answer, ascending, by model; by default Triton serves a folder's highest version."""
         served: dict[str, list[int]] = {}
         for entry in self._index():
             if entry.get("state") == "READY":
@@ -161,7 +161,7 @@ class TritonServer:
         return {name: sorted(served[name]) for name in sorted(served)}
 
     def wait(self) -> None:
-        """Look after the backend processes. Return never, unless the server ends by itself: ServerError says how."""
+        """Watch the backend processes. Never returns; ServerError says how the server ended by itself."""
         while True:
             if self._front is not None:
                 self._front.look()
@@ -177,16 +177,16 @@ class TritonServer:
             time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """Let requests under way end, unload the models, end the server and remove all it left. Idempotent.
+        """Finish requests in flight, unload the models, end the server and remove all that it left. Idempotent.
 
-        Takes as long as that needs, 25 seconds at most.
+        Takes at most 25 seconds.
         """
         with self._cleanup:
             if self._front is not None:
                 self._front.stop()
             if self._has_ended():
                 return
-            # Its HTTP endpoint may be switched off: then it unloads on SIGTERM.
+            # If its HTTP endpoint is off, it unloads on SIGTERM.
             patience_s = EXIT_TIMEOUT_S + 2.0
             with contextlib.suppress(OSError, HTTPException):
                 if self._unload_models():
@@ -228,7 +228,7 @@ class TritonServer:
         self._await_ready()
 
     def _end(self) -> None:
-        """Kill what is left of the server and its stubs, and remove what they shared."""
+        """Kill the rest of the server and its stubs, and remove their shared memory."""
         end_group(self._process)
         remove_shared_memory(self._command.memory_prefix)
 
@@ -249,7 +249,7 @@ class TritonServer:
         return f"tritonserver {how}: {self._log.reason()}"
 
     def _unload_models(self) -> bool:
-        """Unload all models; returns whether in time their requests were answered and they were closed."""
+        """Unload all models; returns whether all requests were answered and all models closed in time."""
         deadline = time.monotonic() + UNLOAD_TIMEOUT_S
         for name in self._loaded_models():
             path = f"v2/repository/models/{quote(name, safe='')}/unload"
@@ -263,14 +263,14 @@ class TritonServer:
         return {entry["name"] for entry in self._index() if entry.get("state", "UNAVAILABLE") != "UNAVAILABLE"}
 
     def _index(self) -> list[dict[str, str]]:
-        """What the server says of each version that it knows of, and of each model without any."""
+        """The server's entry for each version that it knows, and for each model without a version."""
         index: list[dict[str, str]] = json.loads(self.request("POST", "v2/repository/index"))
         return index
 
     def load(self, model: str, config: Mapping[str, Any]) -> None:
         """Load a model with a configuration, however long it takes; HotrowError or OSError where that fails.
 
-        Over gRPC where that is possible: over HTTP other clients of the server would have to wait.
+        Over gRPC if possible: over HTTP other clients of the server would have to wait.
         """
         if importlib.util.find_spec("tritonclient") and importlib.util.find_spec("grpc"):
             try:
@@ -278,7 +278,7 @@ class TritonServer:
                     return server.load_with(model, config)
             except (UnavailableError, ConfigurationError):
                 if self.options.own_tls is None:
-                    raise  # else the authority of the clients may not be the server's own, or the certificate is old
+                    raise  # else the clients' authority may differ from the server's, or the certificate is outdated
         body = json.dumps({"parameters": {"config": json.dumps(config)}}).encode()
         self.request("POST", f"v2/repository/models/{quote(model, safe='')}/load", body, timeout=LOAD_TIMEOUT_S)
         return None
@@ -307,7 +307,7 @@ class TritonServer:
         return RemoteServer(self._own_address("grpc"), restricted_key=self.options.restricted_key, tls=tls)
 
     def _own_address(self, endpoint: Endpoint) -> str:
-        everywhere = {"0.0.0.0": THIS_MACHINE, "::": "::1"}  # noqa: S104  addresses to listen on, none to ask
+        everywhere = {"0.0.0.0": THIS_MACHINE, "::": "::1"}  # noqa: S104  addresses to listen on, not to connect to
         host, port = self.options.listens_at(endpoint)
         return _address(everywhere.get(host, host), port)
 
@@ -317,11 +317,11 @@ def _address(host: str, port: int) -> str:
 
 
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Goes to our own server, whatever proxy the environment names."""
+"""Connects to our own server directly, ignoring proxies of the environment."""
 
 
 def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder for what the server is made of; ConfigurationError where it could not be started from there."""
+    """A folder for the server's files; ConfigurationError if the server could not be started from there."""
     if not is_plain(tempfile.gettempdir()):
         raise ConfigurationError(
             f"{tempfile.gettempdir()!r}, for temporary files: Triton starts processes through a shell, which would "
@@ -332,7 +332,7 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 @contextlib.contextmanager
 def _adapted(repository: Path, folder: Path) -> Iterator[Path]:
-    """A view of the repository with config.pbtxt of HugeCTR's users such as this server takes them."""
+    """A view of the repository in which HugeCTR users' config.pbtxt is rewritten for this server."""
     with RepositoryView.followed(repository, folder, has_gpu=has_gpu()) as view:
         if view.moved_to_cpu:
             names = ", ".join(sorted(view.moved_to_cpu))
@@ -342,10 +342,10 @@ def _adapted(repository: Path, folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _reaper(memory_prefix: str, folder: Path) -> Iterator[None]:
-    """Have somebody clear up after us, should we be killed."""
+    """Start a reaper that cleans up if we are killed."""
     program = [sys.executable, "-I", "-S", reaper.__file__]
     with subprocess.Popen(program, stdin=subprocess.PIPE, cwd="/", text=True, start_new_session=True) as process:
-        assert process.stdin is not None  # noqa: S101  a PIPE was asked for
+        assert process.stdin is not None  # noqa: S101  it was opened as a PIPE
         process.stdin.write(json.dumps({"memory_prefix": memory_prefix, "folder": str(folder)}) + "\n")
         process.stdin.flush()
         try:

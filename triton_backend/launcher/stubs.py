@@ -1,7 +1,7 @@
 """The backend processes of a server, as /proc shows them.
 
 Each instance of a Python model is a process, a *stub*. Triton reaps a stub that it has ended itself; one that died
-otherwise stays a zombie as long as the server runs, which is how it is told that it was not meant to end.
+otherwise stays a zombie as long as the server runs: that shows that its end was not intended.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 from triton_backend.launcher.reaper import SHARED_MEMORY
 
 STUB_NAME = "triton_python_b"
-"""Of the program triton_python_backend_stub, as far as the kernel keeps names."""
+"""The name of triton_python_backend_stub, truncated as the kernel does."""
 
 
 @dataclass(frozen=True)
 class Stub:
-    """A backend process: which model's, and which of its versions."""
+    """A backend process, with its model and version."""
 
     pid: int
     model: str
@@ -31,7 +31,7 @@ class Stub:
 
 
 def children(server: int) -> list[int]:
-    """Processes that a server has started, whichever of its threads did."""
+    """Processes that any thread of a server has started."""
     found: list[int] = []
     with suppress(OSError):
         for task in Path(f"/proc/{server}/task").iterdir():
@@ -49,7 +49,7 @@ def state(pid: int) -> str:
 
 
 def identify(pid: int) -> Stub | None:
-    """Whose a stub is, by its arguments: <repository>/<model>/<version>/model.py, the name of its memory, …"""
+    """A stub's model and version, by its arguments: <repository>/<model>/<version>/model.py, its memory's name, …"""
     with suppress(OSError, ValueError, IndexError):
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
         code = Path(arguments[1])

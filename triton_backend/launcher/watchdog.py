@@ -1,15 +1,15 @@
-"""Notices backend processes that are dead or hung, which the server does not, and has their models loaded anew.
+"""Detects dead and hung backend processes, which the server does not, and has their models loaded again.
 
-dead      a zombie child of the server (stubs.py) for `DEAD_S`: one that is unloaded is a zombie for a moment as well
+dead      a zombie child of the server (stubs.py) for `DEAD_S`: an unloaded one is also a zombie for a moment
 stopped   seen in state T for `STOPPED_S`
 hung      has not beaten for `SILENT_S` (heartbeat.py), and its version does not answer a request either: silence alone
           may be a long computation that holds the interpreter
 
-The model is loaded with the configuration that it has, plus how often that has been needed: a difference that makes
-Triton load it afresh, beside what is there, and tells the new process what to report. The versions stay those that were
-ready, or become those of a load that was under way; what somebody unloads meanwhile stays unloaded. A hung process is
-killed once the new one serves, which ends its requests with an error. Where that takes the server down, as it shares
-locks with the process, the server is started again, on the same ports with the same versions.
+The model is loaded with its current configuration plus the count of such reloads. The change makes Triton load a new
+instance next to the old one, and gives the new process the count to report. The versions stay those that were ready, or
+become those of a load in progress; a version that a client unloads meanwhile stays unloaded. A hung process is killed
+once the new one serves, which ends its requests with an error. If that takes the server down, because it shares locks
+with the process, the server is started again, on the same ports with the same versions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from triton_backend.repository.servable import is_version
 
 POLL_S = 0.25
 OBSERVE_S = 2.0
-"""How often the server is asked what it serves while no process of it comes or goes; else it is every `POLL_S`."""
+"""How often the server is asked what it serves while its processes stay the same; else every `POLL_S`."""
 DEAD_S = 1.5
 STOPPED_S = 2.0
 SUSPICIOUS_S = 4.0
@@ -51,7 +51,7 @@ SILENT_S = 15.0
 PROBE_S = 10.0
 RETRY_S = (1.0, 2.0, 5.0, 15.0, 30.0)
 RECENT_S = 60.0
-"""A crash of the server this soon after a backend process was lost is put down to that."""
+"""A server crash this soon after the loss of a backend process is attributed to the loss."""
 
 
 class Server(Protocol):
@@ -62,7 +62,7 @@ class Server(Protocol):
 
     @property
     def repository(self) -> Path:
-        """As the server sees it."""
+        """The repository as the server sees it."""
 
     @property
     def heartbeats(self) -> Path:
@@ -83,41 +83,41 @@ class Server(Protocol):
 
 @dataclass(frozen=True)
 class LoadedVersions:
-    """What is served of a model: enough to load it again as it was."""
+    """What is served of a model: enough to load it again unchanged."""
 
     versions: tuple[int, ...]
     config: Mapping[str, Any]
 
 
 class Watchdog:
-    """Looks after the backend processes of one server. `look` has to be called every `POLL_S`."""
+    """Watches the backend processes of one server. `look` has to be called every `POLL_S`."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
         self._stubs: dict[int, Stub] = {}
         self._present: list[int] = []
-        """The children of the server when last looked."""
+        """The children of the server at the last look."""
         self._lost: set[int] = set()
-        """Those that were found dead or hung; each is dealt with once."""
+        """Processes that were found dead or hung; each is handled once."""
         self._replaced: defaultdict[str, list[Stub]] = defaultdict(list)
-        """By model: those to be ended once it has been loaded again."""
+        """By model: processes to end once the model has been loaded again."""
         self._since: dict[int, tuple[str, float]] = {}
-        """The state of each, and when it was first seen in it."""
+        """The state of each process, and when it was first seen in that state."""
         self._suspected: set[int] = set()
         self._examined: set[int] = set()
         self._loaded: dict[str, LoadedVersions] = {}
         self._loading: set[str] = set()
-        """Models of which a version was being loaded when last looked."""
+        """Models of which a version was being loaded at the last look."""
         self._missing: set[str] = set()
-        """Models that the server has not got since it was started anew."""
+        """Models that have not been loaded since the server was started again."""
         self._restarts: Counter[str] = Counter()
         self._healing: dict[str, threading.Thread] = {}
         self._observed_at = self._lost_at = -RECENT_S
 
     def look(self) -> None:
-        """Look at every backend process once, and start what has to be done about it."""
+        """Check every backend process once, and start the necessary actions."""
         present = stubs.children(self._server.pid)
-        # Processes come and go with loads: what they have changed is to be known before the server can go down.
+        # Loads start and end processes: note what they changed before the server can go down.
         is_changing = bool(self._loading) or present != self._present
         self._present = present
         if is_changing or time.monotonic() - self._observed_at > OBSERVE_S:
@@ -137,11 +137,11 @@ class Watchdog:
         return time.monotonic() - self._lost_at < RECENT_S
 
     def lose_all(self) -> None:
-        """The server is gone, and what was loaded with it: `reload_all` brings it back into the next one."""
+        """The server and its loaded models are gone: `reload_all` loads them into the next server."""
         self._missing = set(self._loaded)
 
     def reload_all(self) -> None:
-        """Load again what was loaded, into a server that has been started anew."""
+        """Load the previous models into a server that has been started again."""
         for of in (self._stubs, self._since, self._lost, self._replaced, self._healing):
             of.clear()
         for model in self._missing.copy():
@@ -164,7 +164,7 @@ class Watchdog:
         return time.monotonic() - self._since[stub.pid][1]
 
     def _is_silent(self, stub: Stub) -> bool:
-        """Whether it has been silent so long that it has to be examined, if it is not already."""
+        """Whether it has been silent long enough to be examined, and is not being examined yet."""
         beat = heartbeat.last_beat(self._server.heartbeats, stub.pid)
         silence_s = 0.0 if beat is None else time.monotonic() - beat
         if silence_s < SUSPICIOUS_S:
@@ -197,11 +197,11 @@ class Watchdog:
         if loaded and stub.version in loaded.versions:
             self._replaced[stub.model].append(stub)
             self._heal(stub.model)
-        else:  # it was being loaded or unloaded, which has to come to an end
+        else:  # it was being loaded or unloaded, which has to finish first
             _end(stub)
 
     def _heal(self, model: str) -> None:
-        """Load a model again, in a thread, as loads may take long."""
+        """Load a model again, in a thread, because loads may take long."""
         self._restarts[model] += 1
         if (thread := self._healing.get(model)) is None or not thread.is_alive():
             self._healing[model] = threading.Thread(
@@ -229,10 +229,10 @@ class Watchdog:
     def _load_once(self, model: str, number: int) -> None:
         self._await_loads_of_others(model)
         if (loaded := self._loaded.get(model)) is None:
-            return  # somebody has unloaded it
+            return  # a client has unloaded it
         lost = {stub.version for stub in self._replaced[model]}
         if lost and lost.isdisjoint(loaded.versions):
-            return  # somebody has put another version in its place meanwhile
+            return  # a client has loaded another version meanwhile
         config = with_versions(loaded.config, loaded.versions)
         config["parameters"] = {**config.get("parameters", {}), RESTARTS_PARAMETER: {"string_value": str(number)}}
         self._server.load(model, config)
@@ -240,18 +240,18 @@ class Watchdog:
         _let_newer_versions_be_noticed(self._server.repository / model, loaded.versions)
 
     def _await_loads_of_others(self, model: str) -> None:
-        """Let loads end that are under way: the server would do so too, and what they load is what is wanted."""
+        """Wait for loads in progress: the server would too, and what they load is wanted."""
         self._observe()
         while model in self._loading:
             time.sleep(POLL_S)
             self._observe()
 
     def _observe(self, patience_s: float = OBSERVE_S) -> None:
-        """Note what is served. What cannot be learned now is left as it was."""
+        """Record what is served. What cannot be queried now keeps its recorded value."""
         self._observed_at = time.monotonic()
         with suppress(OSError, HTTPException):
             ready: dict[str, list[int]] = {}
-            # Before it is asked: what is loaded meanwhile is missing in its answer.
+            # Before the query: its answer lacks what is loaded meanwhile.
             missing = self._missing.copy()
             healing = {model for model, thread in list(self._healing.items()) if thread.is_alive()}
             index = json.loads(self._server.request("POST", "v2/repository/index", timeout=patience_s))
@@ -268,15 +268,15 @@ class Watchdog:
 
 
 def _end(stub: Stub) -> None:
-    """Kill it if it still lives, and remove the memory that nobody will."""
+    """Kill it if it still lives, and remove its shared memory, which no other process removes."""
     with suppress(ProcessLookupError):
         os.kill(stub.pid, signal.SIGKILL)
     stubs.remove_memory(stub)
 
 
 def _let_newer_versions_be_noticed(folder: Path, loaded: tuple[int, ...]) -> None:
-    """A load with a configuration of ours makes the server take all files older than it for known. Where there is a
-    version that has been published and not loaded, a later load without configuration has to find a change.
+    """After a load with our configuration the server treats all files older than the load as known. If a version has
+    been published and not loaded, a later load without configuration has to find a change.
     """
     with suppress(OSError):  # the repository may be read-only
         if any(is_version(path.name) and int(path.name) > max(loaded) for path in folder.iterdir()):
@@ -284,5 +284,5 @@ def _let_newer_versions_be_noticed(folder: Path, loaded: tuple[int, ...]) -> Non
 
 
 def _say(message: str) -> None:
-    with suppress(OSError, ValueError):  # nobody may read our stderr any more
+    with suppress(OSError, ValueError):  # our stderr may be closed
         print(f"hotrow: {message}", file=sys.stderr, flush=True)

@@ -1,14 +1,14 @@
-"""Versions chosen at run time, by the version policy of the configuration that a load brings with it.
+"""Versions chosen at run time, by the version policy of the configuration that a load carries.
 
-A policy of ours is told from one of config.pbtxt by version 0, which no model has, and which Triton passes over. Behind
-it stands the policy that the choice replaced, as numbers that no version has either, so that who gives the choice up
-finds it: config.pbtxt may be on another machine.
+Version 0 marks a policy as ours and not config.pbtxt's: no model has it, and Triton skips it. After it comes the policy
+that the choice replaced, encoded as numbers that no version has either. A client that cancels the choice reads it from
+there, as config.pbtxt may be on another machine.
 
     specific { versions: [7, 0, -5] }            version 7 is chosen; before, latest { num_versions: 2 }
     specific { versions: [7, 0, -2, -6, -8] }                       before, specific { versions: [3, 5] }
     specific { versions: [7, 0, -1] }                               before, all { }
 
-No number stands there twice: Triton believes that a version exists that it has just passed over.
+No number occurs twice: Triton believes that a version which it has just skipped exists.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 _MARK = 0
 _ALL, _SPECIFIC = -1, -2
 _OFFSET = 3
-"""Between a number and what stands for it, which is negative."""
+"""Offset between a number and its code, which is negative."""
 _NEWEST = {"latest": {"num_versions": 1}}
 
 
@@ -30,7 +30,7 @@ def with_versions(config: Mapping[str, Any], versions: Sequence[int]) -> dict[st
 
 
 def without_choice(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's configuration that chooses no version: the policy of its own."""
+    """A model's configuration that chooses no version: with its original policy."""
     policy = config.get("version_policy") or _NEWEST
     return {**config, "version_policy": _decoded(_named(config)) if is_chosen(config) else policy}
 
@@ -56,7 +56,7 @@ def _encoded(policy: Mapping[str, Any]) -> list[int]:
 
 
 def _decoded(versions: Sequence[int]) -> dict[str, Any]:
-    """The policy behind the mark; that of Triton itself where an earlier hotrow has left none."""
+    """The policy behind the mark; Triton's default if an earlier hotrow has recorded none."""
     left = versions[versions.index(_MARK) + 1 :]
     if not left:
         return dict(_NEWEST)

@@ -1,4 +1,4 @@
-"""A model folder as HugeCTR and HPS users have it: which files it is made of, and what its config.pbtxt says of them.
+"""A model folder as HugeCTR and HPS users have it: its files, and what its config.pbtxt says of them.
 
 <repository>/<model>/
   config.pbtxt        the user's own; its `parameters` name files and settings
@@ -49,15 +49,15 @@ class InPlaceModel:
     """What a model folder holds."""
 
     folder: Path
-    """The user's."""
+    """The user's model folder."""
     ps_json: PsJson
     model: PsModel
-    """As config.pbtxt changes what ps.json says."""
+    """From ps.json, as changed by config.pbtxt."""
     keep_rows_of: tuple[Path, ...]
     session_settings: Mapping[str, str]
     """hotrow's own settings in config.pbtxt."""
     statements: Mapping[str, str]
-    """What config.pbtxt says of the model, without effect on it."""
+    """Statements in config.pbtxt about the model that do not affect it."""
 
     @contextmanager
     def imported(self, version: int, progress: Progress | None = None) -> Iterator[Path]:
@@ -74,10 +74,10 @@ class InPlaceModel:
 
     @contextmanager
     def served_before(self, version: int) -> Iterator[Path]:
-        """What a version was made of when it was served last, whatever config.pbtxt names now.
+        """The files of a version when it was last served, regardless of what config.pbtxt names now.
 
         Raises:
-            ConfigurationError: it is not known any more.
+            ConfigurationError: they are no longer known.
         """
         with kept_import(self.model.name, self.folder, version) as version_dir:
             if version_dir is None:
@@ -98,7 +98,7 @@ def read_model_folder(
 ) -> InPlaceModel:
     """Read ps.json of a model, and apply the parameters of config.pbtxt to it.
 
-    Paths in ps.json count from its own folder, those in config.pbtxt from the model's.
+    Paths in ps.json are relative to its folder, those in config.pbtxt to the model's.
 
     Raises:
         ConfigurationError: there is no ps.json, it is wrong or has no such model, or a parameter is unknown.
@@ -106,7 +106,7 @@ def read_model_folder(
     folder = (folder / SOURCE_LINK).resolve() if (folder / SOURCE_LINK).exists() else folder
     settings = {item.name for item in fields(SessionConfig)} - _WITHOUT_EFFECT
     known = {*_FILES, *_FACTS, *_WITHOUT_EFFECT, *settings}
-    ours = {key: value for key, value in parameters.items() if not key.isupper()}  # capitals are Triton's own
+    ours = {key: value for key, value in parameters.items() if not key.isupper()}  # names in capitals are Triton's own
     for key in ours:
         if key not in known:
             raise ConfigurationError(f"config.pbtxt: unknown parameter {key!r}; known: {', '.join(sorted(known))}")
@@ -128,7 +128,7 @@ def in_place_backend(name: str) -> Backend | None:
 
 
 def contradictions(model: InPlaceModel, spec: ModelSpec, *, max_batch_size: int) -> list[str]:
-    """Statements in config.pbtxt that the model's own files contradict; the files hold."""
+    """Statements in config.pbtxt that the model's own files contradict; the files take precedence."""
     facts = {"mixed_precision": "false (computed in float32)"}
     if spec.takes_hugectr_requests:
         options = spec.layout_options

@@ -1,10 +1,10 @@
-"""A file that is brought up to date at the moment when somebody opens it.
+"""A file that is brought up to date at the moment when a process opens it.
 
-Linux lends files: while we hold a write lease, whoever opens the file is made to wait until we give it up. Nothing else
-makes a reader see what is true at the time of his reading, other than being the file system.
+It uses Linux's file leases: while we hold a write lease, a process that opens the file waits until we release it. Apart
+from a file system of our own, nothing else gives a reader the state at the time of its read.
 
-Each reader gets a file of his own. While he waits, his is brought up to date, and another one takes its place under the
-same name, leased from the start: so there is no moment at which one could be opened unnoticed.
+Each reader gets a separate file. While the reader waits, we update its file, and put another one in its place under the
+same name, leased from the start. So the file can never be opened unnoticed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from pathlib import Path
 
 
 class LeasedFile:
-    """Its readers get what `content` gives when they open it.
+    """Its readers get what `content` returns at the time they open it.
 
-    `serve` has to be called every few milliseconds. On a file system that lends no files, or is full, the content is
-    what it was at the last call.
+    `serve` has to be called every few milliseconds. On a file system that has no leases, or is full, the content is
+    that of the last call.
 
     Args:
         source: what the content is made from; its times of modification, and its folder's, are shown as the file's.
@@ -35,7 +35,7 @@ class LeasedFile:
         self._handle, self._is_leased = self._put_in_place()
 
     def serve(self) -> None:
-        """Let a reader in who waits."""
+        """Let a waiting reader continue."""
         if self._is_leased and fcntl.fcntl(self._handle, fcntl.F_GETLEASE) == fcntl.F_WRLCK:
             return
         text = self._content()
@@ -46,7 +46,7 @@ class LeasedFile:
         _write(waited_for, text)
         try:
             self._handle, self._is_leased = self._put_in_place()
-        except OSError:  # a full disk: he need not wait for that, and for those after him it is tried at each call
+        except OSError:  # a full disk: this reader need not wait; each later call tries again
             fcntl.fcntl(waited_for, fcntl.F_SETLEASE, fcntl.F_UNLCK)
             raise
         os.close(waited_for)  # which ends the lease
@@ -65,7 +65,7 @@ class LeasedFile:
         except OSError:
             os.close(handle)
             raise
-        with contextlib.suppress(OSError):  # the source may be gone
+        with contextlib.suppress(OSError):  # the source may have been removed
             _copy_time(self._source, staged)
         staged.replace(self._path)
         with contextlib.suppress(OSError):
@@ -74,7 +74,7 @@ class LeasedFile:
 
 
 def _take_lease(handle: int) -> bool:
-    # The signal by which Linux tells of a reader: SIGIO would end us, this one is ignored.
+    # Linux signals a reader: its default, SIGIO, would end our process; this signal is ignored.
     fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGURG)
     with contextlib.suppress(OSError):
         fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_WRLCK)
@@ -89,6 +89,6 @@ def _write(handle: int, text: str) -> None:
 
 
 def _copy_time(source: Path, target: Path) -> None:
-    """Readers that compare times must not take our renewals for changes."""
+    """Keep the times: readers that compare them must not mistake our renewals for changes."""
     modified = source.stat().st_mtime_ns
     os.utime(target, ns=(modified, modified))

@@ -1,4 +1,4 @@
-"""config.pbtxt: what Triton has to know about a model, written for an imported one and read from any."""
+"""config.pbtxt, Triton's description of a model: written for an imported model and read from any."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triton_backend.repository.text_format import quoted
 
 CONFIG_FILE = "config.pbtxt"
 MAX_BATCH_SIZE = 2**31 - 1
-"""The highest that Triton can read."""
+"""The highest version number that Triton can read."""
 STANDALONE_CODE = "from triton_backend.model import TritonPythonModel  # noqa: F401\n"
 
 _DATA_TYPES = {
@@ -35,7 +35,7 @@ _DATA_TYPES = {
 }
 _MAX_SAMPLES = 1024
 _SCALAR = (1,)
-"""The dims of a scalar: Triton has none."""
+"""The dims of a scalar: Triton does not have scalars."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class TensorConfig:
     data_type: str
     """As Triton writes it: `TYPE_INT64`, `TYPE_STRING` …"""
     dims: tuple[int, ...]
-    """Without the dimension that counts samples where `max_batch_size` is above 0."""
+    """Without the dimension that counts samples if `max_batch_size` is above 0."""
     optional: bool = False
     """An input that a request may leave out."""
 
@@ -56,7 +56,7 @@ class TensorConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The part of a config.pbtxt that hotrow looks at."""
+    """The part of a config.pbtxt that hotrow reads."""
 
     name: str
     backend: str
@@ -91,14 +91,14 @@ def _parse(message: text_format.Message) -> ModelConfig:
 
 
 def _parameters(message: text_format.Message) -> dict[str, str]:
-    """Of `parameters { key: "k" value { string_value: "v" } }`, once or often."""
+    """Reads `parameters { key: "k" value { string_value: "v" } }`, one or more."""
     entries = [entry for entry in message.get("parameters", []) if isinstance(entry, dict)]
     values = [(_last(entry, "key"), (entry.get("value") or [{}])[-1]) for entry in entries]
     return {key: _last(value, "string_value") for key, value in values if isinstance(value, dict)}
 
 
 def configured_session(spec: ModelSpec, version_dir: Path, **settings: str) -> SessionConfig:
-    """The settings in config.pbtxt and session.json, after those given."""
+    """The settings in config.pbtxt and session.json, overridden by those given."""
     config_file = version_dir.absolute().parent / CONFIG_FILE
     parameters = ModelConfig.read(config_file).parameters if config_file.exists() else {}
     known = {setting.name for setting in fields(SessionConfig)}
@@ -109,7 +109,7 @@ def configured_session(spec: ModelSpec, version_dir: Path, **settings: str) -> S
 def configured_cache_bytes(spec: ModelSpec, version_dir: Path, *, on_device: bool = False, **settings: str) -> int:
     """The cache_bytes that these settings, config.pbtxt and session.json ask for, in this order.
 
-    0 where the processor reads the table files. For a GPU that does, without such a setting, what all take there.
+    0 if the processor reads the table files. If a GPU reads them and no setting exists, the size of all tables there.
     """
     # These import Numba, which few commands need.
     from inference_session.device.placement import bytes_on_device
@@ -141,7 +141,7 @@ def _scalar(field: str, value: object) -> str:
 
 
 def most_samples(spec: ModelSpec) -> int:
-    """Of a request and of a batch, where nobody says how many: requests that rank candidates are larger."""
+    """Default limit of samples in a request and a batch: requests that rank candidates are larger."""
     return 16 * _MAX_SAMPLES if spec.context else _MAX_SAMPLES
 
 
@@ -151,11 +151,11 @@ def describe(spec: ModelSpec, name: str, *, max_batch_size: int = _MAX_SAMPLES, 
     Some models get `max_batch_size` 0 and full dims, and are joined by us: those that are not batched; those with
     inputs of the context, whose first dimension is not that of the others; those with a tensor that has no dimension
     but samples (Triton's `reshape` to rank 0, its other way to serve those, lets an empty request kill the server); and
-    those whose inputs all have a size that is open beside the number of samples (Triton never answers a request of 0
+    those whose inputs all have an open size in addition to the number of samples (Triton never answers a request of 0
     samples, unless it refuses it for an input of fixed size that lacks its bytes).
 
     Raises:
-        UnsupportedModelError: a tensor's type or rank is none that Triton knows.
+        UnsupportedModelError: Triton does not support a tensor's type or rank.
     """
     outputs = _all_outputs(spec)
     if not spec.has_own_inputs:
@@ -188,7 +188,7 @@ def _all_outputs(spec: ModelSpec) -> list[TensorSpec]:
 
 
 def _describe_packed(spec: ModelSpec, name: str, *, max_batch_size: int, backend: str) -> ModelConfig:
-    """HugeCTR's requests and HPS's: all samples of one are packed in tensors [1, n], which Triton joins as they are."""
+    """HugeCTR's and HPS's requests: all samples of one are packed in tensors [1, n], which Triton joins unchanged."""
     return ModelConfig(
         name=name,
         backend=backend,
@@ -203,17 +203,17 @@ def _describe_packed(spec: ModelSpec, name: str, *, max_batch_size: int, backend
 def write_model_config(
     version_dir: Path, spec: ModelSpec, name: str, *, max_batch_size: int | None = None, standalone: bool = False
 ) -> Path:
-    """Write config.pbtxt beside a version directory, which may still be staged; returns its path.
+    """Write config.pbtxt next to a version directory, which may still be staged; returns its path.
 
-    One that is there already belongs to the user: it is kept if it describes the same inputs and outputs.
+    An existing one belongs to the user: it is kept if it describes the same inputs and outputs.
 
     Args:
-        max_batch_size: most samples in one request, and in one batch. None: as `most_samples` says.
+        max_batch_size: maximum number of samples in a request, and in a batch. None: that of `most_samples`.
         standalone: serve through Triton's own `python` backend, by a one-line model.py in the version directory.
 
     Raises:
         ConfigurationError: the existing file does not fit the model; the message names the first difference.
-        UnsupportedModelError: a tensor's type or rank is none that Triton knows.
+        UnsupportedModelError: Triton does not support a tensor's type or rank.
     """
     path = version_dir.parent / CONFIG_FILE
     backend = "python" if standalone else "hotrow"
@@ -258,7 +258,7 @@ def _tensor_of_spec(tensor: TensorSpec) -> TensorConfig:
 
 
 def _tensor_of_json(tensor: Mapping[str, Any], outer: tuple[int, ...]) -> TensorConfig:
-    """With the sizes that the model gets, that of the number of samples among them."""
+    """With all sizes that the model gets, including the number of samples."""
     dims = tensor["reshape"]["shape"] if "reshape" in tensor else tensor.get("dims", ())
     return TensorConfig(tensor["name"], tensor["data_type"], (*outer, *map(int, dims)) or _SCALAR)
 
@@ -291,7 +291,7 @@ def _check_fits(path: Path, wanted: ModelConfig, *, packed: bool) -> None:
 
 
 def _with_samples(config: ModelConfig) -> ModelConfig:
-    """The same with full dims: that Triton counts samples for one of two models is no difference of each tensor."""
+    """The same with full dims: if Triton counts samples for only one of two models, their tensors do not differ."""
     if not config.max_batch_size:
         return config
     inputs, outputs = (
@@ -314,7 +314,7 @@ def _differences(kind: str, present: tuple[TensorConfig, ...], wanted: tuple[Ten
 def _serves(there: TensorConfig | None, here: TensorConfig | None, *, narrowed: bool) -> bool:
     """Whether a description holds for a tensor: sizes may be open in it, and `narrowed`, where they are in the model.
 
-    Exporters leave sizes of outputs open that others know; of an input, that would keep out what the model takes.
+    Some exporters leave sizes of outputs open that others know. A narrower input size would reject valid requests.
     """
     if there is None or here is None or not _suits(there, here, sizes=True):
         return False
@@ -373,7 +373,7 @@ def _tensor_text(kind: str, tensor: TensorConfig, *, ragged: bool) -> list[str]:
         f"  dims: [ {dims} ]",
     ]
     if ragged:
-        # Without it Triton joins requests of equal shapes only.
+        # Without it Triton joins only requests of equal shapes.
         lines.append("  allow_ragged_batch: true")
     if tensor.optional:
         lines.append("  optional: true")

@@ -15,10 +15,10 @@ from inference_session.platform.progress import Progress
 
 @contextmanager
 def local_repository(place: str | Path, models: Sequence[str] = (), progress: Progress | None = None) -> Iterator[Path]:
-    """Yield a repository of this machine: a path as it is, for a URL a copy of its models, or of those wanted.
+    """Yield a repository on this machine: a path unchanged; for a URL a copy of its models, or of those wanted.
 
-    Every version is copied once and kept in the cache folder, verified; what is yielded are links to these copies. It
-    is as the repository was at the start: whoever wants a version that comes later copies it there, and loads it.
+    Every version is copied once, verified and kept in the cache folder; the yielded folder has links to these copies.
+    It is a snapshot of the start: to serve a later version, copy the version there and load it.
 
     Raises:
         ConfigurationError: the repository has no such model.
@@ -39,7 +39,7 @@ def local_repository(place: str | Path, models: Sequence[str] = (), progress: Pr
 
 
 def _parts(url: str, models: Sequence[str]) -> list[str]:
-    """What lies directly in the folders of the models: versions, config.pbtxt …, as `<model>/<name>`."""
+    """The direct content of the models' folders: versions, config.pbtxt …, as `<model>/<name>`."""
     with create_source(url) as source:
         paths = [entry.path for entry in source.entries() if entry.path.count("/") == 1]
     present = sorted({path.partition("/")[0] for path in paths if not path.startswith((".", "_"))})

@@ -1,4 +1,4 @@
-"""What a model repository holds, checked before a server sees it: Triton hangs on some mistakes, for ever."""
+"""Checks a model repository before a server reads it: Triton hangs without end on some mistakes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inference_session.platform.staging import MAX_VERSION
 from triton_backend.repository.model_config import CONFIG_FILE, ModelConfig
 
 IN_PLACE_BACKENDS = frozenset({"hugectr", "hps"})
-"""Serve model folders as HugeCTR's and HPS's users have them, through a view (view.py)."""
+"""Backends that serve model folders of HugeCTR and HPS users, through a view (view.py)."""
 VIEW_FOLDER = "adapted"
 """Name of the folder of links that Triton sees in place of a repository (view.py)."""
 SOURCE_LINK = ".source"
@@ -33,7 +33,7 @@ def is_version(name: str) -> bool:
 
 
 def is_plain(path: str) -> bool:
-    """Whether a shell leaves it as it is: Triton starts the processes of Python models by one."""
+    """Whether a shell leaves it unchanged: Triton starts the processes of Python models through a shell."""
     return _PLAIN.fullmatch(path) is not None
 
 
@@ -45,7 +45,7 @@ def ps_variable(backend: str) -> str:
 def ps_json_variables(flags: Sequence[str]) -> dict[str, str]:
     """HugeCTR's own `--backend-config=hugectr,ps=FILE` (or `hps,ps=`) among tritonserver's flags, as variables.
 
-    Triton hands that flag to C++ backends only; Python sees the environment. Relative paths count from here.
+    Triton hands that flag to C++ backends only; Python sees the environment. Relative paths start here.
     """
     found = _PS_FLAG.findall("\n".join(flags))
     return {ps_variable(backend): str(Path(path).absolute()) for backend, path in found}
@@ -53,7 +53,7 @@ def ps_json_variables(flags: Sequence[str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ServableModel:
-    """A model folder that Triton can be asked to load."""
+    """A model folder that Triton can load."""
 
     name: str
     versions: tuple[int, ...]
@@ -68,7 +68,7 @@ def find_models(repository: Path, wanted: Sequence[str] = (), *, backends: Seque
         backends: names of the backends that the server has; a model of another one is an error. Empty: not checked.
 
     Raises:
-        ConfigurationError: no such folder or model, or a model that Triton could not load or would hang on.
+        ConfigurationError: no such folder or model, or a model that Triton cannot load or hangs on.
     """
     if not repository.is_dir():
         raise ConfigurationError(f"{repository}: no such folder; a model repository holds a folder for each model")

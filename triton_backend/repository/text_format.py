@@ -1,6 +1,6 @@
-"""Protobuf's text format, as far as model configurations use it, without a schema.
+"""The part of Protobuf's text format that model configurations use, without a schema.
 
-Triton's own schema comes with its client only, and hotrow looks at a handful of fields.
+Triton's own schema comes only with its client, and hotrow reads only a few fields.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Message = dict[str, list[Any]]
 
 
 class Quoted(str):
-    """What stood in quotes."""
+    """A value that was in quotes."""
 
     __slots__ = ()
 
@@ -39,7 +39,7 @@ class _Token(NamedTuple):
 
 
 def parse(text: str) -> Message:
-    """The fields of a message in text format; ValueError names the line that is not."""
+    """The fields of a message in text format; ValueError names the invalid line."""
     tokens = [*_tokens(text), _Token("end", "the end of the file", text.count("\n") + 1)]
     tokens.reverse()
     return _message(tokens, "end", depth=0)
@@ -80,7 +80,7 @@ def _tokens(text: str) -> Iterator[_Token]:
 
 
 def _message(tokens: list[_Token], closing: str, depth: int) -> Message:
-    """Read fields up to the closing mark (`end`: of the file), which is taken as well."""
+    """Read fields up to the closing mark (`end`: of the file), which is consumed as well."""
     fields: Message = {}
     while True:
         token = tokens.pop()

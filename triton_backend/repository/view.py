@@ -1,10 +1,10 @@
-"""The user's repository as Triton is to see it: links, and a config.pbtxt of our own for models of HugeCTR and HPS.
+"""The user's repository as Triton sees it: links, and our own config.pbtxt for models of HugeCTR and HPS.
 
-Their users' config.pbtxt asks for a GPU, which Triton refuses to a machine that has none, and has no dynamic batching.
-The user's files are never written to, and a Load call has to find what he has changed just before. So a model folder of
-the view holds his config.pbtxt, rewritten when Triton opens it (leased_file.py), and links to his folder, through which
-Triton sees that something has changed, and to his version directories, which it lists after it has read the
-configuration. Models of other backends are links to the user's folders.
+Their users' config.pbtxt asks for a GPU, which Triton refuses on a machine without one, and lacks dynamic batching.
+We never write to the user's files, and a Load call has to see changes made just before. So a model folder of the view
+holds the user's config.pbtxt, rewritten when Triton opens it (leased_file.py), and two kinds of links. A link to the
+user's folder shows Triton that something has changed. Links to the version directories are listed by Triton after it
+has read the configuration. Models of other backends are links to the user's folders.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from triton_backend.repository.servable import IN_PLACE_BACKENDS, SOURCE_LINK, i
 _SCHEDULERS = ("dynamic_batching", "sequence_batching", "ensemble_scheduling")
 _INTERVAL_S = 0.01
 _SETTLED_NS = 2_000_000_000
-"""Age from which on a further change of a folder is bound to change its time too."""
+"""Age from which a further change of a folder surely changes its time too."""
 
 
 class RepositoryView:
@@ -43,12 +43,12 @@ class RepositoryView:
         self._has_gpu = has_gpu
         self._configs: dict[str, LeasedFile] = {}
         self.moved_to_cpu: set[str] = set()
-        """Models whose config.pbtxt asks for a GPU that is not there."""
+        """Models whose config.pbtxt asks for a GPU that does not exist."""
 
     @classmethod
     @contextmanager
     def followed(cls, repository: Path, folder: Path, *, has_gpu: bool) -> Iterator[RepositoryView]:
-        """A view in a folder that is made, up to date as long as the context lasts."""
+        """A view in a newly created folder, kept up to date during the context."""
         folder.mkdir()
         view = cls(repository, folder, has_gpu=has_gpu)
         view.refresh()
@@ -63,7 +63,7 @@ class RepositoryView:
             view.close()
 
     def refresh(self) -> None:
-        """Follow which models there are."""
+        """Follow the set of models."""
         present = {path.name: path for path in self._repository.iterdir() if path.is_dir() and path.name[0] != "."}
         for name in {path.name for path in self._folder.iterdir()} - set(present):
             self._remove(name)
@@ -72,7 +72,7 @@ class RepositoryView:
                 self._add(source, self._folder / name)
 
     def close(self) -> None:
-        """Follow no more."""
+        """Stop following."""
         for config in self._configs.values():
             config.close()
 
@@ -80,15 +80,15 @@ class RepositoryView:
         seen: list[int] = []
         while not stopping.wait(_INTERVAL_S):
             for config in self._configs.values():
-                with contextlib.suppress(OSError):  # a full disk, for instance; it is tried again
+                with contextlib.suppress(OSError):  # for example a full disk; it is tried again
                     config.serve()
-            with contextlib.suppress(OSError):  # changed again while it was looked at
+            with contextlib.suppress(OSError):  # changed again while it was read
                 if seen != (changed := self._changes()):
                     self.refresh()
                     seen = changed if abs(time.time_ns() - max(changed)) > _SETTLED_NS else []
 
     def _changes(self) -> list[int]:
-        """When the repository changed, and each config.pbtxt behind a link: it may come long after its folder."""
+        """When the repository and each config.pbtxt behind a link changed: the file may come long after its folder."""
         linked = [path.name for path in self._folder.iterdir() if path.name not in self._configs]
         return [_changed_ns(self._repository), *(_changed_ns(self._repository / name / CONFIG_FILE) for name in linked)]
 
@@ -114,20 +114,20 @@ class RepositoryView:
         _delete(removed)
 
     def _staged(self, name: str) -> Path:
-        """Where a model folder is made and deleted, out of Triton's sight, with nothing left of a failed attempt."""
+        """A path that Triton does not see, to make and delete a model folder; leftovers of failures are deleted."""
         folder = self._folder.with_name(f"{self._folder.name}.staged")
         folder.mkdir(exist_ok=True)
         _delete(folder / name)
         return folder / name
 
     def _adapted(self, source: Path, target: Path) -> str:
-        """The text of config.pbtxt as it is to be; the links beside it are brought up to date on the way."""
+        """The rewritten text of config.pbtxt; also updates the links next to it."""
         try:
             _follow_links(source, target)
             text = (source / CONFIG_FILE).read_text(encoding="utf-8")
             config = text_format.parse(text)
         except (OSError, ValueError) as error:
-            return f"# {CONFIG_FILE} cannot be read\n{error}\n"  # which makes the load fail, and say so
+            return f"# {CONFIG_FILE} cannot be read\n{error}\n"  # which makes the load fail with a message
         if _backend(config) not in IN_PLACE_BACKENDS:
             return text
         if not self._has_gpu and _move_to_cpu(config):
@@ -137,7 +137,7 @@ class RepositoryView:
 
 
 def _put_in_place(staged: Path, target: Path) -> None:
-    """Let a folder appear in one step, where nothing is or a link: Triton must not find a model without its files."""
+    """Put a folder atomically where nothing or a link is: Triton must not find a model without its files."""
     if not target.is_symlink():
         staged.rename(target)
     elif _exchange(staged, target):
@@ -148,7 +148,7 @@ def _put_in_place(staged: Path, target: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step; False: this file system, or this kernel, cannot."""
+    """Swap two names atomically; False: this file system or kernel does not support it."""
     here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return bool(ctypes.CDLL(None).renameat2(here, os.fsencode(one), here, os.fsencode(other), swap) == 0)
 
@@ -174,7 +174,7 @@ def has_gpu() -> bool:
 
 
 def _read_backend(source: Path) -> str:
-    """The backend of a model; empty where its config.pbtxt cannot be read, which Triton will say."""
+    """The backend of a model; empty where its config.pbtxt cannot be read, which Triton will report."""
     try:
         return _backend(text_format.parse((source / CONFIG_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -186,7 +186,7 @@ def _backend(config: text_format.Message) -> str:
 
 
 def _changed_ns(path: Path) -> int:
-    """When a file or folder was last changed, which no copy can hide by keeping times; 0: it is absent."""
+    """When a file or folder was last changed, even by a copy that keeps times; 0: it is absent."""
     try:
         return path.stat().st_ctime_ns
     except OSError:
@@ -205,7 +205,7 @@ def _follow_links(source: Path, target: Path) -> None:
 
 
 def _move_to_cpu(config: text_format.Message) -> bool:
-    """Have instances run on the CPU that ask for a GPU; whether there are any."""
+    """Have instances that ask for a GPU run on the CPU; returns whether there are any."""
     groups = [group for group in _messages(config, "instance_group") if group.get("kind", [""])[-1] == "KIND_GPU"]
     for group in groups:
         group["kind"] = ["KIND_CPU"]
@@ -214,7 +214,7 @@ def _move_to_cpu(config: text_format.Message) -> bool:
 
 
 def _join_requests(config: text_format.Message) -> None:
-    """Have Triton join the requests that wait, whatever their lengths."""
+    """Have Triton join waiting requests of any lengths."""
     if not any(name in config for name in _SCHEDULERS):
         config["dynamic_batching"] = [{}]
     for tensor in _messages(config, "input"):
@@ -222,5 +222,5 @@ def _join_requests(config: text_format.Message) -> None:
 
 
 def _messages(config: text_format.Message, field: str) -> list[text_format.Message]:
-    """The messages of a field; anything else there is for Triton to complain about."""
+    """The messages of a field; Triton reports anything else in it."""
     return [value for value in config.get(field, []) if isinstance(value, dict)]
