@@ -1,4 +1,4 @@
-"""The CPU embedding cache: its hit path beside mapped tables, its hit rate beside LRU, its writers.
+"""The CPU embedding cache: its hit path against mapped tables, its hit rate against LRU, its writers.
 
     python benchmarks/cache.py [--trace FILE]
 
@@ -53,7 +53,7 @@ def segments_of(keys: Keys, out: NDArray[np.float32]) -> NDArray[np.void]:
 
 
 def compare_with_files(num_tables: int, num_rows: int, dim: int, num_keys: int) -> None:
-    """The same rows of the same keys, once in mapped files, once in the cache, one kernel call each."""
+    """The same keys and rows, once in mapped files and once in the cache, one kernel call each."""
     generator = np.random.default_rng()
     names = [f"t{t}" for t in range(num_tables)]
     keys = generator.integers(-(2**63), 2**63 - 1, (num_tables, num_rows))
@@ -100,7 +100,7 @@ def read_cache(cache: CpuEmbeddingCache, segments: NDArray[np.void], counts: Key
 
 
 def show_hit_rates(trace: Path) -> None:
-    """Beside LRU, on a recommender's keys."""
+    """The hit rate compared with LRU, on a recommender's keys."""
     with lzma.open(trace) as file:
         keys = np.frombuffer(file.read(), ">i8").astype(np.int64)
     for num_rows in (1_000, 10_000, 50_000):
@@ -116,7 +116,7 @@ def show_hit_rates(trace: Path) -> None:
 
 
 def lru_hit_rate(keys: Keys, capacity: int) -> float:
-    """The exact LRU of as many rows."""
+    """An exact LRU with the same number of rows."""
     held: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for key in keys.tolist():
@@ -131,7 +131,7 @@ def lru_hit_rate(keys: Keys, capacity: int) -> float:
 
 
 def show_writers(num_rows: int, dim: int) -> None:
-    """Rows inserted per second into a full cache, and look-ups beside a writer."""
+    """Rows inserted per second into a full cache, and look-ups during writes."""
     generator = np.random.default_rng()
     cache = CpuEmbeddingCache({"t": dim}, num_rows * (4 * dim + 64))
     batch = 1 << 14

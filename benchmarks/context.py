@@ -57,7 +57,7 @@ class Case(NamedTuple):
 
 
 def main() -> None:
-    """Measure what was asked for, and print it."""
+    """Run the selected measurements, and print them."""
     options = _options()
     print(
         f"C1: 1 context x 1,000 candidates; C3, C5: {NUM_USERS} contexts x 1,000; C2: 1 x 500 through Triton over gRPC"
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _of_its_own(kind: str, options: argparse.Namespace) -> float | None:
-    """Measure one kind in a new process; returns its p50 through Triton beside the tiled request's, if it was asked."""
+    """Measure one kind in a new process; returns its p50 through Triton and the tiled request's, if selected."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_measure, kind, options).result()
 
@@ -133,7 +133,7 @@ def _open(opened: ExitStack, folder: Path, kind: str, ranking: RankingModel, opt
 def _medians(
     ways: Mapping[str, Callable[[], Any]], rounds: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, float]:
-    """Seconds of each way. They take turns, of a few runs each: the first one finds other data in the caches."""
+    """Seconds of each way. They take turns of a few runs each: in the first run the caches hold other data."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds + 1):
         for name, run in ways.items():

@@ -1,6 +1,6 @@
-"""The models that benchmarks/context.py ranks with: six kinds of ranking networks, with random weights.
+"""The models of benchmarks/context.py: six kinds of ranking networks, with random weights.
 
-`ranking_models()` gives each as ONNX, and says which inputs are the context's. Inputs are int64 keys, or float32.
+`ranking_models()` returns each as ONNX, and which of its inputs belong to the context. Inputs are int64 keys, or float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Input:
     """One input of a model."""
 
     width: int
-    """Of a row; 0: the input has one dimension."""
+    """Elements of a row; 0: the input has one dimension."""
     num_keys: int
     """Keys are below this; 0: numbers."""
     is_contexts: bool
@@ -33,7 +33,7 @@ class Input:
 
 @dataclass(frozen=True)
 class RankingModel:
-    """A model, and what its requests hold."""
+    """A model, and the content of its requests."""
 
     name: str
     model: ModelProto
@@ -45,7 +45,7 @@ class RankingModel:
         return tuple(name for name, kind in self.inputs.items() if kind.is_contexts)
 
     def request(self, num_contexts: int, num_candidates: int, seed: int = 0) -> dict[str, Array]:
-        """Inputs of so many contexts, and so many candidates in all."""
+        """Inputs of this many contexts, and this many candidates in total."""
         random = np.random.default_rng(seed)
         arrays: dict[str, Array] = {}
         for name, kind in self.inputs.items():
@@ -58,13 +58,13 @@ class RankingModel:
         return arrays
 
     def tiled(self, request: Mapping[str, Array], counts: Array) -> dict[str, Array]:
-        """What the model takes without contexts: each context's row for each of its candidates."""
+        """The inputs without contexts: each context's row repeated for each of its candidates."""
         rows = np.repeat(np.arange(len(counts)), counts)
         return {name: array[rows] if self.inputs[name].is_contexts else array for name, array in request.items()}
 
 
 class _Weights:
-    """Random weights, under names that the text of a graph uses."""
+    """Random weights, under the names in a graph's text."""
 
     def __init__(self, seed: int) -> None:
         self._random = np.random.default_rng(seed)
@@ -250,7 +250,7 @@ def self_attention(rows: int) -> RankingModel:
 
 
 def dcn(rows: int) -> RankingModel:
-    """DCN-v2: two cross layers of low rank beside a deep network."""
+    """DCN-v2: two cross layers of low rank parallel to a deep network."""
     weights, dim = _Weights(3), 16
     num_user, num_item, rank = 30, 8, 32
     width = (num_user + num_item) * dim
@@ -331,5 +331,5 @@ KINDS: tuple[Callable[[int], RankingModel], ...] = (din, mmoe, self_attention, d
 
 
 def ranking_models(rows: int) -> list[RankingModel]:
-    """All kinds, each with tables of so many rows."""
+    """All kinds, each with tables of this many rows."""
     return [kind(rows) for kind in KINDS]

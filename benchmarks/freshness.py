@@ -49,7 +49,7 @@ TRAINED = {"users_weight": ("user_id", 0.02), "movies_weight": ("movie_id", 0.00
 RATES = (0.01, 0.01)
 """Of the two largest tables of another model."""
 STEP = 1e-2
-"""How far a vector's elements are moved to find the slope of the loss."""
+"""Step of a vector's elements for the finite differences of the loss."""
 DEADLINE_S = 60.0
 
 Floats = NDArray[np.float32]
@@ -59,7 +59,7 @@ class Events(NamedTuple):
     """What happened after a model was trained, in order of time."""
 
     repository: Path
-    """Holds the model's folder."""
+    """The repository with the model's folder."""
     model: str
     tasks: Sequence[str]
     learning: Mapping[str, tuple[str, float]]
@@ -72,10 +72,10 @@ class Events(NamedTuple):
 
 
 class Trainer:
-    """Learns rows of a version's tables by Adagrad, its network being frozen.
+    """Learns rows of a version's tables by Adagrad, with a frozen network.
 
-    Slopes are differences: the network is run with every element of the vectors moved either way. A real trainer has a
-    framework for that; this one needs nothing but the version that is served.
+    Gradients are finite differences: the network is run with every element of the vectors moved either way. A real
+    trainer has a framework for that; this one needs only the version that is served.
     """
 
     def __init__(self, version_dir: Path, tasks: Sequence[str], learning: Mapping[str, tuple[str, float]]) -> None:
@@ -87,7 +87,7 @@ class Trainer:
         self._sums = {folder: np.full_like(rows, 1e-4) for folder, rows in self.rows.items()}
 
     def predict(self, inputs: Inputs) -> Floats:
-        """Probabilities float32 [samples, tasks] with the rows as they are now."""
+        """Probabilities float32 [samples, tasks] with the current rows."""
         known = self._with_derived(inputs)
         return self._run(known, self._vectors(known))
 
@@ -118,7 +118,7 @@ class Trainer:
         return [_pooled(lookup, self.rows[lookup.table][inputs[lookup.keys]], inputs) for lookup in self._lookups]
 
     def _run(self, inputs: Inputs, vectors: Sequence[Floats]) -> Floats:
-        """The network's answers with vectors in place of keys."""
+        """The network's answers for vectors instead of keys."""
         parts = defaultdict(list)
         for lookup, part in zip(self._lookups, vectors, strict=True):
             parts[lookup.dense_input].append(part.reshape(len(part), -1) if lookup.joined else part)
@@ -127,7 +127,7 @@ class Trainer:
         return np.concatenate([part.reshape(len(part), 1) for part in self._network.run(self._tasks, feeds)], axis=1)
 
     def _slopes(self, inputs: Inputs, name: str, labels: Floats) -> Floats:
-        """Of the loss by the vectors of an input's keys: float32 [samples, embedding_dim]."""
+        """Gradient of the loss by the vectors of an input's keys: float32 [samples, embedding_dim]."""
         position = next(i for i, one in enumerate(self._lookups) if one.keys == name)
         vectors = self._vectors(inputs)
         dim, num_samples = vectors[position].shape[-1], len(labels)
@@ -191,7 +191,7 @@ def main() -> None:
 
 
 def example(repository: Path) -> Events:
-    """The example model, and the ratings after those that it has learned from."""
+    """The example model, and the ratings after its training data."""
     data = MovieLens.read(fetch())
     inputs, labels = data.samples()
     later = slice(data.num_train, None)
@@ -218,7 +218,7 @@ def of_folder(folder: Path, repository: Path) -> Events:
 def replay(
     client: Client, trainer: Trainer, publisher: Publisher, events: Inputs, outcome: Floats
 ) -> tuple[Floats, float]:
-    """What the server answers before the outcome is known; seconds from publishing what was learned to serving it."""
+    """The server's answers before the outcome is known; seconds from publishing learned rows to serving them."""
     answer = client.predict(events)
     moved = trainer.learn(events, outcome)
     begin = time.monotonic()
@@ -230,7 +230,7 @@ def replay(
 
 
 def await_answers(client: Client, events: Inputs, expected: Floats) -> None:
-    """Ask until the server answers as the trainer would."""
+    """Send requests until the server's answers equal the trainer's."""
     end = time.monotonic() + DEADLINE_S
     while not np.allclose(client.predict(events), expected, atol=1e-5):
         if time.monotonic() > end:

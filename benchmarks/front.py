@@ -1,4 +1,4 @@
-"""What `hotrow serve --front` costs: the same requests to one server, through nginx and past it.
+"""What `hotrow serve --front` costs: the same requests to one server, through nginx and directly.
 
     python benchmarks/front.py
 
@@ -50,7 +50,7 @@ def measure(server: TritonServer) -> dict[tuple[str, str], list[float]]:
 
 
 def median_latency(client: Any, module: Any) -> float:
-    """Of requests one after the other, in ms."""
+    """Median latency of consecutive requests, in ms."""
     tensors = []
     for name, array in INPUTS.items():
         tensor = module.InferInput(name, list(array.shape), "INT64" if array.dtype == np.int64 else "FP32")

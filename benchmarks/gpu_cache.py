@@ -59,7 +59,7 @@ GATHER(one, 1, false) GATHER(four, 4, false) GATHER(four_streamed, 4, true) GATH
 
 
 class BareGather:
-    """Copies rows [n, dim] by row number: whichever of several kernels is fastest here."""
+    """Copies rows [n, dim] by row number, by the kernel of several that is fastest here."""
 
     def __init__(self, rows: Any) -> None:
         self._rows = rows
@@ -76,7 +76,7 @@ class BareGather:
 
 
 def call_us(device: CudaDevice, work: Sequence[Callable[[], object]], repetitions: int = 5) -> float:
-    """Microseconds of a call and the wait for its end, seen from the host."""
+    """Microseconds of a call and the wait for its end, measured on the host."""
     times = []
     for each in [*work] * repetitions:
         device.wait()
@@ -104,7 +104,7 @@ def random_keys(count: int) -> Any:
 
 
 def rows_of(keys: Any, dim: int) -> Any:
-    """A row that its key determines."""
+    """A row computed from its key."""
     return (keys[:, None] * (np.arange(dim, dtype=np.int64) + 1) % 8191).astype(np.float32)
 
 
@@ -121,7 +121,7 @@ def lookup_of(looked_up: Any, device: CudaDevice, keys: Sequence[Any], outputs: 
 
 
 def filled_cache(device: CudaDevice, dim: int, num_rows: int) -> tuple[GpuEmbeddingCache, Any, float]:
-    """A cache with so many slots, as many random keys put in; the keys held, and the share of slots filled."""
+    """A cache with this many slots and as many inserted keys; the keys held, and the share of filled slots."""
     cache = GpuEmbeddingCache({"t": dim}, bytes_to_hold({"t": dim}, {"t": int(num_rows * 0.7)}), device)
     capacity = cache.stats().capacity
     keys = random_keys(capacity)
@@ -220,7 +220,7 @@ def compare_host_rows(device: CudaDevice, num_rows: int, dim: int = 128) -> None
 
 
 def compare_inserts(device: CudaDevice, cache: GpuEmbeddingCache, fill: float, place: str) -> None:
-    """G4: inserts of rows that are on the device already, in pinned memory of the host, or in pageable memory."""
+    """G4: inserts of rows that are already on the device, in pinned host memory, or in pageable memory."""
     dim = cache.dims["t"]
     batches = [random_keys(NUM_KEYS) for _ in range(6)]
     vectors = rows_of(batches[0], dim)
@@ -242,7 +242,7 @@ def compare_inserts(device: CudaDevice, cache: GpuEmbeddingCache, fill: float, p
 
 
 def compare_writes(device: CudaDevice, num_rows: int, dim: int = 64) -> None:
-    """G4: inserts that evict, and look-ups while there are some."""
+    """G4: inserts that evict, and look-ups during such inserts."""
     cache, held, fill = filled_cache(device, dim, num_rows)
     for place in ("device", "pinned", "host"):
         compare_inserts(device, cache, fill, place)

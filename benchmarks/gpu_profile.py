@@ -50,9 +50,9 @@ class Case(NamedTuple):
     dim: int
     dtype: VectorType
     bag: int
-    """Keys whose rows are added up; 1: none are."""
+    """Number of keys whose rows are summed; 1: no sum."""
     in_cache: bool
-    """Found by their keys in a full cache; else by their numbers in a table on the device."""
+    """Whether rows are found by key in a full cache; else by number in a table on the device."""
 
 
 CASES = (
@@ -135,7 +135,7 @@ def run_cases(num_rows: int) -> None:
 
 
 def _prepared(case: Case, device: CudaDevice, num_rows: int) -> Iterator[Callable[[], object]]:
-    """The look-up of a case; what it reads is freed after it."""
+    """The look-up of a case; its data is freed afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         if case.in_cache:
             looked_up, held, _ = filled_cache(device, case.dim, num_rows)

@@ -54,7 +54,7 @@ class Tables:
             self.store.insert(table, self.keys, self.vectors)
 
     def draw(self, shape: tuple[int, ...], missing: float) -> NDArray[np.int64]:
-        """Numbers of rows, such a part of them not hot."""
+        """Row numbers, with this share of them not hot."""
         half = len(self.keys) // 2
         return self.rng.integers(0, half, shape) + half * (self.rng.random(shape) < missing)
 
@@ -63,7 +63,7 @@ class Answer(NamedTuple):
     """Of one request."""
 
     vectors: NDArray[np.float32]
-    """[samples, tables * dim], where the rows are."""
+    """[samples, tables * dim], in the memory of the rows."""
     seconds: float
 
 

@@ -44,7 +44,7 @@ MODELS = ("null", "by_hand", "hotrow")
 SIZES = (64, 1024)
 CONCURRENT = 16
 SIZES_AT_ONCE = {"native": (64,), "hugectr": (64, 1024)}
-"""Of requests that come at once: perf_analyzer does not get 16 batches of 1,024 entries each under way in time."""
+"""For concurrent requests: perf_analyzer does not get 16 batches of 1,024 entries each under way in time."""
 _NATIVE = """
 input [ { name: "keys" data_type: TYPE_INT64 dims: [ 26 ] }, { name: "dense" data_type: TYPE_FP32 dims: [ 13 ] } ]
 output [ { name: "click" data_type: TYPE_FP32 dims: [ 1 ] } ]
@@ -221,7 +221,7 @@ def hugectr_spec(spec: ModelSpec) -> ModelSpec:
 
 
 def with_slots(dense: onnx.ModelProto) -> onnx.ModelProto:
-    """The dense part with the vectors of each slot apart, as HugeCTR's layers give them."""
+    """The dense part with separate vectors per slot, as HugeCTR's layers return them."""
     changed = onnx.ModelProto()
     changed.CopyFrom(dense)
     slots = helper.make_tensor_value_info("slots", TensorProto.FLOAT, ["n", FEATURES, DIM])
@@ -257,7 +257,7 @@ def network(rng: np.random.Generator) -> onnx.ModelProto:
 def request_of(
     model: str, layout: str, keys: NDArray[np.int64], samples: int, rng: np.random.Generator
 ) -> dict[str, Any]:
-    """A random request: keys that are held, or for the others the numbers of their rows."""
+    """A random request: keys that the model holds, or for the peers their row numbers."""
     numbers = rng.integers(0, len(keys), (samples, FEATURES))
     asked, dense = keys[numbers] if model == "hotrow" else numbers, rng.random((samples, DENSE), np.float32)
     if layout == "native":
@@ -336,7 +336,7 @@ def report_rate(layout: str, samples: int, rates: dict[str, float]) -> None:
 
 
 def write_requests(file: Path, requests: Sequence[dict[str, Any]], layout: str) -> None:
-    """What perf_analyzer sends: one entry per sample, of which it joins as many as a request holds, or per request."""
+    """perf_analyzer's input: one entry per request, or per sample, which it joins into requests."""
     if layout == "native":
         rows = [row for request in requests for row in zip(*request.values(), strict=True)]
     else:

@@ -2,8 +2,8 @@
 
 python -m benchmarks.hugectr_training [--batch-size N] [--rounds N]
 
-Both train on one thread, in turns, a few steps each; what counts is processor time, so that other work on the machine
-does not. hotrow reads its batches from files in Norm format meanwhile; PyTorch's are ready in memory.
+Both train on one thread, in turns, a few steps each. Processor time is measured, so that other work on the machine does
+not count. hotrow reads its batches from files in Norm format meanwhile; PyTorch's are ready in memory.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def hugectr_model(folder: Path, network: str, batch_size: int, update: hugectr.U
 
 
 class Direct(nn.Module):
-    """The same network as one would write it; the sizes of the tables are known."""
+    """The same network in idiomatic PyTorch; the sizes of the tables are known."""
 
     def __init__(self, network: str, *, sparse: bool) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def main(batch_size: int, rounds: int) -> None:
                 for round_number in range(rounds + 1):
                     for way, step in steps.items():
                         taken = seconds(step)
-                        if round_number:  # the first warms up
+                        if round_number:  # the first round warms up
                             times[way].append(taken)
                 model.get_data_reader_train().stop()
                 model.get_data_reader_eval().stop()

@@ -1,4 +1,4 @@
-"""The CPU look-up beside the ceilings of its machine, in one run: goals G5 and G6, fused tables, threads.
+"""The CPU look-up compared with the ceilings of its machine, in one run: goals G5 and G6, fused tables, threads.
 
     python benchmarks/lookup.py            1 M rows, under a minute
     python benchmarks/lookup.py --full     4 M rows x 128, 2 GiB of vectors
@@ -43,7 +43,7 @@ Draw = Callable[[int], Rows]
 def bare_gather(  # noqa: PLR0917
     vectors: int, row_bytes: int, rows: int, num_rows: int, output: int, ahead: int
 ) -> None:
-    """The ceiling: copy rows by known row id, asking for each `ahead` rows before it is copied."""
+    """The ceiling: copy rows by known row id, with a prefetch `ahead` rows in advance."""
     for i in range(num_rows):
         if i + ahead < num_rows:
             coming = vectors + load(rows, np.int64, i + ahead) * row_bytes
@@ -86,14 +86,14 @@ def gather(vectors: NDArray[Any], rows: Rows, out: Floats, ahead: int) -> None:
 
 
 def row_number_record(table: TableFile) -> NDArray[np.void]:
-    """The same vectors, with row numbers for keys."""
+    """The same vectors, with row numbers as keys."""
     record = np.array([table.record()], TABLE)
     record["index_address"] = record["keys_address"] = 0
     return record
 
 
 def compare_with_gather(table: TableFile, draw: Draw, name: str) -> None:
-    """G5: hashed keys and row numbers beside the ceiling over the same mapped file, each in turn with rows of its own.
+    """G5: hashed keys and row numbers against the ceiling over one mapped file, in turns, each with its own rows.
 
     The ceiling is the fastest of three distances, in the median.
     """
@@ -120,7 +120,7 @@ def compare_with_gather(table: TableFile, draw: Draw, name: str) -> None:
 
 
 def compare_with_searchsorted(table: TableFile, draw: Draw) -> None:
-    """G5: what NumPy users do."""
+    """G5: the look-up that NumPy users write."""
     keys, vectors = np.array(table.keys()), table.vectors
     order = np.argsort(keys)
     ordered = keys[order]
@@ -137,13 +137,13 @@ def compare_with_searchsorted(table: TableFile, draw: Draw) -> None:
 
 
 def run_all(pool: ThreadPoolExecutor, works: list[Callable[[], None]]) -> None:
-    """Run the parts of a work, each in a thread."""
+    """Run the parts of a task, each in a thread."""
     for part in [pool.submit(work) for work in works]:
         part.result()
 
 
 def compare_threads(table: TableFile, draw: Draw) -> None:
-    """One request over two threads beside one; and the same of the bare gather, which is the most to be had."""
+    """One request on two threads against one; and the same for the bare gather, which is the upper bound."""
     tables = np.array([table.record()], TABLE)
     out = vectors_at_line(KEYS_PER_CALL, DIM)
     half = KEYS_PER_CALL // 2
@@ -170,7 +170,7 @@ def compare_threads(table: TableFile, draw: Draw) -> None:
 
 
 def compare_fused(folder: Path, dim: int, num_rows: int) -> None:
-    """26 tables x 64 keys in one call, beside 26 takes by row number: by row numbers too, and by hashed keys."""
+    """26 tables x 64 keys in one call, by row numbers and hashed keys, against 26 takes by row number."""
     generator = np.random.default_rng()
     files = [write_random(folder / f"dim{dim}_{t}", dim, num_rows) for t in range(26)]
     arrays = [np.asarray(file.vectors) for file in files]

@@ -50,11 +50,11 @@ _RECORDS = {
 _CHECKED_ROWS = 1000
 _TOLERANCE = {"float32": 1e-5, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 2e-2}
 _SERVER_LOADS = (0.9, 0.8, 0.7, 0.5, 0.3)
-"""Of the Offline rate, tried one after the other until LoadGen calls the run valid."""
+"""Fractions of the Offline rate, tried one after the other until LoadGen calls the run valid."""
 
 
 def main() -> None:
-    """Check, then measure what was asked for."""
+    """Check, then run the selected measurements."""
     options = _options()
     print(f"MLPerf DLRM-DCNv2: {DISCLAIMER}")
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="hotrow-mlperf-") as name:
@@ -95,7 +95,7 @@ def _options() -> argparse.Namespace:
 
 
 def _completed(options: argparse.Namespace) -> argparse.Namespace:
-    """The same with defaults that depend on others."""
+    """The options with defaults that depend on others."""
     on_gpu = options.device != "cpu"
     defaults = {
         "rows_cap": 2_000 if options.quick else 200_000,
@@ -139,14 +139,14 @@ def _check_answers(folder: Path, options: argparse.Namespace) -> None:
 
 
 def _torch_precisions(options: argparse.Namespace) -> list[str]:
-    """What PyTorch is measured with: float32, and what hotrow's network is in, where PyTorch has that type."""
+    """PyTorch's types: float32, and the type of hotrow's network if PyTorch supports it."""
     return ["float32", *({options.dense_precision} & {"float16", "bfloat16"})]
 
 
 def _peers(
     folder: Path, version_dir: Path, tables: Sequence[NDArray[np.float32]] | None, options: argparse.Namespace
 ) -> Iterator[Peer]:
-    """One after the other, each opened when it is asked for. No tables: hotrow alone."""
+    """The engines one after the other, each opened when it is requested. No tables: hotrow alone."""
     yield Hotrow(version_dir, _settings(options))
     if tables is None:
         return
@@ -223,7 +223,7 @@ def _served(repository: Path) -> Iterator[str]:
 
 
 def _measure(name: str, run: Run, samples: Samples, options: argparse.Namespace) -> None:
-    """One engine in the scenarios that were asked for."""
+    """One engine in the selected scenarios."""
     settings = {"batch_pairs": options.batch_pairs, "seconds": options.seconds}
     if loadgen is None:
         _report(name, "Offline", offline_loop(run, samples, **settings), samples, options)

@@ -27,7 +27,7 @@ _EXPECTED_MARGIN = 1.1
 _NUM_WORKERS = 2
 
 Run = Callable[[list[int]], NDArray[np.float32]]
-"""Answers samples: their numbers → the answers of all their pairs, behind each other."""
+"""Answers samples: their numbers → the answers of all their pairs, concatenated."""
 
 
 class Result(NamedTuple):
@@ -37,11 +37,11 @@ class Result(NamedTuple):
     p99_ms: float
     """Server: from the moment a sample is issued to its answer. Offline: of a batch."""
     violated: str
-    """Which of its own rules LoadGen says that the run broke; empty: none."""
+    """LoadGen's rules that the run broke, according to LoadGen; empty: none."""
 
 
 def offline_loop(run: Run, samples: Samples, batch_pairs: int, seconds: float) -> Result:
-    """All samples in batches, over and over, for so long."""
+    """Run all samples in batches, repeatedly, for this long."""
     batches = samples.batches(np.arange(len(samples)), batch_pairs)
     times: list[float] = []
     num_samples = 0
@@ -82,7 +82,7 @@ class _SystemUnderTest:
         self.batch_times: list[float] = []
 
     def start(self, settings: Any, folder: Path) -> None:
-        """Run LoadGen to its end; what failed in a batch is raised here."""
+        """Run LoadGen to its end; raises the error of a failed batch."""
         logs = loadgen.LogSettings()
         logs.log_output.outdir = str(folder)
         logs.log_output.copy_summary_to_stdout = False
@@ -116,7 +116,7 @@ class _SystemUnderTest:
                     begin += len(batch)
 
     def _also_waiting(self, num_taken: int) -> list[tuple[int, int]]:
-        """What has been issued meanwhile, as far as it may go into the same batch."""
+        """Samples issued meanwhile that fit into the same batch."""
         more: list[tuple[int, int]] = []
         most = self._batch_pairs / self._samples.counts.mean()
         while not self._waiting.empty() and num_taken + len(more) < most:
@@ -180,4 +180,4 @@ def _number(summary: str, name: str) -> float:
 
 
 def _nothing(*_: Any) -> None:
-    """All samples are in memory all the time, and nothing is kept back to be flushed."""
+    """All samples are always in memory, and nothing is buffered for a flush."""

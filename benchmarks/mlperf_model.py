@@ -31,7 +31,7 @@ TABLE_ROWS = (
 )
 POOLING = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
 # fmt: on
-"""Keys of each table that a pair of user and item has; their rows are added up."""
+"""Number of keys of each table for a pair of user and item; their rows are summed."""
 DIM, NUM_DENSE = 128, 13
 BOTTOM, TOP = (512, 256, 128), (1024, 1024, 512, 256, 1)
 NUM_CROSS, CROSS_RANK = 3, 512
@@ -88,7 +88,7 @@ def random_weights(seed: int = 0) -> Weights:
 
 
 class _Graph:
-    """The nodes of a network as they are added."""
+    """Collects the nodes of a network."""
 
     def __init__(self) -> None:
         self.nodes: list[NodeProto] = []
@@ -142,7 +142,7 @@ def _declared(name: str, kind: int, width: int) -> ValueInfoProto:
 
 
 def import_model(folder: Path, name: str, sizes: Sizes) -> Path:
-    """The model in a repository, imported as anybody's, with tables of these sizes; returns the version directory.
+    """The model in a repository, imported like any model, with tables of these sizes; returns the version directory.
 
     The importer is given small tables. The large ones are written over them in blocks, and `session.json` and the
     manifest anew: an ONNX file with all rows would be 97 GB.
@@ -163,7 +163,7 @@ def import_model(folder: Path, name: str, sizes: Sizes) -> Path:
 
 
 def write_tables(version_dir: Path, spec: ModelSpec) -> None:
-    """Random rows of each table, over what is there; several tables at once."""
+    """Overwrite each table with random rows; several tables at once."""
     with ThreadPoolExecutor() as threads:
         for _ in threads.map(lambda table: _write_rows(version_dir, table), spec.tables):
             pass
@@ -195,7 +195,7 @@ def random_rows(rng: np.random.Generator, count: int, dtype: VectorType) -> NDAr
 
 
 def random_pairs(rng: np.random.Generator, count: int, rows: Sequence[int]) -> Arrays:
-    """Inputs of so many pairs. Half of a table's keys fall on the hottest sixteenth of its rows."""
+    """Inputs of this many pairs. Half of a table's keys fall on the hottest sixteenth of its rows."""
     pairs: Arrays = {"dense": rng.random((count, NUM_DENSE), np.float32)}
     for name, k, num_rows in zip(key_names(), POOLING, rows, strict=True):
         skewed = rng.random((count, k), np.float32)

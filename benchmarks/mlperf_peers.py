@@ -1,4 +1,4 @@
-"""What DLRM-DCNv2 is measured with: hotrow, in process or through Triton, plain ONNX Runtime, and PyTorch."""
+"""The engines for DLRM-DCNv2: hotrow, in process or through Triton, plain ONNX Runtime, and PyTorch."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Peer(ABC):
 
     name: str
     precision = "float32"
-    """Of the dense network."""
+    """Precision of the dense network."""
 
     @abstractmethod
     def answer(self, pairs: Arrays) -> NDArray[np.float32]:
         """The probability of each pair."""
 
-    def close(self) -> None:  # noqa: B027  most hold nothing that has to be freed
+    def close(self) -> None:  # noqa: B027  most have nothing to free
         """Free what it holds."""
 
 
@@ -74,7 +74,7 @@ class Triton(Peer):
         return answers.reshape(-1)
 
     def answer_each(self, requests: Sequence[Arrays]) -> NDArray[np.float32]:
-        """The answers of several requests behind each other, some of which are under way at once."""
+        """The concatenated answers of several requests, some of which are in flight at once."""
         done: queue.SimpleQueue[tuple[int, Any, Any]] = queue.SimpleQueue()
         answers: list[Any] = [None] * len(requests)
         for i, request in enumerate(requests):
@@ -141,7 +141,7 @@ class PlainOnnxRuntime(Peer):
 
 
 class PyTorch(Peer):
-    """The same network of PyTorch's own operators: EmbeddingBag, Linear, addcmul."""
+    """The same network in PyTorch's own operators: EmbeddingBag, Linear, addcmul."""
 
     def __init__(self, tables: Sequence[NDArray[np.float32]], device: str, threads: int, precision: str) -> None:
         """`precision`: of tables and network, one of PyTorch's types."""

@@ -41,7 +41,7 @@ class Samples:
         self.pool = {name: cupy.asarray(array) for name, array in self.pool.items()}
 
     def pairs_of(self, samples: Sequence[int]) -> Arrays:
-        """The inputs of these samples behind each other."""
+        """The concatenated inputs of these samples."""
         if len(samples) == 1:
             begin = int(self.begins[samples[0]])
             return {name: array[begin : begin + int(self.counts[samples[0]])] for name, array in self.pool.items()}
@@ -52,7 +52,7 @@ class Samples:
         return {name: self._take.take(array, places, axis=0) for name, array in self.pool.items()}
 
     def batches(self, samples: NDArray[np.int64], most_pairs: int) -> list[NDArray[np.int64]]:
-        """Samples in batches of at most so many pairs, at least one sample each."""
+        """Samples in batches of at most this many pairs, at least one sample each."""
         batches, begin, pairs = [], 0, 0
         for i, count in enumerate(self.counts[samples].tolist()):
             if i > begin and pairs + count > most_pairs:

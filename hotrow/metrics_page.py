@@ -18,7 +18,7 @@ _LABEL = re.compile(r'\s*([a-zA-Z_]\w*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*,?')
 _ESCAPED = re.compile(r"\\(.)")
 _MOST_BYTES = 64 << 20
 _direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Servers that are watched are near; a proxy that the environment names is for what is far."""
+"""Without proxies: watched servers are near, and the environment's proxies are for remote hosts."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class MetricsPage:
 
     @classmethod
     def fetch(cls, url: str, *, timeout_s: float = 5.0) -> MetricsPage:
-        """The page as it is now.
+        """The current page.
 
         Raises:
             OSError: the server does not answer.
-            ValueError: what answers is no such page.
+            ValueError: the response is no metrics page.
         """
         try:
             with _direct.open(url, timeout=timeout_s) as response:
@@ -49,7 +49,7 @@ class MetricsPage:
 
     @classmethod
     def parse(cls, text: str, time_s: float = 0.0) -> MetricsPage:
-        """The samples of a page; ValueError names the first line that is none."""
+        """The samples of a page; ValueError names the first invalid line."""
         samples: dict[str, dict[Labels, float]] = {}
         for line in text.splitlines():
             if not line.strip() or line.startswith("#"):
@@ -58,12 +58,12 @@ class MetricsPage:
             if match is None:
                 raise ValueError(f"not a line of Prometheus metrics: {line[:80]!r}")
             name, labels, value = match.groups()
-            if math.isfinite(number := float(value)):  # NaN is how Prometheus says that nothing has been seen
+            if math.isfinite(number := float(value)):  # Prometheus's NaN means that nothing has been observed
                 samples.setdefault(name, {})[_labels(labels or "")] = number
         return cls(time_s, samples)
 
     def values(self, name: str, *needed: str, **labels: str) -> Iterator[tuple[dict[str, str], float]]:
-        """The samples of a metric that have the labels needed, and these among them."""
+        """The samples of a metric that have the needed labels and contain these."""
         wanted = set(labels.items())
         for found, value in self.samples.get(name, {}).items():
             if wanted <= found and set(needed) <= {label for label, _ in found}:
@@ -77,20 +77,20 @@ class MetricsPage:
 
 @dataclass(frozen=True)
 class Window:
-    """What happened between two pages of one server."""
+    """The changes between two pages of one server."""
 
     before: MetricsPage
     after: MetricsPage
 
     @property
     def seconds(self) -> float:
-        """Between the two."""
+        """Seconds between the two."""
         return max(self.after.time_s - self.before.time_s, 1e-9)
 
     def grown(self, name: str, **labels: str) -> float | None:
-        """What the counters of these labels have grown by; None where there are none.
+        """The increase of the counters with these labels; None if there are none.
 
-        One that has fallen began anew, with its server.
+        A counter that has fallen was reset by a restart of its server.
         """
         if self.after.total(name, **labels) is None:
             return None
@@ -108,7 +108,7 @@ class Window:
         return None if grown is None else grown / self.seconds
 
     def ratio(self, part: str, *wholes: str, **labels: str) -> float | None:
-        """What one counter has grown by, over what others have in all; None where nothing was counted."""
+        """The increase of one counter divided by the total increase of others; None if nothing was counted."""
         whole = sum(self.grown(name, **labels) or 0.0 for name in wholes)
         return (self.grown(part, **labels) or 0.0) / whole if whole else None
 

@@ -1,4 +1,4 @@
-"""Progress bars for long work, drawn only where a person looks."""
+"""Progress bars for long work, drawn only on a terminal."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from rich.text import Text
 
 @contextmanager
 def byte_progress(title: str, total_bytes: int | None = None) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr; yields the function that is told the bytes done since the last call."""
+    """A bar on stderr; yields the function to call with the bytes done since the last call."""
     with _progress(title, total_bytes, DownloadColumn(), TransferSpeedColumn()) as advance:
         yield advance
 
 
 @contextmanager
 def row_progress(title: str, total_rows: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr; yields the function that is told the rows done since the last call."""
+    """A bar on stderr; yields the function to call with the rows done since the last call."""
     rows = TextColumn("{task.completed:,.0f}/{task.total:,.0f} rows")
     with _progress(title, total_rows, rows, _RowsPerSecond()) as advance:
         yield advance
@@ -37,7 +37,7 @@ def row_progress(title: str, total_rows: int) -> Iterator[Callable[[int], None]]
 
 @contextmanager
 def waiting(title: str) -> Iterator[None]:
-    """A sign of life on stderr, and the time it has taken."""
+    """An activity indicator on stderr, with the elapsed time."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -47,7 +47,7 @@ def waiting(title: str) -> Iterator[None]:
 
 @contextmanager
 def key_progress(title: str, total_keys: int | None = None) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr; yields the function that is told the keys done since the last call."""
+    """A bar on stderr; yields the function to call with the keys done since the last call."""
     with _progress(title, total_keys, TextColumn("{task.completed:,.0f} keys")) as advance:
         yield advance
 

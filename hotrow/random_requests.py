@@ -1,4 +1,4 @@
-"""Requests of random keys that a version has, to compare it with another one."""
+"""Requests with random keys of a version, to compare it with another one."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from inference_session.requests.outputs import Outputs
 _NUM_SAMPLES = 64
 _NUM_REQUESTS = 4
 _OPEN_SIZE = 3
-"""Of dimensions that the model leaves open, such as the length of a list."""
+"""Size of dimensions that the model leaves open, such as the length of a list."""
 _BOUNDS = (1000, 100, 10, 2, 1)
-"""Integers that are no keys as they stand are below one of these: the first that the model answers without an unknown
-key, else the first that it answers."""
+"""Bounds for integers that are not used directly as keys: the first bound is taken that the model answers without an
+unknown key, else the first that it answers."""
 _MOST_ELEMENTS = 10_000_000
 
 
 def random_requests(session: InferenceSession, *, seed: int = 0) -> list[Arrays]:
-    """Requests that the session answers; UnsupportedModelError where none is found."""
+    """Requests that the session answers; UnsupportedModelError if none is found."""
     answered: dict[int, list[Arrays]] = {}
     for bound in _BOUNDS:
         random = np.random.default_rng(seed)
@@ -42,7 +42,7 @@ def random_requests(session: InferenceSession, *, seed: int = 0) -> list[Arrays]
 
 
 def _num_unknown(session: InferenceSession, requests: list[Arrays]) -> int | None:
-    """Keys that are in no table; None where the model does not answer."""
+    """Number of keys that are in no table; None if the model does not answer."""
     before = _default_vectors(session)
     try:
         for request in requests:
@@ -69,7 +69,7 @@ def _random_request(session: InferenceSession, random: np.random.Generator, boun
 
 
 def _opened(spec: ModelSpec, name: str, zeros: NDArray[Any]) -> NDArray[Any]:
-    """The array with dimensions of a size of their own where the model leaves them open."""
+    """The array with a distinct size for dimensions that the model leaves open."""
     shape = next((tensor.shape for tensor in spec.inputs if tensor.name == name), zeros.shape)
     sizes = [
         _OPEN_SIZE if size == -1 and (axis or not spec.batched) else zeros.shape[axis]
@@ -87,7 +87,7 @@ def _random_values(random: np.random.Generator, zeros: NDArray[Any], bound: int)
 
 
 def _fill_keys(spec: ModelSpec, tables: Path, arrays: dict[str, NDArray[Any]], random: np.random.Generator) -> None:
-    """Put keys into inputs that are looked up as they stand; where several tables are, those of the smallest."""
+    """Put keys into inputs that are looked up directly; for several tables, keys of the smallest."""
     sizes = {table.folder: table for table in spec.tables}
     for lookup in sorted(spec.lookups, key=lambda lookup: sizes[lookup.table].num_rows, reverse=True):
         if lookup.keys in arrays:
@@ -97,7 +97,7 @@ def _fill_keys(spec: ModelSpec, tables: Path, arrays: dict[str, NDArray[Any]], r
 
 
 def _packed(spec: ModelSpec, tables: Path, name: str, zeros: NDArray[Any], random: np.random.Generator) -> NDArray[Any]:
-    """An input of HugeCTR's or HPS's: keys stand table by table."""
+    """An input of HugeCTR or HPS: keys are ordered table by table."""
     if zeros.dtype.kind == "f":
         return random.random(zeros.shape).astype(zeros.dtype)
     by_table = {table.folder: table for table in spec.tables}

@@ -1,4 +1,4 @@
-"""The version that a directory on the command line means: a version directory, or a model's folder and its highest."""
+"""The version of a directory on the command line: a version directory, or the highest one in a model's folder."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from triton_backend.repository.servable import is_version
 
 @dataclass(frozen=True)
 class ServedVersion:
-    """What `hotrow serve` would open."""
+    """The version that `hotrow serve` would open."""
 
     named: Path
-    """As the user knows it."""
+    """The directory as the user named it."""
     directory: Path
-    """In hotrow's own layout; of HugeCTR's files what they are imported as."""
+    """In hotrow's own layout; for HugeCTR's files the import of them."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Those of a config.pbtxt that does not lie beside `directory`."""
+    """Settings of a config.pbtxt that is not next to `directory`."""
 
 
 @contextmanager

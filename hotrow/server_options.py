@@ -1,4 +1,4 @@
-"""What commands that talk to a running server have in common."""
+"""Options shared by commands that talk to a running server."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ PEM_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 @dataclass(frozen=True)
 class ServerAddress:
-    """Where a server is, and how to get in."""
+    """A server's address and credentials."""
 
     url: str
     key_file: Path | None = None
     tls: ClientTls | None = None
 
     def connect(self) -> RemoteServer:
-        """The server; nothing is sent yet."""
+        """The server's client; sends nothing yet."""
         key = self.key_file.read_text(encoding="utf-8").strip() if self.key_file else None
         return RemoteServer(self.url, restricted_key=key, tls=self.tls)
 
 
 def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Options of a click command that say which server; it gets them as `address`."""
+    """Options of a click command that select the server; the command gets them as `address`."""
     url = click.option(
         "--url", default="localhost:8001", show_default=True, metavar="HOST:GRPC_PORT", help="The server's gRPC port."
     )

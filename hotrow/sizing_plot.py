@@ -1,4 +1,4 @@
-"""The curves of `hotrow size`, as a picture (PNG) and as a page that needs nothing else (HTML with SVG in it)."""
+"""The curves of `hotrow size`, as a picture (PNG) and as a self-contained page (HTML with SVG)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OURS, _LRU, _CHOSEN, _KNEE, _ASKED = "#129a70", "#8d99ae", "#d7263d", "#f4a259"
 _NUM_POINTS = 200
 _COLUMNS = 3
 _MOST_TABLES = 12
-"""Tables with a plot of their own: those with the most keys."""
+"""Number of tables with a separate plot: those with the most keys."""
 
 
 def write_plot(report: SizingReport, path: Path) -> None:

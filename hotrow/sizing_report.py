@@ -1,4 +1,4 @@
-"""What `hotrow size` found: as tables, as JSON, as a picture and as a page."""
+"""The results of `hotrow size`: as tables, JSON, a picture and a page."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ _PLAIN_WIDTH = 200
 
 @dataclass(frozen=True)
 class TableReport:
-    """What a trace says of one table."""
+    """The results of a trace for one table."""
 
     spec: TableSpec
     num_keys: int
     num_unknown: int
-    """Further keys that the table does not have, and a cache therefore never."""
+    """Further keys that the table lacks, and a cache therefore as well."""
     rate: float
-    """Part of the keys that was looked at."""
+    """Part of the keys that was analysed."""
     lru: LruCurve
     ours: SimulatedCurve
     error: SamplingError
 
     @property
     def sizes(self) -> list[int]:
-        """Rows, from few to all that were used."""
+        """Numbers of rows, from few to all that were used."""
         return [round(rows) for rows in self.ours.rows[1:].tolist()]
 
     def cache_bytes(self, rows: int) -> int:
@@ -58,7 +58,7 @@ class TableReport:
 
 @dataclass(frozen=True)
 class SizingReport:
-    """All that is said of a version."""
+    """The full report of a version."""
 
     version_dir: Path
     spec: ModelSpec
@@ -68,7 +68,7 @@ class SizingReport:
     tables: dict[str, TableReport]
     """By folder; empty without a trace."""
     places: dict[str, Place]
-    """Of each table, by name, where GPUs look it up; empty where none do."""
+    """By table name, where GPUs look the table up; empty if they do not."""
 
     @property
     def total_bytes(self) -> int:
@@ -92,7 +92,7 @@ class SizingReport:
 
     @cached_property
     def knee(self) -> CachePoint:
-        """Where more memory begins to bring less."""
+        """The size above which more memory brings less."""
         return self.ours.knee()
 
     @property
@@ -101,14 +101,14 @@ class SizingReport:
         return any(table.rate < 1 for table in self.tables.values())
 
     def error(self, cache_bytes: int) -> float:
-        """How far the hit rate with that cache may be off, two standard errors."""
+        """The error of the hit rate with that cache, two standard errors."""
         rows = rows_held(self._dims, cache_bytes, self._num_rows)
         num_keys = sum(table.num_keys for table in self.tables.values())
         errors = [table.num_keys * table.error.at(rows[folder]) for folder, table in self.tables.items()]
         return float(np.hypot.reduce(errors)) / num_keys
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for programs; docs/how-to/size.md says what each key means."""
+        """The full report for programs; docs/how-to/size.md says what each key means."""
         document: dict[str, Any] = {
             "version_dir": str(self.version_dir),
             "cache_bytes": self.cache_bytes,
@@ -212,7 +212,7 @@ def _memory_table(report: SizingReport) -> Table:
 
 
 def memory_lines(report: SizingReport) -> Iterator[str]:
-    """What the table of memory adds up to."""
+    """The total of the memory table."""
     yield f"Per process: {in_units(bytes_in(report.items, 'process'))}, private."
     if device := bytes_in(report.items, "device"):
         yield f"Per device: {in_units(device)}."
@@ -275,7 +275,7 @@ def _curve_table(size: str, rows: Iterator[tuple[str, str, HitRates]]) -> Table:
 
 
 def conclusions(report: SizingReport) -> Iterator[str]:
-    """What to do, in sentences."""
+    """The recommendations as sentences."""
     best, knee, chosen = report.ours.best_hit_rate, report.knee, report.recommended
     yield f"Best hit rate possible: {best:.4f}; the first use of a key is always a miss."
     yield (
@@ -293,6 +293,6 @@ def conclusions(report: SizingReport) -> Iterator[str]:
 
 
 def _where(report: SizingReport) -> str:
-    """For whom a cache is recommended where the model, as it is configured, has none."""
+    """When the recommended cache applies, if the configured model has none."""
     in_files = not report.cache_bytes and bytes_in(report.items, "page cache")
     return ", once rows are in stores or on a GPU" if in_files else ""

@@ -1,4 +1,4 @@
-"""What `hotrow top` shows of a server: tables made of its last metrics pages, and what has changed meanwhile."""
+"""The view of `hotrow top`: tables of a server's last metrics pages and the changes between them."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ _TIER_COLUMNS = (_Column("keys/s", 60), _Column("found"), _Column("skipped/s", 9
 
 
 class TopView:
-    """Gathers pages of one server, and draws what the last few say."""
+    """Collects pages of one server, and draws the last few."""
 
     def __init__(self, source: str) -> None:
         """`source`: where the pages come from, for the title."""
         self._source = source
-        # Models tell their own counters about once a second: rates are those of several looks.
+        # Models update their counters about once a second: rates span several looks.
         self._pages: deque[MetricsPage] = deque([MetricsPage()], maxlen=_NUM_PAGES)
         self._states: list[IndexEntry] = []
         self._history: defaultdict[_Version, deque[float]] = defaultdict(lambda: deque(maxlen=_HISTORY))
@@ -93,14 +93,14 @@ class TopView:
 
     @property
     def has_rates(self) -> bool:
-        """Whether two pages are there to compare."""
+        """Whether two pages exist to compare."""
         return len(self._pages) > 1
 
     def add(self, page: MetricsPage, states: list[IndexEntry]) -> None:
-        """Another page, and the repository index where it is asked for."""
+        """Add a page, and the repository index if it is queried."""
         last = self._pages[-1]
         if self._is_lost or last.time_s == 0:
-            self._pages.clear()  # what returns may be another server, whose counters begin anew
+            self._pages.clear()  # the server that returns may be another one, with reset counters
         if self._is_lost:
             self._note("the server answers again")
             self._is_lost = ""
@@ -124,8 +124,8 @@ class TopView:
         self._is_lost = reason
 
     def render(self, width: int) -> RenderableType:
-        """All of it that goes into so many columns of a terminal."""
-        # Tables last: a terminal cuts what it has no lines for, and they may be hundreds.
+        """The whole view for a terminal of this many columns."""
+        # Tables last: a terminal cuts lines that do not fit, and there may be hundreds of tables.
         sections = (
             self._models(width),
             self._tiers(width),
@@ -166,7 +166,7 @@ class TopView:
         return Group(Text("Events", style=_HEAD), *(Text(f"  {event}") for event in self._events))
 
     def _versions(self) -> list[_Version]:
-        """Those that are loaded, and those that were asked for in this window."""
+        """Versions that are loaded, and versions that got requests in this window."""
         page = self._window.after
         known = {
             _Version(labels["model"], labels["version"])
@@ -175,7 +175,7 @@ class TopView:
         return sorted(version for version in known if self._is_serving(version) or self._is_asked(version))
 
     def _is_serving(self, version: _Version) -> bool:
-        """Models of other backends do not tell; they are taken to serve."""
+        """Models of other backends lack this metric; they count as serving."""
         return self._window.after.total("hotrow_model_version_info", **version.labels) != 0
 
     def _is_asked(self, version: _Version) -> bool:
@@ -191,10 +191,10 @@ class TopView:
     def _model_row(self, version: _Version) -> Iterator[str | Text]:
         window, labels = self._window, version.labels
         yield _number(window.per_second("nv_inference_request_success", **labels))
-        # Triton counts those that we answer with an error as successes.
+        # Triton counts requests that we answer with an error as successes.
         failures = (window.per_second(name, **labels) for name in _FAILURES)
         yield _alarm(sum(rate or 0.0 for rate in failures))
-        # Triton takes a packed request of HugeCTR's for one sample.
+        # Triton counts a packed HugeCTR request as one sample.
         counted = window.after.total("hotrow_samples_total", **labels) is not None
         samples = "hotrow_samples_total" if counted else "nv_inference_count"
         yield _number(window.per_second(samples, **labels))
@@ -231,7 +231,7 @@ class TopView:
         table = _table("Tiers", "model", "version", "tier", "state", numbers=_shown(_TIER_COLUMNS, width))
         for version in self._versions():
             tiers = self._window.after.values("hotrow_tier_up", "tier", **version.labels)
-            # In the order in which they are asked, which happens to be this: volatile, persistent, files.
+            # In the order in which they are queried, which is reverse alphabetical: volatile, persistent, files.
             for labels, up in sorted(tiers, key=lambda tier: tier[0]["tier"], reverse=True):
                 state = Text("up", _GOOD) if up else Text("DOWN", _BAD)
                 cells = zip(_TIER_COLUMNS, self._tier_row(labels), strict=True)
@@ -262,7 +262,7 @@ class TopView:
         return table if table.row_count else None
 
     def _not_serving(self) -> Table | None:
-        """What the repository index says of versions that were to be loaded, but do not serve."""
+        """What the repository index says about versions that should be loaded but do not serve."""
         table = _table("Not serving", "model", "version", "state", "reason")
         for state in self._states:
             if state.state != "READY" and state.reason != "unloaded":

@@ -1,4 +1,4 @@
-"""What traces of keys say of a model's tables, for `hotrow size`."""
+"""Analyses key traces of a model's tables, for `hotrow size`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_traces(
     """Reports by folder, of the tables that have keys in the traces, each written as `FILE` or `TABLE=FILE`.
 
     Raises:
-        ConfigurationError: it cannot be told whose keys a trace holds.
+        ConfigurationError: the table of a trace's keys is unclear.
         TraceFormatError: a trace cannot be read, or holds no key of any table.
     """
     samples, num_unknown = _sample(spec, _parts(spec, traces, trace_format), sampled_keys)
@@ -54,7 +54,7 @@ def read_traces(
 def _sample(
     spec: ModelSpec, parts: Iterable[tuple[TableSpec, TracePart]], sampled_keys: int
 ) -> tuple[dict[str, KeySample], dict[str, int]]:
-    """By folder, a sample of the keys that the table has, and the number of those that it has not."""
+    """By folder, a sample of the keys that the table has, and the number of keys that it lacks."""
     per_table = max(sampled_keys // len(spec.tables), _LEAST_SAMPLED_KEYS)
     samples = {table.folder: KeySample(per_table) for table in spec.tables}
     num_unknown = dict.fromkeys(samples, 0)
@@ -70,14 +70,14 @@ def _sample(
 
 
 def _parts(spec: ModelSpec, traces: Iterable[str], trace_format: str) -> Iterator[tuple[TableSpec, TracePart]]:
-    """All keys of all traces, and whose they are."""
+    """All keys of all traces, with their tables."""
     for argument in traces:
         name, equals, path = argument.partition("=")
         table = name if equals and any(name in (table.name, table.folder) for table in spec.tables) else None
         file = Path(path if table else argument)
         if equals and not table and not file.exists():
             raise ConfigurationError(f"--trace {argument}: the model has no table {name!r}; tables: {_names(spec)}")
-        if file.is_dir():  # a recording, which knows tables by their folders
+        if file.is_dir():  # a recording, which names tables by their folders
             yield from ((spec.table_in(str(part.table)), part) for part in read_recording(file))
         else:
             for part in read_trace(file, trace_format):
@@ -99,7 +99,7 @@ def _names(spec: ModelSpec) -> str:
 
 
 def _known_keys(table: TableSpec, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Those that may be cached, as far as the table's description tells: a row number that is none has no row."""
+    """Keys that may be cached, by the table's description: an invalid row number has no row."""
     if table.keys == "stored":
         return keys
     return keys[(keys >= 0) & (keys < table.num_rows)]

@@ -64,7 +64,7 @@ def command(source: Path, url: str, model: str, table: str | None, since: Path |
 class _Source(NamedTuple):
     table: Table
     num_rows: int
-    """Rows to be looked at."""
+    """Number of rows to compare."""
     changes: Callable[[], Iterator[Changes]]
 
 
