@@ -1,6 +1,6 @@
 """The models of benchmarks/context.py: six kinds of ranking networks, with random weights.
 
-`ranking_models()` returns each as ONNX, and which of its inputs belong to the context. Inputs are int64 keys, or float32.
+`ranking_models()` returns each as ONNX, with the names of its context inputs. Inputs are int64 keys, or float32.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def cache_folder() -> Path:
 
 
 def perf_analyzer() -> list[str]:
-    """The command that starts perf_analyzer, which is fetched the first time."""
+    """The command that starts perf_analyzer; the first call fetches it."""
     folder = cache_folder()
     program = folder / "perf_analyzer" / "bin" / "perf_analyzer"
     if not program.exists():
@@ -65,7 +65,7 @@ def fetch_program(folder: Path) -> None:
 
 
 def fetch_libraries(folder: Path) -> None:
-    """Unpack a newer Debian's C library into a folder of its own; nothing is installed."""
+    """Unpack a newer Debian's C library into a separate folder; nothing is installed."""
     with tempfile.TemporaryDirectory() as work:
         lists = Path(work) / "lists"
         (lists / "partial").mkdir(parents=True)
@@ -111,7 +111,7 @@ def input_data(metadata: dict[str, Any], *, samples: int, length: int, max_key: 
 
     Args:
         samples: rows of a request.
-        length: size of any other dimension that may have any.
+        length: size of all other open dimensions.
         max_key: integers are drawn below this.
         batched: perf_analyzer wants shapes without the samples, and sends `samples` of these entries as one batch.
     """

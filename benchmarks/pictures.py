@@ -36,7 +36,7 @@ IMAGES = Path(__file__).resolve().parent.parent / "docs/images"
 WIDTH = 150
 NUM_LOOKS = 14
 STOPS_AT, STARTS_AT = 4, 8
-"""Looks between which Redis does not answer."""
+"""The range of looks during which Redis does not answer."""
 PER_REQUEST = 64
 
 
@@ -108,7 +108,7 @@ def draw_top(served: Served, redis: RedisServer) -> None:
         time.sleep(1)
     console.print(view.render(WIDTH))
     picture = console.export_svg(title="hotrow top", unique_id="top")
-    # Readers' own fonts only: the page loads nothing from elsewhere.
+    # Only the readers' own fonts: the page loads nothing from other hosts.
     (IMAGES / "top.svg").write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL), encoding="utf-8")
 
 

@@ -1,10 +1,10 @@
-"""Look-ups in float16 and int8 tables on the CPU, beside float32, in one run.
+"""Look-ups in float16 and int8 tables on the CPU, compared with float32, in one run.
 
     python benchmarks/quantized.py            1 M rows x 128, 0.9 GB of files
     python benchmarks/quantized.py --full     4 M rows x 128, 3.6 GB of files
 
 Tables are larger than the processor's caches, outputs are not. Every repetition draws fresh keys, poisons the outputs
-and checks them. A line shows the bytes of a row and the medians over the repetitions beside those of float32.
+and checks them. A line shows the bytes of a row and the medians over the repetitions next to those of float32.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def seconds_of(file: TableFile, keys: Rows, bag: int) -> float:
 
 
 def compare(files: dict[VectorType, TableFile], num_rows: int, bag: int) -> None:
-    """Each type in turn with keys of its own."""
+    """Each type in turn with separate keys."""
     random = np.random.default_rng()
     times: dict[VectorType, list[float]] = {dtype: [] for dtype in files}
     for _ in range(REPETITIONS):

@@ -73,7 +73,7 @@ class Figure:
     model: str
     requests_per_s: float
     range_per_s: tuple[float, float]
-    """The least and the most of all rounds."""
+    """The minimum and maximum of all rounds."""
     p50_us: float
     p99_us: float
 
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--figure", type=Path, metavar="FILE.png")
     arguments = parser.parse_args()
     for path in filter(None, (arguments.out, arguments.figure)):
-        if not path.absolute().parent.is_dir():  # better said before a quarter of an hour than after it
+        if not path.absolute().parent.is_dir():  # report it before a quarter of an hour of work, not after
             parser.error(f"{path}: there is no such folder")
     perf_analyzer()
     described = machine() | {"load before": load()}
@@ -128,7 +128,7 @@ def run_rounds(name: str, network: Network, plan: Plan, url: str, folder: Path) 
         seen[samples, concurrency][model].append(result)
         print(f"{case}: {result['requests/s']:.0f} requests/s")
     for (samples, concurrency), results in seen.items():
-        if len(results) == len(MODELS):  # else there is nothing to compare
+        if len(results) == len(MODELS):  # otherwise nothing can be compared
             yield from (summary(name, samples, concurrency, model, results[model]) for model in MODELS)
 
 
@@ -140,7 +140,7 @@ def summary(name: str, samples: int, concurrency: int, model: str, results: list
 
 
 def measured(model: str, url: str, **case: Any) -> dict[str, float] | None:
-    """One run of perf_analyzer; None where it does not end, as happens with many large requests on a busy machine."""
+    """One run of perf_analyzer; None if it does not end, as happens with many large requests on a busy machine."""
     for _ in range(ATTEMPTS):
         with contextlib.suppress(subprocess.TimeoutExpired):
             return measure(model, url, "grpc", **case, seconds=1.0, timeout_s=TIMEOUT_S)
@@ -148,7 +148,7 @@ def measured(model: str, url: str, **case: Any) -> dict[str, float] | None:
 
 
 def machine() -> dict[str, str]:
-    """What the figures were measured on, and with."""
+    """The machine and the software of the measurements."""
     processor = "unknown"
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):
@@ -168,19 +168,19 @@ def machine() -> dict[str, str]:
 
 
 def gpus() -> str:
-    """By the names that NVIDIA's driver knows them by."""
+    """The GPUs by the names of NVIDIA's driver."""
     files = Path("/proc/driver/nvidia/gpus").glob("*/information")
     lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     return ", ".join(line.partition(":")[2].strip() for line in lines if line.startswith("Model:")) or "none"
 
 
 def load() -> str:
-    """Of the machine in the last minute: processes that ran or wanted to."""
+    """The machine's load in the last minute: processes that ran or waited to run."""
     return f"{os.getloadavg()[0]:.1f}"
 
 
 def version(package: str) -> str:
-    """Of an installed package."""
+    """The version of an installed package."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

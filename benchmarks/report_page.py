@@ -1,4 +1,4 @@
-"""The page of report.py: plots and figures in one HTML file that needs no other."""
+"""The page of report.py: plots and figures in one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def write_page(results: dict[str, Any], path: Path) -> None:
 
 
 def write_figure(results: dict[str, Any], path: Path) -> None:
-    """Write the main figure as a picture, with a line that says where it comes from."""
+    """Write the main figure as a picture, with a line about its source."""
     with page_colors():
         figure = main_figure(results)
         figure.supxlabel(origin(results["machine"]), fontsize=7, x=0.99, ha="right")
@@ -57,7 +57,7 @@ def write_figure(results: dict[str, Any], path: Path) -> None:
 
 
 def origin(machine: dict[str, str]) -> str:
-    """What a picture that travels alone must say of the machine."""
+    """The facts about the machine that a picture without its page needs."""
     facts = [f"{machine['cores']} cores of {machine['processor']}", machine["memory"], machine["date"]]
     loads = f"load {machine['load before']} before, {machine['load after']} after"
     return f"{', '.join(facts)}; {loads}; lines: least and most of all rounds"
@@ -76,7 +76,7 @@ def headline(figures: Rows) -> str:
 
 
 def main_concurrency(figures: Rows) -> int:
-    """The one that the main figure shows: as near to 16 as was measured."""
+    """The number for the main figure: the measured one nearest to 16."""
     return int(min((row["concurrency"] for row in figures), key=lambda n: abs(n - MAIN_CONCURRENCY)))
 
 
@@ -87,7 +87,7 @@ def of_model(figures: Rows, like: dict[str, Any], model: str) -> dict[str, Any]:
 
 
 def main_figure(results: dict[str, Any]) -> Figure:
-    """Requests per second of each model, in every network and batch size, as bars; lines from least to most."""
+    """Bars: requests per second of each model, per network and batch size; lines from minimum to maximum."""
     figures: Rows = results["figures"]
     concurrency = main_concurrency(figures)
     shown = [row for row in figures if row["concurrency"] == concurrency]
@@ -114,12 +114,12 @@ def main_figure(results: dict[str, Any]) -> Figure:
 
 
 def case_name(network: str, samples: int) -> str:
-    """In lines as short as a group of bars."""
+    """The text in lines that fit below a group of bars."""
     return "\n".join([f"samples: {samples}", *network.split(", ")])
 
 
 def network_figure(rows: Rows) -> Figure:
-    """Of one network: throughput and latency against the number of requests at once, a column per batch size."""
+    """Plots of one network: throughput and latency against the number of requests at once, a column per batch size."""
     sizes = sorted({row["samples"] for row in rows})
     figure = Figure(figsize=(10, 5.6), layout="constrained")
     grid = figure.subplots(2, len(sizes), squeeze=False, sharex=True)
@@ -166,14 +166,14 @@ def draw_dotted(axes: Axes, rows: Rows) -> None:
 
 
 def finish(axes: Axes) -> None:
-    """What all plots have in common."""
+    """The common style of all plots."""
     axes.grid(color=FAINT, lw=0.6, axis="y")
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def table(rows: Rows) -> str:
-    """All figures, with what they are beside the null model and plain ONNX Runtime."""
+    """All figures, with their ratios to the null model and plain ONNX Runtime."""
     heads = "samples", "at once", "model", "requests/s", "of null", "of plain", "p50 us", "p99 us"
     lines = ["<table><tr>" + "".join(f"<th>{head}" for head in heads) + "</tr>"]
     for row in sorted(rows, key=lambda row: (row["samples"], row["concurrency"], list(COLORS).index(row["model"]))):

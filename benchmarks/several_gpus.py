@@ -43,7 +43,7 @@ from triton_backend.repository.model_config import ModelConfig, write_model_conf
 NUM_GPUS = cupy.cuda.runtime.getDeviceCount()
 _CALLS, _ROUNDS = 5, 9
 _NUM_CHECKED = 1 << 16
-"""Rows that are compared, of those that a call copies."""
+"""How many of a call's copied rows are compared."""
 _GATHERS = r"""
 struct Shards { const float4* rows[8]; };
 template <int IN_FLIGHT>
@@ -69,7 +69,7 @@ _VARIANTS = {"one": 1, "two": 2, "four": 4, "eight": 8}
 
 
 def main() -> None:
-    """Run what is asked for."""
+    """Run the selected measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("goals", nargs="*", default=["M1", "M2", "M3"], help="M1, M2, M3")
     parser.add_argument("--rows", type=int, default=2_000_000)
@@ -146,7 +146,7 @@ def gathers_of(
 
 
 def check(out: Any, keys: Any) -> None:
-    """What was copied are the rows of these keys."""
+    """Check that the copied rows are those of these keys."""
     assert np.array_equal(out[:_NUM_CHECKED].get(), rows_of(keys[:_NUM_CHECKED], DIM))
     assert not bool(cupy.isnan(out).any())
 
@@ -160,7 +160,7 @@ def look_ups_of(tables: Sequence[CudaTables], keys: Sequence[Any], rows: Sequenc
             out.fill(np.nan)
             segments, counts = key_segment(0, staged, out), np.array([len(asked)])
             lookup = Lookup(segments, counts, each.device.counts(1), each.prepare(segments))
-            lookup.copied_keys = (staged, out)  # type: ignore[assignment]  # kept alive with it
+            lookup.copied_keys = (staged, out)  # type: ignore[assignment]  # kept alive together with it
             each.look_up(lookup)
             each.device.wait()
             check(out, row_keys)
@@ -169,7 +169,7 @@ def look_ups_of(tables: Sequence[CudaTables], keys: Sequence[Any], rows: Sequenc
 
 
 def at_once(devices: Sequence[CudaDevice], works: Sequence[Callable[[], None]]) -> float:
-    """Microseconds of one of several calls after each other, while the other GPUs do the same; the slowest GPU's."""
+    """Microseconds per call of consecutive calls, on all GPUs at the same time; that of the slowest GPU."""
     seen = []
     for _ in range(_ROUNDS):
         barrier, spans = threading.Barrier(len(works)), []
@@ -217,7 +217,7 @@ def write_models(repository: Path, num_rows: int) -> dict[str, Path]:
 
 
 def settings_of(version: Path) -> dict[str, Any]:
-    """As config.pbtxt says."""
+    """The settings in config.pbtxt."""
     return dict(ModelConfig.read(version.parent / "config.pbtxt").parameters)
 
 
@@ -275,14 +275,14 @@ def p50_of(session: InferenceSession, requests: Sequence[Any]) -> float:
 
 
 def most_samples(session: InferenceSession, requests: Sequence[Any]) -> float:
-    """Samples a second of one or two threads for each GPU, whichever are more."""
+    """Samples a second of one or two threads for each GPU, the higher of both."""
     return max(samples_per_second(session, requests, count * session.num_devices) for count in (1, 2))
 
 
 def samples_per_second(
     session: InferenceSession, requests: Sequence[Any], num_threads: int, seconds: float = 0.7
 ) -> float:
-    """Of so many threads."""
+    """Samples a second of this many threads."""
     if num_threads == 1:  # this one, which has recorded CUDA graphs
         begin, count = time.perf_counter(), 0
         while time.perf_counter() - begin < seconds:

@@ -10,8 +10,8 @@ clients     requests/s of 1 to 64 clients: more of them never lower it
 background  p99 of such requests while rows are promoted to Redis, beside the same rows missing there and not promoted,
             and while the cache is refreshed without a pause, beside nothing: at most 1.05
 
-What is compared takes turns in many short windows, for machines change meanwhile. p99 is of all windows of a kind, its
-range is that of four parts of the run, and what `nothing` shows beside itself is what this machine can tell apart.
+The compared cases take turns in many short windows, because machines change meanwhile. p99 is that of all windows of a
+kind, its range is that of four parts of the run. The ratio of `nothing` to itself shows the machine's resolution.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Rows:
         self.vectors = rng.standard_normal((NUM_ROWS, DIM), np.float32)
 
     def draw(self, rng: np.random.Generator, num_missing: int) -> NDArray[np.int64]:
-        """Positions of a request's keys, so many of them not hot."""
+        """Positions of a request's keys, with this many not hot."""
         hot = rng.integers(0, NUM_HOT, NUM_KEYS - num_missing)
         return np.concatenate([hot, rng.integers(NUM_HOT, NUM_ROWS, num_missing)])
 
@@ -80,7 +80,7 @@ def cached(rows: Rows, *tiers: Tier) -> Iterator[StoredRows]:
     cache = CpuEmbeddingCache({"table": DIM}, cache_bytes, num_rows={"table": NUM_ROWS})
     source = StoredRows([SPEC], cache, ParameterServer(tiers))
     out = np.empty((NUM_HOT, DIM), np.float32)
-    for _ in range(3):  # such that they are known as hot
+    for _ in range(3):  # so that they count as hot
         fetch(source, 0, rows.keys[:NUM_HOT], out)
     try:
         yield source
@@ -142,7 +142,7 @@ def bench_clients(rows: Rows, server: RedisServer) -> None:
 
 
 def bench_background(rows: Rows, server: RedisServer, database: str) -> None:
-    """p99 beside work in the background."""
+    """p99 during work in the background."""
     persistent = create_store(database, NAMESPACE, {"table": DIM})
     tier = Tier("redis", open_redis(server), volatile=True, touches=True)
     with cached(rows, tier, Tier("rocksdb", persistent)) as source, open_redis(server) as other:
@@ -158,7 +158,7 @@ def bench_background(rows: Rows, server: RedisServer, database: str) -> None:
 
 
 def report(kind: str, windows: list[list[float]], other: str, other_windows: list[list[float]]) -> None:
-    """One line: the ratio of all windows, and the range of those of parts of the run."""
+    """One line: the ratio over all windows, and the range of the ratios of parts of the run."""
     ratios = [p99(windows[i::NUM_PARTS]) / p99(other_windows[i::NUM_PARTS]) for i in range(NUM_PARTS)]
     print(
         f"  {kind} beside {other}: {p99(windows) / p99(other_windows):.2f} ({min(ratios):.2f} to {max(ratios):.2f}),"
@@ -167,12 +167,12 @@ def report(kind: str, windows: list[list[float]], other: str, other_windows: lis
 
 
 def p99(windows: list[list[float]]) -> float:
-    """Of all requests in these windows."""
+    """p99 of all requests in these windows."""
     return float(np.quantile(np.concatenate(windows), 0.99))
 
 
 def works(rows: Rows, source: StoredRows, tier: Tier, other: EmbeddingStore) -> dict[str, Callable[[], None]]:
-    """What is done beside the requests, over and over."""
+    """The background work, repeated during the requests."""
     rng = np.random.default_rng()
 
     def lose(promotes: bool) -> None:
@@ -194,7 +194,7 @@ def works(rows: Rows, source: StoredRows, tier: Tier, other: EmbeddingStore) -> 
 
 
 def beside(rows: Rows, source: StoredRows, work: Callable[[], None]) -> list[float]:
-    """Seconds of one client's requests beside a thread that works."""
+    """Seconds of one client's requests while a thread works."""
     ending = threading.Event()
 
     def repeat() -> None:
@@ -211,7 +211,7 @@ def beside(rows: Rows, source: StoredRows, work: Callable[[], None]) -> list[flo
 
 
 def latencies(rows: Rows, source: StoredRows, num_clients: int, seconds: float) -> list[float]:
-    """Of each request that so many clients, asking one after the other each, have answered within some seconds."""
+    """Seconds of each request answered in some seconds; this many clients send one request after another."""
     found: list[float] = []
     end = time.perf_counter() + seconds
 
@@ -237,7 +237,7 @@ def open_redis(server: RedisServer) -> EmbeddingStore:
 
 
 def pipelined(client: redis.Redis, keys: Keys, out: Vectors) -> None:
-    """What a careful user of redis-py writes."""
+    """The code that a careful user of redis-py writes."""
     order, bounds = redis_layout.by_partition(keys, redis_layout.Partitioning(redis_layout.DEFAULT_PARTITIONS))
     parts = [(p, order[begin:end]) for p, (begin, end) in enumerate(pairwise(bounds)) if begin < end]
     pipeline = client.pipeline(transaction=False)

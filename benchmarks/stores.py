@@ -72,7 +72,7 @@ def bench_redis(keys: Keys, vectors: Vectors) -> None:
 
 
 def bench_rocksdb(keys: Keys, vectors: Vectors) -> None:
-    """A database as a push leaves it."""
+    """A database as written by a push."""
     with tempfile.TemporaryDirectory() as folder:
         url = f"rocksdb://{folder}/db"
         with create_store(url, NAMESPACE, {"table": DIM}, writable=True) as store:
@@ -109,7 +109,7 @@ def default_database(path: str, keys: Keys, vectors: Vectors) -> Rdict:
 
 
 def pipelined_hmget(client: redis.Redis, keys: Keys, out: Vectors) -> None:
-    """What a careful user of redis-py writes."""
+    """The code that a careful user of redis-py writes."""
     order, bounds = redis_layout.by_partition(keys, redis_layout.Partitioning(redis_layout.DEFAULT_PARTITIONS))
     parts = [(p, order[begin:end]) for p, (begin, end) in enumerate(pairwise(bounds)) if begin < end]
     pipeline = client.pipeline(transaction=False)
@@ -120,7 +120,7 @@ def pipelined_hmget(client: redis.Redis, keys: Keys, out: Vectors) -> None:
 
 
 def compare(store: EmbeddingStore, keys: Keys, vectors: Vectors, peers: dict[str, Fetch]) -> None:
-    """Ours beside each peer, for several numbers of keys."""
+    """Ours against each peer, for several numbers of keys."""
     rng = np.random.default_rng()
 
     for num_keys in (100, 1_000, 10_000):

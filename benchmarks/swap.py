@@ -58,7 +58,7 @@ MIXED = 2
 
 @dataclass
 class Contents:
-    """Two version directories and what they answer."""
+    """Two version directories and their answers."""
 
     folders: list[Path]
     requests: NDArray[np.int64]
@@ -71,7 +71,7 @@ class Contents:
 
 @dataclass
 class Swap:
-    """When a version was loaded, and what the cache did."""
+    """When a version was loaded, and the cache's counters."""
 
     begin: float
     end: float
@@ -117,7 +117,7 @@ def publish(contents: Contents, repository: Path, version: int) -> None:
 
 
 def ask(url: str, contents: Contents, pace_s: float, *, seed: int, stop: Event, results: Any) -> None:
-    """A client's process: ask until stopped, at a pace or as fast as it goes; report every answer."""
+    """A client's process: send requests until stopped, at a rate or at full speed; report every answer."""
     rng = np.random.default_rng(seed)
     seen = []
     due = time.monotonic() + rng.random() * pace_s
@@ -142,7 +142,7 @@ def ask(url: str, contents: Contents, pace_s: float, *, seed: int, stop: Event, 
 
 @contextlib.contextmanager
 def clients(url: str, contents: Contents, number: int, pace_s: float) -> Iterator[list[tuple[float, float, Any]]]:
-    """Clients that ask while the context lasts; what they have seen is in the list afterwards."""
+    """Clients that send requests during the context; afterwards their results are in the list."""
     context = multiprocessing.get_context("spawn")
     stop, results = context.Event(), context.Queue()
     processes = [
@@ -152,7 +152,7 @@ def clients(url: str, contents: Contents, number: int, pace_s: float) -> Iterato
     seen: list[tuple[float, float, Any]] = []
     for process in processes:
         process.start()
-    time.sleep(2)  # they import, connect and reach their pace
+    time.sleep(2)  # they import, connect and reach their rate
     yield seen
     stop.set()
     for _ in processes:
@@ -172,7 +172,7 @@ def peak(url: str, contents: Contents, number: int) -> float:
 
 def hits_and_misses(metrics: str, version: int) -> NDArray[np.float64]:
     """The cache's counters of a version, all tables together."""
-    with urllib.request.urlopen(metrics) as page:  # noqa: S310  a page of ours
+    with urllib.request.urlopen(metrics) as page:  # noqa: S310  our own page
         text = page.read().decode()
     return np.array(
         [
@@ -183,7 +183,7 @@ def hits_and_misses(metrics: str, version: int) -> NDArray[np.float64]:
 
 
 def rate(counts: NDArray[np.float64]) -> float:
-    """Hits of all; 0 where nothing was asked."""
+    """The share of hits; 0 without look-ups."""
     return float(counts[0] / counts.sum()) if counts.sum() else 0.0
 
 
@@ -215,7 +215,7 @@ def family(server: TritonServer) -> list[psutil.Process]:
 
 
 def describe_server(server: TritonServer, num_swaps: int) -> str:
-    """What it holds once the old version is gone."""
+    """The memory that it holds once the old version is gone."""
     while len(processes := family(server)) > 2:
         time.sleep(0.2)
     resident = [process.memory_info().rss >> 20 for process in processes]
@@ -243,7 +243,7 @@ def report(seen: list[tuple[float, float, Any]], swaps: list[Swap], *, cached: b
     steady: list[float] = []
     for at, duration, _ in seen:
         if first <= at < last:
-            # A request that began before a swap and lasted into it belongs to the swap.
+            # A request that began before a swap and ended during it belongs to the swap.
             in_window = any(s.begin - duration <= at < s.end + WINDOW_S for s in swaps)
             (within if in_window else steady).append(duration)
     failed = [what for _, _, what in seen if isinstance(what, str)]
@@ -268,7 +268,7 @@ def report(seen: list[tuple[float, float, Any]], swaps: list[Swap], *, cached: b
 
 
 def report_memory(memory: Memory, swaps: list[Swap], shared_bytes: int) -> None:
-    """What both versions took together, beside what one does."""
+    """The memory of both versions together, compared with that of one."""
     during = [size for at, size in memory.pss if any(s.begin <= at < s.end + WINDOW_S for s in swaps)]
     alone = [size for at, size in memory.pss if not any(s.begin <= at < s.end + 2 * WINDOW_S for s in swaps)]
     if during and alone:

@@ -45,7 +45,7 @@ import numpy as np
 import torch
 from torch import nn
 
-# Not the folder of the benchmarks, where torch would find one called as the package `triton`.
+# Not the benchmarks' folder: torch would import its triton.py as the package `triton`.
 sys.path.pop(0)
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hotrow import training
@@ -121,7 +121,7 @@ def t1() -> None:
 
 
 class _Flat(nn.Module):
-    """A DLRM whose KeyedJaggedTensor is built inside, as whoever exports it by torch.onnx has to."""
+    """A DLRM that builds its KeyedJaggedTensor itself, as an export by torch.onnx requires."""
 
     def __init__(self, model: nn.Module, keys: list[str]) -> None:
         super().__init__()
@@ -247,8 +247,8 @@ def _ask(client: Any, ids: Any) -> Any:
 
 
 def t3(rows_a_second: int = 20_000, seconds: float = 20.0) -> None:
-    """How fresh rows are."""
-    torch.set_num_threads(1)  # the other core is the broker's and the server's; two would spin for each other
+    """Delay from a step to its rows being served."""
+    torch.set_num_threads(1)  # the broker and the server use the other core; two threads would spin-wait
     import tritonclient.grpc as grpc_client
 
     model, steps_a_second = _Lookups(), 5
@@ -285,7 +285,7 @@ def _with_dense(model: Any, dense: nn.Module, ids: Any) -> Any:
 
 
 def t4(seconds: float = 15.0) -> None:
-    """What publishing costs: rounds with and without, in turns. Every row that a step reads is published."""
+    """The cost of publishing: rounds with and without, in turns. Every row that a step reads is published."""
     torch.set_num_threads(1)
     model, ids = _Lookups(width=256), torch.randint(0, 1_000_000, (50, 1100, 2))
     with Broker() as broker, _served(model, broker.url):
@@ -314,7 +314,7 @@ def _rate(steps: Any, seconds: float) -> float:
 
 
 def t4_on_gpu(seconds: float = 2.0, rounds: int = 3) -> None:
-    """As `t4`, with a network that keeps a GPU busy for some 20 ms a step, which touches some 2,200 rows."""
+    """As `t4`, with a network that keeps a GPU busy for some 20 ms a step, which touches about 2,200 rows."""
     model = _Lookups(width=12_288)
     with Broker() as broker, _served(model, broker.url):
         model.to("cuda")
@@ -338,11 +338,11 @@ def t4_on_gpu(seconds: float = 2.0, rounds: int = 3) -> None:
 
 
 def t5(rounds: int = 3) -> None:
-    """How fast tables are written, and what memory that takes; beside what file system and checksum allow alone."""
+    """Speed and memory of writing tables, compared with the limits of file system and checksum alone."""
     for place in ("/dev/shm", tempfile.gettempdir()):  # noqa: S108  the memory of this machine, and its disk
         large, small = _Lookups(5_000_000, 64), _Lookups(1000, 64)
         content = large.items.weight.detach().numpy()
-        _export_s(small, place)  # what is imported first takes its time
+        _export_s(small, place)  # the first import takes long
         found: dict[str, list[float]] = {"beyond": [], "write": [], "hash": [], "processor": []}
         peak = 0
         for _ in range(rounds):
@@ -367,7 +367,7 @@ def _both(rates: tuple[float, float]) -> str:
 
 
 def _export_s(model: nn.Module, place: str) -> tuple[float, float, int]:
-    """Seconds of an export, by the clock and of the processor, and bytes of memory that it took."""
+    """Wall-clock and processor seconds of an export, and bytes of memory that it took."""
     import psutil
 
     example = torch.zeros(2, 2, dtype=torch.int64)
@@ -385,7 +385,7 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def _write(content: Any, place: str) -> None:
-    """As many bytes into a file, as NumPy writes them, and to the disk."""
+    """Write the same number of bytes to a file as NumPy does, and sync them to the disk."""
     with tempfile.NamedTemporaryFile(dir=place) as file:
         content.tofile(file)
         file.flush()
@@ -460,7 +460,7 @@ def _becomes(condition: Callable[[], bool], patience_s: float = 60.0) -> bool:
 
 
 def t7() -> None:
-    """What freshness is worth."""
+    """The value of freshness."""
     for seed in range(3):
         with tempfile.TemporaryDirectory() as folder:
             arguments = ["-m", "demo.online_learning", "--seed", str(seed), "--plot", f"{folder}/plot.png"]

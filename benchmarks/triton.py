@@ -43,7 +43,7 @@ BFLOAT16 = "hotrow_bfloat16"
 MAX_PREPARED = 21_000
 """Inputs of samples in a file of requests: all 20 requests of one input, 12 of 26."""
 QUIET_FRACTION = 0.1
-"""Of the processors that others may use on a machine that is called quiet."""
+"""Share of the processors that other processes may use on a quiet machine."""
 
 
 class Network(NamedTuple):
@@ -61,7 +61,7 @@ QUICK_CONCURRENCIES = {"grpc": (1, 16), "http": (16,)}
 
 
 class Series(NamedTuple):
-    """Models of one network that are measured next to each other, and how they are asked."""
+    """Models of one network that are measured next to each other, and the requests to them."""
 
     name: str
     models: tuple[str, ...]
@@ -241,7 +241,7 @@ class Figures:
         self._seen: dict[Key, list[float]] = defaultdict(list)
 
     def add(self, series: Series, model: str, concurrency: int, found: Mapping[str, float]) -> None:
-        """Note one run."""
+        """Record one run."""
         for name, value in found.items():
             self._seen[series.name, series.protocol, model, concurrency, name].append(value)
 
@@ -266,7 +266,7 @@ class Figures:
         )
 
     def ratio(self, series: str, protocol: str, first: str, second: str, concurrency: int = 16) -> str:
-        """Requests/s of one beside another: the median of the rounds' ratios, and their range."""
+        """Ratio of two models' requests/s: the median of the rounds' ratios, and their range."""
         ours, others = (
             self._seen.get((series, protocol, model, concurrency, "requests/s"), []) for model in (first, second)
         )
@@ -331,7 +331,7 @@ def main() -> None:
 
 
 def shortened(series: Series) -> Series:
-    """What a quick run measures of it."""
+    """The part that a quick run measures."""
     kept = [each for each in series.concurrencies if each in QUICK_CONCURRENCIES[series.protocol]]
     return series._replace(concurrencies=tuple(kept))
 

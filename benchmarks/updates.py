@@ -89,7 +89,7 @@ def stores(tiers: str, version_dir: Path, folder: Path) -> Iterator[dict[str, An
 
 
 def bench_apply(version_dir: Path, url: str, rows: Rows, settings: Mapping[str, Any]) -> tuple[float, float]:
-    """Rows/s by the clock, and by processor time, at which a fresh consumer applies all rows."""
+    """Rows/s, by wall clock and by processor time, at which a new consumer applies all rows."""
     keys, vectors = rows
     with InferenceSession.open(version_dir, update_stream=url, catch_up_s=0, **settings) as session:
         begin, begin_cpu = time.perf_counter(), time.process_time()
@@ -122,7 +122,7 @@ def _clock_s() -> float:
 
 @contextlib.contextmanager
 def publishing(url: str, model: str, rate: int) -> Iterator[None]:
-    """Another process publishes meanwhile."""
+    """Another process publishes during the context."""
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
     process = context.Process(target=publish_live, args=(url, model, rate, stop))
@@ -150,7 +150,7 @@ def ask(session: InferenceSession, seconds: float) -> Delays:
 
 
 def bench_live(version_dir: Path, url: str, rate: int, seconds: float, settings: Mapping[str, Any]) -> None:
-    """Delays while rows are published, beside those of an idle session."""
+    """Delays while rows are published, compared with those of an idle session."""
     model = version_dir.parent.name
     with InferenceSession.open(version_dir, update_stream=url, **settings) as session:
         ask(session, 1.0)
@@ -214,7 +214,7 @@ def main() -> None:
 
 
 def publish(url: str, model: str, encoding: Encoding, rows: Rows) -> None:
-    """Publish rows as fast as it goes."""
+    """Publish rows at full speed."""
     begin = time.perf_counter()
     with Publisher(url, model, encoding=encoding) as publisher:
         for i in range(0, len(rows[0]), 10_000):

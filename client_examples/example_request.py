@@ -22,7 +22,7 @@ TYPES = {"int64": "INT64", "float32": "FP32"}
 
 
 def inputs() -> dict[str, NDArray[np.generic]]:
-    """One row per movie: a user of whom we know age, occupation and taste, but no number."""
+    """One row per movie: a user with known age, occupation and taste, but no user id."""
     samples = len(MOVIES)
     genres = [[1, 2, 14, 15, 17, 0], [1, 2, 8, 14, 15, 17], [8, 0, 0, 0, 0, 0], [3, 4, 5, 0, 0, 0], [4, 5, 0, 0, 0, 0]]
     return {

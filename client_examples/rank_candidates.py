@@ -42,7 +42,7 @@ def made_up(tensor: Any) -> NDArray[Any]:
 with triton.InferenceServerClient(options.url) as client:
     described = [tensor for tensor in client.get_model_metadata(options.model).inputs if tensor.name != "CANDIDATES"]
     arrays = {tensor.name: made_up(tensor) for tensor in described}
-    if options.users > 1:  # of one user, all candidates are hers
+    if options.users > 1:  # with one user, all candidates belong to that user
         arrays["CANDIDATES"] = np.full(options.users, options.candidates, np.int32)
     types = {tensor.name: tensor.datatype for tensor in described} | {"CANDIDATES": "INT32"}
     tensors = []

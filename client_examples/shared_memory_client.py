@@ -27,7 +27,7 @@ region = f"movielens_{os.getpid()}"
 
 with ExitStack() as cleanup:
     client = cleanup.enter_context(triton.InferenceServerClient(options.url))
-    # One region holds the inputs, one behind the other, and the output behind them all.
+    # One region holds the inputs, one after another, and then the output.
     handle = memory.create_shared_memory_region(region, f"/{region}", input_bytes + output_bytes)
     cleanup.callback(memory.destroy_shared_memory_region, handle)
     client.register_system_shared_memory(region, f"/{region}", input_bytes + output_bytes)

@@ -1,4 +1,4 @@
-"""Random inputs that a model accepts, whatever its tables: how high ids may go is found by asking it."""
+"""Random inputs that any model accepts: requests to the model find the highest valid ids."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from inference_session.model_spec import TensorSpec
 Inputs = dict[str, NDArray[np.generic]]
 
 MAX_BOUND = 2**31
-"""Enough for ids that the network hashes or clips, which have no bound."""
+"""Used for ids that the network hashes or clips, which have no bound."""
 
 
 class RandomInputs:
-    """Draws requests of so many samples, and contexts if the model has any; open dimensions get that length."""
+    """Draws requests of this many samples, and contexts if the model has any; open dimensions get that length."""
 
     def __init__(
         self, session: InferenceSession, *, num_samples: int, length: int, num_contexts: int | None = None

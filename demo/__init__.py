@@ -1,1 +1,1 @@
-"""A real model on a real Triton, asked about real people: `python -m demo`. `python -m demo.train` trains the model."""
+"""Serves a real model on a real Triton and queries it: `python -m demo`. `python -m demo.train` trains the model."""

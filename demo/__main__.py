@@ -23,7 +23,7 @@ from triton_backend.launcher.server import ServerOptions, TritonServer
 
 
 def read_movielens() -> MovieLens:
-    """The data set; where it cannot be had, an empty one, with a word about it."""
+    """The data set; an empty one with a message if it is unavailable."""
     try:
         return MovieLens.read(fetch())
     except UnavailableError as error:
@@ -32,7 +32,7 @@ def read_movielens() -> MovieLens:
 
 
 def active_users(data: MovieLens, count: int = 3) -> list[int]:
-    """Users whom training knew, each of another occupation, who rated the most afterwards."""
+    """Users in the training data, one per occupation, with the most ratings after training."""
     before, after = (
         np.bincount(part.users, minlength=NUM_USERS + 1)
         for part in (data.ratings[slice(data.num_train)], data.ratings[slice(data.num_train, None)])
@@ -72,7 +72,7 @@ def keep_serving(server: TritonServer) -> None:
 @click.option("--keep", is_flag=True, help="Leave the server running, until Ctrl-C.")
 def main(users: tuple[int, ...], keep: bool) -> None:
     """Serve the example model, ask it about real people, and show the answers."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a server is never left behind
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no server keeps running
     try:
         data = read_movielens()
         with console.status("Starting Triton …"):

@@ -24,7 +24,7 @@ class Client:
         self._client = module.InferenceServerClient(url)
 
     def predict(self, inputs: Inputs) -> Predictions:
-        """Probabilities float32 [samples, tasks], asked for in batches."""
+        """Probabilities float32 [samples, tasks], requested in batches."""
         num_samples = len(next(iter(inputs.values())))
         batches = [take(inputs, slice(i, i + BATCH_SIZE)) for i in range(0, num_samples, BATCH_SIZE)]
         return np.concatenate([self._infer(batch) for batch in batches])

@@ -1,4 +1,4 @@
-"""How well scores tell the positive samples from the others."""
+"""How well scores separate the positive samples from the others."""
 
 from __future__ import annotations
 

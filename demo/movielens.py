@@ -1,6 +1,6 @@
 """MovieLens-100k: fetched into the user's cache, read, and turned into the example model's inputs.
 
-The ratings may not be passed on, so nothing of them lies in this repository; PyPI has them in the wheel of RecBole.
+The ratings may not be redistributed, so this repository has none of them; PyPI has them in the wheel of RecBole.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FILES = ("ml-100k.inter", "ml-100k.item", "ml-100k.user")
 NUM_USERS = 943
 NUM_MOVIES = 1682
 HISTORY = 10
-"""How many of the movies that a user liked last, and disliked last, the model is told."""
+"""How many of the last liked, and of the last disliked, movies of a user the model gets."""
 MAX_GENRES = 6
 TASKS = ("liked", "loved")
 """Rated 4 or 5 stars; rated 5 stars."""
@@ -52,7 +52,7 @@ Inputs = dict[str, NDArray[np.generic]]
 
 @dataclass(frozen=True)
 class User:
-    """What is known of a person; zeros and empty names where nothing is."""
+    """What is known about a user; zeros and empty names for unknown values."""
 
     age: int = 0
     gender: str = ""
@@ -146,9 +146,9 @@ class MovieLens:
         }
 
     def samples(self) -> tuple[Inputs, NDArray[np.float32]]:
-        """Every rating, in order of time, as the model would have been asked for it, and what was the truth.
+        """Every rating, in order of time: the model's inputs at that time, and the true labels.
 
-        Of the user's ratings only those of earlier seconds are told. Labels are float32 [ratings, tasks].
+        Inputs contain only the user's ratings of earlier seconds. Labels are float32 [ratings, tasks].
         """
         order, inputs = zip(*self._samples_by_user(), strict=True)
         back = np.argsort(np.concatenate(order), kind="stable")
@@ -167,7 +167,7 @@ class MovieLens:
 
 
 def join(requests: Iterable[Inputs]) -> Inputs:
-    """Several requests as one."""
+    """Several requests joined into one."""
     requests = list(requests)
     return {name: np.concatenate([request[name] for request in requests]) for name in requests[0]}
 

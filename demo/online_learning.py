@@ -2,8 +2,8 @@
 
 python -m demo.online_learning [--seed N] [--plot FILE.png]
 
-The first half of the ratings trains the model. The second half is replayed: each batch is first asked of three models
-on the server, then learned from.
+The first half of the ratings trains the model. The second half is replayed: the three models on the
+server first predict each batch, then the trainer learns from it.
 
     frozen      the model as it was at half time
     reloaded    a new version after each seventh of the second half
@@ -50,7 +50,7 @@ TOLERANCE = 1e-5
 
 
 class TwoTowers(nn.Module):
-    """What a user will think of a movie: a vector of each, their product, and a small network.
+    """Predicts a user's opinion of a movie: a vector of each, their product, and a small network.
 
     Inputs are int64 [batch, 1], genres [batch, MAX_GENRES] filled up with 0; the answer is a probability [batch, 1].
     """
@@ -61,7 +61,7 @@ class TwoTowers(nn.Module):
         self.jobs = nn.Embedding(len(OCCUPATIONS) + 1, EMBEDDING_DIM)
         self.movies = nn.Embedding(NUM_MOVIES + 1, EMBEDDING_DIM)
         self.genres = nn.EmbeddingBag(len(GENRES) + 1, EMBEDDING_DIM, mode="mean", padding_idx=0)
-        nn.init.zeros_(self.users.weight)  # a user of whom nothing was seen is an average one
+        nn.init.zeros_(self.users.weight)  # a user without training data is treated as an average one
         for table in (self.jobs, self.movies, self.genres):
             nn.init.normal_(table.weight, std=0.05)
         self.layers = nn.Sequential(nn.Linear(4 * EMBEDDING_DIM + 1, 32), nn.ReLU(), nn.Linear(32, 1))
@@ -86,7 +86,7 @@ class Ratings:
 
     @classmethod
     def read(cls) -> Ratings:
-        """MovieLens-100k; UnavailableError where it cannot be had."""
+        """MovieLens-100k; UnavailableError if it is unavailable."""
         data = MovieLens.read(fetch())
         genres = np.zeros((NUM_MOVIES + 1, MAX_GENRES), np.int64)
         for movie in range(1, NUM_MOVIES + 1):
@@ -148,7 +148,7 @@ def _tensors(inputs: Inputs) -> list[Tensor]:
 
 @dataclass
 class Outcome:
-    """What was predicted, and how fresh rows were."""
+    """The predictions, and the delays of rows."""
 
     liked: list[NDArray[np.float32]] = field(default_factory=list)
     scores: dict[str, list[NDArray[np.float32]]] = field(default_factory=lambda: {way: [] for way in WAYS})
@@ -187,7 +187,7 @@ class OnlineServer:
         raise UnavailableError(f"the streamed model has not answered with the trainer's rows in {PATIENCE_S:g} s")
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         for client in self._clients.values():
             client.close()
         self._control.close()
@@ -247,7 +247,7 @@ def _new_versions(server: OnlineServer, trainer: Trainer, example: Inputs) -> nn
 
 
 def _served(model: TwoTowers, dense: nn.Module, inputs: Inputs) -> NDArray[np.float32]:
-    """What a model of the newest rows and the dense weights of the last version answers."""
+    """The answers of a model with the newest rows and the dense weights of the last version."""
     newest, model.layers = model.layers, dense
     try:
         with torch.no_grad():
@@ -298,7 +298,7 @@ def _plot(outcome: Outcome, path: Path) -> None:
 )
 def main(seed: int, limit: int | None, broker: str | None, plot: Path) -> None:
     """Train while a real Triton serves, and compare frozen, reloaded and streamed models."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no server is left behind
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no server keeps running
     try:
         ratings = Ratings.read()
         with ExitStack() as stack:

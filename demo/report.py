@@ -1,4 +1,4 @@
-"""What the demo prints: recommendations to judge, accuracy beside training's, latency."""
+"""The demo's output: recommendations to judge, accuracy compared with training's, latency."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _ranking(data: MovieLens, movies: Sequence[int], predictions: Predictions, l
 
 
 def show_auc(data: MovieLens, client: Client) -> None:
-    """AUC over the ratings that training did not see, through Triton, beside the one that training printed."""
+    """AUC over the held-out ratings, through Triton, next to the AUC that training printed."""
     inputs, labels = data.samples()
     held_out = slice(data.num_train, None)
     begin = time.perf_counter()
@@ -72,7 +72,7 @@ def show_auc(data: MovieLens, client: Client) -> None:
 
 
 def show_agreement(data: MovieLens, user: int, over_grpc: Client, over_http: Client) -> None:
-    """Both protocols, asked the same."""
+    """The same requests over both protocols."""
     request = data.request(user, data.ratings.of(user), range(1, LATENCY_SAMPLES + 1))
     same = np.array_equal(over_grpc.predict(request), over_http.predict(request))
     word = "the same" if same else "[red]different[/]"

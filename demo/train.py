@@ -1,4 +1,4 @@
-"""Trains the example model on MovieLens-100k, imports it into the model repository, and notes what it must answer.
+"""Trains the example model on MovieLens-100k, imports it into the model repository, and records its expected answers.
 
     python -m demo.train [--repository model_repository] [--validate]
 
@@ -53,7 +53,7 @@ class MultiTaskRanker(nn.Module):
         self.ages = nn.Embedding(20, 4)
         self.genders = nn.Embedding(len(GENDERS) + 1, 2)
         self.occupations = nn.Embedding(len(OCCUPATIONS) + 1, 4)
-        # A user of whom training saw nothing keeps the vector of an unknown one.
+        # A user without training data keeps the vector of an unknown one.
         nn.init.zeros_(self.users.weight)
         nn.init.normal_(self.movies.weight, std=0.05)
         width = 5 * EMBEDDING_DIM + 4 + 4 + 2 + 4 + 2
@@ -170,7 +170,7 @@ def export(model: MultiTaskRanker, example: Inputs, path: Path) -> None:
 
 
 def random_requests(num_samples: int) -> Inputs:
-    """Valid requests that describe nobody: rows of the data set may not be passed on."""
+    """Valid requests about no real user: rows of the data set may not be redistributed."""
     rng = np.random.default_rng(0)
     request = MovieLens().request(0, MovieLens().ratings, [0] * num_samples)
     highest = {
@@ -190,7 +190,7 @@ def random_requests(num_samples: int) -> Inputs:
 
 
 def predict(path: Path, inputs: Inputs) -> NDArray[np.float32]:
-    """What plain ONNX Runtime answers, all tasks side by side: float32 [samples, tasks]."""
+    """Plain ONNX Runtime's answers, all tasks concatenated: float32 [samples, tasks]."""
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     return np.concatenate(session.run(list(TASKS), inputs), axis=1)
 
@@ -206,7 +206,7 @@ def main() -> None:
     options = parser.parse_args()
     data = MovieLens.read(fetch())
     inputs, labels = data.samples()
-    # Settings are chosen with --validate; what `held_out` measures has no part in it.
+    # Settings are chosen with --validate, without the measurements of `held_out`.
     num_train, end = (70_000, data.num_train) if options.validate else (data.num_train, len(labels))
     model = train(take(inputs, slice(num_train)), labels[:num_train])
     with tempfile.TemporaryDirectory() as folder:
@@ -219,7 +219,7 @@ def main() -> None:
 
 
 def _publish(path: Path, repository: Path, held_out: list[float]) -> None:
-    """Import the model, and note its answers and its AUC beside it."""
+    """Import the model, and record its answers and its AUC next to it."""
     options = ["--name", NAME, "--repository", str(repository), "--min-rows", str(MIN_ROWS)]
     subprocess.run([sys.executable, "-m", "hotrow", "import", "onnx", str(path), *options], check=True)
     requests = random_requests(NUM_EXPECTED)

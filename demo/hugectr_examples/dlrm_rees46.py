@@ -21,7 +21,7 @@ CONFIGURATION = Path(__file__).with_suffix(".json")
 
 
 def train(configuration: Configuration, num_iterations: int) -> hugectr.Model:
-    """A loop of one's own over steps and evaluations."""
+    """A custom loop over steps and evaluations."""
     model = hugectr.Model(configuration.solver, configuration.reader, configuration.optimizer)
     model.add_document(configuration.file, dense=True)
     model.compile()
@@ -56,7 +56,7 @@ def main(rees46: Path | None, rows: int, iterations: int) -> None:
     rees46 = rees46 and rees46.absolute()
     with tempfile.TemporaryDirectory(prefix="hotrow-dlrm-") as name:
         folder = Path(name)
-        os.chdir(folder)  # where the configuration's paths count from
+        os.chdir(folder)  # the configuration's paths are relative to it
         write_data(read(rees46, folder, rows), folder)
         model = train(read_configuration(CONFIGURATION), iterations)
         serve_and_score(model, iterations, folder, "dlrm")

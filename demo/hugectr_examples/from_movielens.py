@@ -1,6 +1,6 @@
 """MovieLens-100k in the formats of Criteo, REES46 and MIND: small real data to try the examples on.
 
-Where the ratings cannot be had, made-up ones take their place, and the examples say so.
+If the ratings are unavailable, the examples use generated ones, and say so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SHOWN_TOGETHER = 8
 
 
 def read_movielens() -> MovieLens:
-    """The data set; else made-up ratings, and a word about it."""
+    """The data set; otherwise generated ratings and a message."""
     try:
         return MovieLens.read(fetch())
     except UnavailableError as error:
@@ -86,7 +86,7 @@ def write_mind(data: MovieLens, folder: Path) -> None:
 
 
 def hash_of(value: object) -> int:
-    """32 bits that say little of the value, as Criteo's columns have."""
+    """A 32-bit hash of the value, as in Criteo's columns."""
     return int.from_bytes(str(value).encode()[-4:].rjust(4, b"\0"), "big") * 2654435761 % 2**32
 
 

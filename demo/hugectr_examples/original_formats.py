@@ -16,11 +16,11 @@ from hotrow.training.hugectr.readers.block import Bags
 from inference_session.errors import ModelFormatError
 
 CRITEO_SLOT_SIZE = 100_000
-"""Values of a column of Criteo share so many keys, by their hashes."""
+"""Values of a Criteo column are hashed to this many keys."""
 REES46_SLOT_SIZES = (100_000, 100_000, 5_000, 10_000, 10)
 """Users, products, categories, brands, weekdays."""
 MAX_CLICKS = 30
-"""The last clicks of a reader that the news recommender is told."""
+"""Number of a reader's last clicks that the news recommender gets."""
 NUM_NEWS, NUM_CATEGORIES, NUM_READERS = 100_000, 1_000, 100_000
 
 Keys = NDArray[np.int64]
@@ -28,7 +28,7 @@ Keys = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Rows:
-    """Samples, in order of time where the format tells it."""
+    """Samples, in order of time if the format contains it."""
 
     labels: NDArray[np.float32]
     dense: NDArray[np.float32]
