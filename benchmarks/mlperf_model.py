@@ -145,7 +145,7 @@ def import_model(folder: Path, name: str, sizes: Sizes) -> Path:
     """The model in a repository, imported like any model, with tables of these sizes; returns the version directory.
 
     The importer is given small tables. The large ones are written over them in blocks, and `session.json` and the
-    manifest anew: an ONNX file with all rows would be 97 GB.
+    manifest again: an ONNX file with all rows would be 97 GB.
     """
     small = [np.zeros((min(rows, _MOST_ROWS_OF_EXPORT), DIM), np.float32) for rows in sizes.rows]
     path = folder / "dlrm_dcnv2.onnx"

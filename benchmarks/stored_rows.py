@@ -7,8 +7,8 @@ Three goals, each a ratio within this run; keys are drawn afresh for every reque
 missing     a request of which a tenth of the keys has to come from Redis costs at most the same request with all keys
             cached, plus 1.2 x the bare fetch of those keys (by the store alone, and by redis-py in one pipeline)
 clients     requests/s of 1 to 64 clients: more of them never lower it
-background  p99 of such requests while rows are promoted to Redis, beside the same rows missing there and not promoted,
-            and while the cache is refreshed without a pause, beside nothing: at most 1.05
+background  p99 of such requests while rows are promoted to Redis, against the same rows missing and not promoted,
+            and while the cache is refreshed without a pause, against no work: at most 1.05
 
 The compared cases take turns in many short windows, because machines change meanwhile. p99 is that of all windows of a
 kind, its range is that of four parts of the run. The ratio of `nothing` to itself shows the machine's resolution.

@@ -10,14 +10,14 @@ Wants torch, TorchRec, a tritonserver and the tests' packages in one environment
     pip install -e ".[server,client,torch,torchrec,test]"
 
 T1  differences between served answers and the live model's, and tables that differ; from 1, 2 and 4 ranks
-T2  a TorchRec DLRM: its own ONNX export, imported as it is, beside `training.export`; 512 samples, 3 tables
+T2  a TorchRec DLRM: its own ONNX export, imported unchanged, against `training.export`; 512 samples, 3 tables
 T3  20,000 touched rows a second: from the end of a step to the row being served by a real Triton
-T4  steps a second with and without an UpdatePublisher of about 100,000 rows a second, beside broker and server
+T4  steps a second with and without an UpdatePublisher of about 100,000 rows a second, next to broker and server
     on a GPU, 100,000 rows a second, the server on the processor
 T5  export of a table of 5 M x 64 float32, beyond the same network's export with a small one, in memory and on disk
 T6  the trainer killed 20 times: restored, is anything lost, and what do the servers end with
 T7  AUC of the online-learning demo, three seeds
-T8  keys a second of one core through a HashEmbedding, beside torch.nn.EmbeddingBag(sparse) of known size; on a GPU,
+T8  keys a second of one core through a HashEmbedding, against torch.nn.EmbeddingBag(sparse) of known size; on a GPU,
     milliseconds of a step of 1 M keys
 """
 
@@ -476,7 +476,7 @@ _WAYS = ("frozen", "reloaded", "streamed")
 
 
 def t8(rounds: int = 16, num_keys: int = 1_000_000) -> None:
-    """Keys a second of one core: hash embeddings beside torch's bags over a vocabulary, in turns; processor time."""
+    """Keys a second of one core: hash embeddings against torch's bags over a vocabulary, in turns; processor time."""
     torch.set_num_threads(1)
     known = torch.from_numpy((np.arange(num_keys, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)).view(np.int64))
     batches = _skewed_batches(rounds, num_keys)
@@ -608,7 +608,7 @@ def _skewed_batches_on_gpu(num_batches: int, num_keys: int, seed: int = 0) -> li
 
 
 def t8_on_gpus(num_gpus: int) -> None:
-    """Keys a second of several GPUs, a step of 1 M keys on each, beside one of them."""
+    """Keys a second of several GPUs, a step of 1 M keys on each, against one of them."""
     with tempfile.TemporaryDirectory() as name:
         for count in (1, num_gpus):
             jobs.run_ranks(_rank_steps, Path(name) / str(count), num_ranks=count, on_gpus=True)

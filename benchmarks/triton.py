@@ -54,7 +54,7 @@ class Network(NamedTuple):
     hidden: tuple[int, ...] = (64,)
     """Widths of the layers between the vectors and the one output."""
     separate: bool = False
-    """Whether each feature is an input of its own."""
+    """Whether each feature is a separate input."""
 
 
 QUICK_CONCURRENCIES = {"grpc": (1, 16), "http": (16,)}

@@ -137,7 +137,7 @@ class Trainer:
         self.optimizer.step()
 
     def export(self, repository: Path, name: str, example: Inputs) -> int:
-        """The model as it is now, as the next version."""
+        """Export the current model as the next version."""
         example_tensors = tuple(_tensors(take(example, slice(2))))
         return training.export(self.model, example=example_tensors, outputs=["liked"], repository=repository, name=name)
 
@@ -239,7 +239,7 @@ def replay(ratings: Ratings, trainer: Trainer, broker: str, *, limit: int | None
 
 
 def _new_versions(server: OnlineServer, trainer: Trainer, example: Inputs) -> nn.Module:
-    """Serve the model as it is now; returns the dense weights that are served from now on."""
+    """Serve the current model; returns the dense weights that are served from now on."""
     for way in WAYS[1:]:
         trainer.export(server.repository, way, example)
         server.reload(way)

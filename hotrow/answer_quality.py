@@ -1,4 +1,4 @@
-"""How much the answers of two versions differ."""
+"""Measures how much the answers of two versions differ."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def server_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def access_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """As `server_options`, for a command that has a `--url` of its own; `address` is None where that is."""
+    """As `server_options`, for a command with its own `--url`; `address` is None if the URL is None."""
 
     @functools.wraps(command)
     def with_address(

@@ -52,7 +52,7 @@ class TableReport:
         return [round(rows) for rows in self.ours.rows[1:].tolist()]
 
     def cache_bytes(self, rows: int) -> int:
-        """Of a cache for so many rows of this table alone."""
+        """Bytes of a cache for this many rows of this table alone."""
         return bytes_to_hold({"": self.spec.embedding_dim}, {"": rows})
 
 

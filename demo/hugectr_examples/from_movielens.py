@@ -14,7 +14,7 @@ from demo.movielens import NUM_MOVIES, NUM_USERS, Movie, MovieLens, Ratings, Use
 from inference_session.errors import UnavailableError
 
 _SHOWN_TOGETHER = 8
-"""Movies that one made-up impression of the news format shows."""
+"""Number of movies in a generated impression of the news format."""
 
 
 def read_movielens() -> MovieLens:

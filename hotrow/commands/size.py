@@ -26,7 +26,7 @@ _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 class _Bytes(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic from click 8.3 on
-    """A whole number, or a number with KiB, MiB, GiB or TiB."""
+    """A number of bytes, KiB, MiB, GiB or TiB."""
 
     name = "bytes"
 

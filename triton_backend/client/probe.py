@@ -46,7 +46,7 @@ DATATYPES = {
 }
 """By the names of the inference protocol; BF16 is sent as FP32."""
 _NUM_BYTES = {**{name: np.dtype(of).itemsize for name, of in DATATYPES.items()}, "BF16": 2, "BYTES": 4}
-"""Of one element as it is sent."""
+"""Bytes of one element when sent."""
 
 
 def is_probe(parameters: str) -> bool:

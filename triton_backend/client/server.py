@@ -3,7 +3,7 @@
 It uses gRPC because a load over HTTP stalls other HTTP clients of the server for as long as it takes.
 
 Triton loads models, not versions: which of a model's versions are loaded follows from its version policy. A load may
-bring a configuration of its own, and one that differs in its version policy alone leaves the versions alone that stay.
+carry a configuration. If that differs only in its version policy, Triton does not reload the versions that stay.
 So a version is chosen by loading the model's own configuration with the policy `specific`. Triton then holds on to that
 policy: a load without configuration does nothing until something in the model's folder changes.
 """

@@ -64,7 +64,7 @@ class ServerTls:
         _context(ssl.PROTOCOL_TLS_SERVER, self.certificate, self.key, self.client_ca)
 
     def flags(self) -> Iterator[str]:
-        """Flags of tritonserver, which runs in a folder of its own."""
+        """Flags of tritonserver, which has another working directory."""
         yield "--grpc-use-ssl=true"
         yield f"--grpc-server-cert={self.certificate.absolute()}"
         yield f"--grpc-server-key={self.key.absolute()}"

@@ -20,7 +20,7 @@ from triton_backend.launcher.ports import resolve_ports
 from triton_backend.repository.servable import ServableModel, is_plain, ps_json_variables
 
 EXIT_TIMEOUT_S = 5
-"""How long a server that is told to end waits for clients to hang up, before it is killed."""
+"""How long a stopping server waits for clients to disconnect, before it is killed."""
 RESTRICTED_APIS = "model-repository,model-config,shared-memory,statistics,trace,logging"
 THIS_MACHINE = "127.0.0.1"
 _HEARTBEATS = "heartbeats"
@@ -117,7 +117,7 @@ class ServerCommand:
         return self.folder / _HEARTBEATS
 
     def start(self, models: Sequence[ServableModel]) -> subprocess.Popen[bytes]:
-        """Run it, in a process group of its own, to load these models."""
+        """Run it, in a separate process group, to load these models."""
         return subprocess.Popen(
             [*self.arguments, *(f"--load-model={model.name}" for model in models)],
             env=self.environment,

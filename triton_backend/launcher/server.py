@@ -2,8 +2,8 @@
 
 This module works around what the server does not do:
 * it finds a taken port only after it has loaded its models; the ports are tried first;
-* a client's idle HTTP connection keeps it from unloading on SIGTERM, so models are unloaded before it is told to end;
-* killed, it leaves its stub processes and their shared memory: it runs in a process group of its own, and names its
+* a client's idle HTTP connection keeps it from unloading on SIGTERM, so models are unloaded before SIGTERM is sent;
+* killed, it leaves its stub processes and their shared memory: it runs in a separate process group, and names its
   shared memory by a unique prefix, so that both can be found, by a reaper if we have been killed as well;
 * after a crash it can linger with its ports open: its log is watched for the crash message;
 * it does not notice that a stub is dead or hung: watchdog.py does;

@@ -52,7 +52,7 @@ class LeasedFile:
         os.close(waited_for)  # which ends the lease
 
     def close(self) -> None:
-        """Leave the file as it is."""
+        """Stop updating the file."""
         os.close(self._handle)
 
     def _put_in_place(self) -> tuple[int, bool]:
