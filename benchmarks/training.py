@@ -284,12 +284,24 @@ def _with_dense(model: Any, dense: nn.Module, ids: Any) -> Any:
         return dense(model.items(ids).sum(1)).numpy()
 
 
-def t4(seconds: float = 15.0) -> None:
-    """The cost of publishing: rounds with and without, in turns. Every row that a step reads is published."""
+def t4() -> None:
+    """The cost of publishing on the processor; broker and server share its cores."""
     torch.set_num_threads(1)
-    model, ids = _Lookups(width=256), torch.randint(0, 1_000_000, (50, 1100, 2))
+    _compare_publishing(_Lookups(width=256), "cpu", f"{os.cpu_count()} cores shared", seconds=15.0, goal=0.85)
+
+
+def t4_on_gpu() -> None:
+    """As `t4`, with a network that keeps a GPU busy for some 20 ms a step."""
+    _compare_publishing(_Lookups(width=12_288), "cuda", torch.cuda.get_device_name(), seconds=2.0, goal=0.95)
+
+
+def _compare_publishing(model: Any, device: str, title: str, *, seconds: float, goal: float) -> None:
+    """Rounds with and without an UpdatePublisher, in turns. Every row that a step reads is published."""
+    plain, publishing, published = [], [], []
     with Broker() as broker, _served(model, broker.url):
-        plain, publishing, published = [], [], []
+        model.to(device)
+        ids = torch.randint(0, 1_000_000, (50, 1100, 2), device=device)
+        _rate(_steps(model, ids), 1.0)  # the first steps take longer
         for _ in range(3):
             plain.append(_rate(_steps(model, ids), seconds))
             with training.UpdatePublisher(model, broker.url, "lookups", every_steps=10) as updates:
@@ -298,8 +310,8 @@ def t4(seconds: float = 15.0) -> None:
                 published.append(updates.stats.num_rows / (time.perf_counter() - begin))
     alone, beside = statistics.median(plain), statistics.median(publishing)
     print(
-        f"T4  {os.cpu_count()} cores shared: {alone:.0f} steps/s alone, {beside:.0f} publishing "
-        f"{statistics.median(published):,.0f} rows/s: {beside / alone:.2f} (goal 0.85)"
+        f"T4  {title}: {alone:.0f} steps/s alone, {beside:.0f} publishing "
+        f"{statistics.median(published):,.0f} rows/s: {beside / alone:.3f} (goal {goal})"
     )
 
 
@@ -311,27 +323,6 @@ def _rate(steps: Any, seconds: float) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return count / (time.perf_counter() - begin)
-
-
-def t4_on_gpu(seconds: float = 2.0, rounds: int = 3) -> None:
-    """As `t4`, with a network that keeps a GPU busy for some 20 ms a step, which touches about 2,200 rows."""
-    model = _Lookups(width=12_288)
-    with Broker() as broker, _served(model, broker.url):
-        model.to("cuda")
-        ids = torch.randint(0, 1_000_000, (50, 1100, 2), device="cuda")
-        plain, publishing, published = [], [], []
-        _rate(_steps(model, ids), 1.0)
-        for _ in range(rounds):
-            plain.append(_rate(_steps(model, ids), seconds))
-            with training.UpdatePublisher(model, broker.url, "lookups", every_steps=10) as updates:
-                begin = time.perf_counter()
-                publishing.append(_rate(_steps(model, ids, updates), seconds))
-                published.append(updates.stats.num_rows / (time.perf_counter() - begin))
-        alone, beside = statistics.median(plain), statistics.median(publishing)
-        print(
-            f"T4  {torch.cuda.get_device_name()}: {alone:.0f} steps/s alone, {beside:.0f} publishing "
-            f"{statistics.median(published):,.0f} rows/s: {beside / alone:.3f} (goal 0.95)"
-        )
 
 
 # T5

@@ -58,6 +58,18 @@ def hdfs() -> Iterator[Hdfs]:
         yield cluster
 
 
+@pytest.fixture(scope="session")
+def tritonserver() -> None:
+    """Skip where there is no tritonserver for this Python."""
+    from inference_session.errors import HotrowError
+    from triton_backend.launcher.installation import find_installation
+
+    try:
+        find_installation()
+    except HotrowError as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     """A Chromium; not kept for all tests, since while Playwright runs, the thread has an event loop."""

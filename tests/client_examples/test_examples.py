@@ -11,10 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from inference_session.errors import HotrowError
 from tests.testing import ROOT
 from tests.testing.programs import run_program
-from triton_backend.launcher.installation import find_installation
 from triton_backend.launcher.server import ServerOptions, TritonServer
 
 EXAMPLES = ROOT / "client_examples"
@@ -22,12 +20,8 @@ REPOSITORY = ROOT / "model_repository"
 
 
 @pytest.fixture(scope="module")
-def endpoints() -> Iterator[dict[str, str]]:
+def endpoints(tritonserver: None) -> Iterator[dict[str, str]]:
     """Addresses of a server that serves the example model."""
-    try:
-        find_installation()
-    except HotrowError as error:
-        pytest.skip(str(error))
     options = ServerOptions(REPOSITORY, ("movielens",), http_port=0, grpc_port=0, metrics_port=0)
     with TritonServer.start(options) as server:
         yield server.endpoints

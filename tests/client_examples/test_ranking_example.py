@@ -10,12 +10,10 @@ import numpy as np
 import onnx
 import pytest
 
-from inference_session.errors import HotrowError
 from inference_session.importers.onnx import import_onnx
 from tests.testing import ROOT
 from tests.testing.onnx_models import model_of, table
 from tests.testing.programs import run_program
-from triton_backend.launcher.installation import find_installation
 from triton_backend.launcher.server import ServerOptions, TritonServer
 from triton_backend.repository.model_config import write_model_config
 
@@ -42,12 +40,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.triton
-def test_items_are_ranked_for_each_user(repository: Path) -> None:
+def test_items_are_ranked_for_each_user(tritonserver: None, repository: Path) -> None:
     """Of one user, and of three in one request, the best items come first."""
-    try:
-        find_installation()
-    except HotrowError as error:
-        pytest.skip(str(error))
     options = ServerOptions(repository, ("ranker",), http_port=0, grpc_port=0, metrics_port=0)
     with TritonServer.start(options) as server:
         command = (sys.executable, ROOT / "client_examples" / "rank_candidates.py", "--url", server.endpoints["gRPC"])

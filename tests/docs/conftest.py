@@ -6,19 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from inference_session.errors import HotrowError
 from tests.testing.broker import Broker
 from tests.testing.servers import RedisServer
-from triton_backend.launcher.installation import find_installation
-
-
-@pytest.fixture(scope="session")
-def tritonserver() -> None:
-    """Skip where there is no tritonserver for this Python."""
-    try:
-        find_installation()
-    except HotrowError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -7,20 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from inference_session.errors import HotrowError
 from tests.testing.certificates import Authority, new_authority
 from tests.testing.served import Serve, Served, start
 from tests.testing.triton_models import write_bags, write_ctr, write_flat, write_types
-from triton_backend.launcher.installation import find_installation
-
-
-@pytest.fixture(scope="session")
-def tritonserver() -> None:
-    """Skip where there is no tritonserver for this Python."""
-    try:
-        find_installation()
-    except HotrowError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -206,10 +206,9 @@ def test_rows_of_files_that_another_process_has_erased_are_not_promoted(*, lags:
     server.close()
 
 
-def test_rows_written_after_a_promotion_are_not_taken_back() -> None:
-    """Rows of files were promoted, erased, and written anew, by this process or another: no other tier has these."""
-    shared = SharedStore(DIMS | {table + ERASED_SUFFIX: 1 for table in DIMS})
-    files = MemoryStore(DIMS)
+def promoted_from_files() -> tuple[ParameterServer, SharedStore]:
+    """A server that has promoted 20 rows from the files into the store that it shares with other processes."""
+    shared, files = SharedStore(DIMS | {table + ERASED_SUFFIX: 1 for table in DIMS}), MemoryStore(DIMS)
     files.insert("user", KEYS, VECTORS)
     tiers = [
         Tier("volatile", shared, volatile=True, cache_missed_keys=True),
@@ -218,6 +217,12 @@ def test_rows_written_after_a_promotion_are_not_taken_back() -> None:
     server = ParameterServer(tiers)
     fetch_any(server, [FetchRequest("user", KEYS[:20], np.empty((20, 4), np.float32))])
     await_promotions(server)
+    return server, shared
+
+
+def test_rows_written_after_a_promotion_are_not_taken_back() -> None:
+    """Rows of files were promoted, erased, and written anew, by this process or another: no other tier has these."""
+    server, shared = promoted_from_files()
     server.erase("user", KEYS[:10])
     server.insert("user", KEYS[:5], -VECTORS[:5])
     shared.insert("user", KEYS[5:10], -VECTORS[5:10])
@@ -236,15 +241,7 @@ def test_the_check_of_promoted_rows_keeps_written_ones_alone(monkeypatch: pytest
     meanwhile, after which any row may be another one, writes nothing: what others have erased is taken back.
     """
     monkeypatch.setattr(upkeep_module, "ROUND_INTERVAL_S", 3600)
-    shared, files = SharedStore(DIMS | {table + ERASED_SUFFIX: 1 for table in DIMS}), MemoryStore(DIMS)
-    files.insert("user", KEYS, VECTORS)
-    tiers = [
-        Tier("volatile", shared, volatile=True, cache_missed_keys=True),
-        Tier("files", DeletableFiles(files, shared)),
-    ]
-    server = ParameterServer(tiers)
-    fetch_any(server, [FetchRequest("user", KEYS[:20], np.empty((20, 4), np.float32))])
-    await_promotions(server)
+    server, shared = promoted_from_files()
     server.erase("user", KEYS[:10])
     server.insert("user", KEYS[:10], VECTORS[:10])
     shared.insert("user" + ERASED_SUFFIX, KEYS[10:15], np.ones((5, 1), np.float32))

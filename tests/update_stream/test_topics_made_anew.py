@@ -75,17 +75,23 @@ def note_of(small: SmallVersion, database: str) -> str:
         return store.note("user_weight") or ""
 
 
+def make_anew(broker: Broker, small: SmallVersion, database: str, num_new: int) -> None:
+    """Apply the messages of the first topic, then put another one in its place while nobody serves."""
+    topic = small.topic("user_weight")
+    with serving(small, database, broker) as session:
+        send(broker, topic, NUM_OLD, 100)
+        await_rows(session, "user.weight", np.arange(NUM_OLD), values(100, NUM_OLD))
+    broker.delete_topic(topic)
+    send(broker, topic, num_new, 200)
+
+
 def test_a_topic_made_anew_while_nobody_serves(
     small: SmallVersion, database: str, with_ids: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Although it has grown beyond what was applied, all of it is; once that is noted, it is not read again."""
     topic = small.topic("user_weight")
     with Broker() as broker:
-        with serving(small, database, broker) as session:
-            send(broker, topic, NUM_OLD, 100)
-            await_rows(session, "user.weight", np.arange(NUM_OLD), values(100, NUM_OLD))
-        broker.delete_topic(topic)
-        send(broker, topic, NUM_NEW, 200)
+        make_anew(broker, small, database, NUM_NEW)
         with serving(small, database, broker) as session:
             await_rows(session, "user.weight", np.arange(NUM_NEW), values(200, NUM_NEW))
             assert updates(session)["replays"] == 1
@@ -98,13 +104,8 @@ def test_a_topic_made_anew_while_nobody_serves(
 
 def test_a_topic_made_anew_that_is_shorter(small: SmallVersion, database: str, with_ids: bool) -> None:
     """The message that would prove it is behind its end, where this broker sends nothing at all."""
-    topic = small.topic("user_weight")
     with Broker() as broker:
-        with serving(small, database, broker) as session:
-            send(broker, topic, NUM_OLD, 100)
-            await_rows(session, "user.weight", np.arange(NUM_OLD), values(100, NUM_OLD))
-        broker.delete_topic(topic)
-        send(broker, topic, NUM_OLD // 2, 200)
+        make_anew(broker, small, database, NUM_OLD // 2)
         with serving(small, database, broker) as session:
             await_rows(session, "user.weight", np.arange(NUM_OLD // 2), values(200, NUM_OLD // 2))
             assert updates(session)["replays"] == 1
