@@ -31,7 +31,7 @@ from inference_session.errors import (
 )
 from inference_session.execution.network import Network, RunResult, check_network, check_outputs
 from inference_session.execution.replicas import DeviceThread, Replica, Replicas
-from inference_session.execution.staged import Arrays, StagedModel, stage_model
+from inference_session.execution.staged_model import Arrays, StagedModel, stage_model
 from inference_session.execution.stages import Mark, unmarked
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.records import Lookup
@@ -63,7 +63,7 @@ from inference_session.version_directory.verified_files import VerifiedFiles
 from inference_session.version_directory.version import VersionDirectory
 
 if TYPE_CHECKING:
-    from inference_session.execution.gathered import GatheredModel
+    from inference_session.execution.gathered_model import GatheredModel
     from inference_session.execution.kept_contexts import KeptContexts
     from inference_session.update_stream.kafka_stream import KafkaUpdateStream
     from inference_session.update_stream.positions import AppliedPartitions
@@ -583,7 +583,7 @@ class InferenceSession:
         if self._rows.device is HOST:
             return stage_model(self.spec, self._layout, network, self._rows)
         # Imported where needed: the reader of HugeCTR's requests takes half a second to load.
-        from inference_session.execution.gathered import gather_model
+        from inference_session.execution.gathered_model import gather_model
 
         return gather_model(self.spec, self._layout, network) if len(self._replicas.all) == 1 else None
 

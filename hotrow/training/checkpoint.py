@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hotrow.training.checkpoint_files import CheckpointReader
 from hotrow.training.ranks import Ranks
-from hotrow.training.state import Restored, note_restored, publisher_of
+from hotrow.training.state import RestoredState, note_restored, publisher_of
 from hotrow.training.training_state import TrainingState
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError
 from inference_session.model_source import Copy, create_source, is_url
@@ -184,7 +184,7 @@ class Checkpoint:
 
     # Reading
 
-    def _load(self, step: int) -> Restored:
+    def _load(self, step: int) -> RestoredState:
         place = f"{self._place.rstrip('/')}/{step}"
         with create_source(place) as source:
             description = _description(source)
@@ -201,7 +201,7 @@ class Checkpoint:
             except (Exception, CheckpointException) as error:
                 raise _translated(error, f"{place}: the checkpoint cannot be restored") from error
             self._state.apply(tensors, description["state"])
-            return Restored(datetime.fromisoformat(description["moment"]), _unconfirmed(source))
+            return RestoredState(datetime.fromisoformat(description["moment"]), _unconfirmed(source))
 
 
 def _read_alone(source: ModelSource, tensors: dict[str, Any]) -> None:

@@ -360,7 +360,7 @@ class CollectionStandIn(nn.Module):
         return KeyedTensor(keys=order, length_per_key=widths, values=torch.cat([pooled[n] for n in order], dim=1))
 
     def _pooled(self, lists: Any, config: Any, table: Table) -> Tensor:
-        from hotrow.training.jagged import ServedMatrix
+        from hotrow.training.served_features import ServedMatrix
 
         means = config.pooling.name == "MEAN"
         if isinstance(lists, ServedMatrix) and not table.has_keys:
@@ -379,7 +379,7 @@ class CollectionStandIn(nn.Module):
         return pooled / counts.clamp(min=1)[:, None] if means else pooled
 
     def _vectors(self, lists: Any, table: Table) -> Any:
-        from hotrow.training.jagged import ServedJagged, ServedMatrix
+        from hotrow.training.served_features import ServedLists, ServedMatrix
 
         if isinstance(lists, ServedMatrix) and not table.has_keys:
             keys = torch.where(lists.present, lists.matrix, 0)
@@ -387,7 +387,7 @@ class CollectionStandIn(nn.Module):
             return lists.with_values(vectors, lists.matrix if self._need_indices else None)
         values = lists.values()
         vectors = _read(table, values).float()
-        return ServedJagged(vectors, lists.lengths(), values if self._need_indices else None)
+        return ServedLists(vectors, lists.lengths(), values if self._need_indices else None)
 
 
 class CollisionsStandIn(nn.Module):

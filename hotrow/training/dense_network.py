@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hotrow.training.cutting import Cut
 from hotrow.training.inputs import (
-    Dense,
+    DenseInput,
     Form,
-    Jagged,
+    JaggedInput,
     Lengths,
     Padded,
     ServedInputs,
@@ -131,17 +131,17 @@ class _TracedNetwork(nn.Module):
 
 def _served(inputs: ServedInputs, arrays: Mapping[str, Tensor]) -> dict[str, Any]:
     return {
-        item.name: arrays[item.name] if isinstance(item, Dense) else _jagged(item, inputs.forms[item.name], arrays)
+        item.name: arrays[item.name] if isinstance(item, DenseInput) else _jagged(item, inputs.forms[item.name], arrays)
         for item in inputs.inputs.values()
     }
 
 
-def _jagged(item: Jagged, form: Form, arrays: Mapping[str, Tensor]) -> Any:
-    from hotrow.training.jagged import ServedJagged, ServedMatrix
+def _jagged(item: JaggedInput, form: Form, arrays: Mapping[str, Tensor]) -> Any:
+    from hotrow.training.served_features import ServedLists, ServedMatrix
 
     weights = None if item.weights is None else arrays[weights_of(item.name)]
     if isinstance(form, Lengths):
-        return ServedJagged(arrays[item.name], arrays[width_of(item.name)], weights)
+        return ServedLists(arrays[item.name], arrays[width_of(item.name)], weights)
     matrix = arrays[item.name]
     return ServedMatrix(matrix, matrix != form.pad, weights)
 
@@ -225,7 +225,7 @@ def _example(inputs: ServedInputs, device: torch.device) -> tuple[dict[str, Tens
     for number, item in enumerate(inputs.inputs.values()):
         form = inputs.forms.get(item.name)
         for name in array_names(item, form):
-            counts = isinstance(item, Jagged) or arrays[name].shape[:1] == (inputs.num_samples,)
+            counts = isinstance(item, JaggedInput) or arrays[name].shape[:1] == (inputs.num_samples,)
             array = traced(arrays[name], copies if counts else 1, device)
             tensors[name], shapes[name] = sizes.opened(array, item, form, name, number, counts=counts)
     return tensors, shapes
@@ -238,10 +238,10 @@ class _Sizes:
         self._batch = torch.export.Dim("batch")
 
     def opened(
-        self, array: Tensor, item: Dense | Jagged, form: Form | None, name: str, number: int, *, counts: bool
+        self, array: Tensor, item: DenseInput | JaggedInput, form: Form | None, name: str, number: int, *, counts: bool
     ) -> tuple[Tensor, dict[int, Any] | None]:
         """The array, wide enough for the trace, and its open dimensions."""
-        if isinstance(item, Dense):
+        if isinstance(item, DenseInput):
             return array, {0: self._batch} if counts else None
         if isinstance(form, Padded):
             while array.shape[1] < 2:  # a size of 1 would become a constant

@@ -27,7 +27,7 @@ _OPTIMIZER = "optimizer."
 """Begins the names of what the optimizer keeps, in checkpoints."""
 
 
-class _Learning(NamedTuple):
+class _PendingGradients(NamedTuple):
     """Gradients that wait for the end of backward."""
 
     rows: Tensor
@@ -91,7 +91,7 @@ class HashTable(nn.Module):
         counts_use = max_rows is not None or max_age is not None
         self._rows = HashRows(initial, self.optimizer, place, counts_use=counts_use)
         self._is_shared = self._is_left_out = False
-        self._learning: list[_Learning] = []
+        self._learning: list[_PendingGradients] = []
         self._backward = -1
 
     # Rows in bulk
@@ -189,7 +189,7 @@ class HashTable(nn.Module):
         def learn(gradients: Tensor) -> None:
             scaled = gradients if scale == 1 else gradients.mul_(scale)
             sent = scaled if exchange is None else exchange.to_owners(scaled)
-            self._learn_later(_Learning(rows, sent, asked, generation))
+            self._learn_later(_PendingGradients(rows, sent, asked, generation))
 
         generation = self._rows.generation
         if exchange is None:
@@ -221,7 +221,7 @@ class HashTable(nn.Module):
 
     # Learning
 
-    def _learn_later(self, learning: _Learning) -> None:
+    def _learn_later(self, learning: _PendingGradients) -> None:
         """Learn at the end of backward, because a batch may use an embedding more than once."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:  # what is left of an earlier one belongs to a failed backward

@@ -71,7 +71,7 @@ def weights_of(feature: str) -> str:
 
 
 @dataclass(frozen=True)
-class Dense:
+class DenseInput:
     """An input that is a tensor in training, too."""
 
     name: str
@@ -79,7 +79,7 @@ class Dense:
 
 
 @dataclass(frozen=True)
-class Jagged:
+class JaggedInput:
     """A feature: a list of ids for each sample."""
 
     name: str
@@ -89,12 +89,12 @@ class Jagged:
 
 
 @dataclass
-class _Found:
+class _FoundInputs:
     """The findings from the example so far."""
 
-    inputs: dict[str, Dense | Jagged] = field(default_factory=dict)
+    inputs: dict[str, DenseInput | JaggedInput] = field(default_factory=dict)
 
-    def add(self, item: Dense | Jagged) -> None:
+    def add(self, item: DenseInput | JaggedInput) -> None:
         if item.name in self.inputs:
             raise ConfigurationError(
                 f"the example holds two inputs that would be served as {item.name!r}; give them different names"
@@ -116,15 +116,15 @@ class ServedInputs:
         Raises:
             ConfigurationError: the example does not fit `forward` or the forms.
         """
-        found = _Found()
+        found = _FoundInputs()
         self.original, self._rebuild = _arguments(model, example, found)
         """The positional and the named arguments as they were given."""
         self.inputs = found.inputs
-        self.forms = {item.name: _form(item, forms) for item in found.inputs.values() if isinstance(item, Jagged)}
+        self.forms = {item.name: _form(item, forms) for item in found.inputs.values() if isinstance(item, JaggedInput)}
         _check_names(self.forms, forms)
         self.num_samples = _num_samples(found.inputs)
         for item in found.inputs.values():
-            if isinstance(item, Jagged):
+            if isinstance(item, JaggedInput):
                 _check_jagged(item, self.forms[item.name], self.num_samples)
         self._check_array_names()
 
@@ -137,7 +137,7 @@ class ServedInputs:
         """The example as a client would send it."""
         arrays: Arrays = {}
         for item in self.inputs.values():
-            if isinstance(item, Dense):
+            if isinstance(item, DenseInput):
                 arrays[item.name] = item.tensor.detach().cpu().numpy()
             else:
                 arrays.update(_jagged_arrays(item, self.forms[item.name]))
@@ -145,7 +145,7 @@ class ServedInputs:
 
     def is_given(self, tensor: Tensor) -> bool:
         """Whether a tensor is one of the example's own."""
-        return any(isinstance(item, Dense) and _is_same(item.tensor, tensor) for item in self.inputs.values())
+        return any(isinstance(item, DenseInput) and _is_same(item.tensor, tensor) for item in self.inputs.values())
 
     def _check_array_names(self) -> None:
         names: set[str] = set()
@@ -164,9 +164,9 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and one.data_ptr() == other.data_ptr()
 
 
-def array_names(item: Dense | Jagged, form: Form | None) -> list[str]:
+def array_names(item: DenseInput | JaggedInput, form: Form | None) -> list[str]:
     """The served inputs of one input."""
-    if isinstance(item, Dense):
+    if isinstance(item, DenseInput):
         return [item.name]
     names = [item.name]
     if isinstance(form, Lengths):
@@ -179,7 +179,7 @@ def array_names(item: Dense | Jagged, form: Form | None) -> list[str]:
 # The arguments of forward
 
 
-def _arguments(model: nn.Module, example: Any, found: _Found) -> tuple[tuple[Any, dict[str, Any]], Rebuild]:
+def _arguments(model: nn.Module, example: Any, found: _FoundInputs) -> tuple[tuple[Any, dict[str, Any]], Rebuild]:
     parameters = inspect.signature(model.forward).parameters
     names = [
         name for name, item in parameters.items() if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)
@@ -208,16 +208,16 @@ def _is_named(example: Any, parameters: Mapping[str, inspect.Parameter], positio
     return set(required) <= set(example)
 
 
-def _take_apart(value: Any, name: str, found: _Found) -> Rebuild:
+def _take_apart(value: Any, name: str, found: _FoundInputs) -> Rebuild:
     """Note the tensors in a value; returns a function that rebuilds the value from served tensors."""
     if isinstance(value, Tensor):
-        found.add(Dense(name, value))
+        found.add(DenseInput(name, value))
         return lambda served: served[name]
     if (jagged := sys.modules.get("torchrec.sparse.jagged_tensor")) is not None:
         if isinstance(value, jagged.KeyedJaggedTensor):
             return _take_features(value, found)
         if isinstance(value, jagged.JaggedTensor):
-            found.add(Jagged(name, value.values(), value.lengths(), value.weights_or_none()))
+            found.add(JaggedInput(name, value.values(), value.lengths(), value.weights_or_none()))
             return lambda served: served[name]
     parts = {key: _take_apart(part, part_name, found) for key, part_name, part in _parts(value, name)}
     if not parts:
@@ -225,8 +225,8 @@ def _take_apart(value: Any, name: str, found: _Found) -> Rebuild:
     return lambda served: _put_together(value, {key: part(served) for key, part in parts.items()})
 
 
-def _take_features(features: Any, found: _Found) -> Rebuild:
-    from hotrow.training.jagged import ServedFeatures
+def _take_features(features: Any, found: _FoundInputs) -> Rebuild:
+    from hotrow.training.served_features import ServedFeatures
 
     if features.variable_stride_per_key():
         raise ConfigurationError(
@@ -235,7 +235,7 @@ def _take_features(features: Any, found: _Found) -> Rebuild:
     names = list(features.keys())
     for name in names:
         feature = features[name]
-        found.add(Jagged(name, feature.values(), feature.lengths(), feature.weights_or_none()))
+        found.add(JaggedInput(name, feature.values(), feature.lengths(), feature.weights_or_none()))
     return lambda served: ServedFeatures({name: served[name] for name in names})
 
 
@@ -267,7 +267,7 @@ def _put_together(value: Any, parts: dict[Any, Any]) -> Any:
 # Checks of the example
 
 
-def _form(item: Jagged, forms: Form | Mapping[str, Form] | None) -> Form:
+def _form(item: JaggedInput, forms: Form | Mapping[str, Form] | None) -> Form:
     form = forms.get(item.name) if isinstance(forms, Mapping) else forms
     if isinstance(form, (Padded, Lengths)):
         return form
@@ -286,17 +286,17 @@ def _check_names(known: Mapping[str, Form], forms: Form | Mapping[str, Form] | N
         )
 
 
-def _num_samples(inputs: Mapping[str, Dense | Jagged]) -> int:
+def _num_samples(inputs: Mapping[str, DenseInput | JaggedInput]) -> int:
     """The batch size of the example: that of its features, else the first dimension that most tensors share."""
-    sizes = [len(item.lengths) for item in inputs.values() if isinstance(item, Jagged)]
+    sizes = [len(item.lengths) for item in inputs.values() if isinstance(item, JaggedInput)]
     if not sizes:
-        sizes = [item.tensor.shape[0] for item in inputs.values() if isinstance(item, Dense) and item.tensor.dim()]
+        sizes = [item.tensor.shape[0] for item in inputs.values() if isinstance(item, DenseInput) and item.tensor.dim()]
     if not sizes or max(sizes) == 0:
         raise ConfigurationError("the example holds no samples; give a batch of at least one")
     return max(set(sizes), key=sizes.count)
 
 
-def _check_jagged(item: Jagged, form: Form, num_samples: int) -> None:
+def _check_jagged(item: JaggedInput, form: Form, num_samples: int) -> None:
     if len(item.lengths) != num_samples:
         raise ConfigurationError(
             f"feature {item.name!r} of the example has {len(item.lengths)} lists, the batch {num_samples} samples"
@@ -320,7 +320,7 @@ def _check_jagged(item: Jagged, form: Form, num_samples: int) -> None:
 # The example as a client sends it
 
 
-def _jagged_arrays(item: Jagged, form: Form) -> Arrays:
+def _jagged_arrays(item: JaggedInput, form: Form) -> Arrays:
     values, counts = item.values.detach().cpu().numpy(), item.lengths.detach().cpu().numpy().astype(np.int64)
     weights = None if item.weights is None else item.weights.detach().cpu().numpy().astype(np.float32)
     if isinstance(form, Lengths):

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Restored(NamedTuple):
+class RestoredState(NamedTuple):
     """A model's state that has been brought back."""
 
     moment: datetime
@@ -23,7 +23,7 @@ class Restored(NamedTuple):
 
 
 _exporting = threading.local()
-_restored: weakref.WeakKeyDictionary[Any, Restored] = weakref.WeakKeyDictionary()
+_restored: weakref.WeakKeyDictionary[Any, RestoredState] = weakref.WeakKeyDictionary()
 _publishers: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
@@ -42,12 +42,12 @@ def exporting() -> Iterator[None]:
         _exporting.active = False
 
 
-def note_restored(model: Any, restored: Restored) -> None:
+def note_restored(model: Any, restored: RestoredState) -> None:
     """Note that a model was restored to an earlier state: rows published since then are no longer its rows."""
     _restored[model] = restored
 
 
-def take_restored(model: Any) -> Restored | None:
+def take_restored(model: Any) -> RestoredState | None:
     """The note of `note_restored`, which is then forgotten."""
     return _restored.pop(model, None)
 

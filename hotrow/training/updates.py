@@ -16,9 +16,9 @@ from hotrow.training.dense_network import unwrapped
 from hotrow.training.outbox import Changes, Outbox, OutboxStats
 from hotrow.training.published import published_keys
 from hotrow.training.ranks import Ranks
-from hotrow.training.state import Restored, note_publisher, take_restored
+from hotrow.training.state import RestoredState, note_publisher, take_restored
 from hotrow.training.tables import KnownKeys, Shard, Table
-from hotrow.training.touched import TouchedRows, Watch
+from hotrow.training.touched_rows import TouchedRows, Watch
 from inference_session.errors import ConfigurationError, SessionClosedError
 from inference_session.model_spec import folder_names
 from inference_session.update_stream.publisher import DEFAULT_TIMEOUT_S, Encoding, Publisher
@@ -184,7 +184,7 @@ class UpdatePublisher:
             if len(changes.keys) or len(changes.deleted):
                 self._outbox.put(changes)
 
-    def _keys_since(self, restored: Restored, table: _FollowedTable | _FollowedKeys) -> NDArray[np.int64]:
+    def _keys_since(self, restored: RestoredState, table: _FollowedTable | _FollowedKeys) -> NDArray[np.int64]:
         """Keys whose rows on the servers may differ from those of the restored model."""
         earlier = restored.moment - _CLOCKS_DIFFER
         published = published_keys(self._url, self._name, table.folder, table.embedding_dim, earlier)

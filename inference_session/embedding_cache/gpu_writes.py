@@ -97,7 +97,7 @@ class Uploads:
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
-        self._free: list[_Pinned] = []
+        self._free: list[_PinnedBuffers] = []
         num_threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="hotrow-rows")
         self._stream: Any = None
@@ -117,7 +117,7 @@ class Uploads:
         self._free.clear()
 
     def _uploaded(self, given: GivenRows) -> Iterator[Piece]:
-        pinned = self._free.pop() if self._free else _Pinned(self._device, self._threads)
+        pinned = self._free.pop() if self._free else _PinnedBuffers(self._device, self._threads)
         try:
             previous, is_pinned = None, given.is_pinned
             for number, part in enumerate(_cut(given, _STAGED_BYTES)):
@@ -154,7 +154,7 @@ class Uploads:
             return Piece(*on_device, self._stream.record())
 
 
-class _Pinned:
+class _PinnedBuffers:
     """Two pieces of pinned memory that pageable rows pass through, by turns; they grow, and stay."""
 
     def __init__(self, device: CudaDevice, threads: ThreadPoolExecutor) -> None:

@@ -24,7 +24,7 @@ from inference_session.execution.context_parts import ContextParts, divide
 from inference_session.execution.network import Network, RunResult
 from inference_session.model_spec import RANKING_FILE, RANKING_KEYS_FILE, LookupSpec, ModelSpec
 from inference_session.parameter_server.write_log import WriteLog
-from inference_session.requests.batch import CheckedRequest, JoinedBatch, Ragged
+from inference_session.requests.batch import CheckedRequest, JoinedBatch, RaggedBags
 from inference_session.requests.ranking_layout import RankingLayout
 from inference_session.rows.base import Rows
 from inference_session.version_directory.version import VersionDirectory
@@ -167,7 +167,7 @@ class KeptContexts:
 def _keys_of(lookup: LookupSpec, batch: JoinedBatch) -> list[NDArray[np.int64]]:
     """The keys of each context."""
     part = batch.parts(lookup.keys)[0]
-    if isinstance(part, Ragged):
+    if isinstance(part, RaggedBags):
         size = len(part.begins) // part.shape[0]
         bags = [part.values[begin:end] for begin, end in zip(part.begins, part.ends, strict=True)]
         return [np.concatenate(bags[i * size : (i + 1) * size]) for i in range(part.shape[0])]

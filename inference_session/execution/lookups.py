@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from inference_session.errors import InvalidRequestError
 from inference_session.kernels.records import SEGMENT, PoolingCode
 from inference_session.model_spec import LookupSpec, ModelSpec
-from inference_session.requests.batch import JoinedBatch, Part, Ragged
+from inference_session.requests.batch import JoinedBatch, Part, RaggedBags
 
 _FLOAT_BYTES = 4
 _KEY_BYTES = 8
@@ -42,7 +42,7 @@ class Geometry:
     """Which blocks' keys have no first dimension: they were given one, which goes again."""
 
 
-class Packed(NamedTuple):
+class MatrixLookups(NamedTuple):
     """Look-ups that read columns of one matrix of keys."""
 
     lookups: list[int]
@@ -104,7 +104,7 @@ class ModelLookups:
 
     def is_ragged(self, batch: JoinedBatch) -> bool:
         """Whether any keys are bags of different lengths."""
-        return any(isinstance(batch.parts(self.key_names[i])[0], Ragged) for i in self._irregular)
+        return any(isinstance(batch.parts(self.key_names[i])[0], RaggedBags) for i in self._irregular)
 
     def geometry(self, batch: JoinedBatch) -> Geometry:
         """The geometry of the keys of a batch, at least one row deep."""
@@ -133,7 +133,7 @@ class ModelLookups:
     def _shape(self, i: int, batch: JoinedBatch) -> tuple[int, ...]:
         return _shape(batch.parts(self.key_names[i]), self.lookups[i])
 
-    def _describe_packed(self, members: Packed, segments: NDArray[np.void], num_rows: int) -> None:
+    def _describe_packed(self, members: MatrixLookups, segments: NDArray[np.void], num_rows: int) -> None:
         """Enter where in the matrix of keys each look-up finds its keys."""
         strides = members.key_bytes, num_rows * members.key_bytes
         row_stride, key_stride = strides if self._by_column else (members.row_stride, members.key_bytes)
@@ -191,10 +191,10 @@ def _blocks(lookups: Sequence[LookupSpec]) -> tuple[Block, ...]:
 
 def _is_bare(keys: Part, lookup: LookupSpec) -> bool:
     """Whether the keys are a scalar or, where they are pooled, one bag."""
-    return len(keys.shape) <= (lookup.pooling != "none") and not isinstance(keys, Ragged)
+    return len(keys.shape) <= (lookup.pooling != "none") and not isinstance(keys, RaggedBags)
 
 
-def _packed(spec: ModelSpec) -> dict[str, Packed]:
+def _packed(spec: ModelSpec) -> dict[str, MatrixLookups]:
     """The look-ups that read columns of a matrix, by the matrix's name."""
     packed = {}
     for tensor in spec.inputs:
@@ -202,7 +202,7 @@ def _packed(spec: ModelSpec) -> dict[str, Packed]:
         if lookups:
             key_bytes = np.dtype(tensor.dtype).itemsize
             begins = np.array([(spec.lookups[i].columns or (0, 0))[0] for i in lookups], np.int64)
-            packed[tensor.name] = Packed(lookups, begins, key_bytes, tensor.shape[1] * key_bytes)
+            packed[tensor.name] = MatrixLookups(lookups, begins, key_bytes, tensor.shape[1] * key_bytes)
     return packed
 
 
@@ -220,7 +220,7 @@ def _shape(parts: list[Part], lookup: LookupSpec) -> tuple[int, ...]:
     shape = first.shape
     if lookup.columns is not None:
         shape = (shape[0], lookup.columns[1] - lookup.columns[0])
-    elif isinstance(first, Ragged):
+    elif isinstance(first, RaggedBags):
         shape = (*shape, 0)  # the bags have different lengths
     elif _is_bare(first, lookup):
         shape = (1, *shape)
@@ -229,7 +229,7 @@ def _shape(parts: list[Part], lookup: LookupSpec) -> tuple[int, ...]:
     return (sum(part.shape[0] for part in parts), *shape[1:])
 
 
-def _cut(batch: JoinedBatch, lookup: LookupSpec) -> Ragged:
+def _cut(batch: JoinedBatch, lookup: LookupSpec) -> RaggedBags:
     """The bags of a list of keys, cut as by ONNX's Slice: beyond the end is the end, negative counts from it."""
     keys, *offsets = (batch.array(name) for name in (lookup.keys, *(lookup.bags or ())))
     begins, ends = (np.where(at < 0, at + len(keys), at).clip(0, len(keys)) for at in offsets)
@@ -241,4 +241,4 @@ def _cut(batch: JoinedBatch, lookup: LookupSpec) -> Ragged:
     num_keys = int((ends - begins).sum())
     if num_keys > len(keys):
         raise InvalidRequestError(f"bags of {lookup.keys!r} overlap: they hold {num_keys} keys, of {len(keys)}")
-    return Ragged(keys, begins, ends, begins.shape, num_keys)
+    return RaggedBags(keys, begins, ends, begins.shape, num_keys)

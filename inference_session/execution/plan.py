@@ -26,7 +26,7 @@ from inference_session.errors import InvalidRequestError
 from inference_session.execution.lookups import Geometry, ModelLookups
 from inference_session.kernels.records import Lookup, address_of
 from inference_session.platform.bounded_memory import BoundedMemory
-from inference_session.requests.batch import JoinedBatch, Part, Ragged, Staged
+from inference_session.requests.batch import JoinedBatch, Part, RaggedBags, StagedValues
 from inference_session.requests.outputs import Answer
 from inference_session.rows.base import Rows
 
@@ -124,7 +124,7 @@ class FreshPlan(ExecutionPlan):
         """Concatenate the keys that are not columns, and enter where they are; returns the keys per look-up."""
         names, num_keys = self._loose_names, self._geometry.num_keys
         all_parts = [batch.parts(name) for name in names]
-        if any(isinstance(parts[0], Ragged) for parts in all_parts):
+        if any(isinstance(parts[0], RaggedBags) for parts in all_parts):
             return self._fill_ragged(segments, batch, num_keys.copy())
         keys = self._device.stage_keys([part for parts in all_parts for part in parts])  # type: ignore[misc]
         addresses = self._loose_offsets + _kept(batch, names, keys)
@@ -143,7 +143,7 @@ class FreshPlan(ExecutionPlan):
         """Where keys are, by the lists that they come from: look-ups may have bags in the same ones."""
         for i in self._lookups.loose:
             parts = batch.parts(self._lookups.key_names[i])
-            if isinstance(parts[0], Ragged):
+            if isinstance(parts[0], RaggedBags):
                 lists = [part.values for part in parts]  # type: ignore[union-attr]  # the others are ragged as well
                 case = tuple(map(id, lists))
                 if case not in values:
@@ -198,7 +198,7 @@ class RecordedPlan(ExecutionPlan):
     """
 
     def __init__(
-        self, device: Device, lookup: Lookup, network: BoundRun, staged: list[Staged], outputs: tuple[str, ...]
+        self, device: Device, lookup: Lookup, network: BoundRun, staged: list[StagedValues], outputs: tuple[str, ...]
     ) -> None:
         """`staged`: the memory of all inputs."""
         self.outputs = outputs
@@ -284,17 +284,17 @@ class ExecutionPlans:
             if network is None:
                 return plan
             lookup.repeat = self._rows.prepare(lookup.segments).repeated(address_of(lookup.num_unknown))
-        places = [Staged((name,), array) for name, array in network.places.items()]
+        places = [StagedValues((name,), array) for name, array in network.places.items()]
         return RecordedPlan(self._rows.device, lookup, network, [*trial.staged, *places], plan.outputs)
 
 
 def _kept(batch: JoinedBatch, names: tuple[str, ...], staged: NDArray[Any]) -> int:
     """The address of an array, which is kept alive as long as the batch."""
-    batch.staged.append(Staged(names, staged))
+    batch.staged.append(StagedValues(names, staged))
     return address_of(staged)
 
 
-def _joined_bags(parts: list[Ragged]) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
+def _joined_bags(parts: list[RaggedBags]) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
     """How many keys the bags of several requests hold, and where they begin and end once their lists are joined."""
     if len(parts) == 1:
         return parts[0].num_keys, parts[0].begins, parts[0].ends

@@ -139,7 +139,7 @@ class HdfsSource(ModelSource):
         self._session.prepare_for(self._client, self._path(path))
         before = self._status(path)
         begin = before["length"] if before else 0
-        sent = _Counted(chunks_from(begin))
+        sent = _CountedChunks(chunks_from(begin))
         try:
             self._client.write(self._path(path), data=iter(sent), append=before is not None)
         except (requests.RequestException, HTTPError, HotrowError, OSError):
@@ -266,7 +266,7 @@ class _LeasedError(UnavailableError):
     """Another process is writing the file, or was."""
 
 
-class _Counted:
+class _CountedChunks:
     """Passes chunks on, and records the number of bytes and the error that ended them."""
 
     def __init__(self, chunks: Iterable[bytes]) -> None:

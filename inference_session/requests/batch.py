@@ -25,7 +25,7 @@ class Request(NamedTuple):
     outputs: Sequence[str] | None = None
 
 
-class Ragged(NamedTuple):
+class RaggedBags(NamedTuple):
     """Bags of different lengths: bag i is `values[begins[i]:ends[i]]`; `shape` is the shape of the bags."""
 
     values: NDArray[Any]
@@ -36,7 +36,7 @@ class Ragged(NamedTuple):
     """In all bags together."""
 
 
-Part: TypeAlias = "NDArray[Any] | Ragged"
+Part: TypeAlias = "NDArray[Any] | RaggedBags"
 
 
 class CheckedRequest(NamedTuple):
@@ -62,7 +62,7 @@ class JoinedBatch:
         self.num_samples = num_samples
         self.shapes = shapes
         """What the requests have in common (CheckedRequest.shapes)."""
-        self.staged: list[Staged] = []
+        self.staged: list[StagedValues] = []
         """The memory that a look-up of the batch reads, kept alive until the batch is answered."""
         self.places: NDArray[np.int64] | None = None
         """The row of each sample, where there are other rows between them; None: they stand in their order."""
@@ -85,7 +85,7 @@ class JoinedBatch:
     @property
     def is_on_host(self) -> bool:
         """Whether all inputs are in host memory, rather than in a caller's memory on a GPU."""
-        return all(isinstance(part, (np.ndarray, Ragged)) for parts in self._parts.values() for part in parts)
+        return all(isinstance(part, (np.ndarray, RaggedBags)) for parts in self._parts.values() for part in parts)
 
     def in_order(self, outputs: Answer) -> Answer:
         """Of outputs with a row for each row of the batch, the rows of its samples."""
@@ -114,7 +114,7 @@ class JoinedBatch:
         self._parts[name] = parts
 
 
-class Staged(NamedTuple):
+class StagedValues(NamedTuple):
     """Memory that holds a batch's values of these names, concatenated; no names: a value computed from them."""
 
     names: tuple[str, ...]

@@ -9,7 +9,7 @@ import numpy as np
 
 from inference_session.errors import ModelFormatError
 from inference_session.model_spec import ModelSpec
-from inference_session.requests.batch import CheckedRequest, Part, Ragged, Request, RequestLayout
+from inference_session.requests.batch import CheckedRequest, Part, RaggedBags, Request, RequestLayout
 from inference_session.requests.hugectr_csr import (
     DENSE,
     HPS_COUNTS,
@@ -53,7 +53,9 @@ class HugectrLayout(RequestLayout):
             parts.update((name, matrix[:, own]) for name, own in self.columns.items())
         else:
             for (name, slots), bags in zip(self.parts, decoded.ragged, strict=True):
-                parts[name] = Ragged(decoded.keys, bags.begins, bags.ends, (decoded.num_samples, slots), bags.num_keys)
+                parts[name] = RaggedBags(
+                    decoded.keys, bags.begins, bags.ends, (decoded.num_samples, slots), bags.num_keys
+                )
         outputs = self._outputs.resolve(request.outputs)
         return CheckedRequest(parts, outputs, decoded.num_samples, shapes=(decoded.ragged is None,))
 

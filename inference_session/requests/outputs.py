@@ -16,7 +16,7 @@ Answer = dict[str, NDArray[Any]]
 _MAX_KNOWN = 256
 
 
-class Wanted(NamedTuple):
+class RequestedOutputs(NamedTuple):
     """The outputs that requests ask for."""
 
     names: Sequence[str]
@@ -34,7 +34,7 @@ class Outputs:
         # A model's own output of that name must not be replaced.
         self._has_predictions = bool(spec.label_outputs) and PREDICTIONS not in self._specs
         self.names = (*self._specs, PREDICTIONS) if self._has_predictions else tuple(self._specs)
-        self._known: dict[tuple[str, ...] | None, Wanted] = {}
+        self._known: dict[tuple[str, ...] | None, RequestedOutputs] = {}
 
     def resolve(self, wanted: Sequence[str] | None) -> Sequence[str]:
         """The requested outputs, all of them for None; InvalidRequestError for an unknown name."""
@@ -44,13 +44,13 @@ class Outputs:
                 raise InvalidRequestError(f"the model has no output {name!r}; its outputs: {known}")
         return self.names if wanted is None else wanted
 
-    def wanted(self, outputs: Collection[str] | None) -> Wanted:
+    def wanted(self, outputs: Collection[str] | None) -> RequestedOutputs:
         """The selection of requests with these outputs (None: all), cached. Errors are those of `resolve`."""
         key = None if outputs is None else tuple(outputs)
         known = self._known.get(key)
         if known is None:
             names = self.resolve(key)
-            known = Wanted(names, tuple(self.of_network([names])))
+            known = RequestedOutputs(names, tuple(self.of_network([names])))
             if len(self._known) < _MAX_KNOWN:
                 self._known[key] = known
         return known

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from inference_session.errors import InvalidRequestError
 from inference_session.model_spec import BLOCK_CONTEXT, CANDIDATES, ROW_CONTEXT, ModelSpec
-from inference_session.requests.batch import CheckedRequest, JoinedBatch, Part, Ragged, Request
+from inference_session.requests.batch import CheckedRequest, JoinedBatch, Part, RaggedBags, Request
 from inference_session.requests.blocks import Blocks, arrange
 from inference_session.requests.outputs import Outputs
 from inference_session.requests.tensor_layout import TensorLayout
@@ -71,7 +71,7 @@ class RankingLayout(TensorLayout):
 
     def _any_ragged(self, parts: Mapping[str, list[Part]]) -> bool:
         """Whether candidates have bags of different lengths, which are not moved into blocks."""
-        return any(isinstance(part[0], Ragged) for name, part in parts.items() if name not in self._context)
+        return any(isinstance(part[0], RaggedBags) for name, part in parts.items() if name not in self._context)
 
     @staticmethod
     def _in_blocks(

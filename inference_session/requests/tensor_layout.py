@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 from inference_session.errors import InvalidRequestError
 from inference_session.model_spec import ModelSpec, TensorSpec
-from inference_session.requests.batch import CheckedRequest, JoinedBatch, Part, Ragged, Request, RequestLayout
+from inference_session.requests.batch import CheckedRequest, JoinedBatch, Part, RaggedBags, Request, RequestLayout
 from inference_session.requests.outputs import Outputs
 
 
 @dataclass(frozen=True)
-class _Expected:
+class _ExpectedTensor:
     """The values that the check of one input compares with, taken from its TensorSpec once."""
 
     name: str
@@ -95,7 +95,7 @@ class TensorLayout(RequestLayout):
     def made_up(self, num_samples: int) -> Request:
         return Request({expected.name: self._zeros(expected, num_samples) for expected in self._inputs})
 
-    def _zeros(self, expected: _Expected, num_samples: int) -> NDArray[Any]:
+    def _zeros(self, expected: _ExpectedTensor, num_samples: int) -> NDArray[Any]:
         fixed = dict(expected.fixed)
         shape = [fixed.get(axis, 1) for axis in range(expected.rank)]
         if self._batched:
@@ -122,21 +122,21 @@ class TensorLayout(RequestLayout):
         unknown = [name for name in inputs if name not in expected]
         raise InvalidRequestError(f"the model has no input {unknown[0]!r}; its inputs: {_listed(expected)}")
 
-    def _explain_array(self, expected: _Expected, array: NDArray[Any]) -> None:
+    def _explain_array(self, expected: _ExpectedTensor, array: NDArray[Any]) -> None:
         self._check_size(expected.name, array)
         where = f"input {expected.name!r}"
         if array.dtype != expected.dtype:
             raise InvalidRequestError(f"{where} has type {array.dtype}, expected {expected.dtype}")
         raise InvalidRequestError(f"{where} has shape {list(array.shape)}, expected {expected.rank} dimensions")
 
-    def _explain_shape(self, expected: _Expected, array: NDArray[Any]) -> None:
+    def _explain_shape(self, expected: _ExpectedTensor, array: NDArray[Any]) -> None:
         fixed = dict(expected.fixed)
         wanted = [fixed.get(axis, -1) for axis in range(expected.rank)]
         raise InvalidRequestError(
             f"input {expected.name!r} has shape {list(array.shape)}, expected {wanted} (-1: any size)"
         )
 
-    def _explain_samples(self, expected: _Expected, array: NDArray[Any], num_samples: int) -> None:
+    def _explain_samples(self, expected: _ExpectedTensor, array: NDArray[Any], num_samples: int) -> None:
         first = next(other.name for other in self._inputs if other.context == expected.context)
         unit = "contexts" if expected.context else "samples"
         raise InvalidRequestError(
@@ -144,9 +144,9 @@ class TensorLayout(RequestLayout):
         )
 
 
-def _expected(tensor: TensorSpec, ragged: bool) -> _Expected:
+def _expected(tensor: TensorSpec, ragged: bool) -> _ExpectedTensor:
     fixed = tuple((axis, size) for axis, size in enumerate(tensor.shape) if size >= 0)
-    return _Expected(tensor.name, np.dtype(tensor.dtype), len(tensor.shape), fixed, ragged, tensor.context)
+    return _ExpectedTensor(tensor.name, np.dtype(tensor.dtype), len(tensor.shape), fixed, ragged, tensor.context)
 
 
 def _ragged_inputs(spec: ModelSpec, network_inputs: frozenset[str]) -> set[str]:
@@ -166,7 +166,7 @@ def _even_out(arrays: Sequence[Any]) -> list[Part]:
     ends = np.cumsum(lengths)
     shape = (sum(len(a) for a in arrays), *arrays[0].shape[1:-1])
     values = np.concatenate(arrays, axis=None)
-    return [Ragged(values, ends - lengths, ends, shape, values.size)]
+    return [RaggedBags(values, ends - lengths, ends, shape, values.size)]
 
 
 def _decoded(name: str, array: NDArray[Any]) -> NDArray[Any]:

@@ -13,10 +13,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from inference_session.update_stream.positions import Applied, LastMessage, Partition
+from inference_session.update_stream.positions import AppliedPosition, LastMessage, Partition
 
 
-def read_applied(note: str | None, topic: str) -> dict[int, Applied]:
+def read_applied(note: str | None, topic: str) -> dict[int, AppliedPosition]:
     """By partition of a topic, how far a note says that it is applied; {} where it says nothing."""
     parsed = _parse(note)
     offsets, identities = (_dict(_dict(parsed.get(name)).get(topic)) for name in ("offsets", "topics"))
@@ -39,7 +39,7 @@ def is_push_unfinished(note: str | None) -> bool:
     return isinstance(rows, int) and isinstance(of, int) and rows < of
 
 
-def with_applied(note: str | None, applied: Mapping[Partition, Applied | None]) -> str:
+def with_applied(note: str | None, applied: Mapping[Partition, AppliedPosition | None]) -> str:
     """The note with how far these partitions are applied (None: nothing is); what it says of others stays."""
     parsed = _parse(note)
     offsets, identities = ({**_dict(parsed.get(name))} for name in ("offsets", "topics"))
@@ -53,10 +53,10 @@ def with_applied(note: str | None, applied: Mapping[Partition, Applied | None]) 
     return json.dumps({**parsed, "offsets": offsets, "topics": identities})
 
 
-def _applied(offset: int, identity: Mapping[str, Any]) -> Applied:
+def _applied(offset: int, identity: Mapping[str, Any]) -> AppliedPosition:
     topic_id, last = identity.get("id"), identity.get("last")
     is_last = isinstance(last, list) and len(last) == 2 and _is_offset(last[0]) and isinstance(last[1], str)
-    return Applied(
+    return AppliedPosition(
         offset,
         topic_id if isinstance(topic_id, str) else "",
         LastMessage(*last) if isinstance(last, list) and is_last and last[0] < offset else None,

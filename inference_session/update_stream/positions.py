@@ -35,7 +35,7 @@ class LastMessage(NamedTuple):
         return cls(message.offset(), digest.hexdigest())
 
 
-class Applied(NamedTuple):
+class AppliedPosition(NamedTuple):
     """How far a partition is applied, and by what its topic is recognised."""
 
     offset: int
@@ -44,11 +44,11 @@ class Applied(NamedTuple):
     """Empty: the broker gives none."""
     last: LastMessage | None = None
 
-    def is_of_another(self, other: Applied | None) -> bool:
+    def is_of_another(self, other: AppliedPosition | None) -> bool:
         """Whether the topics differ: one was made anew."""
         return other is not None and bool(self.topic_id and other.topic_id) and self.topic_id != other.topic_id
 
-    def is_within(self, other: Applied | None) -> bool:
+    def is_within(self, other: AppliedPosition | None) -> bool:
         """Whether all that is applied up to the other is applied up to this; a recreated topic is another."""
         if other is None or self.is_of_another(other):
             return False
@@ -79,7 +79,7 @@ class Applied(NamedTuple):
         return None if self.topic_id and self.topic_id == topic_id else "the last applied message no longer exists"
 
 
-AppliedPartitions: TypeAlias = "Mapping[Partition, Applied | None]"
+AppliedPartitions: TypeAlias = "Mapping[Partition, AppliedPosition | None]"
 """How far partitions are applied; None: nothing is."""
 
 
@@ -91,9 +91,9 @@ class Positions:
         """Those followed."""
         self.topic_ids: Mapping[str, str] = {}
         """By topic, as the broker reported last; a topic without an id is not in it."""
-        self._applied: dict[Partition, Applied | None] = {}
+        self._applied: dict[Partition, AppliedPosition | None] = {}
         """Of the partitions followed; None: nothing is applied."""
-        self._left: dict[Partition, Applied] = {}
+        self._left: dict[Partition, AppliedPosition] = {}
         """Of partitions that the brokers do not list at present."""
         self._unproved: set[Partition] = set()
         """Partitions that are read from the last message applied, to see whether it is still the same."""
@@ -125,11 +125,11 @@ class Positions:
         applied = self._applied[one]
         return 0 if applied is None else applied.offset
 
-    def left(self, one: Partition) -> Applied | None:
+    def left(self, one: Partition) -> AppliedPosition | None:
         """How far a partition was applied that is no longer followed; None: it was never applied."""
         return self._left.get(one)
 
-    def follow(self, one: Partition, applied: Applied | None) -> str | None:
+    def follow(self, one: Partition, applied: AppliedPosition | None) -> str | None:
         """Follow a partition from where it is applied (None: from its oldest message).
 
         Returns why it is read again from its oldest message although it was applied; None: it is not.
@@ -185,20 +185,20 @@ class Positions:
     def apply(self, one: Partition, last: LastMessage) -> None:
         """A partition has been applied up to this message."""
         if self._is_read(one):
-            self._applied[one] = Applied(last.offset + 1, self._id(one), last)
+            self._applied[one] = AppliedPosition(last.offset + 1, self._id(one), last)
 
     def reach(self, one: Partition, end: int) -> None:
         """A partition has no message before `end` that is not applied."""
         if self._is_read(one) and end > self.offset(one):
             applied = self._applied[one]
-            self._applied[one] = Applied(end, self._id(one), None if applied is None else applied.last)
+            self._applied[one] = AppliedPosition(end, self._id(one), None if applied is None else applied.last)
 
     def assign(self) -> dict[Partition, int | None]:
         """Offsets at which the client library is to begin from now on; None: at the oldest message."""
         self._unassigned.clear()
         return {one: self._begin(one, applied) for one, applied in self._applied.items()}
 
-    def applied(self) -> dict[Partition, Applied | None]:
+    def applied(self) -> dict[Partition, AppliedPosition | None]:
         """How far the followed partitions are applied (None: nothing is). Any thread may call it."""
         return {**self._left, **self._applied}
 
@@ -212,7 +212,7 @@ class Positions:
             for one, how_far in wanted.items()
         )
 
-    def _begin(self, one: Partition, applied: Applied | None) -> int | None:
+    def _begin(self, one: Partition, applied: AppliedPosition | None) -> int | None:
         if applied is None:
             return None
         return applied.last.offset if one in self._unproved and applied.last is not None else applied.offset

@@ -16,7 +16,7 @@ from inference_session.platform.pacing import Rests
 from inference_session.update_stream.encodings import Refusal, Updates, decode
 from inference_session.update_stream.message_batch import MessageBatch
 from inference_session.update_stream.offset_notes import is_of_a_push, is_push_unfinished, read_applied, with_applied
-from inference_session.update_stream.positions import Applied, Partition
+from inference_session.update_stream.positions import AppliedPosition, Partition
 from inference_session.update_stream.stream_stats import StreamStats
 from inference_session.update_stream.topics import table_of
 
@@ -88,11 +88,13 @@ class UpdateApplier:
         )
         self._refuse(topic, messages, updates.refusals)
         self._rests.rest()
-        reached = {(topic, partition): Applied(m.offset + 1, topic_id, m) for partition, m in messages.reached.items()}
+        reached = {
+            (topic, partition): AppliedPosition(m.offset + 1, topic_id, m) for partition, m in messages.reached.items()
+        }
         self._persist(lambda: self._write(table, updates, reached), while_waiting)
         self._stats.count_rows(updated=len(updates.keys), deleted=len(updates.deleted))
 
-    def saved(self, topic: str, partition: int, while_waiting: Callable[[], None]) -> Applied | None:
+    def saved(self, topic: str, partition: int, while_waiting: Callable[[], None]) -> AppliedPosition | None:
         """Up to where rows that outlive this process have been applied; None: nothing is known of that. Waits for the
         stores as `apply` does.
         """
@@ -107,7 +109,7 @@ class UpdateApplier:
         if table is not None and self._rows.is_durable:
             self._unsaved.add(table)
 
-    def save(self, applied: Mapping[Partition, Applied | None]) -> bool:
+    def save(self, applied: Mapping[Partition, AppliedPosition | None]) -> bool:
         """Store, next to the rows, up to where they have been applied; returns whether there was anything to store.
 
         Raises:
@@ -132,7 +134,7 @@ class UpdateApplier:
         self._noted -= pushed
         return pushed
 
-    def _write(self, table: str, updates: Updates, reached: Mapping[Partition, Applied]) -> None:
+    def _write(self, table: str, updates: Updates, reached: Mapping[Partition, AppliedPosition]) -> None:
         """Write rows; partitions are then applied up to `reached`."""
         try:
             for part in _parts(len(updates.keys)):
@@ -149,7 +151,7 @@ class UpdateApplier:
             if self._rows.is_durable:
                 self._unsaved.add(table)
 
-    def _await_writer(self, table: str, reached: Mapping[Partition, Applied]) -> bool:
+    def _await_writer(self, table: str, reached: Mapping[Partition, AppliedPosition]) -> bool:
         """Whether the other process, the store's writer, has saved as much within some seconds."""
         deadline = time.monotonic() + _FOLLOW_S
         while time.monotonic() < deadline and not self._closing.wait(_POLL_S):

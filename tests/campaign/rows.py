@@ -18,7 +18,7 @@ _MODULUS = 997
 Integers = NDArray[np.int64]
 
 
-class Decoded(NamedTuple):
+class DecodedRows(NamedTuple):
     """The decoded vectors; arrays of one element per vector."""
 
     whole: NDArray[np.bool_]
@@ -39,10 +39,10 @@ def encode(table: int, keys: Integers, tags: Integers | int, numbers: Integers |
     return digits.astype(np.float32)
 
 
-def decode(table: int, keys: Integers, vectors: NDArray[np.float32]) -> Decoded:
+def decode(table: int, keys: Integers, vectors: NDArray[np.float32]) -> DecodedRows:
     """Read vectors [n, 8] that were answered for these keys of a table."""
     with np.errstate(invalid="ignore"):
         digits = np.nan_to_num(vectors, nan=-1, posinf=-1, neginf=-1).astype(np.int64)
     fields = digits[:, 1:7:2] * _BASE + digits[:, 2:7:2]
     expected = encode(table, keys, fields[:, 1], fields[:, 2])
-    return Decoded((vectors == expected).all(axis=1), fields[:, 1], fields[:, 2])
+    return DecodedRows((vectors == expected).all(axis=1), fields[:, 1], fields[:, 2])

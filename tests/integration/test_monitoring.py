@@ -48,7 +48,7 @@ def test_every_alert_fires_by_its_fault_and_none_without() -> None:
         assert {case["alertname"] for case in test["alert_rule_test"]} == alerts().keys()
 
 
-class Monitored:
+class MonitoredServer:
     """A server whose model reads Redis over RocksDB, under load, and a Prometheus that scrapes it each second."""
 
     def __init__(self, served: Served, redis: RedisServer, folder: Path) -> None:
@@ -105,7 +105,7 @@ class Monitored:
 
 
 @pytest.fixture
-def monitored(serve: Serve, tmp_path: Path) -> Iterator[Monitored]:
+def monitored(serve: Serve, tmp_path: Path) -> Iterator[MonitoredServer]:
     """A server under load, and a Prometheus."""
     repository = tmp_path / "repository"
     version_dir = repository / "ctr" / "1"
@@ -119,7 +119,7 @@ def monitored(serve: Serve, tmp_path: Path) -> Iterator[Monitored]:
             stores = {"volatile_store": redis.url, "persistent_store": database}
             for name, value in {**stores, "max_keys_per_request": "12"}.items():
                 config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
-        monitored = Monitored(serve(repository), redis, tmp_path)
+        monitored = MonitoredServer(serve(repository), redis, tmp_path)
         yield monitored
         monitored.close()
 
@@ -143,7 +143,7 @@ def panels() -> dict[str, list[str]]:
     return queries
 
 
-def test_every_panel_shows_data_and_real_faults_raise_alerts(monitored: Monitored) -> None:
+def test_every_panel_shows_data_and_real_faults_raise_alerts(monitored: MonitoredServer) -> None:
     """While requests run, each query has an answer; each fault then makes the condition of its alert true."""
     for title, queries in panels().items():
         for query in queries:
@@ -157,7 +157,7 @@ def test_every_panel_shows_data_and_real_faults_raise_alerts(monitored: Monitore
         wait_until(lambda name=name: monitored.has_data(conditions[name]), f"alert {name}")  # type: ignore[misc]
 
 
-def faults(monitored: Monitored) -> dict[str, Any]:
+def faults(monitored: MonitoredServer) -> dict[str, Any]:
     """The fault for each alert, in order of execution; None: the requests make it fire all along."""
     return {
         "HotrowDefaultVectors": None,

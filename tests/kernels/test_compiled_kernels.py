@@ -123,7 +123,7 @@ def test_kernels_that_others_may_have_written_are_not_used(opened: str, tmp_path
     index = next(folder.rglob("*.nbi"))
     places = {"folder": folder, "inner folder": index.parent, "file": index, "chosen folder of a link": folder}
     places[opened].chmod(0o777)
-    index.write_bytes(pickle.dumps(Planted(str(tmp_path / "ran"))))
+    index.write_bytes(pickle.dumps(PlantedPickle(str(tmp_path / "ran"))))
     settings = {}
     if opened == "chosen folder of a link":
         (tmp_path / "link").symlink_to(folder)
@@ -137,7 +137,7 @@ def test_kernels_that_others_may_have_written_are_not_used(opened: str, tmp_path
     assert warning.count("NUMBA_CACHE_DIR") == 1
 
 
-class Planted:
+class PlantedPickle:
     """Makes a file when it is unpickled."""
 
     def __init__(self, path: str) -> None:

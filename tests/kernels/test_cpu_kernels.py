@@ -24,7 +24,7 @@ NO_POSITIONS = np.empty(0, np.int64)
 
 
 @dataclass
-class Known:
+class KnownTable:
     """A table, and what it should answer."""
 
     file: TableFile
@@ -32,7 +32,7 @@ class Known:
     default: NDArray[np.float64]
 
 
-def make_table(folder: Path, keys: list[int] | None, vectors: NDArray[Any], dtype: Any = "float32") -> Known:
+def make_table(folder: Path, keys: list[int] | None, vectors: NDArray[Any], dtype: Any = "float32") -> KnownTable:
     """Write and open a table; its oracle holds the stored vectors, widened."""
     key_chunks = None if keys is None else [np.array(keys, np.int64)]
     write_table(folder, [vectors], keys=key_chunks, dtype=dtype)
@@ -45,7 +45,7 @@ def make_table(folder: Path, keys: list[int] | None, vectors: NDArray[Any], dtyp
     rows = dict(zip(keys or range(len(vectors)), np.asarray(stored, np.float64), strict=True))
     if keys is None:
         rows |= {row - len(vectors): vector for row, vector in list(rows.items())}
-    return Known(file, rows, np.array(default))
+    return KnownTable(file, rows, np.array(default))
 
 
 def segment(keys: NDArray[Any], output: NDArray[np.float32], **fields: int) -> NDArray[np.void]:
@@ -70,7 +70,7 @@ def pooled(vectors: NDArray[np.float64], weights: NDArray[np.float64], pooling: 
     return total / len(vectors) if pooling == PoolingCode.MEAN else total
 
 
-def expected_vectors(known: Known, keys: NDArray[Any]) -> NDArray[np.float64]:
+def expected_vectors(known: KnownTable, keys: NDArray[Any]) -> NDArray[np.float64]:
     """One row per key."""
     found = [known.rows.get(int(key), known.default) for key in keys.ravel()]
     return np.array(found).reshape(-1, len(known.default))

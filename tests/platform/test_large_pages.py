@@ -28,7 +28,7 @@ SIZES = st.lists(
 )
 
 
-class Recorded:
+class RecordingFile:
     """A file that remembers where each write began, and takes only a part of some."""
 
     def __init__(self, begin: int) -> None:
@@ -47,7 +47,7 @@ class Recorded:
 def test_pieces(sizes: list[int], begin: int) -> None:
     """All bytes come, in order, and each write but the first and the last is of whole pages."""
     data = np.random.default_rng(sum(sizes)).integers(0, 256, sum(sizes), np.uint8)
-    file = Recorded(begin)
+    file = RecordingFile(begin)
     writer, offset = LargePageWriter(file), 0  # type: ignore[arg-type]
     for size in sizes:
         writer.write(data[offset : offset + size].data)

@@ -179,7 +179,7 @@ def test_the_command_does_not_miss_updates_in_memory(version: Path, tmp_path: Pa
         run("dump", str(version), "--to", str(tmp_path / "dump"))
 
 
-class _Hooked(WrapperStore):
+class _HookedStore(WrapperStore):
     """Calls back in the middle of a scan, and may give every row twice."""
 
     def __init__(self, store: EmbeddingStore) -> None:
@@ -197,7 +197,7 @@ class _Hooked(WrapperStore):
 @pytest.fixture
 def server() -> Iterator[ParameterServer]:
     """Two tiers that can be written to, with 50 rows of value 0."""
-    volatile, persistent = _Hooked(MemoryStore({"t": 3})), _Hooked(MemoryStore({"t": 3}))
+    volatile, persistent = _HookedStore(MemoryStore({"t": 3})), _HookedStore(MemoryStore({"t": 3}))
     server = ParameterServer([Tier("volatile", volatile, volatile=True), Tier("persistent", persistent)])
     server.insert("t", *rows(*range(50), dim=3, value=0))
     volatile.erase("t", np.arange(10, 50))
@@ -217,7 +217,7 @@ def scanned(server: ParameterServer) -> dict[int, set[float]]:
 def test_updates_wait_for_a_scan_and_reads_do_not(server: ParameterServer) -> None:
     """An update during a frozen scan is in none of its rows, and is applied when the scan has ended."""
     volatile = server._tiers[0].store
-    assert isinstance(volatile, _Hooked)
+    assert isinstance(volatile, _HookedStore)
     writers: list[threading.Thread] = []
 
     def write() -> None:

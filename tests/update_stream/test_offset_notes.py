@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_session.update_stream.offset_notes import is_of_a_push, is_push_unfinished, read_applied, with_applied
-from inference_session.update_stream.positions import Applied, LastMessage, Partition
+from inference_session.update_stream.positions import AppliedPosition, LastMessage, Partition
 
 LAST = st.builds(LastMessage, st.integers(0, 2**62), st.text())
 PARTITIONS = st.tuples(st.text(), st.integers(0, 1000))
@@ -24,14 +24,14 @@ NOTES = JSON.map(json.dumps) | st.text() | st.none()
 
 
 @st.composite
-def applied(draw: st.DrawFn) -> Applied:
+def applied(draw: st.DrawFn) -> AppliedPosition:
     last = draw(st.none() | LAST)
     begin = 0 if last is None else last.offset + 1
-    return Applied(draw(st.integers(begin, 2**63 - 1)), draw(st.text()), last)
+    return AppliedPosition(draw(st.integers(begin, 2**63 - 1)), draw(st.text()), last)
 
 
 @given(st.dictionaries(PARTITIONS, applied()), NOTES)
-def test_what_is_written_is_read(written: dict[Partition, Applied], note: str | None) -> None:
+def test_what_is_written_is_read(written: dict[Partition, AppliedPosition], note: str | None) -> None:
     """Whatever the note was before."""
     text = with_applied(note, written)
 
@@ -50,7 +50,7 @@ def test_the_rest_of_a_note_stays() -> None:
     note = with_applied(
         '{"source": "a", "rows": 3, "offsets": {"old": {"0": 1}, "t": {"0": 4, "2": 3}}}',
         {
-            ("t", 2): Applied(5, "id", LastMessage(4, "ab")),
+            ("t", 2): AppliedPosition(5, "id", LastMessage(4, "ab")),
             ("t", 0): None,
         },
     )
@@ -65,13 +65,13 @@ def test_the_rest_of_a_note_stays() -> None:
 
 def test_notes_of_before_identities_are_read() -> None:
     """They are read as offsets without proof."""
-    assert read_applied('{"offsets": {"t": {"0": 4}}}', "t") == {0: Applied(4)}
+    assert read_applied('{"offsets": {"t": {"0": 4}}}', "t") == {0: AppliedPosition(4)}
 
 
 @pytest.mark.parametrize("offset", [-1, "5", 5.0, True, None])
 def test_offsets_are_whole_numbers(offset: object) -> None:
     """Anything else counts as no note, so that all is read again."""
-    assert read_applied(json.dumps({"offsets": {"t": {"0": offset, "1": 7}}}), "t") == {1: Applied(7)}
+    assert read_applied(json.dumps({"offsets": {"t": {"0": offset, "1": 7}}}), "t") == {1: AppliedPosition(7)}
 
 
 @pytest.mark.parametrize("last", [None, [], [3], [3, 4], ["3", "x"], [7, "x"], {"3": "x"}])
@@ -79,7 +79,7 @@ def test_a_last_message_that_cannot_be_one_proves_nothing(last: object) -> None:
     """It lies before the offset, and has a fingerprint."""
     note = {"offsets": {"t": {"0": 7}}, "topics": {"t": {"0": {"id": 5, "last": last}}}}
 
-    assert read_applied(json.dumps(note), "t") == {0: Applied(7)}
+    assert read_applied(json.dumps(note), "t") == {0: AppliedPosition(7)}
 
 
 @pytest.mark.parametrize("rows", [3, 7])

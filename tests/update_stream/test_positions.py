@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_session.update_stream.positions import Applied, LastMessage, Partition, Positions
+from inference_session.update_stream.positions import AppliedPosition, LastMessage, Partition, Positions
 
 ONE: Partition = ("topic", 0)
 
@@ -101,7 +101,7 @@ def test_offsets_of_before_identities_were_noted_prove_nothing(topic_id: str) ->
     positions = Positions()
     positions.topic_ids = {"topic": topic_id} if topic_id else {}
 
-    assert "neither the topic's id nor a fingerprint" in str(positions.follow(ONE, Applied(7)))
+    assert "neither the topic's id nor a fingerprint" in str(positions.follow(ONE, AppliedPosition(7)))
 
     assert positions.assign() == {ONE: None}
     assert positions.applied() == {ONE: None}
@@ -139,11 +139,11 @@ def test_a_partition_that_comes_back_is_remembered() -> None:
 
 def test_what_another_process_has_applied_is_of_the_same_topic() -> None:
     """Or says nothing; where both know no id, an equal offset must have the same message."""
-    wanted = Applied(5, "id", LastMessage(4, "x"))
+    wanted = AppliedPosition(5, "id", LastMessage(4, "x"))
 
-    assert wanted.is_within(Applied(5, "id", LastMessage(4, "x")))
-    assert wanted.is_within(Applied(9))
+    assert wanted.is_within(AppliedPosition(5, "id", LastMessage(4, "x")))
+    assert wanted.is_within(AppliedPosition(9))
     assert not wanted.is_within(None)
-    assert not wanted.is_within(Applied(4, "id", LastMessage(3, "w")))
-    assert not wanted.is_within(Applied(9, "other"))
-    assert not wanted.is_within(Applied(5, "", LastMessage(4, "y")))
+    assert not wanted.is_within(AppliedPosition(4, "id", LastMessage(3, "w")))
+    assert not wanted.is_within(AppliedPosition(9, "other"))
+    assert not wanted.is_within(AppliedPosition(5, "", LastMessage(4, "y")))

@@ -19,7 +19,7 @@ from triton_backend.backend.errors import triton_error
 from triton_backend.backend.packed import packed_response
 from triton_backend.backend.plain_requests import PlainRequests
 from triton_backend.backend.tensors import read_array, write_tensor
-from triton_backend.backend.tracing import Tracing
+from triton_backend.backend.tracing import RequestTracer
 from triton_backend.client.probe import is_probe, probe_request
 
 TritonRequest: TypeAlias = Any
@@ -28,7 +28,7 @@ TritonResponse: TypeAlias = Any
 """`pb_utils.InferenceResponse`."""
 
 
-class Answering:
+class RequestHandler:
     """Answers lists of requests, each by one content of the version; never raises.
 
     Args:
@@ -38,7 +38,12 @@ class Answering:
     """
 
     def __init__(
-        self, versions: VersionManager, *, max_samples: int = 0, device_id: int = 0, tracing: Tracing | None = None
+        self,
+        versions: VersionManager,
+        *,
+        max_samples: int = 0,
+        device_id: int = 0,
+        tracing: RequestTracer | None = None,
     ) -> None:
         self._versions = versions
         self._device_id = device_id

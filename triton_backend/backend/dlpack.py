@@ -19,12 +19,12 @@ from inference_session.platform.dlpack_layout import CPU, KINDS, DataType, Tenso
 _DEVICE = (CPU, 0)
 
 
-class _Managed(ctypes.Structure):
+class _ManagedTensor(ctypes.Structure):
     pass
 
 
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
-_Managed._fields_ = (("tensor", Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter))
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_ManagedTensor))
+_ManagedTensor._fields_ = (("tensor", Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter))
 
 _exported: dict[int, tuple[Any, ...]] = {}
 """What must outlive a capsule, by the number in its `context`, until the consumer calls the deleter."""
@@ -57,7 +57,7 @@ class ExportedTensor:
         shape = (ctypes.c_int64 * array.ndim)(*array.shape)
         tensor = Tensor(array.ctypes.data, *_DEVICE, array.ndim, dtype, shape, None, 0)
         number = next(_numbers)
-        managed = _Managed(tensor, number, _release)
+        managed = _ManagedTensor(tensor, number, _release)
         _exported[number] = (array, shape, managed)
         return _new_capsule(ctypes.addressof(managed), _NAME, None)
 

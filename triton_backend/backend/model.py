@@ -18,7 +18,7 @@ from inference_session.errors import ConfigurationError
 from inference_session.model_spec import ModelSpec
 from inference_session.platform.user_cache import state_folder
 from inference_session.versions import VersionManager
-from triton_backend.backend.answering import Answering, TritonRequest, TritonResponse
+from triton_backend.backend.answering import RequestHandler, TritonRequest, TritonResponse
 from triton_backend.backend.errors import load_error
 from triton_backend.backend.heartbeat import Heartbeat
 from triton_backend.backend.joining import JoiningQueue
@@ -51,7 +51,7 @@ class TritonPythonModel:
         self._tracing = create_tracing()
         spec = versions.spec
         come_alone = _come_alone(spec, config)
-        self._answering = Answering(
+        self._answering = RequestHandler(
             versions,
             max_samples=max_samples if come_alone and spec.batched and spec.has_own_inputs else 0,
             device_id=int(args["model_instance_device_id"]),
@@ -156,7 +156,7 @@ def _num_samples(request: TritonRequest) -> int:
     return max((int(shape[0]) for shape in shapes if shape), default=1)
 
 
-def _metrics(answering: Answering, config: Mapping[str, Any], args: Mapping[str, str]) -> SessionMetrics | None:
+def _metrics(answering: RequestHandler, config: Mapping[str, Any], args: Mapping[str, str]) -> SessionMetrics | None:
     labels = {"model": args["model_name"], "version": args["model_version"]}
     try:
         count_restarts(config, args["model_name"])

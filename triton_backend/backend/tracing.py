@@ -30,7 +30,7 @@ _OTLP = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
 _log = logging.getLogger(__name__)
 
 
-class Tracing:
+class RequestTracer:
     """Makes spans of the requests that Triton traces."""
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -75,7 +75,7 @@ class Tracing:
             span.end(end)
 
 
-def create_tracing() -> Tracing | None:
+def create_tracing() -> RequestTracer | None:
     """The tracing that the environment asks for; None if it asks for none, or for an unavailable one (logged)."""
     has_endpoint = any(os.environ.get(name) for name in ENDPOINT_VARIABLES)
     name = os.environ.get(EXPORTER_VARIABLE) or ("otlp" if has_endpoint else "none")
@@ -92,7 +92,7 @@ def create_tracing() -> Tracing | None:
     except (ValueError, LookupError) as error:
         _log.warning("Tracing is off: %s=%s: %s", EXPORTER_VARIABLE, name, error)
     else:
-        return Tracing(provider)
+        return RequestTracer(provider)
     return None
 
 

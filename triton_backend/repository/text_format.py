@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 Message = dict[str, list[Any]]
-"""Each field's values in order: Quoted for a string, str for a number or word, a Message for a message."""
+"""Each field's values in order: QuotedValue for a string, str for a number or word, a Message for a message."""
 
 
-class Quoted(str):
+class QuotedValue(str):
     """A value that was in quotes."""
 
     __slots__ = ()
@@ -58,7 +58,7 @@ def _lines(message: Message) -> Iterator[str]:
                 yield from (f"  {line}" for line in _lines(value))
                 yield "}"
             else:
-                yield f"{name}: {quoted(value) if isinstance(value, Quoted) else value}"
+                yield f"{name}: {quoted(value) if isinstance(value, QuotedValue) else value}"
 
 
 def quoted(text: str) -> str:
@@ -118,7 +118,7 @@ def _value(tokens: list[_Token], depth: int) -> Any:
     text = _unquoted(token.text)
     while tokens[-1].kind == "string":  # adjacent strings are one
         text += _unquoted(tokens.pop().text)
-    return Quoted(text)
+    return QuotedValue(text)
 
 
 def _skip(tokens: list[_Token], mark: str) -> _Token | None:

@@ -23,7 +23,7 @@ _LIMIT = 0.05
 
 
 @dataclass
-class Touched:
+class BatchRows:
     """The rows of one batch, whose gradients torch adds up."""
 
     rows: Tensor
@@ -81,12 +81,12 @@ class EmbeddingTable:
         """As `weight`, by the names of the rule's states."""
         return [state[1 : self._rows.num_rows] for state in self._states]
 
-    def touch(self, bags: Bags) -> tuple[Touched, Tensor]:
+    def touch(self, bags: Bags) -> tuple[BatchRows, Tensor]:
         """The rows of a batch, new ones made, and where each of its keys stands among them, int64 [keys]."""
         keys, places = distinct(torch.from_numpy(bags.keys))
         rows = self._find_or_add(keys).to(self._device)
         vectors = self._weight.index_select(0, rows)
-        return Touched(rows, vectors.requires_grad_(self.is_trainable)), places.to(self._device)
+        return BatchRows(rows, vectors.requires_grad_(self.is_trainable)), places.to(self._device)
 
     def pool(self, vectors: Tensor, places: Tensor, offsets: NDArray[np.int64]) -> Tensor:
         """[bags, embedding_dim]: rows of `vectors` summed or averaged; zeros where a bag is empty."""
@@ -100,7 +100,7 @@ class EmbeddingTable:
         rows = self._rows.find(torch.from_numpy(bags.keys)).to(self._device)
         return self.pool(self._weight[: self._rows.num_rows], rows, bags.offsets)
 
-    def update(self, touched: Touched, gradient: Tensor, lr: float) -> None:
+    def update(self, touched: BatchRows, gradient: Tensor, lr: float) -> None:
         """One step of the optimizer, given the gradients of the touched rows, [m, embedding_dim]."""
         self.num_steps += 1
         if self._gradient is not None:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hotrow.training.hugectr.embedding import EmbeddingTable, Touched
+from hotrow.training.hugectr.embedding import BatchRows, EmbeddingTable
 from hotrow.training.hugectr.losses import Loss, losses_of
 from hotrow.training.hugectr.network import TrainingNetwork
 from hotrow.training.hugectr.optimizers import Rule, dense_rule
@@ -127,7 +127,7 @@ class Trainer:
         joined = torch.cat([found[label.name] for label in self.network.translated.outputs], dim=1)
         return self._processes.gathered(joined, len(batch)).cpu().numpy(), float(loss)
 
-    def _learn(self, touched: Sequence[tuple[EmbeddingTable, Touched]], lr: float) -> None:
+    def _learn(self, touched: Sequence[tuple[EmbeddingTable, BatchRows]], lr: float) -> None:
         rows = [(table, each) for table, each in touched if each.vectors.grad is not None]
         gradients = [weight.grad for weight in self.weights if weight.grad is not None]
         self._processes.average([*gradients, *(each.vectors.grad for _, each in rows if each.vectors.grad is not None)])

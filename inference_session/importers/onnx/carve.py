@@ -24,7 +24,7 @@ CONSTANT_KEYS_ONLY = "is read with constant keys only; those rows are in the den
 
 
 @dataclass
-class Carved:
+class CarvedModel:
     """A model taken apart."""
 
     dense: ModelProto
@@ -38,7 +38,7 @@ class Carved:
     """Why initializers that are read by rows did not become tables, by name."""
 
 
-def carve(model: ModelProto, weights: dict[str, Weight], names: Names, min_rows: int, *, merge: bool) -> Carved:
+def carve(model: ModelProto, weights: dict[str, Weight], names: Names, min_rows: int, *, merge: bool) -> CarvedModel:
     """Take a canonical model apart; the model itself is not changed.
 
     Args:
@@ -50,7 +50,7 @@ def carve(model: ModelProto, weights: dict[str, Weight], names: Names, min_rows:
 
 def carve_tables(
     model: ModelProto, weights: dict[str, Weight], names: Names, tables: Sequence[str], *, merge: bool
-) -> Carved:
+) -> CarvedModel:
     """The same, with these tables and no others.
 
     Raises:
@@ -61,7 +61,7 @@ def carve_tables(
     return _carve(copy, weights, names, list(tables), {}, merge=merge)
 
 
-def keep_whole(model: ModelProto, weights: dict[str, Weight], names: Names, min_rows: int, reason: str) -> Carved:
+def keep_whole(model: ModelProto, weights: dict[str, Weight], names: Names, min_rows: int, reason: str) -> CarvedModel:
     """The same for a model whose tables all stay in the dense network, for this reason."""
     search = find_tables(model.graph, weights, min_rows)
     dense = {**search.dense, **dict.fromkeys(search.tables, reason)}
@@ -70,7 +70,7 @@ def keep_whole(model: ModelProto, weights: dict[str, Weight], names: Names, min_
 
 def _carve_found(
     model: ModelProto, weights: dict[str, Weight], names: Names, search: TableSearch, *, merge: bool
-) -> Carved:
+) -> CarvedModel:
     while True:
         copy = ModelProto()
         copy.CopyFrom(model)
@@ -89,7 +89,7 @@ def _carve(
     stays_dense: dict[str, str],
     *,
     merge: bool,
-) -> Carved:
+) -> CarvedModel:
     tables = {name: weights[name] for name in table_names}
     read_directly(model.graph, weights, table_names, names)
     surgery = Surgery(model, tables, names, Types(model, weights))
@@ -107,7 +107,7 @@ def _carve(
     unread = dict.fromkeys(set(tables) - read, CONSTANT_KEYS_ONLY)
     keys = _keys_network(surgery, lookups)
     dense = _dense_network(surgery, lookups, declare_shapes=merge)
-    return Carved(
+    return CarvedModel(
         dense,
         _weights_of(dense, weights),
         keys,

@@ -17,7 +17,7 @@ from onnx import ModelProto, TensorProto, ValueInfoProto, inliner
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError, UnsupportedModelError
 from inference_session.importers.onnx.bag_loops import bags_instead_of_loops
 from inference_session.importers.onnx.canonical import to_canonical
-from inference_session.importers.onnx.carve import Carved, carve, keep_whole
+from inference_session.importers.onnx.carve import CarvedModel, carve, keep_whole
 from inference_session.importers.onnx.evaluation import open_network, save_network
 from inference_session.importers.onnx.graph import Names
 from inference_session.importers.onnx.guards import guard_empty_lists, may_meet_empty_lists
@@ -199,7 +199,7 @@ class _Import:
             leftover.unlink()
         return report
 
-    def _joinable_if_proved(self, carved: Carved, findings: Findings) -> Findings:
+    def _joinable_if_proved(self, carved: CarvedModel, findings: Findings) -> Findings:
         """The findings; joinable only where it is proved that no sample influences another."""
         if not findings.joinable:
             return findings
@@ -218,7 +218,7 @@ class _Import:
 
     def _more_careful(
         self, model: ModelProto, weights: dict[str, Weight], names: Names, findings: Findings, original: Prober
-    ) -> Carved:
+    ) -> CarvedModel:
         """The same without changes that rely on inferred shapes, and so on declared ones; if necessary, all dense."""
         carved = carve(model, weights, names, self.min_rows, merge=False)
         if self._is_faithful(carved, findings, original):
@@ -229,17 +229,17 @@ class _Import:
         shutil.rmtree(self.staging / TABLES_FOLDER)
         return carved
 
-    def _report(self, carved: Carved, findings: Findings) -> ImportReport:
+    def _report(self, carved: CarvedModel, findings: Findings) -> ImportReport:
         spec, notes = self._spec(carved, findings)
         dense = tuple(DenseInitializer(name, reason) for name, reason in sorted(carved.stays_dense.items()))
         return ImportReport(self.version_dir, spec, dense, (*findings.notes, *notes))
 
-    def _spec(self, carved: Carved, findings: Findings) -> tuple[ModelSpec, tuple[str, ...]]:
+    def _spec(self, carved: CarvedModel, findings: Findings) -> tuple[ModelSpec, tuple[str, ...]]:
         return model_spec(
             self.source.path.name, self.source.inputs, self.source.outputs, carved, findings, places=self.places
         )
 
-    def _write_tables(self, carved: Carved, folders: dict[str, str]) -> None:
+    def _write_tables(self, carved: CarvedModel, folders: dict[str, str]) -> None:
         for table in carved.tables:
             if table.name not in self.places:  # those exist already
                 self._write_table(table, self._table_file(folders[table.name]))
@@ -255,11 +255,11 @@ class _Import:
                 if self.progress:
                     self.progress(len(chunk))
 
-    def _write_ranking(self, findings: Findings, carved: Carved) -> None:
+    def _write_ranking(self, findings: Findings, carved: CarvedModel) -> None:
         self._write_networks(carved, batched=findings.batched, dense_file=RANKING_FILE, keys_file=RANKING_KEYS_FILE)
 
     def _write_networks(
-        self, carved: Carved, *, batched: bool, dense_file: str = DENSE_FILE, keys_file: str = KEYS_FILE
+        self, carved: CarvedModel, *, batched: bool, dense_file: str = DENSE_FILE, keys_file: str = KEYS_FILE
     ) -> None:
         (self.staging / keys_file).unlink(missing_ok=True)
         self._write_network(dense_file, carved.dense, carved.dense_weights, batched=batched)
@@ -274,7 +274,7 @@ class _Import:
         written.graph.initializer.extend(weight.tensor() for weight in weights)
         save_network(written, self.staging / name)
 
-    def _probe(self, carved: Carved, folders: dict[str, str]) -> tuple[Findings, Prober]:
+    def _probe(self, carved: CarvedModel, folders: dict[str, str]) -> tuple[Findings, Prober]:
         """Run the original; its tables are mapped from where they were written, not loaded."""
         model, blobs = read_skeleton(self.source.path)
         for i, tensor in enumerate(model.graph.initializer):
@@ -296,14 +296,14 @@ class _Import:
         prober = Prober(network, self.source.inputs, self._rows(carved))
         return prober.find(), prober
 
-    def _rows(self, carved: Carved) -> dict[str, int]:
+    def _rows(self, carved: CarvedModel) -> dict[str, int]:
         num_rows = {table.name: table.dims[0] for table in carved.tables}
         rows: dict[str, int] = {}
         for lookup in carved.lookups:
             rows[lookup.keys] = min(num_rows[lookup.table], rows.get(lookup.keys, num_rows[lookup.table]))
         return rows
 
-    def _is_faithful(self, carved: Carved, findings: Findings, original: Prober) -> bool:
+    def _is_faithful(self, carved: CarvedModel, findings: Findings, original: Prober) -> bool:
         """Write the networks, and compare the version with the original."""
         self._write_networks(carved, batched=findings.batched)
         if not findings.feeds:

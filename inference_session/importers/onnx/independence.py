@@ -13,11 +13,11 @@ from pathlib import Path
 import numpy as np
 from onnx import ModelProto, NodeProto, ValueInfoProto, numpy_helper
 
-from inference_session.importers.onnx.carve import Carved
+from inference_session.importers.onnx.carve import CarvedModel
 from inference_session.importers.onnx.evaluation import open_network, save_network
 from inference_session.importers.onnx.probe import PRIME_SIZES, Arrays
 from inference_session.importers.onnx.replay import Replay
-from inference_session.importers.onnx.sample_axis import CONSTANT, Free, Kind, Observed, PerSample, SampleAxis
+from inference_session.importers.onnx.sample_axis import CONSTANT, Free, Kind, Observations, PerSample, SampleAxis
 from inference_session.importers.onnx.weights import Weight
 from inference_session.model_spec import LookupSpec, ModelSpec
 
@@ -34,7 +34,7 @@ class Independence:
 
 
 def samples_are_independent(
-    carved: Carved, spec: ModelSpec, replay: Replay, feeds: tuple[Arrays, ...], path: Path
+    carved: CarvedModel, spec: ModelSpec, replay: Replay, feeds: tuple[Arrays, ...], path: Path
 ) -> Independence:
     """Whether each answer follows from its own sample.
 
@@ -52,7 +52,7 @@ def samples_are_independent(
         kinds.update({value.name: followed.kinds.get(value.name, CONSTANT) for value in carved.keys.graph.output})
         culprit = followed.culprit
     fed = tuple(replay.feeds(arrays) for arrays in feeds)
-    seen = Observed.of_runs(PRIME_SIZES, fed, {})
+    seen = Observations.of_runs(PRIME_SIZES, fed, {})
     vectors: dict[str, list[Kind]] = {}
     for lookup in spec.lookups:
         vectors.setdefault(lookup.dense_input, []).append(_looked_up(lookup, kinds, seen))
@@ -63,13 +63,13 @@ def samples_are_independent(
     return Independence(is_proved, _described(culprit or followed.culprit))
 
 
-def _is_batch(kind: Kind, name: str, observed: Observed) -> bool:
+def _is_batch(kind: Kind, name: str, observed: Observations) -> bool:
     """Whether a value has a row for each sample."""
     axis = observed.axis(kind, name) if isinstance(kind, PerSample) else None
     return axis is not None and axis.axis == 0 and axis.is_whole
 
 
-def _looked_up(lookup: LookupSpec, kinds: Mapping[str, Kind], seen: Observed) -> Kind:
+def _looked_up(lookup: LookupSpec, kinds: Mapping[str, Kind], seen: Observations) -> Kind:
     """The result of a look-up of these keys; a pooled one reduces their last axis."""
     around = [kinds.get(name, CONSTANT) for name in lookup.reads]
     keys = around[0]
@@ -85,7 +85,7 @@ def _looked_up(lookup: LookupSpec, kinds: Mapping[str, Kind], seen: Observed) ->
     return None if is_pooled_over or is_misplaced else keys
 
 
-def _are_even_bags(lookup: LookupSpec, kinds: Mapping[str, Kind], seen: Observed) -> bool:
+def _are_even_bags(lookup: LookupSpec, kinds: Mapping[str, Kind], seen: Observations) -> bool:
     """Whether a list of keys, the same number for each sample, is pooled by samples."""
     keys, axis = kinds.get(lookup.keys), None
     if isinstance(keys, PerSample):
@@ -102,7 +102,7 @@ def _are_even_bags(lookup: LookupSpec, kinds: Mapping[str, Kind], seen: Observed
     return True
 
 
-def _observe(network: ModelProto, weights: list[Weight], feeds: tuple[Arrays, ...], path: Path) -> Observed:
+def _observe(network: ModelProto, weights: list[Weight], feeds: tuple[Arrays, ...], path: Path) -> Observations:
     """Run a network, and keep all that its main graph computes."""
     model = ModelProto()
     model.CopyFrom(network)
@@ -119,7 +119,7 @@ def _observe(network: ModelProto, weights: list[Weight], feeds: tuple[Arrays, ..
     for arrays in feeds:
         inputs = {name: arrays[name] for name in wanted}
         runs.append({**constants, **inputs, **dict(zip(found, session.run(found, inputs), strict=True))})
-    return Observed.of_runs(PRIME_SIZES, tuple(runs), {weight.name: weight.dims for weight in weights})
+    return Observations.of_runs(PRIME_SIZES, tuple(runs), {weight.name: weight.dims for weight in weights})
 
 
 def _described(node: NodeProto | None) -> str:

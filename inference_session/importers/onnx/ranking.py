@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 
 from inference_session.errors import UnsupportedModelError
-from inference_session.importers.onnx.carve import Carved, carve_tables
+from inference_session.importers.onnx.carve import CarvedModel, carve_tables
 from inference_session.importers.onnx.context import ContextSplit, Cut, split_context
 from inference_session.importers.onnx.graph import Names
 from inference_session.importers.onnx.probe import Arrays, Findings, Prober, Recipe
@@ -59,7 +59,7 @@ class RankingImport:
     staging: Path
     original: Prober
     findings: Findings
-    write: Callable[[Carved], None]
+    write: Callable[[CarvedModel], None]
 
     def run(self, spec: ModelSpec, context: Sequence[str]) -> ModelSpec:
         """Write the networks; returns the description with what was found.
@@ -92,7 +92,7 @@ class RankingImport:
             logger.debug("split %s, the model answers differently", cut.value)
         raise UnsupportedModelError("--context: the split model answers differently")
 
-    def _spec(self, spec: ModelSpec, context: Sequence[str], carved: Carved, split: ContextSplit) -> ModelSpec:
+    def _spec(self, spec: ModelSpec, context: Sequence[str], carved: CarvedModel, split: ContextSplit) -> ModelSpec:
         ranking = RankingSpec(
             lookups=tuple(lookup_spec(lookup, self.folders[lookup.table]) for lookup in carved.lookups),
             may_pad=split.proven,

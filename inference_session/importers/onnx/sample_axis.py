@@ -71,7 +71,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Observed:
+class Observations:
     """The observations of two runs of a network with different numbers of samples."""
 
     num_samples: tuple[int, ...]
@@ -83,7 +83,7 @@ class Observed:
     @classmethod
     def of_runs(
         cls, num_samples: tuple[int, ...], values: tuple[Mapping[str, Any], ...], weights: Mapping[str, tuple[int, ...]]
-    ) -> Observed:
+    ) -> Observations:
         """The values of two runs; `weights`: the shapes of constants whose values do not matter."""
         dims = tuple(
             {**weights, **{name: value.shape for name, value in run.items() if isinstance(value, np.ndarray)}}
@@ -137,7 +137,7 @@ def _find(shape: tuple[int, ...], before: int, num_samples: int) -> Axis | None:
 class SampleAxis:
     """Follows the samples through one graph."""
 
-    def __init__(self, graph: GraphProto, observed: Observed, kinds: Mapping[str, Kind]) -> None:
+    def __init__(self, graph: GraphProto, observed: Observations, kinds: Mapping[str, Kind]) -> None:
         """`kinds`: of the graph's inputs. All other values from outside are constant."""
         self._graph = graph
         self._observed = observed
@@ -174,7 +174,7 @@ class _Step:
     """One node, and the kinds of its operands."""
 
     node: NodeProto
-    observed: Observed
+    observed: Observations
     kinds: list[Kind]
 
     @property

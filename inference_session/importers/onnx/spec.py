@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from onnx import TensorProto, helper
 
-from inference_session.importers.onnx.carve import Carved
+from inference_session.importers.onnx.carve import CarvedModel
 from inference_session.importers.onnx.lookups import Lookup
 from inference_session.importers.onnx.probe import Findings
 from inference_session.importers.onnx.tables import VECTOR_TYPES
@@ -25,7 +25,7 @@ class TablePlace(NamedTuple):
     folder: str
 
 
-def table_folders(carved: Carved, places: Mapping[str, TablePlace]) -> dict[str, str]:
+def table_folders(carved: CarvedModel, places: Mapping[str, TablePlace]) -> dict[str, str]:
     """The folder of each table, by the name of its initializer."""
     names = [table.name for table in carved.tables]
     found = dict(zip(names, folder_names(names), strict=True))
@@ -36,7 +36,7 @@ def model_spec(
     source: str,
     inputs: Mapping[str, ValueType],
     outputs: Mapping[str, ValueType],
-    carved: Carved,
+    carved: CarvedModel,
     findings: Findings,
     *,
     places: Mapping[str, TablePlace],
@@ -131,7 +131,7 @@ def lookup_spec(lookup: Lookup, folder: str) -> LookupSpec:
     )
 
 
-def _notes(spec: ModelSpec, carved: Carved) -> list[str]:
+def _notes(spec: ModelSpec, carved: CarvedModel) -> list[str]:
     notes: list[str] = []
     if not spec.tables:
         notes.append("no table was taken out; everything is in the dense network")

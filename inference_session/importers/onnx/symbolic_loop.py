@@ -66,7 +66,7 @@ class Bag:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _KeptPositions:
     """Positions that are kept unless their key pads; the last ones, `added`, whatever their key is."""
 
     positions: tuple[int, ...]
@@ -79,13 +79,13 @@ class _Question:
     """What follows from a key, or from kept positions."""
 
     kind: Literal["is negative", "moved", "from the front", "pads", "is kept", "number of", "is none"]
-    subject: Rows | _Kept
+    subject: Rows | _KeptPositions
     number: int = 0
     key: int = 0
 
 
 Value = Any
-"""NDArray, Rows, Bag, _Kept, _Question, or a tuple of values: a sequence."""
+"""NDArray, Rows, Bag, _KeptPositions, _Question, or a tuple of values: a sequence."""
 
 
 @dataclass
@@ -202,7 +202,7 @@ class SymbolicLoop:
 
     def _size(self, node: NodeProto) -> Value:
         value = self._value(node.input[0])
-        if isinstance(value, _Kept) and node.op_type == "Size" and not value.added:
+        if isinstance(value, _KeptPositions) and node.op_type == "Size" and not value.added:
             return _Question("number of", value)
         if isinstance(value, np.ndarray):
             return self._computed(node, [value])[0]
@@ -242,7 +242,7 @@ def _either(condition: _Question, then: Value, other: Value) -> Value:
         found: Value = _Question("from the front", subject, then.number) if is_moved else None
     elif condition.kind == "is kept" and isinstance(subject, Rows) and len(subject.positions) == 1:
         found = _kept(subject, Padding(subject.rows, condition.key, condition.number), then, other)
-    elif condition.kind == "is none" and isinstance(subject, _Kept) and isinstance(then, np.ndarray):
+    elif condition.kind == "is none" and isinstance(subject, _KeptPositions) and isinstance(then, np.ndarray):
         is_of_subject = isinstance(other, Bag) and (other.padding, other.positions) == (
             subject.padding,
             subject.positions,
@@ -255,15 +255,19 @@ def _either(condition: _Question, then: Value, other: Value) -> Value:
     return found
 
 
-def _kept(key: Rows, padding: Padding, then: Value, other: Value) -> _Kept | None:
+def _kept(key: Rows, padding: Padding, then: Value, other: Value) -> _KeptPositions | None:
     """One position more in a list of kept ones, if its key does not pad."""
     if isinstance(other, np.ndarray) and other.size == 0:
-        before, after = _Kept((), padding), _Kept((), padding, tuple(_integers(then)))
+        before, after = _KeptPositions((), padding), _KeptPositions((), padding, tuple(_integers(then)))
     else:
         before, after = other, then
-    if not isinstance(before, _Kept) or before.padding != padding or after != replace(before, added=key.positions):
+    if (
+        not isinstance(before, _KeptPositions)
+        or before.padding != padding
+        or after != replace(before, added=key.positions)
+    ):
         return None
-    return _Kept((*before.positions, *key.positions), padding)
+    return _KeptPositions((*before.positions, *key.positions), padding)
 
 
 # Operators
@@ -285,7 +289,7 @@ def _gathered(node: NodeProto, values: Sequence[Value]) -> Value:
     given, places = values
     if not isinstance(given, Rows) or attribute(node, "axis", 0) or given.padding:
         raise NotABagError
-    if isinstance(places, _Kept) and not places.added:
+    if isinstance(places, _KeptPositions) and not places.added:
         picked = places.positions
         padding: Padding | None = places.padding
     else:
@@ -368,7 +372,7 @@ def _negated(_node: NodeProto, values: Sequence[Value]) -> Value:
 
 
 def _appended(_node: NodeProto, values: Sequence[Value]) -> Value:
-    if not isinstance(values[0], _Kept) or values[0].added or len(values) != 2:
+    if not isinstance(values[0], _KeptPositions) or values[0].added or len(values) != 2:
         raise NotABagError
     return replace(values[0], added=tuple(_integers(values[1])))
 

@@ -22,7 +22,7 @@ from onnx.reference import ReferenceEvaluator
 
 from inference_session.importers.onnx.context.rows import Other, RowAnalysis, Rows
 from inference_session.importers.onnx.evaluation import open_network
-from inference_session.importers.onnx.sample_axis import Free, Observed, PerSample, SampleAxis
+from inference_session.importers.onnx.sample_axis import Free, Observations, PerSample, SampleAxis
 from tests.testing.onnx_evaluation import Arrays
 
 PRIMES = (11, 13)
@@ -196,7 +196,7 @@ class Runs:
 def _claims_of_runs(model: ModelProto, runs: Runs) -> Mapping[str, Any]:
     """Of each value: (axis, outer, inner), "free", "sizes", or None."""
     values = tuple(runs(_feeds(size, size)) for size in PRIMES)
-    observed = Observed.of_runs(PRIMES, values, {})
+    observed = Observations.of_runs(PRIMES, values, {})
     kinds = SampleAxis(model.graph, observed, {"x": PerSample(1), "ids": PerSample(1)}).kinds
     claims: dict[str, Any] = {}
     for name, kind in kinds.items():

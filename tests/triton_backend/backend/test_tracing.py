@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from triton_backend.backend.tracing import ENDPOINT_VARIABLES, EXPORTER_VARIABLE, Tracing, create_tracing
+from triton_backend.backend.tracing import ENDPOINT_VARIABLES, EXPORTER_VARIABLE, RequestTracer, create_tracing
 
 TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C
 
@@ -38,10 +38,10 @@ def exporter() -> InMemorySpanExporter:
 
 
 @pytest.fixture
-def tracing(exporter: InMemorySpanExporter) -> Tracing:
+def tracing(exporter: InMemorySpanExporter) -> RequestTracer:
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    return Tracing(provider)
+    return RequestTracer(provider)
 
 
 def described(span: ReadableSpan) -> tuple[str, int, int]:
@@ -50,7 +50,7 @@ def described(span: ReadableSpan) -> tuple[str, int, int]:
     return span.name, span.parent.trace_id, span.parent.span_id
 
 
-def test_each_traced_request_gets_a_span_for_each_stage(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
+def test_each_traced_request_gets_a_span_for_each_stage(tracing: RequestTracer, exporter: InMemorySpanExporter) -> None:
     """Below Triton's span of it, one where the other ends, also if the batch failed and was computed again."""
     stages = ("check", "look-up", "network", "look-up", "network", "answer")
     with tracing.of([Request(1), Request(None), Request(3)]) as mark:
@@ -68,7 +68,7 @@ def test_each_traced_request_gets_a_span_for_each_stage(tracing: Tracing, export
     assert {dict(span.attributes or {})["hotrow.batch_requests"] for span in spans} == {3}
 
 
-def test_what_is_not_traced_makes_no_span(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
+def test_what_is_not_traced_makes_no_span(tracing: RequestTracer, exporter: InMemorySpanExporter) -> None:
     """Neither requests that Triton does not trace, nor those whose client has decided against it."""
     for request in (Request(None), Request(1, sampled=False)):
         with tracing.of([request]) as mark:
@@ -76,7 +76,7 @@ def test_what_is_not_traced_makes_no_span(tracing: Tracing, exporter: InMemorySp
     assert not exporter.get_finished_spans()
 
 
-def test_spans_are_made_of_what_fails(tracing: Tracing, exporter: InMemorySpanExporter) -> None:
+def test_spans_are_made_of_what_fails(tracing: RequestTracer, exporter: InMemorySpanExporter) -> None:
     """The last stage that began is the last that is shown."""
 
     def fail() -> None:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from onnx import NodeProto
 
 from inference_session.importers.onnx.context.bounds import Bounds
-from inference_session.importers.onnx.context.weighted import Matrix, weighted
+from inference_session.importers.onnx.context.linear_layer import Matrix, linear_layer
 from inference_session.importers.onnx.context.work import Builder, Work
 from inference_session.importers.onnx.graph import attribute
 
@@ -77,7 +77,7 @@ def cut_products(work: Work, *, sums: bool) -> None:
 
 def _product(work: Work, node: NodeProto) -> _Product | None:
     """A product with weights, and the sum with a constant row behind it; None for anything else."""
-    found = weighted(work, node)
+    found = linear_layer(work, node)
     if found is None:
         return None
     bias, output = _bias_behind(work, node.output[0], len(found.bias))
@@ -249,7 +249,7 @@ def _of_woven(work: Work, node: NodeProto, limit: _Limit | None) -> Sum | None:
 def _narrower(work: Work, node: NodeProto, names: tuple[str, str], limit: _Limit | None) -> Sum | None:
     """The columns of r in u * (r U + b), where those are fewer: r U diag(u), and u * b of the context alone."""
     factor, other = names
-    found = weighted(work, work.made_by.get(other))
+    found = linear_layer(work, work.made_by.get(other))
     if found is None or limit is None or work.rank(other) != 2 or len(found.weights) >= found.weights.shape[1]:
         return None
     if not limit.bounds.may_part(node, limit.weights):

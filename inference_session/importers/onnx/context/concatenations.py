@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import NodeProto
 
-from inference_session.importers.onnx.context.weighted import weighted
+from inference_session.importers.onnx.context.linear_layer import linear_layer
 from inference_session.importers.onnx.context.work import Builder, Work
 from inference_session.importers.onnx.graph import attribute
 from inference_session.importers.onnx.operators import BROADCASTING, UNARY
@@ -178,7 +178,7 @@ class _Delay:
 
     def _sliced_product(self, name: str, columns: _Columns, builder: Builder) -> str | None:
         """Some columns of a product of a narrower matrix with weights, as the cross layers of DCN-v2 have them."""
-        found = weighted(self._work, self._work.made_by.get(name))
+        found = linear_layer(self._work, self._work.made_by.get(name))
         if found is None or self._work.is_contexts(name) or self._work.rank(name) != 2 or columns.from_end != 1:
             return None
         if len(found.weights) >= found.weights.shape[1]:

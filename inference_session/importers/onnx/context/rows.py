@@ -13,7 +13,7 @@ from typing import TypeAlias
 from onnx import ModelProto
 
 from inference_session.importers.onnx.context.shapes import Shapes, sized
-from inference_session.importers.onnx.sample_axis import CONSTANT, Free, Observed, PerSample, SampleAxis
+from inference_session.importers.onnx.sample_axis import CONSTANT, Free, Observations, PerSample, SampleAxis
 from inference_session.importers.onnx.weights import Weight
 
 _NUM_SAMPLES, _OPEN_SIZE = (101, 103), 13
@@ -56,10 +56,10 @@ class RowAnalysis:
         return Other.UNKNOWN if found is None else Rows(found.axis, found.is_whole)
 
 
-def _observed(model: ModelProto, weights: Mapping[str, Weight]) -> Observed:
+def _observed(model: ModelProto, weights: Mapping[str, Weight]) -> Observations:
     runs = []
     for size in _NUM_SAMPLES:
         shapes = {value.name: sized(model.graph, value.name, size, _OPEN_SIZE) for value in model.graph.input}
         runs.append(Shapes(model, weights, shapes))
     dims = tuple({name: found for name in run.types if (found := run.dims(name)) is not None} for run in runs)
-    return Observed(_NUM_SAMPLES, dims, tuple(run.known for run in runs))
+    return Observations(_NUM_SAMPLES, dims, tuple(run.known for run in runs))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from inference_session import InferenceSession, Request
 from inference_session.dense_engine.onnx import OnnxEngine
 from inference_session.errors import HotrowError, InvalidRequestError
-from inference_session.execution import staged
+from inference_session.execution import staged_model as staged
 from inference_session.kernels import array_headers
 from inference_session.parameter_server.namespace import Namespace
 from inference_session.parameter_server.store_url import create_store

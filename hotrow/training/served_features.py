@@ -12,7 +12,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 
-class ServedJagged(JaggedTensor):
+class ServedLists(JaggedTensor):
     """One feature: lists of ids, or of vectors, for each sample. Concatenated, unless it is a `ServedMatrix`."""
 
     def __init__(self, values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> None:
@@ -23,9 +23,9 @@ class ServedJagged(JaggedTensor):
         ends = self.lengths().to(torch.int64).cumsum(0)
         return torch.cat([ends.new_zeros(1), ends])
 
-    def with_values(self, values: Tensor, weights: Tensor | None = None) -> ServedJagged:
+    def with_values(self, values: Tensor, weights: Tensor | None = None) -> ServedLists:
         """Lists of the same lengths with other values."""
-        return ServedJagged(values, self.lengths(), weights)
+        return ServedLists(values, self.lengths(), weights)
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
         """[samples, desired_length, ...]: longer lists are cut, shorter ones filled up."""
@@ -40,7 +40,7 @@ class ServedJagged(JaggedTensor):
         return _filled(spare[rows], present, padding_value)
 
 
-class ServedMatrix(ServedJagged):
+class ServedMatrix(ServedLists):
     """Lists in the form of `padded`: a matrix [samples, width] or vectors [samples, width, dim], with padding."""
 
     def __init__(self, matrix: Tensor, present: Tensor, weights: Tensor | None = None) -> None:
@@ -92,14 +92,14 @@ def _filled(matrix: Tensor, present: Tensor, padding_value: float) -> Tensor:
 class ServedFeatures(KeyedJaggedTensor):
     """Several features of the same samples. What keeps whole features (split, permute, by name) stays as it arrives."""
 
-    def __init__(self, features: dict[str, ServedJagged]) -> None:
+    def __init__(self, features: dict[str, ServedLists]) -> None:
         self.features = features
         self._keys = list(features)
         # Attributes that TorchRec's own methods read directly.
         self._length_per_key = self._offset_per_key = self._stride_per_key_per_rank = self._jt_dict = None
         self._inverse_indices = self._index_per_key = None
 
-    def _joined(self) -> list[ServedJagged]:
+    def _joined(self) -> list[ServedLists]:
         return list(self.features.values())
 
     def keys(self) -> list[str]:
@@ -176,9 +176,9 @@ class ServedFeatures(KeyedJaggedTensor):
         names = self.keys()
         return ServedFeatures({names[index]: self.features[names[index]] for index in indices})
 
-    def to_dict(self, compute_offsets: bool = True) -> dict[str, ServedJagged]:
+    def to_dict(self, compute_offsets: bool = True) -> dict[str, ServedLists]:
         """The features by name."""
         return dict(self.features)
 
-    def __getitem__(self, key: str) -> ServedJagged:
+    def __getitem__(self, key: str) -> ServedLists:
         return self.features[key]

@@ -24,7 +24,7 @@ _MAX_NOTED = 4 << 20
 """The most ids that are kept with duplicates; beyond it, each is kept once."""
 
 
-class Noted:
+class NotedRows:
     """Numbers or keys of rows that were noted since the last `take`."""
 
     def __init__(self, device: torch.device) -> None:
@@ -57,13 +57,13 @@ class Noted:
         return torch.unique(torch.cat([rows.to(torch.int64) for rows in self._rows]))
 
 
-class TouchedRows(Noted):
+class TouchedRows(NotedRows):
     """The rows of one table that were read, by their numbers in the whole table; of a hash embedding, their keys."""
 
     def __init__(self, table: Table) -> None:
         super().__init__(table.device)
         self.table = table
-        self.gone = Noted(table.device)
+        self.gone = NotedRows(table.device)
         """Keys of a hash embedding that have lost their rows."""
 
 

@@ -13,7 +13,7 @@ from inference_session.importers.onnx.context.work import Work
 Matrix = NDArray[np.float64]
 
 
-class Weighted(NamedTuple):
+class LinearLayer(NamedTuple):
     """`matrix` times `weights`, [columns of the matrix, width], plus `bias`, [width]."""
 
     matrix: str
@@ -21,7 +21,7 @@ class Weighted(NamedTuple):
     bias: Matrix
 
 
-def weighted(work: Work, node: NodeProto | None) -> Weighted | None:
+def linear_layer(work: Work, node: NodeProto | None) -> LinearLayer | None:
     """A MatMul or Gemm with float32 weights; None for anything else."""
     if node is None or node.domain or node.op_type not in ("MatMul", "Gemm") or not work.is_float(node.output[0]):
         return None
@@ -36,4 +36,4 @@ def weighted(work: Work, node: NodeProto | None) -> Weighted | None:
         return None
     weights = (weights.T if factors.get("transB", 0) else weights).astype(np.float64)
     total = bias.astype(np.float64) * factors.get("beta", 1)
-    return Weighted(node.input[0], weights, np.broadcast_to(total, weights.shape[1:]))
+    return LinearLayer(node.input[0], weights, np.broadcast_to(total, weights.shape[1:]))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from inference_session.execution.gathered import GatheredModel, gather_model
+from inference_session.execution.gathered_model import GatheredModel, gather_model
 from inference_session.execution.network import Network
 from inference_session.importers.hugectr.importer import import_hugectr
 from inference_session.kernels.cpu.gathering import COPY, FROM_UINT32, SAME, gather
