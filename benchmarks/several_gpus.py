@@ -26,8 +26,8 @@ import cupy
 import numpy as np
 import onnx
 from gpu_cache import NUM_KEYS, draw, random_keys, rows_of
-from gpu_triton import DIM, model_spec, network, requests_of, write_requests
-from perf_analyzer import measure, perf_analyzer
+from gpu_triton import DIM, model_spec, network, request_of
+from grpc_load import measure_load
 
 from inference_session import InferenceSession
 from inference_session.device.cuda import CudaDevice
@@ -42,6 +42,7 @@ from triton_backend.repository.model_config import ModelConfig, write_model_conf
 
 NUM_GPUS = cupy.cuda.runtime.getDeviceCount()
 _CALLS, _ROUNDS = 5, 9
+_CLIENTS_PER_GPU = 12
 _NUM_CHECKED = 1 << 16
 """How many of a call's copied rows are compared."""
 _GATHERS = r"""
@@ -229,8 +230,8 @@ def keys_of(version: Path) -> Any:
 def compare_sessions(versions: dict[str, Path], goals: Sequence[str]) -> None:
     """M2 and M3 in this process: p50 of one request at a time, and samples a second of several threads."""
     keys, rng = keys_of(versions["one"]), np.random.default_rng(1)
-    requests = [requests_of("hotrow", keys, 1024, rng) for _ in range(32)]
-    large = [requests_of("hotrow", keys, 16384, rng) for _ in range(8)]
+    requests = [request_of("hotrow", "native", keys, 1024, rng) for _ in range(32)]
+    large = [request_of("hotrow", "native", keys, 16384, rng) for _ in range(8)]
     with InferenceSession.open(versions["one"], device="cpu") as session:
         expected = session.predict(requests[0])
     p50, rates = {}, {}
@@ -256,10 +257,11 @@ def report(goals: Sequence[str], where: str, p50: dict[str, float], sizes: dict[
             flush=True,
         )
     for size, place in sizes.items() if "M3" in goals else ():
-        one, copied, sharded = (rates[name][place] for name in ("one", "copied", "sharded"))
+        one = rates["one"][place]
+        others = [f"{name} {each[place] / 1e6:.2f} M ({each[place] / one:.2f})" for name, each in rates.items()]
         print(
-            f"M3 {where}, {size} samples a request: one GPU {one / 1e6:.2f} M samples/s, {NUM_GPUS} GPUs copied "
-            f"{copied / 1e6:.2f} M ({copied / one:.2f}), sharded {sharded / 1e6:.2f} M ({sharded / one:.2f})",
+            f"M3 {where}, {size} samples a request: one GPU {one / 1e6:.2f} M samples/s, {NUM_GPUS} GPUs "
+            + ", ".join(others[1:]),
             flush=True,
         )
 
@@ -306,20 +308,34 @@ def samples_per_second(
 
 
 def compare_served(versions: dict[str, Path], goals: Sequence[str]) -> None:
-    """M2 and M3 through Triton: p50 at one request at a time, samples a second at sixteen for each GPU."""
-    perf_analyzer()
-    repository = versions["one"].parents[1]
-    data = repository.parent / "requests.json"
-    write_requests(data, requests_of("hotrow", keys_of(versions["one"]), 8 * 1024, np.random.default_rng(1)))
+    """M2 and M3 through Triton: p50 of one client, samples a second of several for each GPU."""
+    repository, keys = versions["one"].parents[1], keys_of(versions["one"])
+    write_processes(repository)
+    requests = [request_of("hotrow", "native", keys, 1024, np.random.default_rng(seed)) for seed in range(8)]
     p50, rates = {}, {}
     with TritonServer.start(ServerOptions(repository, http_port=0, grpc_port=0, metrics_port=0)) as server:
         url = server.endpoints["gRPC"]
-        for name in versions:
-            ask: dict[str, Any] = {"data": data, "batch": 1024, "timeout_s": 60}
-            p50[name] = measure(name, url, "grpc", concurrency=1, seconds=1.0, **ask)["p50"]
-            many = measure(name, url, "grpc", concurrency=16 * NUM_GPUS, seconds=2.0, **ask)
-            rates[name] = (1024 * many["requests/s"],)
+        for name in (*versions, "processes"):
+            p50[name] = measure_load(name, url, requests, num_clients=1, seconds=1.0)["p50"]
+            num_clients = _CLIENTS_PER_GPU * NUM_GPUS
+            rate = measure_load(name, url, requests, num_clients=num_clients, seconds=2.0)["requests/s"]
+            rates[name] = (1024 * rate,)
+            print(f"{name}: p50 {p50[name]:.0f} us, {1024 * rate / 1e6:.2f} M samples/s", flush=True)
     report(goals, "through Triton", p50, {"1,024": 0}, rates)
+
+
+def write_processes(repository: Path) -> None:
+    """The model once more, with a process on each GPU."""
+    shutil.copytree(repository / "one", repository / "processes", copy_function=os.link)
+    config = repository / "processes" / "config.pbtxt"
+    text = config.read_text(encoding="utf-8")
+    config.unlink()  # the link to that of the other model
+    begin = text.index("instance_group")
+    end, settings = text.index("]", begin) + 1, text.rindex("parameters")
+    gpus = ", ".join(map(str, range(NUM_GPUS)))
+    groups = f"instance_group [ {{ count: 1 kind: KIND_GPU gpus: [ {gpus} ] }} ]"
+    text = text[:begin] + groups + text[end:settings]
+    config.write_text(text.replace('name: "one"', 'name: "processes"'), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -166,7 +166,6 @@ class InferenceSession:
         """Of what is not a batch's: they are the same on each device."""
         self._rows_before: RowStats | None = None
         self._replicas = Replicas([self._replica(*each) for each in zip(threads, engines, self._all_rows, strict=True)])
-        self._staged = self._stage_model()
         self._kept = self._keep_contexts()
         self._may_join = spec.joins_requests
         self._recorder: KeyRecorder | None = None
@@ -177,7 +176,7 @@ class InferenceSession:
     @property
     def failure(self) -> str | None:
         """Why requests can no longer be answered, for instance because a GPU has failed; None: they can."""
-        return next((device.failure for device in self._devices if device.failure is not None), None)
+        return self._replicas.failure
 
     @property
     def num_devices(self) -> int:
@@ -197,7 +196,7 @@ class InferenceSession:
     @property
     def stages_arrays(self) -> bool:
         """Whether `run_arrays` answers any requests to this model."""
-        return self._staged is not None
+        return self._replicas.all[0].staged is not None
 
     def predict(self, inputs: Mapping[str, ArrayLike]) -> NDArray[np.float32]:
         """All tasks side by side: float32 [samples, number of labels].
@@ -294,17 +293,29 @@ class InferenceSession:
             None where the caller must use `run_many`, which takes any request, and says what is wrong with it.
         """
         self._check_open()
-        if self._staged is None or (num_requests > 1 and not self._may_join):
+        if not self.stages_arrays or (num_requests > 1 and not self._may_join):
+            return None
+        try:
+            return self._replicas.run(lambda replica: self._run_arrays_on(replica, arrays, num_requests, outputs, mark))
+        except HotrowError:
+            return None
+
+    def _run_arrays_on(
+        self, replica: Replica, arrays: Arrays, num_requests: int, outputs: Collection[str] | None, mark: Mark
+    ) -> list[Answer] | None:
+        """As `run_arrays`, on a device; raises what the look-up and the network do."""
+        model, rows = replica.staged, replica.network.rows
+        if model is None:
             return None
         mark("look-up")
-        staging = self._staged.take()
+        staging = model.take()
         try:
             wanted = self._outputs.wanted(outputs)
-            with self._rows.device.held():
+            with rows.device.held():
                 batch = staging.fill(arrays, num_requests, wanted.computed)
                 if batch is None:
                     return None
-                self._rows.look_up(batch.lookup)
+                rows.look_up(batch.lookup)
                 self._record_keys(batch.lookup)
                 mark("network")
                 computed = dict(zip(wanted.computed, batch.run.run(), strict=True))
@@ -313,13 +324,16 @@ class InferenceSession:
                 self._stats.count_staged(batch.lookup, batch.counts)
             mark("answer")
             return self._outputs.split(computed, [wanted.names] * num_requests, batch.counts)
-        except HotrowError:
-            return None
         finally:
-            self._staged.give_back(staging)
+            model.give_back(staging)
 
     def _run_staged(self, requests: Sequence[Request], mark: Mark) -> list[Answer] | None:
         """As `run_arrays`, where all ask for the same outputs."""
+        arrays = self._arrays_of(requests)
+        return self.run_arrays(arrays, len(requests), requests[0].outputs, mark) if arrays else None
+
+    def _arrays_of(self, requests: Sequence[Request]) -> Arrays | None:
+        """What `run_arrays` takes; None where requests lack inputs, or ask for different outputs."""
         arrays: Arrays = []
         for request in requests:
             if len(request.inputs) != len(self._input_types) or request.outputs != requests[0].outputs:
@@ -328,7 +342,7 @@ class InferenceSession:
                 arrays.extend(map(request.inputs.__getitem__, self._input_types))
             except KeyError:
                 return None
-        return self.run_arrays(arrays, len(requests), requests[0].outputs, mark) if requests else None
+        return arrays
 
     def _answer(self, requests: Sequence[CheckedRequest], mark: Mark = unmarked) -> list[Answer]:
         """The path of all other requests: keys, look-up, dense network, split."""
@@ -337,8 +351,6 @@ class InferenceSession:
         return self._replicas.run(lambda replica: self._answer_on(replica, requests, mark))
 
     def _answer_on(self, replica: Replica, requests: Sequence[CheckedRequest], mark: Mark) -> list[Answer]:
-        if self.failure is not None:  # of another device as well: it may have rows that are wanted here
-            raise UnavailableError(self.failure)
         mark("look-up")
         batch = self._layout.join(requests)
         network = replica.network if requests[0].num_candidates is None else replica.ranking
@@ -549,7 +561,7 @@ class InferenceSession:
             Network(spec, rows, dense, keys, keys_follow_inputs=follow)
             for spec, (dense, keys) in zip(self._network_specs, engines, strict=True)
         ]
-        return Replica(networks[0], networks[-1], thread)
+        return Replica(networks[0], networks[-1], thread, self._stage_model(networks[0]))
 
     def _open_engines(self, spec: ModelSpec, thread: DeviceThread, dense_file: str, keys_file: str) -> _Engines:
         """A dense network, and the one that computes its keys, if any."""
@@ -577,15 +589,14 @@ class InferenceSession:
 
         return open_kept_contexts(self.version, self.config, self._rows, self._layout)
 
-    def _stage_model(self) -> StagedModel | GatheredModel | None:
-        """The object that answers `run_arrays`; None where several devices take turns."""
-        network = self._replicas.all[0].network
-        if self._rows.device is HOST:
-            return stage_model(self.spec, self._layout, network, self._rows)
+    def _stage_model(self, network: Network) -> StagedModel | GatheredModel | None:
+        """The object that answers `run_arrays` on the network's device; None: nothing does."""
+        if network.rows.device is HOST:
+            return stage_model(self.spec, self._layout, network, network.rows)
         # Imported where needed: the reader of HugeCTR's requests takes half a second to load.
         from inference_session.execution.gathered_model import gather_model
 
-        return gather_model(self.spec, self._layout, network) if len(self._replicas.all) == 1 else None
+        return gather_model(self.spec, self._layout, network)
 
     def _create_engine(self, path: Path, thread: DeviceThread) -> DenseEngine:
         """The dense engine; if ONNX Runtime cannot use the GPU, and no setting requires it, it runs on the CPU."""
@@ -642,8 +653,10 @@ class InferenceSession:
             # The first runs of a shape bind it; the last one runs as requests will.
             for _ in range(2 if replica.network.rows.is_launched else 1):
                 self._answer_on(replica, checked, unmarked)
-            for _ in range(2):
-                self._run_staged([request] * times, unmarked)
+            arrays = self._arrays_of([request] * times)
+            if arrays:
+                for _ in range(2):
+                    self._run_arrays_on(replica, arrays, times, request.outputs, unmarked)
 
     def _start_counting(self) -> None:
         """From now on, requests are counted, make rows hot, and are recorded if a setting asks for it."""

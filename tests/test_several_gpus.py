@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import pytest
 from inference_session import InferenceSession
 from inference_session.device.discovery import unusable, unusable_for_sessions
 from inference_session.errors import ConfigurationError, SessionClosedError
+from inference_session.execution.replicas import DeviceThread
 from inference_session.versions import VersionManager
 from tests.testing import small_model
 from tests.testing.servers import PATIENCE_S
@@ -65,17 +66,20 @@ def test_threads_are_answered_by_both_gpus(
 ) -> None:
     """Requests at once get their own answers; two are on different GPUs at the same time."""
     met = threading.Barrier(2, timeout=PATIENCE_S)
-    answer_on = InferenceSession._answer_on
+    run = DeviceThread.run
     held = []
 
-    def meet(*arguments: object) -> object:
-        held.append(threading.current_thread())
-        if len(held) <= 2:
-            met.wait()  # ends only if another request is being answered as well
-        return answer_on(*arguments)  # type: ignore[arg-type]
+    def meet(thread: DeviceThread, work: Callable[[], object]) -> object:
+        def together() -> object:
+            held.append(threading.current_thread())
+            if len(held) <= 2:
+                met.wait()  # ends only if another request is being answered as well
+            return work()
+
+        return run(thread, together)
 
     with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
-        patch.setattr(InferenceSession, "_answer_on", meet)
+        patch.setattr(DeviceThread, "run", meet)
         list(pool.map(lambda seed: assert_right(session, version[1], 3, seed), range(2)))
     assert len(set(held)) == 2
     with ThreadPoolExecutor(8) as pool:

@@ -6,11 +6,15 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from inference_session.device.base import Device
-from inference_session.errors import SessionClosedError
+from inference_session.errors import SessionClosedError, UnavailableError
 from inference_session.execution.network import Network
+from inference_session.execution.staged import StagedModel
+
+if TYPE_CHECKING:
+    from inference_session.execution.gathered import GatheredModel
 
 _Result = TypeVar("_Result")
 
@@ -49,6 +53,8 @@ class Replica:
     ranking: Network
     """Of requests that rank candidates; the same where the model has no other for them."""
     thread: DeviceThread
+    staged: StagedModel | GatheredModel | None = None
+    """What stages arrays of requests for the network; None: nothing does."""
     num_under_way: int = 0
     """Batches that it was given and has not answered."""
     num_given: int = 0
@@ -63,9 +69,15 @@ class Replicas:
         self._lock = threading.Lock()
 
     def run(self, work: Callable[[Replica], _Result]) -> _Result:
-        """Run the work on the device with the fewest batches in progress; among equals, devices take turns."""
+        """Run the work on the device with the fewest batches in progress; among equals, devices take turns.
+
+        Raises:
+            UnavailableError: one of several devices has failed; it may have rows that another one wants.
+        """
         if len(self.all) == 1:
             return work(self.all[0])
+        if (failure := self.failure) is not None:
+            raise UnavailableError(failure)
         with self._lock:
             replica = min(self.all, key=lambda each: (each.num_under_way, each.num_given))
             replica.num_under_way += 1
@@ -75,6 +87,11 @@ class Replicas:
         finally:
             with self._lock:
                 replica.num_under_way -= 1
+
+    @property
+    def failure(self) -> str | None:
+        """Why a device cannot be used any more; None: all can."""
+        return next((each.thread.device.failure for each in self.all if each.thread.device.failure is not None), None)
 
     def close(self) -> None:
         """End the devices' threads; work that waits for them is done before."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from inference_session.device.host import HOST
-from inference_session.errors import SessionClosedError
+from inference_session.device.host import HOST, HostDevice
+from inference_session.errors import SessionClosedError, UnavailableError
 from inference_session.execution.replicas import DeviceThread, Replica, Replicas
 from tests.testing.servers import PATIENCE_S
 
@@ -59,6 +59,21 @@ def test_closed_replicas_do_nothing(replicas: Replicas) -> None:
     replicas.close()
     with pytest.raises(SessionClosedError):
         replicas.run(lambda _: None)
+
+
+def test_a_failed_device_stops_all_of_them() -> None:
+    """Work is refused with that device's reason, on whichever device it would have been."""
+
+    class FailedDevice(HostDevice):
+        failure = "cuda:1 has failed"
+
+    devices = [HostDevice(), FailedDevice()]
+    made = Replicas([Replica(NO_NETWORK, NO_NETWORK, DeviceThread(device, is_own=True)) for device in devices])
+    assert made.failure == "cuda:1 has failed"
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match="cuda:1 has failed"):
+            made.run(lambda _: None)
+    made.close()
 
 
 def test_one_replica_works_in_the_thread_of_the_caller() -> None:
