@@ -54,7 +54,7 @@ from inference_session.requests.outputs import Answer, Outputs
 from inference_session.requests.ranking_layout import RankingLayout
 from inference_session.rows import Rows, create_rows, fetch
 from inference_session.rows.dump import DumpReport, dump
-from inference_session.rows.hot_keys import HotKeysWriter, read_hot_keys
+from inference_session.rows.hot_keys import HotKeys, HotKeysWriter, merged, read_hot_keys
 from inference_session.rows.stats import RowStats
 from inference_session.sizing.key_recorder import KeyRecorder, create_key_recorder
 from inference_session.stats import SessionCounts, SessionStats
@@ -73,6 +73,8 @@ _log = logging.getLogger(__name__)
 _Engines: TypeAlias = "tuple[DenseEngine, OnnxEngine | None]"
 """A dense network, and the one that computes its keys."""
 
+_KEYS_AT_ONCE = 1 << 16
+"""Keys that `lookup` looks up at once; other requests run in between."""
 _WARM_UP_BATCHES = ((1, 1), (1, 64), (4, 1), (16, 1), (8, 64), (16, 1), (8, 64), (1, 64), (1, 1))
 """Requests and samples of each, run before a version serves: a network takes longer for a size that is new to it."""
 
@@ -146,7 +148,9 @@ class InferenceSession:
         self._closed = True  # until everything below is set
         cpu.compile_kernels()
         layout = layout_of(spec)
-        threads = [DeviceThread(device, is_own=len(devices) > 1) for device in devices]
+        # Only what is looked up without a wait for stores is recorded; the other requests wait at the same time.
+        has_threads = len(devices) > 1 and config.has_fixed_rows
+        threads = [DeviceThread(device, is_own=has_threads) for device in devices]
         engines = [thread.run(partial(self._open_all_engines, thread)) for thread in threads]
         self._devices = [thread.device for thread in threads]
         self._input_types = {tensor.name: np.dtype(tensor.dtype) for tensor in spec.inputs}
@@ -163,7 +167,7 @@ class InferenceSession:
         self._stats = SessionStats(spec)
         self._all_rows = create_rows(version, config, self._devices)
         self._rows = self._all_rows[0]
-        """Of what is not a batch's: they are the same on each device."""
+        """For what is the same on each device."""
         self._rows_before: RowStats | None = None
         self._replicas = Replicas([self._replica(*each) for each in zip(threads, engines, self._all_rows, strict=True)])
         self._kept = self._keep_contexts()
@@ -419,7 +423,10 @@ class InferenceSession:
         spec = self.spec.table(table)
         wanted = as_keys(keys)
         vectors = vectors_at_line(len(wanted), spec.embedding_dim)
-        fetch(self._rows, self.spec.tables.index(spec), wanted, vectors)
+        number = self.spec.tables.index(spec)
+        for begin in range(0, len(wanted), _KEYS_AT_ONCE):
+            part = slice(begin, begin + _KEYS_AT_ONCE)
+            self._replicas.run(partial(_fetch_on, table=number, keys=wanted[part], out=vectors[part]))
         return vectors
 
     def update(self, table: str, keys: ArrayLike, vectors: ArrayLike) -> None:
@@ -662,10 +669,10 @@ class InferenceSession:
         """From now on, requests are counted, make rows hot, and are recorded if a setting asks for it."""
         self._recorder = create_key_recorder(self.version, self.config)
         self._stats = SessionStats(self.spec)
-        self._rows_before = self._rows.stats()
+        self._rows_before = self._all_stats()
         cache = self._rows_before.cache
         if self.config.state_dir and cache is not None and cache.capacity:
-            self._hot_keys = HotKeysWriter(self._hot_keys_file, self._rows.hot_keys, self._num_lookups)
+            self._hot_keys = HotKeysWriter(self._hot_keys_file, self._hot_keys_now, self._num_lookups)
 
     def _follow_updates(self) -> None:
         """Apply changes from now on, and those published before that have not been applied."""
@@ -691,11 +698,23 @@ class InferenceSession:
 
     def _row_stats(self) -> RowStats:
         """The counters of the rows since the session began to serve."""
-        stats = self._rows.stats()
+        stats = self._all_stats()
         return stats if self._rows_before is None else stats.after(self._rows_before)
+
+    def _all_stats(self) -> RowStats:
+        """The counters of the rows on all devices."""
+        return RowStats.on_devices([rows.stats() for rows in dict.fromkeys(self._all_rows)])
+
+    def _hot_keys_now(self) -> HotKeys:
+        """Which cached rows are hot on any device."""
+        return merged([rows.hot_keys() for rows in dict.fromkeys(self._all_rows)])
 
     def _num_lookups(self) -> int:
         return sum(table.lookup_keys for table in self._stats.snapshot().tables.values())
+
+
+def _fetch_on(replica: Replica, *, table: int, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+    fetch(replica.network.rows, table, keys, out)
 
 
 def _check_devices(config: SessionConfig, num_devices: int) -> None:
@@ -705,11 +724,10 @@ def _check_devices(config: SessionConfig, num_devices: int) -> None:
             f"shard=rows divides rows among several GPUs, but device {config.device!r} is one device: name several"
             " (cuda:0,1), or leave shard out"
         )
-    if num_devices > 1 and not config.has_fixed_rows:
+    if num_devices > 1 and config.shard == "rows" and not config.has_fixed_rows:
         raise ConfigurationError(
-            f"device {config.device!r} is several GPUs, which serve table files that never change: with volatile_store,"
-            " persistent_store or update_stream set device to one GPU; for several, have Triton start a process on each"
-            " (instance_group of KIND_GPU)"
+            "shard=rows divides the rows of table files that never change: with volatile_store or persistent_store each"
+            " GPU has its own cache, and with update_stream alone the CPU looks rows up; leave shard out"
         )
 
 

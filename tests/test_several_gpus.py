@@ -155,8 +155,6 @@ def test_a_closed_session_answers_no_more(version: tuple[Path, small_model.Array
     [
         ({"device": "cuda:0,99"}, "device cannot be 'cuda:0,99': this process sees"),
         ({"device": "cuda:0,1", "shard": "rows", "cache_bytes": 100}, "shard=rows needs .* may take 100"),
-        ({"device": "cuda:0,1", "volatile_store": "redis://localhost:1"}, "is several GPUs, which serve table files"),
-        ({"device": "cuda:0,1", "update_stream": "kafka://localhost:1"}, "is several GPUs, which serve table files"),
         ({"device": "cuda:0,1", "dense_precision": "bfloat16"}, "dense_precision cannot be 'bfloat16' on cuda:0"),
     ],
 )

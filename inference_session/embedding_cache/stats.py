@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -56,9 +56,13 @@ class CacheStats(TableStats):
     @classmethod
     def of(cls, cache_bytes: int, tables: Mapping[str, TableStats]) -> CacheStats:
         """The counts of these tables, added up."""
-        names = list(TableStats.__dataclass_fields__)
-        totals = {name: sum(getattr(table, name) for table in tables.values()) for name in names}
-        return cls(cache_bytes=cache_bytes, tables=tables, **totals)
+        return cls(cache_bytes=cache_bytes, tables=tables, **_totals(tables.values()))
+
+    @classmethod
+    def added(cls, caches: Sequence[CacheStats]) -> CacheStats:
+        """The counts of several caches of the same tables, added up."""
+        tables = {name: TableStats(**_totals([cache.tables[name] for cache in caches])) for name in caches[0].tables}
+        return cls.of(sum(cache.cache_bytes for cache in caches), tables)
 
     def after(self, warm_up: CacheStats) -> CacheStats:
         """These counts without the look-ups of the warm-up, which are no client's."""
@@ -67,3 +71,8 @@ class CacheStats(TableStats):
             for (name, table), before in zip(self.tables.items(), warm_up.tables.values(), strict=True)
         }
         return CacheStats.of(self.cache_bytes, tables)
+
+
+def _totals(tables: Collection[TableStats]) -> dict[str, int]:
+    """Each count, added up."""
+    return {name: sum(getattr(table, name) for table in tables) for name in TableStats.__dataclass_fields__}

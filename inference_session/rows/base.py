@@ -18,8 +18,6 @@ from inference_session.rows.hot_keys import HotKeys
 from inference_session.rows.stats import RowStats
 from inference_session.tables.base import Rows as RowBatch
 
-_KEYS_AT_ONCE = 1 << 16
-
 
 class RowWriter:
     """Changes the rows of a model while they are looked up. Tables are named by their folders.
@@ -125,12 +123,9 @@ class Rows(ABC):
 
 def fetch(rows: Rows, table: int, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
     """The vectors of the table of that number: keys int64 [n] to `out`, float32 [n, embedding_dim], both contiguous."""
-    for begin in range(0, len(keys), _KEYS_AT_ONCE):
-        part = out[begin : begin + _KEYS_AT_ONCE]
-        with rows.device.request():
-            staged, vectors = rows.device.stage(keys[begin : begin + _KEYS_AT_ONCE]), rows.device.output(part)
-            num_keys = np.array([len(staged)])
-            rows.look_up(Lookup(key_segment(table, staged, vectors), num_keys, rows.device.counts(1)))
-            rows.device.wait()
-            if vectors is not part:
-                part[...] = vectors
+    with rows.device.request():
+        staged, vectors = rows.device.stage(keys), rows.device.output(out)
+        rows.look_up(Lookup(key_segment(table, staged, vectors), np.array([len(staged)]), rows.device.counts(1)))
+        rows.device.wait()
+        if vectors is not out:
+            out[...] = vectors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
@@ -18,6 +19,7 @@ from inference_session.parameter_server.create import create_parameter_server
 from inference_session.rows.base import Rows
 from inference_session.rows.mapped import MappedRows
 from inference_session.rows.stored import StoredRows
+from inference_session.rows.stored_writer import StoredWriter
 from inference_session.rows.updated import UpdatedRows
 from inference_session.tables.base import DeviceTables
 from inference_session.tables.host_tables import HostTables
@@ -31,16 +33,16 @@ if TYPE_CHECKING:
 def create_rows(version: VersionDirectory, config: SessionConfig, devices: Sequence[Device] = (HOST,)) -> list[Rows]:
     """The rows of a version directory: its own files, or with a store in the settings that store's, through a cache.
 
-    One for each device, which looks them up. Rows that an update stream changes and no store keeps are looked up
-    on the CPU. Only rows of files that never change can be looked up on several devices.
+    One for each device, which looks them up. Over a store, each device has its own cache. Rows that an update stream
+    changes and no store keeps are looked up on the CPU, for all devices.
 
     Raises what `TableFile.open`, `create_parameter_server` and the caches do.
     """
     if config.has_store:
-        return [_stored_rows(version, config, devices[0])]
+        return _stored_rows(version, config, devices)
     files = version.open_tables(verify_indexes=config.verify == "full")
     if config.update_stream is not None:
-        return [UpdatedRows(files, num_threads=config.num_lookup_threads)]
+        return [UpdatedRows(files, num_threads=config.num_lookup_threads)] * len(devices)
     return [MappedRows(files, tables) for tables in _tables(files, config, devices)]
 
 
@@ -55,21 +57,17 @@ def resolved_cache_bytes(spec: ModelSpec, config: SessionConfig, *, on_device: b
     return gpu_budget.bytes_to_hold(dims, parts) if on_device else bytes_to_hold(dims, parts)
 
 
-def _stored_rows(version: VersionDirectory, config: SessionConfig, device: Device) -> StoredRows:
+def _stored_rows(version: VersionDirectory, config: SessionConfig, devices: Sequence[Device]) -> list[Rows]:
+    """One parameter server, and over it a cache on each device."""
+    tables = version.spec.tables
     may_default = config.insert_mode == "async" and config.unknown_keys == "default_vector"
-    cache = _cache(version.spec, config, device)
-    try:
+    async_from = config.hit_rate_threshold if may_default else None
+    with contextlib.ExitStack() as opened:
+        caches = [opened.enter_context(_cache(version.spec, config, device)) for device in devices]
         server = create_parameter_server(version, config)
-    except BaseException:
-        cache.close()
-        raise
-    return StoredRows(
-        version.spec.tables,
-        cache,
-        server,
-        refresh_interval_s=config.refresh_interval_s,
-        async_from=config.hit_rate_threshold if may_default else None,
-    )
+        opened.pop_all()
+    writer = StoredWriter(tables, caches, server, refresh_interval_s=config.refresh_interval_s)
+    return [StoredRows(tables, cache, server, writer=writer, async_from=async_from) for cache in caches]
 
 
 def _tables(files: Sequence[TableFile], config: SessionConfig, devices: Sequence[Device]) -> Sequence[DeviceTables]:

@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +50,18 @@ def read_hot_keys(path: Path) -> dict[str, NDArray[np.int64]]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # a complete file of another kind
         _log.warning("ignoring %s: not a file of hot keys: %r", path, error)
         return {}
+
+
+def merged(parts: Sequence[HotKeys]) -> HotKeys:
+    """The hot keys of several caches of the same tables: each key once, the hottest of each cache first."""
+    return parts[0] if len(parts) == 1 else {table: _interleaved([part[table] for part in parts]) for table in parts[0]}
+
+
+def _interleaved(lists: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    places = np.concatenate([np.arange(len(keys)) for keys in lists])
+    keys: NDArray[np.int64] = np.concatenate(lists)[np.argsort(places, kind="stable")]
+    _, first = np.unique(keys, return_index=True)
+    return keys[np.sort(first)]
 
 
 class HotKeysWriter:

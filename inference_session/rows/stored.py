@@ -42,16 +42,18 @@ class StoredRows(Rows):
         cache: EmbeddingCache,
         server: ParameterServer,
         *,
-        refresh_interval_s: float = 0.0,
+        writer: StoredWriter | None = None,
         async_from: float | None = None,
     ) -> None:
         """Put a cache over a parameter server; both become this object's to close.
+
+        Several objects, each for a device with its own cache, may have the same server and the same writer.
 
         Args:
             specs: the tables, which cache and server know by their folders.
             cache: of the same tables in the same order.
             server: the source of missing rows.
-            refresh_interval_s: time between two refreshes in the background; 0: none.
+            writer: to this server, and to the caches of all devices; None: there is no other cache.
             async_from: hit rate from which on missing keys are answered with default vectors, and fetched after that;
                 None: look-ups always wait for them.
         """
@@ -64,7 +66,7 @@ class StoredRows(Rows):
         self._async_from = math.inf if async_from is None else async_from
         is_late = async_from is not None or cache.inserts_at_once
         self._late = LateInserts(self._insert_late, max(cache.inserts_at_once, 1)) if is_late else None
-        self.writer = self._writer = StoredWriter(specs, cache, server, refresh_interval_s=refresh_interval_s)
+        self.writer = self._writer = writer or StoredWriter(specs, [cache], server)
 
     def prepare(self, segments: NDArray[np.void]) -> Any:
         """See Rows."""
@@ -96,7 +98,7 @@ class StoredRows(Rows):
             for table, keys in wanted.items():
                 if time.monotonic() > deadline:
                     return
-                self._writer.bring_in(table, keys[begin : begin + _KEYS_PER_FETCH])
+                self._writer.bring_in(self._cache, table, keys[begin : begin + _KEYS_PER_FETCH])
 
     def stats(self) -> RowStats:
         """See Rows."""
@@ -130,13 +132,13 @@ class StoredRows(Rows):
             self._late.put(rows)
         else:
             # Not before: these rows might have taken the place of some that were about to be pooled.
-            self._writer.keep([rows])
+            self._writer.keep(self._cache, [rows])
 
     def _insert_late(self, missing: Sequence[MissingRows]) -> None:
         for rows in missing:
             if not rows.is_fetched:
                 self._fetch(rows)
-        self._writer.keep(missing)
+        self._writer.keep(self._cache, missing)
 
     def _fetch(self, rows: MissingRows) -> None:
         """Fill in the vectors."""

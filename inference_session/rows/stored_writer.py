@@ -1,4 +1,4 @@
-"""Changes to the rows of a parameter server and to the cache over it. Here an update reaches the cache."""
+"""Changes to the rows of a parameter server and to the caches over it. Here an update reaches the caches."""
 
 from __future__ import annotations
 
@@ -26,23 +26,30 @@ _CLOSE_S = 10.0
 
 
 class StoredWriter(RowWriter):
-    """Writes to the stores, then to the cache, and keeps rows out of the cache that are older than what was written."""
+    """Writes to the stores, then to the caches, and keeps rows out of them that are older than what was written."""
 
     def __init__(
         self,
         specs: Sequence[TableSpec],
-        cache: EmbeddingCache,
+        caches: Sequence[EmbeddingCache],
         server: ParameterServer,
         *,
         refresh_interval_s: float = 0.0,
     ) -> None:
-        """See StoredRows."""
+        """Write to a server and its caches, which are the caller's to close.
+
+        Args:
+            specs: the tables, which caches and server know by their folders.
+            caches: one on each device that looks rows up.
+            server: where the rows are.
+            refresh_interval_s: time between two refreshes in the background; 0: none.
+        """
         super().__init__(server.log)
         self._specs = {spec.folder: spec for spec in specs}
-        self._cache = cache
+        self._caches = caches
         self._server = server
         self._updating = threading.Lock()
-        self._caching = threading.Lock()  # held while rows go into the cache; taken after `_updating`
+        self._caching = threading.Lock()  # held while rows go into a cache; taken after `_updating`
         server.on_drop(self._forget)
         self._closing = threading.Event()
         self._refresher: threading.Thread | None = None
@@ -53,18 +60,17 @@ class StoredWriter(RowWriter):
             self._refresher.start()
 
     def update(self, table: str, keys: NDArray[np.int64], vectors: NDArray[np.float32]) -> None:
-        """See RowWriter. In the cache, only rows that it holds are updated: the others may never be requested."""
+        """See RowWriter. Caches update only rows that they hold: the others may never be requested."""
         aliases, original = aliases_of(self._specs[table], keys)
         insert = partial(self._server.insert, table, keys, vectors)
         rows = vectors if aliases is keys else vectors[original]
-        self._write(table, aliases, insert, partial(self._cache.update, table, aliases, rows))
+        self._write(table, aliases, insert, lambda cache: cache.update(table, aliases, rows))
 
     def erase(self, table: str, keys: NDArray[np.int64]) -> None:
         """See RowWriter."""
         aliases, _ = aliases_of(self._specs[table], keys)
-        self._write(
-            table, aliases, partial(self._server.erase, table, keys), partial(self._cache.erase, table, aliases)
-        )
+        erase = partial(self._server.erase, table, keys)
+        self._write(table, aliases, erase, lambda cache: cache.erase(table, aliases))
 
     @property
     def is_durable(self) -> bool:  # type: ignore[override]
@@ -94,8 +100,8 @@ class StoredWriter(RowWriter):
         with self._server.frozen():
             yield
 
-    def keep(self, missing: Sequence[MissingRows]) -> None:
-        """Cache the rows that were found, and not written since they were fetched."""
+    def keep(self, cache: EmbeddingCache, missing: Sequence[MissingRows]) -> None:
+        """Put those rows into one of the caches that were found, and not written since they were fetched."""
         for number, table in enumerate(self._specs):
             if not any(number in rows.parts for rows in missing):
                 continue
@@ -104,16 +110,16 @@ class StoredWriter(RowWriter):
                     self._current(table, rows.parts[number], rows.moment) for rows in missing if number in rows.parts
                 ]
                 keys, vectors = parts[0] if len(parts) == 1 else map(np.concatenate, zip(*parts, strict=True))
-                self._cache.insert(table, keys, vectors)
+                cache.insert(table, keys, vectors)
 
-    def bring_in(self, table: str, keys: NDArray[np.int64]) -> None:
-        """Cache the rows of some keys that have rows, unless they are written meanwhile."""
+    def bring_in(self, cache: EmbeddingCache, table: str, keys: NDArray[np.int64]) -> None:
+        """Put those of the keys that have rows into one of the caches, unless they are written meanwhile."""
         vectors = np.empty((len(keys), self._specs[table].embedding_dim), np.float32)
         moment = self.log.moment
         found = self._server.fetch([FetchRequest(table, stored_keys(self._specs[table], keys), vectors)])[0]
         with self._caching:
             current = found & ~self.log.written(table, keys, moment)
-            self._cache.insert(table, keys[current], vectors[current])
+            cache.insert(table, keys[current], vectors[current])
 
     def close(self) -> None:
         """End the refreshing. May be called more than once."""
@@ -131,11 +137,11 @@ class StoredWriter(RowWriter):
     def _refresh_all(self, over_s: float) -> None:
         """Read all cached rows again, while requests go on; see `paced`."""
         self._server.refresh()
-        with self._caching:  # rows that were fetched before, and are not in the cache yet, would escape
+        with self._caching:  # rows that were fetched before, and are not in a cache yet, would escape
             self.log.add_all()
         parts = [
             (table, keys[begin : begin + _KEYS_PER_REFRESH])
-            for table, keys in ((table, self._cache.dump(table)) for table in self._specs)
+            for table, keys in ((table, self._cached_keys(table)) for table in self._specs)
             for begin in range(0, len(keys), _KEYS_PER_REFRESH)
         ]
         for table, keys in paced(parts, self._closing, over_s=over_s):
@@ -143,7 +149,7 @@ class StoredWriter(RowWriter):
         self.log.add_all()  # rows that are not cached may have changed in the stores as well
 
     def _refresh(self, table: str, keys: NDArray[np.int64]) -> None:
-        """Read some cached rows again; those that seem to be written meanwhile leave the cache."""
+        """Read some cached rows again; those that seem to be written meanwhile leave the caches."""
         vectors = np.empty((len(keys), self._specs[table].embedding_dim), np.float32)
         request = FetchRequest(table, stored_keys(self._specs[table], keys), vectors)
         moment = self.log.moment
@@ -151,41 +157,58 @@ class StoredWriter(RowWriter):
         found = self._server.fetch([request], on_store_failure="error")[0]
         with self._caching:
             current = found & ~self.log.written(table, keys, moment)
-            self._cache.update(table, keys[current], vectors[current])
-            self._cache.erase(table, keys[~current])
+            self._in_each_cache(lambda cache: cache.update(table, keys[current], vectors[current]))
+            self._in_each_cache(lambda cache: cache.erase(table, keys[~current]))
             self.log.add(table, aliases_of(self._specs[table], keys)[0])
 
-    def _write(self, table: str, keys: NDArray[np.int64], write: Callable[[], None], then: Callable[[], None]) -> None:
-        """Write to the stores, then to the cache: one write after the other, so that both see them in the same order.
+    def _cached_keys(self, table: str) -> NDArray[np.int64]:
+        """The keys whose rows any cache holds."""
+        keys = [cache.dump(table) for cache in self._caches]
+        return keys[0] if len(keys) == 1 else np.unique(np.concatenate(keys))
+
+    def _write(
+        self, table: str, keys: NDArray[np.int64], write: Callable[[], None], then: Callable[[EmbeddingCache], None]
+    ) -> None:
+        """Write to the stores, then to the caches: one write after the other, so that all see them in the same order.
 
         Rows that were fetched before the write are not cached after it.
         """
+
+        def erase(cache: EmbeddingCache) -> None:
+            cache.erase(table, keys)
+
         # Stores that fail may have written any of the rows.
-        to_cache: Callable[[], None] = partial(self._cache.erase, table, keys)
+        to_caches: Callable[[EmbeddingCache], None] = erase
         with self._updating:
             try:
                 write()
-                to_cache = then
+                to_caches = then
             finally:
-                self._change_cache(table, keys, to_cache)
+                self._change_caches(table, keys, to_caches)
 
     def _forget(self, table: str, keys: NDArray[np.int64] | None) -> None:
         """Drop cached rows that the parameter server has had to drop from a tier."""
         if keys is None:
             with self._caching:
-                self._cache.clear(table)
+                self._in_each_cache(lambda cache: cache.clear(table))
                 self.log.add_all()
         else:
             aliases, _ = aliases_of(self._specs[table], keys)
-            self._change_cache(table, aliases, partial(self._cache.erase, table, aliases))
+            self._change_caches(table, aliases, lambda cache: cache.erase(table, aliases))
 
-    def _change_cache(self, table: str, keys: NDArray[np.int64], change: Callable[[], None]) -> None:
+    def _change_caches(self, table: str, keys: NDArray[np.int64], change: Callable[[EmbeddingCache], None]) -> None:
         """Make look-ups answer rows as they are written."""
         with self._caching:
             try:
-                change()
+                self._in_each_cache(change)
             finally:
                 self.log.add(table, keys)
+
+    def _in_each_cache(self, change: Callable[[EmbeddingCache], None]) -> None:
+        """Change all caches. If one cannot be changed, the others are all the same, and its error is raised."""
+        with contextlib.ExitStack() as changes:
+            for cache in reversed(self._caches):
+                changes.callback(change, cache)
 
     def _current(self, table: str, part: TableRows, moment: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """What `keep` keeps of rows that were fetched at a moment. Must be called while holding `_caching`."""

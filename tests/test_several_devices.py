@@ -1,0 +1,319 @@
+"""Sessions over several devices: caches over one parameter server, and changes of files' rows.
+
+The devices stand in for GPUs; where there are two GPUs, the same tests run there: `make test PYTEST_ARGS="-m gpu"`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from inference_session import InferenceSession
+from inference_session.device.discovery import unusable, unusable_for_sessions
+from inference_session.embedding_cache.base import EmbeddingCache
+from inference_session.errors import ConfigurationError, UnavailableError
+from inference_session.model_spec import TABLES_FOLDER, TableSpec
+from inference_session.parameter_server.namespace import Namespace
+from inference_session.parameter_server.server import ParameterServer
+from inference_session.parameter_server.store_url import create_store
+from inference_session.parameter_server.tier import Tier
+from inference_session.rows import Rows, StoredRows, fetch
+from inference_session.rows.hot_keys import merged, read_hot_keys
+from inference_session.rows.stored_writer import StoredWriter
+from tests.testing import small_model
+from tests.testing.hooked_store import HookedStore
+from tests.testing.memory_store import MemoryStore
+from tests.testing.servers import PATIENCE_S, wait_until
+from tests.testing.several_devices import StandIn, StandInCache, stand_in
+from tests.testing.stored_model import DIMS, HASHED_DEFAULT, assert_answers, push, url_of
+
+CACHE_BYTES = 1 << 20
+NO_PAIR = unusable_for_sessions(0) or unusable(1)
+
+
+@pytest.fixture(
+    params=[
+        "stand-ins",
+        pytest.param("GPUs", marks=[pytest.mark.gpu, pytest.mark.skipif(NO_PAIR is not None, reason=str(NO_PAIR))]),
+    ]
+)
+def devices(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Two."""
+    if request.param == "stand-ins":
+        stand_in(monkeypatch)
+    return str(request.param)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[StandIn]:
+    """Two, which may be broken."""
+    return stand_in(monkeypatch)
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> tuple[Path, small_model.Arrays]:
+    """The small model, whose rows are in a RocksDB alone, and its tables."""
+    directory = tmp_path / "repository" / "small" / "1"
+    tables = small_model.write(directory)
+    push(directory, f"rocksdb://{tmp_path}/db")
+    shutil.move(directory / TABLES_FOLDER, tmp_path / "tables")
+    return directory, tables
+
+
+@pytest.fixture
+def stored(devices: str, written: tuple[Path, small_model.Arrays]) -> Iterator[InferenceSession]:
+    """A session over that store, with a cache on each device."""
+    with open_stored(written[0]) as session:
+        yield session
+
+
+def open_stored(directory: Path, **settings: Any) -> InferenceSession:
+    settings = {"cache_bytes": CACHE_BYTES, "persistent_store": url_of(directory), **settings}
+    return InferenceSession.open(directory, device="cuda:0,1", **settings)
+
+
+def on_each_device(session: InferenceSession, table: str, keys: Any) -> list[NDArray[np.float32]]:
+    """What each device answers."""
+    spec, asked = session.spec.table(table), np.asarray(keys, np.int64)
+    answers = []
+    for rows in session._all_rows:
+        answers.append(np.empty((len(asked), spec.embedding_dim), np.float32))
+        fetch(rows, session.spec.tables.index(spec), asked, answers[-1])
+    await_inserts(session._all_rows)
+    return answers
+
+
+def await_inserts(all_rows: Sequence[Rows]) -> None:
+    """Until what was missing is cached."""
+    for rows in all_rows:
+        assert isinstance(rows, StoredRows)
+        assert rows._late is not None
+        assert rows._late.wait(PATIENCE_S)
+
+
+def test_requests_are_answered_by_all_devices(
+    stored: InferenceSession, written: tuple[Path, small_model.Arrays]
+) -> None:
+    """In turns, each from its own cache."""
+    for seed in range(10):
+        inputs = small_model.random_inputs(seed, np.random.default_rng(seed))
+        assert_answers(stored.run(inputs), small_model.expected(written[1], inputs))
+        await_inserts(stored._all_rows)
+    counts = [rows.stats().cache for rows in stored._all_rows]
+    assert all(each is not None and each.rows > 0 and each.hits > 0 for each in counts)
+
+
+def test_counts_add_up_over_the_caches(stored: InferenceSession) -> None:
+    """Keys, rows, bytes and capacities are those of all devices; tiers are counted once."""
+    (before,) = stored.stats()["tiers"].values()
+    for _ in range(4):
+        stored.lookup("hashed", np.arange(1, 8))
+        await_inserts(stored._all_rows)
+    stats, parts = stored.stats(), [rows.stats() for rows in stored._all_rows]
+    assert stats["cache"]["hits"] == stats["cache"]["tables"]["hashed"]["hits"] == 14
+    assert stats["cache"]["misses"] == next(iter(stats["tiers"].values()))["hits"] - before["hits"] == 14
+    for name in ("rows", "capacity", "inserts", "bytes", "cache_bytes"):
+        assert stats["cache"][name] == sum(getattr(part.cache, name) for part in parts) > 0
+    assert stats["cache"]["cache_bytes"] == 2 * CACHE_BYTES
+
+
+def test_a_change_is_seen_on_each_device(stored: InferenceSession, written: tuple[Path, small_model.Arrays]) -> None:
+    """Rows that are cached on both devices, on one or on none, updated, erased and new, by either of their numbers."""
+    first, second = written[1]["hashed/key"][:2].tolist()
+    on_each_device(stored, "hashed", [first, second])
+    on_each_device(stored, "code", [39, -1, 5])
+    fetch(stored._all_rows[1], 1, np.array([-3]), np.empty((1, 3), np.float32))
+    await_inserts(stored._all_rows)
+
+    stored.update("code", [39, 37], np.array([[1, 2, 3], [4, 5, 6]], np.float32))
+    stored.update("hashed", [10**15, second], np.array([[7, 8], [9, 10]], np.float32))
+    stored.erase("hashed", [first])
+
+    for _ in range(2):
+        for answer in on_each_device(stored, "code", [39, -1, 37, -3]):
+            np.testing.assert_array_equal(answer, [[1, 2, 3]] * 2 + [[4, 5, 6]] * 2)
+        for answer in on_each_device(stored, "hashed", [10**15, second, first]):
+            np.testing.assert_array_equal(answer, [[7, 8], [9, 10], HASHED_DEFAULT])
+
+
+def test_a_refresh_reaches_each_device(stored: InferenceSession, written: tuple[Path, small_model.Arrays]) -> None:
+    """What another process has changed in the store, whichever devices have cached it."""
+    first, second, third = written[1]["hashed/key"][:3].tolist()
+    for rows, keys in zip(stored._all_rows, ([first, second], [second, third]), strict=True):
+        fetch(rows, 2, np.array(keys), np.empty((2, 2), np.float32))
+    await_inserts(stored._all_rows)
+    with create_store(url_of(written[0]), Namespace("small", "1"), DIMS, writable=True) as store:
+        store.insert("hashed", np.array([first, second]), np.array([[1, 1], [2, 2]], np.float32))
+        store.erase("hashed", np.array([third]))
+
+    stored.refresh()
+
+    for answer in on_each_device(stored, "hashed", [first, second, third]):
+        np.testing.assert_array_equal(answer, [[1, 1], [2, 2], HASHED_DEFAULT])
+
+
+def test_updates_under_requests_are_never_lost(
+    stored: InferenceSession, written: tuple[Path, small_model.Arrays]
+) -> None:
+    """While requests cache rows on both devices, each update is read back from both; no row is answered half."""
+    ended = threading.Event()
+
+    def ask(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        while not ended.is_set():
+            vectors = stored.lookup("user.weight", rng.integers(-50, 50, 30))
+            assert (vectors[:, 1:] == vectors[:, :1]).all()
+
+    stored.update("user.weight", np.arange(50), np.full((50, 4), -1, np.float32))
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask, seed) for seed in range(4)]
+        for number in range(100):
+            stored.update("user.weight", [number % 50], np.full((1, 4), number, np.float32))
+            for found in on_each_device(stored, "user.weight", [number % 50, number % 50 - 50]):
+                assert (found == number).all()
+        ended.set()
+        for each in asking:
+            each.result()
+
+
+def test_the_next_session_starts_with_what_was_hot_on_any_device(
+    devices: str,
+    written: tuple[Path, small_model.Arrays],
+    tmp_path: Path,
+) -> None:
+    """Both devices begin with the hot rows of both."""
+    settings = {"state_dir": str(tmp_path), "warm_up_s": PATIENCE_S}
+    keys = written[1]["hashed/key"][:4]
+    with open_stored(written[0], **settings) as session:
+        for rows, part in zip(session._all_rows, (keys[:2], keys[2:]), strict=True):
+            fetch(rows, 2, part, np.empty((2, 2), np.float32))
+        await_inserts(session._all_rows)
+        session.run(small_model.random_inputs(1, np.random.default_rng(0), num_items=0))
+    assert np.isin(keys, read_hot_keys(tmp_path / "small.hot_keys")["hashed"]).all()
+    with open_stored(written[0], **settings) as session:
+        misses = session.stats()["cache"]["misses"]
+        for answer in on_each_device(session, "hashed", keys):
+            np.testing.assert_array_equal(answer, written[1]["hashed"][:4])
+        assert session.stats()["cache"]["misses"] == misses
+
+
+def test_hot_keys_of_caches_take_turns() -> None:
+    """The hottest of each first, and none twice."""
+    parts = [{"t": np.array([5, 3, 1])}, {"t": np.array([3, 2])}, {"t": np.empty(0, np.int64)}]
+    assert merged(parts)["t"].tolist() == [5, 3, 2, 1]
+    assert merged(parts[:1]) is parts[0]
+
+
+def test_all_rows_are_dumped_once(stored: InferenceSession, tmp_path: Path) -> None:
+    """With changes applied."""
+    on_each_device(stored, "hashed", [10**15])
+    stored.update("hashed", [10**15], np.array([[7, 8]], np.float32))
+    report = stored.dump(tmp_path / "dumped")
+    assert report.num_rows == {"user_weight": 50, "code": 40, "hashed": 31}
+
+
+def caches_on(devices: str, spec: TableSpec) -> list[EmbeddingCache]:
+    """One on each device."""
+    dims = {spec.folder: spec.embedding_dim}
+    if devices == "GPUs":
+        from inference_session.device.cuda import CudaDevice
+        from inference_session.embedding_cache.gpu import GpuEmbeddingCache
+
+        return [GpuEmbeddingCache(dims, 1 << 16, CudaDevice(number)) for number in range(2)]
+    caches = [StandInCache(dims, 1 << 16) for _ in range(2)]
+    for number, cache in enumerate(caches):
+        cache.device = StandIn(number)
+    return [*caches]
+
+
+def test_a_row_updated_while_it_is_fetched_is_not_cached(devices: str) -> None:
+    """On the device that fetches it, nor does the other device keep an older row."""
+    (spec,) = [table for table in small_model.TABLES if table.folder == "user_weight"]
+    store = MemoryStore({spec.folder: spec.embedding_dim})
+    store.insert(spec.folder, np.arange(50), np.zeros((50, 4), np.float32))
+    hooked = HookedStore(store)
+    server = ParameterServer([Tier("memory", hooked)])
+    caches = caches_on(devices, spec)
+    writer = StoredWriter([spec], caches, server)
+    rows = [StoredRows([spec], cache, server, writer=writer) for cache in caches]
+    out = np.empty((50, 4), np.float32)
+    fetch(rows[0], 0, np.arange(10), out[:10])
+    await_inserts(rows)
+    hooked.hook = lambda: writer.update(spec.folder, np.array([3, 20]), np.full((2, 4), 7, np.float32))
+    fetch(rows[1], 0, np.arange(50), out)
+    await_inserts(rows)
+    for each in rows:
+        fetch(each, 0, np.arange(50), out)
+        assert out[[3, 20]].tolist() == [[7] * 4] * 2
+        assert not out[[2, 21]].any()
+    for each in rows:
+        each.close()
+
+
+def test_a_failed_device_makes_the_model_unavailable(
+    stand_ins: list[StandIn], written: tuple[Path, small_model.Arrays]
+) -> None:
+    """Requests and changes say which; the store and the other caches have the change. Statistics and closing work."""
+    first, stored = int(written[1]["hashed/key"][0]), open_stored(written[0])
+    on_each_device(stored, "hashed", [first])
+    stand_ins[0].broken = "cuda:0 has failed"
+    inputs = small_model.random_inputs(4, np.random.default_rng(0))
+    assert stored.failure == "cuda:0 has failed"
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match="cuda:0 has failed"):
+            stored.run(inputs)
+        with pytest.raises(UnavailableError, match="cuda:0 has failed"):
+            stored.lookup("hashed", [first])
+    with pytest.raises(UnavailableError, match="cuda:0 has failed"):
+        stored.update("hashed", [first], np.array([[7, 8]], np.float32))
+    found = np.empty((1, 2), np.float32)
+    fetch(stored._all_rows[1], 2, np.array([first]), found)
+    assert found.tolist() == [[7, 8]]
+    assert stored.stats()["cache"]["capacity"] > 0
+    stored.close()
+
+
+def test_rows_of_files_change_for_all_devices(devices: str, tmp_path: Path) -> None:
+    """What an update stream writes over files is looked up once, for both; nothing is counted twice."""
+    tables = small_model.write(tmp_path / "1")
+    settings = {"update_stream": "kafka://localhost:1", "catch_up_s": 0}
+    with InferenceSession.open(tmp_path / "1", device="cuda:0,1", **settings) as session:
+        assert len(session._replicas.all) == 2
+        session._rows.writer.update("code", np.array([4, 6]), np.full((2, 3), 7, np.float32))
+        tables["code"][[4, 6]] = 7
+        for seed in range(6):
+            inputs = small_model.random_inputs(20, np.random.default_rng(seed))
+            assert_answers(session.run(inputs), small_model.expected(tables, inputs))
+        assert session.stats()["updated"]["code"]["rows"] == 4  # each by both of its numbers
+
+
+def test_files_are_looked_up_in_a_thread_of_each_device(stand_ins: list[StandIn], tmp_path: Path) -> None:
+    """Rows that never change: `lookup` and requests take turns, and a failed device stops both."""
+    tables = small_model.write(tmp_path / "1")
+    with InferenceSession.open(tmp_path / "1", device="cuda:0,1") as session:
+        given = [each.num_given for each in session._replicas.all]
+        for _ in range(2):
+            np.testing.assert_array_equal(session.lookup("user.weight", np.arange(50)), tables["user_weight"])
+        assert [each.num_given for each in session._replicas.all] == [count + 1 for count in given]
+        stand_ins[1].broken = "cuda:1 has failed"
+        wait_until(lambda: session.failure is not None, "the failure to be seen")
+        with pytest.raises(UnavailableError, match="cuda:1 has failed"):
+            session.lookup("user.weight", [1])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"persistent_store": "rocksdb:///none"}, {"update_stream": "kafka://localhost:1"}]
+)
+def test_only_rows_of_files_are_sharded(devices: str, tmp_path: Path, settings: dict[str, str]) -> None:
+    """shard=rows is refused where each device has a cache, or the processor looks rows up."""
+    small_model.write(tmp_path / "1")
+    with pytest.raises(ConfigurationError, match="shard=rows divides the rows of table files that never change"):
+        InferenceSession.open(tmp_path / "1", device="cuda:0,1", shard="rows", **settings)
