@@ -166,9 +166,10 @@ def _memory(
         if cache_bytes is None:
             cache_bytes = configured_cache_bytes(spec, version.directory, on_device=devices > 0, **version.settings)
         config = configured_session(spec, version.directory, **version.settings)
-        if shard is None and config.names_several_gpus:
-            shard = config.shard
         rows_on_device = devices > 0 and config.has_fixed_rows
+        is_one_process = shard is not None or config.names_several_gpus
+        if shard is None and config.names_several_gpus and rows_on_device:
+            shard = config.shard
         if shard not in (None, "none") and not (devices > 1 and rows_on_device):
             raise ConfigurationError(f"--shard={shard} needs --devices 2 or more, and table files that never change")
         items = memory_items(
@@ -177,7 +178,7 @@ def _memory(
             cache_bytes=cache_bytes,
             rows_on_device=rows_on_device,
             cache_on_device=devices > 0 and config.has_store,
-            num_processes=max(processes, devices) if shard is None else processes,
+            num_processes=processes if is_one_process else max(processes, devices),
             num_devices=devices,
             shard=shard or "none",
         )

@@ -132,6 +132,15 @@ def test_settings_tell_what_is_sharded(version_dir: Path) -> None:
         assert {item["copies"] for item in document["memory"] if item["name"] == "program"} == {processes}
 
 
+def test_one_process_may_have_a_cache_on_each_device(version_dir: Path) -> None:
+    """With stores and several GPUs in the settings."""
+    given = {"device": "cuda:0,1", "volatile_store": "redis://h"}
+    texts = [f'parameters {{ key: "{k}" value {{ string_value: "{v}" }} }}' for k, v in given.items()]
+    (version_dir.parent / "config.pbtxt").write_text('backend: "hotrow" ' + " ".join(texts))
+    copies = {item["name"]: item["copies"] for item in _json(version_dir, "--devices", 2)["memory"]}
+    assert (copies["cache"], copies["dense network"], copies["program"]) == (2, 2, 1)
+
+
 @pytest.mark.parametrize("setting", ["volatile_store", "update_stream"])
 def test_rows_that_change_are_not_on_devices(version_dir: Path, setting: str) -> None:
     """With an update stream a GPU has the network alone, with a store the cache as well."""
