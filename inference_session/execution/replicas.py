@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 from inference_session.device.base import Device
 from inference_session.errors import SessionClosedError, UnavailableError
 from inference_session.execution.network import Network
-from inference_session.execution.staged import StagedModel
+from inference_session.execution.staged_model import StagedModel
 
 if TYPE_CHECKING:
-    from inference_session.execution.gathered import GatheredModel
+    from inference_session.execution.gathered_model import GatheredModel
 
 _Result = TypeVar("_Result")
 
