@@ -142,6 +142,12 @@ def test_every_lane_of_a_tile_of_bags_has_a_key(lengths: list[int], data: st.Dat
     assert gpu_model.places_of_keys(begins, lengths) == wanted
 
 
+@pytest.mark.parametrize("file", sorted({*CUDA.glob("*.cu*"), *(CUDA / HASH_ROWS[-1]).resolve().parent.glob("*.cu")}))
+def test_sources_are_ascii(file: Path) -> None:
+    """CuPy writes sources by the locale encoding, which is ASCII in a backend process whose locale is C."""
+    assert file.read_bytes().isascii()
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

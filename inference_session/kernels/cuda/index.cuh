@@ -1,6 +1,6 @@
 // The hash index on the device: where a key is found. tests/testing/cuda_model.py is its model in NumPy.
 //
-// A bucket is 64 bytes: 62 tags, then two that say nothing. Slot s of bucket b is row 62 b + s of `keys`. A tag of 1…254 says
+// A bucket is 64 bytes: 62 tags, then two that say nothing. Slot s of bucket b is row 62 b + s of `keys`. A tag of 1 to 254 says
 // that the slot holds a key of that tag, 0 that it is free, 255 that a writer is filling it. A key has one bucket: where
 // that is full, the key takes another's slot or none, so that a look-up is never longer than one bucket.
 // Look-ups and writes are launches of their own, one after the other. A look-up reads by way of the first-level cache
