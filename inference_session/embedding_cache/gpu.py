@@ -106,7 +106,8 @@ class GpuEmbeddingCache(EmbeddingCache):
 
     def prepare(self, segments: NDArray[np.void]) -> gpu.Launch:
         """See EmbeddingCache."""
-        return gpu.prepare(segments, self._tables_address)
+        with self._cuda.request():  # kernels are those of the current device
+            return gpu.prepare(segments, self._tables_address)
 
     def look_up(self, lookup: Lookup) -> int:
         """See EmbeddingCache. Waits for the look-up: only then the missing keys are known."""

@@ -65,7 +65,8 @@ class CudaTables(DeviceTables):
         """See DeviceTables."""
         if self._records is None:
             raise SessionClosedError("the session has been closed")
-        return gpu.prepare(segments, self._records.data.ptr, num_shards=self._num_shards)
+        with self._cuda.request():  # kernels are those of the current device
+            return gpu.prepare(segments, self._records.data.ptr, num_shards=self._num_shards)
 
     def look_up(self, lookup: Lookup) -> None:
         """See DeviceTables: launched, not waited for."""
