@@ -3,7 +3,7 @@
 #   docker build --target gpu -t hotrow .          on the official Triton image, for NVIDIA GPUs
 #   docker build --target cpu -t hotrow:cpu .      on a slim Python, with the tritonserver of the nvidia-pytriton wheel
 #
-# Give a digest instead of a tag where builds must be the same for ever: --build-arg TRITON_IMAGE=…@sha256:…
+# Give a digest instead of a tag if builds must repeat: --build-arg TRITON_IMAGE=…@sha256:…
 ARG TRITON_IMAGE=nvcr.io/nvidia/tritonserver:25.08-py3
 ARG PYTHON_IMAGE=python:3.12-slim-bookworm
 
@@ -27,7 +27,7 @@ RUN apt-get update -qq && apt-get install -qq -y --no-install-recommends nginx-l
 COPY --from=wheel /wheels /wheels
 RUN python3 -m pip install --no-cache-dir --no-compile "$(echo /wheels/hotrow-*.whl)[server,client,redis,rocksdb,hdfs,kafka]"
 USER hotrow
-# Compiled for the processor that builds; another one compiles anew when its first model is loaded. Not into the cache's
+# Compiled for the processor of the build; another one compiles when its first model is loaded. Not in the cache's
 # folder, which volumes hide.
 RUN NUMBA_CACHE_DIR=$HOTROW_SHIPPED_KERNELS python3 -m inference_session.execution.all_kernels
 EXPOSE 8000 8001 8002
@@ -40,9 +40,9 @@ RUN install -d -o 1000 -g 1000 /models /var/cache/hotrow /opt/hotrow-kernels
 COPY --from=wheel /wheels /wheels
 RUN python3 -m pip install --no-cache-dir --no-compile --break-system-packages \
     "$(echo /wheels/hotrow-*.whl)[client,redis,rocksdb,hdfs,kafka,gpu]" \
-    # Both write the same files: the one with CUDA has to be the last.
+    # Both packages write the same files: install the one with CUDA last.
     && python3 -m pip install --no-cache-dir --no-compile --break-system-packages --force-reinstall --no-deps onnxruntime-gpu
-# For whoever starts tritonserver itself: `hotrow serve` lays out its own folder of backends.
+# For users who start tritonserver without `hotrow serve`, which makes its own folder of backends.
 RUN for backend in hotrow hugectr hps; do \
       cp -r "$(python3 -c 'import triton_backend; print(triton_backend.__path__[0])')/backends/$backend" /opt/tritonserver/backends/; \
     done

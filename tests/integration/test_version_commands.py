@@ -106,6 +106,7 @@ def test_a_new_model_goes_live_and_back(server: Served, model: str) -> None:
     assert serves(server, model, 1)
     assert "version 1 is active, and there is no lower version" in fail("roll-back", model, *url)
     assert serves(server, model, 1)
+    assert [line for line in server.errors if "is specified for model" in line] == []
 
     assert succeed("load", model, *url) == f"{model}: version 2 serves (before: 1)\n"
     assert serves(server, model, 2)

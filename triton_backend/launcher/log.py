@@ -15,6 +15,8 @@ from triton_backend.client.load_errors import plain_reason
 _SIGNAL = re.compile(r"Signal \((\d+)\) received")
 _CRASH_SIGNALS = {str(int(s)) for s in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)}
 _LOAD_FAILURE = re.compile(r"\"failed to load '(.+?)' version (\d+): (.*)\"$")
+_CHOICE = re.compile(r"version (0|-\d+) is specified for model")
+"""Numbers of no version, which mark a version as chosen at run time (repository/chosen_versions.py)."""
 _LOST_LOCK = "boost::interprocess::lock_exception"
 _NOISE = (
     # Logged on every machine without a GPU; not an error there.
@@ -25,8 +27,6 @@ _NOISE = (
     "ignore version directory",
     # Logged for a HugeCTR version that was removed: its link is removed a moment later (repository/view.py).
     "Failed to determine modification time for",
-    # How a version that was chosen at run time is marked (client/server.py).
-    "version 0 is specified for model",
     # The shutdown that we requested.
     "Signal (15) received",
 )
@@ -76,7 +76,7 @@ class ServerLog:
     def _is_noise(self, line: str) -> bool:
         if self._starting and (_LOAD_FAILURE.search(line) or "Failed to create instance" in line or self._errors):
             return True
-        return any(noise in line for noise in _NOISE)
+        return any(noise in line for noise in _NOISE) or _CHOICE.search(line) is not None
 
     def _note(self, line: str) -> None:
         if match := _LOAD_FAILURE.search(line):
