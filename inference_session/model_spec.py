@@ -249,13 +249,22 @@ class ModelSpec:
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
-            raise ModelFormatError(f"{path}: no such file; every version directory needs one") from error
+            raise ModelFormatError(f"{path}: no such file; {_expected(directory)}") from error
         except (OSError, ValueError, RecursionError) as error:
             raise ModelFormatError(f"{path}: not readable as JSON: {error}") from error
         try:
             return _parse(document)
         except (TypeError, ValueError, KeyError, OverflowError) as error:
             raise ModelFormatError(f"{path}: {error}") from error
+
+
+def _expected(directory: Path) -> str:
+    """What a folder without session.json should have been."""
+    versions = sorted(int(path.name) for path in directory.glob("[0-9]*") if path.name.isdecimal())
+    if versions:
+        newest = directory / str(versions[-1])
+        return f"{directory} is the folder of a model; give one of its version directories, such as {newest}"
+    return "a version directory, such as model_repository/ctr/1, has one"
 
 
 def _parse(document: object) -> ModelSpec:

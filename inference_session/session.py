@@ -408,8 +408,8 @@ class InferenceSession:
             lookup = network.spec.lookups[int(np.flatnonzero(num_unknown)[0])]
             table = self.spec.table_in(lookup.table)
             raise UnknownKeyError(
-                f"{num_unknown.sum()} keys are unknown, the first of them in table {table.name!r}, "
-                f"which has {table.num_rows} rows; setting unknown_keys=default_vector would answer all the same"
+                f"unknown keys: {num_unknown.sum()}, the first of them in table {table.name!r}, which has "
+                f"{table.num_rows} rows; with the setting unknown_keys=default_vector they get default vectors"
             )
 
     def lookup(self, table: str, keys: ArrayLike) -> NDArray[np.float32]:

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from urllib.error import URLError
 
 import click
 from rich.console import Console
@@ -116,7 +117,8 @@ def _print_once(view: TopView, metrics_url: str, index: _RepositoryIndex, interv
         time.sleep(interval)
         view.add(MetricsPage.fetch(metrics_url, timeout_s=_TIMEOUT_S), index.states())
     except (OSError, ValueError) as error:
-        raise UnavailableError(f"{metrics_url}: cannot read the metrics of a server: {error}") from error
+        reason = error.reason if type(error) is URLError else error
+        raise UnavailableError(f"{metrics_url}: cannot read the metrics of a server: {reason}") from error
     console = _plain_console()
     console.print(view.render(console.width))
 

@@ -248,11 +248,13 @@ def test_inspect_names_a_damaged_index(run: Run, tmp_path: Path) -> None:
 
 
 def test_inspect_of_another_folder_says_what_is_missing(run: Run, tmp_path: Path) -> None:
-    """The error for a folder that is no version directory names what the folder lacks."""
+    """The error for a folder that is no version directory names what it lacks, and a version where it has one."""
+    missing = f"hotrow: {tmp_path / 'session.json'}: no such file; "
     code, _, err = run("inspect", tmp_path)
+    assert (code, err) == (1, f"{missing}a version directory, such as model_repository/ctr/1, has one\n")
 
-    assert code == 1
-    assert err == f"hotrow: {tmp_path / 'session.json'}: no such file; every version directory needs one\n"
+    (tmp_path / "2").mkdir()
+    assert f"give one of its version directories, such as {tmp_path / '2'}" in run("inspect", tmp_path)[2]
 
 
 def test_serve_names_what_cannot_be_served(run: Run, version_dir: Path) -> None:

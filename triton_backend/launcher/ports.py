@@ -27,5 +27,7 @@ def _listen(stack: contextlib.ExitStack, host: str, port: int, flag: str) -> int
         listener.bind(address)
         listener.listen()
     except (OSError, OverflowError) as error:
-        raise ConfigurationError(f"port {port} of {host} cannot be used: {error}; choose another by {flag}") from error
+        raise ConfigurationError(
+            f"port {port} of {host} cannot be used: {getattr(error, 'strerror', error)}; choose another by {flag}"
+        ) from error
     return int(listener.getsockname()[1])
