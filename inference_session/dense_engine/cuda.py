@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from inference_session.dense_engine.base import BoundRun
-from inference_session.dense_engine.onnx import VALUE_ERRORS, OnnxEngine, refused
+from inference_session.dense_engine.onnx import VALUE_ERRORS, OnnxEngine, bound_run, refused
 from inference_session.device.cuda import CudaDevice
 from inference_session.device.discovery import PROVIDER, unusable_network
 from inference_session.errors import ConfigurationError, ModelFormatError
@@ -345,8 +345,7 @@ class CudaEngine(OnnxEngine):
 def _run(session: Any, binding: Any, options: Any) -> None:
     """Run bound arrays; what goes wrong is a VALUE_ERROR."""
     try:
-        # The wrapper of ONNX Runtime looks into the options again in each run.
-        session._sess.run_with_iobinding(binding._iobinding, options)
+        bound_run(session, binding, options)()
     except RuntimeError as error:  # all that ONNX Runtime raises here
         raise ort_errors.RuntimeException(str(error).removeprefix("Error in execution: ")) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,29 @@ class TestOnnxEngine(DenseEngineContract):
     @pytest.fixture
     def engine(self, network: Path) -> Iterator[DenseEngine]:
         engine = OnnxEngine(network, num_threads=1)
+        yield engine
+        engine.close()
+
+
+class _PublicOnly:
+    """An ONNX Runtime session without what its releases may rename: names that begin with an underscore."""
+
+    def __init__(self, session: Any) -> None:
+        self.__session = session
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.__session, name)
+
+
+class TestOnnxEnginePublicMethods(DenseEngineContract):
+    """The same where ONNX Runtime has only its public methods."""
+
+    @pytest.fixture
+    def engine(self, network: Path) -> Iterator[DenseEngine]:
+        engine = OnnxEngine(network, num_threads=1)
+        engine._session = _PublicOnly(engine._session)
         yield engine
         engine.close()
 
