@@ -121,11 +121,17 @@ def test_tiles_cover_the_keys(sizes: list[tuple[int, int, bool]]) -> None:
         segment["pooling"] = PoolingCode.SUM if pooled else PoolingCode.NONE
     tiles = divide(segments)
     assert 1 <= tiles.keys_per_tile <= MAX_KEYS_PER_TILE
-    assert 1 <= tiles.bags_per_tile <= MAX_BAGS_PER_TILE
+    assert ((tiles.bags_per_tile >= 1) & (tiles.bags_per_tile <= MAX_BAGS_PER_TILE)).all()
     first = tiles.first.tolist()
     for s, (num_rows, keys_per_row, pooled) in enumerate(sizes):
-        number, at_once = (num_rows, tiles.bags_per_tile) if pooled else (num_rows * keys_per_row, tiles.keys_per_tile)
-        assert first[s + 1] - first[s] == -(-number // at_once)
+        bags_per_tile = int(tiles.bags_per_tile[s])
+        number, at_once = (num_rows, bags_per_tile) if pooled else (num_rows * keys_per_row, tiles.keys_per_tile)
+        num_tiles = first[s + 1] - first[s]
+        assert num_tiles == -(-number // at_once)
+        if number and pooled:  # as the kernel divides them, which knows the number of tiles only
+            taken = -(-number // num_tiles)
+            assert taken <= bags_per_tile
+            assert (num_tiles - 1) * taken < number <= num_tiles * taken
         if number:
             assert {gpu_model.segment_of(first, tile) for tile in (first[s], first[s + 1] - 1)} == {s}
     request = request_of(segments, tiles)

@@ -77,7 +77,6 @@ struct Request {
   u32 num_segments;
   u32 num_tiles;
   u32 keys_per_tile;
-  u32 bags_per_tile;  // at most MAX_BAGS_PER_TILE
   u32 seed;
   u32 fill;  // 1: zeros where neither a row nor a default vector is there
   u32 few_tiles[MAX_INLINE_SEGMENTS + 1];

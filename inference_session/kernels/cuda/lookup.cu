@@ -267,6 +267,30 @@ __device__ __forceinline__ void add_rows(const Found& found, Sum<WIDE>& sum, u32
   }
 }
 
+// Add the first rows of `found`, each by the whole warp; `factors` are those of this lane's row. Rows of bags to come are
+// asked for before a bag ends: of short bags few would be under way otherwise.
+template <int CODE, typename EndBags>
+__device__ __forceinline__ void add_rows_of_bags(const Found& found, Sum<true>& sum, u32 count, Factors factors,
+                                                 EndBags end_bags_at) {
+  const int step = min(sum.step, sum.steps - 1);
+#pragma unroll 1
+  for (u32 from = 0; from < count; from += POOLED_IN_FLIGHT) {
+    Stored<CODE> stored[POOLED_IN_FLIGHT];
+#pragma unroll
+    for (int i = 0; i < POOLED_IN_FLIGHT; ++i) {
+      const u8* row = from + i < count ? found.rows[from + i] : nullptr;
+      stored[i] = row != nullptr ? Elements<true>::load_stored<CODE>(row, step) : Stored<CODE>{};
+    }
+#pragma unroll
+    for (int i = 0; i < POOLED_IN_FLIGHT; ++i) {
+      if (from + i >= count) break;
+      end_bags_at(from + i);
+      const Elements<true> row = Elements<true>::widened(stored[i], CODE == INT8 ? factors.of_lane(from + i) : Factors{});
+      sum.elements = sum.elements.with(row, [](float a, float b) { return a + b; });
+    }
+  }
+}
+
 // Rows of any type, with weights, or of which the largest elements count.
 template <bool WIDE>
 __device__ __forceinline__ void add_any_rows(const Found& found, Sum<WIDE>& sum, u32 from, u32 to, int dim, bool takes_largest) {
@@ -291,8 +315,8 @@ __device__ __forceinline__ void add_any_rows(const Found& found, Sum<WIDE>& sum,
 
 template <int CODE, bool WIDE>
 __device__ __forceinline__ void pool_bags(const Request& request, const Segment& segment, const Table& table, u32 s, u32 first,
-                                          bool marking, u64 policy, Found& found) {
-  const u32 lane = threadIdx.x % LANES, count = min(request.bags_per_tile, (u32)segment.num_rows - first);
+                                          u32 count, bool marking, u64 policy, Found& found) {
+  const u32 lane = threadIdx.x % LANES;
   const bool takes_largest = segment.pooling == MAX, weighted = segment.weights != nullptr;
   const Bags bags(segment, first, count);
   Sum<WIDE> sum;
@@ -325,6 +349,13 @@ __device__ __forceinline__ void pool_bags(const Request& request, const Segment&
       const bool same = !weighted && !takes_largest && !__any_sync(ALL_LANES, source.row != nullptr && source.code != CODE);
       __syncwarp();
       const u32 stop = min((u32)LANES, bags.total - base);
+      if constexpr (WIDE && CODE != FLOAT32) {  // whose rows would not all fit into registers
+        if (same && sum.width == LANES) {
+          const Factors factors = Factors::load<CODE>(source.row, (int)table.dim);
+          add_rows_of_bags<CODE>(found, sum, stop, factors, [&](u32 place) { end_bags_at(base + place); });
+          continue;
+        }
+      }
       for (u32 from = 0; from < stop;) {
         end_bags_at(base + from);
         const u32 to = min(stop, bag_end - base);
@@ -339,12 +370,12 @@ __device__ __forceinline__ void pool_bags(const Request& request, const Segment&
 
 template <bool WIDE>
 __device__ __forceinline__ void pool_any(const Request& request, const Segment& segment, const Table& table, u32 s, u32 first,
-                                         bool marking, u64 policy) {
+                                         u32 count, bool marking, u64 policy) {
   __shared__ Found all_found[4];  // of the warps of a block
   Found& found = all_found[threadIdx.x / LANES];
-  if (table.cached_rows.code == FLOAT16) pool_bags<FLOAT16, WIDE>(request, segment, table, s, first, marking, policy, found);
-  else if (table.cached_rows.code == INT8) pool_bags<INT8, WIDE>(request, segment, table, s, first, marking, policy, found);
-  else pool_bags<FLOAT32, WIDE>(request, segment, table, s, first, marking, policy, found);
+  if (table.cached_rows.code == FLOAT16) pool_bags<FLOAT16, WIDE>(request, segment, table, s, first, count, marking, policy, found);
+  else if (table.cached_rows.code == INT8) pool_bags<INT8, WIDE>(request, segment, table, s, first, count, marking, policy, found);
+  else pool_bags<FLOAT32, WIDE>(request, segment, table, s, first, count, marking, policy, found);
 }
 
 // The segment that a tile belongs to: the last that begins at or before it.
@@ -379,16 +410,17 @@ __device__ __forceinline__ void look_up_tile(const Request& request, u32 tile) {
   const u32 s = segment_of(first_tiles, request.num_segments, tile);
   const Segment& segment = request.segments != nullptr ? request.segments[s] : request.few_segments[s];
   const Table& table = request.tables[segment.table];
-  const u32 first_bag = (tile - first_tiles[s]) * request.bags_per_tile;
   const bool marking = is_marking(tile, request.seed);
   if (segment.pooling == NONE) {
     const Asked asked = keys_of(request, segment, table.dim, tile, first_tiles[s]);
     look_up_keys(request, segment, table, s, tile, asked, marking, policy);
-  } else if (is_wide(table, segment)) {
-    pool_any<true>(request, segment, table, s, first_bag, marking, policy);
-  } else {
-    pool_any<false>(request, segment, table, s, first_bag, marking, policy);
+    return;
   }
+  const u32 num_bags = (u32)segment.num_rows, num_tiles = first_tiles[s + 1] - first_tiles[s];
+  const u32 bags_per_tile = (num_bags + num_tiles - 1) / num_tiles, first = (tile - first_tiles[s]) * bags_per_tile;
+  const u32 count = min(bags_per_tile, num_bags - first);
+  if (is_wide(table, segment)) pool_any<true>(request, segment, table, s, first, count, marking, policy);
+  else pool_any<false>(request, segment, table, s, first, count, marking, policy);
 }
 
 // For any segments.

@@ -55,7 +55,6 @@ REQUEST = np.dtype(
         ("num_segments", np.uint32),
         ("num_tiles", np.uint32),
         ("keys_per_tile", np.uint32),
-        ("bags_per_tile", np.uint32),
         ("seed", np.uint32),
         ("fill", np.uint32),
         ("few_tiles", np.uint32, (MAX_INLINE_SEGMENTS + 1,)),
@@ -82,8 +81,8 @@ class Tiles(NamedTuple):
     """[segments + 1], the tile that each segment begins with; the last one is the number of tiles."""
     keys_per_tile: int
     """Of segments without pooling."""
-    bags_per_tile: int
-    """Of segments with pooling."""
+    bags_per_tile: NDArray[np.int64]
+    """[segments], of each that is pooled, at most; its tiles take about equally many."""
     pooled: bool
     """Whether any segment is."""
 
@@ -96,7 +95,7 @@ def divide(segments: NDArray[np.void]) -> Tiles:
     keys_per_tile = MAX_KEYS_PER_TILE if total >= _MANY_KEYS else _FEW_KEYS_PER_TILE
     if total < _VERY_FEW_KEYS:
         keys_per_tile = _LEAST_KEYS_PER_TILE
-    bags_per_tile = _bags_per_tile(segments[pooled])
+    bags_per_tile = _bags_per_tile(segments, int(segments["num_rows"][pooled].sum()))
     num_tiles = np.where(pooled, -(-segments["num_rows"] // bags_per_tile), -(-num_keys // keys_per_tile))
     ends = np.cumsum(num_tiles)
     if len(ends) and max(ends[-1], num_keys.max()) > _MOST_TILES:
@@ -104,19 +103,21 @@ def divide(segments: NDArray[np.void]) -> Tiles:
     return Tiles(np.concatenate([[0], ends]).astype(np.uint32), keys_per_tile, bags_per_tile, bool(pooled.any()))
 
 
-def _bags_per_tile(pooled: NDArray[np.void]) -> int:
-    """Several bags where they are short, so that every lane of a warp has a key to find; fewer in small requests."""
-    longest = int(pooled["keys_per_row"].max(initial=0))
-    wanted = 4 if (pooled["begins_address"] != 0).any() else _SHORT_BAG * MAX_BAGS_PER_TILE // max(longest, 1)
-    most = min(wanted, int(pooled["num_rows"].sum()) // _LEAST_POOLED_TILES, MAX_BAGS_PER_TILE)
-    return 1 << max(most, 1).bit_length() - 1
+def _bags_per_tile(segments: NDArray[np.void], num_bags: int) -> NDArray[np.int64]:
+    """Several bags where they are short, so that every lane of a warp has a key to find; fewer in small requests.
+
+    `num_bags`: of all segments.
+    """
+    wanted = _SHORT_BAG * MAX_BAGS_PER_TILE // np.maximum(segments["keys_per_row"], 1)
+    wanted = np.where(segments["begins_address"] != 0, 4, wanted)
+    return wanted.clip(1, max(1, min(num_bags // _LEAST_POOLED_TILES, MAX_BAGS_PER_TILE)))
 
 
 def request_of(segments: NDArray[np.void], tiles: Tiles) -> NDArray[np.void]:
     """A REQUEST record for these segments, complete but for addresses; they are in it if they are few enough."""
     request = np.zeros((), REQUEST)
     request["num_segments"], request["num_tiles"] = len(segments), tiles.first[-1]
-    request["keys_per_tile"], request["bags_per_tile"] = tiles.keys_per_tile, tiles.bags_per_tile
+    request["keys_per_tile"] = tiles.keys_per_tile
     if len(segments) <= MAX_INLINE_SEGMENTS:
         request["few_tiles"][: len(tiles.first)] = tiles.first
         request["few_segments"][: len(segments)] = segments

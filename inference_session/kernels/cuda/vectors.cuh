@@ -32,6 +32,41 @@ __device__ __forceinline__ float load_unaligned_float(const u8* address) {
 // How many lanes share a row of so many steps: a power of two.
 __device__ __forceinline__ int lanes_per_row(int steps) { return steps >= LANES ? LANES : 1 << (32 - __clz(steps - 1)); }
 
+// Four elements of a row as they are stored: while rows are under way, narrow ones take fewer registers so.
+template <int CODE>
+struct Stored;
+
+template <>
+struct Stored<FLOAT32> {
+  float4 values;
+};
+
+template <>
+struct Stored<FLOAT16> {
+  uint2 bits;
+};
+
+template <>
+struct Stored<INT8> {
+  u32 bits;
+};
+
+// What turns the elements of an int8 row into floats; other rows have none.
+struct Factors {
+  float scale = 0.0f, bias = 0.0f;
+
+  template <int CODE>
+  __device__ __forceinline__ static Factors load(const u8* row, int dim) {
+    if (CODE != INT8 || row == nullptr) return {};
+    const float* factors = reinterpret_cast<const float*>(row + dim);
+    return {load_row(factors), load_row(factors + 1)};
+  }
+
+  __device__ __forceinline__ Factors of_lane(u32 lane) const {
+    return {__shfl_sync(ALL_LANES, scale, lane), __shfl_sync(ALL_LANES, bias, lane)};
+  }
+};
+
 template <bool WIDE>
 struct Elements;
 
@@ -43,19 +78,33 @@ struct Elements<true> {
   __device__ __forceinline__ static Elements all(float value) { return {make_float4(value, value, value, value)}; }
 
   template <int CODE>
-  __device__ __forceinline__ static Elements load(const u8* row, int step, int dim) {
+  __device__ __forceinline__ static Stored<CODE> load_stored(const u8* row, int step) {
     if constexpr (CODE == FLOAT32) {
       return {load_row(reinterpret_cast<const float4*>(row) + step)};
     } else if constexpr (CODE == FLOAT16) {
-      const uint2 bits = load_row(reinterpret_cast<const uint2*>(row) + step);
-      return {make_float4(widen(bits.x & 0xffff), widen(bits.x >> 16), widen(bits.y & 0xffff), widen(bits.y >> 16))};
+      return {load_row(reinterpret_cast<const uint2*>(row) + step)};
     } else {
-      const u32 bits = load_row(reinterpret_cast<const u32*>(row) + step);
-      const float scale = load_row(reinterpret_cast<const float*>(row + dim));
-      const float bias = load_row(reinterpret_cast<const float*>(row + dim) + 1);
-      return {make_float4(scaled(bits, scale, bias), scaled(bits >> 8, scale, bias), scaled(bits >> 16, scale, bias),
-                          scaled(bits >> 24, scale, bias))};
+      return {load_row(reinterpret_cast<const u32*>(row) + step)};
     }
+  }
+
+  __device__ __forceinline__ static Elements widened(const Stored<FLOAT32>& stored, Factors) { return {stored.values}; }
+
+  __device__ __forceinline__ static Elements widened(const Stored<FLOAT16>& stored, Factors) {
+    const uint2 bits = stored.bits;
+    return {make_float4(widen(bits.x & 0xffff), widen(bits.x >> 16), widen(bits.y & 0xffff), widen(bits.y >> 16))};
+  }
+
+  __device__ __forceinline__ static Elements widened(const Stored<INT8>& stored, Factors factors) {
+    const u32 bits = stored.bits;
+    const float scale = factors.scale, bias = factors.bias;
+    return {make_float4(scaled(bits, scale, bias), scaled(bits >> 8, scale, bias), scaled(bits >> 16, scale, bias),
+                        scaled(bits >> 24, scale, bias))};
+  }
+
+  template <int CODE>
+  __device__ __forceinline__ static Elements load(const u8* row, int step, int dim) {
+    return widened(load_stored<CODE>(row, step), Factors::load<CODE>(row, dim));
   }
 
   __device__ __forceinline__ static float scaled(u32 bits, float scale, float bias) {

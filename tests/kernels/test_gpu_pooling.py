@@ -1,0 +1,68 @@
+"""Pooled look-ups of quantized rows on a GPU: the sums and means that NumPy computes, whatever the bags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from inference_session.device.discovery import unusable
+from inference_session.kernels.records import Lookup, PoolingCode, address_of, key_segment
+from inference_session.model_spec import TableSpec, VectorType
+from inference_session.tables.quantized_rows import dequantize_rows
+from inference_session.tables.table_file import TableFile, write_table
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(unusable(0) is not None, reason=f"no GPU: {unusable(0)}")]
+ROWS = 500
+
+
+def _bags(rng: np.random.Generator, *, even: bool) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Keys, and where the bags of them begin and end: many of one length, or of any, among them empty and long ones."""
+    lengths = np.full(70, rng.integers(1, 20)) if even else rng.choice([0, 0, 1, 1, 1, 2, 3, 7, 8, 9, 40, 100], 70)
+    ends = np.cumsum(lengths)
+    keys = rng.integers(-ROWS, ROWS, int(ends[-1]))  # negative ones count from the end
+    return keys, ends - lengths, ends
+
+
+def _expected(
+    rows: NDArray[np.float32], keys: NDArray[np.int64], begins: Any, ends: Any, *, mean: bool
+) -> NDArray[np.float64]:
+    sums = np.array([rows[keys[b:e]].sum(axis=0, dtype=np.float64) for b, e in zip(begins, ends, strict=True)])
+    return sums / np.maximum(ends - begins, 1)[:, None] if mean else sums
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float16", "float32"])
+@pytest.mark.parametrize("dim", [4, 32, 128, 132, 200, 512])
+@pytest.mark.parametrize("mean", [False, True])
+def test_sums_of_quantized_rows(tmp_path: Path, dtype: VectorType, dim: int, mean: bool) -> None:
+    import cupy
+
+    from inference_session.device.cuda import CudaDevice
+    from inference_session.tables.placed_tables import open_cuda_tables
+
+    rng = np.random.default_rng(dim)
+    write_table(tmp_path / "t", [rng.standard_normal((ROWS, dim), np.float32)], dtype=dtype)
+    file = TableFile.open(tmp_path / "t", TableSpec("t", "t", ROWS, dim, dtype, "row_number", default_vector=0.5))
+    rows = dequantize_rows(file.vectors, dtype)
+    device = CudaDevice(0)
+    (tables,) = open_cuda_tables([file], [device])
+    for even in (True, False, True, False):
+        keys, begins, ends = _bags(rng, even=even)
+        with device.request():
+            on_device = [cupy.asarray(array) for array in (keys, begins, ends)]
+            out = cupy.full((len(begins), dim), np.nan, np.float32)
+            segment = key_segment(0, on_device[0], out)
+            segment["num_rows"], segment["keys_per_row"] = len(begins), len(keys) // len(begins)
+            segment["row_stride"] = 8 * segment["keys_per_row"]
+            segment["pooling"] = PoolingCode.MEAN if mean else PoolingCode.SUM
+            if not even:
+                segment["begins_address"], segment["ends_address"] = map(address_of, on_device[1:])
+            tables.look_up(Lookup(segment, np.array([len(keys)]), device.counts(1), tables.prepare(segment)))
+            device.wait()
+            found = out.get()
+        np.testing.assert_allclose(found, _expected(rows, keys, begins, ends, mean=mean), rtol=1e-4, atol=1e-4)
+    tables.close()
+    file.close()
