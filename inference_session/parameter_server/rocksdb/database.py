@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from stat import S_ISDIR
@@ -80,15 +80,21 @@ def state_of_files(path: Path) -> object:
     """Differs once a writer has written anything. Catching up stops all threads of this process for some milliseconds,
     so it is not done without need.
     """
+    return _state_of_files(path, lambda name: name.endswith(".log") or name.startswith("MANIFEST"))
+
+
+def state_of_manifest(path: Path) -> object:
+    """Differs once a writer has moved rows from its log to data files, or has merged these."""
+    return _state_of_files(path, lambda name: name.startswith("MANIFEST"))
+
+
+def _state_of_files(path: Path, is_wanted: Callable[[str], bool]) -> object:
     try:
         with os.scandir(path) as entries:
-            return {
-                (entry.name, entry.stat().st_size, entry.stat().st_mtime_ns)
-                for entry in entries
-                if entry.name.endswith(".log") or entry.name.startswith("MANIFEST")
-            }
-    except FileNotFoundError:  # a log that has just been removed, so something has been written
+            found = [(entry.name, entry.stat()) for entry in entries if is_wanted(entry.name)]
+    except FileNotFoundError:  # a file has just been removed, so something has been written
         return object()
+    return {(name, stat.st_size, stat.st_mtime_ns) for name, stat in found}
 
 
 def identity_of(path: Path) -> object:

@@ -21,6 +21,7 @@ from inference_session.parameter_server.rocksdb.database import (
     open_reader,
     open_writer,
     state_of_files,
+    state_of_manifest,
     stored_families,
     translated,
     write_batch,
@@ -44,6 +45,7 @@ class OpenDatabase:
         self._seen: object = None
         """The state of the files when a reader last caught up."""
         with translated(path):
+            self._manifest = state_of_manifest(path)  # before it is read
             self._tags = set(list_families(path))
             self._db = open_writer(path) if reader_folder is None else open_reader(path, reader_folder)
             weakref.finalize(self, os.close, hold_identity(path))
@@ -126,16 +128,27 @@ class OpenDatabase:
             self._db.flush_wal(sync=True)
 
     def catch_up(self, tags: Collection[str]) -> bool:
-        """See what the writer has written since; False: it has made or dropped one of these, open it again."""
+        """See what the writer has written since; False: open it again, because the writer has made or dropped one of
+        these, or has moved rows from its log to data files.
+
+        RocksDB passes over what it has not yet read of a log whose rows are in data files by now, and answers the older
+        rows that it has read from that log, until the writer writes to the same table again.
+        """
         with translated(self._path), self._lock:
             state = state_of_files(self._path)
             if state == self._seen:
                 return True
             if not {*tags}.isdisjoint({*stored_families(self._path)} ^ self._tags):
                 return False
-            self._db.try_catch_up_with_primary()
+            if self._has_same_manifest():
+                self._db.try_catch_up_with_primary()
+            if not self._has_same_manifest():
+                return False
             self._seen = state
         return True
+
+    def _has_same_manifest(self) -> bool:
+        return state_of_manifest(self._path) == self._manifest
 
     def close(self) -> None:
         """Close it. A writer leaves no log that readers would have to go through."""

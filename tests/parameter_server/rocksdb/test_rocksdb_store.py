@@ -344,6 +344,24 @@ def _read_until_killed(path: Path) -> None:
             time.sleep(0.05)
 
 
+def test_a_reader_sees_what_its_writer_wrote_before_it_moved_its_log_to_files(tmp_path: Path) -> None:
+    """RocksDB itself passes over the rest of such a log, and answers what it has read of it before."""
+    keys = np.arange(3)
+    with open_store(tmp_path / "db") as first:
+        first.insert("user", keys, np.full((3, DIMS["user"]), 0, np.float32))
+    with open_store(tmp_path / "db", writable=False) as reader:
+        for value in range(1, 6):
+            with open_store(tmp_path / "db", writable="later") as writer:
+                writer.insert("user", keys, np.full((3, DIMS["user"]), value, np.float32))
+                reader.refresh()
+                writer.insert("user", keys, np.full((3, DIMS["user"]), -value, np.float32))
+                writer.erase("user", keys[:1])
+            reader.refresh()
+            found, vectors = fetch(reader, "user", keys)
+            assert found.tolist() == [False, True, True]
+            assert (vectors[1:] == -value).all()
+
+
 def test_retired_versions_are_removed(tmp_path: Path) -> None:
     """Rows and notes of the versions named go; other models and the shared name space stay."""
     kept = [Namespace("ctr", "3"), Namespace("ctr"), Namespace("ctr2", "1")]
