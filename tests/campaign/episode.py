@@ -23,7 +23,7 @@ from tests.campaign.faults import Faults
 from tests.campaign.journal import Journal
 from tests.campaign.operator import Operator
 from tests.campaign.plan import CATCH_UP_S, Plan
-from tests.campaign.settling import settle
+from tests.campaign.settling import settle, wrong_in_stores
 from tests.campaign.stores import Stores
 from tests.campaign.target import SessionTarget, Target, TritonTarget
 from tests.campaign.writers import DirectWriter, RowWriter, StreamWriter
@@ -94,7 +94,7 @@ class Episode:
 
     def _describe(self) -> str:
         try:
-            return "\n".join([self._target.describe(), *self._missing_in_topics()])
+            return "\n".join([self._target.describe(), *self._missing_in_topics(), *self._wrong_in_stores()])
         except Exception as error:  # noqa: BLE001  whatever is wrong with it is being reported already
             return repr(error)
 
@@ -106,6 +106,14 @@ class Episode:
         with writer.lock:
             writer.flush()
             return writer.missing(self._operator.serving)[:5]
+
+    def _wrong_in_stores(self) -> list[str]:
+        """What the stores hold wrongly; where that is nothing, the cache has the wrong rows."""
+        if not all(map(self._faults.is_healthy, ("volatile", "persistent", "stream"))):
+            return []
+        with self._operator.writer.lock if self._operator.writer else contextlib.nullcontext():
+            wrong = wrong_in_stores(self.expectations, self._operator.serving, self._stores)
+        return wrong[:5] or ["a new reader finds every newest row in the stores"]
 
     def _create_target(self) -> Target:
         settings = {"cache_bytes": self.plan.cache_bytes, "catch_up_s": CATCH_UP_S, "verify": "full"}

@@ -15,9 +15,9 @@ from tests.campaign.contents import MODEL, TABLES
 from tests.campaign.expectations import Expectations, Permit
 from tests.campaign.journal import Journal
 from tests.campaign.plan import CATCH_UP_S
-from tests.campaign.proxy import Network, Proxy
 from tests.campaign.target import TritonTarget
 from tests.testing.broker import Broker
+from tests.testing.proxy import Network, Proxy
 from tests.testing.servers import RedisSentinelServers, RedisServer, wait_until
 
 

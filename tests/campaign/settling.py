@@ -39,7 +39,7 @@ def settle(expectations: Expectations, serving: Content, target: Target, stores:
         expectations.raise_to(serving.version, expectations.begun(serving.version))
         raise_any(differing(expectations, serving, target))
         # hotrow may not have noticed yet that a store came back older; the store's rows are not answered meanwhile.
-        await_none(lambda: _wrong_in_stores(expectations, serving, stores))
+        await_none(lambda: wrong_in_stores(expectations, serving, stores))
         wait_until(target.is_well, "all tiers to be well again")
 
 
@@ -108,7 +108,8 @@ def _compared(
             yield f"{table.name}, position {key}\nfound: {vectors[key].tolist()} ({found})\nallowed: {wanted}"
 
 
-def _wrong_in_stores(expectations: Expectations, serving: Content, stores: Stores) -> list[str]:
+def wrong_in_stores(expectations: Expectations, serving: Content, stores: Stores) -> list[str]:
+    """Rows that the stores hold wrongly, as a new reader of them finds, as texts."""
     settings = stores.settings(serving.version)
     wrong: list[str] = []
     for name in ("volatile_store", "persistent_store"):

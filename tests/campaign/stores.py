@@ -14,8 +14,8 @@ from inference_session.parameter_server.table_push import TablePush
 from tests.campaign.contents import MODEL, SPEC, TABLES
 from tests.campaign.expectations import Writer
 from tests.campaign.plan import Plan
-from tests.campaign.proxy import Proxy
 from tests.testing.broker import Broker
+from tests.testing.proxy import Proxy
 from tests.testing.servers import PATIENCE_MS, RedisClusterServers, RedisSentinelServers, RedisServer
 
 DIMS = {table.name: table.spec.embedding_dim for table in TABLES}

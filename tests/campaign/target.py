@@ -100,12 +100,12 @@ class SessionTarget:
         return all(tier["failure"] is None for tier in self.session.stats().get("tiers", {}).values())
 
     def describe(self) -> str:
-        """See Target: of the tiers and the stream, why they are out."""
+        """See Target: what the tiers and the stream have done, and why they are out."""
         if self._manager is None:
             return "no session"
         stats = self.session.stats()
         tiers = stats.get("tiers", {})
-        return f"tiers: {tiers}, updates: {stats['updates'].get('failure')}"
+        return f"tiers: {tiers}, updates: {stats['updates']}"
 
     def close(self) -> None:
         """See Target."""

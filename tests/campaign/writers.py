@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -25,6 +26,8 @@ _NUM_PARTITIONS = 4
 """As many as the broker gives to topics that a client's query creates. A topic that is created again must have as many
 as before: else a key's messages are in two partitions, and in no order (update-rows.md, Order).
 """
+
+_log = logging.getLogger(__name__)
 
 
 class RowWriter(Protocol):
@@ -68,13 +71,16 @@ class StreamWriter:
 
     def lose(self, serving: Content, lose: Callable[[], None]) -> None:
         """Lose topics by `lose`, and publish every row that was ever published once more, as a trainer would. This
-        broker sometimes loses messages of topics that were just made anew; then all of it is done again.
+        broker sometimes loses confirmed messages of topics that were just made anew; then all of it is done again.
         """
 
         def is_done() -> bool:
             lose()
             self._publish_all(serving)
-            return not self.missing(serving)
+            missing = self.missing(serving)
+            if missing:
+                _log.warning("the broker lost %d confirmed messages: %s", len(missing), missing[:3])
+            return not missing
 
         with self.lock:
             wait_until(is_done, "topics that have all rows")
@@ -151,7 +157,7 @@ class DirectWriter:
     def write(self, serving: Content, table: Table, keys: Integers, *, delete: bool) -> None:
         """See RowWriter. What a faulty store refuses is in doubt until it is written again."""
         numbers = self._expectations.begin_write(serving.version, table, keys, delete=delete)
-        session = self._target.session
+        session, was_faulty = self._target.session, self._may_fail()
         try:
             if delete:
                 session.erase(table.name, table.keys[keys])
@@ -159,11 +165,11 @@ class DirectWriter:
                 session.update(table.name, table.keys[keys], encode(table.number, keys, serving.tag, numbers))
         except UnavailableError:
             self._expectations.doubt(serving.version, table, keys)
-            self._was_refused |= self._may_fail()
+            self._was_refused |= was_faulty or self._may_fail()  # it may have healed while the write waited for it
             if not self._was_refused:
                 raise
         else:
-            self._was_refused = self._may_fail()
+            self._was_refused = was_faulty or self._may_fail()
             self._expectations.acknowledge(serving.version, table, keys, numbers)
 
     def flush(self) -> None:
