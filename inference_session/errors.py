@@ -32,11 +32,11 @@ class TableNotFoundError(HotrowError, KeyError):
 
 
 class ModelFormatError(HotrowError, ValueError):
-    """A model file or version directory is not what its format promises; the message names the file."""
+    """A model file or version directory is missing, damaged or not of its format; the message names the file."""
 
 
 class TraceFormatError(HotrowError, ValueError):
-    """A file of keys is not what its format promises; the message names the file."""
+    """A file of keys is damaged or not of its format; the message names the file."""
 
 
 class UnsupportedModelError(HotrowError, ValueError):
@@ -44,7 +44,7 @@ class UnsupportedModelError(HotrowError, ValueError):
 
 
 class CanaryError(HotrowError, ValueError):
-    """A version answers its recorded requests with NaN, or far from what was recorded; it must not serve."""
+    """A version answers its canary requests with NaN or infinities, or too far from the recorded answers."""
 
 
 class StoreError(HotrowError, RuntimeError):
@@ -52,7 +52,7 @@ class StoreError(HotrowError, RuntimeError):
 
 
 class SourceError(HotrowError, OSError):
-    """A file cannot be read or written where it is kept; the message names place and file."""
+    """A file of a model cannot be read or written in its place (a folder or HDFS); the message names both."""
 
 
 class UnavailableError(HotrowError, RuntimeError):

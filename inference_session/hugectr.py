@@ -230,7 +230,7 @@ class ParameterServerConfig:
 
 
 class CreateInferenceSession:
-    """An opened model; HugeCTR calls it by the function that creates it.
+    """An opened model. The class has the name of the function that creates a session in HugeCTR.
 
     Args:
         model_config_path: the graph JSON.
@@ -254,8 +254,8 @@ class CreateInferenceSession:
 
         Args:
             dense_feature: dense features by sample, flat.
-            embeddingcolumns: keys by sample, in a sample by table, flat.
-            row_ptrs: per table a block of offsets from 0 on, num_samples x slots + 1 of them, by sample and slot.
+            embeddingcolumns: keys, flat: sample after sample, and table after table within a sample.
+            row_ptrs: per table a block of num_samples x slots + 1 offsets, which begins at 0, by sample and slot.
 
         Raises:
             InvalidRequestError: names the input, what was found and what is expected.
@@ -307,7 +307,7 @@ class HPS:
 
         Raises:
             ConfigurationError, TableNotFoundError: no such model, or it has no such table.
-            InvalidRequestError: keys are no integers.
+            InvalidRequestError: keys are not integers.
         """
         session = self._sessions.get(model_name)
         if session is None:

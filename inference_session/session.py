@@ -101,7 +101,14 @@ class SessionSnapshot:
 
 
 class InferenceSession:
-    """Answers requests from one version of a model. Safe to use from several threads; independent of Triton."""
+    """Answers requests from one version of a model, in this process: no server is needed.
+
+        with InferenceSession.open("model_repository/ctr/1") as session:
+            predictions = session.predict({"user_id": [[7]], "item_id": [[1]]})    # float32 [1, labels]
+
+    Several threads may use a session at once. Sizes and shapes are those of the original model; `hotrow inspect` shows
+    them.
+    """
 
     @classmethod
     def open(
@@ -203,10 +210,16 @@ class InferenceSession:
         return self._replicas.all[0].staged is not None
 
     def predict(self, inputs: Mapping[str, ArrayLike]) -> NDArray[np.float32]:
-        """All tasks side by side: float32 [samples, number of labels].
+        """Predictions of all tasks: float32 [samples, labels], a column for each of `label_names`.
+
+        Args:
+            inputs: by name, all inputs of the model, in its shapes: arrays of its types, or lists that NumPy converts
+                to them.
 
         Raises:
             InvalidRequestError: an input is missing, unknown or malformed.
+            UnknownKeyError: a key is unknown, and `unknown_keys` is `reject`.
+            UnavailableError: a store is down that may have a key, and `on_store_failure` is `error`.
             UnsupportedModelError: the model has no output of shape [samples] or [samples, k].
         """
         if not self.spec.label_outputs:
@@ -216,14 +229,19 @@ class InferenceSession:
         return self._outputs.predictions(self.run(inputs, self.spec.label_outputs))
 
     def run(self, inputs: Mapping[str, ArrayLike], outputs: Sequence[str] | None = None) -> Answer:
-        """The outputs of those names, in that order; None: all of the model's own, and the predictions.
+        """Outputs of the model, as arrays by name.
 
         Inputs may also lie on a GPU, as arrays of CuPy or PyTorch. A session on that GPU reads them in place, if the
         model has neither bags by offsets, weights of keys, strings, computed keys nor context inputs; otherwise they
         are copied to the host. Arrays that are read in place must have the model's own types.
 
+        Args:
+            inputs: as for `predict`.
+            outputs: names of outputs; the answer has this order. None: all of the original model, and `OUTPUT0`.
+
         Raises:
             InvalidRequestError: an input is missing, unknown or malformed, or an output unknown.
+            UnknownKeyError, UnavailableError: as for `predict`.
         """
         if answers := self._run_staged([Request(inputs, outputs)], unmarked):  # type: ignore[arg-type]  # it looks
             return answers[0]
@@ -265,10 +283,10 @@ class InferenceSession:
         return array if take is None else take(array)
 
     def run_many(self, requests: Sequence[Request], mark: Mark = unmarked) -> list[Answer | HotrowError]:
-        """Answer several requests with one look-up and one run of the dense network wherever their shapes allow.
+        """Answer several requests, with one look-up and one run of the dense network if their shapes allow that.
 
-        An answer that cannot be given is an error in its place; the other requests are not affected. `mark` gets
-        the stages from `look-up` on.
+        Returns one result per request, in the same order: an answer as of `run`, or the error of that request, which
+        does not affect the others. `mark` is called at each stage, for traces.
         """
         self._check_open()
         if answers := self._run_staged(requests, mark):
@@ -413,11 +431,16 @@ class InferenceSession:
             )
 
     def lookup(self, table: str, keys: ArrayLike) -> NDArray[np.float32]:
-        """Vectors of one table: keys int64 [n] become float32 [n, embedding_dim]; unknown keys the default vector.
+        """Vectors of one table: float32 [n, embedding_dim].
+
+        Args:
+            table: its name or folder.
+            keys: int64 [n]. Unknown keys get the table's default vector, whatever `unknown_keys` is.
 
         Raises:
             TableNotFoundError: no table has this name or folder.
-            UnavailableError: a store is down that may have one of the keys, and the settings allow no default instead.
+            InvalidRequestError: keys are not integers [n].
+            UnavailableError: a store is down that may have one of the keys, and `on_store_failure` is `error`.
         """
         self._check_open()
         spec = self.spec.table(table)
@@ -447,7 +470,10 @@ class InferenceSession:
         self._rows.writer.update(spec.folder, *as_rows(keys, vectors, spec))
 
     def erase(self, table: str, keys: ArrayLike) -> None:
-        """Drop rows, as `update` writes them: their keys, int64 [n], are unknown to the stores from now on."""
+        """Drop the rows of some keys, int64 [n]: the keys are unknown from now on, also to the version's own files.
+
+        Errors are those of `update`.
+        """
         self._check_open()
         spec = self.spec.table(table)
         self._rows.writer.erase(spec.folder, as_written_keys(keys, spec))
@@ -470,8 +496,10 @@ class InferenceSession:
             self._hot_keys.write()
 
     def dump(self, target: str | Path, progress: Callable[[int], None] | None = None) -> DumpReport:
-        """Write all rows as they are served, updates applied, into a new folder with a sparse folder of HugeCTR per
-        table; see inference_session/rows/dump.py. Requests are answered meanwhile, updates wait.
+        """Write all rows as they are served, updates applied, into a new folder. Updates wait meanwhile.
+
+        The folder has a sparse folder of HugeCTR per table: `<table>/key` (int64) and `<table>/emb_vector` (float32).
+        Returns the number of rows by table, `num_rows`.
 
         Args:
             target: a path, or `hdfs://HOST:PORT/path`; it appears when complete.
@@ -485,7 +513,7 @@ class InferenceSession:
         return dump(self._rows, self.spec, target, progress)
 
     def stats(self) -> dict[str, Any]:
-        """Counters since `open`; docs/reference/statistics.md defines each key."""
+        """Counters since `open`. The reference page "Statistics" (docs/reference/statistics.md) defines each key."""
         return self.snapshot().as_dict()
 
     def snapshot(self) -> SessionSnapshot:

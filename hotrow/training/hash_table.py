@@ -41,7 +41,7 @@ class _PendingGradients(NamedTuple):
 
 
 class HashTable(nn.Module):
-    """Rows by keys."""
+    """What `HashEmbedding` and `HashEmbeddingBag` have in common: rows by keys."""
 
     def __init__(
         self,

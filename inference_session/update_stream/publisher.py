@@ -56,7 +56,7 @@ class Publisher:
     def __init__(
         self, url: str | KafkaUrl, model: str, *, encoding: Encoding = "row", timeout_s: float = DEFAULT_TIMEOUT_S
     ) -> None:
-        """Reach the brokers.
+        """Connect to the brokers.
 
         Args:
             url: kafka://HOST:PORT[,HOST:PORT].
@@ -94,7 +94,7 @@ class Publisher:
             vectors: floats [n, embedding_dim].
 
         Raises:
-            InvalidRequestError: these are no such arrays.
+            InvalidRequestError: keys or vectors have another type or shape.
             UnavailableError: the brokers have stopped answering.
             StoreError: they refuse a message.
         """
