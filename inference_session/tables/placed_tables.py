@@ -48,13 +48,13 @@ def open_cuda_tables(
             cannot read each other's memory.
     """
     specs = [file.spec for file in files]
-    budget = _budget(cache_bytes, devices)
+    budget, reason = _budget(cache_bytes, devices)
     places = places_of(specs, budget, len(devices), _possible(shard, devices))
     needed = bytes_on_each(specs, places, len(devices))
     if shard == "rows" and needed > budget:
         raise ConfigurationError(
-            f"shard=rows needs {needed} bytes on each of {len(devices)} GPUs, where tables may take {budget}: name more"
-            " GPUs in device, or set shard=auto, which leaves the largest tables in host memory"
+            f"shard=rows needs {needed} bytes on each of {len(devices)} GPUs, where tables may take {budget}"
+            f" ({reason}): name more GPUs in device, or set shard=auto, which leaves the largest tables in host memory"
         )
     for device in devices:
         if cache_bytes is not None:
@@ -95,15 +95,16 @@ def _on_all(
     return all_tables
 
 
-def _budget(cache_bytes: int | None, devices: Sequence[CudaDevice]) -> int:
-    """Bytes that tables may take on each device."""
+def _budget(cache_bytes: int | None, devices: Sequence[CudaDevice]) -> tuple[int, str]:
+    """Bytes that tables may take on each device, and why."""
     if cache_bytes is not None:
-        return cache_bytes
+        return cache_bytes, "cache_bytes"
     free = []
     for device in devices:
         with cupy.cuda.Device(device.device_id):
-            free.append(cupy.cuda.runtime.memGetInfo()[0])
-    return int(min(free) * _FREE_FRACTION)
+            free.append((cupy.cuda.runtime.memGetInfo()[0], device.name))
+    least, name = min(free)
+    return int(least * _FREE_FRACTION), f"{name} has {least} bytes free"
 
 
 def _possible(shard: Shard, devices: Sequence[CudaDevice]) -> Shard:

@@ -1,0 +1,88 @@
+"""Device lists that cannot be served are refused with what there is and what is needed; CUDA's answers are made up."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PRELUDE = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+import numpy as np
+from tests.testing.fake_cuda import FakeGpu, install
+from inference_session.device.discovery import open_devices
+from inference_session.errors import ConfigurationError
+from inference_session.model_spec import TableSpec
+from inference_session.tables.table_file import TableFile, write_table
+
+def gpus(*free):
+    return [FakeGpu("H200", 1000_000, each) for each in free]
+
+def open_tables(**settings):
+    from inference_session.tables.placed_tables import open_cuda_tables
+    folder = Path(sys.argv[1])
+    write_table(folder, [np.zeros((1000, 16), np.float32)], keys=None)
+    file = TableFile.open(folder, TableSpec("t", "t", 1000, 16, keys="row_number"))
+    devices = [SimpleNamespace(device_id=number, name=f"cuda:{number}") for number in range(2)]
+    open_cuda_tables([file], devices, **settings)
+
+def refused(ask):
+    try:
+        ask()
+    except ConfigurationError as error:
+        print(error)
+    else:
+        raise SystemExit("accepted")
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (
+            'install(gpus(5, 5)); refused(lambda: open_devices("cuda:0,3"))',
+            "device cannot be 'cuda:0,3': this process sees 2 GPUs, numbered from cuda:0",
+        ),
+        (
+            'install([]); refused(lambda: open_devices("cuda:all"))',
+            "device cannot be 'cuda:all': this process sees 0 GPUs, numbered from cuda:0",
+        ),
+        (
+            'install([FakeGpu("H200", 9, 9), FakeGpu("A100", 7, 7)]); refused(lambda: open_devices("cuda:1,0"))',
+            (
+                "device names GPUs that are not alike: cuda:1 is A100 with 7 bytes, cuda:0 is H200 with 9 bytes; name"
+                " GPUs of one kind"
+            ),
+        ),
+        (
+            "install(gpus(90_000, 30_000)); refused(lambda: open_tables(cache_bytes=80_000))",
+            (
+                "cache_bytes needs 64000 bytes on cuda:1, which has 30000 free of 1000000: set a smaller value or"
+                " free some memory"
+            ),
+        ),
+        (
+            'install(gpus(90_000, 30_000)); refused(lambda: open_tables(shard="rows"))',
+            (
+                "shard=rows needs 32000 bytes on each of 2 GPUs, where tables may take 24000 (cuda:1 has 30000 bytes"
+                " free): name more GPUs in device, or set shard=auto, which leaves the largest tables in host memory"
+            ),
+        ),
+        (
+            'install(gpus(90_000, 90_000), peers=False); refused(lambda: open_tables(shard="rows"))',
+            (
+                "shard cannot be 'rows': cuda:0 cannot read the memory of cuda:1 (neither NVLink nor PCIe lets it); set"
+                " shard=none, or name other GPUs in device"
+            ),
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused(script: str, message: str, tmp_path: Path) -> None:
+    """Missing GPUs, unequal ones, too little memory on one, and no way from one to the other."""
+    command = [sys.executable, "-c", PRELUDE + script, str(tmp_path / "t")]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200, cwd=Path.cwd())
+    assert done.stdout.strip() == message, done.stdout + done.stderr

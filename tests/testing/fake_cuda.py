@@ -1,0 +1,53 @@
+"""CUDA as far as opening devices asks about it, for processes on machines without a GPU: which GPUs there are, and what
+memory they have. Nothing can be computed there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+from unittest.mock import MagicMock
+
+
+class FakeGpu(NamedTuple):
+    """What CUDA says about a GPU."""
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+
+class _Device:
+    current = 0
+
+    def __init__(self, number: int) -> None:
+        self._number, self._before = number, 0
+
+    def __enter__(self) -> None:
+        self._before, _Device.current = _Device.current, self._number
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _Device.current = self._before
+
+
+def install(gpus: Sequence[FakeGpu], *, peers: bool = True) -> None:
+    """From now on, `import cupy` gives these GPUs; `peers`: whether they can read each other's memory."""
+    names = ("cupy", "cupy.cuda", "cupy.cuda.memory", "cupy_backends", "cupy_backends.cuda", "cupy_backends.cuda.api")
+    modules: dict[str, Any] = {name: MagicMock() for name in names}
+    for name in ("driver", "runtime"):
+        modules[f"cupy_backends.cuda.api.{name}"] = MagicMock()
+    runtime, cuda = MagicMock(), modules["cupy.cuda"]
+    runtime.CUDARuntimeError = modules["cupy_backends.cuda.api.runtime"].CUDARuntimeError = RuntimeError
+    cuda.driver.CUDADriverError = modules["cupy_backends.cuda.api.driver"].CUDADriverError = RuntimeError
+    modules["cupy.cuda.memory"].OutOfMemoryError = MemoryError
+    runtime.getDeviceCount = lambda: len(gpus)
+    runtime.getDeviceProperties = lambda i: {"name": gpus[i].name.encode(), "totalGlobalMem": gpus[i].total_bytes}
+    runtime.memGetInfo = lambda: (gpus[_Device.current].free_bytes, gpus[_Device.current].total_bytes)
+    runtime.deviceCanAccessPeer = lambda _reader, _owner: int(peers)
+    cuda.Device, cuda.runtime = _Device, runtime
+    modules["cupy"].cuda = cuda
+    sys.modules.update(modules)
