@@ -58,6 +58,9 @@ class RowWriter:
     def refresh(self) -> None:
         """Read what is cached again, where anything is; UnavailableError where a store is down."""
 
+    def renew(self) -> None:
+        """As `refresh`, but rows that cannot be read now leave the cache."""
+
     def frozen(self) -> AbstractContextManager[None]:
         """Hold back all changes that this process makes to rows; look-ups go on."""
         return nullcontext()

@@ -94,6 +94,14 @@ class StoredWriter(RowWriter):
         """See RowWriter. Rows that a tier which is down may have stay as they are."""
         self._refresh_all(over_s=0.0)
 
+    def renew(self) -> None:
+        """See RowWriter."""
+        try:
+            self.refresh()
+        except UnavailableError:
+            for table in self._specs:
+                self._forget(table, None)
+
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
         """See RowWriter."""

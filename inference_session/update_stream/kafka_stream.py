@@ -285,10 +285,16 @@ class KafkaUpdateStream:
             self._note_doubt(one, self._positions.suspect(one))
 
     def _follow(self, partitions: Collection[Partition]) -> None:
+        any_saved = False
         for one in sorted(partitions):
-            applied = self._positions.left(one) or self._updates.saved(*one, self._wait_for_stores)
+            applied = left = self._positions.left(one)
+            if left is None:
+                applied = self._updates.saved(*one, self._wait_for_stores)
+                any_saved |= applied is not None
             _log.info("reading topic %r, partition %d, applied: %s", *one, applied)
             self._note_doubt(one, self._positions.follow(one, applied))
+        if any_saved:
+            self._updates.see_saved()
 
     def _note_doubt(self, one: Partition, doubt: str | None) -> None:
         """Report a partition that is read again."""

@@ -433,6 +433,38 @@ def test_a_session_that_is_held_does_not_write_what_a_store_has_refused(
                 np.testing.assert_array_equal(new.lookup("user.weight", [3]), vectors(3))
 
 
+def test_hot_rows_that_were_read_before_the_note_are_read_again(
+    broker: Broker, small: SmallVersion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer of the RocksDB applies an update, and notes it, after a new session has warmed its cache."""
+    database = f"rocksdb://{tmp_path}/db"
+    push(small.directory, database)
+    settings = {"persistent_store": database, "update_stream": broker.url, "state_dir": str(tmp_path / "state")}
+    with (
+        InferenceSession.open(small.directory, **settings) as writer,
+        Publisher(broker.url, small.model) as publisher,
+    ):
+        publisher.publish("user.weight", [3], vectors(1))
+        await_rows(writer, "user.weight", [3], 1)
+        writer.save_hot_keys()
+        follow = InferenceSession._follow_updates
+
+        def is_noted() -> bool:
+            with create_store(database, Namespace(small.model, "1"), DIMS) as store:
+                return '": 2' in (store.note("user_weight") or "")  # the offset after both messages
+
+        def follow_later(session: InferenceSession) -> None:
+            np.testing.assert_array_equal(session.lookup("user.weight", [3]), vectors(1))
+            publisher.publish("user.weight", [3], vectors(2))
+            publisher.flush()
+            wait_until(is_noted, "the update to be noted")
+            follow(session)
+
+        monkeypatch.setattr(InferenceSession, "_follow_updates", follow_later)
+        with InferenceSession.open(small.directory, **settings) as reader:
+            await_rows(reader, "user.weight", [3], 2)
+
+
 def test_rows_do_not_grow_older_when_new_content_takes_over(broker: Broker, small: SmallVersion) -> None:
     """A row is published again and again; a reader never sees an older one, whichever content answers."""
     ending = threading.Event()
