@@ -47,7 +47,7 @@ def describe_dense_network(spec: ModelSpec, version_dir: Path) -> dict[str, Any]
         # Imported where needed: ONNX takes a while to load.
         from inference_session.dense_engine.openvino import read_division
 
-        served = DENSE_FILE if spec.ranking is None else RANKING_FILE
+        served = RANKING_FILE if spec.is_divided else DENSE_FILE
         division = read_division(version_dir / served)
         facts |= {"matrix_products": division.num_products, "all_matrix_products": division.num_all_products}
     return facts

@@ -151,9 +151,16 @@ class RankingSpec:
     """The same of the bytes of a request."""
     tiled: tuple[str, ...] = ()
     """What keeps the rest from it: what the network does with the context for every candidate all the same."""
+    undivided: str = ""
+    """Why dense.onnx answers such requests, with the context repeated for every candidate; empty: ranking.onnx does."""
 
     def described(self) -> list[str]:
         """Lines for people."""
+        if self.undivided:
+            return [
+                f"of one candidate's cost, paid once per context: {self.bytes_fraction:.0%} of the bytes sent",
+                f"the network is not divided: {self.undivided}",
+            ]
         saved = (
             f"of one candidate's cost, computed once per context: {self.multiply_adds_fraction:.0%} of the "
             f"multiply-adds, {self.lookups_fraction:.0%} of the look-ups, {self.bytes_fraction:.0%} of the bytes sent"
@@ -198,6 +205,11 @@ class ModelSpec:
     def context(self) -> tuple[str, ...]:
         """The inputs that are given once per context."""
         return tuple(tensor.name for tensor in self.inputs if tensor.context)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranking.onnx answers requests that give their context once for many candidates."""
+        return self.ranking is not None and not self.ranking.undivided
 
     @property
     def has_own_inputs(self) -> bool:
@@ -358,6 +370,8 @@ def _check_ranking(spec: ModelSpec) -> None:
         )
     if not isinstance(spec.ranking.tiled, tuple) or not all(isinstance(line, str) for line in spec.ranking.tiled):
         raise ValueError(f"field 'ranking': tiled must be a list of strings, found {spec.ranking.tiled!r}")
+    if not isinstance(spec.ranking.undivided, str):
+        raise ValueError(f"field 'ranking': undivided must be a string, found {spec.ranking.undivided!r}")
     if not spec.batched or not spec.has_own_inputs or CANDIDATES in names:
         raise ValueError(
             f"field 'ranking': the model must be batched, have the layout 'tensors', and have no input {CANDIDATES!r}"

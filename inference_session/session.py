@@ -31,7 +31,13 @@ from inference_session.errors import (
 )
 from inference_session.execution.network import Network, RunResult, check_network, check_outputs
 from inference_session.execution.replicas import DeviceThread, Replica, Replicas
-from inference_session.execution.staged_model import Arrays, StagedModel, stage_model
+from inference_session.execution.staged_model import (
+    Arrays,
+    StagedModel,
+    StagedRankingModel,
+    stage_model,
+    stage_ranking,
+)
 from inference_session.execution.stages import Mark, unmarked
 from inference_session.kernels.cpu import lookup as cpu
 from inference_session.kernels.records import Lookup
@@ -51,7 +57,7 @@ from inference_session.requests.gpu_inputs import copied_to_host, is_on_gpu, may
 from inference_session.requests.grouped import GroupedRequests
 from inference_session.requests.layouts import layout_of
 from inference_session.requests.outputs import Answer, Outputs
-from inference_session.requests.ranking_layout import RankingLayout
+from inference_session.requests.ranking_layout import RankingLayout, gives_one_context
 from inference_session.rows import Rows, create_rows, fetch
 from inference_session.rows.dump import DumpReport, dump
 from inference_session.rows.hot_keys import HotKeys, HotKeysWriter, merged, read_hot_keys
@@ -83,6 +89,9 @@ _GPU_WARM_UP_BATCHES = ((1, 8), (1, 32), (1, 128), (1, 256), (1, 1024))
 
 _RANKING_WARM_UP = ((1, 100), (1, 500), (1, 1000), (4, 250))
 """Contexts and candidates of each."""
+
+_GPU_RANKING_WARM_UP = tuple((contexts, length) for length in (100, 250, 500, 1000) for contexts in (1, 4, 16))
+"""The same on a GPU, which records them as CUDA graphs: smaller batches are filled up to these."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +169,7 @@ class InferenceSession:
         threads = [DeviceThread(device, is_own=has_threads) for device in devices]
         engines = [thread.run(partial(self._open_all_engines, thread)) for thread in threads]
         self._devices = [thread.device for thread in threads]
+        self._input_names = tuple(tensor.name for tensor in spec.inputs)
         self._input_types = {tensor.name: np.dtype(tensor.dtype) for tensor in spec.inputs}
         if spec.ranking is not None:
             self._input_types[CANDIDATES] = np.dtype(np.int32)
@@ -344,6 +354,8 @@ class InferenceSession:
                 if self.config.unknown_keys == "reject" and batch.lookup.num_unknown.any():
                     return None
                 self._stats.count_staged(batch.lookup, batch.counts)
+                if self.spec.ranking is not None:
+                    self._stats.count_contexts(batch.num_contexts, sum(batch.counts), 0)
             mark("answer")
             return self._outputs.split(computed, [wanted.names] * num_requests, batch.counts)
         finally:
@@ -357,11 +369,15 @@ class InferenceSession:
     def _arrays_of(self, requests: Sequence[Request]) -> Arrays | None:
         """What `run_arrays` takes; None where requests lack inputs, or ask for different outputs."""
         arrays: Arrays = []
+        names = self._input_names
         for request in requests:
-            if len(request.inputs) != len(self._input_types) or request.outputs != requests[0].outputs:
+            num_inputs = len(request.inputs)
+            if request.outputs != requests[0].outputs:
+                return None
+            if num_inputs != len(names) and not (self.spec.ranking and gives_one_context(self.spec, request.inputs)):
                 return None
             try:
-                arrays.extend(map(request.inputs.__getitem__, self._input_types))
+                arrays.extend(map(request.inputs.__getitem__, names))
             except KeyError:
                 return None
         return arrays
@@ -375,9 +391,10 @@ class InferenceSession:
     def _answer_on(self, replica: Replica, requests: Sequence[CheckedRequest], mark: Mark) -> list[Answer]:
         mark("look-up")
         batch = self._layout.join(requests)
-        network = replica.network if requests[0].num_candidates is None else replica.ranking
+        is_ranking = requests[0].num_candidates is not None
+        network = replica.ranking if is_ranking else replica.network
         num_reused = 0
-        if self._kept is not None and network is replica.ranking:
+        if self._kept is not None and is_ranking:
             num_reused = self._fill_in_contexts(self._kept, batch, requests)
             network = self._kept.candidates
         outputs = self._run(network, batch, self._layout.wanted(requests), mark).outputs
@@ -413,8 +430,7 @@ class InferenceSession:
         num_samples = sum(request.num_samples for request in requests)
         self._stats.count_batch(num_samples)
         if self.spec.ranking is not None:
-            counts = [request.num_candidates for request in requests if request.num_candidates is not None]
-            num_contexts = sum(map(len, counts)) if counts else num_samples
+            num_contexts = sum(request.num_contexts for request in requests)
             self._stats.count_contexts(num_contexts, num_samples, num_reused)
 
     def _record_keys(self, lookup: Lookup) -> None:
@@ -582,7 +598,9 @@ class InferenceSession:
     def _network_specs(self) -> list[ModelSpec]:
         """For the model's network, and for the one that ranks candidates, if any."""
         ranking = self.spec.ranking
-        return [self.spec] if ranking is None else [self.spec, replace(self.spec, lookups=ranking.lookups)]
+        if ranking is None or ranking.undivided:
+            return [self.spec]
+        return [self.spec, replace(self.spec, lookups=ranking.lookups)]
 
     def _open_all_engines(self, thread: DeviceThread) -> list[_Engines]:
         """Of each network, on the thread's device."""
@@ -596,7 +614,7 @@ class InferenceSession:
             Network(spec, rows, dense, keys, keys_follow_inputs=follow)
             for spec, (dense, keys) in zip(self._network_specs, engines, strict=True)
         ]
-        return Replica(networks[0], networks[-1], thread, self._stage_model(networks[0]))
+        return Replica(networks[0], networks[-1], thread, self._stage_model(networks))
 
     def _open_engines(self, spec: ModelSpec, thread: DeviceThread, dense_file: str, keys_file: str) -> _Engines:
         """A dense network, and the one that computes its keys, if any."""
@@ -615,6 +633,11 @@ class InferenceSession:
         """The object that ranks candidates and keeps their contexts, where the settings ask for it."""
         if not self.config.context_cache_bytes or not isinstance(self._layout, RankingLayout):
             return None
+        if not self.spec.is_divided:
+            raise ConfigurationError(
+                f"setting 'context_cache_bytes': {self.directory} was imported without dividing the network, so no "
+                "results of a context alone exist that could be kept"
+            )
         if self._rows.device is not HOST:
             raise ConfigurationError(
                 "setting 'context_cache_bytes': contexts can be kept only on the CPU; set device=cpu"
@@ -624,8 +647,12 @@ class InferenceSession:
 
         return open_kept_contexts(self.version, self.config, self._rows, self._layout)
 
-    def _stage_model(self, network: Network) -> StagedModel | GatheredModel | None:
-        """The object that answers `run_arrays` on the network's device; None: nothing does."""
+    def _stage_model(self, networks: Sequence[Network]) -> StagedModel | StagedRankingModel | GatheredModel | None:
+        """The object that answers `run_arrays` on the networks' device; None: nothing does."""
+        network, *others = networks
+        if network.rows.device is HOST and self.spec.ranking is not None:
+            ranking = others[0] if others and not self.config.context_cache_bytes else None
+            return stage_ranking(self.spec, self._layout, (network, ranking), network.rows)
         if network.rows.device is HOST:
             return stage_model(self.spec, self._layout, network, network.rows)
         # Imported where needed: the reader of HugeCTR's requests takes half a second to load.
@@ -671,12 +698,23 @@ class InferenceSession:
         for num_requests, num_samples in (*_WARM_UP_BATCHES, *more):
             if time.monotonic() < deadline:
                 self._run_made_up(replica, num_requests if self._may_join else 1, num_samples)
-        if isinstance(self._layout, RankingLayout):
-            for num_contexts, num_candidates in _RANKING_WARM_UP:
-                if time.monotonic() < deadline:
-                    self._run_request(replica, self._layout.made_up_ranking(num_contexts, num_candidates))
+        ranked = self._warm_up_ranking(replica, deadline)
         for network in {replica.network, replica.ranking}:
             network.dense.end_warm_up()
+        if isinstance(self._layout, RankingLayout) and self.spec.is_divided and replica.ranking.dense.replays:
+            self._layout.replayed = ranked
+
+    def _warm_up_ranking(self, replica: Replica, deadline: float) -> tuple[tuple[int, int], ...]:
+        """Rank made-up candidates; returns the sizes that were run."""
+        if not isinstance(self._layout, RankingLayout):
+            return ()
+        on_gpu = replica.thread.device is not HOST and self.spec.is_divided
+        ran = []
+        for size in _GPU_RANKING_WARM_UP if on_gpu else _RANKING_WARM_UP:
+            if time.monotonic() < deadline:
+                self._run_request(replica, self._layout.made_up_ranking(*size))
+                ran.append(size)
+        return tuple(ran)
 
     def _run_made_up(self, replica: Replica, num_requests: int, num_samples: int) -> None:
         self._run_request(replica, self._layout.made_up(num_samples), num_requests)

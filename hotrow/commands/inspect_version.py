@@ -163,6 +163,7 @@ def _ranking(ranking: RankingSpec | None) -> dict[str, Any] | None:
         "lookups_fraction": ranking.lookups_fraction,
         "bytes_fraction": ranking.bytes_fraction,
         "tiled": list(ranking.tiled),
+        "undivided": ranking.undivided,
     }
 
 

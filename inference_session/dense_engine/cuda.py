@@ -143,6 +143,7 @@ class CudaEngine(OnnxEngine):
             with self._gpu.request():
                 self._check_graphs(recorded)
         self._warms_up = False
+        self.replays = bool(recorded) and self._recorder is not None
 
     def prepare(self) -> _Bindings:
         """See DenseEngine: bindings of arrays in certain places."""

@@ -17,7 +17,7 @@ from inference_session.kernels.array_headers import dtype_addresses
 from inference_session.kernels.cpu import bag_staging, staging
 from inference_session.kernels.cpu.staging import DIFFERING, INPUT, LOOKUP, MAX_RANK, OPEN
 from inference_session.kernels.records import PoolingCode
-from inference_session.model_spec import LookupSpec, ModelSpec, TensorSpec
+from inference_session.model_spec import BLOCK_CONTEXT, ROW_CONTEXT, LookupSpec, ModelSpec, TensorSpec
 from inference_session.requests.batch import RequestLayout
 from inference_session.requests.tensor_layout import TensorLayout
 
@@ -40,8 +40,11 @@ class ArrayForm(Protocol):
     def stage(self, items: int, num_requests: int, *records: NDArray[Any]) -> int:
         """Read the arrays of some requests, and describe their look-up: STAGED, NOT_STAGED or NO_ROOM."""
 
-    def shapes(self, num_samples: int) -> Shapes:
+    def shapes(self, open_sizes: NDArray[np.int64]) -> Shapes:
         """Shapes of the keys, and of what the network reads other than vectors, in the batch that was staged last."""
+
+    def constants(self, open_sizes: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
+        """What the network reads that is the same for all batches of these sizes."""
 
     def fits(self, shapes: Shapes) -> bool:
         """Whether the sizes that must be equal are equal."""
@@ -54,7 +57,8 @@ class TensorForm:
         self.inputs = input_records(spec, layout, dense.input_names)
         self.names = tuple(tensor.name for tensor in spec.inputs)
         self.lookups = _lookup_records(spec, lookups)
-        self.num_open_sizes = 1 + int((self.inputs["expected"] == OPEN).sum())
+        self._ranks = bool(spec.context)
+        self.num_open_sizes = 1 + int((self.inputs["expected"] == OPEN).sum()) + self._ranks
         self._spec = spec
         self._max_elements = layout.max_elements
 
@@ -65,12 +69,20 @@ class TensorForm:
         )
         return status
 
-    def shapes(self, num_samples: int) -> Shapes:
+    def shapes(self, open_sizes: NDArray[np.int64]) -> Shapes:
         """See ArrayForm."""
+        first = int(open_sizes[0]), int(open_sizes[-1])  # samples, and requests where each has a context
         return {
-            tensor.name: (num_samples, *record["sizes"][1 : record["rank"]].tolist())
+            tensor.name: (first[tensor.context], *record["sizes"][1 : record["rank"]].tolist())
             for tensor, record in zip(self._spec.inputs, self.inputs, strict=True)
         }
+
+    def constants(self, open_sizes: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
+        """See ArrayForm: of requests with a context, whose candidates are one block."""
+        if not self._ranks:
+            return {}
+        contexts = np.arange(int(open_sizes[-1]))
+        return {ROW_CONTEXT: np.repeat(contexts, open_sizes[0] // len(contexts)), BLOCK_CONTEXT: contexts}
 
     def fits(self, shapes: Shapes) -> bool:
         """See ArrayForm. Where it does not, `run_many` says what is wrong."""
@@ -110,10 +122,15 @@ class BagForm:
         )
         return status
 
-    def shapes(self, num_samples: int) -> Shapes:
+    def shapes(self, open_sizes: NDArray[np.int64]) -> Shapes:
         """See ArrayForm."""
+        num_samples = int(open_sizes[0])
         bags = {keys: (num_samples, slots, 0) for keys, slots in zip(self._keys, self._slots.tolist(), strict=True)}
         return {self.names[0]: (num_samples, int(self._form["dense_dim"][0])), **bags}
+
+    def constants(self, open_sizes: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:  # noqa: ARG002
+        """See ArrayForm."""
+        return {}
 
     def fits(self, shapes: Shapes) -> bool:  # noqa: ARG002
         """See ArrayForm."""
@@ -128,8 +145,9 @@ def has_form(spec: ModelSpec, layout: RequestLayout, dense: DenseEngine) -> bool
         return _has_bags(spec, layout, dense)
     tensors = {tensor.name: tensor for tensor in spec.inputs}
     known = {*tensors, *(lookup.dense_input for lookup in spec.lookups)}
+    known |= {ROW_CONTEXT, BLOCK_CONTEXT} if spec.context else set()
     return (
-        type(layout) is TensorLayout
+        isinstance(layout, TensorLayout)
         and all(map(is_readable, spec.inputs))
         and dense.input_names <= known
         and all(_is_stageable(lookup, tensors) for lookup in spec.lookups)
@@ -188,7 +206,7 @@ def input_records(spec: ModelSpec, layout: TensorLayout, read: Collection[str]) 
         if tensor.name in layout.ragged and (tensor.name, rank - 1) not in bound_sizes:
             record["expected"][rank - 1] = DIFFERING
         record["sizes"] = np.maximum(record["expected"], 0)
-        record["is_read"] = tensor.name in read
+        record["is_read"], record["is_contexts"] = tensor.name in read, tensor.context
     return records
 
 
@@ -200,6 +218,7 @@ def _lookup_records(spec: ModelSpec, lookups: ModelLookups) -> NDArray[np.void]:
         record["keys"] = inputs[lookup.keys]
         record["weights"] = inputs[lookup.weights] if lookup.weights else -1
         record["first_column"], record["num_columns"] = first, last - first
+        record["is_contexts"] = spec.inputs[record["keys"]].context
     return records
 
 

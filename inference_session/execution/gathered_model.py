@@ -165,7 +165,7 @@ class GatheredModel:
             return None
         plan = target.plan
         gather(items, num_requests, len(self._form.inputs), int(open_sizes[0]), counts, target.copies)
-        return StagedBatch(plan.cleared(), plan.network, counts.tolist())
+        return StagedBatch(plan.cleared(), plan.network, counts.tolist(), int(open_sizes[0]))
 
     def _find(self, case: _Case, arrays: Arrays) -> _Target | None:
         """The recorded batch of this shape; None: there is none, or none yet."""

@@ -9,6 +9,7 @@ once per shape. Nothing is done in Python per input or table. All other requests
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -46,6 +47,8 @@ class StagedBatch(NamedTuple):
     run: BoundRun
     counts: list[int]
     """The samples of each request."""
+    num_contexts: int
+    """Of all requests; without contexts, each sample is one."""
 
 
 class StagedModel:
@@ -77,6 +80,7 @@ class Staging:
 
     def __init__(self, spec: ModelSpec, lookups: ModelLookups, dense: DenseEngine, form: ArrayForm) -> None:
         self._spec, self._dense, self._form = spec, dense, form
+        self._ranks = bool(spec.context)
         self._blocks_of = lookups.blocks
         self._inputs, self._lookups = form.inputs, form.lookups
         self._blocks = np.zeros(len(lookups.blocks), BLOCK)
@@ -106,7 +110,8 @@ class Staging:
             return None
         num_segments = num_requests * len(self._lookups)
         records = self._records_of.get(num_segments) or self._first_records(num_segments)
-        return StagedBatch(Lookup(*records), run, self._counts[:num_requests].tolist())
+        num_contexts = num_requests if self._ranks else int(self._open_sizes[0])
+        return StagedBatch(Lookup(*records), run, self._counts[:num_requests].tolist(), num_contexts)
 
     def _stage(self, arrays: Arrays, num_requests: int) -> int:
         records = self._blocks, self._open_sizes, self._counts, self._segments, self._num_keys
@@ -146,14 +151,18 @@ class Staging:
         """The network bound to the memory of batches of these sizes; None: requests would be refused."""
         if len(self._plans) >= _MAX_PLANS:
             self._plans.clear()
-        shapes = self._form.shapes(int(self._open_sizes[0]))
+        shapes = self._form.shapes(self._open_sizes)
         fits = self._form.fits(shapes)
         self._plans[case] = run = self._dense.bind(self._network_inputs(shapes), case[1]) if fits else None
         return run
 
     def _network_inputs(self, shapes: Shapes) -> dict[str, NDArray[Any]]:
         """What the network reads, in the shapes of the batch that was staged last."""
-        inputs = {}
+        inputs = {
+            name: array
+            for name, array in self._form.constants(self._open_sizes).items()
+            if name in self._dense.input_names
+        }
         for i, (name, tensor) in enumerate(zip(self._form.names, self._spec.inputs, strict=True)):
             if self._inputs["is_read"][i]:
                 inputs[name] = _view(self._memory, ("input", i), shapes[name], np.dtype(tensor.dtype))
@@ -166,11 +175,76 @@ class Staging:
         first = self._spec.lookups[block.members[0]]
         if block.joined:
             row_bytes = int(self._blocks["row_bytes"][self._blocks_of.index(block)])
-            return int(self._open_sizes[0]), row_bytes // np.dtype(np.float32).itemsize
+            num_rows = self._open_sizes[-1 if self._blocks["is_contexts"][self._blocks_of.index(block)] else 0]
+            return int(num_rows), row_bytes // np.dtype(np.float32).itemsize
         table = self._spec.table_in(first.table)
         if first.pooling != "none":
             return (*shapes[first.keys][:-1], table.embedding_dim)
         return (*shapes[first.keys], *(table.row_shape or (table.embedding_dim,)))
+
+
+class StagedRankingModel:
+    """A model with context inputs: requests that repeat the context, and requests of one context each.
+
+    Args:
+        models: for the former and for the latter; None: such requests are not staged.
+    """
+
+    def __init__(self, spec: ModelSpec, models: tuple[StagedModel | None, StagedModel | None]) -> None:
+        self._models = models
+        is_contexts = [tensor.context for tensor in spec.inputs]
+        self._places = is_contexts.index(True), is_contexts.index(False)
+
+    def take(self) -> RankingStaging:
+        """See StagedModel."""
+        return RankingStaging(self._places, self._models)
+
+    def give_back(self, staging: Any) -> None:
+        """See StagedModel."""
+        staging.give_back()
+
+
+class RankingStaging:
+    """The memory that a batch of either kind uses. For one batch."""
+
+    def __init__(self, places: tuple[int, int], models: tuple[StagedModel | None, StagedModel | None]) -> None:
+        self._places, self._models = places, models
+        self._taken: tuple[StagedModel, Staging] | None = None
+
+    def fill(self, arrays: Arrays, num_requests: int, outputs: tuple[str, ...]) -> StagedBatch | None:
+        """See Staging.fill. The first request shows the kind; Staging refuses others that differ."""
+        try:
+            num_contexts, num_samples = (len(arrays[place]) for place in self._places)
+        except (IndexError, TypeError):
+            return None
+        model = self._models[num_contexts != num_samples]
+        if model is None:
+            return None
+        self._taken = model, model.take()
+        return self._taken[1].fill(arrays, num_requests, outputs)
+
+    def give_back(self) -> None:
+        """Return the memory of the batch."""
+        if self._taken is not None:
+            model, staging = self._taken
+            model.give_back(staging)
+
+
+def stage_ranking(
+    spec: ModelSpec, layout: RequestLayout, networks: tuple[Network, Network | None], rows: Rows
+) -> StagedRankingModel | None:
+    """As `stage_model`, for a model with context inputs.
+
+    Args:
+        networks: for requests that repeat the context, and for those that give it once.
+    """
+    whole = replace(spec, inputs=tuple(replace(tensor, context=False) for tensor in spec.inputs))
+    ranking = networks[1]
+    models = (
+        stage_model(whole, layout, networks[0], rows),
+        None if ranking is None else stage_model(ranking.spec, layout, ranking, rows),
+    )
+    return StagedRankingModel(spec, models) if any(models) else None
 
 
 def stage_model(spec: ModelSpec, layout: RequestLayout, network: Network, rows: Rows) -> StagedModel | None:

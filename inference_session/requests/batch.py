@@ -50,6 +50,11 @@ class CheckedRequest(NamedTuple):
     num_candidates: NDArray[np.int64] | None = None
     """Of each context, where inputs of the context are given once for several samples."""
 
+    @property
+    def num_contexts(self) -> int:
+        """Of a model with context inputs: an ordinary request has one for each of its samples."""
+        return self.num_samples if self.num_candidates is None else len(self.num_candidates)
+
 
 class JoinedBatch:
     """The arrays of several requests, joined as if they were one.

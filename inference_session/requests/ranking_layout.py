@@ -28,6 +28,9 @@ class RankingLayout(TensorLayout):
         super().__init__(spec, outputs, network_inputs=network_inputs, max_elements=max_elements)
         self._context = frozenset(spec.context)
         self._may_pad = spec.ranking is not None and spec.ranking.may_pad
+        self._is_divided = spec.is_divided
+        self.replayed: tuple[tuple[int, int], ...] = ()
+        """Contexts, and candidates of each, of batches that the device replays: others are filled up to them."""
 
     def check(self, request: Request) -> CheckedRequest:
         """See RequestLayout. Of ordinary requests, `num_candidates` is None."""
@@ -39,6 +42,8 @@ class RankingLayout(TensorLayout):
         outputs = self._outputs.resolve(request.outputs)
         if is_ordinary:
             return CheckedRequest(inputs, outputs, num_samples, shapes)
+        if not self._is_divided:
+            return CheckedRequest(self._repeated(inputs, counts), outputs, num_samples, shapes, counts)
         return CheckedRequest(inputs, outputs, num_samples, (CANDIDATES, *shapes), counts)
 
     def made_up_ranking(self, num_contexts: int, num_candidates: int) -> Request:
@@ -50,17 +55,22 @@ class RankingLayout(TensorLayout):
     def join(self, requests: Sequence[CheckedRequest]) -> JoinedBatch:
         """See RequestLayout. The rows of contexts are concatenated, and those of candidates too, in blocks."""
         batch = super().join(requests)
-        if requests[0].num_candidates is None:
+        if requests[0].num_candidates is None or not self._is_divided:
             return batch
         counts = np.concatenate([request.num_candidates for request in requests if request.num_candidates is not None])
         parts = {name: batch.parts(name) for name in requests[0].inputs}
-        blocks = arrange(counts, may_pad=self._may_pad and not self._any_ragged(parts))
+        is_ragged = [isinstance(part[0], Ragged) for part in parts.values()]
+        may_pad = self._may_pad and not self._any_ragged(parts)
+        blocks = arrange(counts, may_pad=may_pad, replayed=() if any(is_ragged) else self.replayed)
         if blocks.candidates is not None:
-            parts = {
-                name: part if name in self._context else [batch.array(name)[blocks.candidates]]
-                for name, part in parts.items()
-            }
-        return self._in_blocks(parts, requests, len(counts), blocks)
+            contexts = np.minimum(np.arange(blocks.num_contexts), len(counts) - 1)
+            is_filled = blocks.num_contexts > len(counts)
+            for name in requests[0].inputs:
+                if name not in self._context:
+                    parts[name] = [batch.array(name)[blocks.candidates]]
+                elif is_filled:
+                    parts[name] = [batch.array(name)[contexts]]
+        return self._in_blocks(parts, requests, blocks)
 
     def of_contexts(self, rows: Sequence[Mapping[str, NDArray[Any]]]) -> JoinedBatch:
         """A batch of contexts alone: their inputs, each of one row."""
@@ -69,19 +79,33 @@ class RankingLayout(TensorLayout):
         self._even_out(batch)
         return batch
 
+    def _repeated(self, inputs: Mapping[str, NDArray[Any]], counts: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        """The inputs, those of the context with a row for each of its candidates."""
+        rows = np.repeat(np.arange(len(counts)), counts)
+        return {name: array[rows] if name in self._context else array for name, array in inputs.items()}
+
     def _any_ragged(self, parts: Mapping[str, list[Part]]) -> bool:
         """Whether candidates have bags of different lengths, which are not moved into blocks."""
         return any(isinstance(part[0], RaggedBags) for name, part in parts.items() if name not in self._context)
 
     @staticmethod
-    def _in_blocks(
-        parts: dict[str, list[Part]], requests: Sequence[CheckedRequest], num_contexts: int, blocks: Blocks
-    ) -> JoinedBatch:
-        shapes = (num_contexts, len(blocks.block_context), requests[0].shapes)
+    def _in_blocks(parts: dict[str, list[Part]], requests: Sequence[CheckedRequest], blocks: Blocks) -> JoinedBatch:
+        shapes = (blocks.num_contexts, len(blocks.block_context), requests[0].shapes)
         batch = JoinedBatch(parts, len(blocks.row_context), shapes)
         batch.add({ROW_CONTEXT: blocks.row_context, BLOCK_CONTEXT: blocks.block_context})
         batch.places = blocks.rows
         return batch
+
+
+def gives_one_context(spec: ModelSpec, inputs: Mapping[str, Any]) -> bool:
+    """Whether CANDIDATES says no more than the other inputs: all candidates of a request belong to its only context."""
+    given = inputs.get(CANDIDATES)
+    if len(inputs) != len(spec.inputs) + 1 or type(given) is not np.ndarray:
+        return False
+    if given.dtype != np.int32 or given.shape != (1,):
+        return False
+    candidates = next(inputs.get(tensor.name) for tensor in spec.inputs if not tensor.context)
+    return type(candidates) is np.ndarray and bool(candidates.shape[:1] == (given[0],))
 
 
 def _num_candidates(given: NDArray[Any] | None, num_samples: int, num_contexts: int) -> NDArray[np.int64]:

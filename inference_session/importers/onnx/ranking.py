@@ -18,6 +18,7 @@ from inference_session.importers.onnx.carve import CarvedModel, carve_tables
 from inference_session.importers.onnx.context import ContextSplit, Cut, split_context
 from inference_session.importers.onnx.graph import Names
 from inference_session.importers.onnx.probe import Arrays, Findings, Prober, Recipe
+from inference_session.importers.onnx.ranking_times import NUM_CANDIDATES, Times, measure
 from inference_session.importers.onnx.replay import Replay
 from inference_session.importers.onnx.spec import lookup_spec
 from inference_session.importers.onnx.tables import StaysDenseError
@@ -64,6 +65,8 @@ class RankingImport:
     def run(self, spec: ModelSpec, context: Sequence[str]) -> ModelSpec:
         """Write the networks; returns the description with what was found.
 
+        Where every way of dividing the model is correct but slower, nothing is written: the whole network answers.
+
         Raises:
             ConfigurationError: a context input is unknown, or no input is left for the candidates.
             UnsupportedModelError: the model cannot be divided.
@@ -78,7 +81,10 @@ class RankingImport:
             raise UnsupportedModelError(
                 "--context: the original could not be run on generated inputs, so the result cannot be verified"
             )
+        slower: dict[Cut, Times] = {}
         for cut, merge in product(Cut, (True, False)):
+            if cut in slower:
+                continue
             split = split_context(self.model, self.weights, self.names, context, cut)
             try:
                 carved = carve_tables(split.model, split.weights, self.names, list(self.folders), merge=merge)
@@ -87,9 +93,16 @@ class RankingImport:
                 continue
             found = self._spec(spec, context, carved, split)
             self.write(carved)
-            if self._is_faithful(found, context, self.findings.recipe, cut):
+            if not self._is_faithful(found, context, self.findings.recipe, cut):
+                logger.debug("split %s, the model answers differently", cut.value)
+                continue
+            times = self._measure(spec, found)
+            if times is None or not times.are_worse:
                 return found
-            logger.debug("split %s, the model answers differently", cut.value)
+            logger.debug("split %s, the model takes %s s", cut.value, times)
+            slower[cut] = times
+        if slower:
+            return self._undivided(found, spec, min(slower.values()))
         raise UnsupportedModelError("--context: the split model answers differently")
 
     def _spec(self, spec: ModelSpec, context: Sequence[str], carved: CarvedModel, split: ContextSplit) -> ModelSpec:
@@ -103,6 +116,24 @@ class RankingImport:
         )
         inputs = tuple(replace(tensor, context=tensor.name in context) for tensor in spec.inputs)
         return replace(spec, inputs=inputs, ranking=ranking, joinable=spec.joinable and split.proven)
+
+    def _measure(self, spec: ModelSpec, divided: ModelSpec) -> Times | None:
+        if divided.ranking is None or self.findings.recipe is None:
+            return None
+        return measure(self.staging, replace(spec, inputs=divided.inputs), divided.ranking, self.findings.recipe)
+
+    def _undivided(self, divided: ModelSpec, spec: ModelSpec, slower: Times) -> ModelSpec:
+        """The description where the whole network answers, with the context repeated for every candidate."""
+        for name in (RANKING_FILE, RANKING_KEYS_FILE):
+            for path in self.staging.glob(f"{name}*"):
+                path.unlink()
+        reason = (
+            f"it takes {slower.divided * 1e3:.2f} ms divided and {slower.whole * 1e3:.2f} ms whole for "
+            f"{NUM_CANDIDATES} candidates of one context, so the context is repeated for every candidate"
+        )
+        fraction = divided.ranking.bytes_fraction if divided.ranking else 0.0
+        ranking = RankingSpec(lookups=(), bytes_fraction=fraction, undivided=reason)
+        return replace(divided, ranking=ranking, joinable=spec.joinable)
 
     def _is_faithful(self, spec: ModelSpec, context: Sequence[str], recipe: Recipe, cut: Cut) -> bool:
         """Compare random requests with the original on tiled inputs."""

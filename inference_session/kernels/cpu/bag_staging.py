@@ -101,7 +101,7 @@ def stage_bags(
     if num_samples <= 0:
         return NOT_STAGED
     open_sizes[0] = num_samples
-    lay_out_blocks(lookups, blocks, num_samples)
+    lay_out_blocks(lookups, blocks, num_samples, num_requests)
     if not has_room(inputs, blocks):
         return NO_ROOM
     fits = _enter_requests(arrays, num_requests, form[0], slots, inputs, lookups, blocks, counts, segments, num_keys)

@@ -79,7 +79,7 @@ def check_tensors(
     num_samples = _check_arrays(arrays, num_requests, array_type, max_elements, inputs, counts)
     if num_samples <= 0:
         return False
-    _note_open_sizes(inputs, num_samples, open_sizes)
+    _note_open_sizes(inputs, num_samples, num_requests, open_sizes)
     return True
 
 

@@ -39,6 +39,7 @@ INPUT = np.dtype(
         ("expected", np.int64, (MAX_RANK,)),  # sizes, OPEN or DIFFERING
         ("sizes", np.int64, (MAX_RANK,)),  # receives those of the batch; DIFFERING as it is
         ("is_read", np.int64),  # by the network
+        ("is_contexts", np.int64),  # each request has one row, whatever its number of samples is
         ("address", np.int64),  # where it reads
         ("num_bytes", np.int64),  # room there
         ("wanted_bytes", np.int64),  # receives what a batch needs
@@ -56,6 +57,7 @@ LOOKUP = np.dtype(
         ("num_columns", np.int64),
         ("block", np.int64),  # number of the block
         ("joined", np.int64),  # beside others in it
+        ("is_contexts", np.int64),  # as its keys
         ("rows_per_sample", np.int64),  # the remaining fields are worked out for each batch
         ("keys_per_row", np.int64),
         ("column_bytes", np.int64),  # distance from the beginning of the block's row
@@ -69,6 +71,7 @@ BLOCK = np.dtype(
         ("wanted_bytes", np.int64),  # receives what a batch needs
         ("row_bytes", np.int64),  # of one output row, worked out for each batch
         ("rows_per_sample", np.int64),
+        ("is_contexts", np.int64),
     ],
     align=True,
 )
@@ -98,7 +101,8 @@ def stage(
         inputs: INPUT records of the model's inputs, in the order of the arrays.
         lookups: LOOKUP records.
         blocks: BLOCK records: what the network reads vectors from.
-        open_sizes: receives the samples of the batch, then the sizes that are open, input after input.
+        open_sizes: receives the samples of the batch, then the sizes that are open, input after input, then, where it
+            is that long, the number of requests.
         counts: [requests] receives the samples of each.
         segments: SEGMENT records, [requests x look-ups] or more, which receive the look-up.
         num_keys: as many, receives the keys of each segment.
@@ -109,8 +113,8 @@ def stage(
     num_samples = _check_arrays(arrays, num_requests, array_type, max_elements, inputs, counts)
     if num_samples <= 0:
         return NOT_STAGED
-    _note_open_sizes(inputs, num_samples, open_sizes)
-    _lay_out(inputs, lookups, blocks, num_samples)
+    _note_open_sizes(inputs, num_samples, num_requests, open_sizes)
+    _lay_out(inputs, lookups, blocks, num_samples, num_requests)
     if not has_room(inputs, blocks):
         return NO_ROOM
     _copy_inputs(arrays, num_requests, inputs, counts)
@@ -133,9 +137,13 @@ def array_at(arrays: int, num_inputs: int, request: int, number: int) -> Any:
 
 @kernel
 def _check_arrays(arrays: int, num_requests: int, array_type: int, max_elements: int, inputs: Any, counts: Any) -> Any:
-    """Compare all arrays with what is expected, note their sizes, and return the number of samples; -1: they differ."""
-    num_samples = np.int64(0)
+    """Compare all arrays with what is expected, note their sizes, and return the number of samples; -1: they differ.
+
+    Where requests have a context, each has one, and all have equally many samples.
+    """
+    num_samples, has_contexts = np.int64(0), False
     for r in range(num_requests):
+        counts[r] = -1
         for i in range(len(inputs)):
             array = array_at(arrays, len(inputs), r, i)
             if load(array + OBJECT_TYPE, np.int64, 0) != array_type:
@@ -143,11 +151,17 @@ def _check_arrays(arrays: int, num_requests: int, array_type: int, max_elements:
             if not _is_as_expected(array, inputs[i], r == 0, max_elements):
                 return -1
             count = load(load(array + SIZES, np.int64, 0), np.int64, 0)
-            if i == 0:
+            if inputs[i].is_contexts:
+                has_contexts = True
+                if count != 1:
+                    return -1
+            elif counts[r] < 0:
                 counts[r] = count
                 num_samples += count
             elif count != counts[r]:
                 return -1
+        if has_contexts and counts[r] != counts[0]:
+            return -1
     return num_samples
 
 
@@ -177,7 +191,7 @@ def _is_as_expected(array: int, record: Any, is_first: bool, max_elements: int) 
 
 
 @kernel
-def _note_open_sizes(inputs: Any, num_samples: int, open_sizes: Any) -> None:
+def _note_open_sizes(inputs: Any, num_samples: int, num_requests: int, open_sizes: Any) -> None:
     open_sizes[0] = num_samples
     at = 1
     for i in range(len(inputs)):
@@ -185,6 +199,8 @@ def _note_open_sizes(inputs: Any, num_samples: int, open_sizes: Any) -> None:
             if inputs[i].expected[axis] == OPEN:
                 open_sizes[at] = inputs[i].sizes[axis]
                 at += 1
+    if at < len(open_sizes):
+        open_sizes[at] = num_requests
 
 
 @kernel
@@ -197,19 +213,20 @@ def _inner(record: Any) -> Any:
 
 
 @kernel
-def _lay_out(inputs: Any, lookups: Any, blocks: Any, num_samples: int) -> None:
+def _lay_out(inputs: Any, lookups: Any, blocks: Any, num_samples: int, num_requests: int) -> None:
     """Work out what follows from the sizes of a batch."""
     for i in range(len(inputs)):
         record = inputs[i]
         last = record.sizes[record.rank - 1] if record.rank > 1 else 1
-        record.wanted_bytes = num_samples * _inner(record) * last * record.element_bytes if record.is_read else 0
+        num_rows = num_requests if record.is_contexts else num_samples
+        record.wanted_bytes = num_rows * _inner(record) * last * record.element_bytes if record.is_read else 0
     for i in range(len(lookups)):
         _lay_out_lookup(lookups[i], inputs[lookups[i].keys])
-    lay_out_blocks(lookups, blocks, num_samples)
+    lay_out_blocks(lookups, blocks, num_samples, num_requests)
 
 
 @kernel
-def lay_out_blocks(lookups: Any, blocks: Any, num_samples: int) -> None:
+def lay_out_blocks(lookups: Any, blocks: Any, num_samples: int, num_requests: int) -> None:
     """Work out the rows of blocks, from those of their look-ups."""
     for b in range(len(blocks)):
         blocks[b].row_bytes = 0
@@ -218,9 +235,10 @@ def lay_out_blocks(lookups: Any, blocks: Any, num_samples: int) -> None:
         side_by_side = lookup.keys_per_row if lookup.pooling == _NONE else 1
         lookup.column_bytes = block.row_bytes
         block.row_bytes += 4 * lookup.embedding_dim * side_by_side
-        block.rows_per_sample = lookup.rows_per_sample
+        block.rows_per_sample, block.is_contexts = lookup.rows_per_sample, lookup.is_contexts
     for b in range(len(blocks)):
-        blocks[b].wanted_bytes = num_samples * blocks[b].rows_per_sample * blocks[b].row_bytes
+        num_rows = num_requests if blocks[b].is_contexts else num_samples
+        blocks[b].wanted_bytes = num_rows * blocks[b].rows_per_sample * blocks[b].row_bytes
 
 
 @kernel
@@ -258,8 +276,9 @@ def _copy_inputs(arrays: int, num_requests: int, inputs: Any, counts: Any) -> No
             sample_bytes, target = _inner(record) * last * record.element_bytes, record.address
             for r in range(num_requests):
                 source = load(array_at(arrays, len(inputs), r, i) + DATA, np.int64, 0)
-                copy_bytes(target, source, counts[r] * sample_bytes)
-                target += counts[r] * sample_bytes
+                num_bytes = sample_bytes if record.is_contexts else counts[r] * sample_bytes
+                copy_bytes(target, source, num_bytes)
+                target += num_bytes
 
 
 @kernel
@@ -279,7 +298,10 @@ def _fill_segments(
             lookup, segment = lookups[i], segments[s]
             array = array_at(arrays, len(inputs), r, lookup.keys)
             _enter_keys(segment, lookup, inputs[lookup.keys], array)
-            enter_output(segment, lookup, blocks[lookup.block], samples_before, counts[r])
+            if lookup.is_contexts:
+                enter_output(segment, lookup, blocks[lookup.block], np.int64(r), np.int64(1))
+            else:
+                enter_output(segment, lookup, blocks[lookup.block], samples_before, counts[r])
             if lookup.weights >= 0:
                 weights = array_at(arrays, len(inputs), r, lookup.weights)
                 segment.weights_address = load(weights + DATA, np.int64, 0)
