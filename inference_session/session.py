@@ -24,6 +24,7 @@ from inference_session.device.host import HOST, vectors_at_line
 from inference_session.errors import (
     ConfigurationError,
     HotrowError,
+    InvalidRequestError,
     SessionClosedError,
     UnavailableError,
     UnknownKeyError,
@@ -386,7 +387,16 @@ class InferenceSession:
         """The path of all other requests: keys, look-up, dense network, split."""
         if self.spec.batched and not any(request.num_samples for request in requests):
             return [self._outputs.of_no_samples(request.outputs) for request in requests]
-        return self._replicas.run(lambda replica: self._answer_on(replica, requests, mark))
+        try:
+            return self._replicas.run(lambda replica: self._answer_on(replica, requests, mark))
+        except UnknownKeyError:
+            raise
+        except InvalidRequestError:
+            # A divided network refuses some shapes that the whole one computes, such as those of an empty history.
+            repeated = self._layout.repeated(requests) if self.spec.is_divided else None
+            if repeated is None:
+                raise
+        return self._replicas.run(lambda replica: self._answer_on(replica, repeated, mark))
 
     def _answer_on(self, replica: Replica, requests: Sequence[CheckedRequest], mark: Mark) -> list[Answer]:
         mark("look-up")

@@ -139,6 +139,43 @@ def test_joined_requests_are_one_batch(session: InferenceSession) -> None:
     assert session.stats()["batches"] - before == 1
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
+@given(st.integers(2, 9), st.lists(st.integers(1, 4), min_size=1, max_size=5), st.booleans())
+def test_requests_of_one_context_are_staged(
+    session: InferenceSession,
+    imported: tuple[ImportReport, Path],
+    num_candidates: int,
+    lengths: list[int],
+    with_candidates: bool,
+) -> None:
+    """As many candidates each: compiled code reads them, whether CANDIDATES says what is clear, or is absent."""
+    requests = [request(1, num_candidates, length=length, seed=i) for i, length in enumerate(lengths)]
+    given_counts = {CANDIDATES: np.array([num_candidates], np.int32)} if with_candidates else {}
+    before = session.stats()
+    arrays = [inputs[tensor.name] for inputs in requests for tensor in session.spec.inputs]
+    staged = session.run_arrays(arrays, len(requests))
+    assert staged is not None
+    joined = session.run_many([Request({**inputs, **given_counts}) for inputs in requests])
+    for inputs, first, second in zip(requests, staged, joined, strict=True):
+        wanted = expected(imported[1], inputs, [num_candidates])
+        assert_alike(first, wanted)
+        assert_alike(second, wanted)
+    after = session.stats()
+    for name, count in {"contexts_total": 1, "candidates_total": num_candidates, "samples": num_candidates}.items():
+        assert after[name] - before[name] == 2 * len(requests) * count
+
+
+def test_requests_that_are_not_staged_are_left_to_the_other_path(session: InferenceSession) -> None:
+    """Different numbers of candidates, several contexts in a request, and kinds that are mixed."""
+    for sizes in ([(1, 4), (1, 5)], [(2, 4)], [(1, 4), (4, 4)], [(4, 4), (1, 4)], [(0, 4)], [(1, 0)]):
+        requests = [request(*size) for size in sizes]
+        arrays = [inputs[tensor.name] for inputs in requests for tensor in session.spec.inputs]
+        assert session.run_arrays(arrays, len(requests)) is None, sizes
+    assert session.run_arrays([], 0) is None
+    assert session.run_arrays([np.zeros(1)], 1) is None
+    assert session.run_arrays([None] * 5, 1) is None  # type: ignore[list-item]
+
+
 NUMBERS = {"clicks": np.zeros((3, 5), np.int64), "user": np.zeros(3, np.int64), "age": np.zeros((3, 2), np.float32)}
 BAD = {
     "must say how many of these belong to each context": NUMBERS,
@@ -164,6 +201,45 @@ def test_numbers_that_do_not_add_up_are_refused(session: InferenceSession, messa
     assert isinstance(answers[1], InvalidRequestError)
     for i in (0, 2):
         assert_alike(answers[i], session.run(good))
+
+
+ATTENTION = """g (int64[n, length] clicks, int64[n] item) => (float[n, 4] y) {
+    h = Gather(users, clicks)
+    t = Gather(users, item)
+    row = Unsqueeze(t, one)
+    turned = Transpose<perm = [0, 2, 1]>(h)
+    scores = MatMul(row, turned)
+    weights = Softmax<axis = -1>(scores)
+    interest = MatMul(weights, h)
+    flat = Squeeze(interest, one)
+    y = Add(flat, t)
+}"""
+
+
+@pytest.mark.parametrize("kept", [0, 1 << 20])
+def test_an_empty_history_is_attended_to(tmp_path: Path, kept: int) -> None:
+    """The divided network cannot compute it, so the whole one does."""
+    constants = {"users": table(dim=DIM), "one": np.array([1])}
+    report = import_model(tmp_path, model_of(ATTENTION, constants, opset=17), context=["clicks"])
+    with InferenceSession.open(report.version_dir, context_cache_bytes=kept) as session:
+        for counts in ([4], [2, 0, 3]):
+            for length in (0, 3):
+                inputs = {"clicks": np.ones((len(counts), length), np.int64), "item": np.arange(sum(counts))}
+                tiled = {"clicks": np.repeat(inputs["clicks"], counts, axis=0), "item": inputs["item"]}
+                found = session.run({**inputs, CANDIDATES: np.array(counts, np.int32)})
+                assert_alike(found, run_network(tmp_path / "model.onnx", tiled))
+
+
+@pytest.mark.parametrize("operators", ["y = Mul(u, v)", "a = Exp(v)  y = Add(a, u)"])
+def test_contexts_are_kept_that_nothing_is_computed_from(tmp_path: Path, operators: str) -> None:
+    """Candidates meet the inputs of the context themselves."""
+    text = f"g (float[n, 4] u, float[n, 4] v) => (float[n, 4] y) {{ {operators} }}"
+    report = import_model(tmp_path, model_of(text, {}, opset=17), context=["u"])
+    inputs = {"u": np.ones((1, 4), np.float32), "v": np.ones((3, 4), np.float32)}
+    wanted = run_network(tmp_path / "model.onnx", {**inputs, "u": np.ones((3, 4), np.float32)})
+    with InferenceSession.open(report.version_dir, context_cache_bytes=1 << 20) as session:
+        for _ in range(2):
+            assert_alike(session.run(inputs), wanted)
 
 
 def test_candidates_may_be_a_list(session: InferenceSession, imported: tuple[ImportReport, Path]) -> None:

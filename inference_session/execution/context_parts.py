@@ -104,6 +104,8 @@ def divide(path: Path, context: Collection[str]) -> ContextParts:
 
 def _typed(path: Path, part: ModelProto, names: Collection[str]) -> list[ValueInfoProto]:
     """Declarations of a network's outputs, as inputs of another."""
+    if not names:
+        return []
     engine = OnnxEngine(path, content=part.SerializeToString(), num_threads=1)
     types = {value.name: _ORT_TYPES[value.type] for value in engine.opened().get_outputs()}
     engine.close()

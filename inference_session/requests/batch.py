@@ -168,6 +168,10 @@ class RequestLayout(ABC):
         """Several requests of equal `shapes` as one batch."""
         return JoinedBatch.of(requests)
 
+    def repeated(self, requests: Sequence[CheckedRequest]) -> list[CheckedRequest] | None:  # noqa: ARG002
+        """The same with the context repeated for each candidate; None: that changes nothing."""
+        return None
+
     def wanted(self, requests: Sequence[CheckedRequest]) -> list[str]:
         """The outputs that the network has to compute for a batch."""
         return self._outputs.of_network([request.outputs for request in requests])

@@ -79,6 +79,17 @@ class RankingLayout(TensorLayout):
         self._even_out(batch)
         return batch
 
+    def repeated(self, requests: Sequence[CheckedRequest]) -> list[CheckedRequest] | None:
+        """See RequestLayout."""
+        found = []
+        for request in requests:
+            if request.num_candidates is None:
+                return None
+            inputs = self._repeated(request.inputs, request.num_candidates)  # type: ignore[arg-type]  # not yet joined
+            shapes = request.shapes[1:]  # type: ignore[index]  # CANDIDATES is the first
+            found.append(CheckedRequest(inputs, request.outputs, request.num_samples, shapes))
+        return found
+
     def _repeated(self, inputs: Mapping[str, NDArray[Any]], counts: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         """The inputs, those of the context with a row for each of its candidates."""
         rows = np.repeat(np.arange(len(counts)), counts)

@@ -40,6 +40,38 @@ def test_padding_is_bounded(counts: list[int]) -> None:
     assert len(blocks.row_context) <= 2 * sum(present) + 16 * len(present)
 
 
+sizes_of = st.lists(st.tuples(st.integers(1, 16), st.integers(1, 80)), max_size=4)
+
+
+@given(counts_of, sizes_of)
+def test_batches_are_filled_up_to_sizes_that_are_replayed(counts: list[int], replayed: list[tuple[int, int]]) -> None:
+    """One block per context, and further ones of the last context; every candidate is in its context's block."""
+    numbers = np.array(counts)
+    owners = np.repeat(np.arange(len(counts)), numbers)
+    fitting = [size for size in replayed if size[0] >= len(counts) and size[1] >= max(counts)]
+
+    blocks = arrange(numbers, may_pad=True, replayed=replayed)
+
+    if not fitting:
+        assert blocks.num_contexts == len(counts)
+        return
+    num_contexts, length = blocks.num_contexts, len(blocks.row_context) // blocks.num_contexts
+    assert num_contexts * length == min(a * b for a, b in fitting)
+    assert len(blocks.block_context) == num_contexts
+    found = np.arange(num_contexts * length) if blocks.candidates is None else blocks.candidates
+    np.testing.assert_array_equal(owners[found], blocks.row_context)
+    rows = np.arange(len(owners)) if blocks.rows is None else blocks.rows
+    np.testing.assert_array_equal(found[rows], np.arange(len(owners)))
+
+
+def test_a_batch_is_not_filled_up_with_thousands_of_rows_or_where_rows_may_not_be_added() -> None:
+    """A network may take longer for them than the launches that are saved."""
+    nine, replayed = np.full(9, 1000), [(16, 1000)]
+    assert arrange(nine, may_pad=True, replayed=replayed).num_contexts == 9
+    assert arrange(np.full(15, 1000), may_pad=True, replayed=replayed).num_contexts == 16
+    assert arrange(np.full(15, 1000), may_pad=False, replayed=replayed).num_contexts == 15
+
+
 def test_equal_numbers_make_one_block_for_each_context() -> None:
     """Nothing is filled up, and contexts without candidates have no block."""
     blocks = arrange(np.array([500, 0, 500]), may_pad=True)
