@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from inference_session.device.base import Device
 from inference_session.errors import SessionClosedError, UnavailableError
 from inference_session.execution.network import Network
-from inference_session.execution.staged_model import StagedModel
+from inference_session.execution.staged_model import StagedModel, StagedRankingModel
 
 if TYPE_CHECKING:
     from inference_session.execution.gathered_model import GatheredModel
@@ -81,7 +81,7 @@ class Replica:
     ranking: Network
     """Of requests that rank candidates; the same where the model has no other for them."""
     thread: DeviceThread
-    staged: StagedModel | GatheredModel | None = None
+    staged: StagedModel | StagedRankingModel | GatheredModel | None = None
     """What stages arrays of requests for the network; None: nothing does."""
     num_under_way: int = 0
     """Batches that it was given and has not answered."""
