@@ -59,9 +59,10 @@ class RankingLayout(TensorLayout):
             return batch
         counts = np.concatenate([request.num_candidates for request in requests if request.num_candidates is not None])
         parts = {name: batch.parts(name) for name in requests[0].inputs}
-        is_ragged = [isinstance(part[0], Ragged) for part in parts.values()]
-        may_pad = self._may_pad and not self._any_ragged(parts)
-        blocks = arrange(counts, may_pad=may_pad, replayed=() if any(is_ragged) else self.replayed)
+        ragged = {name for name, part in parts.items() if isinstance(part[0], RaggedBags)}
+        # Ragged bags are neither moved into blocks nor repeated.
+        may_pad = self._may_pad and ragged <= self._context
+        blocks = arrange(counts, may_pad=may_pad, replayed=() if ragged else self.replayed)
         if blocks.candidates is not None:
             contexts = np.minimum(np.arange(blocks.num_contexts), len(counts) - 1)
             is_filled = blocks.num_contexts > len(counts)
@@ -94,10 +95,6 @@ class RankingLayout(TensorLayout):
         """The inputs, those of the context with a row for each of its candidates."""
         rows = np.repeat(np.arange(len(counts)), counts)
         return {name: array[rows] if name in self._context else array for name, array in inputs.items()}
-
-    def _any_ragged(self, parts: Mapping[str, list[Part]]) -> bool:
-        """Whether candidates have bags of different lengths, which are not moved into blocks."""
-        return any(isinstance(part[0], RaggedBags) for name, part in parts.items() if name not in self._context)
 
     @staticmethod
     def _in_blocks(parts: dict[str, list[Part]], requests: Sequence[CheckedRequest], blocks: Blocks) -> JoinedBatch:
