@@ -12,6 +12,7 @@ from inference_session.importers.onnx.context.pairs import divide_pairs
 from inference_session.importers.onnx.context.products import multiply_blocks
 from inference_session.importers.onnx.context.reductions import reduce_by_parts
 from inference_session.importers.onnx.context.sharing import share_equal_nodes
+from inference_session.importers.onnx.context.siblings import multiply_siblings
 from inference_session.importers.onnx.context.work import Work
 
 
@@ -36,4 +37,5 @@ def rewrite(work: Work, *, sums: bool) -> None:
     cut_products(work, sums=sums)
     multiply_blocks(work)
     broadcast_elementwise(work)
+    multiply_siblings(work)
     share_equal_nodes(work)

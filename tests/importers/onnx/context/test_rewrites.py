@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.testing.onnx_models import model_of, table
-from tests.testing.ranking import DIM, check_ranking, matrix, operators, requests
+from tests.testing.ranking import DIM, check_ranking, matrix, network, operators, requests
 
 LENGTH, WIDTH = 5, 3
 
@@ -582,3 +582,34 @@ def test_pairs_picked_by_gather_nd(tmp_path: Path, indices: list[list[int]]) -> 
     assert_nothing_tiled(report)
     assert report.spec.ranking.multiply_adds_fraction > 0
     assert report.spec.joinable
+
+
+def _experts(gates: str) -> str:
+    """Two experts of each sample as a matrix, and rows that are multiplied by it."""
+    return f"""g (float[n, 4] u_f, float[n, 4] v_f) => (float[n, 4] first, float[n, 4] second) {{
+        both = Add(u_f, v_f)
+        one_row = Unsqueeze(both, one)
+        square = Mul(both, both)
+        other_row = Unsqueeze(square, one)
+        experts = Concat<axis = 1>(one_row, other_row)
+        gate0 = MatMul(both, w0)
+        row0 = Unsqueeze(gate0, one)
+        mixed0 = MatMul(row0, experts)
+        first = Squeeze(mixed0, one)
+        {gates}
+        row1 = Unsqueeze(gate1, one)
+        mixed1 = MatMul(row1, experts)
+        second = Squeeze(mixed1, one)
+    }}"""
+
+
+@pytest.mark.parametrize(
+    ("gates", "num_products"), [("gate1 = MatMul(square, w1)", 1), ("gate1 = MatMul(first, w1)", 2)]
+)
+def test_rows_times_one_matrix_are_multiplied_at_once(tmp_path: Path, gates: str, num_products: int) -> None:
+    """Unless one row depends on the product of another."""
+    constants = {"w0": matrix(4, 2), "w1": matrix(4, 2, seed=8), "one": np.array([1])}
+    report = check(tmp_path, _experts(gates), constants, {"u_f": (4,), "v_f": (4,)}, opset=17)
+    products = [node for node in network(report).graph.node if node.op_type == "MatMul"]
+    initializers = {tensor.name for tensor in network(report).graph.initializer}
+    assert sum(node.input[1] not in initializers for node in products) == num_products
