@@ -99,14 +99,17 @@ class HashRows:
 
         Args:
             rows: int64 [n]; 0 stands for none.
-            gradients: float32 [n, embedding_dim].
+            gradients: float32 [n, embedding_dim]; may be overwritten.
             are_distinct: whether no row but 0 is named more than once.
         """
-        if not are_distinct:
+        has_kernels = device_rows.can_run(self.device)
+        if not are_distinct and has_kernels:
+            rows = device_rows.join(rows, gradients, len(self.vectors))
+        elif not are_distinct:
             found, places = distinct(rows)
             if len(found) < len(rows):
                 rows, gradients = found, add_up(len(found), places, gradients)
-        kernel = kernel_of(self.optimizer, self.steps) if device_rows.can_run(self.device) else None
+        kernel = kernel_of(self.optimizer, self.steps) if has_kernels else None
         if kernel is not None:
             name, settings = kernel
             states = [self.states[name] for name in self.optimizer.states()]

@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hotrow.training.hash_look_up import LookUp
 from hotrow.training.hash_rows import INITIAL_ROWS, HashRows, Rows
-from hotrow.training.key_exchange import KeyExchange, by_owner, owners
-from hotrow.training.key_index import distinct
+from hotrow.training.key_exchange import KeyExchange
+from hotrow.training.key_index import distinct, distinct_by_owner, owners
 from hotrow.training.row_access import gather
 from hotrow.training.row_optimizers import Adagrad, RowOptimizer
 from inference_session.errors import ConfigurationError
@@ -177,25 +177,23 @@ class HashTable(nn.Module):
 
     def look_up(self, keys: Tensor) -> LookUp:
         """Rows for `checked` keys; all ranks call it."""
-        found, places = distinct(keys)
-        exchange = None
-        if _place().num_ranks > 1:
-            found, places = by_owner(found, places, _place().num_ranks)
-            exchange = KeyExchange(found, _place().num_ranks)
-        asked = found if exchange is None else exchange.to_owners(found)
-        rows = self._rows_of(asked)
-        scale = 1 / _place().num_ranks if self._is_averaged() else 1.0
+        num_ranks = _place().num_ranks
+        if num_ranks == 1:
+            found, places = distinct(keys)
+            rows = self._rows_of(found)
+            return LookUp(self._rows.vectors, rows, places, self._learner(rows, found))
+        found, places, counts = distinct_by_owner(keys, num_ranks)
+        exchange = KeyExchange(counts)
+        requested = exchange.to_owners(found[: exchange.num_keys])
+        rows = self._rows_of(requested)
+        learn = self._learner(rows, requested)
+        scale = 1 / num_ranks if self._is_averaged() else 1.0
 
-        def learn(gradients: Tensor) -> None:
-            scaled = gradients if scale == 1 else gradients.mul_(scale)
-            sent = scaled if exchange is None else exchange.to_owners(scaled)
-            self._learn_later(_PendingGradients(rows, sent, asked, generation))
+        def send(gradients: Tensor) -> None:
+            learn(exchange.to_owners(gradients if scale == 1 else gradients.mul_(scale)))
 
-        generation = self._rows.generation
-        if exchange is None:
-            return LookUp(self._rows.vectors, rows, places, learn)
         vectors = exchange.back(gather(self._rows.vectors, rows))
-        return LookUp(vectors, torch.arange(len(found), device=self.device), places, learn)
+        return LookUp(vectors, torch.arange(exchange.num_keys, device=self.device), places, send)
 
     def _rows_of(self, keys: Tensor) -> Tensor:
         if not self.training:
@@ -220,6 +218,11 @@ class HashTable(nn.Module):
         return getattr(DistributedDataParallel, "_active_ddp_module", None) is not None
 
     # Learning
+
+    def _learner(self, rows: Tensor, keys: Tensor) -> Callable[[Tensor], None]:
+        """Takes the gradients of rows that were just found."""
+        generation = self._rows.generation
+        return lambda gradients: self._learn_later(_PendingGradients(rows, gradients, keys, generation))
 
     def _learn_later(self, learning: _PendingGradients) -> None:
         """Learn at the end of backward, because a batch may use an embedding more than once."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -130,7 +130,7 @@ class DeviceIndex:
         except RuntimeError:  # out of memory: nothing was added
             self.keep(self.num_rows)
             raise
-        device_rows.publish(self._entries, self.keys, keys, places, rows)
+        device_rows.publish(self._entries, self.keys, keys, places, rows, None, rows)
         self.num_rows = found
         return rows
 
@@ -155,7 +155,7 @@ class DeviceIndex:
             self.keys = keys
 
     def _free_entries(self, num_rows: int) -> Tensor:
-        return self.keys.new_zeros(1 << (2 * num_rows - 1).bit_length())
+        return _free_entries(num_rows, self.keys.device)
 
 
 class SortedIndex:
@@ -221,14 +221,57 @@ def create_index(device: torch.device) -> KeyIndex:
     return DeviceIndex(device) if device_rows.can_run(device) else SortedIndex(device)
 
 
+def _free_entries(num_rows: int, device: torch.device) -> Tensor:
+    """The entries of a device's index without rows, with room for some rows."""
+    return torch.zeros(1 << (2 * num_rows - 1).bit_length(), dtype=torch.int64, device=device)
+
+
+class Distinct(NamedTuple):
+    """The distinct keys of a batch, ordered by owners."""
+
+    keys: Tensor
+    """int64 [m or more]: each once; what follows behind them has no meaning."""
+    places: Tensor
+    """int64 [n]: where each key of the batch is among them."""
+    counts: Tensor
+    """int64 [owners]: how many of them each owner has."""
+
+
+def owners(keys: Tensor, num_owners: int) -> Tensor:
+    """The owner of each key: key % num_owners, also for negative keys."""
+    return torch.remainder(keys, num_owners)
+
+
 def distinct(keys: Tensor) -> tuple[Tensor, Tensor]:
     """int64 [n] to each of them once, int64 [m], and where each of the n stands there, int64 [n]."""
-    if keys.device.type == "cpu":
-        index: HashIndex | DeviceIndex = HashIndex(len(keys) // 4)
-    elif device_rows.can_run(keys.device):
-        index = DeviceIndex(keys.device, len(keys))
-    else:
+    if device_rows.can_run(keys.device):
+        found = _distinct_on_device(keys, 1)
+        return found.keys[: int(found.counts)], found.places
+    if keys.device.type != "cpu":
         found, places = torch.unique(keys, return_inverse=True)
         return found, places
+    index = HashIndex(len(keys) // 4)
     places = index.find_or_add(keys) - 1
     return index.keys[1 : index.num_rows], places
+
+
+def distinct_by_owner(keys: Tensor, num_owners: int) -> Distinct:
+    """As `distinct`, ordered by owners. Waits for no device where kernels run."""
+    if device_rows.can_run(keys.device):
+        return _distinct_on_device(keys, num_owners)
+    found, places = distinct(keys)
+    owner = owners(found, num_owners)
+    order = torch.argsort(owner.to(torch.int32), stable=True)
+    moved_to = torch.empty_like(order)
+    moved_to[order] = torch.arange(len(order), device=order.device)
+    return Distinct(found[order], moved_to[places], torch.bincount(owner, minlength=num_owners))
+
+
+def _distinct_on_device(keys: Tensor, num_owners: int) -> Distinct:
+    keys = keys.contiguous()
+    entries = _free_entries(len(keys) + 1, keys.device)
+    found, claimed, numbers = torch.empty_like(keys), torch.empty_like(keys), torch.empty_like(keys)
+    places, counts = torch.empty_like(keys, dtype=torch.int32), keys.new_zeros(num_owners)
+    device_rows.claim(entries, found, keys, counts, places, claimed)
+    device_rows.publish(entries, found, keys, places, claimed, counts, numbers)
+    return Distinct(found, numbers, counts)

@@ -42,21 +42,36 @@ def find_rows(entries: Tensor, table_keys: Tensor, keys: Tensor, rows: Tensor) -
     _run_flat("find_rows", len(keys), entries, _mask(entries), table_keys, keys, len(keys), rows)
 
 
-def claim(entries: Tensor, table_keys: Tensor, keys: Tensor, num_rows: Tensor, places: Tensor, rows: Tensor) -> None:
+def claim(entries: Tensor, table_keys: Tensor, keys: Tensor, counts: Tensor, places: Tensor, rows: Tensor) -> None:
     """Claim an entry for each key that has none, and a row; `publish` has to follow.
 
     Args:
         entries: as in `find_rows`; at least half of them stay free.
-        num_rows: int64 [1], rows in use, which this counts up.
+        counts: int64 [owners], rows in use of each owner, which this counts up; key % owners owns a key.
         places: int32 [n], where to write the entry of each key.
-        rows: int64 [n], where to write the rows that are new.
+        rows: int64 [n], where to write the rows that are new, counted for each owner on its own.
     """
-    _run_flat("claim", len(keys), entries, _mask(entries), table_keys, keys, len(keys), num_rows, places, rows)
+    entry_mask = _mask(entries)
+    _run_flat("claim", len(keys), entries, entry_mask, table_keys, keys, len(keys), counts, len(counts), places, rows)
 
 
-def publish(entries: Tensor, table_keys: Tensor, keys: Tensor, places: Tensor, rows: Tensor) -> None:
-    """Write claimed rows to their entries, their keys to `table_keys`, and the row of each key to `rows`."""
-    _run_flat("publish", len(keys), entries, table_keys, keys, len(keys), places, rows)
+def publish(
+    entries: Tensor,
+    table_keys: Tensor,
+    keys: Tensor,
+    places: Tensor,
+    claimed: Tensor,
+    counts: Tensor | None,
+    rows: Tensor,
+) -> None:
+    """Write claimed rows to their entries, their keys to `table_keys`, and the row of each key to `rows`.
+
+    Args:
+        claimed: int64 [n], the rows that `claim` wrote; may be `rows` where `counts` is None.
+        counts: as in `claim`: rows of an owner then follow those of the owners before it. None for a single owner.
+    """
+    num_owners = 1 if counts is None else len(counts)
+    _run_flat("publish", len(keys), entries, table_keys, keys, len(keys), places, claimed, counts, num_owners, rows)
 
 
 def index_rows(entries: Tensor, table_keys: Tensor, num_rows: int) -> None:
@@ -67,6 +82,21 @@ def index_rows(entries: Tensor, table_keys: Tensor, num_rows: int) -> None:
 def add_up(sums: Tensor, rows: Tensor, vectors: Tensor, sources: Tensor | None, factors: Tensor | None) -> None:
     """Add vectors to the rows of `sums` that `rows` names; as `row_access.add_up`."""
     _run_rows("add_up", len(rows), sums.shape[1], sums, sums.shape[1], rows, len(rows), vectors, sources, factors)
+
+
+def join(rows: Tensor, gradients: Tensor, num_rows: int) -> Tensor:
+    """Add up the gradients of each row, in place; returns rows, int64 [n], with each but 0 named once.
+
+    Args:
+        rows: int64 [n], below `num_rows`.
+        gradients: float32 [n, dim]; those of a row that is returned are summed, others keep their values.
+    """
+    place_of_row = torch.empty(num_rows, dtype=torch.int32, device=rows.device)
+    once = torch.empty_like(rows)
+    _run_flat("note_places", len(rows), rows, len(rows), place_of_row)
+    dim = gradients.shape[1]
+    _run_rows("join", len(rows), dim, rows, len(rows), place_of_row, gradients, dim, once)
+    return once
 
 
 def learn(name: str, vectors: Tensor, states: list[Tensor], rows: Tensor, gradients: Tensor, *settings: float) -> None:

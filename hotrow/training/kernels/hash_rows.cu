@@ -27,11 +27,20 @@ extern "C" __global__ void find_rows(const u64* entries, u64 mask, const i64* ta
   rows[i] = row;
 }
 
-// Finds the entry of each key, or claims one; rows[i] is the new row of a key that claimed one. Keys may come more than once.
-extern "C" __global__ void claim(u64* entries, u64 mask, const i64* table_keys, const i64* keys, i64 n, u64* num_rows,
-                                 u32* places, i64* rows) {
+// The owner of a key among several: key % num_owners, from 0 on, also of negative keys.
+__device__ __forceinline__ i64 owner_of(i64 key, i64 num_owners) {
+  if (num_owners == 1) return 0;
+  const i64 rest = key % num_owners;
+  return rest < 0 ? rest + num_owners : rest;
+}
+
+// Finds the entry of each key, or claims one; rows[i] is the new row of a key that claimed one, which counts[owner] counts. Keys
+// may come more than once.
+extern "C" __global__ void claim(u64* entries, u64 mask, const i64* table_keys, const i64* keys, i64 n, u64* counts,
+                                 i64 num_owners, u32* places, i64* rows) {
   const i64 i = thread_number();
   bool is_new = false;
+  i64 owner = 0;
   if (i < n) {
     const i64 key = keys[i];
     const u64 hashed = hash_key(key);
@@ -49,30 +58,39 @@ extern "C" __global__ void claim(u64* entries, u64 mask, const i64* table_keys, 
       if (__ldg((entry & PENDING ? keys : table_keys) + number) == key) break;
     }
     places[i] = (u32)place;
+    owner = owner_of(key, num_owners);
   }
   const u32 claiming = __ballot_sync(ALL_LANES, is_new);
-  if (claiming == 0) return;
-  const u32 lane = threadIdx.x % LANES;
+  if (!is_new) return;
+  const u32 same = __match_any_sync(claiming, (u32)owner);
+  const u32 lane = threadIdx.x % LANES, leader = __ffs(same) - 1;
   u64 first = 0;
-  if (lane == 0) first = atomicAdd(num_rows, (u64)__popc(claiming));
-  first = __shfl_sync(ALL_LANES, first, 0);
-  if (is_new) rows[i] = (i64)first + __popc(claiming & ((1u << lane) - 1));
+  if (lane == leader) first = atomicAdd(counts + owner, (u64)__popc(same));
+  first = __shfl_sync(same, first, leader);
+  rows[i] = (i64)first + __popc(same & ((1u << lane) - 1));
 }
 
 // Whoever claimed an entry writes its row and key there; all others read the row, from the entry or from who claimed it.
-extern "C" __global__ void publish(u64* entries, i64* table_keys, const i64* keys, i64 n, const u32* places, i64* rows) {
+// counts: null where claimed rows are final; else rows of each owner begin behind those of the owners before it.
+extern "C" __global__ void publish(u64* entries, i64* table_keys, const i64* keys, i64 n, const u32* places, const i64* claimed,
+                                   const i64* counts, i64 num_owners, i64* rows) {
   const i64 i = thread_number();
   if (i >= n) return;
   const u64 entry = __ldcg(entries + places[i]);
   const u64 number = entry & NUMBER;
   if (!(entry & PENDING)) {
     rows[i] = (i64)number;
-  } else if (number != (u64)i) {
-    rows[i] = __ldcg(rows + number);
-  } else {
-    table_keys[rows[i]] = keys[i];
-    entries[places[i]] = (entry & TAG) | (u64)rows[i];
+    return;
   }
+  i64 row = __ldcg(claimed + number);
+  if (counts != nullptr) {
+    const i64 owner = owner_of(keys[i], num_owners);
+    for (i64 before = 0; before < owner; ++before) row += __ldg(counts + before);
+  }
+  rows[i] = row;
+  if (number != (u64)i) return;
+  table_keys[row] = keys[i];
+  entries[places[i]] = (entry & TAG) | (u64)row;
 }
 
 // Puts rows from 1 to num_rows - 1 into an index that has none of them.
@@ -117,6 +135,23 @@ extern "C" __global__ void add_up(float* sums, i64 dim, const i64* rows, i64 n, 
     const float4 value = __ldg((const float4*)(vector + d));
     add_four(sum + d, {factor * value.x, factor * value.y, factor * value.z, factor * value.w});
   }
+}
+
+// Notes for each row one place where `rows` names it.
+extern "C" __global__ void note_places(const i64* rows, i64 n, u32* place_of_row) {
+  const i64 i = thread_number();
+  if (i < n) place_of_row[rows[i]] = (u32)i;
+}
+
+// Adds the gradients of a row that is named more than once to those at its noted place. `once` names each row there only, and
+// row 0 elsewhere.
+extern "C" __global__ void join(const i64* rows, i64 n, const u32* place_of_row, float* gradients, i64 dim, i64* once) {
+  const i64 i = row_number();
+  if (i >= n) return;
+  const i64 row = rows[i], place = place_of_row[row];
+  if (threadIdx.x == 0) once[i] = place == i ? row : 0;
+  if (place == i || row == 0) return;
+  for (i64 d = threadIdx.x; d < dim; d += blockDim.x) atomicAdd(gradients + place * dim + d, gradients[i * dim + d]);
 }
 
 // Optimizers, element by element; hotrow/training/row_optimizers.py has their formulas. Row 0 belongs to no key.
