@@ -298,7 +298,8 @@ def t4_on_gpu() -> None:
 def _compare_publishing(model: Any, device: str, title: str, *, seconds: float, goal: float) -> None:
     """Rounds with and without an UpdatePublisher, in turns. Every row that a step reads is published."""
     plain, publishing, published = [], [], []
-    with Broker() as broker, _served(model, broker.url):
+    # The server follows the rows; a small network lets a version of it be written within seconds.
+    with Broker() as broker, _served(_Lookups(), broker.url):
         model.to(device)
         ids = torch.randint(0, 1_000_000, (50, 1100, 2), device=device)
         _rate(_steps(model, ids), 1.0)  # the first steps take longer
