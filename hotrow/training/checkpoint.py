@@ -26,7 +26,7 @@ from hotrow.training.training_state import TrainingState
 from inference_session.errors import ConfigurationError, HotrowError, ModelFormatError
 from inference_session.model_source import Copy, create_source, is_url
 from inference_session.model_source.base import ModelSource
-from inference_session.platform.staging import stage_folder
+from inference_session.platform.staging import ABANDONED_S, remove_abandoned, stage_folder, working_folder
 
 DESCRIPTION_FILE = "checkpoint.json"
 FORMAT = 1
@@ -131,7 +131,10 @@ class Checkpoint:
     # Writing
 
     def _save_here(self, step: int, tensors: dict[str, Any], description: dict[str, Any]) -> None:
-        with _held(self._ranks, lambda: stage_folder(Path(self._place).absolute() / str(step))) as staging:
+        place = Path(self._place).absolute()
+        with _held(self._ranks, lambda: stage_folder(place / str(step))) as staging:
+            if self._ranks.is_first:
+                remove_abandoned(place, r"\.tmp-[0-9]+")
             self._write(staging, tensors)
             if self._ranks.is_first:
                 _describe(staging, description)
@@ -139,7 +142,8 @@ class Checkpoint:
     def _save_remotely(self, step: int, tensors: dict[str, Any], description: dict[str, Any]) -> None:
         """Each rank writes its own files here and copies them to a folder next to the target; rank 0 renames it."""
         staged, target = f".tmp-{step}", str(step)
-        with tempfile.TemporaryDirectory(prefix="hotrow-checkpoint-") as folder, create_source(self._place) as source:
+        temporary = working_folder(Path(tempfile.gettempdir()), "hotrow-checkpoint-", abandoned_s=ABANDONED_S)
+        with temporary as folder, create_source(self._place) as source:
 
             def begin() -> None:
                 if source.stat(target) is not None:
@@ -148,10 +152,10 @@ class Checkpoint:
                 source.make_folder(staged)
 
             self._ranks.first(begin)
-            self._write(Path(folder), tensors)
+            self._write(folder, tensors)
             if self._ranks.is_first:
-                _describe(Path(folder), description)
-            self._ranks.together(lambda: self._copy_all(Path(folder), staged))
+                _describe(folder, description)
+            self._ranks.together(lambda: self._copy_all(folder, staged))
             self._ranks.first(lambda: source.rename(staged, target))
 
     def _copy_all(self, folder: Path, staged: str) -> None:

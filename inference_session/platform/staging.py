@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +16,8 @@ from inference_session.errors import ConfigurationError, UnavailableError
 
 MAX_VERSION = 2**63 - 1
 """The highest version number that Triton can read."""
+ABANDONED_S = 60.0
+"""Seconds without a change after which a folder that no process holds counts as abandoned, where several make them."""
 
 
 @contextmanager
@@ -78,6 +83,43 @@ def stage_folder(target: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
+
+
+@contextmanager
+def working_folder(parent: Path, prefix: str, *, abandoned_s: float = 0.0) -> Iterator[Path]:
+    """Yield a new folder below `parent`, named by a prefix; it is removed at the end.
+
+    Folders of that prefix that killed processes left are removed first, if they have not changed for `abandoned_s`.
+    Without such an age, no other process may make a folder of this prefix at the same time.
+    """
+    remove_abandoned(parent, rf"{re.escape(prefix)}\w+", abandoned_s=abandoned_s)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _lock(handle)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(handle)
+
+
+def remove_abandoned(parent: Path, pattern: str, *, abandoned_s: float = 0.0) -> None:
+    """Remove the folders that killed writers left: no process holds them.
+
+    Args:
+        parent: the folder where they are.
+        pattern: a regular expression of their whole names.
+        abandoned_s: how long a folder must not have changed, in seconds.
+    """
+    for folder in [path for path in parent.iterdir() if re.fullmatch(pattern, path.name)]:
+        with suppress(OSError):  # of another user, not a folder, or gone
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                is_old = time.time() - os.fstat(handle).st_mtime >= abandoned_s
+                if is_old and _lock(handle):
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(handle)
 
 
 def next_version(folder: Path) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from inference_session.errors import ConfigurationError, UnavailableError
-from inference_session.platform.staging import next_version, stage_version
+from inference_session.platform.staging import next_version, stage_version, working_folder
 
 
 def test_a_version_appears_when_it_is_complete(tmp_path: Path) -> None:
@@ -154,3 +154,24 @@ def test_a_file_in_the_place_of_the_folder_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(FileExistsError, match=r"\.tmp-1"), stage_version(tmp_path, "ctr"):
         pass
+
+
+def test_a_working_folder_is_removed_at_the_end_or_by_the_next(tmp_path: Path) -> None:
+    """Its process may be killed; folders that are held, too new or named otherwise stay."""
+    names = ("work-old", "work-new", "work-held", "other")
+    for name in names:
+        (tmp_path / name / "part").mkdir(parents=True)
+        os.utime(tmp_path / name, (0, 0) if name != "work-new" else None)
+    (tmp_path / "work-link").symlink_to(tmp_path / "other")
+    held = os.open(tmp_path / "work-held", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+
+    with working_folder(tmp_path, "work-", abandoned_s=60) as folder:
+        (folder / "file").touch()
+        assert {path.name for path in tmp_path.iterdir()} == {*names, "work-link", folder.name} - {"work-old"}
+        with working_folder(tmp_path, "work-") as second:
+            assert folder.is_dir()
+            assert second != folder
+    os.close(held)
+
+    assert {path.name for path in tmp_path.iterdir()} == {"work-held", "work-link", "other"}

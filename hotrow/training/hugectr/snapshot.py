@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import tempfile
 import zlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from inference_session.model_source import Copy
 from inference_session.model_source.create import create_source, split_place
 from inference_session.model_source.fetch import fetch
 from inference_session.model_spec import KEY_FILE, VECTOR_FILE
+from inference_session.platform.staging import ABANDONED_S, working_folder
 
 _ROWS_PER_WRITE = 1 << 20
 _STATISTICS = ".ntp.json"
@@ -72,14 +73,17 @@ def save_snapshot(trainer: Trainer, prefix: str, iteration: int, params: DataSou
     whole = params.place_of(f"{home}/{prefix}_" if home else f"{prefix}_")
     folder, stem = split_place(whole)
     names = SnapshotNames(stem.removesuffix("_"), iteration)
-    if not params.is_hdfs:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=".tmp-", dir=None if params.is_hdfs else folder))
-    try:
+    with _staging(folder, names) as staging:
         written = _write_all(trainer, names, staging)
         _put_in_place(staging, folder, written)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _staging(folder: str, names: SnapshotNames) -> AbstractContextManager[Path]:
+    """Where the files of a snapshot wait: in the folder where they go to, or on this machine."""
+    if "://" in folder:
+        return working_folder(Path(tempfile.gettempdir()), "hotrow-snapshot-", abandoned_s=ABANDONED_S)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return working_folder(Path(folder), f".tmp-{names.prefix}_")
 
 
 def _write_all(trainer: Trainer, names: SnapshotNames, staging: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pickle
 import shutil
@@ -201,6 +202,20 @@ def test_a_half_written_checkpoint_does_not_count(tmp_path: Path) -> None:
     assert checkpoint.steps() == [0]
     checkpoint.save(5)
     assert checkpoint.restore() == 6
+
+
+def test_a_save_removes_what_a_killed_save_of_another_step_left(tmp_path: Path) -> None:
+    """But nothing that a process still holds, and nothing that has another name."""
+    checkpoint, folder = _saved(tmp_path)
+    for name in (".tmp-3", ".tmp-4", ".tmp-mine"):
+        shutil.copytree(folder, tmp_path / name)
+    held = os.open(tmp_path / ".tmp-4", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    try:
+        checkpoint.save(5)
+    finally:
+        os.close(held)
+    assert {path.name for path in tmp_path.iterdir()} == {"0", "5", ".tmp-4", ".tmp-mine"}
 
 
 # Killed

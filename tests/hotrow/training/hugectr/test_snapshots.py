@@ -59,6 +59,7 @@ def _kill_at_each_step(_rank: int, folder: Path) -> None:
         if os.WIFEXITED(status):
             assert os.WEXITSTATUS(status) == 0
             assert Path(NAMES.dense).exists()
+            assert not list(Path().glob(".tmp-*"))
             Path("kills").write_text(str(number))
             return
         assert os.WTERMSIG(status) == signal.SIGKILL
