@@ -27,7 +27,38 @@ def known_ids(module: Any) -> KnownKeys:
     ids, rows = module._mch_sorted_raw_ids, module._mch_remapped_ids_mapping
     num_known = int(torch.searchsorted(ids[:-1], torch.full((1,), _LAST_ID, device=ids.device)).item())
     unknown_row = module._output_global_offset + module._zch_size - 1
-    return KnownKeys(ids[: num_known + 1], rows[: num_known + 1], unknown_row)
+    is_own_filler = int(shards_of(module, ids.new_full((1,), _LAST_ID))) == _shard(module)
+    return KnownKeys(ids[: num_known + 1], rows[: num_known + 1], unknown_row, num_known + is_own_filler)
+
+
+def num_shards(module: Any) -> int:
+    """The number of shards, each of which is on one rank."""
+    return int(module._buckets)
+
+
+def _shard(module: Any) -> int:
+    """The shard that this rank has."""
+    starts = [start for start in module._init_output_segments_tensor.tolist() if start >= 0]
+    return sorted(starts).index(module._output_global_offset)
+
+
+def shards_of(module: Any, ids: Tensor) -> Tensor:
+    """The shard of each id, int64 [n], as `preprocess` returned them: as TorchRec sends ids to ranks.
+
+    Shards have equal ranges of ids, unsigned; ids beyond the last range are distributed by their remainder.
+    """
+    count = num_shards(module)
+    if count == 1:
+        return torch.zeros_like(ids)
+    size = -(-module._input_hash_size // count)
+    rest = torch.remainder(torch.remainder(ids, count) + torch.where(ids < 0, 2**64 % count, 0), count)
+    if not size:
+        return rest
+    # By comparisons: in ONNX, a quotient of integers goes by way of floating point.
+    bounds = [bound for number in range(1, count) if (bound := number * size) <= _LAST_ID]
+    number = sum(((ids >= bound).to(torch.int64) for bound in bounds), torch.zeros_like(ids))
+    in_ranges = (ids >= 0) & (ids <= min(size * count - 1, _LAST_ID))
+    return torch.where(in_ranges, number, rest)
 
 
 def preprocess(module: Any, ids: Tensor) -> Tensor:

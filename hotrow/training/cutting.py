@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hotrow.training.collisions import check_supported, known_ids, preprocess
+from hotrow.training.collisions import check_supported, known_ids, num_shards, preprocess, shards_of
 from hotrow.training.hash_embedding import HashEmbedding, HashEmbeddingBag
 from hotrow.training.hash_table import HashTable
 from hotrow.training.tables import KnownKeys, Table, local_shards
@@ -130,7 +130,8 @@ def _cut_hashed(module: HashTable, path: str) -> Cut:
 
     def known() -> KnownKeys:
         keys = module.rows().keys
-        return KnownKeys(keys, torch.arange(1, len(keys) + 1, device=keys.device), unknown_row=0)
+        rows = torch.arange(1, len(keys) + 1, device=keys.device)
+        return KnownKeys(keys, rows, unknown_row=0, num_served=len(keys))
 
     table = Table(
         name=path or "embedding",
@@ -300,6 +301,8 @@ def _cut_collisions(module: Any, path: str, *, bags: bool) -> Cut:
         collisions = module._managed_collision_collection._managed_collision_modules[config.name]
         check_supported(collisions, f"{path}._managed_collision_collection: {config.name!r}")
         table.known, table.prepare = partial(known_ids, collisions), partial(preprocess, collisions)
+        if num_shards(collisions) > 1:
+            table.shards_of = partial(shards_of, collisions)
 
     def stand_in(cut: Cut) -> nn.Module:
         return CollisionsStandIn(CollectionStandIn(cut, configs, inner, bags=bags))
@@ -363,14 +366,14 @@ class CollectionStandIn(nn.Module):
         from hotrow.training.served_features import ServedMatrix
 
         means = config.pooling.name == "MEAN"
-        if isinstance(lists, ServedMatrix) and not table.has_keys:
+        if isinstance(lists, ServedMatrix) and (not table.has_keys or table.shards_of is not None):
             factors = lists.present.float()
             if self._weighted and lists.weight_matrix is not None:
                 factors = factors * lists.weight_matrix
             if means:
                 factors = factors / lists.lengths().clamp(min=1)[:, None]
             keys = torch.where(lists.present, lists.matrix, 0)
-            return (functional.embedding(keys, _weights(table)).float() * factors[..., None]).sum(1)
+            return (_read(table, keys).float() * factors[..., None]).sum(1)
         counts = lists.lengths().to(torch.int64)
         ends = counts.cumsum(0)
         factors = lists.weights() if self._weighted else None
@@ -405,4 +408,8 @@ class CollisionsStandIn(nn.Module):
 def _read(table: Table, keys: Tensor) -> Tensor:
     if table.prepare is not None:
         keys = table.prepare(keys)
-    return functional.embedding(keys, _weights(table))
+    vectors = functional.embedding(keys, _weights(table))
+    if table.shards_of is None or table.unknown_vectors is None:
+        return vectors
+    unknown = functional.embedding(table.shards_of(keys), table.unknown_vectors)
+    return torch.where(vectors[..., :1] == table.unknown_mark, unknown, vectors)

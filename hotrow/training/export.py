@@ -177,7 +177,10 @@ class _Rows:
     """The part of a table with keys that one rank writes."""
 
     count: int
-    default_vector: tuple[float, ...]
+    first_row: int
+    """Of its shard, in the whole table."""
+    unknown_vector: tuple[float, ...]
+    """The answer to unknown keys of this shard."""
 
 
 @dataclass
@@ -255,6 +258,11 @@ class _Export:
         Returns the network on rank 0, None elsewhere, and the checksums of files that this rank wrote alone.
         """
         plan = self.plan
+        for number, file in enumerate(files):
+            if file.table.shards_of is not None:
+                vectors = _unknown_vectors(file.table, [of_rank[number] for of_rank in rows])
+                kind = getattr(torch, file.table.file_type)
+                file.table.unknown_vectors = torch.tensor(vectors, dtype=kind, device=file.table.device)
         with ThreadPoolExecutor(1) as background:
             checksums = background.submit(self._write, staging, files, rows)
             is_traced = self.ranks.is_first
@@ -326,7 +334,8 @@ def _stored_rows(table: Table) -> _Rows | None:
         return None
     known = table.known_keys()
     (unknown,) = _rows_at(table, torch.tensor([known.unknown_row]))
-    return _Rows(len(known.keys), tuple(float(element) for element in unknown))
+    first_row = min((shard.first_row for shard in table.shards()), default=0)
+    return _Rows(known.num_served, first_row, tuple(float(element) for element in unknown))
 
 
 def _rows_at(table: Table, rows: Tensor) -> NDArray[Any]:
@@ -342,27 +351,31 @@ def _write_stored(staging: Path, file: TableFile, first: int) -> dict[str, str |
     """Write keys and rows of this rank, from that row of the file on; returns the files' checksums, if known."""
     table = file.table
     known = table.known_keys()
-    hashed = len(known.keys) == file.num_rows
+    count = known.num_served
+    hashed = count == file.num_rows
     keys, vectors = (staging / file.location).with_name(KEY_FILE), staging / file.location
     with FileWriter(keys, hashed=hashed) as writer:
-        writer.write(first * 8, known.keys.cpu().numpy())
+        writer.write(first * 8, known.keys[:count].cpu().numpy())
         checksums = {keys.relative_to(staging).as_posix(): writer.finish()}
     step = max(1, (32 << 20) // table.row_bytes)
     with FileWriter(vectors, hashed=hashed) as writer:
-        for begin in range(0, len(known.keys), step):
-            writer.write((first + begin) * table.row_bytes, _rows_at(table, known.rows[begin : begin + step]))
+        for begin in range(0, count, step):
+            rows = known.rows[begin : min(begin + step, count)]
+            writer.write((first + begin) * table.row_bytes, _rows_at(table, rows))
         return {**checksums, file.location: writer.finish()}
 
 
+def _unknown_vectors(table: Table, parts: list[_Rows | None]) -> list[tuple[float, ...]]:
+    """The answers to unknown ids: of a table with managed collisions the last row of each shard, in their order."""
+    found = sorted((part for part in parts if part), key=lambda part: part.first_row)
+    return [part.unknown_vector for part in found] if table.shards_of is not None else [found[0].unknown_vector]
+
+
 def _default_vector(table: Table, parts: list[_Rows | None]) -> tuple[float, ...]:
-    """The answer to unknown ids: the last row of the shard that they would be looked up in."""
-    found = {part.default_vector for part in parts if part}
-    if len(found) > 1:
-        raise UnsupportedModelError(
-            f"{table.path}: table {table.name!r} with managed collisions has {len(found)} shards, each with a vector "
-            "of its own for unknown ids, which cannot be served; put the table on one rank"
-        )
-    return found.pop()
+    """What look-ups answer for unknown ids; where each shard has its own answer, the network puts it in place."""
+    if table.shards_of is not None:
+        return (table.unknown_mark,) * table.embedding_dim
+    return _unknown_vectors(table, parts)[0]
 
 
 def _verify(staging: Path, spec: ModelSpec, arrays: Mapping[str, NDArray[Any]], expected: list[NDArray[Any]]) -> None:

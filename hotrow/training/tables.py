@@ -38,7 +38,9 @@ class KnownKeys(NamedTuple):
     rows: Tensor
     """int64 [n], numbers of their rows in the whole table."""
     unknown_row: int
-    """The row that answers all other keys."""
+    """The row that answers all other keys of this rank."""
+    num_served: int
+    """How many of them are served: the last one may be a filler, which another rank has as well."""
 
 
 @dataclass
@@ -58,6 +60,10 @@ class Table:
     """The keys of this rank's rows, if rows are found by arbitrary keys, not by their numbers."""
     prepare: Callable[[Tensor], Tensor] | None = None
     """The mapping of raw ids before they are looked up among the keys."""
+    shards_of: Callable[[Tensor], Tensor] | None = None
+    """The shard of each prepared id, of a table with managed collisions in several shards."""
+    unknown_vectors: Tensor | None = field(default=None, repr=False)
+    """[shards, embedding_dim], the answers to unknown ids, while such a table's network is traced."""
     hash_table: Any = None
     """The `HashTable` whose rows these are."""
     placeholder: Tensor | None = field(default=None, repr=False)
@@ -87,6 +93,11 @@ class Table:
     def row_bytes(self) -> int:
         """The bytes of a vector in the file."""
         return self.embedding_dim * np.dtype(self.file_type).itemsize
+
+    @property
+    def unknown_mark(self) -> float:
+        """Each element of the default vector of a table that has an unknown vector for each of its shards."""
+        return torch.finfo(getattr(torch, self.file_type)).min
 
     def shards(self) -> list[Shard]:
         """The parts that this rank holds.

@@ -271,7 +271,7 @@ class _FollowedTable:
         rows = self._touched.seen()
         if not self._table.has_keys:
             return rows.cpu().numpy()
-        ids, known_rows, _ = _known(self._table)
+        ids, known_rows, *_ = _known(self._table)
         now = ids[:-1].cpu().numpy()
         touched = ids[:-1][torch.isin(known_rows[:-1], rows)].cpu().numpy()
         return np.union1d(touched, np.setxor1d(now, self._published))
@@ -280,7 +280,7 @@ class _FollowedTable:
         """Publish the current rows of these keys: the servers may have rows of lost training steps."""
         if self._table.has_keys:
             self._published = np.union1d(self._published, keys)
-            ids, rows, _ = _known(self._table)
+            ids, rows, *_ = _known(self._table)
             held = torch.isin(ids[:-1], torch.from_numpy(keys).to(ids.device))
             self._touched.note(rows[:-1][held])
         else:
@@ -326,7 +326,7 @@ class _FollowedTable:
 
     def _of_ids(self, rows: Tensor) -> Changes:
         """Rows under the ids that own them now; ids that no longer own a row are deleted."""
-        ids, known_rows, _ = _known(self._table)
+        ids, known_rows, *_ = _known(self._table)
         ids, known_rows = ids[:-1], known_rows[:-1]  # the last one is the module's filler
         now = ids.cpu().numpy().copy()  # the module changes its ids in place
         is_new = torch.from_numpy(~np.isin(now, self._published)).to(ids.device)

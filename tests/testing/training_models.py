@@ -149,8 +149,8 @@ def table_rows(model: Any) -> dict[str, Any]:
     return {name: bag.weight.detach().numpy() for name, bag in model.bags.embedding_bags.items()}
 
 
-def managed_collisions(*, bags: bool = True) -> Any:
-    """A collection whose ids are mapped to rows as they come."""
+def managed_collisions(*, bags: bool = True, **options: Any) -> Any:
+    """A collection whose ids are mapped to rows as they come; options are those of MCHManagedCollisionModule."""
     from torchrec import EmbeddingBagCollection, EmbeddingCollection, EmbeddingConfig
     from torchrec.modules.mc_embedding_modules import (
         ManagedCollisionEmbeddingBagCollection,
@@ -173,6 +173,7 @@ def managed_collisions(*, bags: bool = True) -> Any:
             device=torch.device("cpu"),
             eviction_policy=DistanceLFU_EvictionPolicy(),
             eviction_interval=1,
+            **options,
         )
         for config in configs
     }
