@@ -85,7 +85,8 @@ class HashEmbeddingBag(HashTable):
         begins = self._begins(input, offsets).to(self.device)
         look_up = self.look_up(keys)
         padding = None if self.padding_idx is None else look_up.place_of(keys, self.padding_idx)
-        bags = Bags(begins, len(keys), self.mode, padding)
+        width = input.shape[1] if input.dim() == 2 else None
+        bags = Bags(begins, len(keys), self.mode, padding, width or None)
         anchor = torch.zeros((), requires_grad=self.training)
         if self.mode == "max" or (weights is not None and weights.requires_grad):
             return bags.pool(look_up.places, Vectors.apply(anchor, look_up.of_distinct()), weights)

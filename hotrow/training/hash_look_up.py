@@ -67,6 +67,8 @@ class Bags:
     mode: str
     padding: int | None
     """The distinct key that takes no part."""
+    width: int | None = None
+    """The keys of each bag, where all have equally many, and some."""
 
     def pool(self, rows: Tensor, table: Tensor, weights: Tensor | None) -> Tensor:
         """[bags, embedding_dim] of rows [n] of a table; `padding` is a row of it."""
@@ -78,6 +80,9 @@ class Bags:
 
     def bag_of_keys(self) -> Tensor:
         """int64 [n]"""
+        if self.width is not None:
+            keys = torch.arange(self.num_keys, device=self.begins.device)
+            return torch.div(keys, self.width, rounding_mode="floor")
         counts = self.begins.diff()
         bags = torch.arange(len(counts), device=counts.device)
         return torch.repeat_interleave(bags, counts, output_size=self.num_keys)  # without it, the host awaits the GPU
