@@ -231,7 +231,7 @@ def compare_sessions(versions: dict[str, Path], goals: Sequence[str]) -> None:
     """M2 and M3 in this process: p50 of one request at a time, and samples a second of several threads."""
     keys, rng = keys_of(versions["one"]), np.random.default_rng(1)
     requests = [request_of("hotrow", "native", keys, 1024, rng) for _ in range(32)]
-    large = [request_of("hotrow", "native", keys, 16384, rng) for _ in range(8)]
+    small, large = ([request_of("hotrow", "native", keys, size, rng) for _ in range(8)] for size in (64, 16384))
     with InferenceSession.open(versions["one"], device="cpu") as session:
         expected = session.predict(requests[0])
     p50, rates = {}, {}
@@ -241,11 +241,10 @@ def compare_sessions(versions: dict[str, Path], goals: Sequence[str]) -> None:
             for _ in range(2 * NUM_GPUS):
                 np.testing.assert_allclose(session.predict(requests[0]), expected, atol=1e-5)
             p50[name] = p50_of(session, requests)
-            rates[name] = most_samples(session, requests), most_samples(session, large)
-            print(
-                f"{name}: p50 {p50[name]:.0f} us, {rates[name][0]:.0f} and {rates[name][1]:.0f} samples/s", flush=True
-            )
-    report(goals, "in process", p50, {"1,024": 0, "16,384": 1}, rates)
+            rates[name] = [most_samples(session, each) for each in (small, requests, large)]
+            shown = ", ".join(f"{rate:.0f}" for rate in rates[name])
+            print(f"{name}: p50 {p50[name]:.0f} us, {shown} samples/s", flush=True)
+    report(goals, "in process", p50, {"64": 0, "1,024": 1, "16,384": 2}, rates)
 
 
 def report(goals: Sequence[str], where: str, p50: dict[str, float], sizes: dict[str, int], rates: Any) -> None:

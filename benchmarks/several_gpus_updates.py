@@ -203,7 +203,7 @@ def settings_of(device: str) -> Iterator[dict[str, Any]]:
             "volatile_store": store.url,
             "update_stream": broker.url,
             "cache_fraction": 0.3,
-            "warm_up_s": 1,
+            "warm_up_s": 0.2,
         }
 
 

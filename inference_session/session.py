@@ -789,8 +789,11 @@ class InferenceSession:
         return sum(table.lookup_keys for table in self._stats.snapshot().tables.values())
 
 
-def _fetch_on(replica: Replica, *, table: int, keys: NDArray[np.int64], out: NDArray[np.float32]) -> None:
+def _fetch_on(
+    replica: Replica, *, table: int, keys: NDArray[np.int64], out: NDArray[np.float32]
+) -> NDArray[np.float32]:
     fetch(replica.network.rows, table, keys, out)
+    return out
 
 
 def _check_devices(config: SessionConfig, num_devices: int) -> None:

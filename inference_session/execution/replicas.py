@@ -86,7 +86,7 @@ class Replica:
     num_under_way: int = 0
     """Batches that it was given and has not answered."""
     num_given: int = 0
-    """All batches so far."""
+    """All batches that it has answered, or failed to."""
 
 
 class Replicas:
@@ -99,6 +99,8 @@ class Replicas:
     def run(self, work: Callable[[Replica], _Result]) -> _Result:
         """Run the work on the device with the fewest batches in progress; among equals, devices take turns.
 
+        Work that returns None has left the batch as it was: the device keeps its turn, for what comes instead.
+
         Raises:
             UnavailableError: one of several devices has failed; it may have rows that another one wants.
         """
@@ -109,12 +111,15 @@ class Replicas:
         with self._lock:
             replica = min(self.all, key=lambda each: (each.num_under_way, each.num_given))
             replica.num_under_way += 1
-            replica.num_given += 1
+        is_done = True
         try:
-            return replica.thread.run(lambda: work(replica))
+            result = replica.thread.run(lambda: work(replica))
+            is_done = result is not None
+            return result
         finally:
             with self._lock:
                 replica.num_under_way -= 1
+                replica.num_given += is_done
 
     @property
     def failure(self) -> str | None:

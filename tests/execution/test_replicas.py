@@ -33,6 +33,15 @@ def test_one_after_the_other_they_take_turns(replicas: Replicas) -> None:
     assert threads[:2] == threads[4:]
 
 
+def test_work_that_did_nothing_keeps_the_turn(replicas: Replicas) -> None:
+    """What comes instead of it is done by the same device; then it is the other's turn."""
+    seen: list[Replica] = []
+    for _ in range(4):
+        replicas.run(seen.append)
+        seen.append(replicas.run(lambda replica: replica))
+    assert seen == [each for each in (*replicas.all, *replicas.all) for _ in range(2)]
+
+
 def test_two_at_once_are_on_both(replicas: Replicas) -> None:
     """Neither ends before the other has begun; a third one waits for the first that ends."""
     met = threading.Barrier(2, timeout=PATIENCE_S)
