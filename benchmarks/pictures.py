@@ -1,13 +1,16 @@
 """Draws the pictures of the manual from real runs: `make docs-pictures`.
 
-docs/images/top.svg     `hotrow top` of a Triton that serves the example model from Redis and RocksDB, under load,
-                        while Redis is stopped and started again
-docs/images/sizing.png  `hotrow size --plot` of the same model, from the keys of MovieLens-100k (downloaded by pip)
+docs/images/top.svg        `hotrow top` of a Triton that serves the example model from Redis and RocksDB, under load,
+                           while Redis is stopped and started again
+docs/images/dashboard.png  the dashboard's panels of that run, a swap and an update stream included, as a real
+                           Prometheus answers their queries, drawn by matplotlib
+docs/images/sizing.png     `hotrow size --plot` of the same model, from the keys of MovieLens-100k (downloaded by pip)
 """
 
 from __future__ import annotations
 
 import io
+import math
 import re
 import shutil
 import sys
@@ -17,9 +20,11 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tritonclient.grpc
+from matplotlib.figure import Figure
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -28,7 +33,11 @@ from demo.movielens import Inputs, MovieLens, fetch, take
 from demo.report import REPOSITORY
 from hotrow.metrics_page import MetricsPage
 from hotrow.top_view import TopView
+from inference_session.model_spec import ModelSpec
+from inference_session.update_stream import Publisher
+from tests.testing.broker import Broker
 from tests.testing.command_line import hotrow
+from tests.testing.prometheus import Panel, Prometheus, panels
 from tests.testing.served import Served, start
 from tests.testing.servers import RedisServer
 
@@ -38,16 +47,27 @@ NUM_LOOKS = 14
 STOPS_AT, STARTS_AT = 4, 8
 """The range of looks during which Redis does not answer."""
 PER_REQUEST = 64
+SECONDS_UNTIL_RATES, SECONDS_AFTER_SWAP = 5, 20
 
 
 def main() -> None:
     samples, _ = MovieLens.read(fetch()).samples()
-    with tempfile.TemporaryDirectory() as folder:
-        draw_sizing(samples, Path(folder))
-        with RedisServer() as redis:
-            repository = write_repository(Path(folder), redis)
-            with closing(start(repository)) as served, asking(served, samples):
-                draw_top(served, redis)
+    with tempfile.TemporaryDirectory() as name, RedisServer() as redis, Broker() as broker:
+        folder = Path(name)
+        draw_sizing(samples, folder)
+        repository = write_repository(folder, redis, broker)
+        with (
+            closing(start(repository)) as served,
+            Prometheus(served.metrics, folder) as prometheus,
+            asking(served, samples),
+            publishing(broker),
+        ):
+            begin = time.time()
+            draw_top(served, redis)
+            hotrow("publish-version", repository / MODEL / "1", "--name", MODEL, "--repository", repository)
+            hotrow("load", MODEL, "--url", served.grpc)
+            time.sleep(SECONDS_AFTER_SWAP)
+            draw_dashboard(prometheus, begin + SECONDS_UNTIL_RATES, time.time())
 
 
 def draw_sizing(samples: Inputs, folder: Path) -> None:
@@ -60,14 +80,15 @@ def draw_sizing(samples: Inputs, folder: Path) -> None:
     hotrow("size", REPOSITORY / MODEL, *arguments, "--plot", IMAGES / "sizing.png")
 
 
-def write_repository(folder: Path, redis: RedisServer) -> Path:
-    """The example model, whose rows are in a Redis and a RocksDB, with a cache for a fifth of them."""
+def write_repository(folder: Path, redis: RedisServer, broker: Broker) -> Path:
+    """The example model with updates, whose rows are in a Redis and a RocksDB, with a cache for a fifth of them."""
     model = folder / "repository" / MODEL
     shutil.copytree(REPOSITORY / MODEL, model)
     database = f"rocksdb://{folder}/rocksdb"
     for url in (redis.url, database):
         hotrow("push", model / "1", "--to", url)
     settings = {"volatile_store": redis.url, "persistent_store": database, "cache_fraction": "0.2"}
+    settings["update_stream"] = broker.url
     with (model / "config.pbtxt").open("a") as config:
         for name, value in settings.items():
             config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
@@ -93,6 +114,52 @@ def asking(served: Served, samples: Inputs) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
+
+
+@contextmanager
+def publishing(broker: Broker) -> Iterator[None]:
+    """A publisher sends a hundred rows of random users each second."""
+    stop = threading.Event()
+    rng = np.random.default_rng(0)
+    table = ModelSpec.read(REPOSITORY / MODEL / "1").table("users.weight")
+
+    def publish() -> None:
+        with Publisher(broker.url, MODEL) as publisher:
+            while not stop.wait(1):
+                keys = rng.integers(0, table.num_rows, 100)
+                publisher.publish(table.folder, keys, rng.normal(0, 0.1, (100, table.embedding_dim)))
+
+    thread = threading.Thread(target=publish)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def draw_dashboard(prometheus: Prometheus, begin: float, end: float) -> None:
+    """A plot for each panel that has data, in the dashboard's order."""
+    data = [(panel, _lines(prometheus, panel, begin, end)) for panel in panels()]
+    data = [(panel, lines) for panel, lines in data if lines]
+    figure = Figure(figsize=(16, 3 * math.ceil(len(data) / 4)), layout="constrained")
+    for axes, (panel, lines) in zip(figure.subplots(math.ceil(len(data) / 4), 4).flat, data, strict=False):
+        for name, values in lines:
+            axes.plot([float(at) - begin for at, _ in values], [float(value) for _, value in values], label=name)
+        axes.set_title(f"{panel.title} ({panel.unit})", fontsize=10)
+        axes.legend(fontsize=7)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    figure.savefig(IMAGES / "dashboard.png", dpi=75)
+
+
+def _lines(prometheus: Prometheus, panel: Panel, begin: float, end: float) -> list[tuple[str, Any]]:
+    """The lines of a panel, each with its name and its points in time."""
+    return [
+        (re.sub(r"\{\{(\w+)\}\}", lambda label, series=series: series["metric"][label[1]], form), series["values"])
+        for query, form in panel.queries
+        for series in prometheus.series(query, begin, end)
+    ]
 
 
 def draw_top(served: Served, redis: RedisServer) -> None:

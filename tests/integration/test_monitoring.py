@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import requests
 import tritonclient.grpc as grpc_client
 import yaml
 from click.testing import CliRunner
 from tritonclient.utils import InferenceServerException
 
 from hotrow.command_line import cli
+from tests.testing.prometheus import Prometheus, panels
 from tests.testing.served import Serve, Served, is_ready
-from tests.testing.servers import RedisServer, free_port, wait_until
+from tests.testing.servers import RedisServer, wait_until
 from tests.testing.triton_models import write_ctr
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.triton
 
 
 @pytest.fixture(scope="module", autouse=True)
-def prometheus() -> None:
+def installed() -> None:
     """Skip where Debian's package `prometheus` is not installed."""
     if not (shutil.which("prometheus") and shutil.which("promtool")):
         pytest.skip("no prometheus and promtool on this machine: apt-get install prometheus")
@@ -49,42 +49,20 @@ def test_every_alert_fires_by_its_fault_and_none_without() -> None:
 
 
 class MonitoredServer:
-    """A server whose model reads Redis over RocksDB, under load, and a Prometheus that scrapes it each second."""
+    """A server whose model reads Redis over RocksDB, under load, and what a Prometheus that scrapes it knows."""
 
-    def __init__(self, served: Served, redis: RedisServer, folder: Path) -> None:
+    def __init__(self, served: Served, redis: RedisServer, prometheus: Prometheus) -> None:
         self.served = served
         self.redis = redis
-        self._url = f"http://127.0.0.1:{free_port()}"
-        target = served.metrics.split("/")[2]
-        config = {
-            "global": {"scrape_interval": "1s"},
-            "scrape_configs": [{"job_name": "hotrow", "static_configs": [{"targets": [target]}]}],
-        }
-        (folder / "prometheus.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
-        flags = [f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
-        flags += [f"--web.listen-address={self._url.removeprefix('http://')}", "--log.level=error"]
-        self._process = subprocess.Popen(["prometheus", *flags])
+        self.has_data = prometheus.has_data
         self._stopping = threading.Event()
         self._load = threading.Thread(target=self._ask, daemon=True)
         self._load.start()
 
-    def has_data(self, query: str) -> bool:
-        """Whether Prometheus answers the query with anything; a query that it refuses is an error."""
-        try:
-            answer = requests.get(f"{self._url}/api/v1/query", params={"query": query}, timeout=10)
-        except (requests.ConnectionError, requests.Timeout):  # it is starting, or busy
-            return False
-        if answer.status_code == requests.codes.service_unavailable:
-            return False
-        assert answer.ok, f"{query}: {answer.text}"
-        return bool(answer.json()["data"]["result"])
-
     def close(self) -> None:
-        """Stop the requests, and Prometheus."""
+        """Stop the requests."""
         self._stopping.set()
         self._load.join()
-        self._process.terminate()
-        self._process.wait()
 
     def _ask(self) -> None:
         """In turn: good requests, requests with unknown keys, and requests larger than the model allows."""
@@ -119,9 +97,12 @@ def monitored(serve: Serve, tmp_path: Path) -> Iterator[MonitoredServer]:
             stores = {"volatile_store": redis.url, "persistent_store": database}
             for name, value in {**stores, "max_keys_per_request": "12"}.items():
                 config.write(f'parameters {{ key: "{name}" value {{ string_value: "{value}" }} }}\n')
-        monitored = MonitoredServer(serve(repository), redis, tmp_path)
-        yield monitored
-        monitored.close()
+        served = serve(repository)
+        with (
+            Prometheus(served.metrics, tmp_path) as prometheus,
+            closing(MonitoredServer(served, redis, prometheus)) as monitored,
+        ):
+            yield monitored
 
 
 def alerts() -> dict[str, str]:
@@ -130,25 +111,12 @@ def alerts() -> dict[str, str]:
     return {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
 
 
-def panels() -> dict[str, list[str]]:
-    """The queries of every panel of the dashboard, by title, with Grafana's variables filled in."""
-    dashboard = json.loads((DEPLOY / "grafana/dashboards/hotrow.json").read_text(encoding="utf-8"))
-    queries: dict[str, list[str]] = {}
-    for panel in dashboard["panels"]:
-        for target in panel.get("targets", ()):
-            expression = target["expr"].replace("$__rate_interval", "10s")
-            for variable in ("$instance", "$model"):
-                expression = expression.replace(variable, ".*")
-            queries.setdefault(panel["title"], []).append(expression)
-    return queries
-
-
 def test_every_panel_shows_data_and_real_faults_raise_alerts(monitored: MonitoredServer) -> None:
     """While requests run, each query has an answer; each fault then makes the condition of its alert true."""
-    for title, queries in panels().items():
-        for query in queries:
+    for panel in panels():
+        for query, _ in panel.queries:
             if STREAM_METRICS not in query:
-                wait_until(lambda query=query: monitored.has_data(query), f"data in panel {title!r}")  # type: ignore[misc]
+                wait_until(lambda query=query: monitored.has_data(query), f"data in panel {panel.title!r}")  # type: ignore[misc]
     conditions = alerts()
     for name, cause in faults(monitored).items():
         if cause is not None:
