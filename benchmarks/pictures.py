@@ -47,7 +47,9 @@ NUM_LOOKS = 14
 STOPS_AT, STARTS_AT = 4, 8
 """The range of looks during which Redis does not answer."""
 PER_REQUEST = 64
-SECONDS_UNTIL_RATES, SECONDS_AFTER_SWAP = 5, 20
+SECONDS_UNTIL_RATES, SECONDS_AFTER_SWAP = 2, 20
+UNITS = {"reqps": "/s", "cps": "/s", "percentunit": "fraction", "bool": "0 or 1", "short": "number"}
+"""Of Grafana, by its names."""
 
 
 def main() -> None:
@@ -142,11 +144,14 @@ def draw_dashboard(prometheus: Prometheus, begin: float, end: float) -> None:
     """A plot for each panel that has data, in the dashboard's order."""
     data = [(panel, _lines(prometheus, panel, begin, end)) for panel in panels()]
     data = [(panel, lines) for panel, lines in data if lines]
-    figure = Figure(figsize=(16, 3 * math.ceil(len(data) / 4)), layout="constrained")
-    for axes, (panel, lines) in zip(figure.subplots(math.ceil(len(data) / 4), 4).flat, data, strict=False):
+    num_rows = math.ceil(len(data) / 4)
+    figure = Figure(figsize=(16, 3 * num_rows), layout="constrained")
+    figure.supxlabel("seconds")
+    for number, (panel, lines) in enumerate(data, 1):
+        axes = figure.add_subplot(num_rows, 4, number)
         for name, values in lines:
             axes.plot([float(at) - begin for at, _ in values], [float(value) for _, value in values], label=name)
-        axes.set_title(f"{panel.title} ({panel.unit})", fontsize=10)
+        axes.set_title(f"{panel.title} ({UNITS.get(panel.unit, panel.unit)})", fontsize=10)
         axes.legend(fontsize=7)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
