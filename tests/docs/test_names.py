@@ -53,8 +53,8 @@ FOREIGN = {
     # docker, hdfs fetchdt, mv, pip, requests, bash and click
     *("--build-arg", "--restart", "--print", "--exchange", "--no-deps", "REQUESTS_CA_BUNDLE"),
     *("_HOTROW_COMPLETE", "bash_source"),
-    # HugeCTR
-    "slot_id",
+    # HugeCTR, TorchRec and NCCL
+    *("slot_id", "HashZchManagedCollisionModule", "NCCL_MIN_P2P_NCHANNELS"),
 }
 """Names of other programs."""
 EXAMPLES = {
