@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -59,12 +60,19 @@ def modules() -> dict[str, Path]:
     return {name.removesuffix(".__init__"): path for name, path in named.items()}
 
 
+@functools.cache
+def imports_in(path: Path) -> list[ast.Import | ast.ImportFrom]:
+    """All imports of a file, wherever in it that is done."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
+
+
 def imported(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
-    """Our own modules that a module imports, wherever in it that is done."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """Our own modules that a module imports."""
+    for node in imports_in(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif node.module:
             assert not node.level, f"{path}: relative imports hide where a module is"
             names = (f"{node.module}.{alias.name}" for alias in node.names)
             yield from (
@@ -117,9 +125,8 @@ def test_the_permitted_directions_have_no_circle() -> None:
 def test_the_library_imports_neither_triton_nor_a_framework() -> None:
     """It runs where there is neither."""
     for path in (ROOT / "inference_session").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for node in imports_in(path):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
             for name in names:
                 assert name.split(".")[0] not in {"triton_backend", "triton_python_backend_utils", "torch", "hotrow"}, (
                     path
@@ -129,11 +136,11 @@ def test_the_library_imports_neither_triton_nor_a_framework() -> None:
 def imports_of_tests() -> Iterator[tuple[Path, str, str]]:
     """Each name that a test or a benchmark imports from a module: the file, the module, the name."""
     for path in (*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in imports_in(path):
             if isinstance(node, ast.ImportFrom):
                 assert not node.level, f"{path}: relative imports hide where a module is"
                 yield from ((path, node.module or "", alias.name) for alias in node.names)
-            elif isinstance(node, ast.Import):
+            else:
                 yield from ((path, alias.name, "") for alias in node.names)
 
 

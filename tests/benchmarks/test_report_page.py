@@ -8,7 +8,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import matplotlib.image
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -28,8 +27,13 @@ def _module(path: Path) -> ModuleType:
     return module
 
 
-report_page = _module(ROOT / "benchmarks" / "report_page.py")
 _SPEEDS = {"null": 4000.0, "hotrow": 3000.0, "plain": 1500.0}
+
+
+@pytest.fixture(scope="module")
+def report_page() -> ModuleType:
+    """The script; it imports Matplotlib, which takes long."""
+    return _module(ROOT / "benchmarks" / "report_page.py")
 
 
 @pytest.fixture
@@ -55,7 +59,7 @@ def results() -> dict[str, Any]:
 
 
 @pytest.fixture
-def page(results: dict[str, Any], tmp_path: Path) -> Path:
+def page(report_page: ModuleType, results: dict[str, Any], tmp_path: Path) -> Path:
     """The page of these results."""
     path = tmp_path / "report.html"
     report_page.write_page(results, path)
@@ -68,7 +72,9 @@ def _share(pixels: NDArray[np.float32], color: str) -> float:
 
 
 @pytest.mark.parametrize(("dark", "paper"), [(False, "#ffffff"), (True, "#14171d")])
-def test_a_browser_draws_the_page(browser: Browser, page: Path, dark: bool, paper: str) -> None:
+def test_a_browser_draws_the_page(
+    report_page: ModuleType, browser: Browser, page: Path, dark: bool, paper: str
+) -> None:
     """In light and dark mode, the bars and lines of every model are visible, in proportion to their figures."""
     look = Look(browser, page, dark=dark)
 
@@ -103,7 +109,7 @@ def test_the_page_fits_a_phone(browser: Browser, page: Path) -> None:
     assert all(width >= 600 for width in sizes["plots"])
 
 
-def test_the_headline_has_the_ratios(results: dict[str, Any]) -> None:
+def test_the_headline_has_the_ratios(report_page: ModuleType, results: dict[str, Any]) -> None:
     """Smallest and largest over all networks and batch sizes, at 16 requests at once."""
     assert report_page.headline(results["figures"]) == (
         "With 16 requests at once hotrow answers 2.00 to 2.00 times as many requests per second as plain ONNX Runtime,"
@@ -111,8 +117,10 @@ def test_the_headline_has_the_ratios(results: dict[str, Any]) -> None:
     )
 
 
-def test_the_main_figure_is_a_picture(results: dict[str, Any], tmp_path: Path) -> None:
+def test_the_main_figure_is_a_picture(report_page: ModuleType, results: dict[str, Any], tmp_path: Path) -> None:
     """For the README."""
+    from matplotlib.image import imread
+
     report_page.write_figure(results, tmp_path / "figure.png")
 
-    assert matplotlib.image.imread(tmp_path / "figure.png").shape[1] == 1200
+    assert imread(tmp_path / "figure.png").shape[1] == 1200

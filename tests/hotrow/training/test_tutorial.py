@@ -9,6 +9,8 @@ import pytest
 from tests.testing.broker import Broker
 from tests.testing.walkthrough import Walkthrough
 
+pytest.importorskip("torch")
+
 pytestmark = pytest.mark.training
 
 PAGE = Path(__file__).parents[3] / "docs/tutorials/serve-what-you-train.md"
